@@ -1,0 +1,104 @@
+"""The command line: `python3 -m launcher COMMAND`, from the root of a checkout.
+
+`host` needs the standard library only. Every other command runs in the host's python: this process finds or installs the host and
+starts itself again there, with PIPEMESH_HOST set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+USAGE = """\
+python3 -m launcher COMMAND [options]
+
+  host     find or install the ComfyUI that the other commands run on
+  doctor   what works on this machine, what does not, and the remedy
+  demo     a stock workflow on one process and on two, side by side
+  test     the tests (options go to pytest)
+  bench    the measurements
+  parity   parity with stock ComfyUI
+
+PIPEMESH_COMFYUI names a ComfyUI of your own, PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for the one installed here.
+"""
+ROOT = Path(__file__).resolve().parent.parent
+INSIDE = ("doctor", "demo", "bench", "parity")
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    command, *rest = argv
+    if command == "host":
+        from .host import main as host_main
+
+        return host_main(rest)
+    if command not in (*INSIDE, "test"):
+        print(f"There is no command `{command}`.\n\n{USAGE}", end="", file=sys.stderr)
+        return 2
+    if command in INSIDE and os.environ.get("PIPEMESH_HOST"):
+        return run_inside(command, rest, os.environ["PIPEMESH_HOST"])
+    return start_in_host(command, rest)
+
+
+def start_in_host(command: str, rest: Sequence[str]) -> int:
+    from .host import ensure_host, missing_modules
+    from .install import LaunchError
+
+    host = ensure_host()
+    env = {**os.environ, "PIPEMESH_HOST": host.to_json()}
+    if command != "test":
+        return replace_process([host.python, "-m", "launcher", command, *rest], env)
+    lacking = missing_modules(host.python, ("pytest", "hypothesis"))
+    if lacking:
+        raise LaunchError(f"{host.python} has no {' and no '.join(lacking)}: run {host.python} -m pip install {' '.join(lacking)}")
+    return replace_process([host.python, "-m", "pytest", *rest], {**env, "OMP_NUM_THREADS": "1"})
+
+
+def replace_process(command: Sequence[str], env: Mapping[str, str]) -> int:
+    os.chdir(ROOT)
+    if os.name == "nt":  # there execve would let the shell's prompt come back before the command has ended
+        return subprocess.run(command, env=env, check=False).returncode
+    sys.stdout.flush()
+    os.execve(command[0], command, env)
+
+
+def run_inside(command: str, rest: Sequence[str], record: str) -> int:
+    """In the host's python: the pack as `pipemesh`, ComfyUI's modules first; its `nodes` must not be ours."""
+    from .package import register_package
+
+    register_package(ROOT)
+    host_module = importlib.import_module("pipemesh.launcher.host")
+    errors = importlib.import_module("pipemesh.parallel_runtime.errors")
+    host = host_module.Host.from_json(record)
+    sys.path[:] = [host.comfyui, *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
+    try:
+        return importlib.import_module(f"pipemesh.launcher.{command}").main(list(rest), host)
+    except (errors.PipeMeshError, host_module.LaunchError) as error:
+        print(f"pipemesh: {error}", file=sys.stderr)
+        return 1
+
+
+def guarded_main(argv: Sequence[str]) -> int:
+    """`main`, with the user's errors as one sentence and no traceback."""
+    from .install import LaunchError
+
+    try:
+        return main(argv)
+    except LaunchError as error:
+        print(f"pipemesh: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\npipemesh: stopped; run the same command again to go on.", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    if sys.version_info < (3, 10):  # noqa: UP036
+        sys.exit(f"pipemesh: Python 3.10 or newer is needed, this is {sys.version.split()[0]}: run it with a newer python3.")
+    sys.exit(guarded_main(sys.argv[1:]))

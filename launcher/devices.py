@@ -1,0 +1,77 @@
+"""Which device each rank gets, decided before any process starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ..parallel_runtime.errors import LayoutError
+from ..parallel_runtime.layout import Layout
+
+
+@dataclass(frozen=True)
+class Device:
+    """``name`` as the UI knows it (``cuda:1``, ``cpu``); ``uuid`` addresses a GPU whatever CUDA_VISIBLE_DEVICES says."""
+
+    name: str
+    uuid: str = ""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A layout on devices, one per rank."""
+
+    layout: Layout
+    devices: tuple[Device, ...]
+    backend: str
+
+    @property
+    def threads(self) -> int:
+        """CPU threads per rank: the cores are shared out among ranks that compute on them."""
+        return max(1, (os.cpu_count() or 1) // len(self.devices)) if not self.devices[0].is_gpu else 1
+
+
+def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -> Placement:
+    """``wanted`` is ``auto``, ``cpu`` or a list such as ``cuda:0,cuda:2``. Raises LayoutError with the equation that fails."""
+    names = [name.strip() for name in wanted.split(",") if name.strip()] or ["auto"]
+    size = layout.world_size
+    if names == ["auto"]:
+        names = [gpu.name for gpu in gpus[:size]] if gpus else ["cpu"]
+        if gpus and len(names) < size:
+            raise LayoutError(f"{layout.equation()}, {count(len(gpus), 'GPU')}: lower the degree, or list devices to share (backend gloo).")
+    if names == ["cpu"]:
+        names = ["cpu"] * size
+    if len(names) != size:
+        raise LayoutError(f"{layout.equation()}, {count(len(names), 'device')} listed ({', '.join(names)}): list one device per rank.")
+    known = {device.name: device for device in (Device("cpu"), *gpus)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise LayoutError(f"Device {unknown[0]} is not here: choose from {', '.join(known)}.")
+    devices = tuple(known[name] for name in names)
+    if len({device.is_gpu for device in devices}) > 1:
+        raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
+    if backend == "auto":
+        backend = "nccl" if devices[0].is_gpu and len(set(names)) == size else "gloo"
+    if backend == "nccl" and not devices[0].is_gpu:
+        raise LayoutError("Backend nccl needs GPUs and the ranks are on the CPU: choose auto or gloo.")
+    if backend == "nccl" and len(set(names)) < size:
+        raise LayoutError(f"Backend nccl needs {count(size, 'GPU')} for {layout.equation()}, {len(set(names))} listed: choose gloo to share one.")
+    return Placement(layout=layout, devices=devices, backend=backend)
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
+    """The GPUs this process sees; none where ComfyUI runs with --cpu."""
+    import torch
+
+    if cpu_only or not torch.cuda.is_available():
+        return ()
+    uuids = [torch.cuda.get_device_properties(index).uuid for index in range(torch.cuda.device_count())]
+    return tuple(Device(f"cuda:{index}", f"GPU-{uuid}") for index, uuid in enumerate(uuids))

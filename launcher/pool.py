@@ -1,0 +1,402 @@
+"""The worker pool: ranks as processes, one request at a time, an explicit state machine.
+
+starting -> ready <-> busy; any of them -> failed or closed. A failed pool is never mended: ``PoolHandle`` starts a fresh one.
+The UI is the single controller; every method is called from one thread at a time (the lock makes a second caller wait).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..parallel_runtime.errors import LayoutError, ModelError, PipeMeshError, PoolFailed, Refused, RunCancelled
+from ..parallel_runtime.wire.arena import MAX_RANKS, Arena
+from ..parallel_runtime.wire.channel import Channel, ChannelClosed
+from ..parallel_runtime.wire.messages import Close, Done, Failed, Forward, FromRank, Memory, Ready, Request, Start
+from ..parallel_runtime.wire.segment import mib
+from ..parallel_runtime.wire.tree import encode_tree
+from .devices import Device, Placement
+from .supervisor import Command, Supervisor
+
+log = logging.getLogger("pipemesh")
+
+STATES = {
+    "starting": {"ready", "failed", "closed"},
+    "ready": {"busy", "failed", "closed"},
+    "busy": {"ready", "failed", "closed"},
+    "failed": {"closed"},
+    "closed": set(),
+}
+POLL_S = 0.05
+CANCEL_WAIT_S = 10.0
+OTHERS_WAIT_S = 3.0
+CLOSE_GRACE_S = 5.0
+COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # hangs are judged by progress counters; a collective's own clock would end slow, healthy runs
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSetup:
+    """What a rank must know of this ComfyUI to compute as it does. ``argv``: how a rank is started (tests put fakes here)."""
+
+    comfyui: str
+    comfy_args: dict[str, Any] = field(default_factory=dict)
+    stall_s: float = 300.0
+    argv: tuple[str, ...] = (sys.executable, str(Path(__file__).with_name("worker_main.py")), "{fd}", "{parent}")
+
+
+def rank_environment(device: Device, backend: str, environ: dict[str, str]) -> dict[str, str]:
+    """The UI's environment without what breaks a second process: allocator choices, other launchers' ranks, hidden GPUs."""
+    scrubbed = {*ALLOCATOR_VARIABLES, "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+    env = {key: value for key, value in environ.items() if key not in scrubbed}
+    if device.is_gpu:
+        env["CUDA_VISIBLE_DEVICES"] = device.uuid
+    if backend == "gloo":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env
+
+
+class WorkerPool:
+    """Ranks that wait for requests. Not started until ``start``."""
+
+    def __init__(self, placement: Placement, setup: HostSetup):
+        if placement.layout.world_size > MAX_RANKS:
+            raise LayoutError(f"{placement.layout.equation()}, at most {MAX_RANKS} on one host: lower the degrees.")
+        self.placement = placement
+        self._setup = setup
+        self._lock = threading.RLock()
+        self.state = "starting"
+        self.arena = Arena()
+        self.memory: list[Memory] = []
+        self._supervisor: Supervisor | None = None
+        self._channels: list[Channel] = []
+        self._selector = selectors.DefaultSelector()
+        self._requests = 0
+        self._outstanding: dict[int, int] = {}  # rank -> request it still owes an answer to
+
+    @property
+    def size(self) -> int:
+        return len(self.placement.devices)
+
+    @property
+    def pids(self) -> list[int]:
+        return self._supervisor.pids if self._supervisor else []
+
+    def _enter(self, state: str) -> None:
+        assert state in STATES[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def start(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Starts every rank and waits until each has said Ready. Raises PoolFailed, RunCancelled."""
+        with self._lock:
+            began = time.monotonic()
+            store = os.memfd_create("pipemesh-store", os.MFD_CLOEXEC)
+            theirs = []
+            try:
+                for rank in range(self.size):
+                    ours, other = socket.socketpair()
+                    theirs.append(other)
+                    self._channels.append(Channel(ours, FromRank))
+                    self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
+                self._supervisor = Supervisor([self._command(rank, sock) for rank, sock in enumerate(theirs)])
+                self._supervisor.start()
+                for rank, channel in enumerate(self._channels):
+                    channel.send(self._first_word(rank), [self.arena.segment.fd, store])
+                self._outstanding = dict.fromkeys(range(self.size), 0)
+                replies = self._gather(interrupted)
+            except (OSError, ChannelClosed) as error:
+                raise self._fail(f"The worker processes could not be started ({error}): free memory or processes and run again.") from error
+            except RunCancelled:
+                self.close()
+                raise
+            finally:
+                os.close(store)
+                for other in theirs:
+                    other.close()
+            self.memory = [reply.memory for reply in replies]
+            self._enter("ready")
+            log.info("[PipeMesh] %s ready in %.1f s", self.placement.layout.equation(), time.monotonic() - began)
+
+    def _command(self, rank: int, sock: socket.socket) -> Command:
+        device = self.placement.devices[rank]
+        return Command(self._setup.argv, rank_environment(device, self.placement.backend, dict(os.environ)), sock.fileno())
+
+    def _first_word(self, rank: int) -> Start:
+        device = self.placement.devices[rank]
+        return Start(
+            rank=rank,
+            degrees=self.placement.layout.degrees(),
+            device="cuda:0" if device.is_gpu else device.name,
+            backend=self.placement.backend,
+            threads=self.placement.threads,
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+            comfyui=self._setup.comfyui,
+            comfy_args=encode_tree(self._setup.comfy_args, _no_tensor),
+            arena_bytes=self.arena.nbytes,
+            log_level=max(log.getEffectiveLevel(), logging.INFO),
+        )
+
+    def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
+        """Ends every rank and gives everything back. Safe in every state, any number of times."""
+        with self._lock:
+            if self.state == "closed":
+                return
+            if self.state == "failed":
+                self._enter("closed")
+                return
+            if self.state == "ready" and not self._outstanding:
+                for channel in self._channels:
+                    try:
+                        channel.send(Close())
+                    except ChannelClosed:
+                        continue  # that rank is gone already
+            else:
+                grace_s = 0
+            self._tear_down(grace_s)
+            self._enter("closed")
+
+    def _tear_down(self, grace_s: float) -> None:
+        if self._supervisor is not None:
+            self._supervisor.stop(grace_s)
+        for channel in self._channels:
+            channel.close()
+        self._channels.clear()
+        self._selector.close()
+        self.arena.close()
+
+    def _fail(self, sentence: str, rank: int | None = None) -> PoolFailed:
+        """The pool is over: returns the error to raise, with the rank's last log lines."""
+        self._enter("failed")
+        if rank is not None:
+            lines = self._supervisor.tail(rank)
+            sentence += f"\nLast lines of rank {rank}:\n  " + "\n  ".join(lines or ["(none)"])
+        self._tear_down(0)
+        return PoolFailed(sentence)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def next_request(self) -> int:
+        self._requests += 1
+        return self._requests
+
+    def call(
+        self,
+        request: Request,
+        fds: Sequence[int] = (),
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> list[Done]:
+        """Sends ``request`` to every rank and returns their answers in rank order.
+
+        Raises RunCancelled (the pool stays warm), ModelError or Refused (every rank rejected it, the pool stays warm), PoolFailed.
+        A cancelled Forward is left early by all ranks at the same block; any other request is finished by them and collected later.
+        """
+        with self._lock:
+            if self.state != "ready":
+                raise PoolFailed(f"The pool is {self.state}: run again to start a fresh one.")
+            if self._outstanding:
+                self._gather(interrupted, lockstep=True, tolerate=True)
+            self._enter("busy")
+            for rank, channel in enumerate(self._channels):
+                try:
+                    channel.send(request, fds)
+                except ChannelClosed:
+                    raise self._died(rank) from None
+            self._outstanding = dict.fromkeys(range(self.size), request.request)
+            try:
+                lockstep = isinstance(request, Forward)
+                replies = self._gather(interrupted, cancel=request.request if lockstep else None, lockstep=lockstep)
+            finally:
+                if self.state == "busy":
+                    self._enter("ready")
+            self.memory = [reply.memory for reply in replies]
+            if any(reply.cancelled for reply in replies):
+                raise RunCancelled("The run was cancelled.")
+            return replies
+
+    def _gather(
+        self, interrupted: Callable[[], bool], *, cancel: int | None = None, lockstep: bool = False, tolerate: bool = False
+    ) -> list[Ready | Done]:
+        """Waits until every rank has answered. ``lockstep``: the ranks meet in collectives, so after a failure the others may never answer.
+
+        ``cancel``: the request that the ranks can leave early. ``tolerate``: the answers belong to a cancelled run, failures included.
+        """
+        answers: dict[int, Ready | Done | Failed] = {}
+        watch = Watch(self.arena.board.progress, self._setup.stall_s)
+        deadline = None
+        cancelled = False
+        while self._outstanding:
+            for key, _ in self._selector.select(POLL_S):
+                self._receive(key.data, answers)
+            if lockstep and deadline is None and any(isinstance(answer, Failed) for answer in answers.values()):
+                deadline = time.monotonic() + OTHERS_WAIT_S
+            if not cancelled and interrupted():
+                cancelled = True
+                if cancel is None:
+                    raise RunCancelled("The run was cancelled.")
+                self.arena.board.cancel(cancel)
+                deadline = time.monotonic() + CANCEL_WAIT_S
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            stalled = watch.stalled(list(self._outstanding))
+            if stalled is not None:
+                raise self._stalled(stalled)
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed)}
+        if failures and (self._outstanding or not tolerate):
+            raise self._rejected(failures)
+        if self._outstanding:
+            raise RunCancelled("The run was cancelled.")
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _receive(self, rank: int, answers: dict[int, Any]) -> None:
+        try:
+            messages = self._channels[rank].pump()
+        except ChannelClosed:
+            raise self._died(rank) from None
+        for message, _fds in messages:
+            if self._outstanding.get(rank) == getattr(message, "request", 0):
+                answers[rank] = message
+                del self._outstanding[rank]
+
+    # -- what went wrong ---------------------------------------------------------------------------------------------
+
+    def _where(self, rank: int) -> str:
+        return f"Rank {rank} on {self.placement.devices[rank].name}"
+
+    def _died(self, rank: int) -> PoolFailed:
+        status = self._supervisor.exit_of(rank, wait_s=2.0)
+        phase = self.arena.board.phase(rank)
+        if status == -9:
+            cause = "was killed (signal 9; the system does this when memory runs out)"
+        elif status is None:
+            cause = "closed its connection"
+        else:
+            cause = f"ended with {'signal ' + str(-status) if status < 0 else 'exit status ' + str(status)}"
+        return self._fail(f"{self._where(rank)} {cause} while {phase}: run again, a fresh pool will be started.", rank)
+
+    def _stalled(self, rank: int) -> PoolFailed:
+        return self._fail(
+            f"{self._where(rank)} made no progress for {self._setup.stall_s:.0f} s while {self.arena.board.phase(rank)}: "
+            "run again, a fresh pool will be started (PIPEMESH_STALL_S sets the limit).",
+            rank,
+        )
+
+    def _rejected(self, failures: dict[int, Failed]) -> PipeMeshError:
+        """If every rank answered, the ranks agree on where they are and the pool goes on; else it is torn down."""
+        rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
+        log.debug("rank %d: %s", rank, failure.trace)
+        warm = not self._outstanding and len(failures) == self.size
+        if failure.kind == "refused" and warm:
+            return Refused(failure.text)
+        if failure.kind == "memory":
+            memory = failure.memory
+            sentence = (
+                f"{self._where(rank)} ran out of memory while {failure.phase} ({mib(memory.free)} of {mib(memory.total)} free, "
+                f"{mib(memory.model)} held by models; {failure.text.splitlines()[0]}): use more ranks, a smaller image or batch, or free memory."
+            )
+        else:
+            sentence = f"{self._where(rank)} failed while {failure.phase}: {failure.text}"
+        if warm:
+            return ModelError(sentence)
+        return self._fail(f"{sentence} Run again, a fresh pool will be started.", rank)
+
+
+class Watch:
+    """Judges hangs by progress counters: a slow rank that still counts is healthy; one that waits for another is not counted alone."""
+
+    def __init__(self, progress: Callable[[int], int], stall_s: float, clock: Callable[[], float] = time.monotonic):
+        self._progress = progress
+        self._stall_s = stall_s
+        self._clock = clock
+        self._seen: dict[int, int] = {}
+        self._changed = clock()
+
+    def stalled(self, ranks: Sequence[int]) -> int | None:
+        """The rank that is furthest behind if none of ``ranks`` has moved for ``stall_s``, else None."""
+        seen = {rank: self._progress(rank) for rank in ranks}
+        if seen != self._seen:
+            self._seen, self._changed = seen, self._clock()
+        if seen and self._clock() - self._changed > self._stall_s:
+            return min(seen, key=seen.get)
+        return None
+
+
+def _no_tensor(path: str, _tensor: Any) -> Any:
+    raise TypeError(f"{path} is a tensor")
+
+
+class PoolHandle:
+    """What nodes pass around: a placement and how to get its pool, never a live socket. Starts lazily, and anew after a failure."""
+
+    def __init__(self, placement: Placement, setup: HostSetup, before_start: Callable[[PoolHandle], None] = lambda handle: None):
+        self.placement = placement
+        self._setup = setup
+        self._before_start = before_start
+        self._pool: WorkerPool | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def state(self) -> str:
+        return self._pool.state if self._pool else "closed"
+
+    def live(self) -> WorkerPool | None:
+        """The pool if it can take requests now."""
+        return self._pool if self._pool and self._pool.state in ("ready", "busy") else None
+
+    def ensure(self, interrupted: Callable[[], bool] = lambda: False) -> WorkerPool:
+        """Raises PoolFailed, RunCancelled."""
+        with self._lock:
+            if self.live() is None:
+                self._before_start(self)
+                pool = WorkerPool(self.placement, self._setup)
+                pool.start(interrupted)
+                self._pool = pool
+            return self._pool
+
+    def close(self) -> None:
+        with self._lock:
+            if self._pool is not None:
+                self._pool.close()
+                self._pool = None
+
+
+class PoolKeeper:
+    """Every pool of this ComfyUI. One at a time may hold a device: starting another layout on it closes the first."""
+
+    def __init__(self, setup: HostSetup):
+        self._setup = setup
+        self._handles: dict[Placement, PoolHandle] = {}
+        weakref.finalize(self, _close_all, self._handles)
+
+    def handle(self, placement: Placement) -> PoolHandle:
+        if placement not in self._handles:
+            self._handles[placement] = PoolHandle(placement, self._setup, self._make_room)
+        return self._handles[placement]
+
+    def handles(self) -> list[PoolHandle]:
+        return list(self._handles.values())
+
+    def _make_room(self, newcomer: PoolHandle) -> None:
+        for handle in self._handles.values():
+            if handle is not newcomer and handle.live() and set(handle.placement.devices) & set(newcomer.placement.devices):
+                log.info("[PipeMesh] closing the pool of %s to make room", handle.placement.layout.equation())
+                handle.close()
+
+    def close(self) -> None:
+        _close_all(self._handles)
+
+
+def _close_all(handles: dict[Placement, PoolHandle]) -> None:
+    for handle in handles.values():
+        handle.close()

@@ -1,0 +1,103 @@
+"""The processes of one pool, looked after by one thread that lives as long as they do.
+
+The kernel sends a rank its parent-death signal when the *thread* that started it ends, so no short-lived thread may start ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LOG_LINES = 12
+log = logging.getLogger("pipemesh")
+
+
+@dataclass(frozen=True)
+class Command:
+    """How to start one rank. ``{fd}`` and ``{parent}`` in ``argv`` are filled in."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    fd: int
+
+
+class Supervisor:
+    """Starts every rank, keeps their last log lines, reaps them. The thread ends when the last rank has."""
+
+    def __init__(self, commands: Sequence[Command]):
+        self._commands = commands
+        self._tails = [deque(maxlen=LOG_LINES) for _ in commands]
+        self._partial = ["" for _ in commands]
+        self._processes: list[subprocess.Popen] = []
+        self._started = threading.Event()
+        self._start_error: OSError | None = None
+        self._exits = [threading.Event() for _ in commands]
+        self._thread = threading.Thread(target=self._run, name="pipemesh-supervisor", daemon=True)
+
+    def start(self) -> None:
+        """Returns when every rank's process exists. Raises OSError if one could not be started."""
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def tail(self, rank: int) -> list[str]:
+        return [*self._tails[rank], *filter(None, [self._partial[rank].strip()])]
+
+    def exit_of(self, rank: int, wait_s: float) -> int | None:
+        """The exit status (negative: a signal), or None if the rank still runs after ``wait_s``."""
+        return self._processes[rank].returncode if self._exits[rank].wait(wait_s) else None
+
+    def stop(self, grace_s: float) -> None:
+        """Waits ``grace_s`` for the ranks to leave by themselves, then kills those that have not, and reaps all."""
+        for exit_event in self._exits[: len(self._processes)]:
+            if not exit_event.wait(grace_s):
+                grace_s = 0
+        for process, exit_event in zip(self._processes, self._exits, strict=False):
+            if not exit_event.is_set():
+                process.send_signal(signal.SIGKILL)
+        self._thread.join()
+
+    def _run(self) -> None:
+        selector = selectors.DefaultSelector()
+        try:
+            for rank, command in enumerate(self._commands):
+                argv = [part.format(fd=command.fd, parent=os.getpid()) for part in command.argv]
+                process = subprocess.Popen(
+                    argv, env=command.env, pass_fds=(command.fd,), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0
+                )
+                self._processes.append(process)
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+        except OSError as error:
+            self._start_error = error
+            for process in self._processes:
+                process.kill()
+        self._started.set()
+        while selector.get_map():
+            for key, _ in selector.select():
+                data = key.fileobj.read(1 << 16)
+                if data:
+                    self._log(key.data, data)
+                else:
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+                    self._processes[key.data].wait()
+                    self._exits[key.data].set()
+        selector.close()
+
+    def _log(self, rank: int, data: bytes) -> None:
+        *lines, self._partial[rank] = (self._partial[rank] + data.decode(errors="replace")).split("\n")
+        for line in lines:
+            self._tails[rank].append(line.rstrip())
+            log.debug("[rank %d] %s", rank, line.rstrip())

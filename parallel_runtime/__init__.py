@@ -1,0 +1,1 @@
+"""What runs in parallel, and how: layouts, the wire, the worker's engine, the client side."""

@@ -1,0 +1,1 @@
+"""The UI's side: a stock MODEL whose forward happens in the pool."""

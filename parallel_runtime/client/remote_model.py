@@ -1,0 +1,215 @@
+"""One model as the pool holds it: loaded once, patched when its weight patches change, called once per evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import ModelError
+from ..wire.arena import Arena
+from ..wire.conditioning import ConditioningCache
+from ..wire.messages import Adopt, Done, Fetch, Forward, Load, Memory, Patch, Release
+from ..wire.segment import Segment, TensorRef, aligned, dtype_name, pack
+from ..wire.tree import decode_tree, encode_tree
+from .host_model import Source
+
+
+class Pool(Protocol):
+    """What the client needs of a running pool."""
+
+    arena: Arena
+    memory: list[Memory]
+    state: str
+    size: int
+
+    def next_request(self) -> int: ...
+    def call(self, request: Any, fds: Any = (), interrupted: Callable[[], bool] = ...) -> list[Done]: ...
+
+
+class Handle(Protocol):
+    def ensure(self, interrupted: Callable[[], bool] = ...) -> Pool: ...
+    def live(self) -> Pool | None: ...
+
+
+@dataclass
+class RunFigures:
+    """Measured over one run, for the report: seconds in the UI around each evaluation, and the slowest rank's share of them."""
+
+    step_s: list[float] = field(default_factory=list)
+    hop_s: list[float] = field(default_factory=list)
+    exchange_s: list[float] = field(default_factory=list)
+    sent_bytes: list[int] = field(default_factory=list)
+
+
+class PoolMemory:
+    """What one live pool holds, as the UI knows it; made anew with every new pool."""
+
+    def __init__(self, pool: Pool):
+        self.pool = pool
+        self.conditioning = ConditioningCache(pool.arena)
+        self.patches: dict[str, str] = {}  # resident model -> patches id, least recently used first
+        self.figures = RunFigures()
+
+
+class Client:
+    """The UI's view of one pool handle, shared by every model that runs on it."""
+
+    def __init__(self, handle: Handle, shares_weights: bool):
+        """``shares_weights``: the ranks live in one host's memory, so patched weights are computed once and mapped by all."""
+        self._handle = handle
+        self._shares_weights = shares_weights
+        self._memory: PoolMemory | None = None
+
+    @property
+    def memory(self) -> PoolMemory | None:
+        """None unless the pool this memory belongs to is still the live one."""
+        pool = self._handle.live()
+        return self._memory if pool is not None and self._memory is not None and self._memory.pool is pool else None
+
+    def _ensure(self, interrupted: Callable[[], bool]) -> PoolMemory:
+        pool = self._handle.ensure(interrupted)
+        if self._memory is None or self._memory.pool is not pool:
+            self._memory = PoolMemory(pool)
+        return self._memory
+
+    def holds(self, model: str) -> bool:
+        return self.memory is not None and model in self.memory.patches
+
+    def free_memory(self) -> int | None:
+        return min(memory.free for memory in self.memory.pool.memory) if self.memory else None
+
+    def begin_run(self) -> None:
+        if self.memory is not None:
+            self.memory.conditioning.begin_run()
+            self.memory.figures = RunFigures()
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def load(self, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
+        """Starts the pool if need be. ``state`` is asked for only when the model has no factory and no rank holds it."""
+        held = self._ensure(interrupted)
+        if source.model in held.patches:
+            held.patches[source.model] = held.patches.pop(source.model)
+            return
+        while True:
+            try:
+                self._load(held, source, state, interrupted)
+                held.patches[source.model] = ""
+                return
+            except ModelError as error:
+                others = [model for model in held.patches if model != source.model]
+                if not others or "ran out of memory" not in str(error):
+                    raise
+                self.release(others[0], interrupted)
+
+    def _load(self, held: PoolMemory, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
+        tree: dict[str, Any] = {"factory": source.factory, "args": source.args, "index": source.index, "file": source.file}
+        parcel = Parcel(tree if source.factory else state())
+        try:
+            request = Load(request=held.pool.next_request(), model=source.model, source=parcel.tree)
+            held.pool.call(request, [parcel.segment.fd], interrupted)
+        finally:
+            parcel.segment.close()
+
+    def patch(self, model: str, patches_id: str, patches: dict, objects: dict, weights: dict[str, torch.Tensor], interrupted: Callable[[], bool]) -> None:
+        """Brings every rank to ``patches_id``. ``weights``: the UI's tensors of the patched keys, for their shapes and dtypes."""
+        held = self._ensure(interrupted)
+        if held.patches[model] == patches_id:
+            return
+        held.patches[model] = "unknown"  # until every rank has acknowledged
+        parcel = Parcel({"patches": patches, "objects": objects})
+        shared, place = self._shared_weights(held, list(patches), weights) if patches and self._shares_weights else (None, None)
+        try:
+            request = Patch(
+                request=held.pool.next_request(),
+                model=model,
+                patches_id=patches_id,
+                payload=parcel.tree,
+                shared=shared,
+            )
+            held.pool.call(request, [parcel.segment.fd, *([place.fd] if place else [])], interrupted)
+            if place:
+                held.pool.call(Adopt(request=held.pool.next_request(), model=model), (), interrupted)
+        finally:
+            parcel.segment.close()
+            if place:
+                place.close()
+        held.patches[model] = patches_id
+
+    def _shared_weights(self, held: PoolMemory, keys: list[str], weights: dict[str, torch.Tensor]) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:
+        """Where each patched weight goes, and which rank computes it: largest first, always to the least loaded rank."""
+        loads = [0] * held.pool.size
+        shared, offset = {}, 0
+        for key in sorted(keys, key=lambda key: (-weights[key].numel(), key)):
+            rank = loads.index(min(loads))
+            ref = TensorRef(offset, tuple(weights[key].shape), dtype_name(weights[key].dtype))
+            shared[key] = (rank, ref)
+            loads[rank] += ref.nbytes
+            offset += aligned(ref.nbytes)
+        return shared, Segment.create("patched", max(offset, 1))
+
+    def release(self, model: str, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Frees a model's weights in every rank; the checkpoint's pages stay in the page cache, so loading again is quick."""
+        if self.holds(model):
+            del self.memory.patches[model]
+            self.memory.pool.call(Release(request=self.memory.pool.next_request(), model=model), (), interrupted)
+
+    # -- evaluations -------------------------------------------------------------------------------------------------
+
+    def forward(self, model: str, patches_id: str, arguments: dict[str, Any], branch: tuple, interrupted: Callable[[], bool]) -> Any:
+        """One evaluation. ``arguments`` by name, the first two change with every evaluation; returns the leader's output as own tensors."""
+        held = self._ensure(interrupted)
+        began = time.perf_counter()
+        changing = {*list(arguments)[:2], "control", "transformer_options"}
+        with held.pool.arena.frame() as frame:
+
+            def put(path: str, tensor: torch.Tensor) -> TensorRef:
+                if path.partition("/")[0] in changing:
+                    return frame.put(tensor)
+                return held.conditioning.put(branch, path, tensor)
+
+            tree = encode_tree(arguments, put)
+            x = next(iter(arguments.values()))
+            out = frame.blank(sum(aligned(t.numel() * 4) for t in (x if isinstance(x, list) else [x])))
+            request = Forward(
+                request=held.pool.next_request(), model=model, patches_id=patches_id, arguments=tree, arena_bytes=held.pool.arena.nbytes, out=out
+            )
+            replies = held.pool.call(request, (), interrupted)
+            leader = replies[0]
+            if leader.needs_bytes:
+                out = frame.blank(leader.needs_bytes)
+                fetch = Fetch(request=held.pool.next_request(), arena_bytes=held.pool.arena.nbytes, out=out)
+                leader = held.pool.call(fetch, (), interrupted)[0]
+            device = (x[0] if isinstance(x, list) else x).device
+            output = decode_tree(leader.output, lambda ref: held.pool.arena.segment.tensor(ref).to(device, copy=True))
+        self._note(held.figures, time.perf_counter() - began, replies)
+        return output
+
+    def _note(self, figures: RunFigures, seconds: float, replies: list[Done]) -> None:
+        figures.step_s.append(seconds)
+        figures.hop_s.append(seconds - max(reply.compute_s for reply in replies))
+        figures.exchange_s.append(max(reply.exchange_s for reply in replies))
+        figures.sent_bytes.append(max(reply.sent_bytes for reply in replies))
+
+
+class Parcel:
+    """A tree whose tensors lie one after another in a segment of their own: for what is sent once, not per evaluation."""
+
+    def __init__(self, tree: Any):
+        tensors: list[torch.Tensor] = []
+        offset = 0
+
+        def put(_path: str, tensor: torch.Tensor) -> TensorRef:
+            nonlocal offset
+            tensors.append(tensor)
+            ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype))
+            offset += aligned(ref.nbytes)
+            return ref
+
+        self.tree = encode_tree(tree, put)
+        self.segment, _refs = pack("parcel", tensors)
+

@@ -1,0 +1,218 @@
+"""A stock MODEL in, a stock MODEL out: a ModelPatcher whose weights and forward are in the pool.
+
+It loads nothing in the UI. The host's own object-patch mechanism puts the remote ``_forward`` in place when this patcher is loaded and takes
+it away when another clone of the same model is, so whatever reaches the model (any sampler, guider or wrapper) meets the right one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import comfy.model_management
+import comfy.utils
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from ..errors import RunCancelled
+from .host_model import (
+    FORWARD_PATCH,
+    PREFIX,
+    Source,
+    describe_source,
+    map_weights,
+    plain_objects,
+    plain_options,
+    plain_patches,
+    refuse_foreign_levers,
+    refuse_in_block_patches,
+    require_plan,
+    state_source,
+)
+from .remote_model import Client
+
+
+def interrupting(call: Callable) -> Callable:
+    """A cancelled request becomes the host's own interrupt, which is a BaseException."""
+
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RunCancelled:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            raise comfy.model_management.InterruptProcessingException() from None
+
+    return wrapped
+
+
+class Remote:
+    """What all clones of one parallelized MODEL share. When the last is gone, the pool's copy goes too."""
+
+    def __init__(self, client: Client, source: Source, holds_ui_device: bool):
+        self.client = client
+        self.source = source
+        self.holds_ui_device = holds_ui_device  # rank 0 computes on the UI's own device
+        weakref.finalize(self, client.release, source.model).atexit = False
+
+
+class RemotePatcher(ModelPatcher):
+    """Made by ``parallelize``; ``clone()`` keeps the class, so LoRA, ModelSampling and the rest chain as usual."""
+
+    remote: Remote
+    hook_set: tuple[str, dict] = ("", {})
+
+    def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
+        made = super().clone(*args, **kwargs)
+        made.remote = self.remote
+        return made
+
+    # -- what the host's memory manager sees -------------------------------------------------------------------------
+
+    def model_size(self) -> int:
+        return self._share() if self._on_ui_device() else 0
+
+    def loaded_size(self) -> int:
+        return self._share() if self._on_ui_device() and self._resident() else 0
+
+    def memory_required(self, input_shape: Any) -> float:
+        """Only rank 0's share of the activations: text encoder and VAE are not evicted for what the other ranks hold."""
+        return super().memory_required(input_shape) / self.ranks if self._on_ui_device() else 0
+
+    def get_free_memory(self, device: torch.device) -> int:
+        """Asked for when the host decides whether cond and uncond fit one batch: the ranks' memory decides, not the UI's."""
+        free = self.remote.client.free_memory()
+        return super().get_free_memory(device) if free is None else free
+
+    def _share(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.model.diffusion_model.parameters())
+
+    def _on_ui_device(self) -> bool:
+        return hasattr(self, "remote") and self.remote.holds_ui_device
+
+    def _resident(self) -> bool:
+        return self.remote.client.holds(self.remote.source.model)
+
+    @property
+    def ranks(self) -> int:
+        memory = self.remote.client.memory
+        return memory.pool.size if memory else 1
+
+    def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
+        """Puts the remote forward in place and brings the pool to this clone's weights. Raises Refused, ModelError, PoolFailed."""
+        refuse_foreign_levers(self)
+        refuse_in_block_patches(self.model_options["transformer_options"])
+        before = self.loaded_size()
+        with self.use_ejected(skip_and_inject_on_exit_only=True):
+            # Weights that the stock path left on the device or patched belong to the shared model: give them back.
+            self.unpatch_model(self.offload_device, unpatch_weights=self.model.model_loaded_weight_memory > 0 or bool(self.backup))
+            self.patch_model(load_weights=False)
+        self._bring_up()
+        return self.loaded_size() - before
+
+    def patch_model(self, device_to: Any = None, lowvram_model_memory: int = 0, load_weights: bool = True, force_patch_weights: bool = False) -> Any:
+        forward = RemoteForward(self)
+        self.object_patches = {**self.object_patches, FORWARD_PATCH: forward}
+        self.object_patches_backup.setdefault(FORWARD_PATCH, comfy.utils.ATTR_UNSET)
+        try:
+            return super().patch_model(device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights)
+        finally:
+            self.object_patches = {key: value for key, value in self.object_patches.items() if key != FORWARD_PATCH}
+
+    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
+        """The pool parks the whole model (its pages stay in the page cache); reports what the UI's device gets back."""
+        freed = self.loaded_size()
+        if freed:
+            self.remote.client.release(self.remote.source.model)
+        return freed
+
+    def detach(self, unpatch_all: bool = True) -> Any:
+        """With ``unpatch_all`` the host really frees memory; without, it only switches between clones and nothing is released."""
+        if unpatch_all:
+            self.remote.client.release(self.remote.source.model)
+        return super().detach(unpatch_all)
+
+    # -- a run -------------------------------------------------------------------------------------------------------
+
+    def pre_run(self) -> None:
+        self.remote.client.begin_run()
+        super().pre_run()
+
+    def patch_hooks(self, hooks: Any) -> None:
+        """Scheduled weight patches: the combined set is applied in the pool before the next evaluation."""
+        self.hook_set = ("", {}) if hooks is None else (uuid.uuid4().hex, self.get_combined_hook_patches(hooks))
+        self.current_hooks = hooks
+
+    def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
+        self.hook_set = ("", {})
+        self.current_hooks = None
+
+    @interrupting
+    def _bring_up(self) -> None:
+        """The model is loaded in every rank, under exactly this clone's weight patches and object patches."""
+        hook_id, hook_patches = self.hook_set
+        keys = {key for key in (*self.patches, *hook_patches) if key.startswith(PREFIX)}
+        patches = {key: [*self.patches.get(key, []), *hook_patches.get(key, [])] for key in sorted(keys)}
+        objects = plain_objects(self.object_patches)
+        patches_id = "" if not patches and not objects else f"{self.patches_uuid.hex}{hook_id}{object_identity(objects)}"
+        client, model = self.remote.client, self.remote.source.model
+        client.load(self.remote.source, lambda: state_source(self), interrupted)
+        weights = {key: comfy.utils.get_attr(self.model, key) for key in patches}
+        client.patch(model, patches_id, plain_patches(patches), objects, weights, interrupted)
+        self.patches_id = patches_id
+
+    @interrupting
+    def evaluate(self, arguments: dict[str, Any]) -> Any:
+        """One evaluation in the pool. Brings it up again first if it failed, was closed or serves another clone."""
+        options = arguments.get("transformer_options", {})
+        branch = tuple(str(value) for value in options.get("uuids", ()))
+        arguments = {**arguments, "transformer_options": plain_options(options)}
+        self._bring_up()
+        return self.remote.client.forward(self.remote.source.model, self.patches_id, arguments, branch, interrupted)
+
+
+class RemoteForward:
+    """Stands where the transformer's ``_forward`` was, for as long as its patcher is the one loaded."""
+
+    def __init__(self, patcher: RemotePatcher):
+        self._patcher = weakref.ref(patcher)
+        transformer = type(patcher.model.diffusion_model)
+        self._signature = inspect.signature(transformer._forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        patcher = self._patcher()
+        if patcher is None:
+            raise RuntimeError("The parallelized MODEL is gone while its forward is still in place: run the workflow again.")
+        arguments = dict(self._signature.bind(None, *args, **kwargs).arguments)
+        arguments.pop("self")
+        arguments.update(arguments.pop("kwargs", {}))
+        return patcher.evaluate(arguments)
+
+
+def interrupted() -> bool:
+    return comfy.model_management.processing_interrupted()
+
+
+def object_identity(objects: dict[str, Any]) -> str:
+    return "".join(f"|{key}:{id(value)}" for key, value in objects.items())
+
+
+def parallelize(patcher: ModelPatcher, client: Client, holds_ui_device: bool) -> RemotePatcher:
+    """A clone of a stock MODEL that computes in the client's pool. Nothing is started or loaded before it is sampled.
+
+    Raises Refused for a model without a token plan, ModelError for a checkpoint that is gone.
+    """
+    require_plan(patcher.model.diffusion_model)
+    if isinstance(patcher, RemotePatcher) and patcher.remote.client is client:
+        return patcher
+    source = describe_source(patcher)
+    map_weights(patcher, source)
+    made = ModelPatcher.clone(patcher)
+    made.__class__ = RemotePatcher
+    made.remote = Remote(client, source, holds_ui_device)
+    made.size = 0
+    return made

@@ -1,0 +1,1 @@
+"""Collectives over tokens, on torch.distributed alone."""

@@ -1,0 +1,29 @@
+"""Errors a user meets. One sentence each: the thing, the numbers, the next move."""
+
+
+class PipeMeshError(RuntimeError):
+    """Base of everything the pack raises on purpose."""
+
+
+class LayoutError(PipeMeshError, ValueError):
+    """Degrees that do not fit the devices; the message prints the equation that fails."""
+
+
+class Refused(PipeMeshError):
+    """Something that cannot be honoured in parallel (an in-block patch, a model without a plan), by name."""
+
+
+class ModelError(PipeMeshError):
+    """A model or an input that every rank rejected alike; the pool stays usable."""
+
+
+class PoolFailed(PipeMeshError):
+    """A rank died, hung or ran out of memory; the pool is gone and the next run starts a fresh one."""
+
+
+class SharedMemoryFull(PipeMeshError):
+    """The system has no room for a shared-memory segment."""
+
+
+class RunCancelled(PipeMeshError):
+    """The user pressed cancel; the pool stays warm."""

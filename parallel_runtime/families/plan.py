@@ -1,0 +1,65 @@
+"""The vocabulary of token plans: where tokens enter a model's blocks, which arguments run along them, where they leave.
+
+A plan declares; it copies nothing of the model. Module hooks and the host's ``optimized_attention_override`` apply it.
+Shape legend: B batch, L tokens, H heads, D head dim, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Along:
+    """An argument with one row per token along ``dim``, over the given streams one after another. Same order for all blocks."""
+
+    arg: str
+    dim: int
+    streams: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranges:
+    """An argument that lists ``(begin, end, ...)`` token ranges of ``stream``.
+
+    ``after`` names a stream of the same tensor that comes first: the host shifts the ranges by its local length, except a begin of 0.
+    """
+
+    arg: str
+    stream: str
+    after: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """A container of consecutive blocks. ``tokens``: argument -> the streams it holds, at dim 1 (B, L, C)."""
+
+    path: str
+    tokens: Mapping[str, tuple[str, ...]]
+    along: tuple[Along, ...] = ()
+    ranges: tuple[Ranges, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """The module after whose output (B, L, C) the tokens of ``stream`` are gathered: the last cheap point."""
+
+    path: str
+    stream: str
+    ranges: tuple[Ranges, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPlan:
+    """``models``: host classes as ``module:Class``. ``streams``: in the order in which attention sees them.
+
+    ``control``: key of the control dict -> the stream its residuals (B, L, C) are added to.
+    """
+
+    family: str
+    models: tuple[str, ...]
+    streams: tuple[str, ...]
+    blocks: tuple[Blocks, ...]
+    leave: Leave
+    control: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Ways to run one model on several ranks: each attaches to a model by its token plan, and detaches without a trace."""

@@ -1,0 +1,152 @@
+"""The arena: one segment per pool, mapped by the UI and by every local rank.
+
+Its first page is the board: word 0 holds the request to cancel, and each rank has a line of its own with a
+progress counter, its phase and the request it works on. Everything else is handed out by a first-fit allocator that lives in the UI alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .segment import Segment, TensorRef, aligned, dtype_name
+
+BOARD_BYTES = 4096
+LINE_WORDS = 8
+MAX_RANKS = BOARD_BYTES // (8 * LINE_WORDS) - 1
+PHASES = ("starting", "importing", "joining", "idle", "loading", "patching", "forward", "writing")
+
+
+class Board:
+    """Single-writer words: the UI writes the cancel word, each rank its own line. Readable from any process at any time."""
+
+    def __init__(self, segment: Segment):
+        self._words = segment._bytes[:BOARD_BYTES].view(torch.int64).numpy()
+
+    @property
+    def cancelled_request(self) -> int:
+        return int(self._words[0])
+
+    def cancel(self, request: int) -> None:
+        self._words[0] = request
+
+    def tick(self, rank: int) -> None:
+        self._words[LINE_WORDS * (rank + 1)] += 1
+
+    def enter(self, rank: int, phase: str, request: int = 0) -> None:
+        line = LINE_WORDS * (rank + 1)
+        self._words[line + 1] = PHASES.index(phase)
+        self._words[line + 2] = request
+        self._words[line] += 1
+
+    def progress(self, rank: int) -> int:
+        return int(self._words[LINE_WORDS * (rank + 1)])
+
+    def phase(self, rank: int) -> str:
+        return PHASES[int(self._words[LINE_WORDS * (rank + 1) + 1])]
+
+
+class Allocator:
+    """First fit over [start, end); ``end`` moves out when nothing fits. Pure bookkeeping, sizes in bytes."""
+
+    def __init__(self, start: int):
+        self.end = start
+        self._free: list[tuple[int, int]] = []  # (offset, size), sorted, never adjacent
+
+    def take(self, nbytes: int) -> int:
+        size = max(aligned(nbytes), aligned(1))
+        for index, (offset, room) in enumerate(self._free):
+            if room >= size:
+                self._free[index : index + 1] = [(offset + size, room - size)] if room > size else []
+                return offset
+        if self._free and sum(self._free[-1]) == self.end:
+            offset, _ = self._free.pop()
+        else:
+            offset = self.end
+        self.end = offset + size
+        return offset
+
+    def give(self, offset: int, nbytes: int) -> None:
+        size = max(aligned(nbytes), aligned(1))
+        merged: list[tuple[int, int]] = []
+        for start, room in sorted([*self._free, (offset, size)]):
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + room)
+            else:
+                merged.append((start, room))
+        self._free = merged
+
+
+class Arena:
+    """The UI's side of the arena: allocation and writing."""
+
+    def __init__(self, nbytes: int = 4 << 20):
+        self.segment = Segment.create("arena", nbytes)
+        self.board = Board(self.segment)
+        self._allocator = Allocator(BOARD_BYTES)
+
+    @property
+    def nbytes(self) -> int:
+        return self.segment.nbytes
+
+    def take(self, nbytes: int) -> int:
+        """Raises SharedMemoryFull, and leaves the arena as it was, when it cannot grow."""
+        offset = self._allocator.take(nbytes)
+        if self._allocator.end > self.segment.nbytes:
+            try:
+                self.segment.grow(max(self._allocator.end, self.segment.nbytes * 2))
+            except BaseException:
+                self.give(offset, nbytes)
+                raise
+        return offset
+
+    def give(self, offset: int, nbytes: int) -> None:
+        self._allocator.give(offset, nbytes)
+
+    def put(self, tensor: torch.Tensor, version: int = 0) -> TensorRef:
+        return self.segment.put(self.take(tensor.numel() * tensor.element_size()), tensor, version)
+
+    def blank(self, nbytes: int) -> TensorRef:
+        return TensorRef(self.take(nbytes), (nbytes,), dtype_name(torch.uint8))
+
+    @contextmanager
+    def frame(self) -> Iterator[Frame]:
+        """Room that is given back when the evaluation is over."""
+        frame = Frame(self)
+        try:
+            yield frame
+        finally:
+            frame.release()
+
+    def close(self) -> None:
+        self.segment.close()
+
+
+class Frame:
+    """The tensors of one message; storage that appears twice is written once."""
+
+    def __init__(self, arena: Arena):
+        self._arena = arena
+        self._taken: list[TensorRef] = []
+        self._seen: dict[tuple, tuple[TensorRef, torch.Tensor]] = {}
+
+    def put(self, tensor: torch.Tensor) -> TensorRef:
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in self._seen:
+            ref = self._arena.put(tensor)
+            self._taken.append(ref)
+            self._seen[key] = (ref, tensor)  # the tensor is kept so that its address is not handed out again
+        return self._seen[key][0]
+
+    def blank(self, nbytes: int) -> TensorRef:
+        ref = self._arena.blank(nbytes)
+        self._taken.append(ref)
+        return ref
+
+    def release(self) -> None:
+        for ref in self._taken:
+            self._arena.give(ref.offset, ref.nbytes)
+        self._taken.clear()
+        self._seen.clear()

@@ -1,0 +1,70 @@
+"""Conditioning crosses once per run: later evaluations name it.
+
+The host makes new tensors for every evaluation, so a tensor is recognised by its content: first against what the same branch
+sent last (``torch.equal`` on its own device), and by a full hash only when that misses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from .arena import Arena
+from .segment import TensorRef, dtype_name
+
+RECENT = 4  # context windows alternate between a few slices under one branch
+
+
+@dataclass(frozen=True)
+class Entry:
+    ref: TensorRef
+    reference: torch.Tensor  # on the sender's device; the arena's own view where that is the CPU
+
+
+class ConditioningCache:
+    """Lives in the UI; ranks keep what a ``version`` names. Keeps at most ``limit_bytes`` between runs."""
+
+    def __init__(self, arena: Arena, limit_bytes: int = 256 << 20):
+        self._arena = arena
+        self._limit_bytes = limit_bytes
+        self._versions = count(1)
+        self._entries: OrderedDict[tuple, Entry] = OrderedDict()
+        self._recent: dict[tuple, list[Entry]] = {}
+        self.uploads = 0
+
+    def put(self, branch: tuple, name: str, tensor: torch.Tensor) -> TensorRef:
+        """``branch`` tells conds apart (their uuids); ``name`` is the argument's path."""
+        key = (branch, name, tuple(tensor.shape), tensor.dtype)
+        recent = self._recent.setdefault(key, [])
+        for entry in recent:
+            if torch.equal(entry.reference, tensor):
+                return entry.ref
+        entry = self._find_or_store(tensor)
+        recent.insert(0, entry)
+        del recent[RECENT:]
+        return entry.ref
+
+    def _find_or_store(self, tensor: torch.Tensor) -> Entry:
+        local = tensor.detach().to("cpu").contiguous()
+        digest = hashlib.blake2b(local.flatten().view(torch.uint8).numpy(), digest_size=16).digest()
+        key = (digest, tuple(tensor.shape), dtype_name(tensor.dtype))
+        if key not in self._entries:
+            ref = self._arena.put(local, version=next(self._versions))
+            self.uploads += 1
+            on_cpu = tensor.device.type == "cpu"
+            self._entries[key] = Entry(ref, self._arena.segment.tensor(ref) if on_cpu else tensor.detach().clone())
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def begin_run(self) -> None:
+        """Between runs only: what is evicted here may have been named by the evaluation before."""
+        self._recent.clear()
+        held = sum(entry.ref.nbytes for entry in self._entries.values())
+        while held > self._limit_bytes:
+            _, entry = self._entries.popitem(last=False)
+            held -= entry.ref.nbytes
+            self._arena.give(entry.ref.offset, entry.ref.nbytes)

@@ -1,0 +1,121 @@
+"""The schema of what the UI and a rank say to each other. Trees are bytes made by ``wire.tree``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .segment import TensorRef
+
+
+class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First word to a rank; carries the arena's and the rendezvous store's descriptors, in this order."""
+
+    rank: int
+    degrees: dict[str, int]
+    device: str
+    backend: Literal["gloo", "nccl"]
+    threads: int
+    timeout_s: float
+    comfyui: str
+    comfy_args: bytes
+    arena_bytes: int
+    log_level: int
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Build a model. ``source`` is a tree: a factory to call, or a configuration and a state dict; its tensors lie in the segment carried."""
+
+    request: int
+    model: str
+    source: bytes
+
+
+class Patch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Weight patches and object patches of a model, replacing earlier ones.
+
+    ``payload`` is the tree ``{"patches", "objects"}``. Carries the segment of its tensors and, where ranks share memory for patched weights, a second one;
+    ``shared`` says where each patched weight goes in it and which rank computes it.
+    """
+
+    request: int
+    model: str
+    patches_id: str
+    payload: bytes
+    shared: dict[str, tuple[int, TensorRef]] | None = None
+
+
+class Adopt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Every rank has computed its part of the shared patched weights: use them."""
+
+    request: int
+    model: str
+
+
+class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    request: int
+    model: str
+
+
+class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One evaluation. The leader writes the output into ``out`` if it fits, else keeps it for a Fetch."""
+
+    request: int
+    model: str
+    patches_id: str
+    arguments: bytes
+    arena_bytes: int
+    out: TensorRef
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The output of the last evaluation, which did not fit, into a larger place."""
+
+    request: int
+    arena_bytes: int
+    out: TensorRef
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Memory(msgspec.Struct, frozen=True, array_like=True):
+    """Of the rank's device, in bytes; ``model`` is what the resident models hold there."""
+
+    free: int
+    total: int
+    model: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    device_name: str
+    memory: Memory
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """``output`` is a tree (leader only); ``needs_bytes`` > 0 asks for a Fetch into a place of that size."""
+
+    request: int
+    memory: Memory
+    output: bytes = b""
+    needs_bytes: int = 0
+    cancelled: bool = False
+    compute_s: float = 0.0
+    exchange_s: float = 0.0
+    sent_bytes: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    request: int
+    kind: Literal["memory", "refused", "error"]
+    phase: str
+    text: str
+    trace: str
+    memory: Memory
+
+
+ToRank = Start | Load | Patch | Adopt | Release | Forward | Fetch | Close
+FromRank = Ready | Done | Failed
+Request = Load | Patch | Adopt | Release | Forward | Fetch

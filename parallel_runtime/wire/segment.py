@@ -1,0 +1,114 @@
+"""Anonymous shared memory (memfd): nothing to unlink, gone with the last process that holds it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable
+
+import msgspec
+import torch
+
+from ..errors import PipeMeshError, SharedMemoryFull
+
+ALIGN = 64
+
+
+class TensorRef(msgspec.Struct, frozen=True, array_like=True):
+    """Where a contiguous tensor lies in a segment. ``version`` names content that stays unchanged; 0 means volatile."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    version: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        count = getattr(torch, self.dtype).itemsize
+        for dim in self.shape:
+            count *= dim
+        return count
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+class Segment:
+    """A memfd mapped into this process. Views keep the mapping alive; ``close`` gives the descriptor back."""
+
+    def __init__(self, fd: int, nbytes: int):
+        self.fd = fd
+        self.nbytes = nbytes
+        self._bytes = self._map()
+
+    @classmethod
+    def create(cls, name: str, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> Segment:
+        """Raises SharedMemoryFull when the system has no room: pages are reserved here, not at first touch."""
+        if not hasattr(os, "memfd_create"):
+            raise PipeMeshError("This system has no memfd_create, which PipeMesh needs for shared memory: run on Linux.")
+        fd = os.memfd_create(f"pipemesh-{name}", os.MFD_CLOEXEC)
+        try:
+            reserve(fd, 0, nbytes, allocate)
+        except SharedMemoryFull:
+            os.close(fd)
+            raise
+        return cls(fd, nbytes)
+
+    def _map(self) -> torch.Tensor:
+        return torch.frombuffer(mmap.mmap(self.fd, self.nbytes), dtype=torch.uint8)
+
+    def grow(self, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> None:
+        """Makes room; refs stay valid, old views too (they keep the older mapping of the same pages)."""
+        if nbytes > self.nbytes:
+            reserve(self.fd, self.nbytes, nbytes - self.nbytes, allocate)
+            self.follow(nbytes)
+
+    def follow(self, nbytes: int) -> None:
+        """Maps what another process has grown."""
+        if nbytes > self.nbytes:
+            self.nbytes = nbytes
+            self._bytes = self._map()
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor:
+        """A view of the segment, not a copy."""
+        return self._bytes[ref.offset : ref.offset + ref.nbytes].view(getattr(torch, ref.dtype)).view(ref.shape)
+
+    def put(self, offset: int, tensor: torch.Tensor, version: int = 0) -> TensorRef:
+        ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype), version)
+        self.tensor(ref).copy_(tensor)
+        return ref
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def reserve(fd: int, start: int, nbytes: int, allocate: Callable[[int, int, int], None]) -> None:
+    try:
+        allocate(fd, start, nbytes)
+    except OSError as error:
+        raise SharedMemoryFull(
+            f"Shared memory is full: {mib(nbytes)} more could not be reserved ({error.strerror}); "
+            "close other programs, choose a smaller image or batch, or raise the memory limit of this container."
+        ) from error
+
+
+def pack(name: str, tensors: Iterable[torch.Tensor]) -> tuple[Segment, list[TensorRef]]:
+    """A new segment that holds the given tensors one after another, and where each lies."""
+    tensors = list(tensors)
+    segment = Segment.create(name, max(ALIGN, sum(aligned(t.numel() * t.element_size()) for t in tensors)))
+    refs, offset = [], 0
+    for tensor in tensors:
+        refs.append(segment.put(offset, tensor))
+        offset += aligned(refs[-1].nbytes)
+    return segment, refs

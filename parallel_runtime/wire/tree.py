@@ -1,0 +1,77 @@
+"""Trees of tensors and plain data as msgpack bytes. Nothing else crosses the border, and nothing is pickled.
+
+Leaves: None, bool, int, float, str, bytes, torch.dtype, tensors (as TensorRef). Nodes: list, tuple, dict with str or int keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from .segment import TensorRef, dtype_name
+
+TENSOR, TUPLE, DTYPE = 1, 2, 3
+PLAIN = (type(None), bool, int, float, str, bytes)
+
+_encode = msgspec.msgpack.encode
+_ref_decoder = msgspec.msgpack.Decoder(TensorRef)
+
+
+class NotPlain(TypeError):
+    """A value that cannot cross; ``path`` says where it stood."""
+
+    def __init__(self, path: str, value: Any):
+        super().__init__(f"{path or 'value'} is a {type(value).__module__}.{type(value).__qualname__}")
+        self.path = path
+        self.value = value
+
+
+def encode_tree(tree: Any, put: Callable[[str, torch.Tensor], TensorRef]) -> bytes:
+    """``put`` stores a tensor found at a path (such as ``control/input/0``) and says where. Raises NotPlain."""
+    return _encode(_flatten(tree, "", put))
+
+
+def is_plain(tree: Any) -> bool:
+    try:
+        _flatten(tree, "", lambda _path, _tensor: TensorRef(0, (), "uint8"))
+    except NotPlain:
+        return False
+    return True
+
+
+def _flatten(value: Any, path: str, put: Callable[[str, torch.Tensor], TensorRef]) -> Any:
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return msgspec.msgpack.Ext(TENSOR, _encode(put(path, value)))
+    if isinstance(value, list):
+        return [_flatten(item, f"{path}/{i}", put) for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return msgspec.msgpack.Ext(TUPLE, _encode([_flatten(item, f"{path}/{i}", put) for i, item in enumerate(value)]))
+    if isinstance(value, dict):
+        for key in value:
+            if type(key) not in (str, int):
+                raise NotPlain(f"a key of {path or 'the tree'}", key)
+        return {key: _flatten(item, f"{path}/{key}" if path else str(key), put) for key, item in value.items()}
+    if isinstance(value, torch.dtype):
+        return msgspec.msgpack.Ext(DTYPE, dtype_name(value).encode())
+    raise NotPlain(path, value)
+
+
+def decode_tree(data: bytes, get: Callable[[TensorRef], torch.Tensor]) -> Any:
+    """Raises msgspec.DecodeError for anything that is not such a tree."""
+
+    def extension(code: int, body: memoryview) -> Any:
+        if code == TENSOR:
+            return get(_ref_decoder.decode(body))
+        if code == TUPLE:
+            return tuple(decoder.decode(body))
+        if code == DTYPE:
+            return getattr(torch, bytes(body).decode())
+        raise msgspec.DecodeError(f"unknown extension {code} in a tree")
+
+    decoder = msgspec.msgpack.Decoder(strict=True, ext_hook=extension)
+    return decoder.decode(data)

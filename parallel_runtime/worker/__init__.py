@@ -1,0 +1,1 @@
+"""The rank's side: load models, apply weight patches, run evaluations when told to."""

@@ -1,0 +1,206 @@
+"""The rank's loop: wait for a message on the own socket, do it, answer. A rank never waits in a collective while idle."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from ..comm.exchange import Exchange, Stopped
+from ..errors import PipeMeshError, Refused
+from ..wire.arena import Board
+from ..wire.channel import Channel
+from ..wire.messages import Adopt, Close, Done, Failed, Fetch, Forward, Load, Memory, Patch, Release, Request
+from ..wire.segment import Segment, TensorRef, dtype_name
+from ..wire.tree import decode_tree, encode_tree
+from .host_bridge import build_from_state, call_factory
+from .resident import ResidentModel
+
+KEPT_VERSIONS = 64
+PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "loading", Forward: "forward", Fetch: "writing"}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text or "out of memory" in text)
+    )
+
+
+class Engine:
+    """One rank. ``arena`` is the UI's arena, mapped; ``exchange`` the group this rank computes with."""
+
+    def __init__(self, channel: Channel, arena: Segment, exchange: Exchange, device: torch.device):
+        self._channel = channel
+        self._arena = arena
+        self._board = Board(arena)
+        self._exchange = exchange
+        self._device = device
+        self._rank = exchange.rank
+        self._models: dict[str, ResidentModel] = {}
+        self._versions: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._output: Any = None
+        self._request = 0
+
+    def wants_stop(self) -> bool:
+        return self._board.cancelled_request == self._request != 0
+
+    def serve(self) -> None:
+        """Until Close, or until the UI is gone (ChannelClosed)."""
+        while True:
+            self._board.enter(self._rank, "idle")
+            message, fds = self._channel.receive()
+            if isinstance(message, Close):
+                return
+            self._board.enter(self._rank, PHASE[type(message)], message.request)
+            self._channel.send(self._answer(message, fds))
+
+    def _answer(self, message: Request, fds: list[int]) -> Done | Failed:
+        """The worker's top: whatever goes wrong is told to the UI, which decides whether the pool can go on."""
+        self._request = message.request
+        try:
+            segments = [Segment(fd, os.fstat(fd).st_size) for fd in fds]
+            try:
+                with torch.inference_mode():
+                    return self._do(message, segments)
+            finally:
+                for segment in segments:
+                    segment.close()
+        except Stopped:
+            return Done(request=message.request, memory=self.memory(), cancelled=True)
+        except Exception as error:
+            kind = "memory" if is_out_of_memory(error) else "refused" if isinstance(error, PipeMeshError) else "error"
+            return Failed(
+                request=message.request,
+                kind=kind,
+                phase=PHASE[type(message)],
+                text=f"{type(error).__name__}: {error}" if kind == "error" else str(error),
+                trace=traceback.format_exc(),
+                memory=self.memory(),
+            )
+
+    def _do(self, message: Request, segments: list[Segment]) -> Done:
+        if isinstance(message, Forward):
+            return self._forward(message)
+        if isinstance(message, Fetch):
+            self._arena.follow(message.arena_bytes)
+            return self._write(message.request, self._output, message.out)
+        if isinstance(message, Load):
+            self._load(message, segments)
+        elif isinstance(message, Patch):
+            self._patch(message, segments)
+        elif isinstance(message, Adopt):
+            self._models[message.model].adopt()
+        else:
+            self._release(message.model)
+        return Done(request=message.request, memory=self.memory())
+
+    def _load(self, message: Load, segments: list[Segment]) -> None:
+        if message.model in self._models:
+            return
+        source = decode_tree(message.source, segments[0].tensor if segments else _no_tensors)
+        if "factory" in source:
+            check_file(source["file"])
+            patcher = call_factory(source["factory"], source["args"], source["index"])
+        else:
+            patcher = build_from_state(source)
+        self._models[message.model] = ResidentModel(patcher, self._device, self._exchange, lambda: self._board.tick(self._rank))
+
+    def _patch(self, message: Patch, segments: list[Segment]) -> None:
+        model = self._models[message.model]
+        payload = decode_tree(message.payload, segments[0].tensor)
+        place = segments[1] if message.shared is not None else None
+        model.patch(message.patches_id, payload["patches"], payload["objects"], message.shared, place)
+
+    def _release(self, name: str) -> None:
+        model = self._models.pop(name, None)
+        if model is not None:
+            model.method.detach()
+        self._output = None
+        self._versions.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forward(self, message: Forward) -> Done:
+        self._arena.follow(message.arena_bytes)
+        model = self._models[message.model]
+        if model.patches_id != message.patches_id:
+            raise Refused(f"Rank {self._rank} holds weight patches {model.patches_id!r}, the run wants {message.patches_id!r}: run again.")
+        began = time.perf_counter()
+        output = model.forward(decode_tree(message.arguments, self._input))
+        if self._rank != 0:
+            output = None
+        done = self._write(message.request, output, message.out)
+        return replace(
+            done,
+            compute_s=time.perf_counter() - began,
+            exchange_s=self._exchange.seconds,
+            sent_bytes=self._exchange.sent_bytes,
+        )
+
+    def _input(self, ref: TensorRef) -> torch.Tensor:
+        """Conditioning is moved to the device once; what changes with every evaluation is copied, so that a model may write to it."""
+        view = self._arena.tensor(ref)
+        if not ref.version:
+            return view.to(self._device, copy=True)
+        if self._device.type == "cpu":
+            return view
+        if ref.version not in self._versions:
+            self._versions[ref.version] = view.to(self._device)
+            if len(self._versions) > KEPT_VERSIONS:
+                self._versions.popitem(last=False)
+        self._versions.move_to_end(ref.version)
+        return self._versions[ref.version]
+
+    def _write(self, request: int, output: Any, place: TensorRef) -> Done:
+        """Into the arena if it fits; else it is kept for a Fetch."""
+        offset = place.offset
+        fits = True
+
+        def put(_path: str, tensor: torch.Tensor) -> TensorRef:
+            nonlocal offset, fits
+            ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype))
+            offset += -(-ref.nbytes // 64) * 64
+            if offset > place.offset + place.nbytes:
+                fits = False
+            else:
+                self._arena.put(ref.offset, tensor)
+            return ref
+
+        tree = encode_tree(output, put)
+        self._output = None if fits else output
+        needs = 0 if fits else offset - place.offset
+        return Done(request=request, memory=self.memory(), output=tree if fits else b"", needs_bytes=needs)
+
+    def memory(self) -> Memory:
+        held = sum(model.nbytes for model in self._models.values())
+        if self._device.type == "cuda":
+            return Memory(*torch.cuda.mem_get_info(self._device), held)
+        pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        return Memory(pages * size, os.sysconf("SC_PHYS_PAGES") * size, held)
+
+
+def check_file(file: tuple[str, int, int] | None) -> None:
+    """Raises Refused if the checkpoint is not the one the UI loaded."""
+    if file is None:
+        return
+    path, size, mtime_ns = file
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        raise Refused(f"The checkpoint {path} is missing: put it back or choose another in the loader node.") from None
+    if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
+        raise Refused(
+            f"The checkpoint {path} changed on disk since it was loaded ({size} bytes then, {found.st_size} now): "
+            "load it again (change the loader node or restart ComfyUI)."
+        )
+
+
+def _no_tensors(ref: TensorRef) -> torch.Tensor:
+    raise Refused("A model source names tensors but carries no segment.")
+

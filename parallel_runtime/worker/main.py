@@ -1,0 +1,69 @@
+"""A rank's life: first word, imports, rendezvous, then the engine's loop until the UI closes the channel."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from datetime import timedelta
+
+from ..wire.arena import Board
+from ..wire.channel import Channel, ChannelClosed
+from ..wire.messages import Ready, Start
+from ..wire.segment import Segment
+from ..wire.tree import decode_tree
+
+
+def watch_parent(channel: Channel) -> None:
+    """The UI's end of the socket closes when the UI is gone, however it went; a rank deep in a collective must go too."""
+    poller = select.poll()
+    poller.register(channel.fileno(), select.POLLHUP)
+
+    def wait() -> None:
+        while not any(event & (select.POLLHUP | select.POLLNVAL) for _, event in poller.poll()):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="pipemesh-parent", daemon=True).start()
+
+
+def run(channel: Channel) -> None:
+    watch_parent(channel)
+    start, (arena_fd, store_fd) = channel.receive()
+    assert isinstance(start, Start)
+    logging.basicConfig(level=start.log_level, format="%(message)s")
+    arena = Segment(arena_fd, start.arena_bytes)
+    board = Board(arena)
+    board.enter(start.rank, "importing")
+
+    from .host_bridge import prepare
+
+    prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor))
+    import torch
+    import torch.distributed as dist
+
+    from ..comm.exchange import Exchange
+    from ..layout import Layout
+    from .engine import Engine
+
+    torch.set_num_threads(start.threads)
+    device = torch.device(start.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    board.enter(start.rank, "joining")
+    size = Layout(**start.degrees).world_size
+    if size > 1:
+        # The store is a memfd too: every rank opens it through its own descriptor, and nothing is left on disk.
+        store = dist.FileStore(f"/proc/self/fd/{store_fd}", size)
+        dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timedelta(seconds=start.timeout_s))
+    exchange = Exchange(None, start.rank, size, on_host=start.backend == "gloo" and device.type == "cuda", wants_stop=lambda: engine.wants_stop())
+    engine = Engine(channel, arena, exchange, device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    channel.send(Ready(device_name=name, memory=engine.memory()))
+    try:
+        engine.serve()
+    except ChannelClosed:
+        pass
+    if size > 1:
+        dist.destroy_process_group()

@@ -1,0 +1,64 @@
+"""The pack as ``pipemesh``, ComfyUI on the CPU, and pools that are started once and shared by the whole run."""
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMFYUI = json.loads(os.environ.get("PIPEMESH_HOST", "{}")).get("comfyui", "")
+
+if "pipemesh" not in sys.modules:
+    package = types.ModuleType("pipemesh")
+    package.__path__ = [str(ROOT)]
+    sys.modules["pipemesh"] = package
+if COMFYUI and COMFYUI not in sys.path:
+    sys.path.insert(0, COMFYUI)
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cpu_host():
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+
+
+def pytest_configure():
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+
+
+@pytest.fixture(scope="session")
+def setup():
+    from pipemesh.launcher.pool import HostSetup
+
+    return HostSetup(comfyui=COMFYUI, comfy_args={"cpu": True})
+
+
+@pytest.fixture(scope="session")
+def clients(setup):
+    """ranks -> a Client of a running CPU pool of that many ranks."""
+    from pipemesh.launcher.devices import place
+    from pipemesh.launcher.pool import PoolHandle
+    from pipemesh.parallel_runtime.client.remote_model import Client
+    from pipemesh.parallel_runtime.layout import Layout
+
+    made = {}
+
+    def client(ranks: int) -> Client:
+        if ranks not in made:
+            handle = PoolHandle(place(Layout(ulysses=ranks), "cpu", "gloo", ()), setup)
+            made[ranks] = (Client(handle, shares_weights=True), handle)
+        return made[ranks][0]
+
+    yield client
+    for _client, handle in made.values():
+        handle.close()

@@ -1,0 +1,112 @@
+"""The doctor's judgement, on made-up machines, and one look at this one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from pipemesh.launcher import doctor
+from pipemesh.launcher.doctor import Device, Facts, Finding, Package, can_run, findings, report
+from pipemesh.launcher.host import Host
+
+NEEDED = (Package("msgspec", "0.20"), Package("safetensors", "0.6"))
+CPU = Facts(
+    python="3.11.7",
+    executable="/usr/bin/python3",
+    platform="Linux 6.1 x86_64",
+    cores=4,
+    memory_available_bytes=16 * doctor.GIB,
+    shm_free_bytes=8 * doctor.GIB,
+    memfd=True,
+    torch="2.11.0",
+    backends=("gloo", "nccl"),
+    packages=(*NEEDED, Package("flash-attn", "")),
+    comfyui="/opt/ComfyUI",
+    comfyui_version="0.30.0",
+)
+GPU = Device("H100", 80 * doctor.GIB)
+TWO_GPUS = replace(CPU, devices=(GPU, GPU), torch_build="CUDA 13.0", packages=(*NEEDED, Package("flash-attn", "2.8")))
+
+
+def at(level: str, facts: Facts) -> list[Finding]:
+    return [finding for finding in findings(facts) if finding.level == level]
+
+
+def the_one(level: str, facts: Facts) -> Finding:
+    (finding,) = at(level, facts)
+    return finding
+
+
+def test_two_gpus_with_everything_need_no_remedy() -> None:
+    assert [finding.remedy for finding in findings(TWO_GPUS)] == ["", ""]
+    assert can_run(findings(TWO_GPUS))
+
+
+def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> None:
+    assert "to try and to test" in the_one("limited", CPU).text
+    assert any("Up to 4 ranks on the CPU" in finding.text for finding in at("works", CPU))
+    assert can_run(findings(CPU))
+
+
+@pytest.mark.parametrize(
+    ("facts", "names", "remedy"),
+    [
+        (replace(CPU, torch="", torch_error="libfoo.so: not found", backends=()), "libfoo.so: not found", "reinstall it"),
+        (replace(CPU, backends=()), "gloo", "install the torch wheel"),
+        (replace(CPU, packages=NEEDED[1:]), "msgspec is not installed", "/usr/bin/python3 -m pip install msgspec"),
+        (replace(CPU, memfd=False, shm_free_bytes=None), "Neither memfd nor /dev/shm", "mount a tmpfs"),
+    ],
+)
+def test_what_stops_everything_is_named_with_its_remedy(facts: Facts, names: str, remedy: str) -> None:
+    finding = the_one("blocked", facts)
+    assert names in finding.text
+    assert remedy in finding.remedy
+    assert not can_run(findings(facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "names", "remedy"),
+    [
+        (replace(CPU, gpu_driver="NVIDIA"), "There is an NVIDIA GPU driver", "CUDA_VISIBLE_DEVICES"),
+        (replace(TWO_GPUS, devices=(GPU,)), "One GPU", "add a GPU"),
+        (replace(TWO_GPUS, backends=("gloo",)), "without NCCL", "NCCL (RCCL on AMD)"),
+        (replace(TWO_GPUS, pairs_without_peer_access=((0, 1),)), "without peer access to each other: 0-1", "NVLink"),
+        (replace(TWO_GPUS, packages=NEEDED), "flash-attn is not installed", "pip install flash-attn"),
+        (replace(TWO_GPUS, shm_free_bytes=64 * 2**20), "/dev/shm has 0.1 GiB free", "--shm-size=1g"),
+        (replace(TWO_GPUS, memory_available_bytes=doctor.GIB), "1.0 GiB of memory", "close other programs"),
+        (replace(TWO_GPUS, memfd=False), "a named segment", ""),
+    ],
+)
+def test_what_limits_is_named_with_its_remedy_and_stops_nothing(facts: Facts, names: str, remedy: str) -> None:
+    finding = the_one("limited", facts)
+    assert names in finding.text
+    assert remedy in finding.remedy
+    assert can_run(findings(facts))
+
+
+def test_one_core_promises_no_speed_up() -> None:
+    assert any("no speed-up" in finding.text for finding in at("limited", replace(CPU, cores=1)))
+
+
+def test_macos_shares_memory_by_name() -> None:
+    assert can_run(findings(replace(CPU, platform="Darwin 24 arm64", memfd=False, shm_free_bytes=None)))
+
+
+def test_the_page_holds_every_finding_and_fits_one_screen() -> None:
+    facts = replace(TWO_GPUS, packages=(), memfd=False, shm_free_bytes=None, pairs_without_peer_access=((0, 1),))
+    page = report(facts, findings(facts))
+    assert all(finding.text in page and finding.remedy in page for finding in findings(facts))
+    assert page.endswith("PipeMesh cannot run here until what is marked STOP is mended.")
+    assert len(page.splitlines()) <= 40
+
+
+def test_this_machine_can_be_looked_at_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    host = Host("/opt/python", "/opt/ComfyUI", "0.30.0", base="")
+    status = doctor.main([], host)
+    assert "/opt/ComfyUI (your own)" in capsys.readouterr().out
+    assert doctor.main(["--json"], host) == status
+    said = json.loads(capsys.readouterr().out)
+    assert said["works"] == (status == 0)
+    assert said["facts"]["torch"]
+    assert {"level", "text", "remedy"} == set(said["findings"][0])
