@@ -265,7 +265,7 @@ def memory_available_bytes() -> int | None:
 
 
 def main(argv: Sequence[str], host: Host) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launcher doctor", description="What works on this machine, what does not, and the remedy.")
+    parser = argparse.ArgumentParser(prog="python -m launcher doctor", description="What works here, what does not, and the remedy.")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     options = parser.parse_args(argv)
     facts = gather(host)

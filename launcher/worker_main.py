@@ -20,13 +20,10 @@ def main() -> None:
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
     root = Path(__file__).resolve().parent.parent
+    from package import register_package  # beside this script
+
+    register_package(root)
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != root / "launcher"]
-    import types
-
-    package = types.ModuleType("pipemesh")
-    package.__path__ = [str(root)]
-    sys.modules["pipemesh"] = package
-
     from pipemesh.parallel_runtime.wire.channel import Channel
     from pipemesh.parallel_runtime.wire.messages import ToRank
     from pipemesh.parallel_runtime.worker.main import run

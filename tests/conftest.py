@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -11,23 +10,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMFYUI = json.loads(os.environ.get("PIPEMESH_HOST", "{}")).get("comfyui", "")
 
-if "pipemesh" not in sys.modules:
-    package = types.ModuleType("pipemesh")
-    package.__path__ = [str(ROOT)]
-    sys.modules["pipemesh"] = package
+sys.path.insert(0, str(ROOT / "launcher"))
+from package import register_package  # noqa: E402
+
+sys.path.pop(0)
+register_package(ROOT)
 if COMFYUI and COMFYUI not in sys.path:
     sys.path.insert(0, COMFYUI)
 
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _cpu_host():
-    import comfy.cli_args
-
-    comfy.cli_args.args.cpu = True
 
 
 def pytest_configure():

@@ -1,0 +1,1 @@
+"""What a user drags into a graph."""

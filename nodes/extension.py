@@ -1,0 +1,24 @@
+"""The extension: its nodes, its one route."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from comfy_api.latest import ComfyExtension, io
+from server import PromptServer
+
+from .ksampler import sampler_nodes
+from .pool import pool_nodes
+from .runtime import Runtime, host_setup
+
+
+class PipeMeshExtension(ComfyExtension):
+    def __init__(self) -> None:
+        self._runtime = Runtime(host_setup())
+
+    async def on_load(self) -> None:
+        @PromptServer.instance.routes.get("/pipemesh/report")
+        async def report(_request: web.Request) -> web.Response:
+            return web.json_response(self._runtime.report())
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [*pool_nodes(self._runtime), *sampler_nodes(self._runtime)]

@@ -1,0 +1,76 @@
+"""PipeMesh Pool and PipeMesh Parallelize. Nothing is started here: the pool comes up when the MODEL is first sampled."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from .runtime import Runtime
+
+CATEGORY = "PipeMesh"
+Pool = io.Custom("PIPEMESH_POOL")
+POOL_TOOLTIP = "Which devices work together and how. Without it: all GPUs (or two CPU ranks)."
+
+
+def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
+    class PipeMeshPool(io.ComfyNode):
+        @classmethod
+        def define_schema(cls) -> io.Schema:
+            return io.Schema(
+                node_id="PipeMeshPool",
+                display_name="PipeMesh Pool",
+                category=CATEGORY,
+                description="Chooses the devices that sample one image together. The workers start at the first run and stay warm.",
+                search_aliases=["multi gpu", "parallel", "sequence parallel", "ulysses", "workers"],
+                inputs=[
+                    io.String.Input(
+                        "devices",
+                        default="auto",
+                        tooltip="auto, cpu, or one device per rank: cuda:0,cuda:1. The same GPU may be named twice with backend gloo.",
+                    ),
+                    io.Int.Input(
+                        "ulysses",
+                        default=2,
+                        min=1,
+                        max=32,
+                        tooltip="Ranks that share the tokens of one image (Ulysses sequence parallelism). The result is the same as on one GPU.",
+                    ),
+                    io.Combo.Input(
+                        "backend",
+                        options=["auto", "nccl", "gloo"],
+                        default="auto",
+                        tooltip="How ranks exchange data. auto: nccl where every rank has its own GPU, else gloo through host memory.",
+                        advanced=True,
+                    ),
+                ],
+                outputs=[Pool.Output(display_name="pool", tooltip="For PipeMesh Parallelize and the PipeMesh samplers.")],
+            )
+
+        @classmethod
+        def validate_inputs(cls, devices: str = "auto", ulysses: int = 2, backend: str = "auto") -> bool | str:
+            return runtime.check(devices, ulysses, backend)
+
+        @classmethod
+        def execute(cls, devices: str, ulysses: int, backend: str) -> io.NodeOutput:
+            return io.NodeOutput(runtime.place(devices, ulysses, backend))
+
+    class PipeMeshParallelize(io.ComfyNode):
+        @classmethod
+        def define_schema(cls) -> io.Schema:
+            return io.Schema(
+                node_id="PipeMeshParallelize",
+                display_name="PipeMesh Parallelize",
+                category=CATEGORY,
+                description="Makes a MODEL compute on the pool. Everything else stays stock: loaders, LoRA, samplers, guiders, previews.",
+                search_aliases=["multi gpu", "parallel", "distribute"],
+                inputs=[
+                    io.Model.Input("model", tooltip="A stock MODEL, with or without LoRA and model patches."),
+                    Pool.Input("pool", optional=True, tooltip=POOL_TOOLTIP),
+                ],
+                outputs=[io.Model.Output(tooltip="The same MODEL, sampled by the pool.")],
+            )
+
+        @classmethod
+        def execute(cls, model, pool=None) -> io.NodeOutput:
+            return io.NodeOutput(runtime.parallelize(model, pool))
+
+    return [PipeMeshPool, PipeMeshParallelize]

@@ -1,0 +1,99 @@
+"""The pools of this ComfyUI and the clients that talk to them: made once per server, handed to every node."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import comfy
+import comfy.cli_args
+import comfy.model_management
+from comfy.model_patcher import ModelPatcher
+
+from ..launcher.devices import Placement, place, visible_gpus
+from ..launcher.pool import HostSetup, PoolKeeper
+from ..parallel_runtime.client.remote_model import Client
+from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
+from ..parallel_runtime.errors import LayoutError
+from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.wire.tree import is_plain
+
+DEFAULT_STALL_S = 300.0
+
+
+def plain_args(args: dict[str, Any]) -> dict[str, Any]:
+    """The parsed arguments of this ComfyUI that a rank takes over; ``fast`` is a set of enum members and goes by value."""
+    plain = {name: value for name, value in args.items() if is_plain(value)}
+    return {**plain, "fast": [feature.value for feature in args.get("fast") or ()]}
+
+
+def host_setup() -> HostSetup:
+    return HostSetup(
+        comfyui=str(Path(comfy.__path__[0]).parent),
+        comfy_args=plain_args(vars(comfy.cli_args.args)),
+        stall_s=float(os.environ.get("PIPEMESH_STALL_S", DEFAULT_STALL_S)),
+    )
+
+
+class Runtime:
+    def __init__(self, setup: HostSetup):
+        self._keeper = PoolKeeper(setup)
+        self._clients: dict[Placement, Client] = {}
+
+    def place(self, devices: str, ulysses: int, backend: str) -> Placement:
+        """Raises LayoutError with the equation that fails."""
+        return place(Layout(ulysses=ulysses), devices, backend, visible_gpus(comfy.cli_args.args.cpu))
+
+    def default_placement(self) -> Placement:
+        """All GPUs, or two ranks on the CPU."""
+        gpus = visible_gpus(comfy.cli_args.args.cpu)
+        return place(Layout(ulysses=len(gpus) or 2), "auto", "auto", gpus)
+
+    def parallelize(self, model: ModelPatcher, placement: Placement | None) -> RemotePatcher:
+        placement = placement or self.default_placement()
+        if placement not in self._clients:
+            self._clients[placement] = Client(self._keeper.handle(placement), shares_weights=not placement.devices[0].is_gpu)
+        ui_device = str(comfy.model_management.get_torch_device())
+        return parallelize(model, self._clients[placement], holds_ui_device=placement.devices[0].name == ui_device)
+
+    def check(self, devices: str, ulysses: int, backend: str) -> bool | str:
+        """For a node's validation: True, or the sentence to show."""
+        try:
+            self.place(devices, ulysses, backend)
+        except LayoutError as error:
+            return str(error)
+        return True
+
+    def report(self) -> dict[str, Any]:
+        """Plain data about every pool: state, ranks, resident models, the last run's figures."""
+        return {"pools": [self._report(placement, client) for placement, client in self._clients.items()]}
+
+    def _report(self, placement: Placement, client: Client) -> dict[str, Any]:
+        handle = self._keeper.handle(placement)
+        pool, memory = handle.live(), client.memory
+        ranks = [
+            {"rank": rank, "device": device.name, "pid": pool.pids[rank] if pool else None, "memory": _memory(pool, rank)}
+            for rank, device in enumerate(placement.devices)
+        ]
+        report = {"state": handle.state, "layout": placement.layout.equation(), "backend": placement.backend, "ranks": ranks}
+        figures = memory.figures if memory else None
+        if not figures or not figures.step_s:
+            return {**report, "models": list(memory.patches) if memory else [], "last_run": None}
+        last_run = {
+            "evaluations": len(figures.step_s),
+            "step_ms_p50": 1e3 * median(figures.step_s),
+            "hop_ms_p50": 1e3 * median(figures.hop_s),
+            "exchange_ms_p50": 1e3 * median(figures.exchange_s),
+            "bytes_per_evaluation": max(figures.sent_bytes),
+            "conditioning_uploads": memory.conditioning.uploads,
+        }
+        return {**report, "models": list(memory.patches), "last_run": last_run}
+
+
+def _memory(pool: Any, rank: int) -> dict[str, int] | None:
+    if pool is None or rank >= len(pool.memory):
+        return None
+    memory = pool.memory[rank]
+    return {"free": memory.free, "total": memory.total, "model": memory.model}
