@@ -18,7 +18,7 @@ def check_host() -> None:
         raise ImportError(f"PipeMesh needs ComfyUI {needed} or newer and this is {version}: update ComfyUI.")
     if find_spec("msgspec") is None:
         requirements = Path(__file__).with_name("requirements.txt")
-        raise ImportError(f"PipeMesh needs msgspec, which is not installed: run `python -m pip install -r {requirements}` with ComfyUI's python.")
+        raise ImportError(f"PipeMesh needs msgspec, which is missing: run `python -m pip install -r {requirements}` with ComfyUI's python.")
 
 
 async def comfy_entrypoint():

@@ -31,8 +31,10 @@ class Placement:
 
     @property
     def threads(self) -> int:
-        """CPU threads per rank: the cores are shared out among ranks that compute on them."""
-        return max(1, (os.cpu_count() or 1) // len(self.devices)) if not self.devices[0].is_gpu else 1
+        """CPU threads per rank: the cores of this process, or what OMP_NUM_THREADS leaves of them, shared out among the ranks."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        share = max(1, cores // len(self.devices))
+        return min(share, int(os.environ.get("OMP_NUM_THREADS", share)))
 
 
 def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -> Placement:

@@ -286,7 +286,8 @@ class _Worker:
 
     def _try(self, *command: str) -> int:
         env = {name: value for name, value in self.tools.env.items() if name not in LEAKING_VARIABLES}
-        env |= {"TMPDIR": str(self.install.scratch), "GIT_TERMINAL_PROMPT": "0", "PYTHONUNBUFFERED": "1"}
+        env |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.install.scratch))
+        env |= {"GIT_TERMINAL_PROMPT": "0", "PYTHONUNBUFFERED": "1"}
         return self.tools.run(command, self.install.log, self._live, env, self.lock)
 
     def _live(self, line: str) -> None:

@@ -1,6 +1,6 @@
 """``python3 -m launcher parity``: stock ComfyUI against the pool, same seed, over the full product of what may differ.
 
-Every case samples through ``comfy.sample.sample`` with the stock MODEL and with its parallel twin; CI runs a pairwise cover of the same cases.
+Every case samples through ``comfy.sample.sample`` with the stock MODEL and with its parallel twin; the tests run a pairwise cover.
 """
 
 from __future__ import annotations
@@ -72,13 +72,14 @@ def latent_size(tokens: str) -> tuple[int, int]:
     return (16, 12) if tokens == "even" else (13, 18)
 
 
-def conditioning(seed: int, tokens: int, mask: torch.Tensor | None = None) -> list:
+def conditioning(seed: int, tokens: int, mask: torch.Tensor | None = None, image: tuple[int, int] = (0, 0)) -> list:
+    """``mask`` covers text and image tokens; the host takes it only together with the token grid of the ``image``."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     extras: dict[str, Any] = {"pooled_output": torch.randn(1, VEC_DIM, generator=generator)}
     if mask is not None:
-        extras["attention_mask"] = mask
+        extras |= {"attention_mask": mask, "attention_mask_img_shape": image}
     return [[torch.randn(1, tokens, CONTEXT_DIM, generator=generator), extras]]
 
 
@@ -98,8 +99,8 @@ def sample(model: Any, case: Case, seed: int = 7, steps: int = STEPS) -> torch.T
 
     height, width = latent_size(case.tokens)
     text, negative_text = (16, 24) if case.tokens == "even" else (13, 7)
-    image_tokens = -(-height // 2) * -(-width // 2)
-    masks = [attention_mask(seed + n, n + image_tokens) if case.mask else None for n in (text, negative_text)]
+    grid = (-(-height // 2), -(-width // 2))
+    masks = [attention_mask(seed + n, n + grid[0] * grid[1]) if case.mask else None for n in (text, negative_text)]
     with torch.inference_mode():
         latent = torch.zeros(1, 16, height, width)
         return comfy.sample.sample(
@@ -109,8 +110,8 @@ def sample(model: Any, case: Case, seed: int = 7, steps: int = STEPS) -> torch.T
             case.cfg,
             case.sampler,
             "simple",
-            conditioning(1, text, masks[0]),
-            conditioning(2, negative_text, masks[1]),
+            conditioning(1, text, masks[0], grid),
+            conditioning(2, negative_text, masks[1], grid),
             latent,
             disable_pbar=True,
             seed=seed,
@@ -176,10 +177,10 @@ def main(argv: list[str], host: Host) -> int:
 
     comfy.cli_args.args.cpu = True
     torch.set_num_threads(1)
-    from .devices import place
-    from .pool import HostSetup, PoolKeeper
     from ..parallel_runtime.client.remote_model import Client
     from ..parallel_runtime.layout import Layout
+    from .devices import place
+    from .pool import HostSetup, PoolKeeper
 
     keeper = PoolKeeper(HostSetup(comfyui=host.comfyui, comfy_args={"cpu": True}))
     made: dict[int, Client] = {}

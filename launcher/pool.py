@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..parallel_runtime.errors import LayoutError, ModelError, PipeMeshError, PoolFailed, Refused, RunCancelled
+from ..parallel_runtime.errors import LayoutError, ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..parallel_runtime.wire.arena import MAX_RANKS, Arena
 from ..parallel_runtime.wire.channel import Channel, ChannelClosed
 from ..parallel_runtime.wire.messages import Close, Done, Failed, Forward, FromRank, Memory, Ready, Request, Start
@@ -205,8 +205,9 @@ class WorkerPool:
         with self._lock:
             if self.state != "ready":
                 raise PoolFailed(f"The pool is {self.state}: run again to start a fresh one.")
-            if self._outstanding:
-                self._gather(interrupted, lockstep=True, tolerate=True)
+            if interrupted():
+                raise RunCancelled("The run was cancelled.")
+            self.settle(interrupted)
             self._enter("busy")
             for rank, channel in enumerate(self._channels):
                 try:
@@ -224,6 +225,17 @@ class WorkerPool:
             if any(reply.cancelled for reply in replies):
                 raise RunCancelled("The run was cancelled.")
             return replies
+
+    def settle(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Collects what ranks still owe from a cancelled request; before it, nothing in the arena may be overwritten."""
+        with self._lock:
+            if self._outstanding:
+                self._gather(interrupted, lockstep=True, tolerate=True)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a request could be sent at once, from whatever thread."""
+        return self.state == "ready" and not self._outstanding
 
     def _gather(
         self, interrupted: Callable[[], bool], *, cancel: int | None = None, lockstep: bool = False, tolerate: bool = False
@@ -254,8 +266,8 @@ class WorkerPool:
                 raise self._stalled(stalled)
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed)}
         if failures and (self._outstanding or not tolerate):
-            raise self._rejected(failures)
-        if self._outstanding:
+            raise self._rejected(failures, lockstep)
+        if self._outstanding or cancelled:
             raise RunCancelled("The run was cancelled.")
         return [answers[rank] for rank in sorted(answers)]
 
@@ -292,11 +304,11 @@ class WorkerPool:
             rank,
         )
 
-    def _rejected(self, failures: dict[int, Failed]) -> PipeMeshError:
-        """If every rank answered, the ranks agree on where they are and the pool goes on; else it is torn down."""
+    def _rejected(self, failures: dict[int, Failed], lockstep: bool) -> PipeMeshError:
+        """If the ranks agree on where they are the pool goes on: all answered, and in lockstep all failed. Else it is torn down."""
         rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
         log.debug("rank %d: %s", rank, failure.trace)
-        warm = not self._outstanding and len(failures) == self.size
+        warm = not self._outstanding and (len(failures) == self.size or not lockstep)
         if failure.kind == "refused" and warm:
             return Refused(failure.text)
         if failure.kind == "memory":
@@ -308,7 +320,7 @@ class WorkerPool:
         else:
             sentence = f"{self._where(rank)} failed while {failure.phase}: {failure.text}"
         if warm:
-            return ModelError(sentence)
+            return OutOfMemory(sentence) if failure.kind == "memory" else ModelError(sentence)
         return self._fail(f"{sentence} Run again, a fresh pool will be started.", rank)
 
 

@@ -161,7 +161,7 @@ def write_lora(
 
 
 def build_flux_patcher(unet_config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> ModelPatcher:
-    """A stock MODEL with no file behind it (`cached_patcher_init` is None); the same weights as `write_flux` of the same shapes and seed."""
+    """A stock MODEL without a file (`cached_patcher_init` is None); the same weights as `write_flux` of the same shapes and seed."""
     import comfy.model_management
     import comfy.supported_models
     from comfy.model_patcher import ModelPatcher

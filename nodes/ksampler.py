@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import comfy.samplers
-import nodes as host_nodes
 from comfy_api.latest import io
+
+import nodes as host_nodes
 
 from .pool import CATEGORY, POOL_TOOLTIP, Pool
 from .runtime import Runtime

@@ -32,7 +32,7 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                         default=2,
                         min=1,
                         max=32,
-                        tooltip="Ranks that share the tokens of one image (Ulysses sequence parallelism). The result is the same as on one GPU.",
+                        tooltip="Ranks that share the tokens of one image (Ulysses sequence parallelism). Same result as on one GPU.",
                     ),
                     io.Combo.Input(
                         "backend",

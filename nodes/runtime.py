@@ -52,6 +52,8 @@ class Runtime:
         return place(Layout(ulysses=len(gpus) or 2), "auto", "auto", gpus)
 
     def parallelize(self, model: ModelPatcher, placement: Placement | None) -> RemotePatcher:
+        if placement is None and isinstance(model, RemotePatcher):
+            return model
         placement = placement or self.default_placement()
         if placement not in self._clients:
             self._clients[placement] = Client(self._keeper.handle(placement), shares_weights=not placement.devices[0].is_gpu)
@@ -73,10 +75,7 @@ class Runtime:
     def _report(self, placement: Placement, client: Client) -> dict[str, Any]:
         handle = self._keeper.handle(placement)
         pool, memory = handle.live(), client.memory
-        ranks = [
-            {"rank": rank, "device": device.name, "pid": pool.pids[rank] if pool else None, "memory": _memory(pool, rank)}
-            for rank, device in enumerate(placement.devices)
-        ]
+        ranks = [{"rank": rank, "device": device.name, **_rank(pool, rank)} for rank, device in enumerate(placement.devices)]
         report = {"state": handle.state, "layout": placement.layout.equation(), "backend": placement.backend, "ranks": ranks}
         figures = memory.figures if memory else None
         if not figures or not figures.step_s:
@@ -92,8 +91,9 @@ class Runtime:
         return {**report, "models": list(memory.patches), "last_run": last_run}
 
 
-def _memory(pool: Any, rank: int) -> dict[str, int] | None:
+def _rank(pool: Any, rank: int) -> dict[str, Any]:
     if pool is None or rank >= len(pool.memory):
-        return None
+        return {"pid": None, "phase": "closed", "memory": None}
     memory = pool.memory[rank]
-    return {"free": memory.free, "total": memory.total, "model": memory.model}
+    held = {"free": memory.free, "total": memory.total, "model": memory.model}
+    return {"pid": pool.pids[rank], "phase": pool.arena.board.phase(rank), "memory": held}

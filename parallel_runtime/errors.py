@@ -17,6 +17,10 @@ class ModelError(PipeMeshError):
     """A model or an input that every rank rejected alike; the pool stays usable."""
 
 
+class OutOfMemory(ModelError):
+    """A model that did not fit the ranks; the pool stays usable."""
+
+
 class PoolFailed(PipeMeshError):
     """A rank died, hung or ran out of memory; the pool is gone and the next run starts a fresh one."""
 

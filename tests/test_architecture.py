@@ -33,6 +33,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "parallel_runtime/client/",
     "parallel_runtime/worker/",
     "launcher/bench.py",
+    "launcher/demo_nodes/",
     "launcher/parity.py",
     "launcher/tiny.py",
 )

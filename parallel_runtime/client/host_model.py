@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 from collections.abc import Iterable
@@ -15,10 +16,12 @@ import torch
 from ..errors import ModelError, Refused
 from ..families import PLANS, plan_for
 from ..families.plan import TokenPlan
+from ..wire.segment import TensorRef, dtype_name
 from ..wire.tree import encode_tree, is_plain
 
 PREFIX = "diffusion_model."
 FORWARD_PATCH = "diffusion_model._forward"
+CHECKPOINT_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,8 @@ def describe_source(patcher: Any) -> Source:
     if init is not None:
         factory, args = init[0], tuple(init[1])
         if factory.__module__.startswith("comfy.") and is_plain(list(args)):
-            file = next((stat_file(arg) for arg in args if isinstance(arg, str) and arg.lower().endswith((".safetensors", ".sft", ".ckpt", ".pt"))), None)
+            files = [arg for arg in args if isinstance(arg, str) and arg.lower().endswith(CHECKPOINT_SUFFIXES)]
+            file = stat_file(files[0]) if files else None
             name, index = f"{factory.__module__}:{factory.__qualname__}", init[2] if len(init) > 2 else None
             identity = encode_tree([name, list(args), index, file], _no_tensor)
             return Source(model=hashlib.blake2b(identity, digest_size=8).hexdigest(), factory=name, args=args, index=index, file=file)
@@ -85,7 +89,8 @@ def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
     plan = plan_for(type(diffusion_model))
     if plan is None:
         families = ", ".join(plan.family for plan in PLANS)
-        raise Refused(f"{type(diffusion_model).__name__} has no token plan (families with one: {families}): leave PipeMesh Parallelize out for this model.")
+        name = type(diffusion_model).__name__
+        raise Refused(f"{name} has no token plan (families with one: {families}): leave PipeMesh Parallelize out for this model.")
     return plan
 
 
@@ -96,13 +101,17 @@ def patch_name(value: Any) -> str:
 
 def refuse_in_block_patches(transformer_options: dict[str, Any]) -> None:
     """Callables that must run inside the transformer, which is elsewhere. Raises Refused, naming the first."""
-    found = [(f"patches/{kind}", p) for kind, patches in transformer_options.get("patches", {}).items() for p in patches]
-    found += [(f"patches_replace/{kind}", p) for kind, blocks in transformer_options.get("patches_replace", {}).items() for p in blocks.values()]
+    patches, replacements = transformer_options.get("patches", {}), transformer_options.get("patches_replace", {})
+    found = [(f"patches/{kind}", patch) for kind, items in patches.items() for patch in items]
+    found += [(f"patches_replace/{kind}", patch) for kind, blocks in replacements.items() for patch in blocks.values()]
     if "optimized_attention_override" in transformer_options:
         found.append(("optimized_attention_override", transformer_options["optimized_attention_override"]))
     if found:
         kind, patch = found[0]
-        raise Refused(f"The patch {patch_name(patch)} ({kind}) runs inside the model's blocks and cannot run in the pool: remove the node that adds it, or PipeMesh.")
+        raise Refused(
+            f"The patch {patch_name(patch)} ({kind}) runs inside the model's blocks and cannot run in the pool: "
+            "remove the node that adds it, or PipeMesh."
+        )
 
 
 def refuse_foreign_levers(patcher: Any) -> None:
@@ -138,19 +147,38 @@ def plain_patches(patches: dict[str, Iterable[tuple]]) -> dict[str, list]:
     def entry(key: str, item: tuple) -> list:
         strength, value, strength_model, offset, function = item
         if function is not None:
-            raise Refused(f"The weight patch of {key} carries the function {patch_name(function)}, which cannot run in the pool: remove the node that adds it.")
+            name = patch_name(function)
+            raise Refused(
+                f"The weight patch of {key} carries the function {name}, which cannot run in the pool: remove the node that adds it."
+            )
         return [strength, packed(key, value), strength_model, offset]
 
     return {key: [entry(key, item) for item in items] for key, items in patches.items() if key.startswith(PREFIX)}
 
 
 def plain_objects(object_patches: dict[str, Any]) -> dict[str, Any]:
-    """Object patches below the transformer. Raises Refused, naming the one that is not plain data."""
+    """Object patches below the transformer. Raises Refused, naming one that is not plain data."""
     objects = {key: value for key, value in object_patches.items() if key.startswith(PREFIX) and key != FORWARD_PATCH}
     for key, value in objects.items():
         if not is_plain(value):
-            raise Refused(f"The object patch {key} ({patch_name(value)}) is code and cannot run in the pool: remove the node that adds it, or PipeMesh.")
+            raise Refused(
+                f"The object patch {key} ({patch_name(value)}) is code and cannot run in the pool: remove the node that adds it, or PipeMesh."
+            )
     return objects
+
+
+def content_id(objects: dict[str, Any]) -> str:
+    """Equal for equal content, "" for nothing. Not by address: those are handed out again."""
+    if not objects:
+        return ""
+    content = hashlib.blake2b(digest_size=8)
+
+    def put(_path: str, tensor: torch.Tensor) -> TensorRef:
+        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return TensorRef(0, tuple(tensor.shape), dtype_name(tensor.dtype))
+
+    content.update(encode_tree(objects, put))
+    return f"|{content.hexdigest()}"
 
 
 def map_weights(patcher: Any, source: Source) -> int:
@@ -174,6 +202,9 @@ def map_weights(patcher: Any, source: Source) -> int:
         if same and parameter.device.type == "cpu" and type(parameter.data) is torch.Tensor:
             parameter.data = tensor
             given_back += tensor.numel() * tensor.element_size()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed blocks of a few MiB in its heap
+    if given_back and trim is not None:
+        trim(0)
     return given_back
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from ..errors import ModelError
+from ..errors import OutOfMemory
 from ..wire.arena import Arena
 from ..wire.conditioning import ConditioningCache
 from ..wire.messages import Adopt, Done, Fetch, Forward, Load, Memory, Patch, Release
@@ -26,7 +27,10 @@ class Pool(Protocol):
     state: str
     size: int
 
+    idle: bool
+
     def next_request(self) -> int: ...
+    def settle(self, interrupted: Callable[[], bool] = ...) -> None: ...
     def call(self, request: Any, fds: Any = (), interrupted: Callable[[], bool] = ...) -> list[Done]: ...
 
 
@@ -63,6 +67,8 @@ class Client:
         self._handle = handle
         self._shares_weights = shares_weights
         self._memory: PoolMemory | None = None
+        self._users: Counter[str] = Counter()
+        self._abandoned: list[str] = []
 
     @property
     def memory(self) -> PoolMemory | None:
@@ -74,7 +80,36 @@ class Client:
         pool = self._handle.ensure(interrupted)
         if self._memory is None or self._memory.pool is not pool:
             self._memory = PoolMemory(pool)
+        pool.settle(interrupted)
+        self._sweep()
         return self._memory
+
+    # -- who uses a model --------------------------------------------------------------------------------------------
+
+    def use(self, model: str) -> None:
+        self._users[model] += 1
+
+    def abandon(self, model: str) -> None:
+        """The last word of a user of ``model``. Called by the garbage collector, so from anywhere, even amid a request: then it is
+        released later."""
+        self._users[model] -= 1
+        if not self._users[model]:
+            self._abandoned.append(model)
+            if self.memory is not None and self.memory.pool.idle:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        while self._abandoned:
+            model = self._abandoned.pop()
+            if not self._users[model]:
+                self.release(model)
+
+    def ready_for(self, model: str, patches_id: str) -> bool:
+        """Whether every rank holds ``model`` under these patches; the model counts as used from now."""
+        if not self.holds(model) or self.memory.patches[model] != patches_id:
+            return False
+        self.memory.patches[model] = self.memory.patches.pop(model)
+        return True
 
     def holds(self, model: str) -> bool:
         return self.memory is not None and model in self.memory.patches
@@ -93,18 +128,17 @@ class Client:
         """Starts the pool if need be. ``state`` is asked for only when the model has no factory and no rank holds it."""
         held = self._ensure(interrupted)
         if source.model in held.patches:
-            held.patches[source.model] = held.patches.pop(source.model)
             return
         while True:
             try:
                 self._load(held, source, state, interrupted)
                 held.patches[source.model] = ""
                 return
-            except ModelError as error:
-                others = [model for model in held.patches if model != source.model]
-                if not others or "ran out of memory" not in str(error):
+            except OutOfMemory:
+                held.pool.call(Release(request=held.pool.next_request(), model=source.model), (), interrupted)  # ranks that had room for it
+                if not held.patches:
                     raise
-                self.release(others[0], interrupted)
+                self.release(next(iter(held.patches)), interrupted)
 
     def _load(self, held: PoolMemory, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
         tree: dict[str, Any] = {"factory": source.factory, "args": source.args, "index": source.index, "file": source.file}
@@ -115,11 +149,11 @@ class Client:
         finally:
             parcel.segment.close()
 
-    def patch(self, model: str, patches_id: str, patches: dict, objects: dict, weights: dict[str, torch.Tensor], interrupted: Callable[[], bool]) -> None:
+    def patch(
+        self, model: str, patches_id: str, patches: dict, objects: dict, weights: dict[str, torch.Tensor], interrupted: Callable[[], bool]
+    ) -> None:
         """Brings every rank to ``patches_id``. ``weights``: the UI's tensors of the patched keys, for their shapes and dtypes."""
         held = self._ensure(interrupted)
-        if held.patches[model] == patches_id:
-            return
         held.patches[model] = "unknown"  # until every rank has acknowledged
         parcel = Parcel({"patches": patches, "objects": objects})
         shared, place = self._shared_weights(held, list(patches), weights) if patches and self._shares_weights else (None, None)
@@ -140,7 +174,9 @@ class Client:
                 place.close()
         held.patches[model] = patches_id
 
-    def _shared_weights(self, held: PoolMemory, keys: list[str], weights: dict[str, torch.Tensor]) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:
+    def _shared_weights(
+        self, held: PoolMemory, keys: list[str], weights: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:
         """Where each patched weight goes, and which rank computes it: largest first, always to the least loaded rank."""
         loads = [0] * held.pool.size
         shared, offset = {}, 0
@@ -176,7 +212,12 @@ class Client:
             x = next(iter(arguments.values()))
             out = frame.blank(sum(aligned(t.numel() * 4) for t in (x if isinstance(x, list) else [x])))
             request = Forward(
-                request=held.pool.next_request(), model=model, patches_id=patches_id, arguments=tree, arena_bytes=held.pool.arena.nbytes, out=out
+                request=held.pool.next_request(),
+                model=model,
+                patches_id=patches_id,
+                arguments=tree,
+                arena_bytes=held.pool.arena.nbytes,
+                out=out,
             )
             replies = held.pool.call(request, (), interrupted)
             leader = replies[0]
@@ -212,4 +253,3 @@ class Parcel:
 
         self.tree = encode_tree(tree, put)
         self.segment, _refs = pack("parcel", tensors)
-

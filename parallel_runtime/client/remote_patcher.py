@@ -1,7 +1,7 @@
 """A stock MODEL in, a stock MODEL out: a ModelPatcher whose weights and forward are in the pool.
 
-It loads nothing in the UI. The host's own object-patch mechanism puts the remote ``_forward`` in place when this patcher is loaded and takes
-it away when another clone of the same model is, so whatever reaches the model (any sampler, guider or wrapper) meets the right one.
+It loads nothing in the UI. The host's own object-patch mechanism puts the remote ``_forward`` in place when this patcher is loaded and
+takes it away when another clone of the same model is, so whatever reaches the model (any sampler, guider or wrapper) meets the right one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .host_model import (
     FORWARD_PATCH,
     PREFIX,
     Source,
+    content_id,
     describe_source,
     map_weights,
     plain_objects,
@@ -57,7 +58,8 @@ class Remote:
         self.client = client
         self.source = source
         self.holds_ui_device = holds_ui_device  # rank 0 computes on the UI's own device
-        weakref.finalize(self, client.release, source.model).atexit = False
+        client.use(source.model)
+        weakref.finalize(self, client.abandon, source.model).atexit = False
 
 
 class RemotePatcher(ModelPatcher):
@@ -69,6 +71,7 @@ class RemotePatcher(ModelPatcher):
     def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
         made = super().clone(*args, **kwargs)
         made.remote = self.remote
+        made.hook_set = self.hook_set
         return made
 
     # -- what the host's memory manager sees -------------------------------------------------------------------------
@@ -114,7 +117,9 @@ class RemotePatcher(ModelPatcher):
         self._bring_up()
         return self.loaded_size() - before
 
-    def patch_model(self, device_to: Any = None, lowvram_model_memory: int = 0, load_weights: bool = True, force_patch_weights: bool = False) -> Any:
+    def patch_model(
+        self, device_to: Any = None, lowvram_model_memory: int = 0, load_weights: bool = True, force_patch_weights: bool = False
+    ) -> Any:
         forward = RemoteForward(self)
         self.object_patches = {**self.object_patches, FORWARD_PATCH: forward}
         self.object_patches_backup.setdefault(FORWARD_PATCH, comfy.utils.ATTR_UNSET)
@@ -155,15 +160,19 @@ class RemotePatcher(ModelPatcher):
     def _bring_up(self) -> None:
         """The model is loaded in every rank, under exactly this clone's weight patches and object patches."""
         hook_id, hook_patches = self.hook_set
-        keys = {key for key in (*self.patches, *hook_patches) if key.startswith(PREFIX)}
-        patches = {key: [*self.patches.get(key, []), *hook_patches.get(key, [])] for key in sorted(keys)}
         objects = plain_objects(self.object_patches)
-        patches_id = "" if not patches and not objects else f"{self.patches_uuid.hex}{hook_id}{object_identity(objects)}"
+        patched = any(key.startswith(PREFIX) for key in (*self.patches, *hook_patches))
+        self.patches_id = f"{self.patches_uuid.hex}{hook_id}{content_id(objects)}" if patched or objects else ""
         client, model = self.remote.client, self.remote.source.model
+        if client.ready_for(model, self.patches_id):
+            return
         client.load(self.remote.source, lambda: state_source(self), interrupted)
-        weights = {key: comfy.utils.get_attr(self.model, key) for key in patches}
-        client.patch(model, patches_id, plain_patches(patches), objects, weights, interrupted)
-        self.patches_id = patches_id
+        if client.ready_for(model, self.patches_id):
+            return
+        keys = sorted(key for key in {*self.patches, *hook_patches} if key.startswith(PREFIX))
+        patches = plain_patches({key: [*self.patches.get(key, []), *hook_patches.get(key, [])] for key in keys})
+        weights = {key: comfy.utils.get_attr(self.model, key) for key in keys}
+        client.patch(model, self.patches_id, patches, objects, weights, interrupted)
 
     @interrupting
     def evaluate(self, arguments: dict[str, Any]) -> Any:
@@ -195,10 +204,6 @@ class RemoteForward:
 
 def interrupted() -> bool:
     return comfy.model_management.processing_interrupted()
-
-
-def object_identity(objects: dict[str, Any]) -> str:
-    return "".join(f"|{key}:{id(value)}" for key, value in objects.items())
 
 
 def parallelize(patcher: ModelPatcher, client: Client, holds_ui_device: bool) -> RemotePatcher:

@@ -76,7 +76,7 @@ class Exchange:
             offset += 1
 
         began = time.perf_counter()
-        dist.all_to_all_single(receiving, sending, receive_sizes, send_sizes, group=self._group)
+        self._move(receiving, sending, receive_sizes, send_sizes)
         self.seconds += time.perf_counter() - began
         self.sent_bytes += sum(send_sizes) * sending.element_size()
 
@@ -88,6 +88,9 @@ class Exchange:
             offset += count + 1
         self._agree(flag, torch.stack(flags))
         return received
+
+    def _move(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
+        dist.all_to_all_single(receiving, sending, receive_sizes, send_sizes, group=self._group)
 
     def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         key = (use, dtype, device)

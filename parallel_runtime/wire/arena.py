@@ -6,11 +6,12 @@ progress counter, its phase and the request it works on. Everything else is hand
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from ..errors import SharedMemoryFull
 from .segment import Segment, TensorRef, aligned, dtype_name
 
 BOARD_BYTES = 4096
@@ -55,16 +56,18 @@ class Allocator:
         self.end = start
         self._free: list[tuple[int, int]] = []  # (offset, size), sorted, never adjacent
 
-    def take(self, nbytes: int) -> int:
+    def take(self, nbytes: int, grow: Callable[[int], None] = lambda end: None) -> int:
+        """``grow`` is told the new end before it moves out; if it raises, nothing has changed."""
         size = max(aligned(nbytes), aligned(1))
         for index, (offset, room) in enumerate(self._free):
             if room >= size:
                 self._free[index : index + 1] = [(offset + size, room - size)] if room > size else []
                 return offset
-        if self._free and sum(self._free[-1]) == self.end:
-            offset, _ = self._free.pop()
-        else:
-            offset = self.end
+        ends_free = bool(self._free) and sum(self._free[-1]) == self.end
+        offset = self._free[-1][0] if ends_free else self.end
+        grow(offset + size)
+        if ends_free:
+            self._free.pop()
         self.end = offset + size
         return offset
 
@@ -93,20 +96,26 @@ class Arena:
 
     def take(self, nbytes: int) -> int:
         """Raises SharedMemoryFull, and leaves the arena as it was, when it cannot grow."""
-        offset = self._allocator.take(nbytes)
-        if self._allocator.end > self.segment.nbytes:
+        return self._allocator.take(nbytes, self._grow)
+
+    def _grow(self, end: int) -> None:
+        if end > self.segment.nbytes:
             try:
-                self.segment.grow(max(self._allocator.end, self.segment.nbytes * 2))
-            except BaseException:
-                self.give(offset, nbytes)
-                raise
-        return offset
+                self.segment.grow(max(end, self.segment.nbytes * 2))
+            except SharedMemoryFull:
+                self.segment.grow(end)
 
     def give(self, offset: int, nbytes: int) -> None:
         self._allocator.give(offset, nbytes)
 
     def put(self, tensor: torch.Tensor, version: int = 0) -> TensorRef:
-        return self.segment.put(self.take(tensor.numel() * tensor.element_size()), tensor, version)
+        nbytes = tensor.numel() * tensor.element_size()
+        offset = self.take(nbytes)
+        try:
+            return self.segment.put(offset, tensor, version)
+        except BaseException:
+            self.give(offset, nbytes)
+            raise
 
     def blank(self, nbytes: int) -> TensorRef:
         return TensorRef(self.take(nbytes), (nbytes,), dtype_name(torch.uint8))

@@ -74,7 +74,12 @@ class Channel:
         body = bytes(self._buffer[HEADER.size : HEADER.size + length])
         del self._buffer[: HEADER.size + length]
         fds, self._fds = self._fds[:count], self._fds[count:]
-        return self._decoder.decode(body), fds
+        try:
+            return self._decoder.decode(body), fds
+        except msgspec.DecodeError:
+            for fd in fds:
+                os.close(fd)
+            raise
 
     def close(self) -> None:
         for fd in self._fds:

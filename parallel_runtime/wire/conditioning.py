@@ -14,7 +14,7 @@ from itertools import count
 import torch
 
 from .arena import Arena
-from .segment import TensorRef, dtype_name
+from .segment import TensorRef
 
 RECENT = 4  # context windows alternate between a few slices under one branch
 
@@ -38,7 +38,7 @@ class ConditioningCache:
 
     def put(self, branch: tuple, name: str, tensor: torch.Tensor) -> TensorRef:
         """``branch`` tells conds apart (their uuids); ``name`` is the argument's path."""
-        key = (branch, name, tuple(tensor.shape), tensor.dtype)
+        key = (branch, name, tuple(tensor.shape), tensor.dtype, tensor.device)
         recent = self._recent.setdefault(key, [])
         for entry in recent:
             if torch.equal(entry.reference, tensor):
@@ -51,7 +51,7 @@ class ConditioningCache:
     def _find_or_store(self, tensor: torch.Tensor) -> Entry:
         local = tensor.detach().to("cpu").contiguous()
         digest = hashlib.blake2b(local.flatten().view(torch.uint8).numpy(), digest_size=16).digest()
-        key = (digest, tuple(tensor.shape), dtype_name(tensor.dtype))
+        key = (digest, tuple(tensor.shape), tensor.dtype, tensor.device)
         if key not in self._entries:
             ref = self._arena.put(local, version=next(self._versions))
             self.uploads += 1

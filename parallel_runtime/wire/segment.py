@@ -24,7 +24,7 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        count = getattr(torch, self.dtype).itemsize
+        count = dtype_named(self.dtype).itemsize
         for dim in self.shape:
             count *= dim
         return count
@@ -38,6 +38,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Raises msgspec.DecodeError for a name that came over the wire and is no dtype's."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise msgspec.DecodeError(f"{name!r} is not a dtype")
+    return dtype
+
+
 def mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:.1f} MiB"
 
@@ -48,7 +56,7 @@ class Segment:
     def __init__(self, fd: int, nbytes: int):
         self.fd = fd
         self.nbytes = nbytes
-        self._bytes = self._map()
+        self._bytes = self._map(nbytes)
 
     @classmethod
     def create(cls, name: str, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> Segment:
@@ -58,13 +66,13 @@ class Segment:
         fd = os.memfd_create(f"pipemesh-{name}", os.MFD_CLOEXEC)
         try:
             reserve(fd, 0, nbytes, allocate)
-        except SharedMemoryFull:
+            return cls(fd, nbytes)
+        except BaseException:
             os.close(fd)
             raise
-        return cls(fd, nbytes)
 
-    def _map(self) -> torch.Tensor:
-        return torch.frombuffer(mmap.mmap(self.fd, self.nbytes), dtype=torch.uint8)
+    def _map(self, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
 
     def grow(self, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> None:
         """Makes room; refs stay valid, old views too (they keep the older mapping of the same pages)."""
@@ -75,12 +83,12 @@ class Segment:
     def follow(self, nbytes: int) -> None:
         """Maps what another process has grown."""
         if nbytes > self.nbytes:
+            self._bytes = self._map(nbytes)
             self.nbytes = nbytes
-            self._bytes = self._map()
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """A view of the segment, not a copy."""
-        return self._bytes[ref.offset : ref.offset + ref.nbytes].view(getattr(torch, ref.dtype)).view(ref.shape)
+        return self._bytes[ref.offset : ref.offset + ref.nbytes].view(dtype_named(ref.dtype)).view(ref.shape)
 
     def put(self, offset: int, tensor: torch.Tensor, version: int = 0) -> TensorRef:
         ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype), version)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from .segment import TensorRef, dtype_name
+from .segment import TensorRef, dtype_name, dtype_named
 
 TENSOR, TUPLE, DTYPE = 1, 2, 3
 PLAIN = (type(None), bool, int, float, str, bytes)
@@ -43,7 +43,7 @@ def is_plain(tree: Any) -> bool:
 
 
 def _flatten(value: Any, path: str, put: Callable[[str, torch.Tensor], TensorRef]) -> Any:
-    if type(value) in PLAIN:
+    if type(value) in PLAIN and _fits(value):
         return value
     if isinstance(value, torch.Tensor):
         return msgspec.msgpack.Ext(TENSOR, _encode(put(path, value)))
@@ -53,12 +53,19 @@ def _flatten(value: Any, path: str, put: Callable[[str, torch.Tensor], TensorRef
         return msgspec.msgpack.Ext(TUPLE, _encode([_flatten(item, f"{path}/{i}", put) for i, item in enumerate(value)]))
     if isinstance(value, dict):
         for key in value:
-            if type(key) not in (str, int):
+            if type(key) not in (str, int) or not _fits(key):
                 raise NotPlain(f"a key of {path or 'the tree'}", key)
         return {key: _flatten(item, f"{path}/{key}" if path else str(key), put) for key, item in value.items()}
     if isinstance(value, torch.dtype):
         return msgspec.msgpack.Ext(DTYPE, dtype_name(value).encode())
     raise NotPlain(path, value)
+
+
+def _fits(value: Any) -> bool:
+    """msgpack knows integers of 64 bits and text that is UTF-8 (a file name need not be)."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**64
+    return type(value) is not str or value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def decode_tree(data: bytes, get: Callable[[TensorRef], torch.Tensor]) -> Any:
@@ -70,7 +77,7 @@ def decode_tree(data: bytes, get: Callable[[TensorRef], torch.Tensor]) -> Any:
         if code == TUPLE:
             return tuple(decoder.decode(body))
         if code == DTYPE:
-            return getattr(torch, bytes(body).decode())
+            return dtype_named(bytes(body).decode())
         raise msgspec.DecodeError(f"unknown extension {code} in a tree")
 
     decoder = msgspec.msgpack.Decoder(strict=True, ext_hook=extension)

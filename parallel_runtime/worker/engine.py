@@ -73,8 +73,10 @@ class Engine:
                     segment.close()
         except Stopped:
             return Done(request=message.request, memory=self.memory(), cancelled=True)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             kind = "memory" if is_out_of_memory(error) else "refused" if isinstance(error, PipeMeshError) else "error"
+            if kind == "memory" and self._device.type == "cuda":
+                torch.cuda.empty_cache()
             return Failed(
                 request=message.request,
                 kind=kind,
@@ -197,7 +199,7 @@ def check_file(file: tuple[str, int, int] | None) -> None:
     if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
         raise Refused(
             f"The checkpoint {path} changed on disk since it was loaded ({size} bytes then, {found.st_size} now): "
-            "load it again (change the loader node or restart ComfyUI)."
+            "unload models and execution cache in ComfyUI's menu and run again."
         )
 
 

@@ -1,0 +1,27 @@
+"""What two cores are worth: two independent forwards at once against one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .figures import Figure, Options, Round, estimate, typical
+from .lockstep import Phase, Ranks, merge, run
+
+TOKENS = (1024, 4096)
+
+
+def capacity(rounds: Sequence[Round]) -> float:
+    return 2 * typical(rounds, "alone") / typical(rounds, "both")
+
+
+def measure(ranks: Ranks, tokens: int, rounds: int) -> list[Round]:
+    from .forwards import Forwards
+
+    forwards = Forwards(tokens)
+    return ranks.measure({"alone": Phase(forwards.whole, alone=True), "both": Phase(forwards.whole)}, rounds)
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    for tokens in TOKENS:
+        rounds = merge(run(options.host, 2, "capacity:measure", tokens=tokens, rounds=options.rounds))
+        yield Figure("capacity", f"two_forwards_{tokens}", "capacity", estimate(rounds, capacity), "x")

@@ -1,0 +1,76 @@
+"""The bench's model and the ways to run one forward of it: whole, one shard of it without the other ranks, in parallel.
+
+A Flux of 24 blocks, so that the ends do not dominate, with heads of 128 as in files. It is narrow (hidden 256 against 3072 of the released
+ones), so a rank computes little for each byte it exchanges: the harder case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..launcher.tiny import build_flux_patcher, flux_config
+from ..parallel_runtime.comm.exchange import Exchange
+from ..parallel_runtime.families import plan_for
+from ..parallel_runtime.methods.usp import Ulysses
+from .lockstep import timed
+
+HEADS, DOUBLE_BLOCKS, SINGLE_BLOCKS = 2, 8, 16
+BLOCKS = DOUBLE_BLOCKS + SINGLE_BLOCKS
+TEXT_TOKENS, ROW_TOKENS = 64, 64
+CONTEXT_DIM, VEC_DIM = 64, 32
+
+
+class Forwards:
+    """One evaluation of ``tokens`` tokens, text included, at batch 1 in fp32; each method returns its seconds."""
+
+    def __init__(self, tokens: int):
+        assert tokens % ROW_TOKENS == 0 and tokens > TEXT_TOKENS
+        config = flux_config(heads=HEADS, double_blocks=DOUBLE_BLOCKS, single_blocks=SINGLE_BLOCKS, context_dim=CONTEXT_DIM, vec_dim=VEC_DIM)
+        self.hidden = config["hidden_size"]
+        self._model = build_flux_patcher(config).model.diffusion_model
+        self._plan = plan_for(type(self._model))
+        rows = (tokens - TEXT_TOKENS) // ROW_TOKENS
+        generator = torch.Generator().manual_seed(0)
+        self._arguments: dict[str, Any] = {
+            "x": torch.randn(1, 16, 2 * rows, 2 * ROW_TOKENS, generator=generator),
+            "timestep": torch.tensor([0.5]),
+            "context": torch.randn(1, TEXT_TOKENS, CONTEXT_DIM, generator=generator),
+            "y": torch.randn(1, VEC_DIM, generator=generator),
+            "transformer_options": {},
+        }
+
+    def whole(self) -> float:
+        return timed(lambda: self._model._forward(**self._arguments))
+
+    def through(self, exchange: Exchange) -> float:
+        """Under Ulysses as this exchange's rank."""
+        method = Ulysses(self._model, self._plan, exchange)
+        try:
+            return timed(lambda: self._model._forward(**method.begin(self._arguments)))
+        finally:
+            method.detach()
+
+
+class Standin(Exchange):
+    """Makes one process any rank of a group: packs, unpacks and counts like the real exchange, but moves nothing.
+
+    What it receives are ordinary numbers (normal deviates: no zeros, no NaN, no denormals, which would change the speed of arithmetic).
+    """
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(None, rank, size, on_host=False, wants_stop=lambda: False)
+
+    def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made = (use, dtype, device) in self._buffers and self._buffers[use, dtype, device].numel() >= count
+        buffer = super()._buffer(use, count, dtype, device)
+        return buffer if made else buffer.normal_()
+
+    def _move(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
+        end = 0
+        for size in receive_sizes:
+            end += size
+            if size:
+                receiving[end - 1] = 0.0  # nobody wishes to stop

@@ -1,0 +1,81 @@
+"""What an evaluation costs beside the model: the UI's time around ``Client.forward`` when the model itself costs nothing.
+
+The pool, the client and the arena are the product's own, on two local ranks; only the ranks' model can be told to return its latent at
+once. ``back_to_back``: such evaluations one after another. ``between_forwards``: each follows a real forward, as in a run: cold caches,
+ranks that have just computed and a UI that has just slept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from .figures import Figure, Goal, Options, estimate, percentile
+from .hop_rank import COSTS_NOTHING
+from .lockstep import timed
+
+RANKS = 2
+LATENT, TEXT = (1, 16, 128, 128), (1, 512, 4096)  # fp32: 1 MiB and 8 MiB
+GOALS_MS = {"back_to_back": 1.0, "between_forwards": 2.0}
+PER_ROUND = {"back_to_back": 20, "between_forwards": 8}
+WARM_UP = 20
+
+
+class Hops:
+    """A running pool and the evaluations that go through it."""
+
+    def __init__(self, options: Options):
+        import torch
+
+        from ..launcher.devices import place
+        from ..launcher.pool import HostSetup, PoolHandle
+        from ..launcher.tiny import build_flux_patcher, flux_config
+        from ..parallel_runtime.client.host_model import state_source
+        from ..parallel_runtime.client.remote_model import Client
+        from ..parallel_runtime.client.remote_patcher import parallelize
+        from ..parallel_runtime.layout import Layout
+
+        argv = (sys.executable, str(Path(__file__).with_name("hop_rank.py")), "{fd}", "{parent}")
+        setup = HostSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True}, argv=argv)
+        self.handle = PoolHandle(place(Layout(ulysses=RANKS), "cpu", "gloo", ()), setup)
+        self._client = Client(self.handle, shares_weights=True)
+        patcher = parallelize(build_flux_patcher(flux_config(context_dim=TEXT[-1], double_blocks=1, single_blocks=1)), self._client, holds_ui_device=False)
+        self._model = patcher.remote.source.model
+        self._client.load(patcher.remote.source, lambda: state_source(patcher), lambda: False)
+        self._generator = torch.Generator().manual_seed(0)
+        self._text = torch.randn(TEXT, generator=self._generator)
+        self._pooled = torch.randn(1, 32, generator=self._generator)
+
+    def evaluate(self, costs_nothing: bool) -> float:
+        """Seconds in the UI. As under ComfyUI, every tensor is a new one, the conditioning equal to the one before."""
+        import torch
+
+        arguments = {
+            "x": torch.randn(LATENT, generator=self._generator),
+            "timestep": torch.rand(1, generator=self._generator),
+            "context": self._text.clone(),
+            "y": self._pooled.clone(),
+            "transformer_options": {COSTS_NOTHING: True} if costs_nothing else {},
+        }
+        with torch.inference_mode():
+            return timed(lambda: self._client.forward(self._model, "", arguments, ("cond",), lambda: False))
+
+    def milliseconds(self, count: int, between_forwards: bool) -> list[float]:
+        hops = []
+        for _ in range(WARM_UP + count):
+            if between_forwards:
+                self.evaluate(costs_nothing=False)
+            hops.append(1e3 * self.evaluate(costs_nothing=True))
+        return hops[WARM_UP:]
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    hops = Hops(options)
+    try:
+        for case, goal in GOALS_MS.items():
+            measured = hops.milliseconds(PER_ROUND[case] * options.rounds, case == "between_forwards")
+            yield Figure("hop", case, "hop_ms_p50", estimate(measured, lambda ms: percentile(ms, 0.50)), "ms", Goal(at_most=goal))
+            yield Figure("hop", case, "hop_ms_p99", estimate(measured, lambda ms: percentile(ms, 0.99)), "ms")
+    finally:
+        hops.handle.close()

@@ -1,0 +1,33 @@
+"""The script a rank of the hop's pool starts as: the product's own rank, whose model can be told to cost nothing.
+
+An evaluation with ``costs_nothing`` in its transformer options returns its latent at once; any other runs the model.
+"""
+
+import sys
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COSTS_NOTHING = "costs_nothing"
+
+
+def main() -> None:
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks"]
+    package = types.ModuleType("pipemesh")
+    package.__path__ = [str(ROOT)]
+    sys.modules["pipemesh"] = package
+
+    from pipemesh.launcher import worker_main
+    from pipemesh.parallel_runtime.worker import resident
+
+    stock = resident.ResidentModel.forward
+
+    def forward(model: resident.ResidentModel, arguments: dict) -> object:
+        return arguments["x"] if arguments["transformer_options"].get(COSTS_NOTHING) else stock(model, arguments)
+
+    resident.ResidentModel.forward = forward
+    worker_main.main()
+
+
+if __name__ == "__main__":
+    main()

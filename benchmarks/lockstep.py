@@ -1,0 +1,106 @@
+"""Several processes that run the same rounds in lockstep: each phase of a round by all of them at once, or by one while the others block.
+
+A phase is a function that returns the seconds it took. ``run`` starts the processes from a bench; ``Ranks`` is what each of them sees.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..parallel_runtime.errors import PipeMeshError
+from .figures import Round
+
+if TYPE_CHECKING:
+    from ..launcher.host import Host
+
+WARM_UP = 2
+KEEP_MEMORY = str(1 << 32)  # bytes freed stay with the process: fresh pages cost up to a quarter of a forward, most where tensors are large
+SCRIPT = Path(__file__).with_name("lockstep_main.py")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """``alone``: run by one process, a different one in each round, while the others block."""
+
+    seconds: Callable[[], float]
+    alone: bool = False
+
+
+class Ranks:
+    """One of the processes. All must call ``measure`` alike."""
+
+    def __init__(self, store: str, rank: int, size: int):
+        import torch.distributed as dist
+
+        self.rank = rank
+        self.size = size
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(hours=1))
+        self._barrier = dist.barrier  # waits on a socket: an idle rank takes no time from the others
+
+    def measure(self, phases: Mapping[str, Phase], rounds: int) -> list[dict[str, float]]:
+        """Per round, the seconds of each phase in which this rank took part. The first rounds are warm-up and dropped."""
+        measured = []
+        for index in range(WARM_UP + rounds):
+            measured.append({})
+            for name, phase in phases.items():
+                self._barrier()
+                if not phase.alone or index % self.size == self.rank:
+                    measured[-1][name] = phase.seconds()
+            self._barrier()
+        return measured[WARM_UP:]
+
+
+def timed(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def run(host: Host, size: int, function: str, **arguments: Any) -> list[Any]:
+    """``function`` (``module:name`` below this package) in ``size`` processes of one thread each, as ``function(ranks, **arguments)``.
+
+    Returns what each returned, by rank. Raises PipeMeshError if one of them failed.
+    """
+    memory = {"MALLOC_TRIM_THRESHOLD_": KEEP_MEMORY, "MALLOC_MMAP_THRESHOLD_": KEEP_MEMORY}
+    environment = {**os.environ, **memory, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder, ExitStack() as stack:
+        processes = []
+        for rank in range(size):
+            word = {"comfyui": host.comfyui, "folder": folder, "rank": rank, "size": size, "function": function, "arguments": arguments}
+            command = [sys.executable, str(SCRIPT), str(os.getpid()), json.dumps(word)]
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        wait_for(processes)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def wait_for(processes: Sequence[subprocess.Popen]) -> None:
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode for process in processes):
+            break
+        time.sleep(0.1)
+    for rank, process in enumerate(processes):
+        if process.returncode:
+            raise PipeMeshError(f"Rank {rank} of the bench ended with exit status {process.returncode}: its last lines say why.")
+
+
+def merge(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
+    """The rounds as a whole: a phase lasts as long as its slowest rank."""
+    rounds = []
+    for parts in zip(*by_rank, strict=True):
+        phases = dict.fromkeys(name for part in parts for name in part)
+        rounds.append({name: max(part[name] for part in parts if name in part) for name in phases})
+    return rounds

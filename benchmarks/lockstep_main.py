@@ -1,0 +1,36 @@
+"""The script a process of ``lockstep.run`` starts as: ``lockstep_main.py PARENT_PID WORD``. One thread, ComfyUI on the CPU."""
+
+import importlib
+import json
+import sys
+import types
+from pathlib import Path
+
+
+def main() -> None:
+    root = Path(__file__).resolve().parent.parent
+    word = json.loads(sys.argv[2])
+    sys.path[0] = word["comfyui"]
+    package = types.ModuleType("pipemesh")
+    package.__path__ = [str(root)]
+    sys.modules["pipemesh"] = package
+
+    from pipemesh.launcher.worker_main import die_with_parent
+
+    die_with_parent(int(sys.argv[1]))
+    import comfy.cli_args
+    import torch
+
+    comfy.cli_args.args.cpu = True
+    torch.set_num_threads(1)
+    from pipemesh.benchmarks.lockstep import Ranks
+
+    ranks = Ranks(str(Path(word["folder"], "store")), word["rank"], word["size"])
+    module, name = word["function"].split(":")
+    with torch.inference_mode():
+        result = getattr(importlib.import_module(f"pipemesh.benchmarks.{module}"), name)(ranks, **word["arguments"])
+    Path(word["folder"], f"{word['rank']}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

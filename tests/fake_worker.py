@@ -1,0 +1,202 @@
+"""A rank without torch or ComfyUI: speaks the channel as the wire's schema says, and misbehaves where a rule tells it to.
+
+``fake_worker.py SOCKET_FD PARENT_PID RULE...``. A rule ``RANK:MESSAGE=DEED`` says what this rank does with such a message
+(``*``: any rank, any message; the last rule that fits wins, no rule means ``answer``). The board is written as ``wire/arena.py``
+lays it out; its word 1, unused there, is a gate that a test opens.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BOARD_BYTES, LINE_BYTES, GATE = 4096, 64, 8
+PHASES = ("starting", "importing", "joining", "idle", "loading", "patching", "forward", "writing")
+PHASE = {"Start": "importing", "Load": "loading", "Patch": "patching", "Adopt": "patching", "Release": "loading", "Forward": "forward"}
+MEMORY = [3 << 20, 4 << 20, 1 << 20]  # free, total, model
+TICK_S = 0.01
+
+
+class Board:
+    def __init__(self, fd: int, rank: int):
+        self._map = mmap.mmap(fd, BOARD_BYTES)
+        self._line = LINE_BYTES * (rank + 1)
+
+    def word(self, at: int) -> int:
+        return struct.unpack_from("<q", self._map, at)[0]
+
+    def _write(self, at: int, value: int) -> None:
+        struct.pack_into("<q", self._map, at, value)
+
+    def tick(self) -> None:
+        self._write(self._line, self.word(self._line) + 1)
+
+    def enter(self, phase: str, request: int = 0) -> None:
+        self._write(self._line + 8, PHASES.index(phase))
+        self._write(self._line + 16, request)
+        self.tick()
+
+
+class Rank:
+    def __init__(self, channel, rules: list[str]):
+        self.channel = channel
+        self.rules = [rule.replace(":", "=").split("=") for rule in rules]
+        self.handled: list[str] = []
+        self.rank = -1
+        self.board: Board
+
+    def deed(self, message: str) -> str:
+        deeds = [deed for rank, kind, deed in self.rules if rank in ("*", str(self.rank)) and kind in ("*", message)]
+        return deeds[-1] if deeds else "answer"
+
+    def serve(self) -> None:
+        if self.deed("*").startswith("die-unheard"):
+            print("no library of that name", flush=True)
+            os._exit(4)
+        while True:
+            message, fds = self.channel.receive()
+            kind = message["type"]
+            if kind == "Start":
+                self.rank = message["rank"]
+                self.board = Board(fds[0], self.rank)
+            for fd in fds:
+                os.close(fd)
+            if kind == "Close":
+                if self.deed(kind) == "hang":
+                    self.hang()
+                os._exit(0)
+            self.handled.append(kind)
+            self.board.enter(PHASE[kind], message.get("request", 0))
+            getattr(self, self.deed(kind).replace("-", "_"))(message)
+            self.board.enter("idle")
+
+    # -- deeds -------------------------------------------------------------------------------------------------------
+
+    def answer(self, message: dict, **fields) -> None:
+        """``output`` tells the test what this rank has handled so far."""
+        if message["type"] == "Start":
+            self.send({"type": "Ready", "device_name": "fake", "memory": MEMORY})
+        else:
+            output = " ".join(self.handled).encode()
+            self.send({"type": "Done", "request": message["request"], "memory": MEMORY, "output": output, **fields})
+
+    def die(self, message: dict) -> None:
+        for line in range(20):
+            print(f"line {line}")
+        print("the last thing I saw", end="", flush=True)
+        os._exit(3)
+
+    def kill(self, message: dict) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_with_child(self, message: dict) -> None:
+        """Leaves a grandchild behind that holds the log pipe open."""
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print(f"grandchild {child.pid}", flush=True)
+        os._exit(3)
+
+    def leave(self, message: dict) -> None:
+        """Closes its end and lives on."""
+        self.channel.close()
+        signal.pause()
+
+    def hang(self, message: dict | None = None) -> None:
+        """Neither answers nor ticks; ends with the UI, as a real rank does."""
+        poller = select.poll()
+        poller.register(self.channel.fileno(), select.POLLHUP)
+        poller.poll()
+        os._exit(1)
+
+    def error(self, message: dict) -> None:
+        self.fail(message, "error", "RuntimeError: shapes do not match")
+
+    def refuse(self, message: dict) -> None:
+        self.fail(message, "refused", "This cannot be done: do something else.")
+
+    def memory(self, message: dict) -> None:
+        self.fail(message, "memory", "can't allocate memory: you tried to allocate 7 bytes.\nsecond line")
+
+    def memory_silent(self, message: dict) -> None:
+        """What a bare MemoryError says."""
+        self.fail(message, "memory", "")
+
+    def slow(self, message: dict) -> None:
+        """Ticks for about a second, then answers."""
+        for _ in range(100):
+            self.pause()
+        self.answer(message)
+
+    def tick_then_hang(self, message: dict) -> None:
+        """As a rank that reaches a collective and waits there for one that will not come."""
+        for _ in range(20):
+            self.pause()
+        self.hang()
+
+    def slow_then_die(self, message: dict) -> None:
+        for _ in range(20):
+            self.pause()
+        self.die(message)
+
+    def gated(self, message: dict) -> None:
+        """Ticks until the test opens the gate, then answers."""
+        while not self.board.word(GATE):
+            self.pause()
+        self.answer(message)
+
+    def gated_error(self, message: dict) -> None:
+        while not self.board.word(GATE):
+            self.pause()
+        self.error(message)
+
+    def cancellable(self, message: dict) -> None:
+        """Ticks until the cancel word names this request, then says that it left."""
+        while self.board.word(0) != message["request"]:
+            self.pause()
+        self.answer(message, cancelled=True)
+
+    def garbage(self, message: dict) -> None:
+        self.send({"type": "Nonsense", "request": message.get("request", 0)})
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def fail(self, message: dict, kind: str, text: str) -> None:
+        where = {"request": message["request"], "phase": PHASE[message["type"]]}
+        self.send({"type": "Failed", **where, "kind": kind, "text": text, "trace": "", "memory": MEMORY})
+
+    def pause(self) -> None:
+        """One tick; ends with the UI."""
+        self.board.tick()
+        poller = select.poll()
+        poller.register(self.channel.fileno(), select.POLLHUP)
+        if poller.poll(1000 * TICK_S):
+            os._exit(1)
+
+    def send(self, message: dict) -> None:
+        self.channel.send(message)
+
+
+def main() -> None:
+    package = types.ModuleType("pipemesh")
+    package.__path__ = [str(ROOT)]
+    sys.modules["pipemesh"] = package
+    from pipemesh.launcher.worker_main import die_with_parent
+    from pipemesh.parallel_runtime.wire.channel import Channel, ChannelClosed
+
+    die_with_parent(int(sys.argv[2]))
+    try:
+        Rank(Channel(socket.socket(fileno=int(sys.argv[1])), dict), sys.argv[3:]).serve()
+    except ChannelClosed:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

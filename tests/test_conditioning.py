@@ -1,0 +1,196 @@
+"""Conditioning crosses once: recognised by content, told apart by content, evicted between runs only."""
+
+import pytest
+import torch
+from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, Arena
+from pipemesh.parallel_runtime.wire.conditioning import RECENT, ConditioningCache
+from pipemesh.parallel_runtime.wire.segment import TensorRef
+
+BRANCH, OTHER_BRANCH = ("uuid-1",), ("uuid-2",)
+
+
+@pytest.fixture
+def arena():
+    arena = Arena(nbytes=BOARD_BYTES + (16 << 10))
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def cache(arena):
+    return ConditioningCache(arena)
+
+
+def text(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A new tensor of the same content for the same seed, as the host makes one for every evaluation."""
+    return torch.randn(shape or (1, 16, 8), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def shows(arena: Arena, ref: TensorRef, expected: torch.Tensor) -> bool:
+    return torch.equal(arena.segment.tensor(ref), expected)
+
+
+def test_the_same_content_is_uploaded_once_over_many_evaluations(arena, cache):
+    first = cache.put(BRANCH, "context", text(1))
+    again = [cache.put(BRANCH, "context", text(1)) for _ in range(50)]
+    assert cache.uploads == 1
+    assert all(ref == first for ref in again)
+    assert first.version > 0
+    assert shows(arena, first, text(1))
+
+
+def test_the_same_content_is_uploaded_once_over_branches_names_and_runs(cache):
+    refs = [cache.put(branch, name, text(1)) for branch in (BRANCH, OTHER_BRANCH) for name in ("context", "y")]
+    cache.begin_run()
+    refs.append(cache.put(("a new uuid",), "context", text(1)))
+    assert cache.uploads == 1
+    assert len(set(refs)) == 1
+
+
+def test_content_that_is_not_contiguous_is_recognised(arena, cache):
+    columns = text(1, 8, 16)
+    ref = cache.put(BRANCH, "context", columns.t())
+    assert cache.put(OTHER_BRANCH, "context", columns.t().contiguous()) == ref
+    assert shows(arena, ref, columns.t())
+
+
+def test_slices_that_alternate_under_one_branch_are_uploaded_once_each(arena, cache):
+    whole = text(1, 1, 40, 8)
+    windows = [(begin, begin + 10) for begin in range(0, 40, 10)]
+    assert len(windows) <= RECENT
+    refs = [[cache.put(BRANCH, "context", whole[:, low:high].clone()) for low, high in windows] for _ in range(20)]
+    assert cache.uploads == len(windows)
+    assert all(row == refs[0] for row in refs)
+    for ref, (low, high) in zip(refs[0], windows, strict=True):
+        assert shows(arena, ref, whole[:, low:high])
+
+
+def test_more_alternating_slices_than_are_remembered_are_still_uploaded_once_each(cache):
+    for _ in range(3):
+        for seed in range(RECENT + 3):
+            cache.put(BRANCH, "context", text(seed))
+    assert cache.uploads == RECENT + 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("place", [0, 1700, -1])
+def test_content_that_differs_in_one_element_is_uploaded_again(arena, cache, dtype, place):
+    one, other = text(1, 1, 64, 64, dtype=dtype), text(1, 1, 64, 64, dtype=dtype)
+    bits = other.view(torch.uint8).flatten()
+    bits[place] ^= 8
+    first, second = cache.put(BRANCH, "context", one), cache.put(BRANCH, "context", other)
+    assert cache.uploads == 2
+    assert first.version != second.version
+    assert shows(arena, first, one)
+    assert shows(arena, second, other)
+    assert cache.put(BRANCH, "context", one.clone()) == first
+    assert cache.put(BRANCH, "context", other.clone()) == second
+
+
+def test_equal_bytes_of_another_shape_or_dtype_are_told_apart(arena, cache):
+    zeros = torch.zeros(4, 8)
+    refs = [cache.put(BRANCH, "context", value) for value in (zeros, zeros.view(8, 4), zeros.view(torch.int32), zeros.flatten())]
+    assert cache.uploads == 4
+    assert [arena.segment.tensor(ref).shape for ref in refs] == [(4, 8), (8, 4), (4, 8), (32,)]
+    assert arena.segment.tensor(refs[2]).dtype == torch.int32
+
+
+def test_content_with_nans_is_recognised_too(cache):
+    value = text(1)
+    value[0, 3] = float("nan")
+    assert cache.put(BRANCH, "context", value) == cache.put(BRANCH, "context", value.clone())
+    assert cache.uploads == 1
+
+
+@pytest.mark.parametrize("value", [torch.tensor(3.5), torch.zeros(0, 4), torch.tensor([True, False])], ids=["scalar", "empty", "bool"])
+def test_odd_tensors_cross(arena, cache, value):
+    ref = cache.put(BRANCH, "guidance", value)
+    assert shows(arena, ref, value)
+    assert cache.put(BRANCH, "guidance", value.clone()) == ref
+
+
+def test_a_tensor_the_host_writes_to_later_does_not_change_what_was_sent(arena, cache):
+    value = text(1)
+    ref = cache.put(BRANCH, "context", value)
+    value.zero_()
+    assert shows(arena, ref, text(1))
+    assert cache.put(BRANCH, "context", value) != ref
+
+
+def test_tensors_of_two_devices_are_never_compared(arena, cache):
+    """torch.equal over devices raises; a stand-in device shows it without a GPU."""
+    cache.put(BRANCH, "context", text(1))
+    elsewhere = Elsewhere(text(1))
+    ref = cache.put(BRANCH, "context", elsewhere)
+    cache.put(OTHER_BRANCH, "context", Elsewhere(text(1)))
+    assert shows(arena, ref, text(1))
+
+
+class Elsewhere:
+    """Behaves as a tensor of another device: leaves it only by ``to("cpu")``."""
+
+    def __init__(self, local: torch.Tensor):
+        self._local = local
+        self.shape, self.dtype, self.device = local.shape, local.dtype, torch.device("meta")
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        assert all(isinstance(arg, Elsewhere) for arg in args), "Expected all tensors to be on the same device"
+        return function(*(arg._local for arg in args))
+
+    def detach(self):
+        return self
+
+    def clone(self):
+        return Elsewhere(self._local.clone())
+
+    def to(self, device: str) -> torch.Tensor:
+        assert device == "cpu"
+        return self._local
+
+
+KIB = 1 << 10
+
+
+def test_eviction_happens_between_runs_and_takes_the_least_recently_used(arena):
+    cache = ConditioningCache(arena, limit_bytes=3 * KIB)
+    refs = {seed: cache.put(BRANCH, "context", text(seed, 256)) for seed in range(5)}  # 1 KiB each
+    assert all(shows(arena, refs[seed], text(seed, 256)) for seed in refs)  # over the limit, but this run may name them all
+    cache.put(OTHER_BRANCH, "context", text(1, 256))
+    cache.begin_run()
+    kept = {seed for seed in refs if cache.put(BRANCH, "context", text(seed, 256)) == refs[seed]}
+    assert kept == {1, 3, 4}
+    assert cache.uploads == 7
+
+
+def test_what_is_larger_than_the_limit_alone_is_uploaded_once_per_run(arena):
+    cache = ConditioningCache(arena, limit_bytes=KIB)
+    for _ in range(4):
+        cache.begin_run()
+        refs = {cache.put(BRANCH, "context", text(1, 1024)) for _ in range(3)}
+        assert len(refs) == 1
+        assert shows(arena, refs.pop(), text(1, 1024))
+    assert cache.uploads == 4
+
+
+def test_the_arena_does_not_grow_over_200_runs(arena):
+    limit, per_run = 64 * KIB, 3
+    cache = ConditioningCache(arena, limit_bytes=limit)
+    sizes = torch.randint(1, 4 * KIB, (200, per_run), generator=torch.Generator().manual_seed(0)).tolist()  # floats: up to 16 KiB each
+    room = []
+    for run, counts in enumerate(sizes):
+        cache.begin_run()
+        refs = [cache.put(BRANCH, f"{index}", text(per_run * run + index, count)) for index, count in enumerate(counts)]
+        assert all(shows(arena, ref, text(per_run * run + index, counts[index])) for index, ref in enumerate(refs))
+        room.append(arena.nbytes)
+    assert cache.uploads == 200 * per_run
+    assert room[-1] == room[50]
+    assert room[-1] <= 4 * (limit + per_run * 16 * KIB)
+
+
+def test_a_refused_upload_leaves_the_cache_as_it_was(arena, cache):
+    cache.put(BRANCH, "context", text(1))
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        cache.put(BRANCH, "context", torch.zeros(1, 16, 8, device="meta"))
+    cache.put(BRANCH, "context", text(1))
+    assert cache.uploads == 1

@@ -1,0 +1,95 @@
+"""Devices for ranks, and every refusal in one sentence. No GPU and no process is needed."""
+
+import os
+import re
+
+import pytest
+from pipemesh.launcher.devices import Device, place, visible_gpus
+from pipemesh.parallel_runtime.errors import LayoutError
+from pipemesh.parallel_runtime.layout import Layout
+
+CPU = Device("cpu")
+GPUS = tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(3))
+
+
+def placed(degree: int, wanted: str = "auto", backend: str = "auto", gpus: int = 3) -> tuple[list[str], str]:
+    placement = place(Layout(ulysses=degree), wanted, backend, GPUS[:gpus])
+    return [device.name for device in placement.devices], placement.backend
+
+
+@pytest.mark.parametrize(
+    ("degree", "wanted", "gpus", "names", "backend"),
+    [
+        (1, "auto", 3, ["cuda:0"], "nccl"),
+        (2, "auto", 3, ["cuda:0", "cuda:1"], "nccl"),
+        (2, "", 3, ["cuda:0", "cuda:1"], "nccl"),
+        (3, "auto", 0, ["cpu", "cpu", "cpu"], "gloo"),
+        (2, "cpu", 3, ["cpu", "cpu"], "gloo"),
+        (2, "cpu, cpu", 3, ["cpu", "cpu"], "gloo"),
+        (2, "cuda:2,cuda:0", 3, ["cuda:2", "cuda:0"], "nccl"),
+        (2, " cuda:2 , cuda:0, ", 3, ["cuda:2", "cuda:0"], "nccl"),
+        (2, "cuda:1,cuda:1", 3, ["cuda:1", "cuda:1"], "gloo"),  # nccl takes one rank per GPU
+        (3, "cuda:0,cuda:0,cuda:1", 3, ["cuda:0", "cuda:0", "cuda:1"], "gloo"),
+    ],
+)
+def test_ranks_get_the_devices_asked_for_and_the_backend_that_works_there(degree, wanted, gpus, names, backend):
+    assert placed(degree, wanted, gpus=gpus) == (names, backend)
+
+
+def test_gloo_can_be_chosen_on_gpus():
+    assert placed(2, backend="gloo") == (["cuda:0", "cuda:1"], "gloo")
+
+
+def test_gpus_are_addressed_by_uuid():
+    devices = place(Layout(ulysses=2), "cuda:2,cuda:0", "auto", GPUS).devices
+    assert [device.uuid for device in devices] == ["GPU-2", "GPU-0"]
+    assert all(device.is_gpu for device in devices)
+    assert not CPU.is_gpu
+
+
+@pytest.mark.parametrize(
+    ("degree", "wanted", "backend", "gpus", "sentence"),
+    [
+        (4, "auto", "auto", 3, "ulysses 4 = 4 ranks, 3 GPUs: lower the degree, or list devices to share (backend gloo)."),
+        (2, "auto", "auto", 1, "ulysses 2 = 2 ranks, 1 GPU: lower the degree, or list devices to share (backend gloo)."),
+        (3, "cuda:0,cuda:1", "auto", 3, "ulysses 3 = 3 ranks, 2 devices listed (cuda:0, cuda:1): list one device per rank."),
+        (1, "cpu,cpu", "auto", 0, "ulysses 1 = 1 rank, 2 devices listed (cpu, cpu): list one device per rank."),
+        (2, "cuda:0", "auto", 3, "ulysses 2 = 2 ranks, 1 device listed (cuda:0): list one device per rank."),
+        (2, "cuda:0,cuda:7", "auto", 2, "Device cuda:7 is not here: choose from cpu, cuda:0, cuda:1."),
+        (1, "CPU0", "auto", 0, "Device CPU0 is not here: choose from cpu."),
+        (2, "cpu,cuda:0", "auto", 2, "CPU and GPU ranks cannot be mixed (cpu, cuda:0): list one kind."),
+        (2, "cpu", "nccl", 2, "Backend nccl needs GPUs and the ranks are on the CPU: choose auto or gloo."),
+        (2, "cuda:0,cuda:0", "nccl", 2, "Backend nccl needs 2 GPUs for ulysses 2 = 2 ranks, 1 listed: choose gloo to share one."),
+    ],
+)
+def test_an_impossible_placement_is_refused_in_one_sentence(degree, wanted, backend, gpus, sentence):
+    with pytest.raises(LayoutError, match=f"^{re.escape(sentence)}$") as caught:
+        placed(degree, wanted, backend, gpus)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("degree", [2, 3, 5, 8])
+def test_a_count_that_does_not_fit_prints_the_equation(degree):
+    for wanted, backend, gpus in (("auto", "auto", 1), ("cpu," * (degree + 1), "auto", 0), (",".join(["cuda:0"] * degree), "nccl", 1)):
+        with pytest.raises(LayoutError, match=f"ulysses {degree} = {degree} ranks"):
+            placed(degree, wanted, backend, gpus)
+
+
+@pytest.mark.parametrize(("ranks", "limit", "threads"), [(1, None, 8), (3, None, 2), (9, None, 1), (1, "2", 2), (4, "3", 2)])
+def test_the_cores_of_this_process_are_shared_out_among_its_ranks(monkeypatch, ranks, limit, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    if limit is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    assert place(Layout(ulysses=ranks), "cpu", "auto", ()).threads == threads
+
+
+def test_equal_placements_are_the_same_pool():
+    one, again = (place(Layout(ulysses=2), wanted, "auto", GPUS) for wanted in ("auto", "cuda:0,cuda:1"))
+    assert hash(one) == hash(again)
+    assert one == again
+
+
+def test_no_gpu_is_seen_where_comfyui_runs_on_the_cpu():
+    assert visible_gpus(cpu_only=True) == ()

@@ -1,0 +1,308 @@
+"""A real ComfyUI server, spoken to as a browser would: the pack's nodes, the pool behind them, cancel, faults, two instances."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from pipemesh.launcher.demo import node
+from pipemesh.launcher.host import Host
+from pipemesh.launcher.parity import BOUND, relative_error
+from pipemesh.launcher.server import ComfyServer
+from pipemesh.launcher.tiny import write_flux, write_lora
+from safetensors.torch import load_file
+
+SMALL, LARGE = 128, 1024  # pixels: 64 and 4096 image tokens
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def host():
+    return Host.from_json(os.environ["PIPEMESH_HOST"])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    flux = write_flux(folder / "flux.safetensors", hidden=256, double_blocks=2, single_blocks=4)
+    write_lora(folder / "lora.safetensors", flux)
+    return folder
+
+
+def start(host, models):
+    server = ComfyServer(host, env={"OMP_NUM_THREADS": "1"})
+    for folder, name in (("diffusion_models", "flux"), ("loras", "lora")):
+        target = server.models / folder / f"{name}.safetensors"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(models / f"{name}.safetensors")
+    return server
+
+
+@pytest.fixture(scope="module")
+def server(host, models):
+    with start(host, models) as running:
+        yield running
+
+
+def graph(name, *, ranks=2, parallel=True, lora=None, seed=5, pixels=SMALL, steps=STEPS, sampler="KSampler", between=()):
+    """A stock workflow, with ``parallel`` through PipeMesh Parallelize; ``between``: nodes from the loader to the sampler."""
+    model = ["flux", 0]
+    nodes = {
+        "flux": node("UNETLoader", unet_name="flux.safetensors", weight_dtype="default"),
+        "positive": node("PipeMeshDemoConditioning", seed=1, tokens=13, context_dim=64, vec_dim=32),
+        "negative": node("PipeMeshDemoConditioning", seed=2, tokens=7, context_dim=64, vec_dim=32),
+        "empty": node("EmptySD3LatentImage", width=pixels, height=pixels, batch_size=1),
+        "save": node("PipeMeshDemoSaveLatent", samples=["sampler", 0], name=name),
+    }
+    if lora is not None:
+        nodes["lora"] = node("LoraLoaderModelOnly", model=model, lora_name="lora.safetensors", strength_model=lora)
+        model = ["lora", 0]
+    for index, (class_type, inputs) in enumerate(between):
+        nodes[f"between{index}"] = node(class_type, model=model, **inputs)
+        model = [f"between{index}", 0]
+    if parallel:
+        nodes["pool"] = node("PipeMeshPool", devices="cpu", ulysses=ranks, backend="auto")
+        if sampler.startswith("PipeMesh"):
+            parallel_input = {"pool": ["pool", 0]}
+        else:
+            nodes["parallel"] = node("PipeMeshParallelize", model=model, pool=["pool", 0])
+            model, parallel_input = ["parallel", 0], {}
+    common = {"model": model, "positive": ["positive", 0], "negative": ["negative", 0], "latent_image": ["empty", 0]}
+    common |= {"steps": steps, "cfg": 2.0, "sampler_name": "euler", "scheduler": "simple", **(parallel_input if parallel else {})}
+    if "Advanced" in sampler:
+        common |= {
+            "add_noise": "enable",
+            "noise_seed": seed,
+            "start_at_step": 0,
+            "end_at_step": 10000,
+            "return_with_leftover_noise": "disable",
+        }
+    else:
+        common |= {"seed": seed, "denoise": 1.0}
+    nodes["sampler"] = node(sampler, **common)
+    return nodes
+
+
+def latent(server, nodes, **kwargs):
+    result = server.run(nodes, **kwargs)
+    assert result.error is None, f"{result.error}\n{server.log_tail()}"
+    return load_file(server.output / f"{nodes['save']['inputs']['name']}.safetensors")["latent"], result
+
+
+def live_pool(server):
+    return next(pool for pool in server.get("/pipemesh/report")["pools"] if pool["state"] in ("ready", "busy"))
+
+
+def pids(server):
+    return [rank["pid"] for rank in live_pool(server)["ranks"]]
+
+
+def wait_for_phase(server, phase):
+    """Asks until every rank is in ``phase``; each question is answered by the server, so this is no busy sleep."""
+    while not all(rank["phase"] == phase for pool in server.get("/pipemesh/report")["pools"] for rank in pool["ranks"] if rank["pid"]):
+        pass
+
+
+@pytest.fixture(scope="module")
+def truth(server):
+    return latent(server, graph("truth", parallel=False))[0]
+
+
+# -- the same result ---------------------------------------------------------------------------------------------------
+
+
+def test_cancel_while_the_pool_starts_and_the_next_run_is_right(server, truth):
+    """First of all tests here: no pool is up yet."""
+
+    def cancel(event):
+        if event.type == "executing" and event.data.get("node") == "sampler":
+            server.interrupt()
+
+    stopped = server.run(graph("stopped"), on_event=cancel)
+    assert stopped.error.kind == "interrupted"
+    ours, result = latent(server, graph("started"))
+    assert relative_error(ours, truth) <= BOUND
+    assert len(result.previews) >= STEPS
+
+
+def test_previews_and_progress_arrive_as_from_the_stock_sampler(server, truth):
+    _, stock = latent(server, graph("ticks_stock", parallel=False, seed=6))
+    _, ours = latent(server, graph("ticks_pool", seed=6))
+    assert [(tick.node, tick.value, tick.maximum) for tick in ours.ticks] == [(tick.node, tick.value, tick.maximum) for tick in stock.ticks]
+    assert len(ours.previews) == len(stock.previews) >= STEPS
+
+
+@pytest.mark.parametrize("sampler", ["PipeMeshKSampler", "PipeMeshKSamplerAdvanced", "KSamplerAdvanced"])
+def test_every_sampler_node_gives_the_stock_latent(server, truth, sampler):
+    assert relative_error(latent(server, graph(f"by_{sampler}", sampler=sampler))[0], truth) <= BOUND
+
+
+@pytest.mark.parametrize("guider", ["CFGGuider", "BasicGuider"])
+def test_custom_sampling_with_stock_guiders_gives_the_stock_latent(server, guider):
+    def custom(name, parallel):
+        nodes = graph(name, parallel=parallel)
+        model = nodes.pop("sampler")["inputs"]["model"]
+        conds = {"positive": ["positive", 0], "negative": ["negative", 0], "cfg": 3.0}
+        nodes |= {
+            "noise": node("RandomNoise", noise_seed=4),
+            "solver": node("KSamplerSelect", sampler_name="dpmpp_2m"),
+            "sigmas": node("BasicScheduler", model=model, scheduler="simple", steps=STEPS, denoise=1.0),
+            "guider": node(guider, model=model, **(conds if guider == "CFGGuider" else {"conditioning": ["positive", 0]})),
+        }
+        links = {"noise": ["noise", 0], "guider": ["guider", 0], "sampler": ["solver", 0], "sigmas": ["sigmas", 0]}
+        nodes["sampler"] = node("SamplerCustomAdvanced", latent_image=["empty", 0], **links)
+        return latent(server, nodes)[0]
+
+    assert relative_error(custom(f"{guider}_pool", True), custom(f"{guider}_stock", False)) <= BOUND
+
+
+def test_a_lora_strength_changed_between_two_queued_prompts_needs_no_reload(server, truth):
+    truths = [latent(server, graph("lora_stock", parallel=False, lora=strength))[0] for strength in (1.0, 0.3)]
+    assert relative_error(truths[0], truth) > 0.05
+    before = pids(server)
+    for strength, expected in zip((1.0, 0.3), truths, strict=True):
+        assert relative_error(latent(server, graph("lora_pool", lora=strength))[0], expected) <= BOUND
+    assert pids(server) == before
+    assert relative_error(latent(server, graph("lora_off"))[0], truth) <= BOUND
+
+
+# -- cancel ------------------------------------------------------------------------------------------------------------
+
+
+def test_cancel_inside_a_forward_leaves_the_pool_warm(server, truth):
+    latent(server, graph("warm"))
+    before = pids(server)
+
+    def cancel(event):
+        if event.type == "executing" and event.data.get("node") == "sampler":
+            wait_for_phase(server, "forward")
+            server.interrupt()
+
+    stopped = server.run(graph("stopped", pixels=LARGE, steps=20), on_event=cancel)
+    assert stopped.error.kind == "interrupted"
+    assert not stopped.ticks, "a whole step passed before the cancel was heard"
+    assert pids(server) == before
+    assert relative_error(latent(server, graph("after"))[0], truth) <= BOUND
+
+
+def test_cancel_between_steps_leaves_the_pool_warm(server, truth):
+    before = pids(server)
+
+    def cancel(event):
+        if event.type == "progress" and event.data["value"] == 2:
+            server.interrupt()
+
+    stopped = server.run(graph("stopped", steps=500), on_event=cancel)
+    assert stopped.error.kind == "interrupted"
+    assert pids(server) == before
+    assert relative_error(latent(server, graph("after_steps", seed=5))[0], truth) <= BOUND
+
+
+def test_cancel_while_loading_leaves_the_pool_warm(server, truth, host):
+    before = pids(server)
+    server.free()
+
+    def cancel(event):
+        if event.type == "executing" and event.data.get("node") == "sampler":
+            server.interrupt()
+
+    stopped = server.run(graph("stopped", seed=17), on_event=cancel)
+    assert stopped.error.kind == "interrupted"
+    assert pids(server) == before
+    assert relative_error(latent(server, graph("after_load"))[0], truth) <= BOUND
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_free_reaches_the_pool(server, truth):
+    latent(server, graph("held", seed=21))
+    held = live_pool(server)
+    assert held["models"] and held["ranks"][0]["memory"]["model"] > 0
+    server.free()
+    latent(server, graph("stock_after_free", parallel=False, seed=22))
+    assert live_pool(server)["models"] == []
+    assert relative_error(latent(server, graph("after_free"))[0], truth) <= BOUND
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_impossible_degrees_are_refused_at_validation_with_the_equation(server):
+    nodes = graph("refused")
+    nodes["pool"]["inputs"] |= {"devices": "cpu,cpu,cpu", "ulysses": 4}
+    error = server.run(nodes).error
+    assert error.kind == "refused"
+    assert "ulysses 4 = 4 ranks, 3 devices listed" in error.message
+
+
+def test_an_in_block_patch_is_an_error_at_the_node_that_names_it(server, truth):
+    skip = {"double_layers": "0", "single_layers": "0", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0, "rescaling_scale": 0.0}
+    error = server.run(graph("slg", between=[("SkipLayerGuidanceDiT", skip)])).error
+    assert error.kind == "failed"
+    assert error.class_type == "KSampler"
+    assert "nodes_slg" in error.message and "remove the node" in error.message
+    assert relative_error(latent(server, graph("after_slg"))[0], truth) <= BOUND
+
+
+def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh_pool(server, truth):
+    latent(server, graph("before_kill"))
+    before = pids(server)
+
+    def kill(event):
+        if event.type == "executing" and event.data.get("node") == "sampler":
+            wait_for_phase(server, "forward")
+            os.kill(before[1], signal.SIGKILL)
+
+    error = server.run(graph("killed", pixels=LARGE), on_event=kill).error
+    assert error.kind == "failed"
+    assert "Rank 1 on cpu was killed" in error.message and "while forward" in error.message and "run again" in error.message
+    assert relative_error(latent(server, graph("after_kill"))[0], truth) <= BOUND
+    assert not set(before) & set(pids(server))
+    assert not any(psutil.pid_exists(pid) for pid in before)
+
+
+# -- what a user sees of the nodes ------------------------------------------------------------------------------------
+
+
+NODES = ("PipeMeshPool", "PipeMeshParallelize", "PipeMeshKSampler", "PipeMeshKSamplerAdvanced")
+
+
+@pytest.mark.parametrize("node_id", NODES)
+def test_every_node_has_tooltips_on_all_sockets_and_a_help_page(server, node_id):
+    info = server.get(f"/object_info/{node_id}")[node_id]
+    assert info["display_name"] and info["description"]
+    for options in (value for group in ("required", "optional") for value in info["input"].get(group, {}).values()):
+        assert options[1].get("tooltip"), options
+    assert all(info["output_tooltips"])
+    page = Path(__file__).parents[1] / "web" / "docs" / f"{node_id}.md"
+    assert f"# {info['display_name']}" in page.read_text()
+
+
+def test_the_example_workflow_is_in_the_template_browser_and_uses_only_known_nodes(server):
+    templates = server.get("/workflow_templates")["pipemesh"]
+    assert templates
+    known = server.get("/object_info")
+    for name in templates:
+        workflow = json.loads((Path(__file__).parents[1] / "example_workflows" / f"{name}.json").read_text())
+        assert all(item["type"] in known or item["type"] in ("MarkdownNote", "Note") for item in workflow["nodes"])
+        assert any(item["type"].startswith("PipeMesh") for item in workflow["nodes"])
+
+
+# -- two instances, and the end ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_second_instance_works_beside_the_first_and_its_ranks_die_with_it(server, host, models, truth, sign):
+    with start(host, models) as second:
+        assert relative_error(latent(second, graph("second"))[0], truth) <= BOUND
+        assert relative_error(latent(server, graph("first", seed=5))[0], truth) <= BOUND
+        workers = [psutil.Process(pid) for pid in pids(second)]
+        os.kill(second.pid, sign)
+        _gone, alive = psutil.wait_procs(workers, timeout=20)
+        assert not alive
+    assert relative_error(latent(server, graph("first_again"))[0], truth) <= BOUND
+    assert torch.isfinite(truth).all()

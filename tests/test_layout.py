@@ -1,0 +1,83 @@
+"""The grid and its splits: pure arithmetic, by property."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pipemesh.parallel_runtime.errors import LayoutError
+from pipemesh.parallel_runtime.layout import Layout, Split, clip_ranges
+
+
+@pytest.mark.parametrize(("degree", "equation"), [(1, "ulysses 1 = 1 rank"), (2, "ulysses 2 = 2 ranks"), (30, "ulysses 30 = 30 ranks")])
+def test_a_layout_prints_its_equation(degree, equation):
+    layout = Layout(ulysses=degree)
+    assert layout.world_size == degree
+    assert layout.degrees() == {"ulysses": degree}
+    assert layout.equation() == equation
+
+
+@pytest.mark.parametrize("degree", [0, -1])
+def test_a_degree_below_one_is_refused(degree):
+    with pytest.raises(LayoutError, match=f"^ulysses {degree} is not a degree: choose 1 or more\\.$"):
+        Layout(ulysses=degree)
+
+
+TOTALS, PARTS = st.integers(0, 300), st.integers(1, 40)
+
+
+@given(TOTALS, PARTS)
+def test_a_split_covers_everything_once_in_order(total, parts):
+    split = Split.even(total, parts)
+    covered = [row for start, size in zip(split.starts, split.sizes, strict=True) for row in range(start, start + size)]
+    assert covered == list(range(total))
+    assert split.total == total
+    assert len(split.sizes) == parts
+
+
+@given(TOTALS, PARTS)
+def test_parts_differ_by_at_most_one_and_the_first_get_more(total, parts):
+    sizes = Split.even(total, parts).sizes
+    assert max(sizes) - min(sizes) <= 1
+    assert list(sizes) == sorted(sizes, reverse=True)
+
+
+@given(TOTALS, PARTS)
+def test_every_rank_carries_its_own_rows_or_one_anchor(total, parts):
+    split = Split.even(total, parts)
+    for part, (start, size) in enumerate(zip(split.starts, split.sizes, strict=True)):
+        if size:
+            assert split.carried(part) == (start, size)
+        else:
+            assert split.carried(part) == (0, min(1, total))  # of nothing there is no anchor
+
+
+def test_heads_split_unevenly():
+    assert Split.even(30, 4).sizes == (8, 8, 7, 7)
+    assert Split.even(5, 8).sizes == (1, 1, 1, 1, 1, 0, 0, 0)
+
+
+ROWS = st.integers(0, 40)
+LISTS = st.lists(st.tuples(ROWS, ROWS, st.sampled_from("abc")), max_size=6)
+
+
+@given(LISTS, ROWS, ROWS, ROWS)
+def test_clipped_ranges_name_the_same_tokens_as_before(ranges, start, size, offset):
+    """Token by token: what covered row r of the whole covers row r - start + offset of the part, in the same order."""
+    clipped = clip_ranges(ranges, start, size, offset)
+    for row in range(start, start + size):
+        before = [rest for begin, end, *rest in ranges if begin <= row < end]
+        after = [rest for begin, end, *rest in clipped if begin <= row - start + offset < end]
+        assert after == before
+    assert all(offset <= begin < end <= offset + size for begin, end, _ in clipped)
+
+
+@given(st.integers(0, 60), PARTS, LISTS)
+def test_the_parts_of_a_split_share_out_every_range(total, parts, ranges):
+    split = Split.even(total, parts)
+    clipped = [clip_ranges(ranges, start, size) for start, size in zip(split.starts, split.sizes, strict=True)]
+    rows = sum(end - begin for part in clipped for begin, end, _ in part)
+    assert rows == sum(max(0, min(end, total) - begin) for begin, end, _ in ranges)
+
+
+def test_clipped_ranges_keep_whatever_comes_with_them():
+    assert clip_ranges([(0, 4, "a", None), (4, 9)], 2, 5) == [(0, 2, "a", None), (2, 5)]
+    assert clip_ranges([(0, 4)], 4, 0) == []
