@@ -1,5 +1,7 @@
 """PipeMesh: one image or video from all your GPUs, inside your own ComfyUI workflow."""
 
+import re
+
 WEB_DIRECTORY = "./web"
 NEEDS_COMFYUI = (0, 30, 0)
 
@@ -13,7 +15,7 @@ def check_host() -> None:
         raise ImportError("PipeMesh runs inside ComfyUI: put this folder into ComfyUI's custom_nodes and start ComfyUI.")
     from comfyui_version import __version__ as version
 
-    if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < NEEDS_COMFYUI:
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < NEEDS_COMFYUI[: version.count(".") + 1]:
         needed = ".".join(map(str, NEEDS_COMFYUI))
         raise ImportError(f"PipeMesh needs ComfyUI {needed} or newer and this is {version}: update ComfyUI.")
     if find_spec("msgspec") is None:

@@ -135,7 +135,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         return number
 
     parser = argparse.ArgumentParser(prog="python3 -m launcher demo", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=at_least(1), default=2, help="processes that share one image (default 2)")
+    parser.add_argument("--ranks", type=at_least(2), default=2, help="processes that share one image (default 2)")
     parser.add_argument("--steps", type=at_least(2), default=6, help="sampling steps of a run (default 6)")
     parser.add_argument(
         "--keep", type=Path, default=Path("demo-output"), metavar="DIR", help="for pictures and log (default ./demo-output)"
@@ -224,7 +224,7 @@ def pool_report(server: ComfyServer) -> dict[str, Any]:
 class Capacity:
     """How many workers' worth of single-thread work the machine does at once when `ranks` of them compute, at most `ranks`.
 
-    Ranks on GPUs have none (0 ranks here). It wavers with whatever else runs there, so its rounds are taken around the runs it is compared with.
+    It wavers with whatever else runs there, so its rounds are taken around the runs it is compared with. 0 ranks: nothing is measured.
     """
 
     def __init__(self, python: str, ranks: int, size: Size):

@@ -88,6 +88,11 @@ def test_the_seed_decides_the_file(flux_file, tmp_path):
     assert not any(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
+def test_no_two_layers_are_alike(flux_file):
+    tensors = list(load_file(flux_file).values())
+    assert len({tensor.flatten()[:8].numpy().tobytes() for tensor in tensors}) == len(tensors)
+
+
 def test_more_blocks_leave_the_others_as_they_were(flux_file, tmp_path):
     longer = load_file(write_flux(tmp_path / "longer.safetensors", double_blocks=2, single_blocks=4, seed=SEED))
     assert all(torch.equal(tensor, longer[name]) for name, tensor in load_file(flux_file).items())

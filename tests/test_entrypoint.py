@@ -1,0 +1,65 @@
+"""What ComfyUI does first with the pack: import it, whatever its folder is called, and ask for its extension."""
+
+import asyncio
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def pack(monkeypatch):
+    """The root package under a name like the one ComfyUI makes of a path."""
+    name = "/some where/custom_nodes/comfyui-pipemesh-main"
+    spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def comfyui(monkeypatch, version):
+    module = ModuleType("comfyui_version")
+    module.__version__ = version
+    module.__spec__ = ModuleSpec("comfyui_version", None)
+    monkeypatch.setitem(sys.modules, "comfyui_version", module)
+
+
+@pytest.mark.parametrize("version", ["0.29.9", "0.3.40", "0.4"])
+def test_a_comfyui_that_is_too_old_is_named_with_both_versions(pack, monkeypatch, version):
+    comfyui(monkeypatch, version)
+    with pytest.raises(ImportError, match=rf"PipeMesh needs ComfyUI 0\.30\.0 or newer and this is {version}: update ComfyUI"):
+        asyncio.run(pack.comfy_entrypoint())
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31", "1.0.0", "0.30.1rc2"])
+def test_a_newer_comfyui_is_welcome(pack, monkeypatch, version):
+    comfyui(monkeypatch, version)
+    pack.check_host()
+
+
+def test_outside_comfyui_the_sentence_says_where_the_folder_belongs(pack, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="put this folder into ComfyUI's custom_nodes"):
+        pack.check_host()
+
+
+def test_a_missing_dependency_is_named_with_the_command_that_installs_it(pack, monkeypatch):
+    comfyui(monkeypatch, "0.30.0")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "msgspec" else real(name))
+    with pytest.raises(ImportError, match=r"needs msgspec.*pip install -r .*requirements\.txt"):
+        pack.check_host()
+
+
+def test_importing_the_pack_alone_touches_neither_torch_nor_comfyui(tmp_path):
+    import subprocess
+
+    script = f"import sys; sys.path.insert(0, {str(ROOT.parent)!r}); import importlib; importlib.import_module({ROOT.name!r}); "
+    script += "print([name for name in ('torch', 'comfy', 'aiohttp') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path).stdout.strip() == "[]"
