@@ -1,0 +1,122 @@
+"""Kernels that return LSE, and the merge: attention over parts of the keys equals attention over all of them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipemesh.parallel_runtime.attention import kernels
+from pipemesh.parallel_runtime.attention.kernels import attention_with_lse, explicit, merge
+
+BOUND = {torch.float32: 5e-6, torch.bfloat16: 4e-2}
+
+
+def make(seed, batch, heads, queries, keys, dim, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((batch, heads, queries, dim), (batch, heads, keys, dim), (batch, heads, keys, dim))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def make_mask(seed, shape, kind):
+    closed = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.5
+    if kind == "bool":
+        return ~closed
+    return torch.zeros(shape).masked_fill(closed, -math.inf if kind == "inf" else -10000.0)
+
+
+def truth(q, k, v, mask):
+    """fp64 softmax; a query that may look at nothing gives 0."""
+    scores = q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+        scores = scores + (mask.double().unsqueeze(1) if mask.ndim == 3 else mask.double())
+    return (scores.softmax(-1).nan_to_num(0.0) @ v.double()).float()
+
+
+mask_kinds = st.sampled_from([None, "inf", "big", "bool"])
+mask_forms = st.sampled_from(["QK", "BQK", "B1QK", "BHQK", "B11K"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 99),
+    cuts=st.lists(st.integers(0, 11), min_size=1, max_size=4),
+    queries=st.integers(0, 7),
+    heads=st.integers(1, 3),
+    kind=mask_kinds,
+    form=mask_forms,
+)
+def test_merged_parts_equal_the_whole(seed, cuts, queries, heads, kind, form):
+    keys, batch, dim = sum(cuts), 2, 16
+    q, k, v = make(seed, batch, heads, queries, keys, dim)
+    shapes = {
+        "QK": (queries, keys),
+        "BQK": (batch, queries, keys),
+        "B1QK": (batch, 1, queries, keys),
+        "BHQK": (batch, heads, queries, keys),
+        "B11K": (batch, 1, 1, keys),
+    }
+    mask = None if kind is None else make_mask(seed, shapes[form], kind)
+    if kind == "big" and keys:
+        mask[..., 0] = 0.0  # all keys at -10000 leave fp32 three digits, for everybody
+    partial, offset = None, 0
+    for size in cuts:
+        part = slice(offset, offset + size)
+        here = attention_with_lse(q, k[:, :, part], v[:, :, part], None if mask is None else mask[..., part])
+        partial = here if partial is None else merge(partial, here)
+        offset += size
+    expected = truth(q, k, v, mask) if keys else torch.zeros_like(q)
+    assert not partial[0].isnan().any()
+    assert torch.allclose(partial[0], expected, atol=BOUND[torch.float32], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_explicit_path_and_the_kernel_agree(dtype, masked):
+    q, k, v = make(3, 2, 3, 33, 20, 64, dtype)
+    mask = make_mask(4, (33, 20), "inf") if masked else None
+    if masked:
+        mask[:, 0] = 0.0
+    out, lse = attention_with_lse(q, k, v, mask)
+    plain, plain_lse = explicit(q, k, v, mask, None)
+    assert out.dtype == plain.dtype == dtype and lse.dtype == plain_lse.dtype == torch.float32
+    assert (out.float() - plain.float()).abs().max() <= BOUND[dtype]
+    assert (lse - plain_lse).abs().max() <= BOUND[dtype]
+
+
+def test_a_scale_of_the_hosts_choice_is_honoured():
+    q, k, v = make(3, 1, 2, 5, 6, 16)
+    out, _ = attention_with_lse(q, k, v, None, scale=0.5)
+    assert torch.allclose(out, truth(q * 0.5 * 4, k, v, None), atol=1e-5)
+
+
+def test_a_query_that_may_look_at_nothing_does_not_count_in_a_merge():
+    q, k, v = make(5, 1, 1, 2, 4, 16)
+    blind = torch.tensor([[-math.inf] * 4, [0.0] * 4])
+    out, lse = attention_with_lse(q, k, v, blind)
+    assert lse[0, 0, 0] == -math.inf and out[0, 0, 0].abs().max() == 0
+    merged, _ = merge((out, lse), attention_with_lse(q, k, v, None))
+    assert torch.allclose(merged[0, 0, 0], truth(q, k, v, None)[0, 0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("breakage", ["no lse", "plain mean", "no rescale"])
+def test_a_wrong_merge_is_seen(breakage, monkeypatch):
+    """Silently wrong merges of others: LSE taken as zero, outputs averaged, the old part not rescaled."""
+    q, k, v = make(6, 1, 2, 7, 30, 16)
+    first, second = (attention_with_lse(q, k[:, :, part], v[:, :, part], None) for part in (slice(0, 10), slice(10, 30)))
+    right = truth(q, k, v, None)
+    assert (merge(first, second)[0] - right).abs().max() <= BOUND[torch.float32]
+    wrong = {
+        "no lse": lambda: merge((first[0], first[1] * 0), (second[0], second[1] * 0))[0],
+        "plain mean": lambda: (first[0] + second[0]) / 2,
+        "no rescale": lambda: first[0] + second[0] * (second[1] - torch.logaddexp(first[1], second[1])).exp().unsqueeze(-1),
+    }
+    assert (wrong[breakage]() - right).abs().max() > 1e-2
+
+
+def test_bias_rows_for_the_efficient_kernel_begin_aligned():
+    bias = kernels.aligned_bias(torch.zeros(3, 5), torch.zeros(2, 4, 3, 16), 5)
+    assert bias.shape == (2, 4, 3, 5)
+    assert bias.stride(2) % kernels.ALIGN == 0
