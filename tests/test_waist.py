@@ -290,18 +290,21 @@ def test_free_reaches_the_pool_and_the_next_run_loads_again(pair, client, reques
     assert relative_error(run(parallel), truth) <= BOUND
 
 
-def test_when_the_last_clone_is_gone_the_pool_lets_go_of_the_model(files, client):
+def test_the_pool_keeps_a_model_for_as_long_as_its_loaders_output_lives(files, client, requests):
     import comfy.model_management as mm
 
-    parallel = parallelize(load(files["other"]), client, holds_ui_device=True)
-    clone = parallel.clone()
-    run(clone)
-    model = parallel.remote.source.model
-    del parallel
+    stock = load(files["other"])
+    model = parallelize(stock, client, holds_ui_device=True).remote.source.model
+    run(parallelize(stock, client, holds_ui_device=True))
     gc.collect()
-    assert client.holds(model), "a clone still uses it"
-    mm.unload_all_models()
-    del clone
+    assert client.holds(model), "the sampler's own parallel MODEL is gone, the loader's is not"
+    requests.clear()
+    for strength in (1.0, 0.5):
+        run(parallelize(with_lora(stock, files, strength), client, holds_ui_device=True))
+        gc.collect()
+    assert requests["Load"] == 0, "a LoRA before Parallelize costs no reload"
+    mm.current_loaded_models.clear()
+    del stock
     gc.collect()
     assert not client.holds(model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class Client:
         self._shares_weights = shares_weights
         self._memory: PoolMemory | None = None
         self._users: Counter[str] = Counter()
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._abandoned: list[str] = []
 
     @property
@@ -86,12 +88,16 @@ class Client:
 
     # -- who uses a model --------------------------------------------------------------------------------------------
 
-    def use(self, model: str) -> None:
-        self._users[model] += 1
+    def use(self, model: str, host_model: Any) -> None:
+        """``host_model`` is the UI's own model object: for as long as a loader's output lives, the pool's copy is worth keeping, however
+        many clones, LoRA strengths and sampler runs come and go."""
+        if host_model not in self._known:
+            self._known.add(host_model)
+            self._users[model] += 1
+            weakref.finalize(host_model, self._abandon, model).atexit = False
 
-    def abandon(self, model: str) -> None:
-        """The last word of a user of ``model``. Called by the garbage collector, so from anywhere, even amid a request: then it is
-        released later."""
+    def _abandon(self, model: str) -> None:
+        """Called by the garbage collector, so from anywhere, even amid a request: then the model is released later."""
         self._users[model] -= 1
         if not self._users[model]:
             self._abandoned.append(model)

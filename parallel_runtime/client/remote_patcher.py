@@ -52,14 +52,12 @@ def interrupting(call: Callable) -> Callable:
 
 
 class Remote:
-    """What all clones of one parallelized MODEL share. When the last is gone, the pool's copy goes too."""
+    """What all clones of one parallelized MODEL share."""
 
     def __init__(self, client: Client, source: Source, holds_ui_device: bool):
         self.client = client
         self.source = source
         self.holds_ui_device = holds_ui_device  # rank 0 computes on the UI's own device
-        client.use(source.model)
-        weakref.finalize(self, client.abandon, source.model).atexit = False
 
 
 class RemotePatcher(ModelPatcher):
@@ -215,6 +213,7 @@ def parallelize(patcher: ModelPatcher, client: Client, holds_ui_device: bool) ->
     if isinstance(patcher, RemotePatcher) and patcher.remote.client is client:
         return patcher
     source = describe_source(patcher)
+    client.use(source.model, patcher.model)
     map_weights(patcher, source)
     made = ModelPatcher.clone(patcher)
     made.__class__ = RemotePatcher
