@@ -456,7 +456,9 @@ def test_comfyui_reads_the_project_file() -> None:
     parser = pytest.importorskip("comfy_config.config_parser")
     config = parser.extract_node_configuration(str(ROOT))
     assert (config.project.name, config.project.license.text) == ("pipemesh", "Apache-2.0")
-    assert (config.tool_comfy.publisher_id, config.tool_comfy.display_name, config.tool_comfy.web) == ("pipemesh", "PipeMesh", "web")
+    assert (config.tool_comfy.publisher_id, config.tool_comfy.display_name) == ("pipemesh", "PipeMesh")
+    assert not config.tool_comfy.web, "__init__.py names the folder already, and ComfyUI would register it twice"
+    assert (ROOT / config.tool_comfy.icon.partition("/main/")[2]).is_file()
     assert config.project.supported_os and config.project.supported_accelerators
     assert config.project.supported_comfyui_version == f">={install.COMFYUI_VERSION}"
 

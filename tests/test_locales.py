@@ -1,0 +1,70 @@
+"""Translations of the nodes: every language says everything, about nothing else, in a form that ComfyUI's frontend can read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+LOCALES = Path(__file__).resolve().parent.parent / "locales"
+LANGUAGES = sorted(folder.name for folder in LOCALES.iterdir())
+VUE_I18N_SYNTAX = set("{}@$|")  # the frontend compiles names as messages, in which these have a meaning
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """What the nodes' own schemas say, in the form of a nodeDefs.json."""
+    from pipemesh.nodes.ksampler import sampler_nodes
+    from pipemesh.nodes.pool import pool_nodes
+
+    never_asked = None  # a schema needs no runtime
+    return {cls.GET_SCHEMA().node_id: said_by(cls.GET_NODE_INFO_V1()) for cls in (*pool_nodes(never_asked), *sampler_nodes(never_asked))}
+
+
+def said_by(info):
+    """An output has a name to translate only where it is not that of its type, which the frontend translates."""
+    sockets = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
+    outputs = zip(info["output"], info["output_name"], info["output_tooltips"], strict=True)
+    return {
+        "display_name": info["display_name"],
+        "description": info["description"],
+        "inputs": {name: {"name": name, "tooltip": socket[1]["tooltip"]} for name, socket in sockets.items()},
+        "outputs": {
+            str(index): {"tooltip": tooltip} if name == kind else {"name": name, "tooltip": tooltip}
+            for index, (kind, name, tooltip) in enumerate(outputs)
+        },
+    }
+
+
+def translation(language):
+    return json.loads((LOCALES / language / "nodeDefs.json").read_text(encoding="utf-8"))
+
+
+def leaves(tree, path=""):
+    """Path and text of everything a tree says."""
+    if isinstance(tree, str):
+        return {path: tree}
+    return {place: text for key, branch in tree.items() for place, text in leaves(branch, f"{path}/{key}").items()}
+
+
+def test_english_is_what_the_schemas_say(nodes):
+    """The frontend shows the file instead of the schema, so a text that is changed in a node is to be changed here too."""
+    assert translation("en") == nodes
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_node_input_and_output_is_translated_and_nothing_that_is_not_there(nodes, language):
+    said = leaves(translation(language))
+    assert said.keys() == leaves(nodes).keys()
+    assert all(text.strip() for text in said.values())
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_no_text_holds_signs_that_the_frontend_would_interpret(language):
+    assert not {place: text for place, text in leaves(translation(language)).items() if VUE_I18N_SYNTAX & set(text)}
+
+
+@pytest.mark.parametrize("language", [language for language in LANGUAGES if language != "en"])
+def test_a_translation_is_one(nodes, language):
+    """Tooltips and descriptions are in the language; names may stay as they are."""
+    said, english = leaves(translation(language)), leaves(nodes)
+    assert not [place for place, text in said.items() if place.endswith(("/tooltip", "/description")) and text == english[place]]
