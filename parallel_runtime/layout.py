@@ -1,6 +1,6 @@
 """The grid of ranks, and how a sequence or a set of heads is split over one axis.
 
-Degrees are what is asked for, sizes what is. Axes, innermost first: ulysses (later: ring, pipefusion, cfg, data).
+Degrees are what is asked for, sizes what is. Axes, innermost first: ulysses, ring (later: pipefusion, cfg, data).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ class Layout:
     """Degrees of the parallel axes."""
 
     ulysses: int = 1
+    ring: int = 1
 
     def __post_init__(self) -> None:
         for axis, degree in self.degrees().items():
@@ -23,11 +24,28 @@ class Layout:
                 raise LayoutError(f"{axis} {degree} is not a degree: choose 1 or more.")
 
     def degrees(self) -> dict[str, int]:
-        return {"ulysses": self.ulysses}
+        return {"ulysses": self.ulysses, "ring": self.ring}
 
     @property
     def world_size(self) -> int:
-        return self.ulysses
+        return self.ulysses * self.ring
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """axis -> index of ``rank`` on it; ulysses varies fastest."""
+        coordinates = {}
+        for axis, degree in self.degrees().items():
+            rank, coordinates[axis] = divmod(rank, degree)
+        return coordinates
+
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` on ``axis`` alone, in order."""
+        here = {key: index for key, index in self.coordinates(rank).items() if key != axis}
+        return tuple(other for other in range(self.world_size) if here.items() <= self.coordinates(other).items())
+
+    def grid(self) -> str:
+        """A row per ring index, its ulysses ranks side by side."""
+        rows = [" ".join(f"{rank:3d}" for rank in self.group("ulysses", row * self.ulysses)) for row in range(self.ring)]
+        return "\n".join(f"ring {row}: {ranks}" for row, ranks in enumerate(rows))
 
     def equation(self) -> str:
         """For example ``ulysses 4 = 4 ranks``."""

@@ -38,7 +38,7 @@ def setup():
 
 @pytest.fixture(scope="session")
 def clients(setup):
-    """ranks -> a Client of a running CPU pool of that many ranks."""
+    """(ulysses, ring) -> a Client of a running CPU pool of that layout."""
     from pipemesh.launcher.devices import place
     from pipemesh.launcher.pool import PoolHandle
     from pipemesh.parallel_runtime.client.remote_model import Client
@@ -46,11 +46,12 @@ def clients(setup):
 
     made = {}
 
-    def client(ranks: int) -> Client:
-        if ranks not in made:
-            handle = PoolHandle(place(Layout(ulysses=ranks), "cpu", "gloo", ()), setup)
-            made[ranks] = (Client(handle, shares_weights=True), handle)
-        return made[ranks][0]
+    def client(ulysses: int, ring: int = 1) -> Client:
+        layout = Layout(ulysses=ulysses, ring=ring)
+        if layout not in made:
+            handle = PoolHandle(place(layout, "cpu", "gloo", ()), setup)
+            made[layout] = (Client(handle, shares_weights=True), handle)
+        return made[layout][0]
 
     yield client
     for _client, handle in made.values():

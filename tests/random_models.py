@@ -39,3 +39,51 @@ def flux2_patcher(heads=5):
         "ref_index_scale": 10.0,
     }
     return random_patcher(comfy.supported_models.Flux2, config)
+
+
+def wan_patcher(*, model_type="t2v", per_frame=False, heads=5):
+    """Wan 2.1 (t2v, i2v), or with ``per_frame`` the 2.2 5B form: 48 channels, one timestep per latent frame under a mask."""
+    import comfy.supported_models
+
+    channels = 48 if per_frame else 16
+    config = {
+        "image_model": "wan2.1",
+        "model_type": model_type,
+        "dim": heads * 16,
+        "ffn_dim": 96,
+        "num_heads": heads,
+        "num_layers": 3,
+        "in_dim": channels + (20 if model_type == "i2v" else 0),
+        "out_dim": channels,
+        "text_dim": 64,
+        "freq_dim": 32,
+        "patch_size": (1, 2, 2),
+        "window_size": (-1, -1),
+        "qk_norm": True,
+        "cross_attn_norm": True,
+        "eps": 1e-6,
+    }
+    families = comfy.supported_models
+    family = families.WAN22_T2V if per_frame else families.WAN21_I2V if model_type == "i2v" else families.WAN21_T2V
+    return random_patcher(family, config)
+
+
+def sd3_patcher(*, medium=False, depth=3):
+    """SD3, or with ``medium`` the 3.5 medium form: normalised q and k, a second self-attention in the first blocks. Heads = depth."""
+    import comfy.supported_models
+
+    config = {
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": 2,
+        "depth": depth,
+        "input_size": None,
+        "adm_in_channels": 32,
+        "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 64, "out_features": depth * 64}},
+        "num_patches": 1024,
+        "pos_embed_max_size": 32,
+        "pos_embed_scaling_factor": None,
+        "qk_norm": "rms" if medium else None,
+        "x_block_self_attn_layers": [0, 1] if medium else [],
+    }
+    return random_patcher(comfy.supported_models.SD3, config)

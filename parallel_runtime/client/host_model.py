@@ -20,7 +20,6 @@ from ..wire.segment import TensorRef, dtype_name
 from ..wire.tree import encode_tree, is_plain
 
 PREFIX = "diffusion_model."
-FORWARD_PATCH = "diffusion_model._forward"
 CHECKPOINT_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin")
 
 
@@ -83,6 +82,11 @@ def state_source(patcher: Any) -> dict[str, Any]:
         "manual_cast_dtype": config.manual_cast_dtype,
         "state": {key: tensor.detach() for key, tensor in state.items()},
     }
+
+
+def forward_patch(diffusion_model: torch.nn.Module) -> str:
+    """What the remote forward replaces: ``_forward`` where the class has one (inside the host's own wrappers), else ``forward``."""
+    return PREFIX + ("_forward" if hasattr(type(diffusion_model), "_forward") else "forward")
 
 
 def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
@@ -158,7 +162,7 @@ def plain_patches(patches: dict[str, Iterable[tuple]]) -> dict[str, list]:
 
 def plain_objects(object_patches: dict[str, Any]) -> dict[str, Any]:
     """Object patches below the transformer. Raises Refused, naming one that is not plain data."""
-    objects = {key: value for key, value in object_patches.items() if key.startswith(PREFIX) and key != FORWARD_PATCH}
+    objects = {key: value for key, value in object_patches.items() if key.startswith(PREFIX)}
     for key, value in objects.items():
         if not is_plain(value):
             raise Refused(

@@ -20,11 +20,11 @@ from comfy.model_patcher import ModelPatcher
 
 from ..errors import RunCancelled
 from .host_model import (
-    FORWARD_PATCH,
     PREFIX,
     Source,
     content_id,
     describe_source,
+    forward_patch,
     map_weights,
     plain_objects,
     plain_options,
@@ -118,13 +118,13 @@ class RemotePatcher(ModelPatcher):
     def patch_model(
         self, device_to: Any = None, lowvram_model_memory: int = 0, load_weights: bool = True, force_patch_weights: bool = False
     ) -> Any:
-        forward = RemoteForward(self)
-        self.object_patches = {**self.object_patches, FORWARD_PATCH: forward}
-        self.object_patches_backup.setdefault(FORWARD_PATCH, comfy.utils.ATTR_UNSET)
+        name, own = forward_patch(self.model.diffusion_model), self.object_patches
+        self.object_patches = {**own, name: RemoteForward(self, name)}
+        self.object_patches_backup.setdefault(name, comfy.utils.ATTR_UNSET)
         try:
             return super().patch_model(device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights)
         finally:
-            self.object_patches = {key: value for key, value in self.object_patches.items() if key != FORWARD_PATCH}
+            self.object_patches = own
 
     def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
         """The pool parks the whole model (its pages stay in the page cache); reports what the UI's device gets back."""
@@ -183,12 +183,11 @@ class RemotePatcher(ModelPatcher):
 
 
 class RemoteForward:
-    """Stands where the transformer's ``_forward`` was, for as long as its patcher is the one loaded."""
+    """Stands where the transformer's own forward was, for as long as its patcher is the one loaded."""
 
-    def __init__(self, patcher: RemotePatcher):
+    def __init__(self, patcher: RemotePatcher, name: str):
         self._patcher = weakref.ref(patcher)
-        transformer = type(patcher.model.diffusion_model)
-        self._signature = inspect.signature(transformer._forward)
+        self._signature = inspect.signature(getattr(type(patcher.model.diffusion_model), name.removeprefix(PREFIX)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         patcher = self._patcher()

@@ -1,11 +1,12 @@
-"""The one collective sequence parallelism needs: an uneven all-to-all of tensors, with a flag riding along.
+"""An uneven all-to-all of tensors among the ranks of one group, with a flag riding along; and what the flag is for.
 
-Each rank's wish to stop travels as one extra element behind every chunk, so that all ranks of the group learn of it at the same
-exchange and leave at the same block. On CUDA the flag is read ``LOOK_AHEAD`` exchanges later, so that the host does not wait for the device.
+Each rank's wish to stop travels as one extra element behind every message of attention, so that all ranks learn of it at the same
+attention and leave at the same block.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,60 +20,82 @@ Shape = tuple[int, ...]
 
 
 class Stopped(BaseException):
-    """Every rank of the group has agreed to leave the forward here. Not an Exception: host code catches those around attention."""
+    """Every rank has agreed to leave the forward here. Not an Exception: host code catches those around attention."""
 
 
-def numel(shape: Shape) -> int:
-    count = 1
-    for dim in shape:
-        count *= dim
-    return count
+class StopFlag:
+    """The wish is taken once per attention, carried through its messages, and decided on when every rank's has arrived.
+
+    On CUDA the flag is read ``LOOK_AHEAD`` attentions later, so that the host does not wait for the device.
+    """
+
+    def __init__(self, wants_stop: Callable[[], bool]):
+        self._wants_stop = wants_stop
+        self._later: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+
+    def begin(self) -> None:
+        self._later.clear()
+
+    def wish(self, like: torch.Tensor) -> torch.Tensor:
+        """(1,): 1 if this rank wishes to stop."""
+        return like.new_full((1,), float(self._wants_stop()))
+
+    def decide(self, flag: torch.Tensor) -> None:
+        """``flag`` must hold every rank's wish. Raises Stopped, on all ranks alike."""
+        if flag.device.type != "cuda":
+            if bool(flag):
+                raise Stopped
+            return
+        host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+        host.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._later.append((event, host))
+        if len(self._later) > LOOK_AHEAD:
+            event, host = self._later.popleft()
+            event.synchronize()
+            if bool(host):
+                raise Stopped
 
 
 class Exchange:
-    """All ranks of ``group`` must make the same calls in the same order. ``wants_stop`` is asked before each exchange."""
+    """All ranks of ``group`` must make the same calls in the same order. ``rank`` and ``size`` are within the group."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, on_host: bool, wants_stop: Callable[[], bool]):
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, on_host: bool):
         self.rank = rank
         self.size = size
         self._group = group
         self._on_host = on_host
-        self._wants_stop = wants_stop
-        self._flags: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
         self._buffers: dict[tuple, torch.Tensor] = {}
         self.seconds = 0.0
         self.sent_bytes = 0
 
     def begin(self) -> None:
-        """A new evaluation: counters at zero, no flag outstanding."""
+        """A new evaluation: counters at zero."""
         self.seconds, self.sent_bytes = 0.0, 0
-        self._flags.clear()
 
-    def stop_point(self) -> None:
-        """Where one rank alone makes the group, this takes the exchange's place."""
-        if self._wants_stop():
-            raise Stopped
-
-    def all_to_all(self, chunks: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    def all_to_all(
+        self, chunks: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Shape], flag: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """``chunks[j]`` are the tensors for rank j, sent one after another; returns what rank i sent, in ``shapes[i]``.
 
         The own chunk is not moved: its place in the result is empty. Results are views of a buffer that the next exchange reuses.
+        ``flag`` (1,) comes back as the largest of the group's.
         """
         first = next(tensor for chunk in chunks for tensor in chunk)
         device = torch.device("cpu") if self._on_host else first.device
         others = [rank for rank in range(self.size) if rank != self.rank]
         send_sizes = [sum(t.numel() for t in chunks[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)]
-        receive_sizes = [numel(shapes[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)]
+        receive_sizes = [math.prod(shapes[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)]
         sending = self._buffer("send", sum(send_sizes), first.dtype, device)
         receiving = self._buffer("receive", sum(receive_sizes), first.dtype, device)
-        flag = float(self._wants_stop())
 
         offset = 0
         for rank in others:
             for tensor in chunks[rank]:
                 sending[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
                 offset += tensor.numel()
-            sending[offset] = flag
+            sending[offset : offset + 1].copy_(flag)
             offset += 1
 
         began = time.perf_counter()
@@ -80,14 +103,13 @@ class Exchange:
         self.seconds += time.perf_counter() - began
         self.sent_bytes += sum(send_sizes) * sending.element_size()
 
-        received, flags, offset = [receiving[:0]] * self.size, [], 0
+        received, flags, offset = [receiving[:0]] * self.size, [flag.to(device)], 0
         for rank in others:
             count = receive_sizes[rank] - 1
             received[rank] = receiving[offset : offset + count].view(shapes[rank])
-            flags.append(receiving[offset + count])
+            flags.append(receiving[offset + count : offset + count + 1])
             offset += count + 1
-        self._agree(flag, torch.stack(flags))
-        return received
+        return received, torch.stack(flags).amax(0)
 
     def _move(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
         dist.all_to_all_single(receiving, sending, receive_sizes, send_sizes, group=self._group)
@@ -97,21 +119,3 @@ class Exchange:
         if key not in self._buffers or self._buffers[key].numel() < count:
             self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self._on_host and torch.cuda.is_available())
         return self._buffers[key][:count]
-
-    def _agree(self, own: float, others: torch.Tensor) -> None:
-        """Every rank sees the same set of flags for the same exchange, its own included, and so decides alike."""
-        if others.device.type != "cuda":
-            if own or bool(others.any()):
-                raise Stopped
-            return
-        flags = torch.empty(others.numel() + 1, dtype=others.dtype, pin_memory=True)
-        flags[-1] = own
-        flags[:-1].copy_(others, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._flags.append((event, flags))
-        if len(self._flags) > LOOK_AHEAD:
-            event, flags = self._flags.popleft()
-            event.synchronize()
-            if bool(flags.any()):
-                raise Stopped

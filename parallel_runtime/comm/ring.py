@@ -18,7 +18,7 @@ class Block:
     """One rank's keys and values, and where they come from."""
 
     source: int  # its index in the ring
-    kv: torch.Tensor  # (2, B, h, K, D)
+    kv: torch.Tensor  # (2, B, h, K, D); a view of a buffer that is used again, valid until the next block
     flag: torch.Tensor  # (1,): not 0 if that rank wishes to stop
 
 
@@ -40,7 +40,7 @@ class Ring:
         self.seconds, self.sent_bytes = 0.0, 0
 
     def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: torch.Tensor) -> Iterator[Block]:
-        """Yields every rank's block, the own one first. ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring."""
+        """Yields every rank's block, the own one first, and must be walked to its end. ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring."""
         shape = list(kv.shape)
         device = torch.device("cpu") if self._on_host else kv.device
         current = self._buffer(0, kv.numel() + 1, kv.dtype, device)
@@ -59,7 +59,7 @@ class Ring:
                 works = dist.batch_isend_irecv(operations)
                 self.sent_bytes += current.numel() * current.element_size()
             block = current[:-1].view(*shape[:3], keys[source], shape[4])
-            yield Block(source, kv if step == 0 else block.to(kv.device), current[-1:].to(kv.device))
+            yield Block(source, kv if step == 0 else block.to(kv.device), current[-1:].to(kv.device, copy=True))
             began = time.perf_counter()
             for work in works:
                 work.wait()

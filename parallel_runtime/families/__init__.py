@@ -2,15 +2,13 @@
 
 from .flux import FLUX
 from .plan import TokenPlan
+from .sd3 import SD3
+from .wan import WAN
 
-PLANS: tuple[TokenPlan, ...] = (FLUX,)
+PLANS: tuple[TokenPlan, ...] = (FLUX, SD3, WAN)
 
 
 def plan_for(model_class: type) -> TokenPlan | None:
-    """The plan of a host model class or of the nearest base class that has one."""
-    for cls in model_class.__mro__:
-        name = f"{cls.__module__}:{cls.__qualname__}"
-        for plan in PLANS:
-            if name in plan.models:
-                return plan
-    return None
+    """The plan of a host model class. A subclass has its own forward and so needs its own plan."""
+    name = f"{model_class.__module__}:{model_class.__qualname__}"
+    return next((plan for plan in PLANS if name in plan.models), None)

@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Along:
-    """An argument with one row per token along ``dim``, over the given streams one after another. Same order for all blocks."""
+    """An argument with one row per token along ``dim``, over the given streams one after another. Same order for all blocks.
+
+    ``repeated``: the argument may have fewer rows (one per frame, say), which the host repeats over equal runs of tokens; the runs are
+    rounded up where they do not divide, as in comfy/ldm/wan/model.py:repeat_e@0.30.0.
+    """
 
     arg: str
     dim: int
     streams: tuple[str, ...]
+    repeated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +38,18 @@ class Ranges:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """A container of consecutive blocks. ``tokens``: argument -> the streams it holds, at dim 1 (B, L, C)."""
+    """A container of consecutive blocks. ``tokens``: argument -> the streams it holds, at dim 1 (B, L, C).
+
+    ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules of a block whose attention looks at something
+    every rank has whole (cross-attention).
+    """
 
     path: str
     tokens: Mapping[str, tuple[str, ...]]
     along: tuple[Along, ...] = ()
     ranges: tuple[Ranges, ...] = ()
+    positional: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +58,16 @@ class Leave:
 
     path: str
     stream: str
+    along: tuple[Along, ...] = ()
     ranges: tuple[Ranges, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlan:
-    """``models``: host classes as ``module:Class``. ``streams``: in the order in which attention sees them.
+    """``models``: host classes as ``module:Class``, exactly these. ``streams``: in the order in which attention sees them.
 
-    ``control``: key of the control dict -> the stream its residuals (B, L, C) are added to.
+    ``alone``: streams that blocks also attend over by themselves. ``control``: key of the control dict -> the stream its residuals
+    (B, L, C) are added to.
     """
 
     family: str
@@ -62,4 +75,5 @@ class TokenPlan:
     streams: tuple[str, ...]
     blocks: tuple[Blocks, ...]
     leave: Leave
+    alone: tuple[str, ...] = ()
     control: Mapping[str, str] = field(default_factory=dict)

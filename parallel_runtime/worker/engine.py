@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from ..comm.exchange import Exchange, Stopped
+from ..comm.exchange import Stopped
+from ..comm.sequence import SequenceComm
 from ..errors import PipeMeshError, Refused
 from ..wire.arena import Board
 from ..wire.channel import Channel
@@ -33,15 +34,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Engine:
-    """One rank. ``arena`` is the UI's arena, mapped; ``exchange`` the group this rank computes with."""
+    """One rank. ``arena`` is the UI's arena, mapped; ``comm`` the ranks it shares sequences with."""
 
-    def __init__(self, channel: Channel, arena: Segment, exchange: Exchange, device: torch.device):
+    def __init__(self, channel: Channel, arena: Segment, comm: SequenceComm, device: torch.device):
         self._channel = channel
         self._arena = arena
         self._board = Board(arena)
-        self._exchange = exchange
+        self._comm = comm
         self._device = device
-        self._rank = exchange.rank
+        self._rank = comm.rank
         self._models: dict[str, ResidentModel] = {}
         self._versions: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._output: Any = None
@@ -111,7 +112,7 @@ class Engine:
             patcher = call_factory(source["factory"], source["args"], source["index"])
         else:
             patcher = build_from_state(source)
-        self._models[message.model] = ResidentModel(patcher, self._device, self._exchange, lambda: self._board.tick(self._rank))
+        self._models[message.model] = ResidentModel(patcher, self._device, self._comm, lambda: self._board.tick(self._rank))
 
     def _patch(self, message: Patch, segments: list[Segment]) -> None:
         model = self._models[message.model]
@@ -141,8 +142,8 @@ class Engine:
         return replace(
             done,
             compute_s=time.perf_counter() - began,
-            exchange_s=self._exchange.seconds,
-            sent_bytes=self._exchange.sent_bytes,
+            exchange_s=self._comm.seconds,
+            sent_bytes=self._comm.sent_bytes,
         )
 
     def _input(self, ref: TensorRef) -> torch.Tensor:

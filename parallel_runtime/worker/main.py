@@ -43,7 +43,7 @@ def run(channel: Channel) -> None:
     import torch
     import torch.distributed as dist
 
-    from ..comm.exchange import Exchange
+    from ..comm.sequence import connect
     from ..layout import Layout
     from .engine import Engine
 
@@ -57,8 +57,14 @@ def run(channel: Channel) -> None:
         # The store is a memfd too: every rank opens it through its own descriptor, and nothing is left on disk.
         store = dist.FileStore(f"/proc/self/fd/{store_fd}", size)
         dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timedelta(seconds=start.timeout_s))
-    exchange = Exchange(None, start.rank, size, on_host=start.backend == "gloo" and device.type == "cuda", wants_stop=lambda: engine.wants_stop())
-    engine = Engine(channel, arena, exchange, device)
+    comm = connect(
+        tuple(start.degrees.values()),
+        start.rank,
+        device_type="cuda" if start.backend == "nccl" else "cpu",
+        on_host=start.backend == "gloo" and device.type == "cuda",
+        wants_stop=lambda: engine.wants_stop(),
+    )
+    engine = Engine(channel, arena, comm, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     channel.send(Ready(device_name=name, memory=engine.memory()))
     try:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..comm.exchange import Exchange
+from ..comm.sequence import SequenceComm
 from ..errors import Refused
 from ..families import plan_for
-from ..methods.usp import Ulysses
+from ..methods.usp import SequenceParallel
 from ..wire.segment import Segment, TensorRef
 from .host_bridge import rebuild_patches, settle_weights
 
@@ -23,10 +23,10 @@ def parameter_slot(model: torch.nn.Module, key: str) -> tuple[torch.nn.Module, s
 class ResidentModel:
     """``patcher`` is the host's own ModelPatcher; its weights are on this rank's device."""
 
-    def __init__(self, patcher: Any, device: torch.device, exchange: Exchange, on_block: Callable[[], None]):
+    def __init__(self, patcher: Any, device: torch.device, comm: SequenceComm, on_block: Callable[[], None]):
         self.patcher = patcher
         self.device = device
-        self.rank = exchange.rank
+        self.rank = comm.rank
         self.patches_id = ""
         self._unpatched: dict[str, torch.nn.Parameter] = {}
         self._unpatched_objects: dict[str, Any] = {}
@@ -36,7 +36,7 @@ class ResidentModel:
         if plan is None:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
         settle_weights(self.diffusion_model, device, on_block)
-        self.method = Ulysses(self.diffusion_model, plan, exchange, on_block)
+        self.method = SequenceParallel(self.diffusion_model, plan, comm, on_block)
 
     @property
     def nbytes(self) -> int:
