@@ -9,13 +9,16 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
+    from ..parallel_runtime.client.remote_model import Client
     from .host import Host
 
 BOUND = 2e-5  # of the output's scale, fp32: 3e-7 of reordering grows to at most 8.7e-6 over a run
@@ -25,51 +28,84 @@ CONTEXT_DIM, VEC_DIM = 64, 32
 
 @dataclass(frozen=True)
 class Case:
-    ranks: int
-    tokens: str  # of image and text: "even" or "odd"
+    family: str
+    method: str
+    tokens: str  # "even" or "odd" numbers of image and text tokens
     heads: int
     cfg: float
     mask: bool
     sampler: str
 
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Degrees of ulysses and ring."""
+        return METHODS[self.method]
+
+    @property
+    def ranks(self) -> int:
+        return self.layout[0] * self.layout[1]
+
     def __str__(self) -> str:
-        return f"ulysses{self.ranks}-{self.tokens}-{self.heads}heads-cfg{self.cfg:g}-{'mask' if self.mask else 'nomask'}-{self.sampler}"
+        mask = "mask" if self.mask else "nomask"
+        return f"{self.family}-{self.method}-{self.tokens}-{self.heads}heads-cfg{self.cfg:g}-{mask}-{self.sampler}"
 
 
-AXES: Mapping[str, tuple] = {
-    "ranks": (1, 2, 3, 4),
-    "tokens": ("even", "odd"),
-    "heads": (12, 5),  # divides by every world size here; divides by none
-    "cfg": (1.0, 4.0),
-    "mask": (False, True),
-    "sampler": ("euler", "heun", "dpmpp_2m_sde", "uni_pc"),
+METHODS: Mapping[str, tuple[int, int]] = {
+    "ulysses1": (1, 1),
+    "ulysses2": (2, 1),
+    "ulysses3": (3, 1),
+    "ulysses4": (4, 1),
+    "ring2": (1, 2),
+    "ring3": (1, 3),
+    "ring4": (1, 4),
+    "2x2": (2, 2),
+}
+SAMPLERS = ("euler", "heun", "dpmpp_2m_sde", "uni_pc")
+TOKENS, CFGS = ("even", "odd"), (1.0, 4.0)
+FAMILIES: Mapping[str, tuple[tuple[int, ...], tuple[bool, ...]]] = {  # head counts to try, and whether masks exist
+    "flux": ((12, 5), (False, True)),  # 12 divides by every world size here, 5 by none
+    "flux2": ((5,), (False,)),
+    "sd3": ((5,), (False,)),
+    "sd3.5-medium": ((3,), (False,)),
+    "wan2.1-t2v": ((5,), (False,)),
+    "wan2.1-i2v": ((5,), (False,)),
+    "wan2.2-5b": ((5,), (False,)),
 }
 
 
 def full_product() -> list[Case]:
-    return [Case(*values) for values in itertools.product(*AXES.values())]
+    return [
+        Case(family, *values)
+        for family, (heads, masks) in FAMILIES.items()
+        for values in itertools.product(METHODS, TOKENS, heads, CFGS, masks, SAMPLERS)
+    ]
 
 
 def pairwise_cover(cases: list[Case]) -> list[Case]:
-    """A few of ``cases`` in which every pair of values of two axes occurs; greedy, always the same."""
+    """A few of ``cases`` in which every pair of values of two axes that occurs in them occurs; greedy, always the same."""
     names = [field.name for field in fields(Case)]
 
-    def pairs(case: Case) -> set[tuple]:
-        values = [(name, getattr(case, name)) for name in names]
-        return set(itertools.combinations(values, 2))
+    def pairs(case: Case) -> frozenset[tuple]:
+        return frozenset(itertools.combinations([(name, getattr(case, name)) for name in names], 2))
 
-    missing = set().union(*map(pairs, cases))
+    left = {case: pairs(case) for case in cases}
+    missing = set().union(*left.values())
     cover = []
     while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        best = max(cases, key=lambda case: len(left[case] & missing))
         cover.append(best)
-        missing -= pairs(best)
+        missing -= left[best]
     return cover
 
 
-def latent_size(tokens: str) -> tuple[int, int]:
-    """Latent height and width: 2x2 latent pixels make a token, the host pads odd sizes."""
-    return (16, 12) if tokens == "even" else (13, 18)
+def latent_shape(family: str, tokens: str) -> tuple[int, ...]:
+    """2x2 latent pixels make a token, except in Flux 2; the host pads odd sizes."""
+    if family == "flux2":
+        return (1, 128, 8, 6) if tokens == "even" else (1, 128, 5, 7)
+    if family.startswith("wan"):
+        channels = 48 if family == "wan2.2-5b" else 16
+        return (1, channels, 3, 8, 6) if tokens == "even" else (1, channels, 3, 5, 6)
+    return (1, 16, 16, 12) if tokens == "even" else (1, 16, 13, 18)
 
 
 def conditioning(seed: int, tokens: int, mask: torch.Tensor | None = None, image: tuple[int, int] = (0, 0)) -> list:
@@ -97,34 +133,48 @@ def sample(model: Any, case: Case, seed: int = 7, steps: int = STEPS) -> torch.T
     import comfy.sample
     import torch
 
-    height, width = latent_size(case.tokens)
+    latent = torch.zeros(latent_shape(case.family, case.tokens))
     text, negative_text = (16, 24) if case.tokens == "even" else (13, 7)
-    grid = (-(-height // 2), -(-width // 2))
+    grid = (-(-latent.shape[-2] // 2), -(-latent.shape[-1] // 2))
     masks = [attention_mask(seed + n, n + grid[0] * grid[1]) if case.mask else None for n in (text, negative_text)]
+    prompts = [conditioning(number, n, mask, grid) for number, n, mask in zip((1, 2), (text, negative_text), masks, strict=True)]
+    options = {}
+    if case.family == "wan2.1-i2v":
+        prompts = [[[tensor, {**extras, **first_frame(latent)}] for tensor, extras in prompt] for prompt in prompts]
+    if case.family == "wan2.2-5b":  # the first frame is given: it has a timestep of its own
+        options["noise_mask"] = torch.tensor([0.0, 1.0, 1.0]).view(1, 1, 3, 1, 1).expand(1, 1, *latent.shape[2:])
     with torch.inference_mode():
-        latent = torch.zeros(1, 16, height, width)
+        noise = comfy.sample.prepare_noise(latent, seed)
         return comfy.sample.sample(
-            model,
-            comfy.sample.prepare_noise(latent, seed),
-            steps,
-            case.cfg,
-            case.sampler,
-            "simple",
-            conditioning(1, text, masks[0], grid),
-            conditioning(2, negative_text, masks[1], grid),
-            latent,
-            disable_pbar=True,
-            seed=seed,
+            model, noise, steps, case.cfg, case.sampler, "simple", *prompts, latent, disable_pbar=True, seed=seed, **options
         )
 
 
-def stock_model(heads: int, dtype: torch.dtype | None = None, seed: int = 0) -> Any:
+def first_frame(latent: torch.Tensor) -> dict[str, Any]:
+    """What an image-to-video node adds to a prompt: the frame as latent channels, and as a CLIP vision embedding."""
     import torch
 
+    generator = torch.Generator().manual_seed(4)
+    embedding = SimpleNamespace(penultimate_hidden_states=torch.randn(1, 9, 1280, generator=generator))
+    image = torch.randn(latent.shape, generator=generator)
+    return {"concat_latent_image": image, "concat_mask": torch.ones(1, 1, *latent.shape[2:]), "clip_vision_output": embedding}
+
+
+def stock_model(heads: int, dtype: torch.dtype | None = None, seed: int = 0, family: str = "flux") -> Any:
+    """A stock MODEL of a family with random weights and no file behind it."""
+    import torch
+
+    from .random_models import flux2_patcher, sd3_patcher, wan_patcher
     from .tiny import build_flux_patcher, flux_config
 
-    config = flux_config(heads=heads, axes_dim=(4, 6, 6), context_dim=CONTEXT_DIM, vec_dim=VEC_DIM)
-    return build_flux_patcher(config, seed, dtype or torch.float32)
+    if family == "flux":
+        config = flux_config(heads=heads, axes_dim=(4, 6, 6), context_dim=CONTEXT_DIM, vec_dim=VEC_DIM)
+        return build_flux_patcher(config, seed, dtype or torch.float32)
+    if family == "flux2":
+        return flux2_patcher(heads)
+    if family.startswith("sd3"):
+        return sd3_patcher(medium=family == "sd3.5-medium", depth=heads)
+    return wan_patcher(model_type=family[-3:] if family.endswith("2v") else "t2v", per_frame=family == "wan2.2-5b", heads=heads)
 
 
 def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
@@ -133,31 +183,22 @@ def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 class Bench:
-    """Stock models and their parallel twins, made once per number of heads and ranks."""
+    """Stock models, their parallel twins and what stock computes, each made once. ``clients``: (ulysses, ring) -> a Client."""
 
-    def __init__(self, clients: Any):
+    def __init__(self, clients: Callable[..., Client]):
         self._clients = clients
-        self._stock: dict[int, Any] = {}
-        self._parallel: dict[tuple[int, int], Any] = {}
-        self._truths: dict[Case, torch.Tensor] = {}
+        self.stock = cache(lambda heads, family="flux": stock_model(heads, family=family))
+        self.truth = cache(lambda case: sample(self.stock(case.heads, case.family), case))
+        self.parallel = cache(self._parallel)
 
-    def stock(self, heads: int) -> Any:
-        if heads not in self._stock:
-            self._stock[heads] = stock_model(heads)
-        return self._stock[heads]
-
-    def parallel(self, heads: int, ranks: int) -> Any:
+    def _parallel(self, heads: int, layout: tuple[int, int], family: str = "flux") -> Any:
         from ..parallel_runtime.client.remote_patcher import parallelize
 
-        if (heads, ranks) not in self._parallel:
-            self._parallel[heads, ranks] = parallelize(self.stock(heads), self._clients(ranks), holds_ui_device=False)
-        return self._parallel[heads, ranks]
+        return parallelize(self.stock(heads, family), self._clients(*layout), holds_ui_device=False)
 
     def error(self, case: Case) -> float:
-        key = Case(**{**asdict(case), "ranks": 1})  # the truth does not depend on the ranks
-        if key not in self._truths:
-            self._truths[key] = sample(self.stock(case.heads), case)
-        return relative_error(sample(self.parallel(case.heads, case.ranks), case), self._truths[key])
+        truth = self.truth(replace(case, method="ulysses1"))  # it does not depend on the method
+        return relative_error(sample(self.parallel(case.heads, case.layout, case.family), case), truth)
 
 
 def run_cases(cases: Iterable[Case], bench: Bench) -> Iterator[tuple[Case, float]]:
@@ -167,8 +208,10 @@ def run_cases(cases: Iterable[Case], bench: Bench) -> Iterator[tuple[Case, float
 
 def main(argv: list[str], host: Host) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m launcher parity", description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, choices=AXES["ranks"])
-    parser.add_argument("--cover", action="store_true", help="only the pairwise cover that CI runs")
+    parser.add_argument("--family", choices=FAMILIES)
+    parser.add_argument("--method", choices=METHODS)
+    parser.add_argument("--ranks", type=int, choices=sorted({ulysses * ring for ulysses, ring in METHODS.values()}))
+    parser.add_argument("--cover", action="store_true", help="only the pairwise cover that the tests run")
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args(argv)
 
@@ -183,17 +226,19 @@ def main(argv: list[str], host: Host) -> int:
     from .pool import HostSetup, PoolKeeper
 
     keeper = PoolKeeper(HostSetup(comfyui=host.comfyui, comfy_args={"cpu": True}))
-    made: dict[int, Client] = {}
 
-    def clients(ranks: int) -> Client:
-        if ranks not in made:
-            made[ranks] = Client(keeper.handle(place(Layout(ulysses=ranks), "cpu", "gloo", ())), shares_weights=True)
-        return made[ranks]
+    @cache
+    def clients(ulysses: int, ring: int) -> Client:
+        return Client(keeper.handle(place(Layout(ulysses=ulysses, ring=ring), "cpu", "gloo", ())), shares_weights=True)
 
-    cases = [case for case in full_product() if options.ranks in (None, case.ranks)]
+    cases = [
+        case
+        for case in full_product()
+        if options.ranks in (None, case.ranks) and options.family in (None, case.family) and options.method in (None, case.method)
+    ]
     cases = pairwise_cover(cases) if options.cover else cases
     bad = 0
-    for case, error in run_cases(sorted(cases, key=lambda case: case.ranks), Bench(clients)):
+    for case, error in run_cases(sorted(cases, key=lambda case: list(METHODS).index(case.method)), Bench(clients)):
         bad += error > BOUND
         if options.json:
             print(json.dumps({**asdict(case), "error": error, "bound": BOUND, "ok": error <= BOUND}), flush=True)

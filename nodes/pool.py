@@ -34,6 +34,15 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                         max=32,
                         tooltip="Ranks that share the tokens of one image (Ulysses sequence parallelism). Same result as on one GPU.",
                     ),
+                    io.Int.Input(
+                        "ring",
+                        default=1,
+                        min=1,
+                        max=32,
+                        optional=True,
+                        tooltip="Groups of ulysses ranks that pass keys and values around a ring. Ranks = ulysses x ring. "
+                        "Same result as on one GPU.",
+                    ),
                     io.Combo.Input(
                         "backend",
                         options=["auto", "nccl", "gloo"],
@@ -46,12 +55,12 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
             )
 
         @classmethod
-        def validate_inputs(cls, devices: str = "auto", ulysses: int = 2, backend: str = "auto") -> bool | str:
-            return runtime.check(devices, ulysses, backend)
+        def validate_inputs(cls, devices: str = "auto", ulysses: int = 2, backend: str = "auto", ring: int = 1) -> bool | str:
+            return runtime.check(devices, ulysses, ring, backend)
 
         @classmethod
-        def execute(cls, devices: str, ulysses: int, backend: str) -> io.NodeOutput:
-            return io.NodeOutput(runtime.place(devices, ulysses, backend))
+        def execute(cls, devices: str, ulysses: int, backend: str, ring: int = 1) -> io.NodeOutput:
+            return io.NodeOutput(runtime.place(devices, ulysses, ring, backend))
 
     class PipeMeshParallelize(io.ComfyNode):
         @classmethod
@@ -63,7 +72,7 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 description="Makes a MODEL compute on the pool. Everything else stays stock: loaders, LoRA, samplers, guiders, previews.",
                 search_aliases=["multi gpu", "parallel", "distribute"],
                 inputs=[
-                    io.Model.Input("model", tooltip="A stock MODEL, with or without LoRA and model patches."),
+                    io.Model.Input("model", tooltip="A stock MODEL, with or without LoRA."),
                     Pool.Input("pool", optional=True, tooltip=POOL_TOOLTIP),
                 ],
                 outputs=[io.Model.Output(tooltip="The same MODEL, sampled by the pool.")],

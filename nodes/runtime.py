@@ -42,9 +42,9 @@ class Runtime:
         self._keeper = PoolKeeper(setup)
         self._clients: dict[Placement, Client] = {}
 
-    def place(self, devices: str, ulysses: int, backend: str) -> Placement:
+    def place(self, devices: str, ulysses: int, ring: int, backend: str) -> Placement:
         """Raises LayoutError with the equation that fails."""
-        return place(Layout(ulysses=ulysses), devices, backend, visible_gpus(comfy.cli_args.args.cpu))
+        return place(Layout(ulysses=ulysses, ring=ring), devices, backend, visible_gpus(comfy.cli_args.args.cpu))
 
     def default_placement(self) -> Placement:
         """All GPUs, or two ranks on the CPU."""
@@ -60,10 +60,10 @@ class Runtime:
         ui_device = str(comfy.model_management.get_torch_device())
         return parallelize(model, self._clients[placement], holds_ui_device=placement.devices[0].name == ui_device)
 
-    def check(self, devices: str, ulysses: int, backend: str) -> bool | str:
+    def check(self, devices: str, ulysses: int, ring: int, backend: str) -> bool | str:
         """For a node's validation: True, or the sentence to show."""
         try:
-            self.place(devices, ulysses, backend)
+            self.place(devices, ulysses, ring, backend)
         except LayoutError as error:
             return str(error)
         return True
@@ -76,7 +76,13 @@ class Runtime:
         handle = self._keeper.handle(placement)
         pool, memory = handle.live(), client.memory
         ranks = [{"rank": rank, "device": device.name, **_rank(pool, rank)} for rank, device in enumerate(placement.devices)]
-        report = {"state": handle.state, "layout": placement.layout.equation(), "backend": placement.backend, "ranks": ranks}
+        report = {
+            "state": handle.state,
+            "layout": placement.layout.equation(),
+            "grid": placement.layout.grid(),
+            "backend": placement.backend,
+            "ranks": ranks,
+        }
         figures = memory.figures if memory else None
         if not figures or not figures.step_s:
             return {**report, "models": list(memory.patches) if memory else [], "last_run": None}

@@ -9,36 +9,36 @@ LAUNCHER = Path(__file__).resolve().parent.parent / "launcher"
 
 def gather_order(usp):
     """Rank 0 puts the other ranks' rows before its own."""
-    real = usp.Ulysses._gather
+    real = usp.SequenceParallel._gather
 
     def gather(self, module, args, out):
         result = real(self, module, args, out)
         own = self._shards.splits["img"].sizes[0]
         return result.roll(-own, dims=1)
 
-    usp.Ulysses._gather = gather
+    usp.SequenceParallel._gather = gather
 
 
 def token_order(usp):
     """Tokens are handed back to the wrong ranks' heads: the heads of two ranks change places."""
-    real = usp.Ulysses._heads_for_tokens
-    usp.Ulysses._heads_for_tokens = lambda self, out, heads: real(self, out, heads).roll(1, dims=2)
+    real = usp.SequenceParallel._tokens_for_heads
+    usp.SequenceParallel._tokens_for_heads = lambda self, out, heads, joint: real(self, out, heads, joint).roll(1, dims=2)
 
 
 def mask_permutation(usp):
     """The mask stays in the host's token order."""
     real = usp.permute_mask
 
-    def unpermuted(mask, shards, heads):
-        shards._order = usp.torch.arange(shards.total)
-        return real(mask, shards, heads)
+    def unpermuted(mask, joint):
+        joint._order = usp.torch.arange(joint.total)
+        return real(mask, joint)
 
     usp.permute_mask = unpermuted
 
 
 def mask_dropped(usp):
     """As peers do it."""
-    usp.permute_mask = lambda mask, shards, heads: None
+    usp.permute_mask = lambda mask, joint: None
 
 
 def pe_slice(usp):
@@ -59,15 +59,27 @@ def pe_slice(usp):
 
 def uneven_split(usp):
     """Heads are split as if they divided: the last ones are computed by nobody."""
-    real = usp.Ulysses._heads_for_tokens
+    real = usp.SequenceParallel._tokens_for_heads
 
-    def without_the_rest(self, out, heads):
-        result = real(self, out, heads)
+    def without_the_rest(self, out, heads, joint):
+        result = real(self, out, heads, joint)
         even = heads.total // len(heads.sizes) * len(heads.sizes)
         result[:, :, even:] = 0
         return result
 
-    usp.Ulysses._heads_for_tokens = without_the_rest
+    usp.SequenceParallel._tokens_for_heads = without_the_rest
+
+
+def lse_merge(usp):
+    """Partial outputs are merged as if every rank's keys weighed the same: log-sum-exp taken as zero."""
+    real = usp.merge
+    usp.merge = lambda a, b: (real((a[0], a[1] * 0), (b[0], b[1] * 0))[0], a[1])
+
+
+def ring_order(usp):
+    """Blocks that arrive are taken for those of another rank: the mask's columns no longer fit the keys."""
+    real = usp.part_of_mask
+    usp.part_of_mask = lambda mask, rows, columns, *rest: real(mask.roll(1, -1), rows, columns, *rest)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ def connect(degrees: Sequence[int], rank: int, *, device_type: str, on_host: boo
     size = ulysses * ring
     stop = StopFlag(wants_stop)
     if size == 1:
-        return SequenceComm(Exchange(None, 0, 1, on_host=on_host), Ring(None, [0], 0, on_host=on_host), Exchange(None, 0, 1, on_host=on_host), stop)
+        return SequenceComm(
+            Exchange(None, 0, 1, on_host=on_host), Ring(None, [0], 0, on_host=on_host), Exchange(None, 0, 1, on_host=on_host), stop
+        )
     mesh = init_device_mesh(device_type, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     ring_index, ulysses_index = divmod(rank, ulysses)
     return SequenceComm(

@@ -144,7 +144,9 @@ class SequenceParallel:
         for streams in (self._plan.streams, *((stream,) for stream in self._plan.alone)):
             if self._shards.joint(streams).carried == rows:
                 return self._shards.joint(streams)
-        raise ModelError(f"Attention over {rows} rows fits none of the plan's streams {dict(self._shards.carried)}: this model needs another plan.")
+        raise ModelError(
+            f"Attention over {rows} rows fits none of the plan's streams {dict(self._shards.carried)}: this model needs another plan."
+        )
 
     def _group_ranks(self) -> range:
         """Ranks of the sequence that make this rank's ulysses group."""

@@ -206,4 +206,3 @@ def check_file(file: tuple[str, int, int] | None) -> None:
 
 def _no_tensors(ref: TensorRef) -> torch.Tensor:
     raise Refused("A model source names tensors but carries no segment.")
-

@@ -1,9 +1,17 @@
-"""Host models of any configuration with random weights and no file behind them."""
+"""Host models of every family with a plan, with random weights, odd head counts and no file behind them: for tests and parity."""
 
-from pipemesh.launcher.tiny import flux_config, random_tensor
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .tiny import flux_config, random_tensor
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 
-def random_patcher(family, unet_config, seed=0):
+def random_patcher(family: type, unet_config: Mapping[str, Any], seed: int = 0) -> ModelPatcher:
     """A stock MODEL of a class of comfy.supported_models; ``cached_patcher_init`` is None."""
     import comfy.model_patcher
     import torch
@@ -17,7 +25,7 @@ def random_patcher(family, unet_config, seed=0):
     return comfy.model_patcher.ModelPatcher(model, load_device=torch.device("cpu"), offload_device=torch.device("cpu"))
 
 
-def flux2_patcher(heads=5):
+def flux2_patcher(heads: int = 5) -> ModelPatcher:
     """Flux 2's form: modulation shared by all blocks, gated MLPs, no biases, four position axes, text padded to 512 tokens."""
     import comfy.supported_models
 
@@ -41,7 +49,7 @@ def flux2_patcher(heads=5):
     return random_patcher(comfy.supported_models.Flux2, config)
 
 
-def wan_patcher(*, model_type="t2v", per_frame=False, heads=5):
+def wan_patcher(*, model_type: str = "t2v", per_frame: bool = False, heads: int = 5) -> ModelPatcher:
     """Wan 2.1 (t2v, i2v), or with ``per_frame`` the 2.2 5B form: 48 channels, one timestep per latent frame under a mask."""
     import comfy.supported_models
 
@@ -68,7 +76,7 @@ def wan_patcher(*, model_type="t2v", per_frame=False, heads=5):
     return random_patcher(family, config)
 
 
-def sd3_patcher(*, medium=False, depth=3):
+def sd3_patcher(*, medium: bool = False, depth: int = 3) -> ModelPatcher:
     """SD3, or with ``medium`` the 3.5 medium form: normalised q and k, a second self-attention in the first blocks. Heads = depth."""
     import comfy.supported_models
 
