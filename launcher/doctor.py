@@ -141,11 +141,8 @@ def about_memory(facts: Facts) -> tuple[Finding, ...]:
     found: list[Finding] = []
     if facts.memfd:
         found.append(Finding("works", "Shared memory between the UI and the ranks: memfd."))
-    elif facts.shm_free_bytes is not None or facts.platform.startswith(("Windows", "macOS", "Darwin")):
-        found.append(Finding("limited", "No memfd here: the UI and the ranks share a named segment, which a crash may leave behind."))
     else:
-        text = "Neither memfd nor /dev/shm works: the UI and the ranks cannot share memory."
-        found.append(Finding("blocked", text, "allow memfd_create, or mount a tmpfs on /dev/shm"))
+        found.append(Finding("blocked", "No memfd here: the UI and the ranks cannot share memory.", "run on Linux, and allow memfd_create"))
     if len(facts.devices) > 1 and facts.shm_free_bytes is not None and facts.shm_free_bytes < ROOMY_SHM_BYTES:
         text = f"/dev/shm has {gib(facts.shm_free_bytes)} free, and NCCL's exchanges within a host use it."
         found.append(Finding("limited", text, "make it 1 GiB or more (Docker: --shm-size=1g, or --ipc=host)"))
