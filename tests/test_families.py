@@ -51,3 +51,29 @@ def test_sd3_control_residuals_are_sharded_with_their_tokens(bench):
     truth = sample(with_control(bench.stock(5, "sd3")), case)
     assert relative_error(truth, bench.truth(case)) > 1e-2
     assert relative_error(sample(with_control(bench.parallel(5, (2, 2), "sd3")), case), truth) <= BOUND
+
+
+@pytest.mark.parametrize("method", ["ring2", "2x2"])
+def test_a_cancel_inside_a_forward_reaches_every_rank_of_the_grid(bench, clients, monkeypatch, method):
+    import comfy.model_management as mm
+    import comfy.sample
+    from pipemesh.parallel_runtime.client import remote_patcher
+
+    case = Case("flux", method, "even", 12, 1.0, False, "euler")
+    parallel = bench.parallel(case.heads, case.layout)
+    assert bench.error(case) <= BOUND
+    pool = clients(*case.layout).memory.pool
+    pids, board = pool.pids, pool.arena.board
+    began = board.progress(0)
+
+    def a_few_blocks_in():
+        return board.phase(0) == "forward" and board.progress(0) > began + 4
+
+    monkeypatch.setattr(remote_patcher, "interrupted", a_few_blocks_in)
+    latent = torch.zeros(1, 16, 64, 64)
+    noise, prompt = comfy.sample.prepare_noise(latent, 7), conditioning(1, 13)
+    with pytest.raises(mm.InterruptProcessingException), torch.inference_mode():
+        comfy.sample.sample(parallel, noise, 50, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True, seed=7)
+    monkeypatch.undo()
+    assert bench.error(case) <= BOUND
+    assert pool.pids == pids and pool.state == "ready"
