@@ -1,7 +1,7 @@
 """The one collective sequence parallelism needs: an uneven all-to-all of tensors, with a flag riding along.
 
 Each rank's wish to stop travels as one extra element behind every chunk, so that all ranks of the group learn of it at the same
-exchange and leave at the same block. On CUDA the flag is read ``LOOK_AHEAD`` exchanges later, so that the host does not wait for the device.
+exchange and leave at the same block. On CUDA the flag is read ``LOOK_AHEAD`` exchanges later: the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -90,7 +90,17 @@ class Exchange:
         return received
 
     def _move(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
-        dist.all_to_all_single(receiving, sending, receive_sizes, send_sizes, group=self._group)
+        if dist.get_backend(self._group) != "gloo":
+            dist.all_to_all_single(receiving, sending, receive_sizes, send_sizes, group=self._group)
+            return
+        # gloo runs a collective on a thread of its own and a plain send on the caller's: two switches of threads fewer at every exchange.
+        works, pieces = [], zip(receiving.split(receive_sizes), sending.split(send_sizes), strict=True)
+        for rank, (incoming, outgoing) in enumerate(pieces):
+            if rank != self.rank:
+                peer = rank if self._group is None else dist.get_global_rank(self._group, rank)
+                works += [dist.irecv(incoming, peer, self._group), dist.isend(outgoing, peer, self._group)]
+        for work in works:
+            work.wait()
 
     def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         key = (use, dtype, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -57,13 +58,12 @@ def run(channel: Channel) -> None:
         # The store is a memfd too: every rank opens it through its own descriptor, and nothing is left on disk.
         store = dist.FileStore(f"/proc/self/fd/{store_fd}", size)
         dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timedelta(seconds=start.timeout_s))
-    exchange = Exchange(None, start.rank, size, on_host=start.backend == "gloo" and device.type == "cuda", wants_stop=lambda: engine.wants_stop())
+    on_host = start.backend == "gloo" and device.type == "cuda"
+    exchange = Exchange(None, start.rank, size, on_host=on_host, wants_stop=lambda: engine.wants_stop())
     engine = Engine(channel, arena, exchange, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     channel.send(Ready(device_name=name, memory=engine.memory()))
-    try:
+    with contextlib.suppress(ChannelClosed):
         engine.serve()
-    except ChannelClosed:
-        pass
     if size > 1:
         dist.destroy_process_group()

@@ -42,7 +42,9 @@ class ResidentModel:
     def nbytes(self) -> int:
         return sum(p.numel() * p.element_size() for p in self.diffusion_model.parameters())
 
-    def patch(self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None) -> None:
+    def patch(
+        self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None
+    ) -> None:
         """Replaces all weight patches. With ``shared``, this rank computes its own keys into ``segment``; ``adopt`` follows."""
         self.unpatch()
         model = self.patcher.model
