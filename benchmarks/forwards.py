@@ -17,10 +17,8 @@ from ..parallel_runtime.families import plan_for
 from ..parallel_runtime.methods.usp import Ulysses
 from .lockstep import timed
 
-HEADS, DOUBLE_BLOCKS, SINGLE_BLOCKS = 2, 8, 16
-BLOCKS = DOUBLE_BLOCKS + SINGLE_BLOCKS
+MODEL = {"heads": 2, "double_blocks": 8, "single_blocks": 16, "context_dim": 64, "vec_dim": 32}
 TEXT_TOKENS, ROW_TOKENS = 64, 64
-CONTEXT_DIM, VEC_DIM = 64, 32
 
 
 class Forwards:
@@ -28,8 +26,8 @@ class Forwards:
 
     def __init__(self, tokens: int):
         assert tokens % ROW_TOKENS == 0 and tokens > TEXT_TOKENS
-        config = flux_config(heads=HEADS, double_blocks=DOUBLE_BLOCKS, single_blocks=SINGLE_BLOCKS, context_dim=CONTEXT_DIM, vec_dim=VEC_DIM)
-        self.hidden = config["hidden_size"]
+        config = flux_config(**MODEL)
+        self.hidden, self.blocks = config["hidden_size"], config["depth"] + config["depth_single_blocks"]
         self._model = build_flux_patcher(config).model.diffusion_model
         self._plan = plan_for(type(self._model))
         rows = (tokens - TEXT_TOKENS) // ROW_TOKENS
@@ -37,8 +35,8 @@ class Forwards:
         self._arguments: dict[str, Any] = {
             "x": torch.randn(1, 16, 2 * rows, 2 * ROW_TOKENS, generator=generator),
             "timestep": torch.tensor([0.5]),
-            "context": torch.randn(1, TEXT_TOKENS, CONTEXT_DIM, generator=generator),
-            "y": torch.randn(1, VEC_DIM, generator=generator),
+            "context": torch.randn(1, TEXT_TOKENS, MODEL["context_dim"], generator=generator),
+            "y": torch.randn(1, MODEL["vec_dim"], generator=generator),
             "transformer_options": {},
         }
 

@@ -17,6 +17,9 @@ from .lockstep import timed
 
 RANKS = 2
 LATENT, TEXT = (1, 16, 128, 128), (1, 512, 4096)  # fp32: 1 MiB and 8 MiB
+WORK_LATENT = (1, 16, 32, 32)  # of the real forwards, small enough for many of them
+FLUX_BLOCKS = {"double_blocks": 19, "single_blocks": 38}  # as many as released models have: what costs time per module shows
+HEAD_AXES = (8, 28, 28)
 GOALS_MS = {"back_to_back": 1.0, "between_forwards": 2.0}
 PER_ROUND = {"back_to_back": 20, "between_forwards": 8}
 WARM_UP = 20
@@ -40,9 +43,10 @@ class Hops:
         setup = HostSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True}, argv=argv)
         self.handle = PoolHandle(place(Layout(ulysses=RANKS), "cpu", "gloo", ()), setup)
         self._client = Client(self.handle, shares_weights=True)
-        patcher = parallelize(build_flux_patcher(flux_config(context_dim=TEXT[-1], double_blocks=1, single_blocks=1)), self._client, holds_ui_device=False)
-        self._model = patcher.remote.source.model
-        self._client.load(patcher.remote.source, lambda: state_source(patcher), lambda: False)
+        stock = build_flux_patcher(flux_config(heads=RANKS, axes_dim=HEAD_AXES, context_dim=TEXT[-1], **FLUX_BLOCKS))
+        self._patcher = parallelize(stock, self._client, holds_ui_device=False)  # the pool holds the model for as long as this lives
+        self._model = self._patcher.remote.source.model
+        self._client.load(self._patcher.remote.source, lambda: state_source(self._patcher), lambda: False)
         self._generator = torch.Generator().manual_seed(0)
         self._text = torch.randn(TEXT, generator=self._generator)
         self._pooled = torch.randn(1, 32, generator=self._generator)
@@ -52,7 +56,7 @@ class Hops:
         import torch
 
         arguments = {
-            "x": torch.randn(LATENT, generator=self._generator),
+            "x": torch.randn(LATENT if costs_nothing else WORK_LATENT, generator=self._generator),
             "timestep": torch.rand(1, generator=self._generator),
             "context": self._text.clone(),
             "y": self._pooled.clone(),

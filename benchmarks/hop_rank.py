@@ -4,7 +4,6 @@ An evaluation with ``costs_nothing`` in its transformer options returns its late
 """
 
 import sys
-import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -12,11 +11,10 @@ COSTS_NOTHING = "costs_nothing"
 
 
 def main() -> None:
-    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks"]
-    package = types.ModuleType("pipemesh")
-    package.__path__ = [str(ROOT)]
-    sys.modules["pipemesh"] = package
+    sys.path[0] = str(ROOT / "launcher")  # as if the product's script had been started
+    from package import register_package
 
+    register_package(ROOT)
     from pipemesh.launcher import worker_main
     from pipemesh.parallel_runtime.worker import resident
 

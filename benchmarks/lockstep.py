@@ -52,12 +52,16 @@ class Ranks:
         """Per round, the seconds of each phase in which this rank took part. The first rounds are warm-up and dropped."""
         measured = []
         for index in range(WARM_UP + rounds):
+            if self.rank == 0 and sys.stderr.isatty():
+                print(f"\rround {index + 1} of {WARM_UP + rounds} ", end="", file=sys.stderr, flush=True)
             measured.append({})
             for name, phase in phases.items():
                 self._barrier()
                 if not phase.alone or index % self.size == self.rank:
                     measured[-1][name] = phase.seconds()
             self._barrier()
+        if self.rank == 0 and sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         return measured[WARM_UP:]
 
 

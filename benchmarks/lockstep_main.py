@@ -3,18 +3,17 @@
 import importlib
 import json
 import sys
-import types
 from pathlib import Path
 
 
 def main() -> None:
     root = Path(__file__).resolve().parent.parent
+    sys.path[0] = str(root / "launcher")
+    from package import register_package
+
+    register_package(root)
     word = json.loads(sys.argv[2])
     sys.path[0] = word["comfyui"]
-    package = types.ModuleType("pipemesh")
-    package.__path__ = [str(root)]
-    sys.modules["pipemesh"] = package
-
     from pipemesh.launcher.worker_main import die_with_parent
 
     die_with_parent(int(sys.argv[1]))

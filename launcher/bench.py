@@ -35,7 +35,9 @@ def main(argv: list[str], host: Host) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m launcher bench", description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--json", action="store_true", help="one object per line")
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"interleaved rounds behind each ratio (default {MIN_ROUNDS}; fewer only to try)")
+    parser.add_argument(
+        "--rounds", type=int, default=MIN_ROUNDS, help=f"rounds behind each ratio (default {MIN_ROUNDS}; fewer only to try)"
+    )
     options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: choose 1 or more")

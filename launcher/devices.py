@@ -61,7 +61,8 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
     if backend == "nccl" and not devices[0].is_gpu:
         raise LayoutError("Backend nccl needs GPUs and the ranks are on the CPU: choose auto or gloo.")
     if backend == "nccl" and len(set(names)) < size:
-        raise LayoutError(f"Backend nccl needs {count(size, 'GPU')} for {layout.equation()}, {len(set(names))} listed: choose gloo to share one.")
+        needed, listed = count(size, "GPU"), len(set(names))
+        raise LayoutError(f"Backend nccl needs {needed} for {layout.equation()}, {listed} listed: choose gloo to share one.")
     return Placement(layout=layout, devices=devices, backend=backend)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -18,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ..parallel_runtime.errors import LayoutError, ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..parallel_runtime.wire.arena import MAX_RANKS, Arena
@@ -42,6 +45,10 @@ CANCEL_WAIT_S = 10.0
 OTHERS_WAIT_S = 3.0
 CLOSE_GRACE_S = 5.0
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # hangs are judged by progress counters; a collective's own clock would end slow, healthy runs
+DEADLY = {
+    signal.SIGKILL: "the system does this when memory runs out",
+    signal.SIGBUS: "its checkpoint was cut short on disk, or shared memory ran out",
+}
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -57,7 +64,8 @@ class HostSetup:
 
 def rank_environment(device: Device, backend: str, environ: dict[str, str]) -> dict[str, str]:
     """The UI's environment without what breaks a second process: allocator choices, other launchers' ranks, hidden GPUs."""
-    scrubbed = {*ALLOCATOR_VARIABLES, "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+    launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    scrubbed = {*ALLOCATOR_VARIABLES, *launchers, "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
     env = {key: value for key, value in environ.items() if key not in scrubbed}
     if device.is_gpu:
         env["CUDA_VISIBLE_DEVICES"] = device.uuid
@@ -102,32 +110,37 @@ class WorkerPool:
         """Starts every rank and waits until each has said Ready. Raises PoolFailed, RunCancelled."""
         with self._lock:
             began = time.monotonic()
-            store = os.memfd_create("pipemesh-store", os.MFD_CLOEXEC)
-            theirs = []
             try:
-                for rank in range(self.size):
-                    ours, other = socket.socketpair()
-                    theirs.append(other)
-                    self._channels.append(Channel(ours, FromRank))
-                    self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
-                self._supervisor = Supervisor([self._command(rank, sock) for rank, sock in enumerate(theirs)])
-                self._supervisor.start()
-                for rank, channel in enumerate(self._channels):
-                    channel.send(self._first_word(rank), [self.arena.segment.fd, store])
+                self._launch()
                 self._outstanding = dict.fromkeys(range(self.size), 0)
                 replies = self._gather(interrupted)
-            except (OSError, ChannelClosed) as error:
+            except OSError as error:
                 raise self._fail(f"The worker processes could not be started ({error}): free memory or processes and run again.") from error
             except RunCancelled:
                 self.close()
                 raise
-            finally:
-                os.close(store)
-                for other in theirs:
-                    other.close()
             self.memory = [reply.memory for reply in replies]
             self._enter("ready")
             log.info("[PipeMesh] %s ready in %.1f s", self.placement.layout.equation(), time.monotonic() - began)
+
+    def _launch(self) -> None:
+        """Starts the processes and says the first word to each. A socket's other end is then open in its rank alone: a death shows."""
+        store = os.memfd_create("pipemesh-store", os.MFD_CLOEXEC)
+        theirs: list[socket.socket] = []
+        try:
+            for rank in range(self.size):
+                ours, other = socket.socketpair()
+                theirs.append(other)
+                self._channels.append(Channel(ours, FromRank))
+                self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
+            self._supervisor = Supervisor([self._command(rank, sock) for rank, sock in enumerate(theirs)])
+            self._supervisor.start()
+            for rank, channel in enumerate(self._channels):
+                channel.send(self._first_word(rank), [self.arena.segment.fd, store])
+        finally:
+            os.close(store)
+            for other in theirs:
+                other.close()
 
     def _command(self, rank: int, sock: socket.socket) -> Command:
         device = self.placement.devices[rank]
@@ -145,7 +158,7 @@ class WorkerPool:
             comfyui=self._setup.comfyui,
             comfy_args=encode_tree(self._setup.comfy_args, _no_tensor),
             arena_bytes=self.arena.nbytes,
-            log_level=max(log.getEffectiveLevel(), logging.INFO),
+            log_level=logging.WARNING if log.getEffectiveLevel() >= logging.INFO else logging.DEBUG,
         )
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
@@ -276,6 +289,9 @@ class WorkerPool:
             messages = self._channels[rank].pump()
         except ChannelClosed:
             raise self._died(rank) from None
+        except msgspec.DecodeError as error:
+            sentence = f"{self._where(rank)} sent a message this version of PipeMesh does not know ({error}): restart ComfyUI."
+            raise self._fail(sentence, rank) from error
         for message, _fds in messages:
             if self._outstanding.get(rank) == getattr(message, "request", 0):
                 answers[rank] = message
@@ -289,17 +305,17 @@ class WorkerPool:
     def _died(self, rank: int) -> PoolFailed:
         status = self._supervisor.exit_of(rank, wait_s=2.0)
         phase = self.arena.board.phase(rank)
-        if status == -9:
-            cause = "was killed (signal 9; the system does this when memory runs out)"
-        elif status is None:
+        if status is None:
             cause = "closed its connection"
+        elif -status in DEADLY:
+            cause = f"was killed (signal {-status}; {DEADLY[-status]})"
         else:
             cause = f"ended with {'signal ' + str(-status) if status < 0 else 'exit status ' + str(status)}"
         return self._fail(f"{self._where(rank)} {cause} while {phase}: run again, a fresh pool will be started.", rank)
 
     def _stalled(self, rank: int) -> PoolFailed:
         return self._fail(
-            f"{self._where(rank)} made no progress for {self._setup.stall_s:.0f} s while {self.arena.board.phase(rank)}: "
+            f"{self._where(rank)} made no progress for {self._setup.stall_s:g} s while {self.arena.board.phase(rank)}: "
             "run again, a fresh pool will be started (PIPEMESH_STALL_S sets the limit).",
             rank,
         )
@@ -313,15 +329,16 @@ class WorkerPool:
             return Refused(failure.text)
         if failure.kind == "memory":
             memory = failure.memory
+            cause = (failure.text.splitlines() or ["no details"])[0]  # a bare MemoryError has no text
             sentence = (
                 f"{self._where(rank)} ran out of memory while {failure.phase} ({mib(memory.free)} of {mib(memory.total)} free, "
-                f"{mib(memory.model)} held by models; {failure.text.splitlines()[0]}): use more ranks, a smaller image or batch, or free memory."
+                f"{mib(memory.model)} held by models; {cause}): use more ranks, a smaller image or batch, or free memory."
             )
         else:
             sentence = f"{self._where(rank)} failed while {failure.phase}: {failure.text}"
         if warm:
             return OutOfMemory(sentence) if failure.kind == "memory" else ModelError(sentence)
-        return self._fail(f"{sentence} Run again, a fresh pool will be started.", rank)
+        return self._fail(f"{sentence.rstrip('.')}. Run again, a fresh pool will be started.", rank)
 
 
 class Watch:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LOG_LINES = 12
+LINE_CHARS = 2000
+REAP_S = 1.0
 log = logging.getLogger("pipemesh")
 
 
@@ -53,7 +55,7 @@ class Supervisor:
         return [process.pid for process in self._processes]
 
     def tail(self, rank: int) -> list[str]:
-        return [*self._tails[rank], *filter(None, [self._partial[rank].strip()])]
+        return [*self._tails[rank], *filter(None, [shown(self._partial[rank])])]
 
     def exit_of(self, rank: int, wait_s: float) -> int | None:
         """The exit status (negative: a signal), or None if the rank still runs after ``wait_s``."""
@@ -73,10 +75,9 @@ class Supervisor:
         selector = selectors.DefaultSelector()
         try:
             for rank, command in enumerate(self._commands):
-                argv = [part.format(fd=command.fd, parent=os.getpid()) for part in command.argv]
-                process = subprocess.Popen(
-                    argv, env=command.env, pass_fds=(command.fd,), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0
-                )
+                argv = [part.replace("{fd}", str(command.fd)).replace("{parent}", str(os.getpid())) for part in command.argv]
+                streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+                process = subprocess.Popen(argv, env=command.env, pass_fds=(command.fd,), bufsize=0, **streams)
                 self._processes.append(process)
                 selector.register(process.stdout, selectors.EVENT_READ, rank)
         except OSError as error:
@@ -85,19 +86,32 @@ class Supervisor:
                 process.kill()
         self._started.set()
         while selector.get_map():
-            for key, _ in selector.select():
+            readable = selector.select(REAP_S)
+            for key, _ in readable:
                 data = key.fileobj.read(1 << 16)
                 if data:
                     self._log(key.data, data)
                 else:
-                    selector.unregister(key.fileobj)
-                    key.fileobj.close()
-                    self._processes[key.data].wait()
-                    self._exits[key.data].set()
+                    self._reap(selector, key)
+            for key in list(selector.get_map().values()) if not readable else ():
+                if self._processes[key.data].poll() is not None:  # a process it left behind holds the pipe open
+                    self._reap(selector, key)
         selector.close()
 
+    def _reap(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+        selector.unregister(key.fileobj)
+        key.fileobj.close()
+        self._processes[key.data].wait()
+        self._exits[key.data].set()
+
     def _log(self, rank: int, data: bytes) -> None:
-        *lines, self._partial[rank] = (self._partial[rank] + data.decode(errors="replace")).split("\n")
-        for line in lines:
-            self._tails[rank].append(line.rstrip())
-            log.debug("[rank %d] %s", rank, line.rstrip())
+        *lines, partial = (self._partial[rank] + data.decode(errors="replace")).split("\n")
+        self._partial[rank] = partial[-LINE_CHARS:]
+        for line in map(shown, lines):
+            self._tails[rank].append(line)
+            log.debug("[rank %d] %s", rank, line)
+
+
+def shown(line: str) -> str:
+    """What a terminal shows of a line that a progress bar has rewritten."""
+    return line.rstrip().rsplit("\r", 1)[-1][-LINE_CHARS:]

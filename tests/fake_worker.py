@@ -15,7 +15,6 @@ import socket
 import struct
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +42,7 @@ class Board:
     def enter(self, phase: str, request: int = 0) -> None:
         self._write(self._line + 8, PHASES.index(phase))
         self._write(self._line + 16, request)
-        self.tick()
+        self._write(self._line, request << 32 if request else self.word(self._line) + 1)
 
 
 class Rank:
@@ -76,7 +75,10 @@ class Rank:
                 os._exit(0)
             self.handled.append(kind)
             self.board.enter(PHASE[kind], message.get("request", 0))
-            getattr(self, self.deed(kind).replace("-", "_"))(message)
+            deed = self.deed(kind)
+            if deed.startswith("kill-"):
+                os.kill(os.getpid(), int(deed.removeprefix("kill-")))
+            getattr(self, deed.replace("-", "_"))(message)
             self.board.enter("idle")
 
     # -- deeds -------------------------------------------------------------------------------------------------------
@@ -95,9 +97,6 @@ class Rank:
         print("the last thing I saw", end="", flush=True)
         os._exit(3)
 
-    def kill(self, message: dict) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     def die_with_child(self, message: dict) -> None:
         """Leaves a grandchild behind that holds the log pipe open."""
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -115,6 +114,11 @@ class Rank:
         poller.register(self.channel.fileno(), select.POLLHUP)
         poller.poll()
         os._exit(1)
+
+    def deaf(self, message: dict) -> None:
+        """Answers, then never looks at its socket again."""
+        self.answer(message)
+        signal.pause()
 
     def error(self, message: dict) -> None:
         self.fail(message, "error", "RuntimeError: shapes do not match")
@@ -185,9 +189,11 @@ class Rank:
 
 
 def main() -> None:
-    package = types.ModuleType("pipemesh")
-    package.__path__ = [str(ROOT)]
-    sys.modules["pipemesh"] = package
+    sys.path.insert(0, str(ROOT / "launcher"))
+    from package import register_package
+
+    sys.path.pop(0)
+    register_package(ROOT)
     from pipemesh.launcher.worker_main import die_with_parent
     from pipemesh.parallel_runtime.wire.channel import Channel, ChannelClosed
 

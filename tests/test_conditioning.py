@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, Arena
+from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, Arena, Board
 from pipemesh.parallel_runtime.wire.conditioning import RECENT, ConditioningCache
-from pipemesh.parallel_runtime.wire.segment import TensorRef
+from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
+
+from .test_wire import descriptors
 
 BRANCH, OTHER_BRANCH = ("uuid-1",), ("uuid-2",)
 
@@ -186,6 +188,18 @@ def test_the_arena_does_not_grow_over_200_runs(arena):
     assert cache.uploads == 200 * per_run
     assert room[-1] == room[50]
     assert room[-1] <= 4 * (limit + per_run * 16 * KIB)
+
+
+def test_a_cache_does_not_keep_a_closed_arenas_memory():
+    arena = Arena()
+    arena.segment = Segment.create("outlived", 64 << 10)
+    arena.board = Board(arena.segment)
+    cache = ConditioningCache(arena)
+    cache.put(BRANCH, "context", text(1))
+    assert descriptors("pipemesh-outlived")
+    arena.close()
+    assert cache.uploads == 1
+    assert descriptors("pipemesh-outlived") == []
 
 
 def test_a_refused_upload_leaves_the_cache_as_it_was(arena, cache):

@@ -1,7 +1,7 @@
 """The grid and its splits: pure arithmetic, by property."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout, Split, clip_ranges
@@ -24,6 +24,7 @@ def test_a_degree_below_one_is_refused(degree):
 TOTALS, PARTS = st.integers(0, 300), st.integers(1, 40)
 
 
+@settings(deadline=None)
 @given(TOTALS, PARTS)
 def test_a_split_covers_everything_once_in_order(total, parts):
     split = Split.even(total, parts)
@@ -33,6 +34,7 @@ def test_a_split_covers_everything_once_in_order(total, parts):
     assert len(split.sizes) == parts
 
 
+@settings(deadline=None)
 @given(TOTALS, PARTS)
 def test_parts_differ_by_at_most_one_and_the_first_get_more(total, parts):
     sizes = Split.even(total, parts).sizes
@@ -40,6 +42,7 @@ def test_parts_differ_by_at_most_one_and_the_first_get_more(total, parts):
     assert list(sizes) == sorted(sizes, reverse=True)
 
 
+@settings(deadline=None)
 @given(TOTALS, PARTS)
 def test_every_rank_carries_its_own_rows_or_one_anchor(total, parts):
     split = Split.even(total, parts)
@@ -59,6 +62,7 @@ ROWS = st.integers(0, 40)
 LISTS = st.lists(st.tuples(ROWS, ROWS, st.sampled_from("abc")), max_size=6)
 
 
+@settings(deadline=None)
 @given(LISTS, ROWS, ROWS, ROWS)
 def test_clipped_ranges_name_the_same_tokens_as_before(ranges, start, size, offset):
     """Token by token: what covered row r of the whole covers row r - start + offset of the part, in the same order."""
@@ -70,6 +74,7 @@ def test_clipped_ranges_name_the_same_tokens_as_before(ranges, start, size, offs
     assert all(offset <= begin < end <= offset + size for begin, end, _ in clipped)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), PARTS, LISTS)
 def test_the_parts_of_a_split_share_out_every_range(total, parts, ranges):
     split = Split.even(total, parts)

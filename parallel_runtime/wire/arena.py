@@ -33,14 +33,19 @@ class Board:
     def cancel(self, request: int) -> None:
         self._words[0] = request
 
+    def freeze(self) -> None:
+        """Keeps the words as they are now, without the memory they were shared in."""
+        self._words = self._words.copy()
+
     def tick(self, rank: int) -> None:
         self._words[LINE_WORDS * (rank + 1)] += 1
 
     def enter(self, rank: int, phase: str, request: int = 0) -> None:
+        """Every request starts the counter at a place of its own, so that ranks at work on the same one can be compared."""
         line = LINE_WORDS * (rank + 1)
         self._words[line + 1] = PHASES.index(phase)
         self._words[line + 2] = request
-        self._words[line] += 1
+        self._words[line] = request << 32 if request else self._words[line] + 1
 
     def progress(self, rank: int) -> int:
         return int(self._words[LINE_WORDS * (rank + 1)])
@@ -130,7 +135,10 @@ class Arena:
             frame.release()
 
     def close(self) -> None:
+        """The memory is given back with the last view; the board stays readable."""
+        self.board.freeze()
         self.segment.close()
+        self.segment.unmap()
 
 
 class Frame:

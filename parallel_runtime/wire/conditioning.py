@@ -22,7 +22,7 @@ RECENT = 4  # context windows alternate between a few slices under one branch
 @dataclass(frozen=True)
 class Entry:
     ref: TensorRef
-    reference: torch.Tensor  # on the sender's device; the arena's own view where that is the CPU
+    copy: torch.Tensor | None  # on the sender's device; none where that is the CPU, which sees the arena
 
 
 class ConditioningCache:
@@ -41,7 +41,7 @@ class ConditioningCache:
         key = (branch, name, tuple(tensor.shape), tensor.dtype, tensor.device)
         recent = self._recent.setdefault(key, [])
         for entry in recent:
-            if torch.equal(entry.reference, tensor):
+            if torch.equal(self._content(entry), tensor):
                 return entry.ref
         entry = self._find_or_store(tensor)
         recent.insert(0, entry)
@@ -55,10 +55,13 @@ class ConditioningCache:
         if key not in self._entries:
             ref = self._arena.put(local, version=next(self._versions))
             self.uploads += 1
-            on_cpu = tensor.device.type == "cpu"
-            self._entries[key] = Entry(ref, self._arena.segment.tensor(ref) if on_cpu else tensor.detach().clone())
+            self._entries[key] = Entry(ref, None if tensor.device.type == "cpu" else tensor.detach().clone())
         self._entries.move_to_end(key)
         return self._entries[key]
+
+    def _content(self, entry: Entry) -> torch.Tensor:
+        """Views are made anew each time: a kept one would keep a closed arena's memory."""
+        return self._arena.segment.tensor(entry.ref) if entry.copy is None else entry.copy
 
     def begin_run(self) -> None:
         """Between runs only: what is evicted here may have been named by the evaluation before."""

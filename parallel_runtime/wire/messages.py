@@ -25,7 +25,10 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Build a model. ``source`` is a tree: a factory to call, or a configuration and a state dict; its tensors lie in the segment carried."""
+    """Build a model. ``source`` is a tree: a factory to call, or a configuration and a state dict.
+
+    Its tensors lie in the segment carried.
+    """
 
     request: int
     model: str
@@ -35,8 +38,8 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Patch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Weight patches and object patches of a model, replacing earlier ones.
 
-    ``payload`` is the tree ``{"patches", "objects"}``. Carries the segment of its tensors and, where ranks share memory for patched weights, a second one;
-    ``shared`` says where each patched weight goes in it and which rank computes it.
+    ``payload`` is the tree ``{"patches", "objects"}``. Carries the segment of its tensors and, where ranks share memory for patched
+    weights, a second one; ``shared`` says where each patched weight goes in it and which rank computes it.
     """
 
     request: int

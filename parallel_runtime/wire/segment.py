@@ -95,6 +95,10 @@ class Segment:
         self.tensor(ref).copy_(tensor)
         return ref
 
+    def unmap(self) -> None:
+        """Nothing can be read or written here any more; existing views stay. A mapping holds a descriptor of its own."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)

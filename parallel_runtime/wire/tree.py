@@ -71,14 +71,20 @@ def _fits(value: Any) -> bool:
 def decode_tree(data: bytes, get: Callable[[TensorRef], torch.Tensor]) -> Any:
     """Raises msgspec.DecodeError for anything that is not such a tree."""
 
-    def extension(code: int, body: memoryview) -> Any:
+    return msgspec.msgpack.decode(data, ext_hook=_Reader(get))
+
+
+class _Reader:
+    """Reads extensions. No closure: one that names itself lives, with all that ``get`` holds, until the garbage collector comes."""
+
+    def __init__(self, get: Callable[[TensorRef], torch.Tensor]):
+        self._get = get
+
+    def __call__(self, code: int, body: memoryview) -> Any:
         if code == TENSOR:
-            return get(_ref_decoder.decode(body))
+            return self._get(_ref_decoder.decode(body))
         if code == TUPLE:
-            return tuple(decoder.decode(body))
+            return tuple(msgspec.msgpack.decode(body, ext_hook=self))
         if code == DTYPE:
             return dtype_named(bytes(body).decode())
         raise msgspec.DecodeError(f"unknown extension {code} in a tree")
-
-    decoder = msgspec.msgpack.Decoder(strict=True, ext_hook=extension)
-    return decoder.decode(data)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import traceback
 from collections import OrderedDict
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "loadin
 
 def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text or "out of memory" in text)
     )
@@ -49,6 +53,8 @@ class Engine:
         self._request = 0
 
     def wants_stop(self) -> bool:
+        """Asked before every exchange; counts, so that a rank that waits in one is ahead of the rank it waits for."""
+        self._board.tick(self._rank)
         return self._board.cancelled_request == self._request != 0
 
     def serve(self) -> None:
@@ -65,7 +71,7 @@ class Engine:
         """The worker's top: whatever goes wrong is told to the UI, which decides whether the pool can go on."""
         self._request = message.request
         try:
-            segments = [Segment(fd, os.fstat(fd).st_size) for fd in fds]
+            segments = map_segments(fds)
             try:
                 with torch.inference_mode():
                     return self._do(message, segments)
@@ -124,7 +130,6 @@ class Engine:
         model = self._models.pop(name, None)
         if model is not None:
             model.method.detach()
-        self._output = None
         self._versions.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -184,8 +189,23 @@ class Engine:
         held = sum(model.nbytes for model in self._models.values())
         if self._device.type == "cuda":
             return Memory(*torch.cuda.mem_get_info(self._device), held)
-        pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-        return Memory(pages * size, os.sysconf("SC_PHYS_PAGES") * size, held)
+        return Memory(*host_memory(), held)
+
+
+def host_memory() -> tuple[int, int]:
+    """(available, total) bytes. Not what is free: mapped checkpoints fill the page cache, which gives way."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        first = [line.split() for line in islice(lines, 3)]  # MemTotal, MemFree, MemAvailable
+    return int(first[2][1]) << 10, int(first[0][1]) << 10
+
+
+def map_segments(fds: list[int]) -> list[Segment]:
+    try:
+        return [Segment(fd, os.fstat(fd).st_size) for fd in fds]
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
 
 
 def check_file(file: tuple[str, int, int] | None) -> None:

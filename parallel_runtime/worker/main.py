@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -67,9 +68,7 @@ def run(channel: Channel) -> None:
     engine = Engine(channel, arena, comm, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     channel.send(Ready(device_name=name, memory=engine.memory()))
-    try:
+    with contextlib.suppress(ChannelClosed):
         engine.serve()
-    except ChannelClosed:
-        pass
     if size > 1:
         dist.destroy_process_group()

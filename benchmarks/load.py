@@ -1,0 +1,107 @@
+"""What a pool costs before its first step: the seconds until two ranks are ready, and the memory of two ranks over that of one.
+
+Memory is the ranks' proportional set size (a page mapped by n processes counts 1/n in each), after a load and a forward, from a file
+of about 5 GB. ``rss_ratio`` holds all that the ranks have; ``model_ratio`` only what the model added to the ranks as they were before.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..parallel_runtime.errors import PipeMeshError
+from .figures import Figure, Goal, Options, estimate, exactly
+from .lockstep import timed
+
+RANKS = 2
+COLD_STARTS = 5
+FILE = {"hidden": 2048, "double_blocks": 2, "single_blocks": 16}  # 4.9 GiB in fp32, small for a released model
+DISK_BYTES, MEMORY_BYTES = 6 << 30, 16 << 30
+MIB = 1 << 20
+
+
+class Loads:
+    """Pools of any size, one at a time, and what they hold."""
+
+    def __init__(self, options: Options):
+        from ..launcher.pool import HostSetup
+
+        self._setup = HostSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True})
+
+    def handle(self, ranks: int) -> Any:
+        from ..launcher.devices import place
+        from ..launcher.pool import PoolHandle
+        from ..parallel_runtime.layout import Layout
+
+        return PoolHandle(place(Layout(ulysses=ranks), "cpu", "gloo", ()), self._setup)
+
+    def cold_start(self) -> float:
+        handle = self.handle(RANKS)
+        try:
+            return timed(handle.ensure)
+        finally:
+            handle.close()
+
+    def memory(self, ranks: int, model: Any) -> dict[str, int]:
+        """Bytes of all ranks together: ``base`` before the model, ``loaded`` after one step of sampling."""
+        from ..launcher.parity import Case, sample
+        from ..parallel_runtime.client.remote_model import Client
+        from ..parallel_runtime.client.remote_patcher import parallelize
+
+        handle = self.handle(ranks)
+        try:
+            pids = handle.ensure().pids
+            base = sum(map(proportional_bytes, pids))
+            remote = parallelize(model, Client(handle, shares_weights=True), holds_ui_device=False)
+            sample(remote, Case(ranks, "even", 1, 1.0, False, "euler"), steps=1)
+            return {"base": base, "loaded": sum(map(proportional_bytes, pids))}
+        finally:
+            handle.close()
+
+
+def proportional_bytes(pid: int) -> int:
+    return 1024 * int(re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)[1])
+
+
+def require_room(folder: str) -> None:
+    import psutil
+
+    disk, memory = shutil.disk_usage(folder).free, psutil.virtual_memory().available
+    if disk < DISK_BYTES or memory < MEMORY_BYTES:
+        raise PipeMeshError(
+            f"The load bench needs {DISK_BYTES / 1e9:.0f} GB in {folder} and {MEMORY_BYTES / 1e9:.0f} GB of memory, "
+            f"there are {disk / 1e9:.0f} and {memory / 1e9:.0f}: free some, or set TMPDIR to another disk."
+        )
+
+
+def memory_figures(case: str, one: dict[str, int], two: dict[str, int]) -> Iterator[Figure]:
+    yield Figure("load", case, "rss_ratio", exactly(two["loaded"] / one["loaded"]), "ratio", Goal(at_most=1.1))
+    yield Figure("load", case, "model_ratio", exactly((two["loaded"] - two["base"]) / (one["loaded"] - one["base"])), "ratio")
+    for ranks, held in ((1, one), (2, two)):
+        yield Figure("load", f"{case}_{ranks}_ranks", "rss_mib", exactly(held["loaded"] / MIB), "MiB")
+        yield Figure("load", f"{case}_{ranks}_ranks", "rss_base_mib", exactly(held["base"] / MIB), "MiB")
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    import comfy.sd
+    import comfy.utils
+
+    from ..launcher.tiny import write_flux, write_lora
+
+    loads = Loads(options)
+    cold = estimate([loads.cold_start() for _ in range(COLD_STARTS)], median)
+    yield Figure("load", f"{RANKS}_ranks", "cold_start_s", cold, "s", Goal(at_most=12))
+    with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder:
+        require_room(folder)
+        flux = write_flux(Path(folder, "flux.safetensors"), **FILE)
+        lora = write_lora(Path(folder, "lora.safetensors"), flux)
+        stock = comfy.sd.load_diffusion_model(str(flux))
+        patched, _ = comfy.sd.load_lora_for_models(stock, None, comfy.utils.load_torch_file(str(lora)), 1.0, 0.0)
+        for case, model in (("plain", stock), ("lora", patched)):
+            one, two = (loads.memory(ranks, model) for ranks in (1, RANKS))
+            yield from memory_figures(case, one, two)

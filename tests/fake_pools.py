@@ -1,0 +1,99 @@
+"""Pools of fake ranks, and what tests ask of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from pipemesh.launcher.devices import Placement, place
+from pipemesh.launcher.pool import HostSetup, WorkerPool
+from pipemesh.parallel_runtime.errors import PoolFailed
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.wire.messages import Forward, Load, Patch, Release
+from pipemesh.parallel_runtime.wire.segment import TensorRef
+
+FAKE = str(Path(__file__).with_name("fake_worker.py"))
+DEADLINE_S = 60.0  # only ever reached by a test that fails
+OUT = TensorRef(4096, (64,), "uint8")
+MAKE = {
+    "Load": lambda number: Load(request=number, model="m", source=b""),
+    "Patch": lambda number: Patch(request=number, model="m", patches_id="p", payload=b""),
+    "Release": lambda number: Release(request=number, model="m"),
+    "Forward": lambda number: Forward(request=number, model="m", patches_id="", arguments=b"", arena_bytes=0, out=OUT),
+}
+
+
+def fake_setup(*rules: str, stall_s: float = DEADLINE_S) -> HostSetup:
+    return HostSetup(comfyui="", stall_s=stall_s, argv=(sys.executable, FAKE, "{fd}", "{parent}", *rules))
+
+
+def cpus(ranks: int) -> Placement:
+    return place(Layout(ulysses=ranks), "cpu", "gloo", ())
+
+
+class Pools:
+    """``pools(ranks, rule, ...)`` is a pool of fake ranks that is ready; all are closed in the end."""
+
+    def __init__(self):
+        self._made: list[WorkerPool] = []
+
+    def __call__(self, ranks: int, *rules: str, **setup) -> WorkerPool:
+        pool = WorkerPool(cpus(ranks), fake_setup(*rules, **setup))
+        self._made.append(pool)
+        pool.start()
+        return pool
+
+    def close(self) -> None:
+        for pool in self._made:
+            pool.close()
+
+
+def call(pool: WorkerPool, kind: str, interrupted=lambda: False) -> list:
+    return pool.call(MAKE[kind](pool.next_request()), (), interrupted)
+
+
+def handled(pool: WorkerPool, kind: str = "Release") -> list[str]:
+    """What each rank has handled so far, this request included."""
+    return [reply.output.decode() for reply in call(pool, kind)]
+
+
+def inside(pool: WorkerPool, phase: str):
+    """An ``interrupted`` that says yes as soon as every rank is in ``phase``."""
+    return lambda: all(pool.arena.board.phase(rank) == phase for rank in range(pool.size))
+
+
+def gate(pool: WorkerPool):
+    return pool.arena.segment.tensor(TensorRef(8, (1,), "int64"))
+
+
+def opens(pool: WorkerPool):
+    """An ``interrupted`` that opens the gate and says no."""
+    word = gate(pool)
+    return lambda: bool(word.fill_(1)) and False
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def failing(ranks: int, *rules: str, kind: str, first: str = "Release", **setup) -> str:
+    """The sentence of a pool that fails in a request of this kind; checks that nothing of it is left."""
+    pool = WorkerPool(cpus(ranks), fake_setup(*rules, **setup))
+    pool.start()
+    call(pool, first)
+    pids = pool.pids
+    with pytest.raises(PoolFailed) as caught:
+        call(pool, kind)
+    assert_over(pool, pids)
+    return str(caught.value)
+
+
+def assert_over(pool: WorkerPool, pids: list[int]) -> None:
+    assert pool.state == "failed"
+    assert not any(map(is_alive, pids))
+    with pytest.raises(PoolFailed, match=r"^The pool is failed: run again to start a fresh one\.$"):
+        call(pool, "Release")
+    pool.close()
+    assert pool.state == "closed"

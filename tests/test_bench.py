@@ -1,0 +1,218 @@
+"""The bench's statistics, goals, schema and stand-in; never absolute speed."""
+
+import json
+import random
+from statistics import median
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pipemesh.benchmarks import sp
+from pipemesh.benchmarks.capacity import capacity
+from pipemesh.benchmarks.figures import Estimate, Figure, Goal, estimate, exactly, number, percentile
+from pipemesh.benchmarks.forwards import Standin
+from pipemesh.benchmarks.lockstep import Phase, Ranks, merge
+from pipemesh.launcher import bench
+from pipemesh.parallel_runtime.comm.exchange import Exchange
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.methods.usp import Ulysses
+
+SECONDS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)
+
+
+@given(SECONDS)
+def test_an_estimate_lies_in_its_interval_and_among_the_samples(samples):
+    value, low, high = estimate(samples, median)
+    assert min(samples) <= low <= high <= max(samples)
+    assert value == median(samples)
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    draw = random.Random(1)
+    hits = 0
+    for seed in range(40):
+        _, low, high = estimate([draw.gauss(1.0, 0.2) for _ in range(25)], median, seed)
+        hits += low <= 1.0 <= high
+    assert 32 <= hits <= 40  # 90 % of 40, give or take two standard deviations
+
+
+def test_an_interval_narrows_with_more_rounds():
+    draw = random.Random(2)
+    few, many = ([draw.gauss(1.0, 0.2) for _ in range(count)] for count in (10, 250))
+    assert width(estimate(many, median)) < width(estimate(few, median)) / 2
+
+
+def width(estimate: Estimate) -> float:
+    return estimate.high - estimate.low
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 50), (0.501, 51), (0.99, 99), (1.0, 100)])
+def test_a_percentile_is_a_measured_value(share, value):
+    assert percentile(list(range(100, 0, -1)), share) == value
+
+
+@pytest.mark.parametrize(
+    ("goal", "low", "high", "met"),
+    [
+        (Goal(at_least=0.88), 0.80, 0.89, True),
+        (Goal(at_least=0.88), 0.80, 0.87, False),
+        (Goal(at_most=1.0), 0.9, 1.5, True),
+        (Goal(at_most=1.0), 1.1, 1.5, False),
+        (Goal.within(0.02, 100.0), 101.9, 101.9, True),
+        (Goal.within(0.02, 100.0), 102.1, 102.1, False),
+        (Goal.within(0.02, 100.0), 97.9, 97.9, False),
+    ],
+)
+def test_a_goal_fails_only_where_the_favourable_end_misses_it(goal, low, high, met):
+    assert goal.met(Estimate((low + high) / 2, low, high)) is met
+
+
+def test_goals_read_like_conditions():
+    assert str(Goal(at_least=0.88)) == ">= 0.88"
+    assert str(Goal(at_most=12)) == "<= 12"
+    assert str(Goal.within(0.02, 10_000)) == ">= 9800 and <= 10200"
+    assert number(25174016.0) == "25174016"
+
+
+ROUNDS = [{"alone": 1.0, "both": 1.25, "shards": 1.1, "parallel": 0.8}] * 3
+
+
+def test_the_ratios_are_those_of_the_definition():
+    assert capacity(ROUNDS) == pytest.approx(2 * 1.0 / 1.25)
+    assert sp.efficiency(ROUNDS) == pytest.approx(1.1 / (0.8 * 1.6))
+    assert sp.speedup(ROUNDS) == pytest.approx(1.0 / 0.8)
+    assert sp.patch_tax(ROUNDS) == pytest.approx(1.1)
+    assert sp.ulysses_bytes(2, 1024, 256, 24, 4) == 1024 * 256 * 24 * 4
+    assert sp.ulysses_bytes(4, 1024, 256, 24, 4) == pytest.approx(0.75 * 1024 * 256 * 24 * 4)
+
+
+def test_a_phase_lasts_as_long_as_its_slowest_rank():
+    assert merge([[{"alone": 3.0, "both": 1.0}], [{"both": 2.0}]]) == [{"alone": 3.0, "both": 2.0}]
+
+
+def test_a_phase_for_one_is_run_by_the_ranks_in_turn():
+    ranks = object.__new__(Ranks)
+    ranks.rank, ranks.size, ranks._barrier = 0, 2, lambda: None
+    rounds = ranks.measure({"alone": Phase(lambda: 1.0, alone=True), "both": Phase(lambda: 2.0)}, rounds=4)
+    assert rounds == [{"alone": 1.0, "both": 2.0}, {"both": 2.0}] * 2
+
+
+# -- the stand-in ----------------------------------------------------------------------------------------------------
+
+
+class Twin(Exchange):
+    """The real exchange of a group whose other ranks send zeros: remembers the sizes of every collective call."""
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(None, rank, size, on_host=False, wants_stop=lambda: False)
+        self.calls = []
+
+    def _move(self, receiving, sending, receive_sizes, send_sizes):
+        self.calls.append((tuple(receive_sizes), tuple(send_sizes), receiving.shape, sending.shape))
+        receiving.zero_()
+
+
+class CountingStandin(Standin):
+    def __init__(self, rank: int, size: int):
+        super().__init__(rank, size)
+        self.calls = []
+        self.received = []
+
+    def _move(self, receiving, sending, receive_sizes, send_sizes):
+        self.calls.append((tuple(receive_sizes), tuple(send_sizes), receiving.shape, sending.shape))
+        super()._move(receiving, sending, receive_sizes, send_sizes)
+        self.received.append(receiving.clone())
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    from pipemesh.launcher.parity import stock_model
+
+    return stock_model(heads=5).model.diffusion_model
+
+
+def run(model, exchange, tokens=(13, 12)):
+    method = Ulysses(model, plan_for(type(model)), exchange)
+    height, width = tokens
+    arguments = {
+        "x": torch.randn(1, 16, height, width),
+        "timestep": torch.tensor([0.5]),
+        "context": torch.randn(1, 7, 64),
+        "y": torch.randn(1, 32),
+        "transformer_options": {},
+    }
+    try:
+        with torch.inference_mode():
+            return model._forward(**method.begin(arguments))
+    finally:
+        method.detach()
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 3)])
+def test_the_standin_makes_the_calls_of_the_real_exchange(tiny, rank, size):
+    real, standin = Twin(rank, size), CountingStandin(rank, size)
+    assert run(tiny, real).shape == run(tiny, standin).shape
+    assert standin.calls == real.calls
+    assert standin.sent_bytes == real.sent_bytes > 0
+
+
+def test_the_standin_receives_ordinary_numbers(tiny):
+    standin = CountingStandin(0, 2)
+    output = run(tiny, standin)
+    assert torch.isfinite(output).all()
+    for received in standin.received:
+        assert torch.isfinite(received).all()
+        assert (received[:-1].abs() > torch.finfo(torch.float32).tiny).float().mean() > 0.99
+        assert received[-1] == 0  # the last rank's flag: nobody wishes to stop
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    def __init__(self, *figures):
+        self.bench = lambda options: iter(figures)
+
+
+@pytest.fixture
+def run_bench(monkeypatch, capsys):
+    def call(*figures, argv=("sp", "--json")):
+        monkeypatch.setattr(bench.importlib, "import_module", lambda *_: Bench(*figures))
+        status = bench.main(list(argv), host=None)
+        return status, capsys.readouterr().out.splitlines()
+
+    return call
+
+
+GOOD = Figure("sp", "ulysses2_1024", "efficiency", Estimate(0.91, 0.89, 0.93), "ratio", Goal(at_least=0.88))
+BAD = Figure("hop", "back_to_back", "hop_ms_p50", Estimate(1.5, 1.4, 1.6), "ms", Goal(at_most=1.0))
+
+
+def test_json_is_one_object_per_line_and_nothing_else(run_bench):
+    status, lines = run_bench(GOOD, Figure("sp", "ulysses2_1024", "speedup", exactly(1.7), "x"))
+    assert status == 0
+    first, second = map(json.loads, lines)
+    assert list(first) == ["bench", "case", "metric", "value", "low", "high", "unit", "goal"]
+    assert list(first.values()) == ["sp", "ulysses2_1024", "efficiency", 0.91, 0.89, 0.93, "ratio", ">= 0.88"]
+    assert second["goal"] is None and second["low"] == second["high"] == 1.7
+
+
+def test_a_missed_goal_shows_in_the_table_and_the_exit_status(run_bench):
+    status, lines = run_bench(GOOD, BAD, argv=("hop",))
+    assert status == 1
+    assert lines[1].split()[-1] == "ok"
+    assert lines[2].split()[-1] == "MISS"
+
+
+def test_an_unknown_bench_is_refused_with_the_names(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["speed"], host=None)
+    assert "hop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", bench.NAMES)
+def test_every_name_is_a_module_with_a_bench(name):
+    import importlib
+
+    assert callable(importlib.import_module(f"pipemesh.benchmarks.{name}").bench)

@@ -1,0 +1,293 @@
+"""Real ranks that die, hang, run out of memory or lose their checkpoint: one sentence each, and the next run is right."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from pipemesh.launcher.parity import BOUND, conditioning, relative_error
+from pipemesh.launcher.pool import PoolHandle, WorkerPool
+from pipemesh.launcher.tiny import write_flux
+from pipemesh.parallel_runtime.client.remote_model import Client
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
+
+from .fake_pools import DEADLINE_S, cpus, is_alive
+from .test_pool_leaks import Holdings
+
+
+class Once(threading.Thread):
+    """Acts the moment ``happens()``: what a test does to a rank while its own thread waits for that rank."""
+
+    def __init__(self, happens, act):
+        super().__init__(daemon=True)
+        self._happens, self._act = happens, act
+        self.acted = False
+        self.start()
+
+    def run(self) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            if self._happens():
+                self._act()
+                self.acted = True
+                return
+            time.sleep(0.0005)  # shared memory has no event to wait for
+
+
+@pytest.fixture(scope="module")
+def before(truth):
+    return Holdings.now()
+
+
+@pytest.fixture(scope="module")
+def handle(setup, before):
+    """Two ranks of this module's own, which may die."""
+    handle = PoolHandle(cpus(2), setup)
+    yield handle
+    handle.close()
+
+
+@pytest.fixture(scope="module")
+def client(handle):
+    return Client(handle, shares_weights=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_flux(tmp_path_factory.mktemp("faults") / "flux.safetensors", hidden=256, double_blocks=4, single_blocks=4)
+
+
+def load(path):
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model(str(path))
+
+
+def picture(model, size=(40, 40), steps=1):
+    import comfy.sample
+
+    latent = torch.zeros(1, 16, *size)
+    with torch.inference_mode():
+        noise = comfy.sample.prepare_noise(latent, 7)
+        prompts = conditioning(1, 13), conditioning(2, 7)
+        return comfy.sample.sample(model, noise, steps, 1.0, "euler", "simple", *prompts, latent, disable_pbar=True, seed=7)
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint):
+    return picture(load(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def parallel(checkpoint, client):
+    return parallelize(load(checkpoint), client, holds_ui_device=False)
+
+
+def is_right(model, truth) -> bool:
+    return relative_error(picture(model), truth) <= BOUND
+
+
+def kill(pool: WorkerPool, rank: int) -> None:
+    psutil.Process(pool.pids[rank]).kill()
+
+
+def in_forward(pool: WorkerPool, rank: int, ticks: int = 6) -> bool:
+    """Some blocks deep: every request starts the counter at a multiple of 2^32."""
+    return pool.arena.board.phase(rank) == "forward" and pool.arena.board.progress(rank) % (1 << 32) >= ticks
+
+
+KILLED = (
+    r"^Rank 1 on cpu was killed \(signal 9; the system does this when memory runs out\) while {}: "
+    r"run again, a fresh pool will be started\.\nLast lines of rank 1:\n"
+)
+
+
+def test_ranks_killed_at_start_and_while_loading_are_named_and_the_next_run_is_right(monkeypatch, handle, parallel, truth):
+    """The first load of a fresh rank takes a second: time enough to kill it there."""
+    start = WorkerPool.start
+
+    def interrupted(pool: WorkerPool) -> bool:
+        """Asked while the ranks start."""
+        if pool.arena.board.phase(1) == "importing":
+            kill(pool, 1)
+        return False
+
+    monkeypatch.setattr(WorkerPool, "start", lambda pool, _interrupted: start(pool, lambda: interrupted(pool)))
+    with pytest.raises(PoolFailed, match=KILLED.format("importing")):
+        picture(parallel)
+    monkeypatch.undo()
+
+    def loading() -> bool:
+        pool = handle.live()
+        return pool is not None and pool.arena.board.phase(1) == "loading"
+
+    killer = Once(loading, lambda: kill(handle.live(), 1))
+    with pytest.raises(PoolFailed, match=KILLED.format("loading")):
+        picture(parallel)
+    killer.join()
+    assert is_right(parallel, truth)
+
+
+def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_is_right(handle, parallel, truth):
+    assert is_right(parallel, truth)
+    pool = handle.live()
+    killer = Once(lambda: in_forward(pool, 1), lambda: kill(pool, 1))
+    with pytest.raises(PoolFailed, match=KILLED.format("forward")):
+        picture(parallel, (96, 96))
+    killer.join()
+    assert is_right(parallel, truth)
+
+
+@contextmanager
+def confined(pids: list[int], room: int):
+    """The kernel gives these processes ``room`` bytes of address space more, and then no more."""
+    before = {pid: resource.prlimit(pid, resource.RLIMIT_AS) for pid in pids}
+    for pid, (_, hard) in before.items():
+        resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms + room, hard))
+    try:
+        yield
+    finally:
+        for pid, limit in before.items():
+            if psutil.pid_exists(pid):
+                resource.prlimit(pid, resource.RLIMIT_AS, limit)
+
+
+OUT_OF_MEMORY = (
+    r"^Rank {} on cpu ran out of memory while forward \([\d.]+ MiB of [\d.]+ MiB free, [\d.]+ MiB held by models; {}\): "
+    r"use more ranks, a smaller image or batch, or free memory\."
+)
+
+
+def test_every_rank_out_of_memory_is_one_sentence_and_the_same_pool_goes_on(handle, parallel, truth):
+    """The arena has grown by more than the ranks may map: all are refused alike, and follow it when they may."""
+    assert is_right(parallel, truth)
+    pool = handle.live()
+    sentence = OUT_OF_MEMORY.format(0, r"\[Errno 12\] Cannot allocate memory")
+    with confined(pool.pids, room=4 << 20), pytest.raises(OutOfMemory, match=sentence):
+        picture(parallel, (512, 512))
+    assert handle.live() is pool
+    low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks could not map it
+    assert is_right(parallel, truth)
+    pool.arena.give(low, 8 << 20)
+
+
+def test_one_rank_out_of_memory_inside_a_forward_is_named_and_the_next_run_is_right(handle, parallel, truth):
+    assert is_right(parallel, truth)
+    pool = handle.live()
+    with confined(pool.pids[1:], room=8 << 20), pytest.raises(PoolFailed, match=OUT_OF_MEMORY.format(1, ".*can't allocate memory.*")):
+        picture(parallel, (128, 128))
+    assert pool.state == "failed"
+    assert is_right(parallel, truth)
+
+
+def test_a_checkpoint_that_is_cut_short_under_a_rank_is_named_and_not_loaded_again(tmp_path, client, parallel, truth):
+    path = write_flux(tmp_path / "cut.safetensors", hidden=128, double_blocks=1, single_blocks=1)
+    model = parallelize(load(path), client, holds_ui_device=False)
+    picture(model)
+    size = path.stat().st_size
+    os.truncate(path, 5000)
+    with pytest.raises(PoolFailed, match=r"^Rank [01] on cpu was killed \(signal 7; its checkpoint was cut short on disk, or"):
+        picture(model)
+    with pytest.raises(Refused, match=f"^The checkpoint {path} changed on disk since it was loaded \\({size} bytes then, 5000 now\\): "):
+        picture(model)
+    assert is_right(parallel, truth)
+
+
+def test_the_rank_that_hangs_inside_a_forward_is_named_not_the_one_that_waits_for_it(handle, parallel, truth):
+    assert is_right(parallel, truth)
+    pool = handle.live()
+    pool._setup = replace(pool._setup, stall_s=2.0)
+    board, stopped = pool.arena.board, psutil.Process(pool.pids[1])
+
+    def stopped_while_computing() -> bool:
+        """Stops rank 1 until it has stopped between two exchanges, with rank 0 waiting in the second."""
+        if not in_forward(pool, 1):
+            return False
+        stopped.suspend()
+        seen = -1
+        while seen != (seen := board.progress(0)):
+            time.sleep(0.2)
+        if board.progress(1) < seen:
+            return True
+        stopped.resume()
+        return False
+
+    once = Once(stopped_while_computing, lambda: None)
+    with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu made no progress for 2 s while forward: run again"):
+        picture(parallel, (96, 96), steps=8)
+    once.join()
+    assert not is_alive(stopped.pid)
+
+
+def test_after_all_of_this_nothing_is_left_in_the_ui(handle, parallel, truth, before):
+    assert is_right(parallel, truth)
+    assert Holdings.now() != before
+    handle.close()
+    assert Holdings.now() == before
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path, clients):
+    """A checkpoint that may come to harm, its MODEL made parallel on the shared pool, and its stock picture."""
+    path = write_flux(tmp_path / "own.safetensors", hidden=128, double_blocks=1, single_blocks=1, seed=len(str(tmp_path)))
+    truth = picture(load(path))
+    return path, parallelize(load(path), clients(2), holds_ui_device=False), truth
+
+
+def test_a_checkpoint_that_is_gone_is_named_and_put_back_is_right(own):
+    path, model, truth = own
+    path.rename(path.with_suffix(".away"))
+    with pytest.raises(Refused, match=f"^The checkpoint {path} is missing: put it back or choose another in the loader node\\.$"):
+        picture(model)
+    path.with_suffix(".away").rename(path)
+    assert is_right(model, truth)
+
+
+def changed(path, found: str) -> str:
+    size = path.stat().st_size
+    return (
+        f"^The checkpoint {path} changed on disk since it was loaded \\({size} bytes then, {found} now\\): "
+        r"unload models and execution cache in ComfyUI's menu and run again\.$"
+    )
+
+
+def test_a_checkpoint_that_was_cut_short_is_named_and_a_whole_one_is_right(own, clients):
+    path, model, truth = own
+    whole, sentence = path.read_bytes(), changed(path, r"1000")
+    cut = path.with_suffix(".cut")
+    cut.write_bytes(whole[:1000])
+    cut.replace(path)  # another file under the same name: what is mapped stays as it is
+    with pytest.raises(Refused, match=sentence):
+        picture(model)
+    path.write_bytes(whole)
+    assert is_right(parallelize(load(path), clients(2), holds_ui_device=False), truth)
+
+
+def test_a_checkpoint_that_changed_is_named_and_loaded_again_is_right(own, clients):
+    path, model, _ = own
+    size = path.stat().st_size
+    sentence = changed(path, str(size))
+    other = write_flux(path.with_suffix(".other"), hidden=128, double_blocks=1, single_blocks=1, seed=99)
+    other.replace(path)
+    with pytest.raises(Refused, match=sentence):
+        picture(model)
+    assert is_right(parallelize(load(path), clients(2), holds_ui_device=False), picture(load(path)))
+
+
+def test_a_checkpoint_that_is_gone_before_its_model_is_parallelized_is_named(own, clients):
+    path, _, _ = own
+    stock = load(path)
+    path.unlink()
+    with pytest.raises(ModelError, match=f"^The checkpoint {path} is missing: put it back or choose another in the loader node\\.$"):
+        parallelize(stock, clients(2), holds_ui_device=False)

@@ -1,0 +1,356 @@
+"""Nothing is left behind: descriptors, shared memory, threads and processes, however a pool or its UI ends."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from pipemesh.launcher.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.launcher.pool import WorkerPool
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelled
+
+from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this process holds now."""
+
+    descriptors: frozenset[str]
+    mappings: tuple[str, ...]
+    threads: frozenset[str]
+    children: frozenset[int]
+
+    @classmethod
+    def now(cls) -> Holdings:
+        gc.collect()
+        links = {fd: link(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+        mappings = [line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:pipemesh" in line]
+        return cls(
+            descriptors=frozenset(f"{fd} {target}" for fd, target in links.items() if target),
+            mappings=tuple(sorted(mappings)),
+            threads=frozenset(f"{thread.name} {thread.native_id}" for thread in threading.enumerate()),
+            children=frozenset(child.pid for child in psutil.Process().children(recursive=True)),
+        )
+
+
+def link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:  # the descriptor that listed the folder
+        return ""
+
+
+# -- the UI process ------------------------------------------------------------------------------------------------------
+
+
+def closed(pool: WorkerPool) -> None:
+    pool.start()
+    call(pool, "Forward")
+    pool.close()
+
+
+def failed_in_a_request(pool: WorkerPool) -> None:
+    pool.start()
+    with pytest.raises(PoolFailed):
+        call(pool, "Forward")
+
+
+def failed_at_start(pool: WorkerPool) -> None:
+    with pytest.raises(PoolFailed):
+        pool.start()
+
+
+def cancelled_at_start(pool: WorkerPool) -> None:
+    with pytest.raises(RunCancelled):
+        pool.start(lambda: True)
+
+
+def closed_with_answers_outstanding(pool: WorkerPool) -> None:
+    pool.start()
+    with pytest.raises(RunCancelled):
+        call(pool, "Load", inside(pool, "loading"))
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "rules"),
+    [
+        (closed, ()),
+        (failed_in_a_request, ("1:Forward=die",)),
+        (failed_in_a_request, ("1:Forward=kill-9", "0:Forward=hang")),
+        (failed_in_a_request, ("1:Forward=leave",)),
+        (failed_in_a_request, ("1:Forward=garbage",)),
+        (failed_in_a_request, ("1:Forward=error",)),
+        (failed_at_start, ("1:Start=die",)),
+        (failed_at_start, ("*:*=die-unheard",)),
+        (cancelled_at_start, ("*:Start=gated",)),
+        (closed_with_answers_outstanding, ("*:Load=gated",)),
+        (WorkerPool.close, ()),
+    ],
+    ids=lambda value: getattr(value, "__name__", " ".join(value) if isinstance(value, tuple) else None),
+)
+def test_a_pool_leaves_nothing_in_the_ui_however_it_ends(end, rules):
+    before = Holdings.now()
+    pool = WorkerPool(cpus(2), fake_setup(*rules))
+    assert Holdings.now() != before
+    end(pool)
+    assert Holdings.now() == before  # and whoever still holds the object holds nothing else
+
+
+def test_a_worker_that_cannot_be_started_leaves_nothing_in_the_ui():
+    before = Holdings.now()
+    pool = WorkerPool(cpus(2), replace(fake_setup(), argv=("/no/such/python",)))
+    failed_at_start(pool)
+    assert Holdings.now() == before
+
+
+def test_a_finished_call_leaves_nothing_in_the_ui():
+    pool = WorkerPool(cpus(2), fake_setup("*:Patch=error"))
+    pool.start()
+    before = Holdings.now()
+    held = os.memfd_create("test")
+    for _ in range(50):
+        call(pool, "Forward")
+        with pytest.raises(ModelError):
+            call(pool, "Patch")
+    os.close(held)
+    assert Holdings.now() == before
+    pool.close()
+
+
+# -- 200 runs ------------------------------------------------------------------------------------------------------------
+
+CASE = Case(2, "odd", 5, 1.0, False, "euler")
+KEY = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
+MIB = 1 << 20
+
+
+def patched(model, strength: float):
+    clone = model.clone()
+    clone.add_patches({KEY: ("diff", (torch.ones(clone.model.state_dict()[KEY].shape) * 1e-3,))}, strength)
+    return clone
+
+
+def misled(model) -> None:
+    """A prompt of the wrong width: an error in every rank."""
+    import comfy.sample
+
+    latent = torch.zeros(1, 16, 8, 8)
+    noise, prompt = comfy.sample.prepare_noise(latent, 1), conditioning(1, 5)
+    prompt[0][0] = prompt[0][0][..., :-1]
+    with torch.inference_mode(), pytest.raises(ModelError, match=r"^Rank 0 on cpu failed while forward: RuntimeError"):
+        comfy.sample.sample(model, noise, 1, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True)
+
+
+def interrupted(model) -> None:
+    import comfy.model_management
+
+    comfy.model_management.interrupt_current_processing()
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        sample(model, CASE, steps=1)
+
+
+def ranks_hold(pids: list[int]) -> list[tuple[int, int]]:
+    """(descriptors, threads) of each rank."""
+    return [(psutil.Process(pid).num_fds(), psutil.Process(pid).num_threads()) for pid in pids]
+
+
+def resident(pids: list[int]) -> list[int]:
+    return [psutil.Process(pid).memory_info().rss for pid in pids]
+
+
+def test_two_hundred_runs_leave_nothing_in_the_ui_and_nothing_in_the_ranks(clients):
+    """Among them runs that fail, runs that are cancelled and runs under other weight patches."""
+    stock, client = stock_model(CASE.heads), clients(2)
+    model = parallelize(stock, client, holds_ui_device=False)
+    truth = sample(stock, CASE)
+
+    def one_run(number: int) -> None:
+        if number % 20 == 7:
+            misled(model)
+        elif number % 20 == 13:
+            interrupted(model)
+        elif number % 10 == 5:
+            sample(patched(model, number / 100), CASE, steps=1)
+        else:
+            sample(model, CASE, seed=number, steps=1)
+
+    for number in range(40):
+        one_run(number)
+    pool = client.memory.pool
+    pids = pool.pids
+    before, arena, ranks, memory = Holdings.now(), pool.arena.nbytes, ranks_hold(pids), resident([*pids, os.getpid()])
+    for number in range(40, 240):
+        one_run(number)
+    assert client.memory.pool is pool
+    assert Holdings.now() == before
+    assert pool.arena.nbytes == arena
+    assert ranks_hold(pids) == ranks
+    grown = [now - then for now, then in zip(resident([*pids, os.getpid()]), memory, strict=True)]
+    assert max(grown) < 24 * MIB
+    assert relative_error(sample(model, CASE), truth) <= BOUND
+
+
+# -- the end of the UI ---------------------------------------------------------------------------------------------------
+
+UI = """
+import json, sys
+root, comfyui, argv = json.loads(sys.argv[1])
+sys.path[:0] = [root + "/launcher", comfyui]
+from package import register_package
+register_package(root)
+from pipemesh.launcher.devices import place
+from pipemesh.launcher.pool import HostSetup, PoolKeeper
+from pipemesh.parallel_runtime.layout import Layout
+
+keeper = PoolKeeper(HostSetup(comfyui=comfyui, comfy_args={"cpu": True}, **({"argv": tuple(argv)} if argv else {})))
+handle = keeper.handle(place(Layout(ulysses=2), "cpu", "gloo", ()))
+print(json.dumps(handle.ensure().pids), flush=True)
+asked = [json.loads(sys.stdin.readline() or sys.exit())]
+
+import comfy.cli_args
+comfy.cli_args.args.cpu = True
+import torch
+torch.set_num_threads(1)
+from pipemesh.launcher.parity import Bench, Case
+from pipemesh.parallel_runtime.client.remote_model import Client
+
+bench = Bench(lambda ranks: Client(handle, shares_weights=True))
+while asked:
+    print(json.dumps(bench.error(Case(**asked.pop()))), flush=True)
+    asked += [json.loads(line) for line in [sys.stdin.readline()] if line]
+"""
+
+
+class Ui:
+    """Another process with a pool of its own."""
+
+    def __init__(self, comfyui: str, argv: tuple[str, ...] = ()):
+        arguments = [sys.executable, "-c", UI, json.dumps([str(ROOT), comfyui, argv])]
+        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self.ranks: list[psutil.Process] = []
+
+    def said(self):
+        line = self.process.stdout.readline()
+        assert line, "the UI process has ended"
+        return json.loads(line)
+
+    def await_ranks(self) -> None:
+        self.ranks = [psutil.Process(pid) for pid in self.said()]
+
+    def ask(self, case: Case) -> None:
+        self.process.stdin.write(json.dumps(vars(case)) + "\n")
+
+    def end(self) -> None:
+        for stream in (self.process.stdin, self.process.stdout):
+            stream.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def assert_gone(ranks: list[psutil.Process]) -> None:
+    assert ranks
+    _gone, alive = psutil.wait_procs(ranks, DEADLINE_S)
+    assert not alive
+    names = [name for name in os.listdir("/dev/shm") if "pipemesh" in name or any(str(rank.pid) in name for rank in ranks)]
+    assert not names
+
+
+@pytest.fixture(scope="module")
+def side_by_side(setup):
+    """Two UI processes, each with two real ranks."""
+    uis = [Ui(setup.comfyui), Ui(setup.comfyui)]
+    for ui in uis:
+        ui.await_ranks()
+    yield uis
+    for ui in uis:
+        ui.end()
+
+
+def test_two_instances_side_by_side_both_compute_right_at_once(side_by_side):
+    assert len({rank.pid for ui in side_by_side for rank in ui.ranks}) == 4
+    cases = [Case(2, "odd", 5, 4.0, False, "euler"), Case(2, "even", 12, 1.0, False, "heun")]
+    for ui, case in zip(side_by_side, cases, strict=True):
+        ui.ask(case)
+        ui.ask(cases[0])
+    for ui in side_by_side:
+        assert max(ui.said(), ui.said()) <= BOUND
+
+
+def test_the_ranks_of_one_instance_die_with_it_and_the_others_compute_on(side_by_side):
+    ended, other = side_by_side
+    ended.process.send_signal(signal.SIGTERM)
+    ended.process.wait(DEADLINE_S)
+    assert_gone(ended.ranks)
+    other.ask(CASE)
+    assert other.said() <= BOUND
+
+
+def test_the_ranks_of_an_instance_that_is_killed_while_it_computes_die_with_it(side_by_side):
+    ui = side_by_side[1]
+    ui.ask(CASE)
+    ui.ask(replace(CASE, heads=12))
+    ui.said()
+    ui.process.kill()
+    assert_gone(ui.ranks)
+
+
+@pytest.mark.parametrize(
+    ("number", "rules"),
+    [(signal.SIGKILL, ["*:Start=deaf"]), (signal.SIGTERM, ["*:Start=deaf"]), (signal.SIGINT, []), (None, [])],
+    ids=["killed", "terminated", "Ctrl-C", "left"],
+)
+def test_ranks_end_with_the_ui_however_it_ends(setup, number, rules):
+    """Those that never look at their socket too: the kernel ends them."""
+    ui = Ui(setup.comfyui, fake_setup(*rules).argv)
+    ui.await_ranks()
+    if number is None:
+        ui.process.stdin.close()
+    else:
+        ui.process.send_signal(number)
+    ui.process.wait(DEADLINE_S)
+    assert_gone(ui.ranks)
+    ui.end()
+
+
+DEEP_IN_A_COLLECTIVE = """
+import socket, sys, threading
+sys.path.insert(0, sys.argv[1] + "/launcher")
+from package import register_package
+register_package(sys.argv[1])
+from pipemesh.parallel_runtime.wire.channel import Channel
+from pipemesh.parallel_runtime.wire.messages import ToRank
+from pipemesh.parallel_runtime.worker.main import watch_parent
+watch_parent(Channel(socket.socket(fileno=int(sys.argv[2])), ToRank))
+print("watching", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_rank_that_never_looks_at_its_socket_ends_when_the_ui_is_gone():
+    """Where the parent-death signal does not reach."""
+    ours, theirs = socket.socketpair()
+    arguments = [sys.executable, "-c", DEEP_IN_A_COLLECTIVE, str(ROOT), str(theirs.fileno())]
+    process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, text=True)
+    theirs.close()
+    assert process.stdout.readline() == "watching\n"
+    assert process.poll() is None
+    ours.close()
+    assert process.wait(DEADLINE_S) == 1
+    process.stdout.close()
