@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from ..launcher.tiny import build_flux_patcher, flux_config
-from ..parallel_runtime.comm.exchange import Exchange
+from ..parallel_runtime.comm.exchange import Exchange, StopFlag
+from ..parallel_runtime.comm.ring import Ring
+from ..parallel_runtime.comm.sequence import SequenceComm
 from ..parallel_runtime.families import plan_for
-from ..parallel_runtime.methods.usp import Ulysses
+from ..parallel_runtime.methods.usp import SequenceParallel
 from .lockstep import timed
 
 MODEL = {"heads": 2, "double_blocks": 8, "single_blocks": 16, "context_dim": 64, "vec_dim": 32}
@@ -43,28 +45,26 @@ class Forwards:
     def whole(self) -> float:
         return timed(lambda: self._model._forward(**self._arguments))
 
-    def through(self, exchange: Exchange) -> float:
-        """Under Ulysses as this exchange's rank."""
-        method = Ulysses(self._model, self._plan, exchange)
+    def through(self, comm: SequenceComm) -> float:
+        """Under sequence parallelism as this rank of the grid."""
+        method = SequenceParallel(self._model, self._plan, comm)
         try:
             return timed(lambda: self._model._forward(**method.begin(self._arguments)))
         finally:
             method.detach()
 
 
-class Standin(Exchange):
+class StandinExchange(Exchange):
     """Makes one process any rank of a group: packs, unpacks and counts like the real exchange, but moves nothing.
 
     What it receives are ordinary numbers (normal deviates: no zeros, no NaN, no denormals, which would change the speed of arithmetic).
     """
 
     def __init__(self, rank: int, size: int):
-        super().__init__(None, rank, size, on_host=False, wants_stop=lambda: False)
+        super().__init__(None, rank, size, on_host=False)
 
     def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        made = (use, dtype, device) in self._buffers and self._buffers[use, dtype, device].numel() >= count
-        buffer = super()._buffer(use, count, dtype, device)
-        return buffer if made else buffer.normal_()
+        return ordinary(self._buffers.get((use, dtype, device)), super()._buffer(use, count, dtype, device))
 
     def _move(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
         end = 0
@@ -72,3 +72,29 @@ class Standin(Exchange):
             end += size
             if size:
                 receiving[end - 1] = 0.0  # nobody wishes to stop
+
+
+class StandinRing(Ring):
+    """The same for a ring."""
+
+    def __init__(self, index: int, size: int):
+        super().__init__(None, range(size), index, on_host=False)
+
+    def _buffer(self, slot: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return ordinary(self._buffers.get((slot, dtype, device)), super()._buffer(slot, count, dtype, device))
+
+    def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list:
+        arriving[-1] = 0.0
+        return []
+
+
+def ordinary(before: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
+    """``buffer``, filled with normal deviates unless it is part of the one that was there ``before``."""
+    same = before is not None and before.data_ptr() == buffer.data_ptr()
+    return buffer if same else buffer.normal_()
+
+
+def standin(rank: int, ulysses: int, ring: int) -> SequenceComm:
+    ring_index, ulysses_index = divmod(rank, ulysses)
+    exchanges = StandinExchange(ulysses_index, ulysses), StandinExchange(rank, ulysses * ring)
+    return SequenceComm(exchanges[0], StandinRing(ring_index, ring), exchanges[1], StopFlag(lambda: False))

@@ -1,4 +1,4 @@
-"""Sequence parallelism on two ranks: its efficiency, its plain speed-up, what sharding itself costs, and the bytes it sends."""
+"""Sequence parallelism, Ulysses and ring: its efficiency, its plain speed-up, what sharding itself costs, and the bytes it sends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from .capacity import capacity
 from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
 from .lockstep import Phase, Ranks, merge, run
 
-RANKS = 2
+METHODS = {"ulysses2": (2, 1), "ring2": (1, 2)}  # degrees of ulysses and ring; two ranks have a core each
+BYTES_ONLY = {"2x2": (2, 2)}  # four ranks share two cores: no figure of time is worth anything
 EFFICIENCY = {1024: 0.88, 4096: 0.95}  # tokens -> goal
 
 
@@ -26,38 +27,48 @@ def patch_tax(rounds: Sequence[Round]) -> float:
     return typical(rounds, "shards") / typical(rounds, "alone")
 
 
-def ulysses_bytes(ranks: int, tokens: int, hidden: int, blocks: int, item_bytes: int, batch: int = 1) -> float:
-    """Sent by one rank in one evaluation: three quarters of it q, k and v, the rest attention's output."""
-    return 4 * (ranks - 1) / ranks**2 * batch * tokens * hidden * blocks * item_bytes
+def formula_bytes(ulysses: int, ring: int, tokens: int, hidden: int, blocks: int, item_bytes: int, batch: int = 1) -> float:
+    """Sent by one rank in one evaluation: q, k, v and the output within a ulysses group, then k and v around the ring."""
+    own = batch * tokens * hidden * blocks * item_bytes / (ulysses * ring)
+    return own * (4 * (ulysses - 1) / ulysses + 2 * (ring - 1))
 
 
-def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
-    from ..parallel_runtime.comm.exchange import Exchange
-    from .forwards import Forwards, Standin
+def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> dict[str, Any]:
+    from ..parallel_runtime.comm.sequence import connect
+    from .forwards import Forwards, standin
 
+    ulysses, ring = degrees
     forwards = Forwards(tokens)
-    exchange = Exchange(None, ranks.rank, ranks.size, on_host=False, wants_stop=lambda: False)
-    standins = [Standin(rank, ranks.size) for rank in range(ranks.size)]
+    comm = connect(degrees, ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
+    standins = [standin(rank, ulysses, ring) for rank in range(ranks.size)]
     phases = {
         "alone": Phase(forwards.whole, alone=True),
-        "parallel": Phase(lambda: forwards.through(exchange)),
+        "parallel": Phase(lambda: forwards.through(comm)),
         "both": Phase(forwards.whole),
-        "shards": Phase(lambda: sum(forwards.through(standin) for standin in standins), alone=True),
+        "shards": Phase(lambda: sum(forwards.through(one) for one in standins), alone=True),
     }
-    formula = ulysses_bytes(ranks.size, tokens, forwards.hidden, forwards.blocks, 4)
-    return {"rounds": ranks.measure(phases, rounds), "sent_bytes": exchange.sent_bytes, "formula": formula}
+    formula = formula_bytes(ulysses, ring, tokens, forwards.hidden, forwards.blocks, 4)
+    measured = ranks.measure(phases, rounds) if rounds else [{"parallel": forwards.through(comm)}]
+    return {"rounds": measured, "sent_bytes": comm.sent_bytes, "formula": formula}
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    for tokens, goal in EFFICIENCY.items():
-        case = f"ulysses{RANKS}_{tokens}"
-        by_rank = run(options.host, RANKS, "sp:measure", tokens=tokens, rounds=options.rounds)
-        rounds = merge([rank["rounds"] for rank in by_rank])
-        yield Figure("sp", case, "efficiency", estimate(rounds, efficiency), "ratio", Goal(at_least=goal))
-        yield Figure("sp", case, "speedup", estimate(rounds, speedup), "x")
-        yield Figure("sp", case, "patch_tax", estimate(rounds, patch_tax), "ratio")
-        yield Figure("sp", case, "capacity", estimate(rounds, capacity), "x")
-        formula = by_rank[0]["formula"]
-        sent = max(rank["sent_bytes"] for rank in by_rank)
-        yield Figure("sp", case, "bytes_per_step", exactly(sent), "bytes", Goal.within(0.02, formula))
-        yield Figure("sp", case, "bytes_formula", exactly(formula), "bytes")
+    for method, degrees in {**METHODS, **BYTES_ONLY}.items():
+        timed = method in METHODS
+        for tokens, goal in EFFICIENCY.items() if timed else [(1024, None)]:
+            case = f"{method}_{tokens}"
+            rounds = options.rounds if timed else 0
+            by_rank = run(options.host, degrees[0] * degrees[1], "sp:measure", tokens=tokens, rounds=rounds, degrees=degrees)
+            if timed:
+                yield from times(case, merge([rank["rounds"] for rank in by_rank]), goal)
+            formula = by_rank[0]["formula"]
+            sent = max(rank["sent_bytes"] for rank in by_rank)
+            yield Figure("sp", case, "bytes_per_step", exactly(sent), "bytes", Goal.within(0.02, formula))
+            yield Figure("sp", case, "bytes_formula", exactly(formula), "bytes")
+
+
+def times(case: str, rounds: Sequence[Round], goal: float) -> Iterator[Figure]:
+    yield Figure("sp", case, "efficiency", estimate(rounds, efficiency), "ratio", Goal(at_least=goal))
+    yield Figure("sp", case, "speedup", estimate(rounds, speedup), "x")
+    yield Figure("sp", case, "patch_tax", estimate(rounds, patch_tax), "ratio")
+    yield Figure("sp", case, "capacity", estimate(rounds, capacity), "x")

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from pipemesh.benchmarks import sp
 from pipemesh.benchmarks.capacity import capacity
 from pipemesh.benchmarks.figures import Estimate, Figure, Goal, estimate, exactly, number, percentile
-from pipemesh.benchmarks.forwards import Standin
+from pipemesh.benchmarks.forwards import StandinExchange, StandinRing
 from pipemesh.benchmarks.lockstep import Phase, Ranks, merge
 from pipemesh.launcher import bench
-from pipemesh.parallel_runtime.comm.exchange import Exchange
+from pipemesh.parallel_runtime.comm.exchange import Exchange, StopFlag
+from pipemesh.parallel_runtime.comm.sequence import SequenceComm
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.methods.usp import Ulysses
+from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 
 SECONDS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)
 
@@ -83,8 +84,11 @@ def test_the_ratios_are_those_of_the_definition():
     assert sp.efficiency(ROUNDS) == pytest.approx(1.1 / (0.8 * 1.6))
     assert sp.speedup(ROUNDS) == pytest.approx(1.0 / 0.8)
     assert sp.patch_tax(ROUNDS) == pytest.approx(1.1)
-    assert sp.ulysses_bytes(2, 1024, 256, 24, 4) == 1024 * 256 * 24 * 4
-    assert sp.ulysses_bytes(4, 1024, 256, 24, 4) == pytest.approx(0.75 * 1024 * 256 * 24 * 4)
+    whole = 1024 * 256 * 24 * 4
+    assert sp.formula_bytes(2, 1, 1024, 256, 24, 4) == whole  # 4 (N - 1) / N^2
+    assert sp.formula_bytes(4, 1, 1024, 256, 24, 4) == pytest.approx(0.75 * whole)
+    assert sp.formula_bytes(1, 2, 1024, 256, 24, 4) == whole  # 2 (N - 1) / N
+    assert sp.formula_bytes(1, 4, 1024, 256, 24, 4) == pytest.approx(1.5 * whole)
 
 
 def test_a_phase_lasts_as_long_as_its_slowest_rank():
@@ -105,7 +109,7 @@ class Twin(Exchange):
     """The real exchange of a group whose other ranks send zeros: remembers the sizes of every collective call."""
 
     def __init__(self, rank: int, size: int):
-        super().__init__(None, rank, size, on_host=False, wants_stop=lambda: False)
+        super().__init__(None, rank, size, on_host=False)
         self.calls = []
 
     def _move(self, receiving, sending, receive_sizes, send_sizes):
@@ -113,7 +117,7 @@ class Twin(Exchange):
         receiving.zero_()
 
 
-class CountingStandin(Standin):
+class CountingStandin(StandinExchange):
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)
         self.calls = []
@@ -133,7 +137,9 @@ def tiny():
 
 
 def run(model, exchange, tokens=(13, 12)):
-    method = Ulysses(model, plan_for(type(model)), exchange)
+    world = type(exchange)(exchange.rank, exchange.size)
+    comm = SequenceComm(exchange, StandinRing(0, 1), world, StopFlag(lambda: False))
+    method = SequenceParallel(model, plan_for(type(model)), comm)
     height, width = tokens
     arguments = {
         "x": torch.randn(1, 16, height, width),

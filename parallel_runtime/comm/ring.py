@@ -40,7 +40,10 @@ class Ring:
         self.seconds, self.sent_bytes = 0.0, 0
 
     def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: torch.Tensor) -> Iterator[Block]:
-        """Yields every rank's block, the own one first, and must be walked to its end. ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring."""
+        """Yields every rank's block, the own one first, and must be walked to its end.
+
+        ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring; ``flag`` (1,): this rank's wish to stop.
+        """
         shape = list(kv.shape)
         device = torch.device("cpu") if self._on_host else kv.device
         current = self._buffer(0, kv.numel() + 1, kv.dtype, device)
@@ -48,15 +51,11 @@ class Ring:
         current[-1:].copy_(flag)
         source = self.index
         for step in range(self.size):
-            arriving, works, coming = None, [], (source - 1) % self.size
+            arriving, works, coming = current, [], (source - 1) % self.size
             if step < self.size - 1:
                 count = shape[0] * shape[1] * shape[2] * keys[coming] * shape[4]
                 arriving = self._buffer(1 + step % 2, count + 1, kv.dtype, device)
-                operations = [
-                    dist.P2POp(dist.isend, current, self._next, self._group),
-                    dist.P2POp(dist.irecv, arriving, self._previous, self._group),
-                ]
-                works = dist.batch_isend_irecv(operations)
+                works = self._pass_on(current, arriving)
                 self.sent_bytes += current.numel() * current.element_size()
             block = current[:-1].view(*shape[:3], keys[source], shape[4])
             yield Block(source, kv if step == 0 else block.to(kv.device), current[-1:].to(kv.device, copy=True))
@@ -64,8 +63,15 @@ class Ring:
             for work in works:
                 work.wait()
             self.seconds += time.perf_counter() - began
-            if arriving is not None:
-                current, source = arriving, coming
+            current, source = arriving, coming
+
+    def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
+        """Starts both; the caller waits."""
+        operations = [
+            dist.P2POp(dist.isend, current, self._next, self._group),
+            dist.P2POp(dist.irecv, arriving, self._previous, self._group),
+        ]
+        return dist.batch_isend_irecv(operations)
 
     def _buffer(self, slot: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Three are in turn: what is sent, what is computed with (the same, or the own block) and what arrives."""

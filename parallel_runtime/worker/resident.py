@@ -36,11 +36,8 @@ class ResidentModel:
         if plan is None:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
         settle_weights(self.diffusion_model, device, on_block)
+        self.nbytes = sum(p.numel() * p.element_size() for p in self.diffusion_model.parameters())  # once: every answer reports it
         self.method = SequenceParallel(self.diffusion_model, plan, comm, on_block)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.diffusion_model.parameters())
 
     def patch(
         self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None
