@@ -17,9 +17,10 @@ from pipemesh.launcher.pool import PoolHandle, WorkerPool
 from pipemesh.launcher.tiny import write_flux
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
+from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, SharedMemoryFull
 
 from .fake_pools import DEADLINE_S, cpus, is_alive
+from .test_arena import largest_file
 from .test_pool_leaks import Holdings
 
 
@@ -143,6 +144,16 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_is_right(handl
     with pytest.raises(PoolFailed, match=KILLED.format("forward")):
         picture(parallel, (96, 96))
     killer.join()
+    assert is_right(parallel, truth)
+
+
+def test_shared_memory_that_runs_out_is_one_sentence_and_the_same_pool_goes_on(handle, parallel, truth):
+    assert is_right(parallel, truth)
+    pool = handle.live()
+    sentence = r"^Shared memory is full: [\d.]+ MiB more could not be reserved \(File too large\); close other programs, "
+    with largest_file(pool.arena.nbytes), pytest.raises(SharedMemoryFull, match=sentence):
+        picture(parallel, (1024, 1024))
+    assert handle.live() is pool
     assert is_right(parallel, truth)
 
 

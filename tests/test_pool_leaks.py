@@ -267,6 +267,8 @@ class Ui:
 def assert_gone(ranks: list[psutil.Process]) -> None:
     assert ranks
     _gone, alive = psutil.wait_procs(ranks, DEADLINE_S)
+    for rank in alive:
+        rank.kill()
     assert not alive
     names = [name for name in os.listdir("/dev/shm") if "pipemesh" in name or any(str(rank.pid) in name for rank in ranks)]
     assert not names
@@ -349,8 +351,12 @@ def test_a_rank_that_never_looks_at_its_socket_ends_when_the_ui_is_gone():
     arguments = [sys.executable, "-c", DEEP_IN_A_COLLECTIVE, str(ROOT), str(theirs.fileno())]
     process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, text=True)
     theirs.close()
-    assert process.stdout.readline() == "watching\n"
-    assert process.poll() is None
-    ours.close()
-    assert process.wait(DEADLINE_S) == 1
-    process.stdout.close()
+    try:
+        assert process.stdout.readline() == "watching\n"
+        assert process.poll() is None
+        ours.close()
+        assert process.wait(DEADLINE_S) == 1
+    finally:
+        process.stdout.close()
+        process.kill()
+        process.wait()
