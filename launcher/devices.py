@@ -34,7 +34,8 @@ class Placement:
         """CPU threads per rank: the cores of this process, or what OMP_NUM_THREADS leaves of them, shared out among the ranks."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         share = max(1, cores // len(self.devices))
-        return min(share, int(os.environ.get("OMP_NUM_THREADS", share)))
+        limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP takes one number per level of nesting
+        return min(share, int(limit)) if limit.isdigit() and int(limit) else share
 
 
 def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -> Placement:

@@ -336,8 +336,10 @@ class WorkerPool:
             )
         else:
             sentence = f"{self._where(rank)} failed while {failure.phase}: {failure.text}"
+        if warm and failure.kind == "memory":
+            return OutOfMemory(sentence)
         if warm:
-            return OutOfMemory(sentence) if failure.kind == "memory" else ModelError(sentence)
+            return ModelError(f"{sentence.rstrip('.')}. Check what is connected to this node; the workers are ready for the next run.")
         return self._fail(f"{sentence.rstrip('.')}. Run again, a fresh pool will be started.", rank)
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BOARD_BYTES, LINE_BYTES, GATE = 4096, 64, 8
-PHASES = ("starting", "importing", "joining", "idle", "loading", "patching", "forward", "writing")
-PHASE = {"Start": "importing", "Load": "loading", "Patch": "patching", "Adopt": "patching", "Release": "loading", "Forward": "forward"}
+PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing")
+PHASE = {"Start": "importing", "Load": "loading", "Patch": "patching", "Adopt": "patching", "Release": "loading", "Forward": "computing"}
 MEMORY = [3 << 20, 4 << 20, 1 << 20]  # free, total, model
 TICK_S = 0.01
 
@@ -79,7 +79,7 @@ class Rank:
             if deed.startswith("kill-"):
                 os.kill(os.getpid(), int(deed.removeprefix("kill-")))
             getattr(self, deed.replace("-", "_"))(message)
-            self.board.enter("idle")
+            self.board.enter("waiting")
 
     # -- deeds -------------------------------------------------------------------------------------------------------
 

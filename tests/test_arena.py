@@ -118,14 +118,14 @@ def test_a_closed_arena_gives_its_memory_back_with_the_last_view():
     arena = Arena(nbytes=64 << 10)
     arena.segment = Segment.create("closing", 64 << 10)
     arena.board = Board(arena.segment)
-    arena.board.enter(3, "forward", 7)
+    arena.board.enter(3, "computing", 7)
     view = arena.segment.tensor(arena.put(torch.arange(4)))
     arena.close()
     assert len(descriptors("pipemesh-closing")) == 1  # the mapping's own
     assert view.tolist() == [0, 1, 2, 3]
     del view
     assert descriptors("pipemesh-closing") == []
-    assert (arena.board.phase(3), arena.board.progress(3)) == ("forward", 7 << 32)
+    assert (arena.board.phase(3), arena.board.progress(3)) == ("computing", 7 << 32)
 
 
 # -- arena ---------------------------------------------------------------------------------------------------------------
@@ -261,14 +261,14 @@ def test_ranks_at_work_on_the_same_request_can_be_compared(arena):
     seen = []
     for request in (1, 2):
         for rank in (0, 1):
-            board.enter(rank, "forward", request)
+            board.enter(rank, "computing", request)
         seen.append(board.progress(0))
         assert board.progress(0) == board.progress(1)
         for _ in range(5 * request):  # whatever rank 1 did more of in the first request counts no more in the second
             board.tick(1)
             seen.append(board.progress(1))
         for rank in (0, 1):
-            board.enter(rank, "idle")
+            board.enter(rank, "waiting")
     assert seen == sorted(set(seen))  # and the counter never goes back
 
 

@@ -178,7 +178,7 @@ def test_cancel_inside_a_forward_leaves_the_pool_warm(server, truth):
 
     def cancel(event):
         if event.type == "executing" and event.data.get("node") == "sampler":
-            wait_for_phase(server, "forward")
+            wait_for_phase(server, "computing")
             server.interrupt()
 
     stopped = server.run(graph("stopped", pixels=LARGE, steps=20), on_event=cancel)
@@ -254,12 +254,12 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh
 
     def kill(event):
         if event.type == "executing" and event.data.get("node") == "sampler":
-            wait_for_phase(server, "forward")
+            wait_for_phase(server, "computing")
             os.kill(before[1], signal.SIGKILL)
 
     error = server.run(graph("killed", pixels=LARGE), on_event=kill).error
     assert error.kind == "failed"
-    assert "Rank 1 on cpu was killed" in error.message and "while forward" in error.message and "run again" in error.message
+    assert "Rank 1 on cpu was killed" in error.message and "while computing" in error.message and "run again" in error.message
     assert relative_error(latent(server, graph("after_kill"))[0], truth) <= BOUND
     assert not set(before) & set(pids(server))
     assert not any(psutil.pid_exists(pid) for pid in before)

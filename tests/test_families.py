@@ -67,7 +67,7 @@ def test_a_cancel_inside_a_forward_reaches_every_rank_of_the_grid(bench, clients
     began = board.progress(0)
 
     def a_few_blocks_in():
-        return board.phase(0) == "forward" and board.progress(0) > began + 4
+        return board.phase(0) == "computing" and board.progress(0) > began + 4
 
     monkeypatch.setattr(remote_patcher, "interrupted", a_few_blocks_in)
     latent = torch.zeros(1, 16, 64, 64)

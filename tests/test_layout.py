@@ -11,8 +11,26 @@ from pipemesh.parallel_runtime.layout import Layout, Split, clip_ranges
 def test_a_layout_prints_its_equation(degree, equation):
     layout = Layout(ulysses=degree)
     assert layout.world_size == degree
-    assert layout.degrees() == {"ulysses": degree}
+    assert layout.degrees() == {"ulysses": degree, "ring": 1}
     assert layout.equation() == equation
+
+
+def test_a_grid_prints_its_equation_and_itself():
+    layout = Layout(ulysses=2, ring=3)
+    assert layout.equation() == "ulysses 2 x ring 3 = 6 ranks"
+    assert layout.grid() == "ring 0:   0   1\nring 1:   2   3\nring 2:   4   5"
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.data())
+def test_every_rank_has_a_place_of_its_own_and_its_groups_meet_only_there(ulysses, ring, data):
+    layout = Layout(ulysses=ulysses, ring=ring)
+    places = [tuple(layout.coordinates(rank).items()) for rank in range(layout.world_size)]
+    assert len(set(places)) == layout.world_size
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    across, along = layout.group("ulysses", rank), layout.group("ring", rank)
+    assert (len(across), len(along)) == (ulysses, ring)
+    assert set(across) & set(along) == {rank}
+    assert across.index(rank) == layout.coordinates(rank)["ulysses"] and along.index(rank) == layout.coordinates(rank)["ring"]
 
 
 @pytest.mark.parametrize("degree", [0, -1])

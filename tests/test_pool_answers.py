@@ -74,7 +74,7 @@ def test_a_rank_that_hangs_at_start_is_named():
     assert failing_start(2, "1:Start=hang", stall_s=0.5).startswith("Rank 1 on cpu made no progress for 0.5 s while importing: run again")
 
 
-@pytest.mark.parametrize(("kind", "phase"), [("Load", "loading"), ("Patch", "patching"), ("Forward", "forward")])
+@pytest.mark.parametrize(("kind", "phase"), [("Load", "loading"), ("Patch", "patching"), ("Forward", "computing")])
 def test_a_rank_that_dies_is_named_with_device_phase_and_last_lines(kind, phase):
     sentence = failing(2, f"1:{kind}=die", "0:Forward=hang", kind=kind)
     first, second, *lines = sentence.split("\n")
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_between_requests_is_named_at_the_next(started):
 )
 def test_a_rank_that_was_killed_says_what_kills_ranks(number, cause):
     assert failing(1, f"0:Forward=kill-{number:d}", kind="Forward") == (
-        f"Rank 0 on cpu {cause} while forward: run again, a fresh pool will be started.\nLast lines of rank 0:\n  (none)"
+        f"Rank 0 on cpu {cause} while computing: run again, a fresh pool will be started.\nLast lines of rank 0:\n  (none)"
     )
 
 
@@ -184,17 +184,20 @@ def test_a_request_that_every_rank_refuses_keeps_the_pool_ready(started, kind):
     assert handled(pool) == [f"Start {kind} Release"] * 2
 
 
-@pytest.mark.parametrize(("kind", "phase"), [("Load", "loading"), ("Forward", "forward")])
+@pytest.mark.parametrize(("kind", "phase"), [("Load", "loading"), ("Forward", "computing")])
 def test_an_error_in_every_rank_keeps_the_pool_ready(started, kind, phase):
     pool = started(2, f"*:{kind}=error")
-    with pytest.raises(ModelError, match=f"^Rank 0 on cpu failed while {phase}: RuntimeError: shapes do not match$"):
+    with pytest.raises(
+        ModelError,
+        match=rf"^Rank 0 on cpu failed while {phase}: RuntimeError: shapes do not match\. Check what is connected to this node; the workers are ready",
+    ):
         call(pool, kind)
     assert pool.state == "ready"
     assert handled(pool) == [f"Start {kind} Release"] * 2
 
 
 MEMORY_SENTENCE = (
-    "Rank {rank} on cpu ran out of memory while forward (3.0 MiB of 4.0 MiB free, 1.0 MiB held by models; {cause}): "
+    "Rank {rank} on cpu ran out of memory while computing (3.0 MiB of 4.0 MiB free, 1.0 MiB held by models; {cause}): "
     "use more ranks, a smaller image or batch, or free memory."
 )
 
@@ -213,7 +216,7 @@ def test_every_rank_out_of_memory_keeps_the_pool_ready(started, deed, cause):
 
 def test_one_rank_that_fails_in_lockstep_takes_the_pool_with_it(brief):
     assert failing(3, "*:Forward=hang", "1:Forward=error", kind="Forward") == (
-        "Rank 1 on cpu failed while forward: RuntimeError: shapes do not match. Run again, a fresh pool will be started.\n"
+        "Rank 1 on cpu failed while computing: RuntimeError: shapes do not match. Run again, a fresh pool will be started.\n"
         "Last lines of rank 1:\n  (none)"
     )
 
@@ -235,7 +238,10 @@ def test_a_rank_that_dies_is_named_before_the_errors_it_causes_in_other_ranks():
 
 def test_ranks_may_disagree_about_what_they_do_alone(started):
     pool = started(2, "1:Load=error")
-    with pytest.raises(ModelError, match=r"^Rank 1 on cpu failed while loading: RuntimeError: shapes do not match$"):
+    with pytest.raises(
+        ModelError,
+        match=r"^Rank 1 on cpu failed while loading: RuntimeError: shapes do not match\. Check what is connected to this node; the workers are ready",
+    ):
         call(pool, "Load")
     assert pool.state == "ready"
     assert handled(pool) == ["Start Load Release"] * 2
@@ -243,7 +249,7 @@ def test_ranks_may_disagree_about_what_they_do_alone(started):
 
 def test_ranks_that_disagree_about_a_forward_are_not_used_again():
     sentence = failing(2, "1:Forward=error", kind="Forward")
-    assert sentence.startswith("Rank 1 on cpu failed while forward: RuntimeError: shapes do not match. Run again")
+    assert sentence.startswith("Rank 1 on cpu failed while computing: RuntimeError: shapes do not match. Run again")
 
 
 # -- processes -----------------------------------------------------------------------------------------------------------

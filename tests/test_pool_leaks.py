@@ -135,7 +135,7 @@ def test_a_finished_call_leaves_nothing_in_the_ui():
 
 # -- 200 runs ------------------------------------------------------------------------------------------------------------
 
-CASE = Case(2, "odd", 5, 1.0, False, "euler")
+CASE = Case("flux", "ulysses2", "odd", 5, 1.0, False, "euler")
 KEY = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
 MIB = 1 << 20
 
@@ -153,7 +153,7 @@ def misled(model) -> None:
     latent = torch.zeros(1, 16, 8, 8)
     noise, prompt = comfy.sample.prepare_noise(latent, 1), conditioning(1, 5)
     prompt[0][0] = prompt[0][0][..., :-1]
-    with torch.inference_mode(), pytest.raises(ModelError, match=r"^Rank 0 on cpu failed while forward: RuntimeError"):
+    with torch.inference_mode(), pytest.raises(ModelError, match=r"^Rank 0 on cpu failed while computing: RuntimeError"):
         comfy.sample.sample(model, noise, 1, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True)
 
 
@@ -230,7 +230,7 @@ torch.set_num_threads(1)
 from pipemesh.launcher.parity import Bench, Case
 from pipemesh.parallel_runtime.client.remote_model import Client
 
-bench = Bench(lambda ranks: Client(handle, shares_weights=True))
+bench = Bench(lambda *layout: Client(handle, shares_weights=True))
 while asked:
     print(json.dumps(bench.error(Case(**asked.pop()))), flush=True)
     asked += [json.loads(line) for line in [sys.stdin.readline()] if line]
@@ -287,7 +287,7 @@ def side_by_side(setup):
 
 def test_two_instances_side_by_side_both_compute_right_at_once(side_by_side):
     assert len({rank.pid for ui in side_by_side for rank in ui.ranks}) == 4
-    cases = [Case(2, "odd", 5, 4.0, False, "euler"), Case(2, "even", 12, 1.0, False, "heun")]
+    cases = [Case("flux", "ulysses2", "odd", 5, 4.0, False, "euler"), Case("flux", "ulysses2", "even", 12, 1.0, False, "heun")]
     for ui, case in zip(side_by_side, cases, strict=True):
         ui.ask(case)
         ui.ask(cases[0])

@@ -149,7 +149,7 @@ def test_cancel_inside_a_forward_writes_the_board_and_waits_for_every_rank(start
     pool = started(2, "*:Forward=cancellable")
     call(pool, "Release")
     with pytest.raises(RunCancelled):
-        call(pool, "Forward", inside(pool, "forward"))
+        call(pool, "Forward", inside(pool, "computing"))
     assert pool.arena.board.cancelled_request == 2
     assert pool.state == "ready"
     assert not pool._outstanding
@@ -159,7 +159,7 @@ def test_cancel_inside_a_forward_writes_the_board_and_waits_for_every_rank(start
 def test_a_forward_that_cannot_be_left_in_time_is_collected_by_the_next_call(started, brief):
     pool = started(2, "*:Forward=gated")
     with pytest.raises(RunCancelled):
-        call(pool, "Forward", inside(pool, "forward"))
+        call(pool, "Forward", inside(pool, "computing"))
     assert pool.state == "ready"
     replies = call(pool, "Release", opens(pool))
     assert [(reply.request, reply.output) for reply in replies] == [(2, b"Start Forward Release")] * 2
@@ -167,8 +167,8 @@ def test_a_forward_that_cannot_be_left_in_time_is_collected_by_the_next_call(sta
 
 def test_a_forward_that_fails_while_it_is_cancelled_still_names_the_rank(started, brief):
     pool = started(2, "0:Forward=hang", "1:Forward=gated-error")
-    pressed = inside(pool, "forward")
-    with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu failed while forward"):
+    pressed = inside(pool, "computing")
+    with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu failed while computing"):
         call(pool, "Forward", lambda: pressed() and opens(pool)() is False)
 
 

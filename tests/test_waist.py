@@ -483,7 +483,7 @@ def test_bad_input_leaves_the_pool_usable(pair, client):
     run(parallel)
     pids = client.memory.pool.pids
     wrong = [[torch.randn(1, 13, 32), extras] for _, extras in conditioning(1, 13)]
-    with pytest.raises(ModelError, match="Rank 0 on cpu failed while forward"):
+    with pytest.raises(ModelError, match="Rank 0 on cpu failed while computing"):
         run(parallel, positive=wrong)
     assert relative_error(run(parallel), run(stock)) <= BOUND
     assert client.memory.pool.pids == pids

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import OutOfMemory
+from ..errors import ModelError, OutOfMemory, Refused
 from ..wire.arena import Arena
 from ..wire.conditioning import ConditioningCache
 from ..wire.messages import Adopt, Done, Fetch, Forward, Load, Memory, Patch, Release
@@ -141,9 +141,9 @@ class Client:
                 self._load(held, source, state, interrupted)
                 held.patches[source.model] = ""
                 return
-            except OutOfMemory:
-                held.pool.call(Release(request=held.pool.next_request(), model=source.model), (), interrupted)  # ranks that had room for it
-                if not held.patches:
+            except (ModelError, Refused) as error:
+                held.pool.call(Release(request=held.pool.next_request(), model=source.model), (), interrupted)  # ranks that did load it
+                if not isinstance(error, OutOfMemory) or not held.patches:
                     raise
                 self.release(next(iter(held.patches)), interrupted)
 

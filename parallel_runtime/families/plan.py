@@ -40,8 +40,8 @@ class Ranges:
 class Blocks:
     """A container of consecutive blocks. ``tokens``: argument -> the streams it holds, at dim 1 (B, L, C).
 
-    ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules of a block whose attention looks at something
-    every rank has whole (cross-attention).
+    ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules of a block whose attention looks at
+    something every rank has whole (cross-attention).
     """
 
     path: str

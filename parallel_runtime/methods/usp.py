@@ -25,12 +25,15 @@ from .shards import Joint, Shards, part_of_mask, permute_mask
 
 
 class SequenceParallel:
-    """Attached to one model. All ranks of the sequence must run the same evaluations in the same order."""
+    """Attached to one model. All ranks of the sequence must run the same evaluations in the same order.
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, comm: SequenceComm, on_block: Callable[[], None] = lambda: None):
+    ``on_progress`` is told of every block and before every message, so that a rank that waits for another has come further than that one.
+    """
+
+    def __init__(self, model: nn.Module, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None):
         self._plan = plan
         self._comm = comm
-        self._on_block = on_block
+        self._on_progress = on_progress
         self._shards: Shards | None = None
         self._control: dict[str, list] | None = None
         self._shared_attention = False
@@ -81,7 +84,7 @@ class SequenceParallel:
                 self._enter(group, arguments)
             self._localize(arguments, group.along, group.ranges)
             self._share_attention(True)
-            self._on_block()
+            self._on_progress()
             if self._comm.size == 1:
                 self._comm.stop.decide(self._comm.stop.wish(torch.empty(0)))
             return (), arguments
@@ -164,6 +167,7 @@ class SequenceParallel:
         own_heads = heads.sizes[exchange.rank]
         tokens = [joint.counts[rank] for rank in self._group_ranks()]
         chunks = [[t.narrow(1, start, size) for t in qkv] for start, size in zip(heads.starts, heads.sizes, strict=True)]
+        self._on_progress()
         received, flag = exchange.all_to_all(chunks, [(3, batch, own_heads, count, dim) for count in tokens], flag)
         out = qkv[0].new_empty(3, batch, own_heads, sum(tokens), dim)
         for index, (offset, count) in enumerate(zip(accumulate(tokens, initial=0), tokens, strict=False)):
@@ -198,6 +202,7 @@ class SequenceParallel:
         partial: Partial | None = None
         flags = []
         for block in ring.walk(qkv[1:], keys, flag):
+            self._on_progress()
             part = None
             if mask is not None:
                 columns = slice(starts[block.source], starts[block.source + 1])
@@ -218,6 +223,7 @@ class SequenceParallel:
         own_tokens = tokens[exchange.rank]
         chunks = [[piece] for piece in out_BhgD.split(tokens, dim=2)]
         shapes = [(batch, size, own_tokens, dim) for size in heads.sizes]
+        self._on_progress()
         received, _ = exchange.all_to_all(chunks, shapes, out_BhgD.new_zeros(1))
         out = out_BhgD.new_empty(batch, own_tokens, heads.total, dim)
         for index, (start, size) in enumerate(zip(heads.starts, heads.sizes, strict=True)):
@@ -247,6 +253,7 @@ class SequenceParallel:
         own = out_BlC[:, : split.sizes[exchange.rank]]
         chunks = [[own if rank == 0 else own[:, :0]] for rank in range(exchange.size)]
         shapes = [(batch, size if exchange.rank == 0 else 0, channels) for size in split.sizes]
+        self._on_progress()
         received, _ = exchange.all_to_all(chunks, shapes, out_BlC.new_zeros(1))
         if exchange.rank != 0:
             return out_BlC.new_zeros(batch, split.total, channels)

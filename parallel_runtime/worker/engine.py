@@ -25,7 +25,7 @@ from .host_bridge import build_from_state, call_factory
 from .resident import ResidentModel
 
 KEPT_VERSIONS = 64
-PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "loading", Forward: "forward", Fetch: "writing"}
+PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "loading", Forward: "computing", Fetch: "writing"}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -53,14 +53,12 @@ class Engine:
         self._request = 0
 
     def wants_stop(self) -> bool:
-        """Asked before every exchange; counts, so that a rank that waits in one is ahead of the rank it waits for."""
-        self._board.tick(self._rank)
         return self._board.cancelled_request == self._request != 0
 
     def serve(self) -> None:
         """Until Close, or until the UI is gone (ChannelClosed)."""
         while True:
-            self._board.enter(self._rank, "idle")
+            self._board.enter(self._rank, "waiting")
             message, fds = self._channel.receive()
             if isinstance(message, Close):
                 return
@@ -218,8 +216,9 @@ def check_file(file: tuple[str, int, int] | None) -> None:
     except FileNotFoundError:
         raise Refused(f"The checkpoint {path} is missing: put it back or choose another in the loader node.") from None
     if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
+        then, now = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp // 10**9)) for stamp in (mtime_ns, found.st_mtime_ns))
         raise Refused(
-            f"The checkpoint {path} changed on disk since it was loaded ({size} bytes then, {found.st_size} now): "
+            f"The checkpoint {path} changed on disk since it was loaded ({size} bytes of {then} then, {found.st_size} of {now} now): "
             "unload models and execution cache in ComfyUI's menu and run again."
         )
 

@@ -23,7 +23,7 @@ def parameter_slot(model: torch.nn.Module, key: str) -> tuple[torch.nn.Module, s
 class ResidentModel:
     """``patcher`` is the host's own ModelPatcher; its weights are on this rank's device."""
 
-    def __init__(self, patcher: Any, device: torch.device, comm: SequenceComm, on_block: Callable[[], None]):
+    def __init__(self, patcher: Any, device: torch.device, comm: SequenceComm, on_progress: Callable[[], None]):
         self.patcher = patcher
         self.device = device
         self.rank = comm.rank
@@ -35,9 +35,9 @@ class ResidentModel:
         plan = plan_for(type(self.diffusion_model))
         if plan is None:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
-        settle_weights(self.diffusion_model, device, on_block)
+        settle_weights(self.diffusion_model, device, on_progress)
         self.nbytes = sum(p.numel() * p.element_size() for p in self.diffusion_model.parameters())  # once: every answer reports it
-        self.method = SequenceParallel(self.diffusion_model, plan, comm, on_block)
+        self.method = SequenceParallel(self.diffusion_model, plan, comm, on_progress)
 
     def patch(
         self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None
