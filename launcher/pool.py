@@ -67,8 +67,7 @@ def rank_environment(device: Device, backend: str, environ: dict[str, str]) -> d
     launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     scrubbed = {*ALLOCATOR_VARIABLES, *launchers, "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
     env = {key: value for key, value in environ.items() if key not in scrubbed}
-    if device.is_gpu:
-        env["CUDA_VISIBLE_DEVICES"] = device.uuid
+    env["CUDA_VISIBLE_DEVICES"] = device.uuid if device.is_gpu else ""
     if backend == "gloo":
         env["GLOO_SOCKET_IFNAME"] = "lo"
     return env
@@ -156,7 +155,7 @@ class WorkerPool:
             threads=self.placement.threads,
             timeout_s=COLLECTIVE_TIMEOUT_S,
             comfyui=self._setup.comfyui,
-            comfy_args=encode_tree(self._setup.comfy_args, _no_tensor),
+            comfy_args=encode_tree({**self._setup.comfy_args, **({} if device.is_gpu else {"cpu": True})}, _no_tensor),
             arena_bytes=self.arena.nbytes,
             log_level=logging.WARNING if log.getEffectiveLevel() >= logging.INFO else logging.DEBUG,
         )
@@ -197,6 +196,10 @@ class WorkerPool:
             sentence += f"\nLast lines of rank {rank}:\n  " + "\n  ".join(lines or ["(none)"])
         self._tear_down(0)
         return PoolFailed(sentence)
+
+    def lost_a_rank(self) -> bool:
+        """Whether a rank's process has ended although nobody closed the pool."""
+        return any(self._supervisor.exit_of(rank, wait_s=0) is not None for rank in range(self.size))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -324,7 +327,8 @@ class WorkerPool:
         """If the ranks agree on where they are the pool goes on: all answered, and in lockstep all failed. Else it is torn down."""
         rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
         log.debug("rank %d: %s", rank, failure.trace)
-        warm = not self._outstanding and (len(failures) == self.size or not lockstep)
+        agree = len(failures) == self.size and self.placement.backend == "gloo"  # nccl may hold exchanges that only some have issued
+        warm = not self._outstanding and (agree or not lockstep)
         if failure.kind == "refused" and warm:
             return Refused(failure.text)
         if failure.kind == "memory":
@@ -382,13 +386,16 @@ class PoolHandle:
         return self._pool.state if self._pool else "closed"
 
     def live(self) -> WorkerPool | None:
-        """The pool if it can take requests now."""
-        return self._pool if self._pool and self._pool.state in ("ready", "busy") else None
+        """The pool if it can take requests now: not one that lost a rank while nobody looked."""
+        usable = self._pool is not None and self._pool.state in ("ready", "busy") and not self._pool.lost_a_rank()
+        return self._pool if usable else None
 
     def ensure(self, interrupted: Callable[[], bool] = lambda: False) -> WorkerPool:
         """Raises PoolFailed, RunCancelled."""
         with self._lock:
             if self.live() is None:
+                if self._pool is not None:
+                    self._pool.close()  # of one that lost a rank between runs, the others are still there
                 self._before_start(self)
                 pool = WorkerPool(self.placement, self._setup)
                 pool.start(interrupted)

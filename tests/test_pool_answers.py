@@ -273,7 +273,8 @@ def test_a_rank_sees_its_own_gpu_by_uuid_and_nothing_that_breaks_it(monkeypatch)
 
 def test_nccl_is_left_to_choose_its_own_interface():
     assert "GLOO_SOCKET_IFNAME" not in rank_environment(Device("cuda:0", "GPU-0"), "nccl", {"PATH": "/bin"})
-    assert rank_environment(Device("cpu"), "gloo", {"PATH": "/bin"}) == {"PATH": "/bin", "GLOO_SOCKET_IFNAME": "lo"}
+    cpu = rank_environment(Device("cpu"), "gloo", {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1"})
+    assert cpu == {"PATH": "/bin", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_supervised(*scripts: str) -> Supervisor:

@@ -228,7 +228,7 @@ def test_toggling_a_lora_and_going_stock_and_back_releases_nothing(pair, files, 
     assert requests["Load"] == requests["Release"] == 0
 
 
-def test_the_same_loader_output_serves_stock_and_pool_in_turn(files, client):
+def test_the_same_loader_output_serves_stock_and_pool_in_turn(files, client, requests):
     model = load(files["flux"])
     parallel = parallelize(model, client, holds_ui_device=True)
     truth = run(load(files["flux"]))
@@ -239,6 +239,7 @@ def test_the_same_loader_output_serves_stock_and_pool_in_turn(files, client):
     assert model.model.model_loaded_weight_memory > 0
     run(parallel)
     assert model.model.model_loaded_weight_memory == 0, "stock weights were left behind on the UI's device"
+    assert requests["Load"] <= 1 and requests["Release"] == 0, "switching between clones released the pool's copy"
 
 
 def test_merged_models_are_exact(files, client):

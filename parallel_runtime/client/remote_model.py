@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections import Counter
@@ -12,13 +13,17 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import ModelError, OutOfMemory, Refused
+from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
 from ..wire.arena import Arena
 from ..wire.conditioning import ConditioningCache
 from ..wire.messages import Adopt, Done, Fetch, Forward, Load, Memory, Patch, Release
 from ..wire.segment import Segment, TensorRef, aligned, dtype_name, pack
 from ..wire.tree import decode_tree, encode_tree
 from .host_model import Source
+
+log = logging.getLogger("pipemesh")
+
+ABSENT = "absent"  # in place of a patches id: not loaded by every rank, as far as the UI knows
 
 
 class Pool(Protocol):
@@ -119,6 +124,7 @@ class Client:
         return True
 
     def holds(self, model: str) -> bool:
+        """Whether ranks may hold it, so that it can be released."""
         return self.memory is not None and model in self.memory.patches
 
     def free_memory(self) -> int | None:
@@ -134,15 +140,16 @@ class Client:
     def load(self, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
         """Starts the pool if need be. ``state`` is asked for only when the model has no factory and no rank holds it."""
         held = self._ensure(interrupted)
-        if source.model in held.patches:
+        if held.patches.get(source.model, ABSENT) != ABSENT:
             return
         while True:
+            held.patches[source.model] = ABSENT  # a load that is cancelled may still end in the ranks: it can be released then
             try:
                 self._load(held, source, state, interrupted)
                 held.patches[source.model] = ""
                 return
             except (ModelError, Refused) as error:
-                held.pool.call(Release(request=held.pool.next_request(), model=source.model), (), interrupted)  # ranks that did load it
+                self.release(source.model, interrupted)  # ranks that did load it
                 if not isinstance(error, OutOfMemory) or not held.patches:
                     raise
                 self.release(next(iter(held.patches)), interrupted)
@@ -198,8 +205,12 @@ class Client:
     def release(self, model: str, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Frees a model's weights in every rank; the checkpoint's pages stay in the page cache, so loading again is quick."""
         if self.holds(model):
-            del self.memory.patches[model]
-            self.memory.pool.call(Release(request=self.memory.pool.next_request(), model=model), (), interrupted)
+            held = self.memory
+            del held.patches[model]
+            try:
+                held.pool.call(Release(request=held.pool.next_request(), model=model), (), interrupted)
+            except PoolFailed as error:  # what was to be freed went with the pool; the host's memory manager must not fall over it
+                log.warning("[PipeMesh] %s", error)
 
     # -- evaluations -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,62 @@
+"""A rank that dies while nobody runs anything, and a load that is cancelled: neither may cost the user a run."""
+
+import psutil
+import pytest
+from pipemesh.launcher.devices import place
+from pipemesh.launcher.parity import BOUND, Bench, Case
+from pipemesh.launcher.pool import PoolHandle
+from pipemesh.parallel_runtime.client.remote_model import Client
+from pipemesh.parallel_runtime.errors import RunCancelled
+from pipemesh.parallel_runtime.layout import Layout
+
+CASE = Case("flux", "ulysses2", "odd", 5, 1.0, False, "euler")
+
+
+@pytest.fixture
+def client(setup):
+    handle = PoolHandle(place(Layout(ulysses=2), "cpu", "gloo", ()), setup)
+    yield Client(handle, shares_weights=True)
+    handle.close()
+
+
+def kill_an_idle_rank(client):
+    pool = client.memory.pool
+    psutil.Process(pool.pids[1]).kill()
+    assert pool._supervisor.exit_of(1, wait_s=20) == -9
+
+
+def test_the_run_after_an_idle_rank_died_is_right_at_once(client):
+    bench = Bench(lambda *layout: client)
+    assert bench.error(CASE) <= BOUND
+    kill_an_idle_rank(client)
+    assert bench.error(CASE) <= BOUND
+
+
+def test_unloading_models_after_an_idle_rank_died_raises_nothing(client):
+    import comfy.model_management as mm
+
+    bench = Bench(lambda *layout: client)
+    assert bench.error(CASE) <= BOUND
+    kill_an_idle_rank(client)
+    mm.unload_all_models()
+    assert bench.error(CASE) <= BOUND
+
+
+def test_a_load_that_was_cancelled_can_be_released_and_done_again(client):
+    bench = Bench(lambda *layout: client)
+    parallel = bench.parallel(CASE.heads, CASE.layout)
+    source = parallel.remote.source
+    client._ensure(lambda: False)
+    asked = iter([False, True])
+    with pytest.raises(RunCancelled):
+        client.load(source, lambda: _state(parallel), lambda: next(asked, True))
+    assert client.holds(source.model)
+    client.release(source.model)
+    assert not client.holds(source.model)
+    assert bench.error(CASE) <= BOUND
+
+
+def _state(parallel):
+    from pipemesh.parallel_runtime.client.host_model import state_source
+
+    return state_source(parallel)
