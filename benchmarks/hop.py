@@ -47,6 +47,7 @@ class Hops:
         self._patcher = parallelize(stock, self._client, holds_ui_device=False)  # the pool holds the model for as long as this lives
         self._model = self._patcher.remote.source.model
         self._client.load(self._patcher.remote.source, lambda: state_source(self._patcher), lambda: False)
+        torch.set_num_threads(1)  # the sampler's arithmetic is on a GPU as a rule; here its waiting threads would spin on the ranks' cores
         self._generator = torch.Generator().manual_seed(0)
         self._text = torch.randn(TEXT, generator=self._generator)
         self._pooled = torch.randn(1, 32, generator=self._generator)

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..parallel_runtime.comm.cores import giving_way
 from ..parallel_runtime.errors import PipeMeshError
 from .figures import Round
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ..launcher.host import Host
 
 WARM_UP = 2
-KEEP_MEMORY = str(1 << 32)  # bytes freed stay with the process: fresh pages cost up to a quarter of a forward, most where tensors are large
 SCRIPT = Path(__file__).with_name("lockstep_main.py")
 
 
@@ -45,7 +45,8 @@ class Ranks:
 
         self.rank = rank
         self.size = size
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(hours=1))
+        with giving_way():
+            dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(hours=1))
         self._barrier = dist.barrier  # waits on a socket: an idle rank takes no time from the others
 
     def measure(self, phases: Mapping[str, Phase], rounds: int) -> list[dict[str, float]]:
@@ -76,8 +77,9 @@ def run(host: Host, size: int, function: str, **arguments: Any) -> list[Any]:
 
     Returns what each returned, by rank. Raises PipeMeshError if one of them failed.
     """
-    memory = {"MALLOC_TRIM_THRESHOLD_": KEEP_MEMORY, "MALLOC_MMAP_THRESHOLD_": KEEP_MEMORY}
-    environment = {**os.environ, **memory, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    from ..launcher.pool import KEEP_MEMORY
+
+    environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder, ExitStack() as stack:
         processes = []
         for rank in range(size):

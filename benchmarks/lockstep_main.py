@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,9 @@ def main() -> None:
     from pipemesh.launcher.worker_main import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
+    from pipemesh.parallel_runtime.comm.cores import keep_to, share_of_cores
+
+    keep_to(share_of_cores(sorted(os.sched_getaffinity(0)), word["rank"], word["size"]))
     import comfy.cli_args
     import torch
 

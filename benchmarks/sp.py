@@ -34,12 +34,14 @@ def formula_bytes(ulysses: int, ring: int, tokens: int, hidden: int, blocks: int
 
 
 def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> dict[str, Any]:
+    from ..parallel_runtime.comm.cores import giving_way
     from ..parallel_runtime.comm.sequence import connect
     from .forwards import Forwards, standin
 
     ulysses, ring = degrees
     forwards = Forwards(tokens)
-    comm = connect(degrees, ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
+    with giving_way():
+        comm = connect(degrees, ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
     standins = [standin(rank, ulysses, ring) for rank in range(ranks.size)]
     phases = {
         "alone": Phase(forwards.whole, alone=True),

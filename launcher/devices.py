@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from ..parallel_runtime.comm.cores import share_of_cores
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 
@@ -29,11 +30,14 @@ class Placement:
     devices: tuple[Device, ...]
     backend: str
 
+    def cores(self, rank: int) -> tuple[int, ...]:
+        """Of this process, those that a rank has to itself; empty where it computes on a GPU."""
+        return () if self.devices[rank].is_gpu else share_of_cores(own_cores(), rank, len(self.devices))
+
     @property
     def threads(self) -> int:
         """CPU threads per rank: the cores of this process, or what OMP_NUM_THREADS leaves of them, shared out among the ranks."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        share = max(1, cores // len(self.devices))
+        share = len(share_of_cores(own_cores(), 0, len(self.devices)))
         limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP takes one number per level of nesting
         return min(share, int(limit)) if limit.isdigit() and int(limit) else share
 
@@ -65,6 +69,10 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
         needed, listed = count(size, "GPU"), len(set(names))
         raise LayoutError(f"Backend nccl needs {needed} for {layout.equation()}, {listed} listed: choose gloo to share one.")
     return Placement(layout=layout, devices=devices, backend=backend)
+
+
+def own_cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def count(number: int, noun: str) -> str:

@@ -49,6 +49,7 @@ DEADLY = {
     signal.SIGKILL: "the system does this when memory runs out",
     signal.SIGBUS: "its checkpoint was cut short on disk, or shared memory ran out",
 }
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 32)}
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -63,10 +64,16 @@ class HostSetup:
 
 
 def rank_environment(device: Device, backend: str, environ: dict[str, str]) -> dict[str, str]:
-    """The UI's environment without what breaks a second process: allocator choices, other launchers' ranks, hidden GPUs."""
+    """The UI's environment without what breaks a second process: allocator choices, other launchers' ranks, hidden GPUs.
+
+    A CPU rank keeps the memory of its activations between layers (glibc): fresh pages cost it a quarter of a forward. It goes back to the
+    system when a model is released.
+    """
     launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     scrubbed = {*ALLOCATOR_VARIABLES, *launchers, "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
     env = {key: value for key, value in environ.items() if key not in scrubbed}
+    if not device.is_gpu:
+        env.update(KEEP_MEMORY)
     env["CUDA_VISIBLE_DEVICES"] = device.uuid if device.is_gpu else ""
     if backend == "gloo":
         env["GLOO_SOCKET_IFNAME"] = "lo"
@@ -153,6 +160,7 @@ class WorkerPool:
             device="cuda:0" if device.is_gpu else device.name,
             backend=self.placement.backend,
             threads=self.placement.threads,
+            cores=self.placement.cores(rank),
             timeout_s=COLLECTIVE_TIMEOUT_S,
             comfyui=self._setup.comfyui,
             comfy_args=encode_tree({**self._setup.comfy_args, **({} if device.is_gpu else {"cpu": True})}, _no_tensor),
@@ -199,7 +207,7 @@ class WorkerPool:
 
     def lost_a_rank(self) -> bool:
         """Whether a rank's process has ended although nobody closed the pool."""
-        return any(self._supervisor.exit_of(rank, wait_s=0) is not None for rank in range(self.size))
+        return any(map(self._supervisor.ended, range(self.size)))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -212,9 +220,11 @@ class WorkerPool:
         request: Request,
         fds: Sequence[int] = (),
         interrupted: Callable[[], bool] = lambda: False,
+        right: Callable[[], bool] = lambda: True,
     ) -> list[Done]:
         """Sends ``request`` to every rank and returns their answers in rank order.
 
+        ``right`` is asked while the ranks are at work on a Forward; if the request turns out to be wrong, they leave it and [] is returned.
         Raises RunCancelled (the pool stays warm), ModelError or Refused (every rank rejected it, the pool stays warm), PoolFailed.
         A cancelled Forward is left early by all ranks at the same block; any other request is finished by them and collected later.
         """
@@ -232,12 +242,16 @@ class WorkerPool:
                     raise self._died(rank) from None
             self._outstanding = dict.fromkeys(range(self.size), request.request)
             try:
-                lockstep = isinstance(request, Forward)
+                lockstep, wrong = isinstance(request, Forward), not right()
+                if wrong:
+                    self.arena.board.cancel(request.request)
                 replies = self._gather(interrupted, cancel=request.request if lockstep else None, lockstep=lockstep)
             finally:
                 if self.state == "busy":
                     self._enter("ready")
             self.memory = [reply.memory for reply in replies]
+            if wrong:
+                return []
             if any(reply.cancelled for reply in replies):
                 raise RunCancelled("The run was cancelled.")
             return replies

@@ -61,6 +61,9 @@ class Supervisor:
         """The exit status (negative: a signal), or None if the rank still runs after ``wait_s``."""
         return self._processes[rank].returncode if self._exits[rank].wait(wait_s) else None
 
+    def ended(self, rank: int) -> bool:
+        return self._exits[rank].is_set()
+
     def stop(self, grace_s: float) -> None:
         """Waits ``grace_s`` for the ranks to leave by themselves, then kills those that have not, and reaps all."""
         for exit_event in self._exits[: len(self._processes)]:

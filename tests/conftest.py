@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,16 @@ def setup():
     return HostSetup(comfyui=COMFYUI, comfy_args={"cpu": True})
 
 
+@pytest.fixture
+def started():
+    """Starts pools of fake ranks."""
+    from .fake_pools import Pools
+
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
 @pytest.fixture(scope="session")
 def clients(setup):
     """(ulysses, ring) -> a Client of a running CPU pool of that layout."""
@@ -56,3 +67,45 @@ def clients(setup):
     yield client
     for _client, handle in made.values():
         handle.close()
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """Paths of tiny checkpoints, and of a LoRA of the first."""
+    from pipemesh.launcher.tiny import write_flux, write_lora
+
+    folder = tmp_path_factory.mktemp("models")
+    flux = write_flux(folder / "flux.safetensors", hidden=256, double_blocks=2, single_blocks=2)
+    other = write_flux(folder / "other.safetensors", hidden=256, double_blocks=1, single_blocks=1, seed=5)
+    return {"flux": str(flux), "other": str(other), "lora": str(write_lora(folder / "lora.safetensors", flux, rank=4))}
+
+
+@pytest.fixture
+def client(clients):
+    return clients(2)
+
+
+@pytest.fixture
+def requests(client, monkeypatch):
+    """Counts what is asked of the pool, by message type."""
+    client._ensure(lambda: False)
+    pool = client.memory.pool
+    seen = Counter()
+    real = pool.call
+
+    def call(request, *args, **kwargs):
+        seen[type(request).__name__] += 1
+        return real(request, *args, **kwargs)
+
+    monkeypatch.setattr(pool, "call", call)
+    return seen
+
+
+@pytest.fixture
+def pair(files, client):
+    """The stock MODEL of a file and its parallel twin; the twin has its own stock object, as in a graph with two loaders."""
+    from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+
+    from .models import load
+
+    return load(files["flux"]), parallelize(load(files["flux"]), client, holds_ui_device=True)

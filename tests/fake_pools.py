@@ -50,8 +50,8 @@ class Pools:
             pool.close()
 
 
-def call(pool: WorkerPool, kind: str, interrupted=lambda: False) -> list:
-    return pool.call(MAKE[kind](pool.next_request()), (), interrupted)
+def call(pool: WorkerPool, kind: str, interrupted=lambda: False, **more) -> list:
+    return pool.call(MAKE[kind](pool.next_request()), (), interrupted, **more)
 
 
 def handled(pool: WorkerPool, kind: str = "Release") -> list[str]:

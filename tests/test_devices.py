@@ -4,7 +4,10 @@ import os
 import re
 
 import pytest
-from pipemesh.launcher.devices import Device, place, visible_gpus
+from hypothesis import given
+from hypothesis import strategies as st
+from pipemesh.launcher.devices import Device, Placement, place, visible_gpus
+from pipemesh.parallel_runtime.comm.cores import share_of_cores
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -83,6 +86,23 @@ def test_the_cores_of_this_process_are_shared_out_among_its_ranks(monkeypatch, r
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", limit)
     assert place(Layout(ulysses=ranks), "cpu", "auto", ()).threads == threads
+
+
+@given(cores=st.lists(st.integers(0, 255), min_size=1, max_size=24, unique=True), ranks=st.integers(1, 16))
+def test_ranks_have_equal_shares_of_cores_and_share_one_only_where_there_are_too_few(cores, ranks):
+    shares = [share_of_cores(cores, rank, ranks) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    used = [core for share in shares for core in share]
+    assert set(used) <= set(cores)
+    if ranks <= len(cores):
+        assert len(set(used)) == len(used)
+    else:
+        assert max(map(used.count, cores)) - min(map(used.count, cores)) <= 1
+
+
+def test_a_gpu_rank_is_not_tied_to_cores():
+    gpu = Placement(layout=Layout(), devices=(Device("cuda:0", "GPU-1"),), backend="nccl")
+    assert gpu.cores(0) == ()
 
 
 def test_equal_placements_are_the_same_pool():

@@ -12,25 +12,44 @@ import psutil
 import pytest
 from pipemesh.launcher import pool as pool_module
 from pipemesh.launcher.devices import Device, place
-from pipemesh.launcher.pool import Watch, WorkerPool, rank_environment
+from pipemesh.launcher.pool import KEEP_MEMORY, Watch, WorkerPool, rank_environment
 from pipemesh.launcher.supervisor import LOG_LINES, Command, Supervisor
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 
-from .fake_pools import DEADLINE_S, Pools, assert_over, call, cpus, failing, fake_setup, handled, is_alive
-
-
-@pytest.fixture
-def started():
-    pools = Pools()
-    yield pools
-    pools.close()
+from .fake_pools import DEADLINE_S, assert_over, call, cpus, failing, fake_setup, gate, handled, is_alive
 
 
 @pytest.fixture
 def brief(monkeypatch):
     """The wait for the other ranks is short: these ranks will not answer."""
     monkeypatch.setattr(pool_module, "OTHERS_WAIT_S", 0.2)
+
+
+# -- a request that turns out to be wrong while ranks compute ------------------------------------------------------------
+
+
+def test_ranks_leave_a_request_that_turns_out_to_be_wrong_and_take_the_next(started):
+    pool = started(2, "*:Forward=cancellable")
+    assert call(pool, "Forward", right=lambda: False) == []
+    assert pool.state == "ready"
+    assert handled(pool) == ["Start Forward Release"] * 2
+
+
+def test_ranks_that_have_answered_a_wrong_request_already_are_not_believed(started):
+    pool = started(2)
+    assert call(pool, "Forward", right=lambda: False) == []
+    assert len(call(pool, "Forward")) == 2
+
+
+def test_whether_a_request_is_right_is_asked_after_it_was_sent(started):
+    pool = started(2, "*:Forward=gated")
+
+    def right() -> bool:
+        gate(pool).fill_(1)  # the ranks could not answer before
+        return True
+
+    assert len(call(pool, "Forward", right=right)) == 2
 
 
 # -- a rank that cannot go on --------------------------------------------------------------------------------------------
@@ -271,10 +290,15 @@ def test_a_rank_sees_its_own_gpu_by_uuid_and_nothing_that_breaks_it(monkeypatch)
     pool.close()
 
 
+def test_a_cpu_rank_keeps_its_memory_between_layers_and_a_gpu_rank_is_left_alone():
+    assert "MALLOC_TRIM_THRESHOLD_" in rank_environment(Device("cpu"), "gloo", {})
+    assert "MALLOC_TRIM_THRESHOLD_" not in rank_environment(Device("cuda:0", "GPU-1"), "nccl", {})
+
+
 def test_nccl_is_left_to_choose_its_own_interface():
     assert "GLOO_SOCKET_IFNAME" not in rank_environment(Device("cuda:0", "GPU-0"), "nccl", {"PATH": "/bin"})
     cpu = rank_environment(Device("cpu"), "gloo", {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1"})
-    assert cpu == {"PATH": "/bin", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    assert cpu == {"PATH": "/bin", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", **KEEP_MEMORY}
 
 
 def run_supervised(*scripts: str) -> Supervisor:

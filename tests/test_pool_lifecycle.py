@@ -14,14 +14,7 @@ from pipemesh.launcher.pool import STATES, PoolHandle, PoolKeeper, WorkerPool
 from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 
-from .fake_pools import DEADLINE_S, Pools, call, cpus, failing, fake_setup, gate, handled, inside, is_alive, opens
-
-
-@pytest.fixture
-def started():
-    pools = Pools()
-    yield pools
-    pools.close()
+from .fake_pools import DEADLINE_S, call, cpus, failing, fake_setup, gate, handled, inside, is_alive, opens
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ import torch
 from ..errors import ModelError, Refused
 from ..families import PLANS, plan_for
 from ..families.plan import TokenPlan
+from ..memory import give_back_freed
 from ..wire.segment import TensorRef, dtype_name
 from ..wire.tree import encode_tree, is_plain
 
@@ -207,9 +207,8 @@ def map_weights(patcher: Any, source: Source) -> int:
         if same and parameter.device.type == "cpu" and type(parameter.data) is torch.Tensor:
             parameter.data = tensor
             given_back += tensor.numel() * tensor.element_size()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed blocks of a few MiB in its heap
-    if given_back and trim is not None:
-        trim(0)
+    if given_back:
+        give_back_freed()
     return given_back
 
 

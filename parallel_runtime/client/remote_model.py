@@ -38,7 +38,7 @@ class Pool(Protocol):
 
     def next_request(self) -> int: ...
     def settle(self, interrupted: Callable[[], bool] = ...) -> None: ...
-    def call(self, request: Any, fds: Any = (), interrupted: Callable[[], bool] = ...) -> list[Done]: ...
+    def call(self, request: Any, fds: Any = (), interrupted: Callable[[], bool] = ..., right: Callable[[], bool] = ...) -> list[Done]: ...
 
 
 class Handle(Protocol):
@@ -219,25 +219,31 @@ class Client:
         held = self._ensure(interrupted)
         began = time.perf_counter()
         changing = {*list(arguments)[:2], "control", "transformer_options"}
+        expected: list[Callable[[], bool]] = []
+        replies: list[Done] = []
         with one_thread(), held.pool.arena.frame() as frame:
 
             def put(path: str, tensor: torch.Tensor) -> TensorRef:
                 if path.partition("/")[0] in changing:
                     return frame.put(tensor)
-                return held.conditioning.put(branch, path, tensor)
+                ref, right = held.conditioning.expect(branch, path, tensor)
+                expected.append(right)
+                return ref
 
-            tree = encode_tree(arguments, put)
             x = next(iter(arguments.values()))
             out = frame.blank(sum(aligned(t.numel() * 4) for t in (x if isinstance(x, list) else [x])))
-            request = Forward(
-                request=held.pool.next_request(),
-                model=model,
-                patches_id=patches_id,
-                arguments=tree,
-                arena_bytes=held.pool.arena.nbytes,
-                out=out,
-            )
-            replies = held.pool.call(request, (), interrupted)
+            while not replies:  # again where conditioning was not what it was expected to be: then it is looked at first
+                expected.clear()
+                tree = encode_tree(arguments, put)
+                request = Forward(
+                    request=held.pool.next_request(),
+                    model=model,
+                    patches_id=patches_id,
+                    arguments=tree,
+                    arena_bytes=held.pool.arena.nbytes,
+                    out=out,
+                )
+                replies = held.pool.call(request, (), interrupted, right=lambda: all([right() for right in expected]))
             leader = replies[0]
             if leader.needs_bytes:
                 out = frame.blank(leader.needs_bytes)

@@ -24,7 +24,7 @@ class Board:
     """Single-writer words: the UI writes the cancel word, each rank its own line. Readable from any process at any time."""
 
     def __init__(self, segment: Segment):
-        self._words = segment._bytes[:BOARD_BYTES].view(torch.int64).numpy()
+        self._words = segment.tensor(TensorRef(0, (BOARD_BYTES // 8,), dtype_name(torch.int64))).numpy()
 
     @property
     def cancelled_request(self) -> int:

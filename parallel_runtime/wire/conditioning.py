@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -36,6 +37,10 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return memcmp(one.data_ptr(), other.data_ptr(), one.numel() * one.element_size()) == 0
 
 
+def cache_key(branch: tuple, name: str, tensor: torch.Tensor) -> tuple:
+    return (branch, name, tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
 class ConditioningCache:
     """Lives in the UI; ranks keep what a ``version`` names. Keeps at most ``limit_bytes`` between runs."""
 
@@ -45,11 +50,31 @@ class ConditioningCache:
         self._versions = count(1)
         self._entries: OrderedDict[tuple, Entry] = OrderedDict()
         self._recent: dict[tuple, list[Entry]] = {}
+        self._surprising: set[tuple] = set()  # keys whose tensor once was not the one sent last
         self.uploads = 0
+
+    def expect(self, branch: tuple, name: str, tensor: torch.Tensor) -> tuple[TensorRef, Callable[[], bool]]:
+        """What this branch sent last, unseen, and how to find out whether ``tensor`` is that: to be asked while ranks compute with it.
+
+        Where it was wrong once in a run, the answer is ``put``'s.
+        """
+        key = cache_key(branch, name, tensor)
+        recent = self._recent.get(key)
+        if not recent or key in self._surprising:
+            return self.put(branch, name, tensor), lambda: True
+        last = recent[0]
+
+        def right() -> bool:
+            if same(self._content(last), tensor):
+                return True
+            self._surprising.add(key)
+            return False
+
+        return last.ref, right
 
     def put(self, branch: tuple, name: str, tensor: torch.Tensor) -> TensorRef:
         """``branch`` tells conds apart (their uuids); ``name`` is the argument's path."""
-        key = (branch, name, tuple(tensor.shape), tensor.dtype, tensor.device)
+        key = cache_key(branch, name, tensor)
         recent = self._recent.setdefault(key, [])
         for entry in recent:
             if same(self._content(entry), tensor):
@@ -77,6 +102,7 @@ class ConditioningCache:
     def begin_run(self) -> None:
         """Between runs only: what is evicted here may have been named by the evaluation before."""
         self._recent.clear()
+        self._surprising.clear()
         held = sum(entry.ref.nbytes for entry in self._entries.values())
         while held > self._limit_bytes:
             _, entry = self._entries.popitem(last=False)

@@ -10,13 +10,17 @@ from .segment import TensorRef
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """First word to a rank; carries the arena's and the rendezvous store's descriptors, in this order."""
+    """First word to a rank; carries the arena's and the rendezvous store's descriptors, in this order.
+
+    ``cores``: where a CPU rank computes; empty for a rank on a GPU.
+    """
 
     rank: int
     degrees: dict[str, int]
     device: str
     backend: Literal["gloo", "nccl"]
     threads: int
+    cores: tuple[int, ...]
     timeout_s: float
     comfyui: str
     comfy_args: bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterable
@@ -24,10 +25,7 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        count = dtype_named(self.dtype).itemsize
-        for dim in self.shape:
-            count *= dim
-        return count
+        return dtype_named(self.dtype).itemsize * math.prod(self.shape)
 
 
 def aligned(nbytes: int) -> int:
@@ -56,7 +54,7 @@ class Segment:
     def __init__(self, fd: int, nbytes: int):
         self.fd = fd
         self.nbytes = nbytes
-        self._bytes = self._map(nbytes)
+        self._mapping = mmap.mmap(fd, nbytes)
 
     @classmethod
     def create(cls, name: str, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> Segment:
@@ -71,9 +69,6 @@ class Segment:
             os.close(fd)
             raise
 
-    def _map(self, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
-
     def grow(self, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> None:
         """Makes room; refs stay valid, old views too (they keep the older mapping of the same pages)."""
         if nbytes > self.nbytes:
@@ -83,12 +78,15 @@ class Segment:
     def follow(self, nbytes: int) -> None:
         """Maps what another process has grown."""
         if nbytes > self.nbytes:
-            self._bytes = self._map(nbytes)
+            self._mapping = mmap.mmap(self.fd, nbytes)
             self.nbytes = nbytes
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """A view of the segment, not a copy."""
-        return self._bytes[ref.offset : ref.offset + ref.nbytes].view(dtype_named(ref.dtype)).view(ref.shape)
+        dtype, count = dtype_named(ref.dtype), math.prod(ref.shape)
+        if not count:  # frombuffer takes no empty range
+            return torch.empty(ref.shape, dtype=dtype)
+        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=ref.offset).view(ref.shape)
 
     def put(self, offset: int, tensor: torch.Tensor, version: int = 0) -> TensorRef:
         ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype), version)
@@ -97,7 +95,7 @@ class Segment:
 
     def unmap(self) -> None:
         """Nothing can be read or written here any more; existing views stay. A mapping holds a descriptor of its own."""
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._mapping = b""
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -7,7 +7,6 @@ import os
 import time
 import traceback
 from collections import OrderedDict
-from itertools import islice
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 from ..comm.exchange import Stopped
 from ..comm.sequence import SequenceComm
 from ..errors import PipeMeshError, Refused
+from ..memory import give_back_freed, host_memory
 from ..wire.arena import Board
 from ..wire.channel import Channel
 from ..wire.messages import Adopt, Close, Done, Failed, Fetch, Forward, Load, Memory, Patch, Release, Request
@@ -25,6 +25,7 @@ from .host_bridge import build_from_state, call_factory
 from .resident import ResidentModel
 
 KEPT_VERSIONS = 64
+MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short evaluation's answer
 PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "loading", Forward: "computing", Fetch: "writing"}
 
 
@@ -51,6 +52,8 @@ class Engine:
         self._versions: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._output: Any = None
         self._request = 0
+        self._memory: Memory | None = None
+        self._memory_asked = 0.0
 
     def wants_stop(self) -> bool:
         return self._board.cancelled_request == self._request != 0
@@ -128,7 +131,9 @@ class Engine:
         model = self._models.pop(name, None)
         if model is not None:
             model.method.detach()
+        del model
         self._versions.clear()
+        give_back_freed()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -181,20 +186,23 @@ class Engine:
         tree = encode_tree(output, put)
         self._output = None if fits else output
         needs = 0 if fits else offset - place.offset
-        return Done(request=request, memory=self.memory(), output=tree if fits else b"", needs_bytes=needs)
+        return Done(request=request, memory=self.recent_memory(), output=tree if fits else b"", needs_bytes=needs)
+
+    def recent_memory(self) -> Memory:
+        """At most ``MEMORY_KEPT_S`` old."""
+        if self._memory is None or time.monotonic() - self._memory_asked > MEMORY_KEPT_S:
+            return self.memory()
+        return self._memory
 
     def memory(self) -> Memory:
+        self._memory, self._memory_asked = self._ask_memory(), time.monotonic()
+        return self._memory
+
+    def _ask_memory(self) -> Memory:
         held = sum(model.nbytes for model in self._models.values())
         if self._device.type == "cuda":
             return Memory(*torch.cuda.mem_get_info(self._device), held)
         return Memory(*host_memory(), held)
-
-
-def host_memory() -> tuple[int, int]:
-    """(available, total) bytes. Not what is free: mapped checkpoints fill the page cache, which gives way."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        first = [line.split() for line in islice(lines, 3)]  # MemTotal, MemFree, MemAvailable
-    return int(first[2][1]) << 10, int(first[0][1]) << 10
 
 
 def map_segments(fds: list[int]) -> list[Segment]:

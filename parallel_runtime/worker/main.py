@@ -9,6 +9,7 @@ import select
 import threading
 from datetime import timedelta
 
+from ..comm.cores import giving_way, keep_to
 from ..wire.arena import Board
 from ..wire.channel import Channel, ChannelClosed
 from ..wire.messages import Ready, Start
@@ -37,6 +38,8 @@ def run(channel: Channel) -> None:
     arena = Segment(arena_fd, start.arena_bytes)
     board = Board(arena)
     board.enter(start.rank, "importing")
+    if start.cores:
+        keep_to(start.cores)
 
     from .host_bridge import prepare
 
@@ -54,17 +57,18 @@ def run(channel: Channel) -> None:
         torch.cuda.set_device(device)
     board.enter(start.rank, "joining")
     size = Layout(**start.degrees).world_size
-    if size > 1:
-        # The store is a memfd too: every rank opens it through its own descriptor, and nothing is left on disk.
-        store = dist.FileStore(f"/proc/self/fd/{store_fd}", size)
-        dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timedelta(seconds=start.timeout_s))
-    comm = connect(
-        tuple(start.degrees.values()),
-        start.rank,
-        device_type="cuda" if start.backend == "nccl" else "cpu",
-        on_host=start.backend == "gloo" and device.type == "cuda",
-        wants_stop=lambda: engine.wants_stop(),
-    )
+    with giving_way() if start.cores else contextlib.nullcontext():
+        if size > 1:
+            # The store is a memfd too: every rank opens it through its own descriptor, and nothing is left on disk.
+            store, timeout = dist.FileStore(f"/proc/self/fd/{store_fd}", size), timedelta(seconds=start.timeout_s)
+            dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout)
+        comm = connect(
+            tuple(start.degrees.values()),
+            start.rank,
+            device_type="cuda" if start.backend == "nccl" else "cpu",
+            on_host=start.backend == "gloo" and device.type == "cuda",
+            wants_stop=lambda: engine.wants_stop(),
+        )
     engine = Engine(channel, arena, comm, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     channel.send(Ready(device_name=name, memory=engine.memory()))

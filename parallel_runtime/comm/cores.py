@@ -1,0 +1,41 @@
+"""Which cores a rank computes on where ranks share a CPU, and how its threads take turns there.
+
+gloo moves messages on a thread of its own. Left to the scheduler, three things make an exchange between two computing ranks last 2 to 10 ms
+instead of 0.3: the thread is put behind the other rank's computation and waits for the next tick (4 ms at 250 Hz) while its own core is
+idle; it interrupts its own rank in the middle of a send, whose lock it then spins for until a tick; or a tick puts it there. Found with
+``perf sched``; what each half of the remedy brings is in docs/BENCHMARKS.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+GIVE_WAY = 10  # about a tenth of a computing thread's weight: enough to move messages beside it, too little to be put in its place
+
+
+def share_of_cores(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
+    """An equal run of ``cores`` for each rank; one each, in turn, where there are more ranks than cores."""
+    each = len(cores) // ranks
+    return tuple(cores[rank * each : (rank + 1) * each]) if each else (cores[rank % len(cores)],)
+
+
+def keep_to(cores: Sequence[int]) -> None:
+    """For a CPU rank: all threads it has, and those it starts, stay on ``cores``. Linux only."""
+    for thread in threads():
+        os.sched_setaffinity(thread, cores)
+
+
+@contextmanager
+def giving_way() -> Iterator[None]:
+    """Threads started inside do not interrupt the others of this process, and mostly run when those wait. Linux only."""
+    before = threads()
+    yield
+    for thread in threads() - before:
+        os.setpriority(os.PRIO_PROCESS, thread, GIVE_WAY)
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def threads() -> set[int]:
+    return set(map(int, os.listdir("/proc/self/task"))) if os.path.isdir("/proc/self/task") else set()
