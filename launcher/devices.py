@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..parallel_runtime.comm.cores import share_of_cores
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.wire.arena import MAX_RANKS
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
     devices = tuple(known[name] for name in names)
     if len({device.is_gpu for device in devices}) > 1:
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
+    if size > MAX_RANKS:
+        raise LayoutError(f"{layout.equation()}, at most {MAX_RANKS} on one host: lower the degrees.")
     if backend == "auto":
         backend = "nccl" if devices[0].is_gpu and len(set(names)) == size else "gloo"
     if backend == "nccl" and not devices[0].is_gpu:

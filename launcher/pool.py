@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from ..parallel_runtime.errors import LayoutError, ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused, RunCancelled
-from ..parallel_runtime.wire.arena import MAX_RANKS, Arena
+from ..parallel_runtime.errors import ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused, RunCancelled
+from ..parallel_runtime.wire.arena import Arena
 from ..parallel_runtime.wire.channel import Channel, ChannelClosed
 from ..parallel_runtime.wire.messages import Close, Done, Failed, Forward, FromRank, Memory, Ready, Request, Start
 from ..parallel_runtime.wire.segment import mib
@@ -84,8 +84,6 @@ class WorkerPool:
     """Ranks that wait for requests. Not started until ``start``."""
 
     def __init__(self, placement: Placement, setup: HostSetup):
-        if placement.layout.world_size > MAX_RANKS:
-            raise LayoutError(f"{placement.layout.equation()}, at most {MAX_RANKS} on one host: lower the degrees.")
         self.placement = placement
         self._setup = setup
         self._lock = threading.RLock()

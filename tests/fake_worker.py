@@ -41,7 +41,6 @@ class Board:
 
     def enter(self, phase: str, request: int = 0) -> None:
         self._write(self._line + 8, PHASES.index(phase))
-        self._write(self._line + 16, request)
         self._write(self._line, request << 32 if request else self.word(self._line) + 1)
 
 

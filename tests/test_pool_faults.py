@@ -72,14 +72,16 @@ def load(path):
     return comfy.sd.load_diffusion_model(str(path))
 
 
-def picture(model, size=(40, 40), steps=1):
+def picture(model, size=(40, 40), steps=1, after_step=None):
     import comfy.sample
 
     latent = torch.zeros(1, 16, *size)
     with torch.inference_mode():
         noise = comfy.sample.prepare_noise(latent, 7)
         prompts = conditioning(1, 13), conditioning(2, 7)
-        return comfy.sample.sample(model, noise, steps, 1.0, "euler", "simple", *prompts, latent, disable_pbar=True, seed=7)
+        return comfy.sample.sample(
+            model, noise, steps, 1.0, "euler", "simple", *prompts, latent, disable_pbar=True, seed=7, callback=after_step
+        )
 
 
 @pytest.fixture(scope="module")
@@ -204,9 +206,8 @@ def test_a_checkpoint_that_is_cut_short_under_a_rank_is_named_and_not_loaded_aga
     model = parallelize(load(path), client, holds_ui_device=False)
     picture(model)
     size = path.stat().st_size
-    os.truncate(path, 5000)
     with pytest.raises(PoolFailed, match=r"^Rank [01] on cpu was killed \(signal 7; its checkpoint was cut short on disk, or"):
-        picture(model)
+        picture(model, steps=2, after_step=lambda *_: os.truncate(path, 5000))
     with pytest.raises(
         Refused, match=f"^The checkpoint {path} changed on disk since it was loaded \\({size} bytes of .* then, 5000 of .* now\\): "
     ):
@@ -296,6 +297,28 @@ def test_a_checkpoint_that_changed_is_named_and_loaded_again_is_right(own, clien
     with pytest.raises(Refused, match=sentence):
         picture(model)
     assert is_right(parallelize(load(path), clients(2), holds_ui_device=False), picture(load(path)))
+
+
+def test_a_checkpoint_overwritten_in_place_is_named_and_no_longer_held(own, clients):
+    """Ranks have it mapped: from then on they would hold some weights of each file."""
+    path, model, truth = own
+    client = clients(2)
+    assert is_right(model, truth)
+    sentence = changed(path, str(path.stat().st_size))
+    path.write_bytes(write_flux(path.with_suffix(".other"), hidden=128, double_blocks=1, single_blocks=1, seed=99).read_bytes())
+    with pytest.raises(Refused, match=sentence):
+        picture(model)
+    assert not client.holds(model.remote.source.model)
+    assert is_right(parallelize(load(path), client, holds_ui_device=False), picture(load(path)))
+
+
+def test_a_checkpoint_deleted_or_replaced_under_a_warm_pool_changes_nothing(own):
+    path, model, truth = own
+    assert is_right(model, truth)
+    path.unlink()
+    assert is_right(model, truth)
+    write_flux(path, hidden=128, double_blocks=1, single_blocks=1, seed=99)
+    assert is_right(model, truth)
 
 
 def test_a_checkpoint_that_is_gone_before_its_model_is_parallelized_is_named(own, clients):

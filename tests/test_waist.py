@@ -237,6 +237,39 @@ def test_free_reaches_the_pool_and_the_next_run_loads_again(pair, client, reques
     assert relative_error(run(parallel), truth) <= BOUND
 
 
+def test_free_reaches_the_pool_when_the_samplers_own_clone_is_gone(files, client, requests):
+    """A sampler node parallelizes its input itself: after the run only the loader's stock MODEL is left."""
+    import comfy.model_management as mm
+
+    stock = load(files["flux"])
+    truth = run(stock)
+    mm.unload_all_models()
+    for source in (stock, with_lora(stock, files, 0.7)):
+        parallel = parallelize(source, client, holds_ui_device=True)
+        model = parallel.remote.source.model
+        run(parallel)
+        share = parallel.loaded_size()
+        del parallel
+        gc.collect()
+        assert client.holds(model)
+        assert sum(loaded.model_loaded_memory() for loaded in mm.current_loaded_models) == share > 0
+        mm.unload_all_models()
+        assert not client.holds(model)
+    assert relative_error(run(parallelize(stock, client, holds_ui_device=True)), truth) <= BOUND
+
+
+def test_going_stock_after_a_samplers_own_clone_is_gone_releases_nothing(files, client, requests):
+    stock = load(files["flux"])
+    parallel = parallelize(stock, client, holds_ui_device=True)
+    ours = run(parallel)
+    del parallel
+    gc.collect()
+    before = requests["Load"], requests["Release"]
+    assert relative_error(ours, run(stock)) <= BOUND
+    assert torch.equal(run(parallelize(stock, client, holds_ui_device=True)), ours)
+    assert (requests["Load"], requests["Release"]) == before
+
+
 def test_the_pool_keeps_a_model_for_as_long_as_its_loaders_output_lives(files, client, requests):
     import comfy.model_management as mm
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,8 @@ import comfy.utils
 import comfy.weight_adapter
 import torch
 
-from ..errors import ModelError, Refused
+from ..checkpoint import File, stat_file
+from ..errors import Refused
 from ..families import PLANS, plan_for
 from ..families.plan import TokenPlan
 from ..memory import give_back_freed
@@ -31,7 +31,7 @@ class Source:
     factory: str = ""
     args: tuple = ()
     index: int | None = None
-    file: tuple[str, int, int] | None = None  # path, bytes, mtime_ns
+    file: File | None = None
 
 
 def describe_source(patcher: Any) -> Source:
@@ -47,14 +47,6 @@ def describe_source(patcher: Any) -> Source:
             return Source(model=hashlib.blake2b(identity, digest_size=8).hexdigest(), factory=name, args=args, index=index, file=file)
     refuse_state(patcher)
     return Source(model=f"state-{patcher.clone_base_uuid.hex}")
-
-
-def stat_file(path: str) -> tuple[str, int, int]:
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        raise ModelError(f"The checkpoint {path} is missing: put it back or choose another in the loader node.") from None
-    return (path, found.st_size, found.st_mtime_ns)
 
 
 def refuse_state(patcher: Any) -> None:

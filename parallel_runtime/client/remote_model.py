@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from ..wire.segment import Segment, TensorRef, aligned, dtype_name, pack
 from ..wire.tree import decode_tree, encode_tree
 from .host_model import Source
 
+T = TypeVar("T")
 log = logging.getLogger("pipemesh")
 
 ABSENT = "absent"  # in place of a patches id: not loaded by every rank, as far as the UI knows
@@ -142,17 +143,28 @@ class Client:
         held = self._ensure(interrupted)
         if held.patches.get(source.model, ABSENT) != ABSENT:
             return
-        while True:
+
+        def attempt() -> None:
             held.patches[source.model] = ABSENT  # a load that is cancelled may still end in the ranks: it can be released then
             try:
                 self._load(held, source, state, interrupted)
-                held.patches[source.model] = ""
-                return
-            except (ModelError, Refused) as error:
+            except (ModelError, Refused):
                 self.release(source.model, interrupted)  # ranks that did load it
-                if not isinstance(error, OutOfMemory) or not held.patches:
+                raise
+            held.patches[source.model] = ""
+
+        self._making_room(held, source.model, attempt, interrupted)
+
+    def _making_room(self, held: PoolMemory, model: str, attempt: Callable[[], T], interrupted: Callable[[], bool]) -> T:
+        """``attempt``; where the ranks ran out of memory, again after each other model is released, least recently used first."""
+        while True:
+            try:
+                return attempt()
+            except OutOfMemory:
+                others = [name for name in held.patches if name != model]
+                if not others:
                     raise
-                self.release(next(iter(held.patches)), interrupted)
+                self.release(others[0], interrupted)
 
     def _load(self, held: PoolMemory, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
         tree: dict[str, Any] = {"factory": source.factory, "args": source.args, "index": source.index, "file": source.file}
@@ -168,6 +180,19 @@ class Client:
     ) -> None:
         """Brings every rank to ``patches_id``. ``weights``: the UI's tensors of the patched keys, for their shapes and dtypes."""
         held = self._ensure(interrupted)
+        self._making_room(held, model, lambda: self._patch(held, model, patches_id, patches, objects, weights, interrupted), interrupted)
+        held.patches[model] = patches_id
+
+    def _patch(
+        self,
+        held: PoolMemory,
+        model: str,
+        patches_id: str,
+        patches: dict,
+        objects: dict,
+        weights: dict[str, torch.Tensor],
+        interrupted: Callable[[], bool],
+    ) -> None:
         held.patches[model] = "unknown"  # until every rank has acknowledged
         parcel = Parcel({"patches": patches, "objects": objects})
         shared, place = self._shared_weights(held, list(patches), weights) if patches and self._shares_weights else (None, None)
@@ -186,7 +211,6 @@ class Client:
             parcel.segment.close()
             if place:
                 place.close()
-        held.patches[model] = patches_id
 
     def _shared_weights(
         self, held: PoolMemory, keys: list[str], weights: dict[str, torch.Tensor]
@@ -232,7 +256,8 @@ class Client:
 
             x = next(iter(arguments.values()))
             out = frame.blank(sum(aligned(t.numel() * 4) for t in (x if isinstance(x, list) else [x])))
-            while not replies:  # again where conditioning was not what it was expected to be: then it is looked at first
+
+            def attempt() -> list[Done]:
                 expected.clear()
                 tree = encode_tree(arguments, put)
                 request = Forward(
@@ -243,7 +268,10 @@ class Client:
                     arena_bytes=held.pool.arena.nbytes,
                     out=out,
                 )
-                replies = held.pool.call(request, (), interrupted, right=lambda: all([right() for right in expected]))
+                return held.pool.call(request, (), interrupted, right=lambda: all([right() for right in expected]))
+
+            while not replies:  # again where conditioning was not what it was expected to be: then it is looked at first
+                replies = self._making_room(held, model, attempt, interrupted)
             leader = replies[0]
             if leader.needs_bytes:
                 out = frame.blank(leader.needs_bytes)

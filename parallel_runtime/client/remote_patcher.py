@@ -18,7 +18,8 @@ import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ..errors import RunCancelled
+from ..checkpoint import check_mapped
+from ..errors import Refused, RunCancelled
 from .host_model import (
     PREFIX,
     Source,
@@ -142,6 +143,12 @@ class RemotePatcher(ModelPatcher):
     # -- a run -------------------------------------------------------------------------------------------------------
 
     def pre_run(self) -> None:
+        """Raises Refused where the checkpoint was overwritten while the ranks had it mapped: then they hold some of each file."""
+        try:
+            check_mapped(self.remote.source.file)
+        except Refused:
+            self.remote.client.release(self.remote.source.model)
+            raise
         self.remote.client.begin_run()
         super().pre_run()
 
@@ -214,8 +221,28 @@ def parallelize(patcher: ModelPatcher, client: Client, holds_ui_device: bool) ->
     source = describe_source(patcher)
     client.use(source.model, patcher.model)
     map_weights(patcher, source)
+    remote = Remote(client, source, holds_ui_device)
+    made = remote_clone(patcher, remote)
+    made.parent = stand_in(patcher, remote)
+    return made
+
+
+def remote_clone(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
     made = ModelPatcher.clone(patcher)
     made.__class__ = RemotePatcher
-    made.remote = Remote(client, source, holds_ui_device)
+    made.remote = remote
     made.size = 0
     return made
+
+
+def stand_in(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
+    """The host's memory manager turns from a patcher that is gone to its parent. A sampler node's own clone is gone after its run; this
+    parent, kept by the loader's output, still tells what the pool holds and takes an unload to it."""
+    key = f"pipemesh-{id(remote.client)}"
+    kept = patcher.get_attachment(key)
+    if kept is None or kept.remote.client is not remote.client:
+        kept = remote_clone(patcher, remote)
+        kept.parent = None
+        patcher.set_attachments(key, kept)
+    kept.remote = remote
+    return kept

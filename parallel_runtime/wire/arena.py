@@ -1,7 +1,7 @@
 """The arena: one segment per pool, mapped by the UI and by every local rank.
 
 Its first page is the board: word 0 holds the request to cancel, and each rank has a line of its own with a
-progress counter, its phase and the request it works on. Everything else is handed out by a first-fit allocator that lives in the UI alone.
+progress counter and its phase. Everything else is handed out by a first-fit allocator that lives in the UI alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Board:
         """Every request starts the counter at a place of its own, so that ranks at work on the same one can be compared."""
         line = LINE_WORDS * (rank + 1)
         self._words[line + 1] = PHASES.index(phase)
-        self._words[line + 2] = request
         self._words[line] = request << 32 if request else self._words[line] + 1
 
     def progress(self, rank: int) -> int:

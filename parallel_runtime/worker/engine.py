@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from ..checkpoint import check_file
 from ..comm.exchange import Stopped
 from ..comm.sequence import SequenceComm
 from ..errors import PipeMeshError, Refused
@@ -212,23 +213,6 @@ def map_segments(fds: list[int]) -> list[Segment]:
         for fd in fds:
             os.close(fd)
         raise
-
-
-def check_file(file: tuple[str, int, int] | None) -> None:
-    """Raises Refused if the checkpoint is not the one the UI loaded."""
-    if file is None:
-        return
-    path, size, mtime_ns = file
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        raise Refused(f"The checkpoint {path} is missing: put it back or choose another in the loader node.") from None
-    if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
-        then, now = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp // 10**9)) for stamp in (mtime_ns, found.st_mtime_ns))
-        raise Refused(
-            f"The checkpoint {path} changed on disk since it was loaded ({size} bytes of {then} then, {found.st_size} of {now} now): "
-            "unload models and execution cache in ComfyUI's menu and run again."
-        )
 
 
 def _no_tensors(ref: TensorRef) -> torch.Tensor:

@@ -1,0 +1,52 @@
+"""A checkpoint on disk, told apart by path, size and time of change. UI and ranks map the same file and must see the same content."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from .errors import ModelError, Refused
+
+File = tuple[str, int, int, int]  # path, bytes, mtime_ns, inode
+
+
+def stat_file(path: str) -> File:
+    """Raises ModelError where there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        raise ModelError(f"The checkpoint {path} is missing: put it back or choose another in the loader node.") from None
+    return (path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+def check_file(file: File | None) -> None:
+    """Before it is mapped. Raises Refused if the checkpoint is not the one the UI loaded."""
+    if file is None:
+        return
+    try:
+        found = os.stat(file[0])
+    except FileNotFoundError:
+        raise Refused(f"The checkpoint {file[0]} is missing: put it back or choose another in the loader node.") from None
+    refuse_change(file, found)
+
+
+def check_mapped(file: File | None) -> None:
+    """While it is mapped. Raises Refused if it was overwritten in place; a deleted or replaced one lives on for who has it mapped."""
+    if file is None:
+        return
+    try:
+        found = os.stat(file[0])
+    except FileNotFoundError:
+        return
+    if found.st_ino == file[3]:
+        refuse_change(file, found)
+
+
+def refuse_change(file: File, found: os.stat_result) -> None:
+    path, size, mtime_ns, _inode = file
+    if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
+        then, now = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp // 10**9)) for stamp in (mtime_ns, found.st_mtime_ns))
+        raise Refused(
+            f"The checkpoint {path} changed on disk since it was loaded ({size} bytes of {then} then, {found.st_size} of {now} now): "
+            "unload models and execution cache in ComfyUI's menu and run again."
+        )

@@ -1,0 +1,91 @@
+"""What the UI asks of a pool, seen with a pool that only writes it down."""
+
+import pytest
+import torch
+from pipemesh.parallel_runtime.client.host_model import Source
+from pipemesh.parallel_runtime.client.remote_model import Client
+from pipemesh.parallel_runtime.errors import OutOfMemory
+from pipemesh.parallel_runtime.wire.arena import Arena
+from pipemesh.parallel_runtime.wire.messages import Done, Forward, Load, Memory, Patch, Release
+from pipemesh.parallel_runtime.wire.tree import encode_tree
+
+
+class Ledger:
+    """A pool of one rank with room for ``room`` models; ``short`` names a kind of request that needs one place more."""
+
+    def __init__(self, room: int, short: type = Load):
+        self.arena, self.memory, self.state, self.size, self.idle = Arena(), [Memory(1, 2, 3)], "ready", 1, True
+        self.room, self.short = room, short
+        self.models: list[str] = []
+        self.asked: list[tuple[str, str]] = []
+
+    def live(self):
+        return self
+
+    def ensure(self, interrupted):
+        return self
+
+    def next_request(self) -> int:
+        return len(self.asked) + 1
+
+    def settle(self, interrupted):
+        pass
+
+    def call(self, request, fds=(), interrupted=None, right=lambda: True):
+        self.asked.append((type(request).__name__, request.model))
+        if isinstance(request, Release):
+            self.models = [model for model in self.models if model != request.model]
+        elif isinstance(request, self.short) and len(self.models) >= self.room:
+            raise OutOfMemory("full")
+        elif isinstance(request, Load):
+            self.models.append(request.model)
+        output = encode_tree([0], lambda path, tensor: None)
+        return [Done(request=request.request, memory=self.memory[0], output=output)] if right() else []
+
+
+def load(client: Client, *models: str) -> None:
+    for model in models:
+        client.load(Source(model=model, factory="f"), dict, lambda: False)
+
+
+def test_the_least_recently_used_model_makes_room_for_another():
+    pool = Ledger(room=2)
+    client = Client(pool, shares_weights=False)
+    load(client, "a", "b")
+    assert client.ready_for("a", "")  # b is the older one now
+    load(client, "c")
+    assert pool.models == ["a", "c"]
+    assert not client.holds("b")
+
+
+def test_weight_patches_and_forwards_without_room_release_other_models_and_go_on():
+    for short, ask in ((Patch, patch), (Forward, forward)):
+        pool = Ledger(room=2, short=short)
+        client = Client(pool, shares_weights=False)
+        load(client, "a", "b", "c")
+        ask(client, "c")
+        assert pool.models == ["c"]
+        assert client.holds("c")
+
+
+def test_a_model_that_does_not_fit_alone_is_an_error_and_keeps_nothing():
+    pool = Ledger(room=0)
+    client = Client(pool, shares_weights=False)
+    with pytest.raises(OutOfMemory):
+        load(client, "a")
+    assert not client.holds("a")
+    pool = Ledger(room=1, short=Forward)
+    client = Client(pool, shares_weights=False)
+    load(client, "a")
+    with pytest.raises(OutOfMemory):
+        forward(client, "a")
+    assert pool.models == ["a"]
+
+
+def patch(client: Client, model: str) -> None:
+    client.patch(model, "p", {}, {}, {}, lambda: False)
+
+
+def forward(client: Client, model: str) -> None:
+    arguments = {"x": torch.zeros(1), "timestep": torch.zeros(1), "context": torch.zeros(2)}
+    client.forward(model, "", arguments, (), lambda: False)
