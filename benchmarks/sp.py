@@ -27,6 +27,11 @@ def patch_tax(rounds: Sequence[Round]) -> float:
     return typical(rounds, "shards") / typical(rounds, "alone")
 
 
+def exchange_share(rounds: Sequence[Round]) -> float:
+    """Of the parallel forward, spent in messages, waiting for the other rank included."""
+    return typical(rounds, "exchange") / typical(rounds, "parallel")
+
+
 def formula_bytes(ulysses: int, ring: int, tokens: int, hidden: int, blocks: int, item_bytes: int, batch: int = 1) -> float:
     """Sent by one rank in one evaluation: q, k, v and the output within a ulysses group, then k and v around the ring."""
     own = batch * tokens * hidden * blocks * item_bytes / (ulysses * ring)
@@ -43,14 +48,22 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
     with giving_way():
         comm = connect(degrees, ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
     standins = [standin(rank, ulysses, ring) for rank in range(ranks.size)]
+    exchanges: list[float] = []
+
+    def parallel() -> float:
+        seconds = forwards.through(comm)
+        exchanges.append(comm.seconds)
+        return seconds
+
     phases = {
         "alone": Phase(forwards.whole, alone=True),
-        "parallel": Phase(lambda: forwards.through(comm)),
+        "parallel": Phase(parallel),
         "both": Phase(forwards.whole),
         "shards": Phase(lambda: sum(forwards.through(one) for one in standins), alone=True),
     }
     formula = formula_bytes(ulysses, ring, tokens, forwards.hidden, forwards.blocks, 4)
-    measured = ranks.measure(phases, rounds) if rounds else [{"parallel": forwards.through(comm)}]
+    measured = ranks.measure(phases, rounds) if rounds else [{"parallel": parallel()}]
+    measured = [{**round_, "exchange": seconds} for round_, seconds in zip(measured, exchanges[-len(measured) :], strict=True)]
     return {"rounds": measured, "sent_bytes": comm.sent_bytes, "formula": formula}
 
 
@@ -73,4 +86,5 @@ def times(case: str, rounds: Sequence[Round], goal: float) -> Iterator[Figure]:
     yield Figure("sp", case, "efficiency", estimate(rounds, efficiency), "ratio", Goal(at_least=goal))
     yield Figure("sp", case, "speedup", estimate(rounds, speedup), "x")
     yield Figure("sp", case, "patch_tax", estimate(rounds, patch_tax), "ratio")
+    yield Figure("sp", case, "exchange_share", estimate(rounds, exchange_share), "ratio")
     yield Figure("sp", case, "capacity", estimate(rounds, capacity), "x")

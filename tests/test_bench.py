@@ -76,7 +76,7 @@ def test_goals_read_like_conditions():
     assert number(25174016.0) == "25174016"
 
 
-ROUNDS = [{"alone": 1.0, "both": 1.25, "shards": 1.1, "parallel": 0.8}] * 3
+ROUNDS = [{"alone": 1.0, "both": 1.25, "shards": 1.1, "parallel": 0.8, "exchange": 0.08}] * 3
 
 
 def test_the_ratios_are_those_of_the_definition():
@@ -84,6 +84,7 @@ def test_the_ratios_are_those_of_the_definition():
     assert sp.efficiency(ROUNDS) == pytest.approx(1.1 / (0.8 * 1.6))
     assert sp.speedup(ROUNDS) == pytest.approx(1.0 / 0.8)
     assert sp.patch_tax(ROUNDS) == pytest.approx(1.1)
+    assert sp.exchange_share(ROUNDS) == pytest.approx(0.1)
     whole = 1024 * 256 * 24 * 4
     assert sp.formula_bytes(2, 1, 1024, 256, 24, 4) == whole  # 4 (N - 1) / N^2
     assert sp.formula_bytes(4, 1, 1024, 256, 24, 4) == pytest.approx(0.75 * whole)
