@@ -190,7 +190,7 @@ class Bench:
         self._clients = clients
         self.stock = cache(lambda heads, family="flux": stock_model(heads, family=family))
         self.stock_bf16 = cache(lambda heads: stock_model(heads, bf16()))
-        self._truth = cache(lambda case: sample(self.stock(case.heads, case.family), case))
+        self.truth = cache(lambda case: sample(self.stock(case.heads, case.family), case))
         self._rounded = cache(lambda case: sample(self.stock_bf16(case.heads), case))
         self.parallel = cache(lambda heads, layout, family="flux": self._parallel(self.stock(heads, family), layout))
         self._parallel_bf16 = cache(lambda heads, layout: self._parallel(self.stock_bf16(heads), layout))
@@ -201,13 +201,13 @@ class Bench:
         return parallelize(stock, self._clients(*layout), holds_ui_device=False)
 
     def error(self, case: Case) -> float:
-        truth = self._truth(replace(case, method="ulysses1"))  # it does not depend on the method
+        truth = self.truth(replace(case, method="ulysses1"))  # it does not depend on the method
         return relative_error(sample(self.parallel(case.heads, case.layout, case.family), case), truth)
 
     def bf16_ratio(self, case: Case) -> float:
         """Our bf16's distance from the fp32 truth over stock bf16's (root mean squares). Flux only, its dtype forced."""
         same = replace(case, method="ulysses1")
-        truth, rounded = self._truth(same), self._rounded(same)
+        truth, rounded = self.truth(same), self._rounded(same)
         stock_distance = rms(rounded - truth)
         if stock_distance < 1e-3 * float(truth.std()):
             raise AssertionError(f"{case}: stock was not run in bf16, it is {stock_distance:.1e} from the truth")

@@ -9,14 +9,14 @@ LAUNCHER = Path(__file__).resolve().parent.parent / "launcher"
 
 def gather_order(usp):
     """Rank 0 puts the other ranks' rows before its own."""
-    real = usp.SequenceParallel._gather
+    real = usp.SequenceParallel._left
 
-    def gather(self, module, args, out):
-        result = real(self, module, args, out)
-        own = self._shards.splits["img"].sizes[0]
+    def gather(self, out):
+        result = real(self, out)
+        own = self._rows.splits["img"].sizes[0]
         return result.roll(-own, dims=1)
 
-    usp.SequenceParallel._gather = gather
+    usp.SequenceParallel._left = gather
 
 
 def token_order(usp):

@@ -16,35 +16,26 @@ from ..families.plan import Along, Ranges
 from ..layout import Split, clip_ranges
 
 
-class Shards:
-    """The streams of one evaluation, seen from one rank."""
+class Rows:
+    """The part of each stream that is computed here: ``carried`` (start, size) of its ``totals`` rows, streams in the plan's order."""
 
-    def __init__(self, totals: Mapping[str, int], rank: int, size: int):
-        """``totals``: tokens of each stream, in the plan's order."""
-        self.rank = rank
-        self.size = size
-        self.splits = {stream: Split.even(total, size) for stream, total in totals.items()}
-        self.carried = {stream: split.carried(rank) for stream, split in self.splits.items()}
-        self._joint: dict[tuple[str, ...], Joint] = {}
+    def __init__(self, totals: Mapping[str, int], carried: Mapping[str, tuple[int, int]]):
+        self.totals = totals
+        self.carried = carried
         self._made: dict[tuple, tuple[Any, Any]] = {}
 
-    def joint(self, streams: tuple[str, ...]) -> Joint:
-        if streams not in self._joint:
-            self._joint[streams] = Joint({stream: self.splits[stream] for stream in streams}, self.rank, self.size)
-        return self._joint[streams]
-
     def slice(self, tensor: torch.Tensor, dim: int, streams: Sequence[str]) -> torch.Tensor:
-        """This rank's rows of a tensor that holds ``streams`` one after another along ``dim``."""
+        """The rows carried of a tensor that holds ``streams`` one after another along ``dim``."""
         parts, offset = [], 0
         for stream in streams:
             start, size = self.carried[stream]
             parts.append(tensor.narrow(dim, offset + start, size))
-            offset += self.splits[stream].total
+            offset += self.totals[stream]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
     def along(self, tensor: torch.Tensor, item: Along) -> torch.Tensor:
-        """This rank's rows of an argument that runs along tokens. Raises ModelError where the plan does not fit the model."""
-        rows, total = tensor.shape[item.dim], sum(self.splits[stream].total for stream in item.streams)
+        """The rows carried of an argument that runs along tokens. Raises ModelError where the plan does not fit the model."""
+        rows, total = tensor.shape[item.dim], sum(self.totals[stream] for stream in item.streams)
         if rows == 1:
             return tensor
         if rows == total:
@@ -60,7 +51,7 @@ class Shards:
         return tensor.index_select(item.dim, self.slice(source, 0, item.streams))
 
     def ranges(self, ranges: list, item: Ranges) -> list[tuple]:
-        """Token ranges of the whole stream -> the parts of them in this rank's rows."""
+        """Token ranges of the whole stream -> the parts of them in the rows carried."""
         start, size = self.carried[item.stream]
         if item.after is None:
             return clip_ranges(ranges, start, size)
@@ -75,6 +66,22 @@ class Shards:
         if full_key not in self._made:
             self._made[full_key] = (value, make())
         return self._made[full_key][1]
+
+
+class Shards(Rows):
+    """The streams of one evaluation, seen from one rank of ``size``: each split evenly over them, as far as it goes."""
+
+    def __init__(self, totals: Mapping[str, int], rank: int, size: int):
+        self.rank = rank
+        self.size = size
+        self.splits = {stream: Split.even(total, size) for stream, total in totals.items()}
+        super().__init__(totals, {stream: split.carried(rank) for stream, split in self.splits.items()})
+        self._joint: dict[tuple[str, ...], Joint] = {}
+
+    def joint(self, streams: tuple[str, ...]) -> Joint:
+        if streams not in self._joint:
+            self._joint[streams] = Joint({stream: self.splits[stream] for stream in streams}, self.rank, self.size)
+        return self._joint[streams]
 
 
 class Joint:

@@ -8,8 +8,7 @@ Legend: B batch, H heads, h heads of one rank, L all tokens, g tokens of one uly
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,99 +18,36 @@ from torch import nn
 from ..attention.kernels import Partial, attention_with_lse, merge
 from ..comm.sequence import SequenceComm
 from ..errors import ModelError
-from ..families.plan import Along, Blocks, Leave, Ranges, TokenPlan
+from ..families.plan import TokenPlan
 from ..layout import Split
+from .hooks import TokenHooks, split_heads
 from .shards import Joint, Shards, part_of_mask, permute_mask
 
 
-class SequenceParallel:
+class SequenceParallel(TokenHooks):
     """Attached to one model. All ranks of the sequence must run the same evaluations in the same order.
 
     ``on_progress`` is told of every block and before every message, so that a rank that waits for another has come further than that one.
     """
 
+    _rows: Shards | None
+
     def __init__(self, model: nn.Module, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None):
-        self._plan = plan
+        super().__init__(model, plan, self._entering_block)
         self._comm = comm
         self._on_progress = on_progress
-        self._shards: Shards | None = None
-        self._control: dict[str, list] | None = None
-        self._shared_attention = False
-        self._handles = []
-        first = True
-        for group in plan.blocks:
-            for block in model.get_submodule(group.path):
-                self._attach_block(block, group, first)
-                first = False
-        leave = model.get_submodule(plan.leave.path)
-        self._handles.append(leave.register_forward_pre_hook(self._entering_leave(leave, plan.leave), with_kwargs=True))
-        self._handles.append(leave.register_forward_hook(self._gather))
-
-    def _attach_block(self, block: nn.Module, group: Blocks, first: bool) -> None:
-        self._handles.append(block.register_forward_pre_hook(self._entering(block, group, first), with_kwargs=True))
-        self._handles.append(block.register_forward_hook(lambda *_: self._share_attention(False)))
-        for path in group.local:
-            local = block.get_submodule(path)
-            self._handles.append(local.register_forward_pre_hook(lambda *_: self._share_attention(False)))
-            self._handles.append(local.register_forward_hook(lambda *_: self._share_attention(True)))
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of one evaluation's forward, ready to be called on this rank."""
         self._comm.begin()
-        self._shards = None
-        self._share_attention(False)
-        control = arguments.get("control")
-        self._control = dict(control) if control else None
-        options = {**arguments.get("transformer_options", {}), "optimized_attention_override": self._attend}
-        return {**arguments, "transformer_options": options, **({"control": self._control} if self._control else {})}
+        return super().begin(arguments)
 
-    def _share_attention(self, shared: bool) -> None:
-        self._shared_attention = shared
+    def _choose_rows(self, totals: Mapping[str, int]) -> Shards | None:
+        return Shards(totals, self._comm.rank, self._comm.size) if self._comm.size > 1 else None
 
-    # -- tokens in ---------------------------------------------------------------------------------------------------
-
-    def _entering(self, block: nn.Module, group: Blocks, first: bool) -> Callable:
-        bind = binder(block, group.positional)
-
-        def hook(_block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            arguments = bind(args, kwargs)
-            if first:
-                self._enter(group, arguments)
-            self._localize(arguments, group.along, group.ranges)
-            self._share_attention(True)
-            self._on_progress()
-            if self._comm.size == 1:
-                self._comm.stop.decide(self._comm.stop.wish(torch.empty(0)))
-            return (), arguments
-
-        return hook
-
-    def _enter(self, group: Blocks, arguments: dict[str, Any]) -> None:
-        lengths = {stream: arguments[arg].shape[1] for arg, (stream,) in group.tokens.items()}
-        self._shards = Shards({stream: lengths[stream] for stream in self._plan.streams}, self._comm.rank, self._comm.size)
+    def _entering_block(self) -> None:
+        self._on_progress()
         if self._comm.size == 1:
-            return
-        for arg, streams in group.tokens.items():
-            arguments[arg] = self._shards.slice(arguments[arg], 1, streams)
-        for key, stream in self._plan.control.items() if self._control else ():
-            start, size = self._shards.carried[stream]
-            if self._control.get(key) is not None:
-                self._control[key] = [None if rows is None else rows[:, start : start + size] for rows in self._control[key]]
-
-    def _localize(self, arguments: dict[str, Any], along: Sequence[Along], ranges: Sequence[Ranges]) -> None:
-        if self._comm.size == 1:
-            return
-        for item in along:
-            if arguments.get(item.arg) is not None:
-                arguments[item.arg] = self._shards.along(arguments[item.arg], item)
-        for item in ranges:
-            if arguments.get(item.arg) is not None:
-                arguments[item.arg] = self._shards.ranges(arguments[item.arg], item)
+            self._comm.stop.decide(self._comm.stop.wish(torch.empty(0)))
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +66,7 @@ class SequenceParallel:
             kwargs.pop("enable_gqa", None)
         joint = self._joint_of(q_BHlD.shape[2])
         if mask is not None:
-            mask = self._shards.once(mask, ("mask",), lambda: permute_mask(mask, joint))
+            mask = self._rows.once(mask, ("mask",), lambda: permute_mask(mask, joint))
 
         split = Split.even(q_BHlD.shape[1], self._comm.ulysses.size)
         qkv_3BhgD, flag = self._heads_for_tokens((q_BHlD, k_BHlD, v_BHlD), split, joint)
@@ -145,10 +81,10 @@ class SequenceParallel:
     def _joint_of(self, rows: int) -> Joint:
         """The streams that attend together, told by how many rows this rank has of them."""
         for streams in (self._plan.streams, *((stream,) for stream in self._plan.alone)):
-            if self._shards.joint(streams).carried == rows:
-                return self._shards.joint(streams)
+            if self._rows.joint(streams).carried == rows:
+                return self._rows.joint(streams)
         raise ModelError(
-            f"Attention over {rows} rows fits none of the plan's streams {dict(self._shards.carried)}: this model needs another plan."
+            f"Attention over {rows} rows fits none of the plan's streams {dict(self._rows.carried)}: this model needs another plan."
         )
 
     def _group_ranks(self) -> range:
@@ -233,22 +169,12 @@ class SequenceParallel:
 
     # -- tokens out --------------------------------------------------------------------------------------------------
 
-    def _entering_leave(self, module: nn.Module, leave: Leave) -> Callable:
-        bind = binder(module)
-
-        def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            arguments = bind(args, kwargs)
-            self._localize(arguments, leave.along, leave.ranges)
-            return (), arguments
-
-        return hook
-
-    def _gather(self, module: nn.Module, args: tuple, out_BlC: torch.Tensor) -> torch.Tensor | None:
+    def _left(self, out_BlC: torch.Tensor) -> torch.Tensor | None:
         """All rows of the leaving stream on rank 0; other ranks return a blank of the same shape."""
         exchange = self._comm.world
         if exchange.size == 1:
             return None
-        split = self._shards.splits[self._plan.leave.stream]
+        split = self._rows.splits[self._plan.leave.stream]
         batch, _, channels = out_BlC.shape
         own = out_BlC[:, : split.sizes[exchange.rank]]
         chunks = [[own if rank == 0 else own[:, :0]] for rank in range(exchange.size)]
@@ -258,23 +184,3 @@ class SequenceParallel:
         if exchange.rank != 0:
             return out_BlC.new_zeros(batch, split.total, channels)
         return torch.cat([own, *(rows.to(own.device) for rows in received[1:])], dim=1)
-
-
-def split_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """(B, l, H*D) or (B, l, H, D) -> (B, H, l, D)."""
-    return tensor.reshape(*tensor.shape[:2], -1, dim).transpose(1, 2)
-
-
-def binder(module: nn.Module, positional: Sequence[str] = ()) -> Callable[[tuple, dict], dict[str, Any]]:
-    """(args, kwargs) -> all arguments by name. ``positional`` names those of a forward that takes ``*args``."""
-    signature = inspect.signature(type(module).forward)
-
-    def bind(args: tuple, kwargs: dict) -> dict[str, Any]:
-        if positional:
-            return {**dict(zip(positional, args, strict=False)), **kwargs}
-        arguments = dict(signature.bind(module, *args, **kwargs).arguments)
-        arguments.pop("self")
-        arguments.update(arguments.pop("kwargs", {}))
-        return arguments
-
-    return bind
