@@ -58,7 +58,9 @@ class Loads:
             pids = handle.ensure().pids
             base = sum(map(proportional_bytes, pids))
             remote = parallelize(model, Client(handle, shares_weights=True), holds_ui_device=False)
-            sample(remote, Case(ranks, "even", 1, 1.0, False, "euler"), steps=1)
+            sample(
+                remote, Case("flux", "ulysses1", "even", 1, 1.0, False, "euler"), steps=1
+            )  # its prompt and size: the pool has its own layout
             return {"base": base, "loaded": sum(map(proportional_bytes, pids))}
         finally:
             handle.close()

@@ -49,7 +49,7 @@ DEADLY = {
     signal.SIGKILL: "the system does this when memory runs out",
     signal.SIGBUS: "its checkpoint was cut short on disk, or shared memory ran out",
 }
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 32)}
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -66,14 +66,14 @@ class HostSetup:
 def rank_environment(device: Device, backend: str, environ: dict[str, str]) -> dict[str, str]:
     """The UI's environment without what breaks a second process: allocator choices, other launchers' ranks, hidden GPUs.
 
-    A CPU rank keeps the memory of its activations between layers (glibc): fresh pages cost it a quarter of a forward. It goes back to the
-    system when a model is released.
+    A CPU rank keeps the memory of its activations between layers (glibc): fresh pages cost it a quarter of a forward. At most 1 GiB
+    of it, which goes back to the system when a model is released.
     """
     launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     scrubbed = {*ALLOCATOR_VARIABLES, *launchers, "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
     env = {key: value for key, value in environ.items() if key not in scrubbed}
     if not device.is_gpu:
-        env.update(KEEP_MEMORY)
+        env = {**KEEP_MEMORY, **env}
     env["CUDA_VISIBLE_DEVICES"] = device.uuid if device.is_gpu else ""
     if backend == "gloo":
         env["GLOO_SOCKET_IFNAME"] = "lo"
@@ -238,11 +238,18 @@ class WorkerPool:
                     channel.send(request, fds)
                 except ChannelClosed:
                     raise self._died(rank) from None
+                except OSError as error:
+                    raise self._fail(
+                        f"{self._where(rank)} could not be told what to do ({error}): run again to start a fresh pool."
+                    ) from error
             self._outstanding = dict.fromkeys(range(self.size), request.request)
             try:
-                lockstep, wrong = isinstance(request, Forward), not right()
-                if wrong:
-                    self.arena.board.cancel(request.request)
+                lockstep, wrong = isinstance(request, Forward), True
+                try:
+                    wrong = not right()
+                finally:
+                    if wrong:
+                        self.arena.board.cancel(request.request)
                 replies = self._gather(interrupted, cancel=request.request if lockstep else None, lockstep=lockstep)
             finally:
                 if self.state == "busy":
@@ -439,7 +446,11 @@ class PoolKeeper:
 
     def _make_room(self, newcomer: PoolHandle) -> None:
         for handle in self._handles.values():
-            if handle is not newcomer and handle.live() and set(handle.placement.devices) & set(newcomer.placement.devices):
+            if (
+                handle is not newcomer
+                and handle.state in ("ready", "busy")
+                and set(handle.placement.devices) & set(newcomer.placement.devices)
+            ):
                 log.info("[PipeMesh] closing the pool of %s to make room", handle.placement.layout.equation())
                 handle.close()
 

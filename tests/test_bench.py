@@ -1,6 +1,7 @@
 """The bench's statistics, goals, schema and stand-in; never absolute speed."""
 
 import json
+import os
 import random
 from statistics import median
 
@@ -8,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.benchmarks import sp
+from pipemesh.benchmarks import hop, load, lockstep, sp
 from pipemesh.benchmarks.capacity import capacity
-from pipemesh.benchmarks.figures import Estimate, Figure, Goal, estimate, exactly, number, percentile
+from pipemesh.benchmarks.figures import Estimate, Figure, Goal, Options, estimate, exactly, number, percentile
 from pipemesh.benchmarks.forwards import StandinExchange, StandinRing
 from pipemesh.benchmarks.lockstep import Phase, Ranks, merge
 from pipemesh.launcher import bench
+from pipemesh.launcher.host import Host
 from pipemesh.parallel_runtime.comm.exchange import Exchange, StopFlag
 from pipemesh.parallel_runtime.comm.sequence import SequenceComm
 from pipemesh.parallel_runtime.families import plan_for
@@ -223,3 +225,33 @@ def test_every_name_is_a_module_with_a_bench(name):
     import importlib
 
     assert callable(importlib.import_module(f"pipemesh.benchmarks.{name}").bench)
+
+
+def host():
+    return Host.from_json(os.environ["PIPEMESH_HOST"])
+
+
+def test_the_load_bench_runs(monkeypatch):
+    """With a tiny file: its figures say nothing, but all of them come."""
+    monkeypatch.setattr(load, "FILE", {"hidden": 128, "double_blocks": 1, "single_blocks": 1})
+    monkeypatch.setattr(load, "COLD_STARTS", 1)
+    monkeypatch.setattr(load, "require_room", lambda folder: None)
+    figures = {(figure.case, figure.metric) for figure in load.bench(Options(host=host(), rounds=1))}
+    assert {("2_ranks", "cold_start_s"), ("plain", "rss_ratio"), ("lora", "rss_ratio")} <= figures
+
+
+def test_the_hop_bench_runs(monkeypatch):
+    monkeypatch.setattr(hop, "PER_ROUND", {"back_to_back": 1, "between_forwards": 1})
+    monkeypatch.setattr(hop, "WARM_UP", 1)
+    figures = {(figure.case, figure.metric) for figure in hop.bench(Options(host=host(), rounds=1))}
+    assert figures == {(case, f"hop_ms_{share}") for case in hop.GOALS_MS for share in ("p50", "p99")}
+
+
+def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
+    monkeypatch.setattr(sp, "EFFICIENCY", {1024: 0.88})
+    monkeypatch.setattr(lockstep, "WARM_UP", 0)
+    figures = list(sp.bench(Options(host=host(), rounds=1)))
+    assert {figure.case for figure in figures if figure.metric == "efficiency"} == {"ulysses2_1024", "ring2_1024"}
+    counted = [figure for figure in figures if figure.metric == "bytes_per_step"]
+    assert [figure.case for figure in counted] == ["ulysses2_1024", "ring2_1024", "2x2_1024"]
+    assert all(figure.met for figure in counted)

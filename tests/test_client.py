@@ -4,7 +4,7 @@ import pytest
 import torch
 from pipemesh.parallel_runtime.client.host_model import Source
 from pipemesh.parallel_runtime.client.remote_model import Client
-from pipemesh.parallel_runtime.errors import OutOfMemory
+from pipemesh.parallel_runtime.errors import OutOfMemory, RunCancelled
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Done, Forward, Load, Memory, Patch, Release
 from pipemesh.parallel_runtime.wire.tree import encode_tree
@@ -31,7 +31,9 @@ class Ledger:
     def settle(self, interrupted):
         pass
 
-    def call(self, request, fds=(), interrupted=None, right=lambda: True):
+    def call(self, request, fds=(), interrupted=lambda: False, right=lambda: True):
+        if isinstance(request, Release) and interrupted():
+            raise RunCancelled
         self.asked.append((type(request).__name__, request.model))
         if isinstance(request, Release):
             self.models = [model for model in self.models if model != request.model]
@@ -66,6 +68,15 @@ def test_weight_patches_and_forwards_without_room_release_other_models_and_go_on
         ask(client, "c")
         assert pool.models == ["c"]
         assert client.holds("c")
+
+
+def test_a_cancel_amid_making_room_forgets_no_model_that_the_ranks_hold():
+    pool = Ledger(room=2)
+    client = Client(pool, shares_weights=False)
+    load(client, "a", "b")
+    client.load(Source(model="c", factory="f"), dict, lambda: True)
+    assert sorted(pool.models) == ["b", "c"]
+    assert [model for model in "abc" if client.holds(model)] == ["b", "c"]
 
 
 def test_a_model_that_does_not_fit_alone_is_an_error_and_keeps_nothing():

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from dataclasses import replace
 
 import psutil
@@ -17,7 +18,7 @@ from pipemesh.launcher.supervisor import LOG_LINES, Command, Supervisor
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 
-from .fake_pools import DEADLINE_S, assert_over, call, cpus, failing, fake_setup, gate, handled, is_alive
+from .fake_pools import DEADLINE_S, assert_over, call, cpus, failing, fake_setup, gate, handled, inside, is_alive
 
 
 @pytest.fixture
@@ -44,12 +45,27 @@ def test_ranks_that_have_answered_a_wrong_request_already_are_not_believed(start
 
 def test_whether_a_request_is_right_is_asked_after_it_was_sent(started):
     pool = started(2, "*:Forward=gated")
+    computing = inside(pool, "computing")
 
     def right() -> bool:
-        gate(pool).fill_(1)  # the ranks could not answer before
+        deadline = time.monotonic() + DEADLINE_S
+        while not computing():  # shared memory has no event to wait for
+            assert time.monotonic() < deadline
+        gate(pool).fill_(1)
         return True
 
     assert len(call(pool, "Forward", right=right)) == 2
+
+
+def test_an_error_while_that_is_asked_calls_the_ranks_back(started):
+    pool = started(2, "*:Forward=cancellable")
+
+    def right() -> bool:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        call(pool, "Forward", right=right)
+    assert handled(pool) == ["Start Forward Release"] * 2
 
 
 # -- a rank that cannot go on --------------------------------------------------------------------------------------------

@@ -312,6 +312,19 @@ def test_a_checkpoint_overwritten_in_place_is_named_and_no_longer_held(own, clie
     assert is_right(parallelize(load(path), client, holds_ui_device=False), picture(load(path)))
 
 
+def test_a_checkpoint_that_changed_is_refused_however_often_its_model_is_parallelized(own, clients):
+    """As a sampler node does at every run, with the MODEL its loader made before the change."""
+    path, _, _ = own
+    stock = load(path)
+    assert is_right(parallelize(stock, clients(2), holds_ui_device=False), picture(stock))
+    sentence = changed(path, str(path.stat().st_size))
+    clients(2).release(parallelize(stock, clients(2), holds_ui_device=False).remote.source.model)
+    write_flux(path.with_suffix(".other"), hidden=128, double_blocks=1, single_blocks=1, seed=99).replace(path)
+    for _ in range(2):
+        with pytest.raises(Refused, match=sentence):
+            picture(parallelize(stock, clients(2), holds_ui_device=False))
+
+
 def test_a_checkpoint_deleted_or_replaced_under_a_warm_pool_changes_nothing(own):
     path, model, truth = own
     assert is_right(model, truth)

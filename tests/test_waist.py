@@ -65,7 +65,7 @@ def test_conditioning_that_changes_between_evaluations_of_one_branch_is_never_th
     monkeypatch.setattr(Flux, "forward", fading)
     before = requests["Forward"]
     assert relative_error(run(parallel, cfg=3.0), run(stock, cfg=3.0)) <= BOUND
-    assert requests["Forward"] - before > 3  # the first surprise of each branch cost a second request
+    assert requests["Forward"] - before == 8  # 3 steps of two branches, and the first surprise of each cost a request more
 
 
 def test_previews_and_progress_are_called_for_every_step(pair):
@@ -244,18 +244,28 @@ def test_free_reaches_the_pool_when_the_samplers_own_clone_is_gone(files, client
     stock = load(files["flux"])
     truth = run(stock)
     mm.unload_all_models()
-    for source in (stock, with_lora(stock, files, 0.7)):
-        parallel = parallelize(source, client, holds_ui_device=True)
+    for strength in (None, 0.7, 0.3):
+        parallel = parallelize(with_lora(stock, files, strength) if strength else stock, client, holds_ui_device=True)
         model = parallel.remote.source.model
         run(parallel)
         share = parallel.loaded_size()
-        del parallel
+        del parallel  # and the clone with the LoRA with it, as when its strength is changed
         gc.collect()
         assert client.holds(model)
+        assert not any(loaded.is_dead() for loaded in mm.current_loaded_models)
         assert sum(loaded.model_loaded_memory() for loaded in mm.current_loaded_models) == share > 0
         mm.unload_all_models()
         assert not client.holds(model)
     assert relative_error(run(parallelize(stock, client, holds_ui_device=True)), truth) <= BOUND
+
+
+def test_a_deep_copy_of_a_model_stands_for_itself(files, client):
+    """Its weights are its own, so what the host's memory manager turns to must be its own too."""
+    stock = load(files["other"])
+    parallelize(stock, client, holds_ui_device=True)
+    copied = stock.clone(force_deepcopy=True)
+    assert copied.model is not stock.model
+    assert parallelize(copied, client, holds_ui_device=True).parent.model is copied.model
 
 
 def test_going_stock_after_a_samplers_own_clone_is_gone_releases_nothing(files, client, requests):

@@ -76,7 +76,7 @@ class Client:
         self._shares_weights = shares_weights
         self._memory: PoolMemory | None = None
         self._users: Counter[str] = Counter()
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
         self._abandoned: list[str] = []
 
     @property
@@ -95,13 +95,14 @@ class Client:
 
     # -- who uses a model --------------------------------------------------------------------------------------------
 
-    def use(self, model: str, host_model: Any) -> None:
+    def use(self, host_model: Any, describe: Callable[[], Source]) -> Source:
         """``host_model`` is the UI's own model object: for as long as a loader's output lives, the pool's copy is worth keeping, however
-        many clones, LoRA strengths and sampler runs come and go."""
-        if host_model not in self._known:
-            self._known.add(host_model)
-            self._users[model] += 1
-            weakref.finalize(host_model, self._abandon, model).atexit = False
+        many clones, LoRA strengths and sampler runs come and go; and it stays the file it was when it was first described."""
+        if host_model not in self._sources:
+            source = self._sources[host_model] = describe()
+            self._users[source.model] += 1
+            weakref.finalize(host_model, self._abandon, source.model).atexit = False
+        return self._sources[host_model]
 
     def _abandon(self, model: str) -> None:
         """Called by the garbage collector, so from anywhere, even amid a request: then the model is released later."""
@@ -149,13 +150,13 @@ class Client:
             try:
                 self._load(held, source, state, interrupted)
             except (ModelError, Refused):
-                self.release(source.model, interrupted)  # ranks that did load it
+                self.release(source.model)  # ranks that did load it
                 raise
             held.patches[source.model] = ""
 
-        self._making_room(held, source.model, attempt, interrupted)
+        self._making_room(held, source.model, attempt)
 
-    def _making_room(self, held: PoolMemory, model: str, attempt: Callable[[], T], interrupted: Callable[[], bool]) -> T:
+    def _making_room(self, held: PoolMemory, model: str, attempt: Callable[[], T]) -> T:
         """``attempt``; where the ranks ran out of memory, again after each other model is released, least recently used first."""
         while True:
             try:
@@ -164,7 +165,7 @@ class Client:
                 others = [name for name in held.patches if name != model]
                 if not others:
                     raise
-                self.release(others[0], interrupted)
+                self.release(others[0])
 
     def _load(self, held: PoolMemory, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
         tree: dict[str, Any] = {"factory": source.factory, "args": source.args, "index": source.index, "file": source.file}
@@ -180,7 +181,7 @@ class Client:
     ) -> None:
         """Brings every rank to ``patches_id``. ``weights``: the UI's tensors of the patched keys, for their shapes and dtypes."""
         held = self._ensure(interrupted)
-        self._making_room(held, model, lambda: self._patch(held, model, patches_id, patches, objects, weights, interrupted), interrupted)
+        self._making_room(held, model, lambda: self._patch(held, model, patches_id, patches, objects, weights, interrupted))
         held.patches[model] = patches_id
 
     def _patch(
@@ -226,13 +227,16 @@ class Client:
             offset += aligned(ref.nbytes)
         return shared, Segment.create("patched", max(offset, 1))
 
-    def release(self, model: str, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Frees a model's weights in every rank; the checkpoint's pages stay in the page cache, so loading again is quick."""
+    def release(self, model: str) -> None:
+        """Frees a model's weights in every rank; the checkpoint's pages stay in the page cache, so loading again is quick.
+
+        A cancel does not stop it: what the UI forgets, the ranks must not keep.
+        """
         if self.holds(model):
             held = self.memory
             del held.patches[model]
             try:
-                held.pool.call(Release(request=held.pool.next_request(), model=model), (), interrupted)
+                held.pool.call(Release(request=held.pool.next_request(), model=model))
             except PoolFailed as error:  # what was to be freed went with the pool; the host's memory manager must not fall over it
                 log.warning("[PipeMesh] %s", error)
 
@@ -271,7 +275,7 @@ class Client:
                 return held.pool.call(request, (), interrupted, right=lambda: all([right() for right in expected]))
 
             while not replies:  # again where conditioning was not what it was expected to be: then it is looked at first
-                replies = self._making_room(held, model, attempt, interrupted)
+                replies = self._making_room(held, model, attempt)
             leader = replies[0]
             if leader.needs_bytes:
                 out = frame.blank(leader.needs_bytes)

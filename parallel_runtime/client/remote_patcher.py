@@ -218,8 +218,7 @@ def parallelize(patcher: ModelPatcher, client: Client, holds_ui_device: bool) ->
     require_plan(patcher.model.diffusion_model)
     if isinstance(patcher, RemotePatcher) and patcher.remote.client is client:
         return patcher
-    source = describe_source(patcher)
-    client.use(source.model, patcher.model)
+    source = client.use(patcher.model, lambda: describe_source(patcher))
     map_weights(patcher, source)
     remote = Remote(client, source, holds_ui_device)
     made = remote_clone(patcher, remote)
@@ -238,11 +237,14 @@ def remote_clone(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
 def stand_in(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
     """The host's memory manager turns from a patcher that is gone to its parent. A sampler node's own clone is gone after its run; this
     parent, kept by the loader's output, still tells what the pool holds and takes an unload to it."""
+    root = patcher
+    while root.parent is not None and root.parent.model is patcher.model:  # a clone with a LoRA may be gone as soon
+        root = root.parent
     key = f"pipemesh-{id(remote.client)}"
-    kept = patcher.get_attachment(key)
-    if kept is None or kept.remote.client is not remote.client:
-        kept = remote_clone(patcher, remote)
+    kept = root.get_attachment(key)
+    if kept is None or kept.remote.client is not remote.client or kept.model is not root.model:
+        kept = remote_clone(root, remote)
         kept.parent = None
-        patcher.set_attachments(key, kept)
+        root.set_attachments(key, kept)
     kept.remote = remote
     return kept

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 GIVE_WAY = 10  # about a tenth of a computing thread's weight: enough to move messages beside it, too little to be put in its place
 
@@ -24,7 +24,8 @@ def share_of_cores(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ..
 def keep_to(cores: Sequence[int]) -> None:
     """For a CPU rank: all threads it has, and those it starts, stay on ``cores``. Linux only."""
     for thread in threads():
-        os.sched_setaffinity(thread, cores)
+        with suppress(OSError):  # it has ended, or this process may not use those cores any more: slower, not wrong
+            os.sched_setaffinity(thread, cores)
 
 
 @contextmanager
@@ -33,8 +34,9 @@ def giving_way() -> Iterator[None]:
     before = threads()
     yield
     for thread in threads() - before:
-        os.setpriority(os.PRIO_PROCESS, thread, GIVE_WAY)
-        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(OSError):  # it has ended, or ComfyUI runs under a policy that may not be left
+            os.setpriority(os.PRIO_PROCESS, thread, max(GIVE_WAY, os.getpriority(os.PRIO_PROCESS, thread)))
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def threads() -> set[int]:
