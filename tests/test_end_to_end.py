@@ -227,8 +227,8 @@ def test_cancel_between_steps_leaves_the_pool_warm(server, truth):
 
 
 def test_cancel_while_loading_leaves_the_pool_warm(server):
-    write_flux(server.models / "diffusion_models" / "many.safetensors", hidden=128, double_blocks=2, single_blocks=150)
-    expected, _ = latent(server, graph("many_stock", unet="many", parallel=False))
+    write_flux(server.models / "diffusion_models" / "many.safetensors", hidden=128, double_blocks=2, single_blocks=250)
+    expected, _ = latent(server, graph("many_stock", unet="many", parallel=False, steps=1))
     latent(server, graph("warm"))
     before = live_pool(server)
 
@@ -237,10 +237,10 @@ def test_cancel_while_loading_leaves_the_pool_warm(server):
             wait_for_phase(server, "loading", of=any)
             server.interrupt()
 
-    stopped = server.run(graph("stopped", unet="many"), on_event=cancel)
+    stopped = server.run(graph("stopped", unet="many", steps=1), on_event=cancel)
     assert stopped.error.kind == "interrupted"
     assert live_pool(server)["loads"] == before["loads"], "the load had ended before the cancel was heard"
-    assert relative_error(latent(server, graph("after_load", unet="many"))[0], expected) <= BOUND
+    assert relative_error(latent(server, graph("after_load", unet="many", steps=1))[0], expected) <= BOUND
     assert live_pool(server)["loads"] == before["loads"] + 1
     assert pids(server) == [rank["pid"] for rank in before["ranks"]]
 
@@ -319,6 +319,10 @@ def test_the_report_shows_the_last_run_passes_the_latent_on_and_is_made_anew_eac
     assert reported("report_1")  # not one node's inputs changed
     assert reported("report_2", pool=["pool", 0]).startswith("ulysses 2 = 2 ranks")
     assert live_pool(server)["last_run"]["began"] == kept, "the sampler ran again"
+
+
+def test_the_script_that_shows_the_text_on_the_node_reaches_the_browser(server):
+    assert "/extensions/pipemesh/report.js" in server.get("/extensions")
 
 
 def test_a_report_alone_says_the_next_move_and_hands_no_latent_on(server):
