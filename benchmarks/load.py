@@ -58,9 +58,7 @@ class Loads:
             pids = handle.ensure().pids
             base = sum(map(proportional_bytes, pids))
             remote = parallelize(model, Client(handle, shares_weights=True), holds_ui_device=False)
-            sample(
-                remote, Case("flux", "ulysses1", "even", 1, 1.0, False, "euler"), steps=1
-            )  # its prompt and size: the pool has its own layout
+            sample(remote, Case("flux", f"ulysses{ranks}", "even", 1, 1.0, False, "euler"), steps=1)
             return {"base": base, "loaded": sum(map(proportional_bytes, pids))}
         finally:
             handle.close()

@@ -239,9 +239,7 @@ class WorkerPool:
                 except ChannelClosed:
                     raise self._died(rank) from None
                 except OSError as error:
-                    raise self._fail(
-                        f"{self._where(rank)} could not be told what to do ({error}): run again to start a fresh pool."
-                    ) from error
+                    raise self._fail(f"{self._where(rank)} could not be reached ({error}): run again to start a fresh pool.") from error
             self._outstanding = dict.fromkeys(range(self.size), request.request)
             try:
                 lockstep, wrong = isinstance(request, Forward), True
@@ -446,11 +444,8 @@ class PoolKeeper:
 
     def _make_room(self, newcomer: PoolHandle) -> None:
         for handle in self._handles.values():
-            if (
-                handle is not newcomer
-                and handle.state in ("ready", "busy")
-                and set(handle.placement.devices) & set(newcomer.placement.devices)
-            ):
+            shared = set(handle.placement.devices) & set(newcomer.placement.devices)
+            if handle is not newcomer and shared and handle.state in ("ready", "busy"):  # also one that has lost a rank
                 log.info("[PipeMesh] closing the pool of %s to make room", handle.placement.layout.equation())
                 handle.close()
 

@@ -8,6 +8,7 @@ from server import PromptServer
 
 from .ksampler import sampler_nodes
 from .pool import pool_nodes
+from .report import report_node
 from .runtime import Runtime, host_setup
 
 
@@ -21,4 +22,4 @@ class PipeMeshExtension(ComfyExtension):
             return web.json_response(self._runtime.report())
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [*pool_nodes(self._runtime), *sampler_nodes(self._runtime)]
+        return [*pool_nodes(self._runtime), *sampler_nodes(self._runtime), report_node(self._runtime)]

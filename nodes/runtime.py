@@ -14,7 +14,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ..launcher.devices import Placement, place, visible_gpus
 from ..launcher.pool import HostSetup, PoolKeeper
-from ..parallel_runtime.client.remote_model import Client
+from ..parallel_runtime.client.remote_model import Client, RunFigures
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
@@ -68,9 +68,10 @@ class Runtime:
             return str(error)
         return True
 
-    def report(self) -> dict[str, Any]:
-        """Plain data about every pool: state, ranks, resident models, the last run's figures."""
-        return {"pools": [self._report(placement, client) for placement, client in self._clients.items()]}
+    def report(self, only: Placement | None = None) -> dict[str, Any]:
+        """Plain data about every pool, or about ``only`` one: state, ranks, resident models, the last run's figures."""
+        clients = list(self._clients.items())  # asked for by the server's thread while another runs a graph
+        return {"pools": [self._report(placement, client) for placement, client in clients if only in (None, placement)]}
 
     def _report(self, placement: Placement, client: Client) -> dict[str, Any]:
         handle = self._keeper.handle(placement)
@@ -79,22 +80,33 @@ class Runtime:
         report = {
             "state": handle.state,
             "layout": placement.layout.equation(),
-            "grid": placement.layout.grid(),
+            "grid": placement.layout.grid([device.name for device in placement.devices]),
             "backend": placement.backend,
             "ranks": ranks,
+            "models": list(memory.patches) if memory else [],
+            "loads": memory.loads if memory else 0,
+            "patches": memory.patchings if memory else 0,
+            "conditioning_uploads": memory.conditioning.uploads if memory else 0,
         }
-        figures = memory.figures if memory else None
-        if not figures or not figures.step_s:
-            return {**report, "models": list(memory.patches) if memory else [], "last_run": None}
-        last_run = {
-            "evaluations": len(figures.step_s),
-            "step_ms_p50": 1e3 * median(figures.step_s),
-            "hop_ms_p50": 1e3 * median(figures.hop_s),
-            "exchange_ms_p50": 1e3 * median(figures.exchange_s),
-            "bytes_per_evaluation": max(figures.sent_bytes),
-            "conditioning_uploads": memory.conditioning.uploads,
-        }
-        return {**report, "models": list(memory.patches), "last_run": last_run}
+        return {**report, "last_run": _last_run(memory.figures, placement.backend) if memory else None}
+
+
+def _last_run(figures: RunFigures, backend: str) -> dict[str, Any] | None:
+    """Times are medians. NCCL's messages run beside the clock that ranks look at, so what they take is not known: None."""
+    evaluations = list(figures.evaluations)
+    if not evaluations:
+        return None
+    timed = backend != "nccl"
+    step_s, exchange_s = sum(one.seconds for one in evaluations), sum(one.exchange_s for one in evaluations)
+    return {
+        "began": figures.began_s,
+        "evaluations": len(evaluations),
+        "step_ms_p50": 1e3 * median(one.seconds for one in evaluations),
+        "hop_ms_p50": 1e3 * median(one.hop_s for one in evaluations),
+        "exchange_ms_p50": 1e3 * median(one.exchange_s for one in evaluations) if timed else None,
+        "exchange_share": exchange_s / step_s if timed else None,
+        "bytes_per_evaluation": max(one.sent_bytes for one in evaluations),
+    }
 
 
 def _rank(pool: Any, rank: int) -> dict[str, Any]:

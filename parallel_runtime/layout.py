@@ -5,8 +5,9 @@ Degrees are what is asked for, sizes what is. Axes, innermost first: ulysses, ri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from .errors import LayoutError
 
@@ -42,10 +43,12 @@ class Layout:
         here = {key: index for key, index in self.coordinates(rank).items() if key != axis}
         return tuple(other for other in range(self.world_size) if here.items() <= self.coordinates(other).items())
 
-    def grid(self) -> str:
-        """A row per ring index, its ulysses ranks side by side."""
-        rows = [" ".join(f"{rank:3d}" for rank in self.group("ulysses", row * self.ulysses)) for row in range(self.ring)]
-        return "\n".join(f"ring {row}: {ranks}" for row, ranks in enumerate(rows))
+    def grid(self, names: Sequence[str] = ()) -> str:
+        """A row per ring index, its ulysses ranks side by side, each followed by its name (for example its device's)."""
+        cells = [f"{rank:3d} {name}".rstrip() for rank, name in zip_longest(range(self.world_size), names, fillvalue="")]
+        width = max(map(len, cells))
+        rows = [" ".join(cells[rank].ljust(width) for rank in self.group("ulysses", row * self.ulysses)) for row in range(self.ring)]
+        return "\n".join(f"ring {row}: {ranks}".rstrip() for row, ranks in enumerate(rows))
 
     def equation(self) -> str:
         """For example ``ulysses 4 = 4 ranks``."""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BOARD_BYTES, LINE_BYTES, GATE = 4096, 64, 8
-PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing")
-PHASE = {"Start": "importing", "Load": "loading", "Patch": "patching", "Adopt": "patching", "Release": "loading", "Forward": "computing"}
+PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing", "releasing")
+PHASE = {"Start": "importing", "Load": "loading", "Patch": "patching", "Adopt": "patching", "Release": "releasing", "Forward": "computing"}
 MEMORY = [3 << 20, 4 << 20, 1 << 20]  # free, total, model
 TICK_S = 0.01
 

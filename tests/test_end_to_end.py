@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -47,19 +48,36 @@ def server(host, models):
         yield running
 
 
-def graph(name, *, ranks=2, parallel=True, lora=None, seed=5, pixels=SMALL, steps=STEPS, sampler="KSampler", between=()):
+def graph(
+    name,
+    *,
+    ranks=2,
+    parallel=True,
+    lora=None,
+    lora_after=False,
+    seed=5,
+    pixels=SMALL,
+    steps=STEPS,
+    sampler="KSampler",
+    between=(),
+    unet="flux",
+):
     """A stock workflow, with ``parallel`` through PipeMesh Parallelize; ``between``: nodes from the loader to the sampler."""
     model = ["flux", 0]
     nodes = {
-        "flux": node("UNETLoader", unet_name="flux.safetensors", weight_dtype="default"),
+        "flux": node("UNETLoader", unet_name=f"{unet}.safetensors", weight_dtype="default"),
         "positive": node("PipeMeshDemoConditioning", seed=1, tokens=13, context_dim=64, vec_dim=32),
         "negative": node("PipeMeshDemoConditioning", seed=2, tokens=7, context_dim=64, vec_dim=32),
         "empty": node("EmptySD3LatentImage", width=pixels, height=pixels, batch_size=1),
         "save": node("PipeMeshDemoSaveLatent", samples=["sampler", 0], name=name),
     }
-    if lora is not None:
+
+    def with_lora(model):
         nodes["lora"] = node("LoraLoaderModelOnly", model=model, lora_name="lora.safetensors", strength_model=lora)
-        model = ["lora", 0]
+        return ["lora", 0]
+
+    if lora is not None and not lora_after:
+        model = with_lora(model)
     for index, (class_type, inputs) in enumerate(between):
         nodes[f"between{index}"] = node(class_type, model=model, **inputs)
         model = [f"between{index}", 0]
@@ -70,6 +88,8 @@ def graph(name, *, ranks=2, parallel=True, lora=None, seed=5, pixels=SMALL, step
         else:
             nodes["parallel"] = node("PipeMeshParallelize", model=model, pool=["pool", 0])
             model, parallel_input = ["parallel", 0], {}
+    if lora is not None and lora_after:
+        model = with_lora(model)
     common = {"model": model, "positive": ["positive", 0], "negative": ["negative", 0], "latent_image": ["empty", 0]}
     common |= {"steps": steps, "cfg": 2.0, "sampler_name": "euler", "scheduler": "simple", **(parallel_input if parallel else {})}
     if "Advanced" in sampler:
@@ -100,10 +120,11 @@ def pids(server):
     return [rank["pid"] for rank in live_pool(server)["ranks"]]
 
 
-def wait_for_phase(server, phase):
-    """Asks until every rank is in ``phase``; each question is answered by the server, so this is no busy sleep."""
-    while not all(rank["phase"] == phase for pool in server.get("/pipemesh/report")["pools"] for rank in pool["ranks"] if rank["pid"]):
-        pass
+def wait_for_phase(server, phase, of=all):
+    """Asks until ``of`` a live pool's ranks are in ``phase``; each question is answered by the server, so this is no busy sleep."""
+    deadline = time.monotonic() + 30
+    while not any(of(rank["pid"] and rank["phase"] == phase for rank in pool["ranks"]) for pool in server.get("/pipemesh/report")["pools"]):
+        assert time.monotonic() < deadline, f"no pool was seen {phase}"
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +183,15 @@ def test_custom_sampling_with_stock_guiders_gives_the_stock_latent(server, guide
 def test_a_lora_strength_changed_between_two_queued_prompts_needs_no_reload(server, truth):
     truths = [latent(server, graph("lora_stock", parallel=False, lora=strength))[0] for strength in (1.0, 0.3)]
     assert relative_error(truths[0], truth) > 0.05
-    before = pids(server)
-    for strength, expected in zip((1.0, 0.3), truths, strict=True):
-        assert relative_error(latent(server, graph("lora_pool", lora=strength))[0], expected) <= BOUND
-    assert pids(server) == before
+    latent(server, graph("lora_loaded"))
+    before = live_pool(server)
+    for after in (False, True):
+        for strength, expected in zip((1.0, 0.3), truths, strict=True):
+            patches = live_pool(server)["patches"]
+            assert relative_error(latent(server, graph("lora_pool", lora=strength, lora_after=after))[0], expected) <= BOUND
+            assert live_pool(server)["patches"] == patches + 1
     assert relative_error(latent(server, graph("lora_off"))[0], truth) <= BOUND
+    assert (pids(server), live_pool(server)["loads"]) == ([rank["pid"] for rank in before["ranks"]], before["loads"])
 
 
 # -- cancel ------------------------------------------------------------------------------------------------------------
@@ -201,18 +226,23 @@ def test_cancel_between_steps_leaves_the_pool_warm(server, truth):
     assert relative_error(latent(server, graph("after_steps", seed=5))[0], truth) <= BOUND
 
 
-def test_cancel_while_loading_leaves_the_pool_warm(server, truth, host):
-    before = pids(server)
-    server.free()
+def test_cancel_while_loading_leaves_the_pool_warm(server):
+    write_flux(server.models / "diffusion_models" / "many.safetensors", hidden=128, double_blocks=2, single_blocks=250)
+    expected, _ = latent(server, graph("many_stock", unet="many", parallel=False, steps=1))
+    latent(server, graph("warm"))
+    before = live_pool(server)
 
     def cancel(event):
         if event.type == "executing" and event.data.get("node") == "sampler":
+            wait_for_phase(server, "loading", of=any)
             server.interrupt()
 
-    stopped = server.run(graph("stopped", seed=17), on_event=cancel)
+    stopped = server.run(graph("stopped", unet="many", steps=1), on_event=cancel)
     assert stopped.error.kind == "interrupted"
-    assert pids(server) == before
-    assert relative_error(latent(server, graph("after_load"))[0], truth) <= BOUND
+    assert live_pool(server)["loads"] == before["loads"], "the load had ended before the cancel was heard"
+    assert relative_error(latent(server, graph("after_load", unet="many", steps=1))[0], expected) <= BOUND
+    assert live_pool(server)["loads"] == before["loads"] + 1
+    assert pids(server) == [rank["pid"] for rank in before["ranks"]]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -268,7 +298,38 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh
 # -- what a user sees of the nodes ------------------------------------------------------------------------------------
 
 
-NODES = ("PipeMeshPool", "PipeMeshParallelize", "PipeMeshKSampler", "PipeMeshKSamplerAdvanced")
+NODES = ("PipeMeshPool", "PipeMeshParallelize", "PipeMeshKSampler", "PipeMeshKSamplerAdvanced", "PipeMeshReport")
+
+
+def test_the_report_shows_the_last_run_passes_the_latent_on_and_is_made_anew_each_time(server, truth):
+    def reported(name, **inputs):
+        nodes = graph(name)
+        nodes["report"] = node("PipeMeshReport", latent=["sampler", 0], **inputs)
+        nodes["save"]["inputs"]["samples"] = ["report", 0]
+        ours, result = latent(server, nodes)
+        assert relative_error(ours, truth) <= BOUND
+        return result.outputs["report"]["text"][0], {event.data.get("node") for event in result.events if event.type == "executing"}
+
+    text, _ = reported("report_1")
+    assert text.startswith("ulysses 2 = 2 ranks, gloo, ready")
+    run = live_pool(server)["last_run"]
+    assert f"Last run: {run['evaluations']} evaluations" in text and run["evaluations"] >= STEPS
+    assert f"{100 * run['exchange_share']:.1f} %" in text and 0 < run["exchange_share"] < 1
+    _, executed = reported("report_1")  # not one node's inputs changed
+    assert "report" in executed and "sampler" not in executed
+    assert reported("report_2", pool=["pool", 0])[0].startswith("ulysses 2 = 2 ranks")
+
+
+def test_the_script_that_shows_the_text_on_the_node_reaches_the_browser(server):
+    assert "/extensions/pipemesh/report.js" in server.get("/extensions")
+
+
+def test_a_report_alone_says_the_next_move_and_hands_no_latent_on(server):
+    nodes = {"pool": node("PipeMeshPool", devices="cpu", ulysses=3, backend="auto")}
+    nodes["report"] = node("PipeMeshReport", pool=["pool", 0])
+    assert "Nothing has been sampled by a pool yet" in server.run(nodes).outputs["report"]["text"][0]
+    nodes["save"] = node("PipeMeshDemoSaveLatent", samples=["report", 0], name="none")
+    assert "connect the sampler's LATENT" in server.run(nodes).error.message
 
 
 @pytest.mark.parametrize("node_id", NODES)

@@ -19,6 +19,7 @@ def test_a_grid_prints_its_equation_and_itself():
     layout = Layout(ulysses=2, ring=3)
     assert layout.equation() == "ulysses 2 x ring 3 = 6 ranks"
     assert layout.grid() == "ring 0:   0   1\nring 1:   2   3\nring 2:   4   5"
+    assert layout.grid(["a", "bb", "a", "a", "bb", "a"]).splitlines()[:2] == ["ring 0:   0 a    1 bb", "ring 1:   2 a    3 a"]
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.data())

@@ -15,9 +15,11 @@ def nodes():
     """What the nodes' own schemas say, in the form of a nodeDefs.json."""
     from pipemesh.nodes.ksampler import sampler_nodes
     from pipemesh.nodes.pool import pool_nodes
+    from pipemesh.nodes.report import report_node
 
     never_asked = None  # a schema needs no runtime
-    return {cls.GET_SCHEMA().node_id: said_by(cls.GET_NODE_INFO_V1()) for cls in (*pool_nodes(never_asked), *sampler_nodes(never_asked))}
+    classes = (*pool_nodes(never_asked), *sampler_nodes(never_asked), report_node(never_asked))
+    return {cls.GET_SCHEMA().node_id: said_by(cls.GET_NODE_INFO_V1()) for cls in classes}
 
 
 def said_by(info):

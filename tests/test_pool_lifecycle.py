@@ -295,6 +295,15 @@ def test_a_handle_starts_a_fresh_pool_after_a_failure(keeper):
     assert handled(second) == ["Start Release"] * 2
 
 
+def test_what_is_left_of_a_pool_that_lost_a_rank_makes_room_too(keeper):
+    first = keeper.handle(cpus(3)).ensure()
+    psutil.Process(first.pids[1]).kill()
+    first._supervisor.exit_of(1, DEADLINE_S)
+    pids = first.pids
+    keeper.handle(cpus(2)).ensure()
+    assert not any(map(is_alive, pids))
+
+
 def test_a_handle_starts_a_fresh_pool_after_it_was_closed(keeper):
     handle = keeper.handle(cpus(1))
     first = handle.ensure()

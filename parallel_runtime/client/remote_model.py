@@ -47,14 +47,22 @@ class Handle(Protocol):
     def live(self) -> Pool | None: ...
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Measured of one evaluation: seconds around it in the UI, and the slowest rank's share of them."""
+
+    seconds: float
+    hop_s: float
+    exchange_s: float
+    sent_bytes: int
+
+
 @dataclass
 class RunFigures:
-    """Measured over one run, for the report: seconds in the UI around each evaluation, and the slowest rank's share of them."""
+    """Of one run, for the report; which may ask at any moment, so an evaluation is added whole."""
 
-    step_s: list[float] = field(default_factory=list)
-    hop_s: list[float] = field(default_factory=list)
-    exchange_s: list[float] = field(default_factory=list)
-    sent_bytes: list[int] = field(default_factory=list)
+    began_s: float = field(default_factory=time.time)
+    evaluations: list[Evaluation] = field(default_factory=list)
 
 
 class PoolMemory:
@@ -65,6 +73,8 @@ class PoolMemory:
         self.conditioning = ConditioningCache(pool.arena)
         self.patches: dict[str, str] = {}  # resident model -> patches id, least recently used first
         self.figures = RunFigures()
+        self.loads = 0  # models that every rank has loaded, over the pool's life
+        self.patchings = 0  # likewise, sets of weight patches and object patches
 
 
 class Client:
@@ -173,6 +183,7 @@ class Client:
         try:
             request = Load(request=held.pool.next_request(), model=source.model, source=parcel.tree)
             held.pool.call(request, [parcel.segment.fd], interrupted)
+            held.loads += 1
         finally:
             parcel.segment.close()
 
@@ -183,6 +194,7 @@ class Client:
         held = self._ensure(interrupted)
         self._making_room(held, model, lambda: self._patch(held, model, patches_id, patches, objects, weights, interrupted))
         held.patches[model] = patches_id
+        held.patchings += 1
 
     def _patch(
         self,
@@ -283,14 +295,17 @@ class Client:
                 leader = held.pool.call(fetch, (), interrupted)[0]
             device = (x[0] if isinstance(x, list) else x).device
             output = decode_tree(leader.output, lambda ref: held.pool.arena.segment.tensor(ref).to(device, copy=True))
-        self._note(held.figures, time.perf_counter() - began, replies)
+        held.figures.evaluations.append(measured(time.perf_counter() - began, replies))
         return output
 
-    def _note(self, figures: RunFigures, seconds: float, replies: list[Done]) -> None:
-        figures.step_s.append(seconds)
-        figures.hop_s.append(seconds - max(reply.compute_s for reply in replies))
-        figures.exchange_s.append(max(reply.exchange_s for reply in replies))
-        figures.sent_bytes.append(max(reply.sent_bytes for reply in replies))
+
+def measured(seconds: float, replies: list[Done]) -> Evaluation:
+    return Evaluation(
+        seconds=seconds,
+        hop_s=seconds - max(reply.compute_s for reply in replies),
+        exchange_s=max(reply.exchange_s for reply in replies),
+        sent_bytes=max(reply.sent_bytes for reply in replies),
+    )
 
 
 @contextmanager

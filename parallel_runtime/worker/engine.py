@@ -27,7 +27,7 @@ from .resident import ResidentModel
 
 KEPT_VERSIONS = 64
 MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short evaluation's answer
-PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "loading", Forward: "computing", Fetch: "writing"}
+PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "releasing", Forward: "computing", Fetch: "writing"}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,0 +1,100 @@
+"""The report's text, from made figures; the node and the figures themselves are tested on a running server."""
+
+import pytest
+from pipemesh.nodes.report import NO_POOL, report_text
+from pipemesh.nodes.runtime import _last_run
+from pipemesh.parallel_runtime.client.remote_model import Evaluation, RunFigures
+from pipemesh.parallel_runtime.layout import Layout
+
+GIB = 2**30
+
+
+def pool(*, began=1.0, ulysses=2, ring=2, state="ready", ran=True, **changes):
+    layout = Layout(ulysses=ulysses, ring=ring)
+    devices = [f"cuda:{rank}" for rank in range(layout.world_size)]
+    memory = {"free": 10 * GIB, "total": 24 * GIB, "model": 300 << 20}
+    last_run = {
+        "began": began,
+        "evaluations": 6,
+        "step_ms_p50": 312.44,
+        "hop_ms_p50": 1.071,
+        "exchange_ms_p50": 38.0,
+        "exchange_share": 0.1234,
+        "bytes_per_evaluation": 4 << 20,
+    }
+    return {
+        "state": state,
+        "layout": layout.equation(),
+        "grid": layout.grid(devices),
+        "backend": "gloo",
+        "ranks": [{"rank": rank, "device": name, "pid": 1, "phase": "waiting", "memory": memory} for rank, name in enumerate(devices)],
+        "models": ["flux"],
+        "loads": 3,
+        "patches": 5,
+        "conditioning_uploads": 7,
+        "last_run": (last_run | changes) if ran else None,
+    }
+
+
+def said(text):
+    """What a line says, without the blanks that line it up."""
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_the_text_says_everything_that_is_known_of_the_last_run():
+    text = report_text({"pools": [pool()]})
+    assert said(text) == [
+        "ulysses 2 x ring 2 = 4 ranks, gloo, ready",
+        "ring 0: 0 cuda:0 1 cuda:1",
+        "ring 1: 2 cuda:2 3 cuda:3",
+        "",
+        "Last run: 6 evaluations, times are medians",
+        "time per evaluation 312.4 ms",
+        "share of communication 12.3 %",
+        "hop to the pool and back 1.07 ms",
+        "sent per rank and evaluation 4.00 MiB",
+        "",
+        "Pool",
+        "models it holds 1",
+        "models loaded so far 3",
+        "weight patches so far 5",
+        "conditioning uploads so far 7",
+        "",
+        "rank device models free total",
+        *(f"{rank} cuda:{rank} 300.0 MiB 10.0 GiB 24.0 GiB" for rank in range(4)),
+    ]
+
+
+def test_tables_line_up_in_a_monospaced_font():
+    _head, run, held, memory = report_text({"pools": [pool(ulysses=12, ring=1)]}).split("\n\n")
+    for table in (run.splitlines()[1:], held.splitlines()[1:], memory.splitlines()):
+        assert len({len(line) for line in table}) == 1
+
+
+def test_of_several_pools_the_one_that_ran_last_is_shown_and_the_others_are_named():
+    text = report_text({"pools": [pool(began=5.0, ulysses=3, ring=1), pool(began=2.0), pool(ulysses=1, ring=1, state="closed", ran=False)]})
+    assert text.startswith("ulysses 3 = 3 ranks")
+    assert said(text)[-2:] == ["Another pool: ulysses 2 x ring 2 = 4 ranks, ready", "Another pool: ulysses 1 = 1 rank, closed"]
+
+
+def test_before_anything_was_sampled_one_sentence_says_the_next_move():
+    assert report_text({"pools": []}) == NO_POOL
+    text = report_text({"pools": [pool(state="failed", ran=False)]})
+    assert "ulysses 2 x ring 2 = 4 ranks is failed" in text and "run a sampler on it" in text and "\n" not in text
+
+
+def test_what_is_not_known_is_said_and_no_figure_is_made_up():
+    closed = {"rank": 0, "device": "cuda:0", "pid": None, "phase": "closed", "memory": None}
+    text = report_text({"pools": [pool(exchange_share=None, evaluations=1) | {"ranks": [closed]}]})
+    assert "share of communication not measured with nccl" in said(text)
+    assert "0 cuda:0 - - -" in said(text)
+    assert "Last run: 1 evaluation" in said(text)
+
+
+def test_the_share_of_communication_is_of_the_whole_run_and_unknown_under_nccl():
+    run = RunFigures(evaluations=[Evaluation(0.1, 0.001, 0.05, 10), Evaluation(0.3, 0.003, 0.05, 30), Evaluation(0.2, 0.002, 0.05, 20)])
+    figures = _last_run(run, "gloo")
+    assert figures["exchange_share"] == pytest.approx(0.25)
+    assert (figures["step_ms_p50"], figures["hop_ms_p50"], figures["bytes_per_evaluation"]) == (200.0, 2.0, 30)
+    assert _last_run(run, "nccl")["exchange_share"] is None
+    assert _last_run(RunFigures(), "gloo") is None
