@@ -1,7 +1,7 @@
 """diffusers' Flux with the weights and inputs of ComfyUI's, whole or under diffusers' own context parallel: the peer of ``bench peers``.
 
-Names and orders as in diffusers@0.42.1 (models/transformers/transformer_flux.py) and comfy/ldm/flux/model.py@0.30.0. L: tokens of the image,
-T: of the text, P: numbers in a token (16 channels of a patch of 2 x 2).
+Names and orders as in diffusers@0.42.1 (models/transformers/transformer_flux.py) and comfy/ldm/flux/model.py@0.30.0.
+L: tokens of the image; P: numbers in one of them (16 channels of a patch of 2 x 2).
 """
 
 from __future__ import annotations
@@ -25,37 +25,30 @@ ENDS = {
     "final_layer.adaLN_modulation.1": ("norm_out.linear",),
     "final_layer.linear": ("proj_out",),
 }
-BLOCKS = {
-    "double_blocks": (
-        "transformer_blocks",
-        {
-            "img_mod.lin": ("norm1.linear",),
-            "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-            "img_attn.norm.query_norm": ("attn.norm_q",),
-            "img_attn.norm.key_norm": ("attn.norm_k",),
-            "img_attn.proj": ("attn.to_out.0",),
-            "img_mlp.0": ("ff.net.0.proj",),
-            "img_mlp.2": ("ff.net.2",),
-            "txt_mod.lin": ("norm1_context.linear",),
-            "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-            "txt_attn.norm.query_norm": ("attn.norm_added_q",),
-            "txt_attn.norm.key_norm": ("attn.norm_added_k",),
-            "txt_attn.proj": ("attn.to_add_out",),
-            "txt_mlp.0": ("ff_context.net.0.proj",),
-            "txt_mlp.2": ("ff_context.net.2",),
-        },
-    ),
-    "single_blocks": (
-        "single_transformer_blocks",
-        {
-            "modulation.lin": ("norm.linear",),
-            "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
-            "norm.query_norm": ("attn.norm_q",),
-            "norm.key_norm": ("attn.norm_k",),
-            "linear2": ("proj_out",),
-        },
-    ),
+DOUBLE = {
+    "img_mod.lin": ("norm1.linear",),
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "img_attn.norm.query_norm": ("attn.norm_q",),
+    "img_attn.norm.key_norm": ("attn.norm_k",),
+    "img_attn.proj": ("attn.to_out.0",),
+    "img_mlp.0": ("ff.net.0.proj",),
+    "img_mlp.2": ("ff.net.2",),
+    "txt_mod.lin": ("norm1_context.linear",),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "txt_attn.norm.query_norm": ("attn.norm_added_q",),
+    "txt_attn.norm.key_norm": ("attn.norm_added_k",),
+    "txt_attn.proj": ("attn.to_add_out",),
+    "txt_mlp.0": ("ff_context.net.0.proj",),
+    "txt_mlp.2": ("ff_context.net.2",),
 }
+SINGLE = {
+    "modulation.lin": ("norm.linear",),
+    "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+    "norm.query_norm": ("attn.norm_q",),
+    "norm.key_norm": ("attn.norm_k",),
+    "linear2": ("proj_out",),
+}
+BLOCKS = {"double_blocks": ("transformer_blocks", DOUBLE), "single_blocks": ("single_transformer_blocks", SINGLE)}
 SHIFT_THEN_SCALE = "final_layer.adaLN_modulation.1"  # diffusers: scale, then shift
 
 
@@ -63,8 +56,8 @@ def diffusers_modules(module: str) -> tuple[str, ...]:
     if module in ENDS:
         return ENDS[module]
     blocks, index, inner = module.split(".", 2)
-    theirs, modules = BLOCKS[blocks]
-    return tuple(f"{theirs}.{index}.{name}" for name in modules[inner])
+    their_blocks, modules = BLOCKS[blocks]
+    return tuple(f"{their_blocks}.{index}.{name}" for name in modules[inner])
 
 
 def diffusers_weights(weights: Mapping[str, torch.Tensor], hidden: int) -> dict[str, torch.Tensor]:
@@ -73,8 +66,8 @@ def diffusers_weights(weights: Mapping[str, torch.Tensor], hidden: int) -> dict[
     for key, tensor in weights.items():
         module, kind = key.rsplit(".", 1)
         names = diffusers_modules(module)
-        before_last = hidden * (len(names) - 1)
-        parts = (*tensor[:before_last].split(hidden), tensor[before_last:])[-len(names) :]  # nothing splits into one empty part
+        rows = [hidden] * (len(names) - 1)
+        parts = tensor.split([*rows, len(tensor) - sum(rows)])
         if module == SHIFT_THEN_SCALE:
             parts = (torch.cat(tensor.chunk(2)[::-1]),)
         converted.update({f"{name}.{kind}": part for name, part in zip(names, parts, strict=True)})

@@ -1,4 +1,4 @@
-"""PipeMesh against diffusers' own context parallel: the same Flux, the same weights and inputs, in the same rounds of the same processes."""
+"""PipeMesh against diffusers' own context parallel: the same Flux, weights and inputs, in the same rounds of the same processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,18 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.std())
 
 
+def attend_with_sdpa() -> None:
+    """As ComfyUI does on GPUs and diffusers everywhere; on a CPU ComfyUI would choose a slower way. To be called before any model."""
+    import comfy.cli_args
+
+    comfy.cli_args.args.use_pytorch_cross_attention = True
+    import comfy.model_management
+
+    assert comfy.model_management.pytorch_attention_enabled()
+
+
 def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
+    attend_with_sdpa()
     from ..parallel_runtime.comm.cores import giving_way
     from ..parallel_runtime.comm.sequence import connect
     from .diffusers_flux import DiffusersFlux
