@@ -6,7 +6,8 @@ ones), so a rank computes little for each byte it exchanges: the harder case.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,17 +25,17 @@ TEXT_TOKENS, ROW_TOKENS = 64, 64
 
 
 class Forwards:
-    """One evaluation of ``tokens`` tokens, text included, at batch 1 in fp32; each method returns its seconds."""
+    """One evaluation of ``tokens`` tokens, text included, at batch 1 in fp32. ``whole`` and ``through`` return its seconds."""
 
     def __init__(self, tokens: int):
         assert tokens % ROW_TOKENS == 0 and tokens > TEXT_TOKENS
         config = flux_config(**MODEL)
         self.hidden, self.blocks = config["hidden_size"], config["depth"] + config["depth_single_blocks"]
-        self._model = build_flux_patcher(config).model.diffusion_model
-        self._plan = plan_for(type(self._model))
+        self.model = build_flux_patcher(config).model.diffusion_model
+        self._plan = plan_for(type(self.model))
         rows = (tokens - TEXT_TOKENS) // ROW_TOKENS
         generator = torch.Generator().manual_seed(0)
-        self._arguments: dict[str, Any] = {
+        self.arguments: dict[str, Any] = {
             "x": torch.randn(1, 16, 2 * rows, 2 * ROW_TOKENS, generator=generator),
             "timestep": torch.tensor([0.5]),
             "context": torch.randn(1, TEXT_TOKENS, MODEL["context_dim"], generator=generator),
@@ -42,16 +43,24 @@ class Forwards:
             "transformer_options": {},
         }
 
-    def whole(self) -> float:
-        return timed(lambda: self._model._forward(**self._arguments))
+    def evaluate(self) -> torch.Tensor:
+        return self.model._forward(**self.arguments)
 
-    def through(self, comm: SequenceComm) -> float:
-        """Under sequence parallelism as this rank of the grid."""
-        method = SequenceParallel(self._model, self._plan, comm)
+    @contextmanager
+    def parallel(self, comm: SequenceComm) -> Iterator[Callable[[], torch.Tensor]]:
+        """The same evaluation under sequence parallelism as this rank of the grid; rank 0 has its result."""
+        method = SequenceParallel(self.model, self._plan, comm)
         try:
-            return timed(lambda: self._model._forward(**method.begin(self._arguments)))
+            yield lambda: self.model._forward(**method.begin(self.arguments))
         finally:
             method.detach()
+
+    def whole(self) -> float:
+        return timed(self.evaluate)
+
+    def through(self, comm: SequenceComm) -> float:
+        with self.parallel(comm) as evaluate:
+            return timed(evaluate)
 
 
 class StandinExchange(Exchange):

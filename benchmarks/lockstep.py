@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..parallel_runtime.comm.cores import giving_way
+from ..parallel_runtime.comm.cores import giving_way, keep_to, share_of_cores
 from ..parallel_runtime.errors import PipeMeshError
 from .figures import Round
 
@@ -40,8 +40,13 @@ class Phase:
 class Ranks:
     """One of the processes. All must call ``measure`` alike."""
 
-    def __init__(self, store: str, rank: int, size: int):
+    def __init__(self, store: str, rank: int, size: int, cores: Sequence[int] = ()):
+        """``cores``: all that the bench may use; where given, this process keeps to its share of them, as a CPU rank does."""
         import torch.distributed as dist
+
+        self.all_cores = cores
+        self.own_cores = share_of_cores(cores, rank, size) if cores else ()
+        keep_to(self.own_cores)
 
         self.rank = rank
         self.size = size

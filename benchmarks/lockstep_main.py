@@ -18,9 +18,6 @@ def main() -> None:
     from pipemesh.launcher.worker_main import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
-    from pipemesh.parallel_runtime.comm.cores import keep_to, share_of_cores
-
-    keep_to(share_of_cores(sorted(os.sched_getaffinity(0)), word["rank"], word["size"]))
     import comfy.cli_args
     import torch
 
@@ -28,7 +25,8 @@ def main() -> None:
     torch.set_num_threads(1)
     from pipemesh.benchmarks.lockstep import Ranks
 
-    ranks = Ranks(str(Path(word["folder"], "store")), word["rank"], word["size"])
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+    ranks = Ranks(str(Path(word["folder"], "store")), word["rank"], word["size"], cores)
     module, name = word["function"].split(":")
     with torch.inference_mode():
         result = getattr(importlib.import_module(f"pipemesh.benchmarks.{module}"), name)(ranks, **word["arguments"])

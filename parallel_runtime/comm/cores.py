@@ -22,8 +22,8 @@ def share_of_cores(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ..
 
 
 def keep_to(cores: Sequence[int]) -> None:
-    """For a CPU rank: all threads it has, and those it starts, stay on ``cores``. Linux only."""
-    for thread in threads():
+    """For a CPU rank: all threads it has, and those it starts, stay on ``cores``. Linux only; () changes nothing."""
+    for thread in threads() if cores else ():
         with suppress(OSError):  # it has ended, or this process may not use those cores any more: slower, not wrong
             os.sched_setaffinity(thread, cores)
 
