@@ -73,13 +73,14 @@ def test_the_extra_is_what_the_sentence_installs():
 
 
 def test_the_figures_are_those_of_the_definition(monkeypatch):
-    rounds = [{"ours": 0.5, "theirs": 0.625, "ours_alone": 0.8, "theirs_alone": 1.0}] * 3
+    rounds = [{"ours": 0.5, "theirs": 0.625, "theirs_placed": 0.5, "ours_alone": 0.8, "theirs_alone": 1.0}] * 3
     answer = {"rounds": rounds, "max_difference": 1e-6, "serial_difference": 3e-5}
     monkeypatch.setattr(peers, "require_diffusers", lambda: None)
     monkeypatch.setattr(peers, "run", lambda *_, **__: [answer, {**answer, "max_difference": 1e6}])
     figures = {figure.metric: figure for figure in peers.bench(Options(host=None)) if figure.case == "ulysses2_1024"}
     assert {metric: figure.estimate.value for metric, figure in figures.items()} == {
         "time_ratio": pytest.approx(0.8),
+        "placed_time_ratio": pytest.approx(1.0),
         "serial_time_ratio": pytest.approx(0.8),
         "speedup": pytest.approx(1.6),
         "their_speedup": pytest.approx(1.6),
