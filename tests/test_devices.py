@@ -85,7 +85,7 @@ def test_the_cores_of_this_process_are_shared_out_among_its_ranks(monkeypatch, r
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", limit)
-    assert place(Layout(ulysses=ranks), "cpu", "auto", ()).threads == threads
+    assert place(Layout(ulysses=ranks), "cpu", "auto", ()).threads(0) == threads
 
 
 @given(cores=st.lists(st.integers(0, 255), min_size=1, max_size=24, unique=True), ranks=st.integers(1, 16))

@@ -211,7 +211,7 @@ def test_a_pool_with_answers_outstanding_closes_without_waiting_for_them(started
 def test_a_pool_whose_rank_is_gone_closes(started):
     pool = started(2)
     psutil.Process(pool.pids[0]).kill()
-    pool._supervisor.exit_of(0, DEADLINE_S)
+    pool._crew.exit_of(0, DEADLINE_S)
     close_twice(pool)
 
 
