@@ -16,7 +16,7 @@ from ..parallel_runtime.errors import LayoutError, PipeMeshError
 from ..parallel_runtime.wire.arena import Board
 from ..parallel_runtime.wire.channel import ChannelClosed
 from ..parallel_runtime.wire.link import Link, SecretRefused, notice_loss, prove
-from ..parallel_runtime.wire.messages import Beat, Close, Denied, Ended, FromHost, Meeting, Open, Request
+from ..parallel_runtime.wire.messages import PHASE, Beat, Close, Denied, Ended, FromHost, Meeting, Open, Request
 from ..parallel_runtime.wire.tree import encode_tree
 from .crew import SECRET_VARIABLE, HostSetup, Net, no_tensor
 from .devices import Placement
@@ -158,7 +158,9 @@ class RemoteHost:
             raise HostMissing(f"Host {self.name} was lost before its ranks could start ({error}): run again.") from error
 
     def send(self, message: Request | Close, fds: Any = ()) -> None:
-        """Once, for all ranks there."""
+        """Once, for all ranks there. The board says at once what they were asked: the next word from there may never come."""
+        for rank in self.ranks if type(message) in PHASE else ():
+            self._board.enter(rank, PHASE[type(message)], message.request)
         self._link.send(message, fds)
 
     def pump(self) -> list[tuple[int, Any]]:
@@ -174,6 +176,8 @@ class RemoteHost:
             elif message.rank in self.ranks:
                 if isinstance(message, Ended):
                     self._ended[message.rank] = message
+                else:
+                    self._board.enter(message.rank, "waiting")
                 said.append((message.rank, None if isinstance(message, Ended) else message.message))
         return said
 

@@ -109,4 +109,4 @@ def _rank(pool: Any, rank: int) -> dict[str, Any]:
         return {"pid": None, "phase": "closed", "memory": None}
     memory = pool.memory[rank]
     held = {"free": memory.free, "total": memory.total, "model": memory.model}
-    return {"pid": pool.pids[rank], "phase": pool.arena.board.phase(rank), "memory": held}
+    return {"pid": pool.pids[rank] or None, "phase": pool.arena.board.phase(rank), "memory": held}

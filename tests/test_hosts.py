@@ -50,6 +50,7 @@ def leaders(hosts):
     """torchrun on both hosts. This machine's name means neither address, so the host of the rendezvous is told that it is."""
     started = [torchrun(hosts.near, "near", "--rdzv-conf=is_host=1"), torchrun(hosts.far, "far", "--rdzv-conf=is_host=0")]
     yield started
+    hosts.cable("up")  # torchrun tells its rendezvous that it leaves
     for process in started:
         process.send_signal(signal.SIGTERM)
     for process in started:

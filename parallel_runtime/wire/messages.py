@@ -178,3 +178,4 @@ FromRank = Ready | Done | Failed
 Request = Load | Patch | Adopt | Release | Forward | Fetch
 ToHost = Open | Load | Patch | Adopt | Release | Forward | Fetch | Close
 FromHost = Said | Beat | Ended | Denied
+PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "loading", Forward: "computing", Fetch: "writing"}

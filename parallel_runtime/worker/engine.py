@@ -20,7 +20,7 @@ from ..errors import PipeMeshError, Refused
 from ..memory import give_back_freed, host_memory
 from ..wire.arena import Board
 from ..wire.channel import Channel
-from ..wire.messages import Adopt, Close, Done, Failed, Fetch, Forward, Load, Memory, Patch, Release, Request
+from ..wire.messages import PHASE, Adopt, Close, Done, Failed, Fetch, Forward, Load, Memory, Patch, Request
 from ..wire.segment import Segment, TensorRef, dtype_name
 from ..wire.tree import decode_tree, encode_tree
 from .host_bridge import build_from_state, call_factory, find_here
@@ -29,7 +29,6 @@ from .resident import ResidentModel
 KEPT_VERSIONS = 64
 EMPTY = torch.empty(0)
 MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short evaluation's answer
-PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "loading", Forward: "computing", Fetch: "writing"}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
