@@ -131,6 +131,7 @@ class Session:
             try:
                 arena.grow(message.arena_bytes)
             except SharedMemoryFull as error:
+                self._owing.clear()
                 for rank in crew.ranks:
                     self._link.send(Said(rank, shared_memory_full(message.request, error)))
                 return

@@ -38,7 +38,7 @@ class Once(threading.Thread):
         while time.monotonic() < deadline:
             if self._happens():
                 self._act()
-                self.acted = True
+                self.acted, self.acted_at = True, time.monotonic()
                 return
             time.sleep(0.0005)  # shared memory has no event to wait for
 

@@ -148,6 +148,7 @@ def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
     said = [ours.receive()[0] for _ in crew.ranks]
     assert [answer.rank for answer in said] == [1, 2]
     assert all(answer.message.text.startswith("Shared memory is full: ") for answer in said)
+    assert not session._owing  # or it would send beats to a ComfyUI that waits for nothing
     for end in (ours, theirs, arena):
         end.close()
 
@@ -218,6 +219,16 @@ def test_another_secret_is_refused_and_nothing_is_started(leader):
 def test_a_setup_that_cannot_reach_other_hosts_is_refused(rendezvous, secret, sentence):
     with pytest.raises(LayoutError, match="^" + re.escape(sentence)):
         check_rendezvous(replace(fake_setup(), rendezvous=rendezvous, secret=secret), "far")
+
+
+def test_a_pool_node_says_when_it_is_queued_that_hosts_cannot_be_reached():
+    from pipemesh.nodes.runtime import Runtime
+
+    sentence = Runtime(fake_setup()).check("cpu,far/cpu", 2, 1, "auto")
+    assert sentence.startswith("Host far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: ")
+    reachable = replace(fake_setup(), rendezvous="10.0.0.1:29400", secret=SECRET)
+    assert Runtime(reachable).check("cpu,far/cpu", 2, 1, "auto") is True
+    assert Runtime(fake_setup()).check("cpu", 2, 1, "auto") is True
 
 
 def test_a_host_that_has_not_joined_is_told_the_command(leader):
