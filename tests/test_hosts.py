@@ -46,7 +46,13 @@ def torchrun(namespace: str, name: str, log: Path, *options: str) -> subprocess.
     """The command of docs/MULTI_NODE.md, on one of the hosts."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
     command = [*launch, f"--rdzv-endpoint={RENDEZVOUS}", *options, "-m", "launcher", "node", "--name", name]
-    env = {**os.environ, "PIPEMESH_RDZV": RENDEZVOUS, "PIPEMESH_SECRET": SECRET, "PIPEMESH_LOST_S": str(LOST_S)}
+    env = {
+        **os.environ,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "PIPEMESH_RDZV": RENDEZVOUS,
+        "PIPEMESH_SECRET": SECRET,
+        "PIPEMESH_LOST_S": str(LOST_S),
+    }
     with log.open("w") as output:
         return subprocess.Popen(["ip", "netns", "exec", namespace, *command], cwd=ROOT, env=env, stdout=output, stderr=output)
 
