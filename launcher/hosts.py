@@ -183,6 +183,8 @@ class RemoteHost:
 
     def has_news(self) -> bool:
         """Whether there is something to read. Asked between requests, when only a loss is news."""
+        if self._link.fileno() < 0:  # another thread has just closed the pool
+            return True
         poller = select.poll()
         poller.register(self._link.fileno(), select.POLLIN)
         return bool(poller.poll(0))

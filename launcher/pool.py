@@ -51,7 +51,7 @@ class WorkerPool:
 
     def __init__(self, placement: Placement, setup: HostSetup):
         if placement.layout.world_size > MAX_RANKS:
-            raise LayoutError(f"{placement.layout.equation()}, at most {MAX_RANKS} on one host: lower the degrees.")
+            raise LayoutError(f"{placement.layout.equation()}, at most {MAX_RANKS} in one pool: lower the degrees.")
         self.placement = placement
         self._setup = setup
         self._lock = threading.RLock()

@@ -87,7 +87,7 @@ def test_answers_come_in_rank_order(started):
 
 
 def test_more_ranks_than_the_board_has_lines_for_are_refused_with_the_equation():
-    with pytest.raises(LayoutError, match=r"^ulysses 64 = 64 ranks, at most 63 on one host: lower the degrees\.$"):
+    with pytest.raises(LayoutError, match=r"^ulysses 64 = 64 ranks, at most 63 in one pool: lower the degrees\.$"):
         WorkerPool(cpus(64), fake_setup())
 
 
