@@ -41,7 +41,7 @@ from ..parallel_runtime.wire.messages import (
 from ..parallel_runtime.wire.segment import Segment
 from ..parallel_runtime.wire.tree import decode_tree
 from .crew import Crew, HostSetup
-from .devices import Device, Placement, visible_gpus
+from .devices import ELSEWHERE, Device, Placement, visible_gpus
 from .host import Host
 from .hosts import HostMissing, between_hosts, check_rendezvous, net_for, node_command, open_store, store_key
 from .install import LaunchError
@@ -225,6 +225,8 @@ def main(argv: list[str], host: Host) -> int:
     parser.add_argument("--name", default=socket.gethostname(), help="as in the pool's devices: NAME/cuda:0 (default: the host's name)")
     parser.add_argument("--port", type=int, default=0, help="to listen on, for a firewall (default: any)")
     options = parser.parse_args(argv)
+    if not ELSEWHERE.fullmatch(f"{options.name}/cpu"):
+        raise LaunchError(f"{options.name!r} cannot be named in a list of devices: give a --name of letters, digits, dots and dashes.")
     require_torchrun(os.environ, options.name)
     die_with_parent(os.getppid())  # torchrun, which may be killed
     setup = HostSetup(comfyui=host.comfyui, **between_hosts(os.environ))

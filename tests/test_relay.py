@@ -17,8 +17,9 @@ from pipemesh.launcher.devices import place
 from pipemesh.launcher.hosts import HostMissing, check_rendezvous, interface_of, join, new_meeting, store_key
 from pipemesh.launcher.install import LaunchError
 from pipemesh.launcher.node import Session, accept, placement_here, require_torchrun
+from pipemesh.launcher.node import main as node_main
 from pipemesh.launcher.pool import PoolHandle, WorkerPool
-from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, RunCancelled
+from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import ChannelClosed
@@ -271,6 +272,19 @@ def test_a_far_rank_that_dies_is_named_with_its_last_lines(leader):
         assert "the last thing I saw" in str(caught.value)
 
 
+def test_a_far_rank_that_dies_is_named_not_the_one_here_that_fails_for_it(leader):
+    far = leader("0:Forward=error", "1:Forward=slow-then-die")
+    with running(far) as pool, pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu ended with exit status 3 while computing: run again"):
+        call(pool, "Forward")
+
+
+def test_a_far_host_that_rejects_what_all_reject_goes_on(leader):
+    with running(leader("*:Load=refuse")) as pool:
+        with pytest.raises(Refused, match=r"^This cannot be done: do something else\.$"):
+            call(pool, "Load")
+        assert handled(pool) == ["Start Load Release"] * 3
+
+
 def test_a_far_rank_that_hangs_is_named(leader):
     with running(leader("1:Load=hang")) as pool:
         pool._setup = replace(pool._setup, stall_s=0.5)
@@ -323,7 +337,12 @@ def test_pools_meet_under_names_of_their_own():
     assert new_meeting() != new_meeting()
 
 
-def test_node_is_started_by_torchrun():
+def test_node_is_started_by_torchrun(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(LaunchError, match=r"^`node` is started by torchrun: "):
+        node_main(["--name", "n"], None)
+    with pytest.raises(LaunchError, match=r"^'a/b' cannot be named in a list of devices: give a --name"):
+        node_main(["--name", "a/b"], None)
     with pytest.raises(LaunchError, match=r"^`node` is started by torchrun: torchrun .*10\.0\.0\.1:29400 -m launcher node --name n$"):
         require_torchrun({"PIPEMESH_RDZV": "10.0.0.1:29400"}, "n")
     require_torchrun({"TORCHELASTIC_RUN_ID": "none"}, "n")
