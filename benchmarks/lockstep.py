@@ -82,7 +82,7 @@ def run(host: Host, size: int, function: str, **arguments: Any) -> list[Any]:
 
     Returns what each returned, by rank. Raises PipeMeshError if one of them failed.
     """
-    from ..launcher.pool import KEEP_MEMORY
+    from ..launcher.crew import KEEP_MEMORY
 
     environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder, ExitStack() as stack:

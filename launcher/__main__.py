@@ -22,11 +22,12 @@ python3 -m launcher COMMAND [options]
   test     the tests (options go to pytest)
   bench    the measurements
   parity   parity with stock ComfyUI
+  node     lends this host to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
 
 PIPEMESH_COMFYUI names a ComfyUI of your own, PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for the one installed here.
 """
 ROOT = Path(__file__).resolve().parent.parent
-INSIDE = ("doctor", "demo", "bench", "parity")
+INSIDE = ("doctor", "demo", "bench", "parity", "node")
 
 
 def main(argv: Sequence[str]) -> int:

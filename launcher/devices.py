@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from ..parallel_runtime.comm.cores import share_of_cores
@@ -10,17 +11,31 @@ from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.arena import MAX_RANKS
 
+ELSEWHERE = re.compile(r"[\w.-]+/(cpu|cuda:\d+)")
+
 
 @dataclass(frozen=True)
 class Device:
-    """``name`` as the UI knows it (``cuda:1``, ``cpu``); ``uuid`` addresses a GPU whatever CUDA_VISIBLE_DEVICES says."""
+    """``name`` as the UI knows it (``cuda:1``, ``cpu``, on another host ``node1/cuda:1``).
+
+    ``uuid`` addresses a GPU of this host whatever CUDA_VISIBLE_DEVICES says.
+    """
 
     name: str
     uuid: str = ""
 
     @property
+    def host(self) -> str:
+        """Empty for ComfyUI's own."""
+        return self.name.rpartition("/")[0]
+
+    @property
+    def local_name(self) -> str:
+        return self.name.rpartition("/")[2]
+
+    @property
     def is_gpu(self) -> bool:
-        return self.name != "cpu"
+        return self.local_name != "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +46,36 @@ class Placement:
     devices: tuple[Device, ...]
     backend: str
 
-    def cores(self, rank: int) -> tuple[int, ...]:
-        """Of this process, those that a rank has to itself; empty where it computes on a GPU."""
-        return () if self.devices[rank].is_gpu else share_of_cores(own_cores(), rank, len(self.devices))
+    @property
+    def other_hosts(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(device.host for device in self.devices if device.host))
 
     @property
-    def threads(self) -> int:
-        """CPU threads per rank: the cores of this process, or what OMP_NUM_THREADS leaves of them, shared out among the ranks."""
-        share = len(share_of_cores(own_cores(), 0, len(self.devices)))
+    def hosts(self) -> tuple[int, ...]:
+        """A number for each rank's host, 0 for ComfyUI's own; empty where that is the only one."""
+        names = ("", *self.other_hosts)
+        return tuple(names.index(device.host) for device in self.devices) if len(names) > 1 else ()
+
+    def ranks_on(self, host: str) -> tuple[int, ...]:
+        return tuple(rank for rank, device in enumerate(self.devices) if device.host == host)
+
+    def cores(self, rank: int) -> tuple[int, ...]:
+        """Of this process, which is on the rank's host, those that it has to itself; empty where it computes on a GPU."""
+        here = self.ranks_on(self.devices[rank].host)
+        return () if self.devices[rank].is_gpu else share_of_cores(own_cores(), here.index(rank), len(here))
+
+    def threads(self, rank: int) -> int:
+        """CPU threads of a rank: the cores of this process, or what OMP_NUM_THREADS leaves of them, shared out among its host's ranks."""
+        share = len(share_of_cores(own_cores(), 0, len(self.ranks_on(self.devices[rank].host))))
         limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP takes one number per level of nesting
         return min(share, int(limit)) if limit.isdigit() and int(limit) else share
 
 
 def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -> Placement:
-    """``wanted`` is ``auto``, ``cpu`` or a list such as ``cuda:0,cuda:2``. Raises LayoutError with the equation that fails."""
+    """``wanted`` is ``auto``, ``cpu`` or a list such as ``cuda:0,cuda:2`` or ``cuda:0,node1/cuda:0``.
+
+    What another host has is found out when the pool starts. Raises LayoutError with the equation that fails.
+    """
     names = [name.strip() for name in wanted.split(",") if name.strip()] or ["auto"]
     size = layout.world_size
     if names == ["auto"]:
@@ -56,14 +87,17 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
     if len(names) != size:
         raise LayoutError(f"{layout.equation()}, {count(len(names), 'device')} listed ({', '.join(names)}): list one device per rank.")
     known = {device.name: device for device in (Device("cpu"), *gpus)}
+    known |= {name: Device(name) for name in names if ELSEWHERE.fullmatch(name)}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise LayoutError(f"Device {unknown[0]} is not here: choose from {', '.join(known)}.")
     devices = tuple(known[name] for name in names)
+    if devices[0].host:
+        raise LayoutError(f"Rank 0 hands the result to ComfyUI and {names[0]} is on another host: list a device of this host first.")
     if len({device.is_gpu for device in devices}) > 1:
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
     if size > MAX_RANKS:
-        raise LayoutError(f"{layout.equation()}, at most {MAX_RANKS} on one host: lower the degrees.")
+        raise LayoutError(f"{layout.equation()}, at most {MAX_RANKS} in one pool: lower the degrees.")
     if backend == "auto":
         backend = "nccl" if devices[0].is_gpu and len(set(names)) == size else "gloo"
     if backend == "nccl" and not devices[0].is_gpu:

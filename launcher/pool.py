@@ -6,30 +6,26 @@ The UI is the single controller; every method is called from one thread at a tim
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import selectors
 import signal
-import socket
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..parallel_runtime.errors import ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused, RunCancelled
+from ..parallel_runtime.errors import LayoutError, ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..parallel_runtime.wire.arena import Arena
-from ..parallel_runtime.wire.channel import Channel, ChannelClosed
-from ..parallel_runtime.wire.messages import Close, Done, Failed, Forward, FromRank, Memory, Ready, Request, Start
+from ..parallel_runtime.wire.channel import ChannelClosed
+from ..parallel_runtime.wire.messages import Close, Done, Failed, Forward, Memory, Ready, Request
 from ..parallel_runtime.wire.segment import mib
-from ..parallel_runtime.wire.tree import encode_tree
-from .devices import Device, Placement
-from .supervisor import Command, Supervisor
+from .crew import Crew, HostSetup
+from .devices import Placement
+from .hosts import HostMissing, RemoteHost, join, net_for, new_meeting
 
 log = logging.getLogger("pipemesh")
 
@@ -44,40 +40,10 @@ POLL_S = 0.05
 CANCEL_WAIT_S = 10.0
 OTHERS_WAIT_S = 3.0
 CLOSE_GRACE_S = 5.0
-COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # hangs are judged by progress counters; a collective's own clock would end slow, healthy runs
 DEADLY = {
     signal.SIGKILL: "the system does this when memory runs out",
     signal.SIGBUS: "its checkpoint was cut short on disk, or shared memory ran out",
 }
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostSetup:
-    """What a rank must know of this ComfyUI to compute as it does. ``argv``: how a rank is started (tests put fakes here)."""
-
-    comfyui: str
-    comfy_args: dict[str, Any] = field(default_factory=dict)
-    stall_s: float = 300.0
-    argv: tuple[str, ...] = (sys.executable, str(Path(__file__).with_name("worker_main.py")), "{fd}", "{parent}")
-
-
-def rank_environment(device: Device, backend: str, environ: dict[str, str]) -> dict[str, str]:
-    """The UI's environment without what breaks a second process: allocator choices, other launchers' ranks, hidden GPUs.
-
-    A CPU rank keeps the memory of its activations between layers (glibc): fresh pages cost it a quarter of a forward. At most 1 GiB
-    of it, which goes back to the system when a model is released.
-    """
-    launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    scrubbed = {*ALLOCATOR_VARIABLES, *launchers, "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
-    env = {key: value for key, value in environ.items() if key not in scrubbed}
-    if not device.is_gpu:
-        env = {**KEEP_MEMORY, **env}
-    env["CUDA_VISIBLE_DEVICES"] = device.uuid if device.is_gpu else ""
-    if backend == "gloo":
-        env["GLOO_SOCKET_IFNAME"] = "lo"
-    return env
 
 
 class WorkerPool:
@@ -90,8 +56,8 @@ class WorkerPool:
         self.state = "starting"
         self.arena = Arena()
         self.memory: list[Memory] = []
-        self._supervisor: Supervisor | None = None
-        self._channels: list[Channel] = []
+        self._crew = Crew(placement, "", setup)
+        self._hosts: list[RemoteHost] = []
         self._selector = selectors.DefaultSelector()
         self._requests = 0
         self._outstanding: dict[int, int] = {}  # rank -> request it still owes an answer to
@@ -102,7 +68,9 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        return self._supervisor.pids if self._supervisor else []
+        """By rank; 0 for a rank on another host."""
+        pids = self._crew.pids
+        return [pids.get(rank, 0) for rank in range(self.size)] if pids else []
 
     def _enter(self, state: str) -> None:
         assert state in STATES[self.state], f"{self.state} -> {state}"
@@ -118,6 +86,8 @@ class WorkerPool:
                 self._launch()
                 self._outstanding = dict.fromkeys(range(self.size), 0)
                 replies = self._gather(interrupted)
+            except (HostMissing, LayoutError) as error:
+                raise self._fail(str(error)) from error
             except OSError as error:
                 raise self._fail(f"The worker processes could not be started ({error}): free memory or processes and run again.") from error
             except RunCancelled:
@@ -128,43 +98,17 @@ class WorkerPool:
             log.info("[PipeMesh] %s ready in %.1f s", self.placement.layout.equation(), time.monotonic() - began)
 
     def _launch(self) -> None:
-        """Starts the processes and says the first word to each. A socket's other end is then open in its rank alone: a death shows."""
-        store = os.memfd_create("pipemesh-store", os.MFD_CLOEXEC)
-        theirs: list[socket.socket] = []
-        try:
-            for rank in range(self.size):
-                ours, other = socket.socketpair()
-                theirs.append(other)
-                self._channels.append(Channel(ours, FromRank))
-                self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
-            self._supervisor = Supervisor([self._command(rank, sock) for rank, sock in enumerate(theirs)])
-            self._supervisor.start()
-            for rank, channel in enumerate(self._channels):
-                channel.send(self._first_word(rank), [self.arena.segment.fd, store])
-        finally:
-            os.close(store)
-            for other in theirs:
-                other.close()
-
-    def _command(self, rank: int, sock: socket.socket) -> Command:
-        device = self.placement.devices[rank]
-        return Command(self._setup.argv, rank_environment(device, self.placement.backend, dict(os.environ)), sock.fileno())
-
-    def _first_word(self, rank: int) -> Start:
-        device = self.placement.devices[rank]
-        return Start(
-            rank=rank,
-            degrees=self.placement.layout.degrees(),
-            device="cuda:0" if device.is_gpu else device.name,
-            backend=self.placement.backend,
-            threads=self.placement.threads,
-            cores=self.placement.cores(rank),
-            timeout_s=COLLECTIVE_TIMEOUT_S,
-            comfyui=self._setup.comfyui,
-            comfy_args=encode_tree({**self._setup.comfy_args, **({} if device.is_gpu else {"cpu": True})}, _no_tensor),
-            arena_bytes=self.arena.nbytes,
-            log_level=logging.WARNING if log.getEffectiveLevel() >= logging.INFO else logging.DEBUG,
-        )
+        """Other hosts are asked first: one that is missing is named before any process starts here."""
+        names = self.placement.other_hosts
+        for name in names:
+            self._hosts.append(join(name, self.placement.ranks_on(name), self._setup, self.arena.board))
+            self._selector.register(self._hosts[-1], selectors.EVENT_READ, self._hosts[-1])
+        net = net_for(self._setup, self._hosts[0].own_address, new_meeting()) if names else None
+        self._crew.start(self.arena.segment, net)
+        for rank, channel in self._crew.channels.items():
+            self._selector.register(channel, selectors.EVENT_READ, rank)
+        for host in self._hosts:
+            host.open(self.placement, self._setup, net.meeting.name, self.arena.nbytes)
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Ends every rank and gives everything back. Safe in every state, any number of times."""
@@ -175,22 +119,18 @@ class WorkerPool:
                 self._enter("closed")
                 return
             if self.state == "ready" and not self._outstanding:
-                for channel in self._channels:
-                    try:
-                        channel.send(Close())
-                    except ChannelClosed:
-                        continue  # that rank is gone already
+                for end in (*self._hosts, *self._crew.channels.values()):
+                    with contextlib.suppress(ChannelClosed):  # gone already
+                        end.send(Close())
             else:
                 grace_s = 0
             self._tear_down(grace_s)
             self._enter("closed")
 
     def _tear_down(self, grace_s: float) -> None:
-        if self._supervisor is not None:
-            self._supervisor.stop(grace_s)
-        for channel in self._channels:
-            channel.close()
-        self._channels.clear()
+        self._crew.stop(grace_s)
+        for host in self._hosts:
+            host.close()
         self._selector.close()
         self.arena.close()
 
@@ -198,14 +138,14 @@ class WorkerPool:
         """The pool is over: returns the error to raise, with the rank's last log lines."""
         self._enter("failed")
         if rank is not None:
-            lines = self._supervisor.tail(rank)
+            lines = self._side_of(rank).tail(rank)
             sentence += f"\nLast lines of rank {rank}:\n  " + "\n  ".join(lines or ["(none)"])
         self._tear_down(0)
         return PoolFailed(sentence)
 
     def lost_a_rank(self) -> bool:
-        """Whether a rank's process has ended although nobody closed the pool."""
-        return any(map(self._supervisor.ended, range(self.size)))
+        """Whether a rank's process has ended, or a host is gone, although nobody closed the pool. A host says nothing unasked but that."""
+        return any(map(self._crew.ended, self._crew.ranks)) or (self.idle and any(host.has_news() for host in self._hosts))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -233,13 +173,14 @@ class WorkerPool:
                 raise RunCancelled("The run was cancelled.")
             self.settle(interrupted)
             self._enter("busy")
-            for rank, channel in enumerate(self._channels):
+            for source, end in (*((host, host) for host in self._hosts), *self._crew.channels.items()):
                 try:
-                    channel.send(request, fds)
-                except ChannelClosed:
-                    raise self._died(rank) from None
+                    end.send(request, fds)
+                except ChannelClosed as error:
+                    raise self._gone(source, error) from None
                 except OSError as error:
-                    raise self._fail(f"{self._where(rank)} could not be reached ({error}): run again to start a fresh pool.") from error
+                    name = f"Host {source.name}" if isinstance(source, RemoteHost) else self._where(source)
+                    raise self._fail(f"{name} could not be reached ({error}): run again to start a fresh pool.") from error
             self._outstanding = dict.fromkeys(range(self.size), request.request)
             try:
                 lockstep, wrong = isinstance(request, Forward), True
@@ -304,15 +245,21 @@ class WorkerPool:
             raise RunCancelled("The run was cancelled.")
         return [answers[rank] for rank in sorted(answers)]
 
-    def _receive(self, rank: int, answers: dict[int, Any]) -> None:
+    def _receive(self, source: int | RemoteHost, answers: dict[int, Any]) -> None:
+        """``source``: a rank of this host, or another host, which speaks for all of its ranks."""
         try:
-            messages = self._channels[rank].pump()
-        except ChannelClosed:
-            raise self._died(rank) from None
+            said = source.pump() if isinstance(source, RemoteHost) else [(source, message) for message in self._crew.pump(source)]
+        except ChannelClosed as error:
+            raise self._gone(source, error) from None
+        except HostMissing as error:
+            raise self._fail(str(error)) from error
         except msgspec.DecodeError as error:
+            rank = source.ranks[0] if isinstance(source, RemoteHost) else source
             sentence = f"{self._where(rank)} sent a message this version of PipeMesh does not know ({error}): restart ComfyUI."
             raise self._fail(sentence, rank) from error
-        for message, _fds in messages:
+        for rank, message in said:
+            if message is None:
+                raise self._died(rank)
             if self._outstanding.get(rank) == getattr(message, "request", 0):
                 answers[rank] = message
                 del self._outstanding[rank]
@@ -322,8 +269,21 @@ class WorkerPool:
     def _where(self, rank: int) -> str:
         return f"Rank {rank} on {self.placement.devices[rank].name}"
 
+    def _side_of(self, rank: int) -> Crew | RemoteHost:
+        return next(side for side in (self._crew, *self._hosts) if rank in side.ranks)
+
+    def _gone(self, source: int | RemoteHost, error: ChannelClosed) -> PoolFailed:
+        if not isinstance(source, RemoteHost):
+            return self._died(source)
+        ranks = ", ".join(f"rank {rank} on {self.placement.devices[rank].name}" for rank in source.ranks)
+        phase = self.arena.board.phase(source.ranks[0])
+        return self._fail(
+            f"Host {source.name} was lost while {phase} ({ranks}; {error}): see that it is up, that the network reaches it "
+            "and that torchrun runs there, then run again, a fresh pool will be started."
+        )
+
     def _died(self, rank: int) -> PoolFailed:
-        status = self._supervisor.exit_of(rank, wait_s=2.0)
+        status = self._side_of(rank).exit_of(rank, wait_s=2.0)
         phase = self.arena.board.phase(rank)
         if status is None:
             cause = "closed its connection"
@@ -382,10 +342,6 @@ class Watch:
         if seen and self._clock() - self._changed > self._stall_s:
             return min(seen, key=seen.get)
         return None
-
-
-def _no_tensor(path: str, _tensor: Any) -> Any:
-    raise TypeError(f"{path} is a tensor")
 
 
 class PoolHandle:

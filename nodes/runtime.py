@@ -13,6 +13,7 @@ import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 
 from ..launcher.devices import Placement, place, visible_gpus
+from ..launcher.hosts import between_hosts, check_rendezvous
 from ..launcher.pool import HostSetup, PoolKeeper
 from ..parallel_runtime.client.remote_model import Client, RunFigures
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
@@ -34,17 +35,22 @@ def host_setup() -> HostSetup:
         comfyui=str(Path(comfy.__path__[0]).parent),
         comfy_args=plain_args(vars(comfy.cli_args.args)),
         stall_s=float(os.environ.get("PIPEMESH_STALL_S", DEFAULT_STALL_S)),
+        **between_hosts(os.environ),
     )
 
 
 class Runtime:
     def __init__(self, setup: HostSetup):
+        self._setup = setup
         self._keeper = PoolKeeper(setup)
         self._clients: dict[Placement, Client] = {}
 
     def place(self, devices: str, ulysses: int, ring: int, backend: str) -> Placement:
         """Raises LayoutError with the equation that fails."""
-        return place(Layout(ulysses=ulysses, ring=ring), devices, backend, visible_gpus(comfy.cli_args.args.cpu))
+        placement = place(Layout(ulysses=ulysses, ring=ring), devices, backend, visible_gpus(comfy.cli_args.args.cpu))
+        if placement.other_hosts:
+            check_rendezvous(self._setup, placement.other_hosts[0])
+        return placement
 
     def default_placement(self) -> Placement:
         """All GPUs, or two ranks on the CPU."""
@@ -56,7 +62,8 @@ class Runtime:
             return model
         placement = placement or self.default_placement()
         if placement not in self._clients:
-            self._clients[placement] = Client(self._keeper.handle(placement), shares_weights=not placement.devices[0].is_gpu)
+            shares = not placement.devices[0].is_gpu and not placement.other_hosts
+            self._clients[placement] = Client(self._keeper.handle(placement), shares_weights=shares)
         ui_device = str(comfy.model_management.get_torch_device())
         return parallelize(model, self._clients[placement], holds_ui_device=placement.devices[0].name == ui_device)
 
@@ -114,4 +121,4 @@ def _rank(pool: Any, rank: int) -> dict[str, Any]:
         return {"pid": None, "phase": "closed", "memory": None}
     memory = pool.memory[rank]
     held = {"free": memory.free, "total": memory.total, "model": memory.model}
-    return {"pid": pool.pids[rank], "phase": pool.arena.board.phase(rank), "memory": held}
+    return {"pid": pool.pids[rank] or None, "phase": pool.arena.board.phase(rank), "memory": held}

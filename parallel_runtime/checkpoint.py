@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 
 from .errors import ModelError, Refused
@@ -28,6 +29,19 @@ def check_file(file: File | None) -> None:
     except FileNotFoundError:
         raise Refused(f"The checkpoint {file[0]} is missing: put it back or choose another in the loader node.") from None
     refuse_change(file, found)
+
+
+def check_copy(path: str, size: int) -> None:
+    """On another host, where the same file has a time of its own. Raises Refused if it is missing there or of another size."""
+    host = socket.gethostname()
+    try:
+        found = os.stat(path).st_size
+    except FileNotFoundError:
+        raise Refused(f"The checkpoint {path} is missing on host {host}: put it back or choose another in the loader node.") from None
+    if found != size:
+        raise Refused(
+            f"The checkpoint {path} has {found} bytes on host {host} and {size} where ComfyUI runs: copy the same file to every host."
+        )
 
 
 def check_mapped(file: File | None) -> None:

@@ -43,6 +43,26 @@ def test_gloo_can_be_chosen_on_gpus():
     assert placed(2, backend="gloo") == (["cuda:0", "cuda:1"], "gloo")
 
 
+def test_ranks_on_other_hosts_are_placed_by_name_alone():
+    placement = place(Layout(ulysses=4), "cuda:1,node1/cuda:0,node1/cuda:1,node-2.lan/cuda:0", "auto", GPUS)
+    assert placement.backend == "nccl"
+    assert placement.other_hosts == ("node1", "node-2.lan")
+    assert placement.hosts == (0, 1, 1, 2)
+    assert [placement.ranks_on(host) for host in ("", "node1", "node-2.lan")] == [(0,), (1, 2), (3,)]
+    assert [(device.host, device.local_name, device.is_gpu) for device in placement.devices[:2]] == [
+        ("", "cuda:1", True),
+        ("node1", "cuda:0", True),
+    ]
+    assert place(Layout(ulysses=2), "cpu,node1/cpu", "auto", GPUS).backend == "gloo"
+    assert place(Layout(ulysses=2), "cpu", "auto", ()).hosts == ()
+
+
+def test_cores_are_shared_out_among_the_ranks_of_one_host(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    placement = place(Layout(ulysses=3), "cpu,node1/cpu,node1/cpu", "auto", ())
+    assert [len(placement.cores(rank)) for rank in range(3)] == [8, 4, 4]
+
+
 def test_gpus_are_addressed_by_uuid():
     devices = place(Layout(ulysses=2), "cuda:2,cuda:0", "auto", GPUS).devices
     assert [device.uuid for device in devices] == ["GPU-2", "GPU-0"]
@@ -61,6 +81,15 @@ def test_gpus_are_addressed_by_uuid():
         (2, "cuda:0,cuda:7", "auto", 2, "Device cuda:7 is not here: choose from cpu, cuda:0, cuda:1."),
         (1, "CPU0", "auto", 0, "Device CPU0 is not here: choose from cpu."),
         (2, "cpu,cuda:0", "auto", 2, "CPU and GPU ranks cannot be mixed (cpu, cuda:0): list one kind."),
+        (2, "cpu,node1/gpu", "auto", 2, "Device node1/gpu is not here: choose from cpu, cuda:0, cuda:1."),
+        (2, "cpu,node1/cuda:0", "auto", 0, "CPU and GPU ranks cannot be mixed (cpu, node1/cuda:0): list one kind."),
+        (
+            2,
+            "node1/cpu,cpu",
+            "auto",
+            0,
+            "Rank 0 hands the result to ComfyUI and node1/cpu is on another host: list a device of this host first.",
+        ),
         (2, "cpu", "nccl", 2, "Backend nccl needs GPUs and the ranks are on the CPU: choose auto or gloo."),
         (2, "cuda:0,cuda:0", "nccl", 2, "Backend nccl needs 2 GPUs for ulysses 2 = 2 ranks, 1 listed: choose gloo to share one."),
     ],
@@ -85,7 +114,7 @@ def test_the_cores_of_this_process_are_shared_out_among_its_ranks(monkeypatch, r
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", limit)
-    assert place(Layout(ulysses=ranks), "cpu", "auto", ()).threads == threads
+    assert place(Layout(ulysses=ranks), "cpu", "auto", ()).threads(0) == threads
 
 
 @given(cores=st.lists(st.integers(0, 255), min_size=1, max_size=24, unique=True), ranks=st.integers(1, 16))

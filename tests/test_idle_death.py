@@ -22,7 +22,7 @@ def client(setup):
 def kill_an_idle_rank(client):
     pool = client.memory.pool
     psutil.Process(pool.pids[1]).kill()
-    assert pool._supervisor.exit_of(1, wait_s=20) == -9
+    assert pool._crew.exit_of(1, wait_s=20) == -9
 
 
 def test_the_run_after_an_idle_rank_died_is_right_at_once(client):

@@ -12,8 +12,9 @@ from dataclasses import replace
 import psutil
 import pytest
 from pipemesh.launcher import pool as pool_module
+from pipemesh.launcher.crew import KEEP_MEMORY, rank_environment
 from pipemesh.launcher.devices import Device, place
-from pipemesh.launcher.pool import KEEP_MEMORY, Watch, WorkerPool, rank_environment
+from pipemesh.launcher.pool import Watch, WorkerPool
 from pipemesh.launcher.supervisor import LOG_LINES, Command, Supervisor
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
@@ -121,7 +122,7 @@ def test_a_rank_that_dies_is_named_with_device_phase_and_last_lines(kind, phase)
 def test_a_rank_that_dies_between_requests_is_named_at_the_next(started):
     pool = started(2)
     psutil.Process(pool.pids[1]).kill()
-    pool._supervisor.exit_of(1, DEADLINE_S)
+    pool._crew.exit_of(1, DEADLINE_S)
     with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu was killed \(signal 9; "):
         call(pool, "Load")
     assert pool.state == "failed"

@@ -38,7 +38,7 @@ class Once(threading.Thread):
         while time.monotonic() < deadline:
             if self._happens():
                 self._act()
-                self.acted = True
+                self.acted, self.acted_at = True, time.monotonic()
                 return
             time.sleep(0.0005)  # shared memory has no event to wait for
 
@@ -144,7 +144,7 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_is_right(handl
     pool = handle.live()
     killer = Once(lambda: in_forward(pool, 1), lambda: kill(pool, 1))
     with pytest.raises(PoolFailed, match=KILLED.format("computing")):
-        picture(parallel, (96, 96))
+        picture(parallel, (192, 192))
     killer.join()
     assert is_right(parallel, truth)
 

@@ -339,7 +339,8 @@ register_package(sys.argv[1])
 from pipemesh.parallel_runtime.wire.channel import Channel
 from pipemesh.parallel_runtime.wire.messages import ToRank
 from pipemesh.parallel_runtime.worker.main import watch_parent
-watch_parent(Channel(socket.socket(fileno=int(sys.argv[2])), ToRank))
+channel = Channel(socket.socket(fileno=int(sys.argv[2])), ToRank)
+watch_parent(channel)
 print("watching", flush=True)
 threading.Event().wait()
 """

@@ -87,7 +87,7 @@ def test_answers_come_in_rank_order(started):
 
 
 def test_more_ranks_than_the_board_has_lines_for_are_refused_with_the_equation():
-    with pytest.raises(LayoutError, match=r"^ulysses 64 = 64 ranks, at most 63 on one host: lower the degrees\.$"):
+    with pytest.raises(LayoutError, match=r"^ulysses 64 = 64 ranks, at most 63 in one pool: lower the degrees\.$"):
         cpus(64)
 
 
@@ -211,7 +211,7 @@ def test_a_pool_with_answers_outstanding_closes_without_waiting_for_them(started
 def test_a_pool_whose_rank_is_gone_closes(started):
     pool = started(2)
     psutil.Process(pool.pids[0]).kill()
-    pool._supervisor.exit_of(0, DEADLINE_S)
+    pool._crew.exit_of(0, DEADLINE_S)
     close_twice(pool)
 
 
@@ -298,7 +298,7 @@ def test_a_handle_starts_a_fresh_pool_after_a_failure(keeper):
 def test_what_is_left_of_a_pool_that_lost_a_rank_makes_room_too(keeper):
     first = keeper.handle(cpus(3)).ensure()
     psutil.Process(first.pids[1]).kill()
-    first._supervisor.exit_of(1, DEADLINE_S)
+    first._crew.exit_of(1, DEADLINE_S)
     pids = first.pids
     keeper.handle(cpus(2)).ensure()
     assert not any(map(is_alive, pids))

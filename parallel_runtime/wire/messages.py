@@ -9,10 +9,19 @@ import msgspec
 from .segment import TensorRef
 
 
+class Meeting(msgspec.Struct, frozen=True, array_like=True):
+    """Where the ranks of a pool over several hosts meet: torchrun's store, and a name of the pool's own in it."""
+
+    address: str
+    port: int
+    name: str
+
+
 class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """First word to a rank; carries the arena's and the rendezvous store's descriptors, in this order.
 
-    ``cores``: where a CPU rank computes; empty for a rank on a GPU.
+    ``cores``: where a CPU rank computes; empty for a rank on a GPU. ``hosts``: a number for each rank's host, 0 for ComfyUI's own; empty
+    where that is the only one. Then there is a ``meeting`` instead of the store.
     """
 
     rank: int
@@ -26,6 +35,8 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     comfy_args: bytes
     arena_bytes: int
     log_level: int
+    hosts: tuple[int, ...] = ()
+    meeting: Meeting | None = None
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -123,6 +134,48 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     memory: Memory
 
 
+class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First word to another host's leader: the pool whose ranks on ``host`` it is to start. ``devices`` of all ranks, by name."""
+
+    host: str
+    degrees: dict[str, int]
+    devices: tuple[str, ...]
+    backend: Literal["gloo", "nccl"]
+    meeting: str
+    comfy_args: bytes
+    arena_bytes: int
+
+
+class Said(msgspec.Struct, frozen=True, tag=True):
+    """What a rank there answered."""
+
+    rank: int
+    message: Ready | Done | Failed
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The board's lines of the ranks there, while they owe an answer."""
+
+    lines: dict[int, tuple[int, int, int]]
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A rank's process is gone. ``status`` is negative for a signal, None where it only closed its connection."""
+
+    rank: int
+    status: int | None
+    tail: tuple[str, ...]
+
+
+class Denied(msgspec.Struct, frozen=True, tag=True):
+    """The leader cannot start these ranks."""
+
+    text: str
+
+
 ToRank = Start | Load | Patch | Adopt | Release | Forward | Fetch | Close
 FromRank = Ready | Done | Failed
 Request = Load | Patch | Adopt | Release | Forward | Fetch
+ToHost = Open | Load | Patch | Adopt | Release | Forward | Fetch | Close
+FromHost = Said | Beat | Ended | Denied
+PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "releasing", Forward: "computing", Fetch: "writing"}

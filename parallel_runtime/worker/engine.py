@@ -12,22 +12,23 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from ..checkpoint import check_file
+from ..checkpoint import File, check_copy, check_file
 from ..comm.exchange import Stopped
+from ..comm.hosts import HostComm
 from ..comm.sequence import SequenceComm
 from ..errors import PipeMeshError, Refused
 from ..memory import give_back_freed, host_memory
 from ..wire.arena import Board
 from ..wire.channel import Channel
-from ..wire.messages import Adopt, Close, Done, Failed, Fetch, Forward, Load, Memory, Patch, Release, Request
+from ..wire.messages import PHASE, Adopt, Close, Done, Failed, Fetch, Forward, Load, Memory, Patch, Request
 from ..wire.segment import Segment, TensorRef, dtype_name
 from ..wire.tree import decode_tree, encode_tree
-from .host_bridge import build_from_state, call_factory
+from .host_bridge import build_from_state, call_factory, find_here
 from .resident import ResidentModel
 
 KEPT_VERSIONS = 64
+EMPTY = torch.empty(0)
 MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short evaluation's answer
-PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "releasing", Forward: "computing", Fetch: "writing"}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -40,14 +41,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Engine:
-    """One rank. ``arena`` is the UI's arena, mapped; ``comm`` the ranks it shares sequences with."""
+    """One rank. ``arena`` is the UI's arena, mapped; on another host, what stands for it there. ``comm``: who shares sequences with it."""
 
-    def __init__(self, channel: Channel, arena: Segment, comm: SequenceComm, device: torch.device):
+    def __init__(self, channel: Channel, arena: Segment, comm: SequenceComm, device: torch.device, hosts: HostComm | None = None):
         self._channel = channel
         self._arena = arena
         self._board = Board(arena)
         self._comm = comm
         self._device = device
+        self._hosts = hosts
+        self._spread: set[int] = set()  # versions that every host has
         self._rank = comm.rank
         self._models: dict[str, ResidentModel] = {}
         self._versions: OrderedDict[int, torch.Tensor] = OrderedDict()
@@ -116,11 +119,19 @@ class Engine:
             return
         source = decode_tree(message.source, segments[0].tensor if segments else _no_tensors)
         if "factory" in source:
-            check_file(source["file"])
-            patcher = call_factory(source["factory"], source["args"], source["index"])
+            patcher = call_factory(source["factory"], self._checked(source["args"], source["file"]), source["index"])
         else:
             patcher = build_from_state(source)
         self._models[message.model] = ResidentModel(patcher, self._device, self._comm, lambda: self._board.tick(self._rank))
+
+    def _checked(self, args: tuple, file: File | None) -> tuple:
+        """The factory's arguments, with the checkpoint as this host has it. Raises Refused if it is not the one the UI loaded."""
+        if file is None or self._hosts is None or not self._hosts.away:
+            check_file(file)
+            return args
+        here = find_here(file[0])
+        check_copy(here, file[1])
+        return tuple(here if arg == file[0] else arg for arg in args)
 
     def _patch(self, message: Patch, segments: list[Segment]) -> None:
         model = self._models[message.model]
@@ -144,6 +155,8 @@ class Engine:
         if model.patches_id != message.patches_id:
             raise Refused(f"Rank {self._rank} holds weight patches {model.patches_id!r}, the run wants {message.patches_id!r}: run again.")
         began = time.perf_counter()
+        if self._hosts is not None:
+            self._receive(message.arguments)
         output = model.forward(decode_tree(message.arguments, self._input))
         if self._rank != 0:
             output = None
@@ -154,6 +167,19 @@ class Engine:
             exchange_s=self._comm.seconds,
             sent_bytes=self._comm.sent_bytes,
         )
+
+    def _receive(self, arguments: bytes) -> None:
+        """Brings to every host's arena what this evaluation names and the host has not; what has a version goes once."""
+        new: dict[int, TensorRef] = {}
+
+        def note(ref: TensorRef) -> torch.Tensor:
+            if ref.nbytes and not (ref.version and ref.version in self._spread):
+                new[ref.offset] = ref
+            return EMPTY
+
+        decode_tree(arguments, note)
+        self._hosts.spread([self._arena.tensor(TensorRef(ref.offset, (ref.nbytes,), "uint8")) for ref in new.values()])
+        self._spread.update(ref.version for ref in new.values() if ref.version)
 
     def _input(self, ref: TensorRef) -> torch.Tensor:
         """Conditioning is moved to the device once; what changes with every evaluation is copied, so that a model may write to it."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..errors import Refused
 
 
 def prepare(comfyui: str, args: dict[str, Any]) -> None:
@@ -27,11 +31,24 @@ def prepare(comfyui: str, args: dict[str, Any]) -> None:
     comfy.model_management.unet_inital_load_device = lambda parameters, dtype: torch.device("cpu")
 
 
+def find_here(path: str) -> str:
+    """A model file of ComfyUI's host as this host has it: at the same path, or at the same place in this ComfyUI's own models folder."""
+    import comfy
+
+    parts = Path(path).parts
+    if not os.path.exists(path) and "models" in parts:
+        own = Path(comfy.__path__[0]).parent.joinpath(*parts[parts.index("models") :])
+        return str(own) if own.exists() else path
+    return path
+
+
 def call_factory(name: str, args: tuple, index: int | None) -> Any:
     """The stock loader that made the UI's model, called again here. Returns its ModelPatcher."""
     import importlib
 
     module, function = name.split(":")
+    if not module.startswith("comfy."):
+        raise Refused(f"The model's loader {name} is not ComfyUI's own: use a stock loader.")
     made = getattr(importlib.import_module(module), function)(*args)
     return made if index is None else made[index]
 

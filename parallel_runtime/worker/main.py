@@ -32,7 +32,7 @@ def watch_parent(channel: Channel) -> None:
 
 def run(channel: Channel) -> None:
     watch_parent(channel)
-    start, (arena_fd, store_fd) = channel.receive()
+    start, (arena_fd, *store_fds) = channel.receive()
     assert isinstance(start, Start)
     logging.basicConfig(level=start.log_level, format="%(message)s")
     arena = Segment(arena_fd, start.arena_bytes)
@@ -47,6 +47,7 @@ def run(channel: Channel) -> None:
     import torch
     import torch.distributed as dist
 
+    from ..comm.hosts import HostComm
     from ..comm.sequence import connect
     from ..layout import Layout
     from .engine import Engine
@@ -59,9 +60,13 @@ def run(channel: Channel) -> None:
     size = Layout(**start.degrees).world_size
     with giving_way() if start.cores else contextlib.nullcontext():
         if size > 1:
-            # The store is a memfd too: every rank opens it through its own descriptor, and nothing is left on disk.
-            store, timeout = dist.FileStore(f"/proc/self/fd/{store_fd}", size), timedelta(seconds=start.timeout_s)
+            if start.meeting is None:  # the store is a memfd too: each rank opens it through its own descriptor, nothing is left on disk
+                store = dist.FileStore(f"/proc/self/fd/{store_fds[0]}", size)
+            else:
+                store = dist.PrefixStore(start.meeting.name, dist.TCPStore(start.meeting.address, start.meeting.port))
+            timeout = timedelta(seconds=start.timeout_s)
             dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout)
+        hosts = HostComm(start.hosts, start.rank) if start.hosts else None
         comm = connect(
             tuple(start.degrees.values()),
             start.rank,
@@ -69,7 +74,7 @@ def run(channel: Channel) -> None:
             on_host=start.backend == "gloo" and device.type == "cuda",
             wants_stop=lambda: engine.wants_stop(),
         )
-    engine = Engine(channel, arena, comm, device)
+    engine = Engine(channel, arena, comm, device, hosts)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     channel.send(Ready(device_name=name, memory=engine.memory()))
     with contextlib.suppress(ChannelClosed):

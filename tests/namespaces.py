@@ -1,0 +1,68 @@
+"""Two hosts on one machine: network namespaces joined by a cable that can be cut."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CLONE_NEWNET = 0x40000000
+
+
+class NoNamespaces(Exception):
+    """This machine does not let us make them; says why."""
+
+
+def ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoNamespaces(f"`ip {' '.join(words)}`: {done.stderr.strip()}")
+
+
+class TwoHosts:
+    """``near`` has ComfyUI, at 10.77.0.1; ``far`` is at 10.77.0.2."""
+
+    def __init__(self):
+        if shutil.which("ip") is None:
+            raise NoNamespaces("there is no `ip` (iproute2)")
+        self.near, self.far = f"pm{os.getpid()}near", f"pm{os.getpid()}far"
+        try:
+            for name in (self.near, self.far):
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", self.near, "link", "add", "near0", "type", "veth", "peer", "name", "far0", "netns", self.far)
+            for name, device, address in ((self.near, "near0", "10.77.0.1"), (self.far, "far0", "10.77.0.2")):
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+                ip("-n", name, "link", "set", device, "up")
+        except NoNamespaces:
+            self.close()
+            raise
+
+    def cable(self, state: str) -> None:
+        """``down`` or ``up``."""
+        ip("-n", self.far, "link", "set", "far0", state)
+
+    def close(self) -> None:
+        for name in (self.near, self.far):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@contextmanager
+def inside(name: str) -> Iterator[None]:
+    """This thread, and the threads and processes it starts, are on that host."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/thread-self/ns/net") as before, Path("/run/netns", name).open() as there:
+
+        def enter(namespace) -> None:
+            if libc.setns(namespace.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+
+        enter(there)
+        try:
+            yield
+        finally:
+            enter(before)

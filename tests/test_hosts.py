@@ -1,0 +1,140 @@
+"""A pool over two hosts: network namespaces on this machine, leaders started by torchrun, ComfyUI's sampling in one of them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import comfy.model_management
+import pytest
+from pipemesh.launcher.devices import place
+from pipemesh.launcher.parity import BOUND, Bench, Case, relative_error
+from pipemesh.launcher.pool import PoolHandle, WorkerPool
+from pipemesh.parallel_runtime.client.remote_model import Client
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.errors import PoolFailed
+from pipemesh.parallel_runtime.layout import Layout
+
+from .models import load, run, with_lora
+from .namespaces import NoNamespaces, TwoHosts, inside
+from .test_pool_faults import Once
+
+ROOT = Path(__file__).resolve().parent.parent
+RENDEZVOUS = "10.77.0.1:29400"
+SECRET = "correct horse battery staple"
+LOST_S = 3.0
+DEADLINE_S = 60.0
+NOT_YET = re.compile(r"Host far has not joined|Nothing answers at the rendezvous")
+SENT = Case("flux", "ulysses2", "odd", 5, 1.0, False, "euler")  # a MODEL without a file: its weights are sent
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    try:
+        two = TwoHosts()
+    except NoNamespaces as reason:
+        pytest.skip(f"no network namespaces here: {reason}")
+    yield two
+    two.close()
+
+
+def torchrun(namespace: str, name: str, log: Path, *options: str) -> subprocess.Popen:
+    """The command of docs/MULTI_NODE.md, on one of the hosts."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    command = [*launch, f"--rdzv-endpoint={RENDEZVOUS}", *options, "-m", "launcher", "node", "--name", name]
+    env = {
+        **os.environ,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "PIPEMESH_RDZV": RENDEZVOUS,
+        "PIPEMESH_SECRET": SECRET,
+        "PIPEMESH_LOST_S": str(LOST_S),
+    }
+    with log.open("w") as output:
+        return subprocess.Popen(["ip", "netns", "exec", namespace, *command], cwd=ROOT, env=env, stdout=output, stderr=output)
+
+
+@pytest.fixture(scope="module")
+def leaders(hosts, tmp_path_factory):
+    """torchrun on both hosts. This machine's name means neither address, so the host of the rendezvous is told that it is."""
+    logs = [tmp_path_factory.mktemp("leaders") / name for name in ("near", "far")]
+    started = [
+        torchrun(hosts.near, "near", logs[0], "--rdzv-conf=is_host=1"),
+        torchrun(hosts.far, "far", logs[1], "--rdzv-conf=is_host=0"),
+    ]
+    yield started
+    hosts.cable("up")  # torchrun tells its rendezvous that it leaves
+    for process in started:
+        process.send_signal(signal.SIGTERM)
+    for process in started:
+        process.wait(DEADLINE_S)
+    print(*(log.read_text() for log in logs), sep="\n")
+
+
+@pytest.fixture(scope="module")
+def truths(leaders, files):
+    """What stock ComfyUI makes, computed while torchrun starts."""
+    stock = load(files["flux"])
+    return run(stock, cfg=2.0), run(with_lora(stock, files, 0.7))
+
+
+@pytest.fixture
+def handle(setup, hosts, leaders):
+    """ComfyUI's end, on the near host: what is called here runs in its namespace."""
+    handle = PoolHandle(
+        place(Layout(ulysses=2), "cpu,far/cpu", "gloo", ()), replace(setup, rendezvous=RENDEZVOUS, secret=SECRET, lost_s=LOST_S)
+    )
+    with inside(hosts.near):
+        yield handle
+        handle.close()
+
+
+def started(handle: PoolHandle) -> WorkerPool:
+    """Its pool, once the leaders have joined."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return handle.ensure()
+        except PoolFailed as error:
+            assert NOT_YET.match(str(error)), error
+            assert time.monotonic() < deadline, error
+            time.sleep(0.2)
+
+
+def test_two_hosts_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_next_run_is_right(hosts, files, truths, handle):
+    plain, patched = truths
+    first = started(handle)
+    client = Client(handle, shares_weights=False)
+    model = parallelize(load(files["flux"]), client, holds_ui_device=False)
+    assert relative_error(run(model, cfg=2.0), plain) <= BOUND
+    assert relative_error(run(with_lora(model, files, 0.7)), patched) <= BOUND
+    assert Bench(lambda *layout: client).error(SENT) <= BOUND
+
+    cancelling = Once(lambda: in_forward(first), comfy.model_management.interrupt_current_processing)
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        run(model, size=(128, 128), steps=20)
+    cancelling.join()
+    assert handle.live() is first
+
+    cutting = Once(lambda: in_forward(first), lambda: hosts.cable("down"))
+    with pytest.raises(
+        PoolFailed, match=r"^Host far was lost while computing \(rank 1 on far/cpu; Connection timed out\): see that it is up"
+    ):
+        run(model, size=(128, 128), steps=20)
+    cutting.join()
+    since_cut_s = time.monotonic() - cutting.acted_at
+    assert since_cut_s < 3 * LOST_S
+    with pytest.raises(PoolFailed, match=r"^Host far does not answer at 10\.77\.0\.2:\d+ "):
+        run(model)
+
+    hosts.cable("up")
+    assert relative_error(run(model, cfg=2.0), plain) <= BOUND
+    assert handle.live() is not first
+
+
+def in_forward(pool: WorkerPool) -> bool:
+    """Rank 0 is some blocks deep."""
+    return pool.arena.board.phase(0) == "computing" and pool.arena.board.progress(0) % (1 << 32) >= 6

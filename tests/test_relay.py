@@ -1,0 +1,348 @@
+"""A leader and its fake ranks on the loopback interface: what passes through, and what goes wrong, by name."""
+
+import os
+import re
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from pipemesh.launcher.crew import Crew
+from pipemesh.launcher.devices import place
+from pipemesh.launcher.hosts import HostMissing, check_rendezvous, interface_of, join, new_meeting, store_key
+from pipemesh.launcher.install import LaunchError
+from pipemesh.launcher.node import Session, accept, placement_here, require_torchrun
+from pipemesh.launcher.node import main as node_main
+from pipemesh.launcher.pool import PoolHandle, WorkerPool
+from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, Refused, RunCancelled
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.wire.arena import Arena
+from pipemesh.parallel_runtime.wire.channel import ChannelClosed
+from pipemesh.parallel_runtime.wire.link import Link, SecretRefused, prove
+from pipemesh.parallel_runtime.wire.messages import Forward, FromHost, Load, Open, Release, ToHost
+from pipemesh.parallel_runtime.wire.segment import Segment, pack
+
+from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled
+from .test_arena import largest_file
+
+SECRET = "correct horse battery staple"
+
+
+@pytest.fixture(scope="module")
+def store():
+    """As torchrun keeps one at its endpoint."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Far:
+    """A leader named ``far`` in this process, with fake ranks."""
+
+    def __init__(self, store, *rules, secret=SECRET, name="far"):
+        self.setup = replace(fake_setup(*rules), rendezvous=f"127.0.0.1:{store.port}", secret=SECRET, lost_s=2.0)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        store.set(store_key(name), "{}:{}".format(*self._listener.getsockname()))
+        leader = threading.Thread(target=accept, args=(self._listener, replace(self.setup, secret=secret)), daemon=True)
+        leader.start()
+
+    def close(self):
+        if self._listener.fileno() >= 0:
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+
+
+@pytest.fixture
+def leader(store):
+    leaders = []
+
+    def start(*rules, **options) -> Far:
+        leaders.append(Far(store, *rules, **options))
+        return leaders[-1]
+
+    yield start
+    for far in leaders:
+        far.close()
+
+
+def spread(devices="cpu,far/cpu,far/cpu"):
+    return place(Layout(ulysses=devices.count(",") + 1), devices, "gloo", ())
+
+
+@contextmanager
+def running(far, placement=None):
+    pool = WorkerPool(placement or spread(), far.setup)
+    try:
+        pool.start()
+        yield pool
+    finally:
+        pool.close()
+
+
+def far_pids():
+    """Fake ranks are children of this process on either side."""
+    return [child.pid for child in psutil.Process().children() if "fake_worker.py" in " ".join(child.cmdline())]
+
+
+# -- what passes through -------------------------------------------------------------------------------------------------
+
+
+def test_ranks_on_another_host_answer_as_those_here_do(leader):
+    with running(leader()) as pool:
+        assert [reply.output for reply in call(pool, "Load")] == [b"Start Load"] * 3
+        assert handled(pool, "Forward") == ["Start Load Forward"] * 3
+        assert [pid > 0 for pid in pool.pids] == [True, False, False]
+        assert pool.lost_a_rank() is False
+        assert len(far_pids()) == 3
+    deadline = time.monotonic() + DEADLINE_S
+    while far_pids() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert far_pids() == []
+
+
+def test_a_far_ranks_phase_is_seen_on_the_board(leader):
+    """At once what it was asked, and its own count within a second."""
+    with running(leader("1:Load=hang", "2:Load=gated")) as pool, pytest.raises(RunCancelled):
+        board = pool.arena.board
+        call(pool, "Load", lambda: board.phase(1) == board.phase(2) == "loading" and board.progress(2) % (1 << 32) > 0)
+
+
+def ends():
+    one, other = socket.socketpair()
+    return Link(one, FromHost), Link(other, ToHost)
+
+
+def test_what_a_descriptor_holds_arrives_as_a_segment_of_its_own():
+    ours, theirs = ends()
+    tensors = [torch.arange(1 << 19), torch.ones(3)]
+    segment, refs = pack("parcel", tensors)
+    sender = threading.Thread(target=ours.send, args=(Load(request=1, model="m", source=b"tree"), [segment.fd]))
+    sender.start()
+    message, (fd,) = theirs.receive()
+    sender.join()
+    assert message == Load(request=1, model="m", source=b"tree")
+    assert os.fstat(fd).st_size == segment.nbytes
+    got = type(segment)(fd, segment.nbytes)
+    assert all(torch.equal(got.tensor(ref), tensor) for ref, tensor in zip(refs, tensors, strict=True))
+    ours.send(Release(request=2, model="m"))
+    assert theirs.receive() == (Release(request=2, model="m"), [])
+    for end in (ours, theirs, got, segment):
+        end.close()
+
+
+def forward(arena_bytes: int) -> Forward:
+    return Forward(request=5, model="m", patches_id="", arguments=b"", arena_bytes=arena_bytes, out=OUT)
+
+
+def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
+    ours, theirs = ends()
+    arena = Segment.create("arena", 4096)
+    session = Session(theirs, "127.0.0.1", fake_setup())
+    crew = Crew(spread(), "far", fake_setup())
+    session._request(crew, arena, forward(1 << 20), [])
+    assert arena.nbytes == 1 << 20
+    with largest_file(1 << 20):
+        session._request(crew, arena, forward(2 << 20), [])
+    said = [ours.receive()[0] for _ in crew.ranks]
+    assert [answer.rank for answer in said] == [1, 2]
+    assert all(answer.message.text.startswith("Shared memory is full: ") for answer in said)
+    assert not session._owing  # or it would send beats to a ComfyUI that waits for nothing
+    for end in (ours, theirs, arena):
+        end.close()
+
+
+def test_a_link_that_is_closed_says_so():
+    ours, theirs = ends()
+    ours.finish(0.01)
+    with pytest.raises(ChannelClosed, match=r"^it closed the connection$"):
+        theirs.receive()
+
+
+# -- the secret ----------------------------------------------------------------------------------------------------------
+
+
+def shake(secret_here: str, secret_there: str) -> list[str]:
+    """How the exchange of secrets ends on each side."""
+    one, other = socket.socketpair()
+    ended = {}
+
+    def side(sock, secret, role):
+        try:
+            prove(sock, secret, role)
+            ended[role] = "trusts"
+        except SecretRefused as error:
+            ended[role] = str(error)
+            sock.close()
+
+    there = threading.Thread(target=side, args=(other, secret_there, b"host"))
+    there.start()
+    side(one, secret_here, b"ui")
+    there.join()
+    return [ended[b"ui"], ended[b"host"]]
+
+
+def test_both_sides_trust_the_same_secret_only():
+    assert shake(SECRET, SECRET) == ["trusts", "trusts"]
+    assert shake(SECRET, SECRET + "?") == ["the other side closed the connection", "the other side holds another secret"]
+
+
+def test_a_proof_sent_back_to_its_sender_is_refused():
+    one, other = socket.socketpair()
+    echo = threading.Thread(target=lambda: [other.sendall(other.recv(32)) for _ in range(2)])
+    echo.start()
+    with pytest.raises(SecretRefused, match=r"^the other side holds another secret$"):
+        prove(one, SECRET, b"ui")
+    echo.join()
+
+
+def test_another_secret_is_refused_and_nothing_is_started(leader):
+    far = leader(secret="another secret, quite as long")
+    pool = WorkerPool(spread(), far.setup)
+    with pytest.raises(PoolFailed, match=r"^Host far at 127\.0\.0\.1:\d+ refused the exchange of secrets .*: set the same PIPEMESH_SECRET"):
+        pool.start()
+    assert (pool.state, far_pids()) == ("failed", [])
+
+
+# -- what goes wrong, by name --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "secret", "sentence"),
+    [
+        ("", SECRET, "Host far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: start with PIPEMESH_RDZV=ADDRESS:PORT"),
+        ("somewhere", SECRET, "Host far is met at torchrun's rendezvous, and PIPEMESH_RDZV is somewhere: start with"),
+        ("10.0.0.1:29400", "short", "PIPEMESH_SECRET has 5 characters and hosts trust each other by it: start with the same"),
+    ],
+)
+def test_a_setup_that_cannot_reach_other_hosts_is_refused(rendezvous, secret, sentence):
+    with pytest.raises(LayoutError, match="^" + re.escape(sentence)):
+        check_rendezvous(replace(fake_setup(), rendezvous=rendezvous, secret=secret), "far")
+
+
+def test_a_pool_node_says_when_it_is_queued_that_hosts_cannot_be_reached():
+    from pipemesh.nodes.runtime import Runtime
+
+    sentence = Runtime(fake_setup()).check("cpu,far/cpu", 2, 1, "auto")
+    assert sentence.startswith("Host far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: ")
+    reachable = replace(fake_setup(), rendezvous="10.0.0.1:29400", secret=SECRET)
+    assert Runtime(reachable).check("cpu,far/cpu", 2, 1, "auto") is True
+    assert Runtime(fake_setup()).check("cpu", 2, 1, "auto") is True
+
+
+def test_a_host_that_has_not_joined_is_told_the_command(leader):
+    far = leader()
+    with pytest.raises(
+        HostMissing, match=r"^Host other has not joined .*: run there, in the checkout: torchrun .* -m launcher node --name other$"
+    ):
+        join("other", (1,), far.setup, Arena().board)
+
+
+def test_a_host_that_has_left_is_told_the_command(leader):
+    far = leader(name="left")
+    far.close()
+    with pytest.raises(HostMissing, match=r"^Host left does not answer at 127.* --name left$"):
+        join("left", (1,), far.setup, Arena().board)
+
+
+def test_a_rendezvous_that_is_not_there_is_named():
+    setup = replace(fake_setup(), rendezvous="127.0.0.1:9", secret=SECRET, lost_s=0.5)
+    with pytest.raises(
+        HostMissing, match=r"^Nothing answers at the rendezvous 127\.0\.0\.1:9 .*: run on every host, in the checkout: torchrun"
+    ):
+        join("far", (1,), setup, Arena().board)
+
+
+def test_a_gpu_that_a_host_has_not_is_named():
+    opening = Open(
+        host="far", degrees={"ulysses": 2}, devices=("cuda:0", "far/cuda:3"), backend="nccl", meeting="m", comfy_args=b"", arena_bytes=0
+    )
+    with pytest.raises(LayoutError, match=r"^It has no cuda:3: choose from cpu"):
+        placement_here(opening)
+
+
+def test_a_far_rank_that_dies_is_named_with_its_last_lines(leader):
+    with running(leader("2:Load=die")) as pool:
+        with pytest.raises(
+            PoolFailed, match=r"^Rank 2 on far/cpu ended with exit status 3 while loading: .*\nLast lines of rank 2:"
+        ) as caught:
+            call(pool, "Load")
+        assert "the last thing I saw" in str(caught.value)
+
+
+def test_a_far_rank_that_dies_is_named_not_the_one_here_that_fails_for_it(leader):
+    far = leader("0:Forward=error", "1:Forward=slow-then-die")
+    with running(far) as pool, pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu ended with exit status 3 while computing: run again"):
+        call(pool, "Forward")
+
+
+def test_a_far_host_that_rejects_what_all_reject_goes_on(leader):
+    with running(leader("*:Load=refuse")) as pool:
+        with pytest.raises(Refused, match=r"^This cannot be done: do something else\.$"):
+            call(pool, "Load")
+        assert handled(pool) == ["Start Load Release"] * 3
+
+
+def test_a_far_rank_that_hangs_is_named(leader):
+    with running(leader("1:Load=hang")) as pool:
+        pool._setup = replace(pool._setup, stall_s=0.5)
+        with pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu made no progress for 0\.5 s while loading: .*\n.*\n  \(on host far\)"):
+            call(pool, "Load")
+
+
+def test_a_leader_that_ends_in_mid_run_is_named(leader):
+    with running(leader("1:Load=hang")) as pool:
+
+        def lose() -> bool:
+            if pool.state == "busy":
+                pool._hosts[0]._link._sock.shutdown(socket.SHUT_RDWR)
+            return False
+
+        with pytest.raises(
+            PoolFailed, match=r"^Host far was lost while loading \(rank 1 on far/cpu, rank 2 on far/cpu; it closed the connection\): see"
+        ):
+            call(pool, "Load", lose)
+
+
+def test_a_host_lost_between_runs_costs_no_run(leader):
+    handle = PoolHandle(spread("cpu,far/cpu"), leader().setup)
+    first = handle.ensure()
+    assert handle.live() is first
+    first._hosts[0]._link._sock.shutdown(socket.SHUT_RDWR)
+    assert handle.live() is None
+    assert handled(handle.ensure()) == ["Start Release"] * 2
+    handle.close()
+
+
+def test_cancel_while_far_ranks_load_is_collected_later(leader):
+    with running(leader("1:Load=slow")) as pool:
+        with pytest.raises(RunCancelled):
+            call(pool, "Load", lambda: pool.state == "busy")
+        assert pool.lost_a_rank() is False  # what it will still say is no loss
+        assert handled(pool) == ["Start Load Release"] * 3
+
+
+# -- small things --------------------------------------------------------------------------------------------------------
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(HostMissing, match=r"set GLOO_SOCKET_IFNAME"):
+        interface_of("203.0.113.7")
+
+
+def test_pools_meet_under_names_of_their_own():
+    assert new_meeting() != new_meeting()
+
+
+def test_node_is_started_by_torchrun(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(LaunchError, match=r"^`node` is started by torchrun: "):
+        node_main(["--name", "n"], None)
+    with pytest.raises(LaunchError, match=r"^'a/b' cannot be named in a list of devices: give a --name"):
+        node_main(["--name", "a/b"], None)
+    with pytest.raises(LaunchError, match=r"^`node` is started by torchrun: torchrun .*10\.0\.0\.1:29400 -m launcher node --name n$"):
+        require_torchrun({"PIPEMESH_RDZV": "10.0.0.1:29400"}, "n")
+    require_torchrun({"TORCHELASTIC_RUN_ID": "none"}, "n")

@@ -1,0 +1,104 @@
+"""What crosses between hosts by broadcast: the right bytes, to every host, conditioning once; and the model file each host has."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pipemesh.parallel_runtime.checkpoint import check_copy
+from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.wire.arena import Arena
+from pipemesh.parallel_runtime.wire.tree import encode_tree
+from pipemesh.parallel_runtime.worker.engine import Engine
+from pipemesh.parallel_runtime.worker.host_bridge import call_factory, find_here
+
+ROOT = Path(__file__).resolve().parent.parent
+RANK = """
+import os
+import sys
+sys.path.insert(0, sys.argv[1] + "/launcher")
+from package import register_package
+sys.path.pop(0)
+register_package(sys.argv[1])
+import torch
+import torch.distributed as dist
+from pipemesh.parallel_runtime.comm.hosts import HostComm
+
+rank, hosts = int(sys.argv[3]), [0, 1, 1, 0, 2]
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], len(hosts)), rank=rank, world_size=len(hosts))
+comm = HostComm(hosts, rank)
+for number in range(3):
+    arena = torch.full((64,), rank, dtype=torch.uint8)
+    comm.spread([arena[8:16], arena[32 + number : 40]][: number + 1] if number < 2 else [])
+    print(rank, number, arena.unique().tolist(), int(arena[8]), int(arena[39]))
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # as ranks do
+"""
+
+
+def test_leaders_receive_what_rank_0_has_and_nobody_elses_arena_is_touched(tmp_path):
+    """Hosts of ranks 0 to 4: 0, 1, 1, 0, 2. Rank 2 would map its leader's arena, rank 3 that of rank 0."""
+    command = [sys.executable, "-c", RANK, str(ROOT), str(tmp_path / "store")]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen([*command, str(rank)], env=env, stdout=subprocess.PIPE, text=True) for rank in range(5)]
+    said = [process.communicate(timeout=60)[0].splitlines() for process in ranks]
+    for rank, leads in ((0, False), (1, True), (2, False), (3, False), (4, True)):
+        both, one = f"[0, {rank}]" if leads else f"[{rank}]", 0 if leads else rank
+        assert said[rank] == [f"{rank} 0 {both} {one} {rank}", f"{rank} 1 {both} {one} {one}", f"{rank} 2 [{rank}] {rank} {rank}"]
+
+
+def test_conditioning_goes_once_and_what_changes_goes_every_time():
+    arena = Arena()
+    spread = []
+    hosts = SimpleNamespace(away=True, spread=lambda pieces: spread.append([piece.numel() for piece in pieces]))
+    engine = Engine(None, arena.segment, SimpleNamespace(rank=1), torch.device("cpu"), hosts)
+    text, other = arena.put(torch.ones(6), version=1), arena.put(torch.ones(7), version=2)
+    x, nothing = arena.put(torch.ones(5)), arena.put(torch.ones(0))
+
+    def evaluate(**arguments) -> list[int]:
+        refs = iter(arguments.values())
+        engine._receive(encode_tree({name: torch.empty(0) for name in arguments}, lambda _path, _tensor: next(refs)))
+        return spread[-1]
+
+    assert evaluate(x=x, context=text, y=nothing) == [20, 24]
+    assert evaluate(x=x, context=text, again=text) == [20]
+    assert evaluate(x=x, twice=x, context=other) == [20, 28]
+    assert evaluate(context=text) == []
+    arena.close()
+
+
+# -- the model file ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_found_at_the_same_path_or_in_this_comfyuis_models(tmp_path, monkeypatch):
+    import comfy
+
+    monkeypatch.setattr(comfy, "__path__", [str(tmp_path / "here" / "comfy")])
+    own = tmp_path / "here" / "models" / "unet" / "flux.safetensors"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"12345")
+    assert find_here(str(own)) == str(own)
+    assert find_here("/elsewhere/ComfyUI/models/unet/flux.safetensors") == str(own)
+    for path in ("/elsewhere/ComfyUI/models/unet/other.safetensors", "/elsewhere/flux.safetensors"):
+        assert find_here(path) == path
+
+
+def test_on_another_host_the_size_decides(tmp_path):
+    file = tmp_path / "flux.safetensors"
+    file.write_bytes(b"12345")
+    check_copy(str(file), 5)
+    with pytest.raises(
+        Refused, match=r"^The checkpoint .* has 5 bytes on host .* and 6 where ComfyUI runs: copy the same file to every host\.$"
+    ):
+        check_copy(str(file), 6)
+    with pytest.raises(Refused, match=r"^The checkpoint /none is missing on host .*: put it back or choose another in the loader node\.$"):
+        check_copy("/none", 6)
+
+
+def test_a_rank_calls_comfyuis_own_loaders_only():
+    with pytest.raises(Refused, match=r"^The model's loader os:system is not ComfyUI's own: use a stock loader\.$"):
+        call_factory("os:system", ("true",), None)
