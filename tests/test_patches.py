@@ -1,0 +1,110 @@
+"""A patch through the model with stale neighbours: exact where nothing is stale, fresh again after as many rounds as layers."""
+
+import inspect
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pipemesh.launcher.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.methods.patches import PatchForward, cut
+
+CASES = [
+    Case("flux", "ulysses1", "odd", 5, 1.0, True, "euler"),
+    Case("flux", "ulysses1", "even", 12, 1.0, False, "euler"),
+    Case("flux2", "ulysses1", "odd", 5, 1.0, False, "euler"),
+    Case("sd3", "ulysses1", "odd", 5, 1.0, False, "euler"),
+    Case("sd3.5-medium", "ulysses1", "odd", 3, 1.0, False, "euler"),
+    Case("wan2.1-t2v", "ulysses1", "odd", 5, 1.0, False, "euler"),
+    Case("wan2.1-i2v", "ulysses1", "even", 5, 1.0, False, "euler"),
+    Case("wan2.2-5b", "ulysses1", "odd", 5, 1.0, False, "euler"),
+]
+
+
+class Model:
+    """A stock transformer and what its sampler asks of it in the first steps of a case."""
+
+    def __init__(self, case: Case):
+        patcher = stock_model(case.heads, family=case.family)
+        self.module = patcher.model.diffusion_model
+        name = "_forward" if hasattr(type(self.module), "_forward") else "forward"
+        self.forward = getattr(self.module, name)
+        signature = inspect.signature(self.forward)
+        self.asked: list[dict] = []
+
+        def spy(*args, **kwargs):
+            arguments = dict(signature.bind(*args, **kwargs).arguments)
+            arguments.update(arguments.pop("kwargs", {}))
+            self.asked.append(arguments)
+            return self.forward(*args, **kwargs)
+
+        setattr(self.module, name, spy)
+        sample(patcher, case, steps=2)
+        delattr(self.module, name)
+        self.method = PatchForward(self.module, plan_for(type(self.module)))
+
+    @torch.inference_mode()
+    def serial(self, arguments: dict) -> torch.Tensor:
+        self.method.detach()
+        out = self.forward(**arguments)
+        self.method = PatchForward(self.module, plan_for(type(self.module)))
+        return out
+
+    @torch.inference_mode()
+    def warm(self, arguments: dict) -> torch.Tensor:
+        return self.forward(**self.method.begin_patch(arguments, "cond", None))
+
+    @torch.inference_mode()
+    def round(self, arguments: dict, patches: int) -> torch.Tensor:
+        """All patches one after another; their rows together."""
+        tokens = self.method.image_tokens
+        return sum(self.forward(**self.method.begin_patch(arguments, "cond", patch)) for patch in cut(tokens, 1, patches))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def model(request):
+    return Model(request.param)
+
+
+def test_a_warm_evaluation_is_the_models_own(model):
+    truth = model.serial(model.asked[0])
+    assert relative_error(model.warm(model.asked[0]), truth) == 0
+
+
+@pytest.mark.parametrize("patches", [1, 2, 3, 5])
+def test_with_constant_inputs_every_patch_equals_the_serial_forward(model, patches):
+    truth = model.serial(model.asked[0])
+    model.warm(model.asked[0])
+    for _ in range(2):
+        assert relative_error(model.round(model.asked[0], patches), truth) <= BOUND
+
+
+def test_after_a_change_stale_rows_are_fresh_again_in_as_many_rounds_as_there_are_layers(model):
+    """The first layer's keys and values depend on the input alone, each further layer's on one layer before."""
+    first, second = model.asked[:2]
+    truth = model.serial(second)
+    model.warm(first)
+    errors = [relative_error(model.round(second, 3), truth) for _ in range(model.method.layers + 1)]
+    assert errors[0] > 100 * BOUND
+    assert errors[-1] <= BOUND
+
+
+def test_branches_do_not_see_each_other(model):
+    first, second = model.asked[:2]
+    truth = model.serial(first)
+    model.warm(first)
+    with torch.inference_mode():
+        model.forward(**model.method.begin_patch(second, "uncond", None))
+    assert relative_error(model.round(first, 2), truth) <= BOUND
+
+
+@given(rows=st.integers(1, 40), width=st.integers(1, 9), patches=st.integers(1, 12))
+def test_patches_are_whole_rows_one_after_another_and_none_is_empty(rows, width, patches):
+    made = cut(rows, width, patches)
+    assert made[0].start == 0 and made[0].first
+    assert all(after.start == before.start + before.size for before, after in pairwise(made))
+    assert sum(patch.size for patch in made) == rows * width
+    assert all(patch.size and patch.size % width == 0 for patch in made)
+    assert len(made) == min(rows, patches)
