@@ -36,6 +36,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "launcher/demo_nodes/",
     "launcher/parity.py",
     "launcher/random_models.py",
+    "launcher/reference.py",
     "launcher/tiny.py",
 )
 BEFORE_THE_HOST = ("launcher/__init__.py", "launcher/__main__.py", "launcher/host.py", "launcher/install.py", "launcher/package.py")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,19 @@ def state_source(patcher: Any) -> dict[str, Any]:
 def forward_patch(diffusion_model: torch.nn.Module) -> str:
     """What the remote forward replaces: ``_forward`` where the class has one (inside the host's own wrappers), else ``forward``."""
     return PREFIX + ("_forward" if hasattr(type(diffusion_model), "_forward") else "forward")
+
+
+def forward_binder(diffusion_model: torch.nn.Module, name: str) -> Callable[[tuple, dict], dict[str, Any]]:
+    """(args, kwargs) of the forward called ``name`` (as ``forward_patch`` has it) -> all arguments by name."""
+    signature = inspect.signature(getattr(type(diffusion_model), name.removeprefix(PREFIX)))
+
+    def bind(args: tuple, kwargs: dict) -> dict[str, Any]:
+        arguments = dict(signature.bind(None, *args, **kwargs).arguments)
+        arguments.pop("self")
+        arguments.update(arguments.pop("kwargs", {}))
+        return arguments
+
+    return bind
 
 
 def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:

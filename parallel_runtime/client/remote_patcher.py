@@ -7,7 +7,6 @@ takes it away when another clone of the same model is, so whatever reaches the m
 from __future__ import annotations
 
 import functools
-import inspect
 import uuid
 import weakref
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from .host_model import (
     Source,
     content_id,
     describe_source,
+    forward_binder,
     forward_patch,
     map_weights,
     plain_objects,
@@ -194,16 +194,13 @@ class RemoteForward:
 
     def __init__(self, patcher: RemotePatcher, name: str):
         self._patcher = weakref.ref(patcher)
-        self._signature = inspect.signature(getattr(type(patcher.model.diffusion_model), name.removeprefix(PREFIX)))
+        self._bind = forward_binder(patcher.model.diffusion_model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         patcher = self._patcher()
         if patcher is None:
             raise RuntimeError("The parallelized MODEL is gone while its forward is still in place: run the workflow again.")
-        arguments = dict(self._signature.bind(None, *args, **kwargs).arguments)
-        arguments.pop("self")
-        arguments.update(arguments.pop("kwargs", {}))
-        return patcher.evaluate(arguments)
+        return patcher.evaluate(self._bind(args, kwargs))
 
 
 def interrupted() -> bool:

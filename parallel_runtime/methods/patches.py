@@ -9,7 +9,6 @@ Legend: B batch, H heads, L all tokens, l tokens carried, D head dim, C channels
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,28 +16,9 @@ from torch import nn
 
 from ..errors import ModelError
 from ..families.plan import TokenPlan
-from ..layout import Split
+from ..patches import Patch
 from .hooks import TokenHooks, split_heads
 from .shards import Rows
-
-
-@dataclass(frozen=True)
-class Patch:
-    """Image tokens [start, start + size). The first carries the text as well, the others one anchor token of it: host blocks cannot view
-    an empty stream. An anchor's keys and values are nobody's."""
-
-    start: int
-    size: int
-
-    @property
-    def first(self) -> bool:
-        return self.start == 0
-
-
-def cut(rows: int, tokens_per_row: int, patches: int) -> tuple[Patch, ...]:
-    """Whole rows of tokens (or frames), the first patches one more; fewer patches where there are fewer rows."""
-    split = Split.even(rows, min(rows, patches))
-    return tuple(Patch(start * tokens_per_row, size * tokens_per_row) for start, size in zip(split.starts, split.sizes, strict=True))
 
 
 class PatchForward(TokenHooks):
@@ -51,6 +31,7 @@ class PatchForward(TokenHooks):
         self._branch: Hashable = None
         self._patch: Patch | None = None
         self._totals: Mapping[str, int] = {}
+        self._own = (0, 0)  # image rows of the patch
         self._layer = 0
 
     def reset(self) -> None:
@@ -74,10 +55,12 @@ class PatchForward(TokenHooks):
 
     def _choose_rows(self, totals: Mapping[str, int]) -> Rows | None:
         self._totals = totals
-        if self._patch is None:
+        patch = self._patch
+        if patch is None:
             return None
-        others = {stream: (0, total if self._patch.first else 1) for stream, total in totals.items()}
-        return Rows(totals, {**others, self._image: (self._patch.start, self._patch.size)})
+        self._own = (patch.start, totals[self._image] - patch.start if patch.last else patch.size)
+        others = {stream: (0, total if patch.first else 1) for stream, total in totals.items()}
+        return Rows(totals, {**others, self._image: self._own})
 
     def _attend(self, attention: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask=None, *args, **kwargs):
         if not self._shared_attention:
@@ -129,5 +112,5 @@ class PatchForward(TokenHooks):
             return None
         batch, _, channels = out_BlC.shape
         whole = out_BlC.new_zeros(batch, self._totals[self._image], channels)
-        whole.narrow(1, self._patch.start, self._patch.size).copy_(out_BlC)
+        whole.narrow(1, *self._own).copy_(out_BlC)
         return whole

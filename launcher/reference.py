@@ -1,0 +1,59 @@
+"""What a pipeline has to compute: the plain loop over (evaluation, patch) in one process, on the host's own model, under its own samplers.
+
+A rank count occurs nowhere in it, so what a pipeline computes does not depend on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ..parallel_runtime.client.host_model import forward_binder, forward_patch, require_plan
+from ..parallel_runtime.client.modes import WRAPPER_KEY
+from ..parallel_runtime.client.patchwise import Patchwise, branch_of
+from ..parallel_runtime.methods.patches import PatchForward
+from ..parallel_runtime.patches import Patch
+
+
+class InOneProcess:
+    """An engine that computes at once."""
+
+    def __init__(self, model: torch.nn.Module, forward: Callable[..., torch.Tensor]):
+        self.method = PatchForward(model, require_plan(model))
+        self._forward = forward
+
+    def submit(self, arguments: dict[str, Any], branch: Hashable, patch: Patch | None) -> torch.Tensor:
+        return self._forward(**self.method.begin_patch(arguments, branch, patch))
+
+    def collect(self, ticket: torch.Tensor) -> torch.Tensor:
+        return ticket
+
+    def abandon(self) -> None:
+        pass
+
+
+def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callable[[str], None] = lambda mode: None) -> ModelPatcher:
+    """A clone that samples in patches. The model object is its own from now on: nothing else may sample with it."""
+    model = patcher.model.diffusion_model
+    name = forward_patch(model)
+    engine = InOneProcess(model, getattr(model, name.rpartition(".")[2]))
+    sampling = Patchwise(engine, model.patch_size, patches, warm_up, notice)
+    bind = forward_binder(model, name)
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        arguments = bind(args, kwargs)
+        return sampling.evaluate(arguments, branch_of(arguments.get("transformer_options", {})))
+
+    def begin_run(_patcher: ModelPatcher) -> None:
+        engine.method.reset()
+        sampling.begin_run()
+
+    made = patcher.clone()
+    made.add_object_patch(name, forward)
+    made.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, sampling.sampler_sample)
+    made.add_callback(CallbacksMP.ON_PRE_RUN, begin_run)
+    return made

@@ -1,0 +1,104 @@
+"""Whether a run may let its patches run ahead of each other: only what is known to act on each pixel by itself.
+
+Everything between the sampler and the transformer's forward is looked at, and what is not on a list here is named.
+Read: comfy/samplers.py, comfy/k_diffusion/sampling.py, comfy/extra_samplers/uni_pc.py @ ComfyUI 0.30.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import comfy.k_diffusion.sampling
+import comfy.samplers
+import torch
+from comfy.extra_samplers import uni_pc
+
+from ..wire.tree import is_plain
+from .host_model import PREFIX, patch_name
+
+WRAPPER_KEY = "pipemesh"
+WHOLE_LATENT_SAMPLERS = {"dpm_adaptive", "ar_video"}  # a step chosen by a norm of the whole latent; caches of the model's own
+GUIDERS = {
+    "comfy.samplers.CFGGuider",
+    "comfy_extras.nodes_custom_sampler.Guider_Basic",
+    "comfy_extras.nodes_custom_sampler.Guider_DualCFG",
+}
+MODEL_OPTIONS = {"transformer_options", "to_load_options", "disable_cfg1_optimization"}
+OBJECT_PATCHES = {"model_sampling"}
+COND_LEVERS = {"area", "mask", "gligen", "control", "hooks", "default"}  # what get_area_and_mult and _calc_cond_batch act on
+MODEL_CONDS = {"c_crossattn", "c_concat", "y", "guidance", "attention_mask", "clip_fea", "denoise_mask"}
+
+
+def pixelwise_samplers() -> dict[Any, str]:
+    """Stock sampler functions that act on each pixel by itself."""
+    functions = {uni_pc.sample_unipc: "uni_pc", uni_pc.sample_unipc_bh2: "uni_pc_bh2"}
+    for name in set(comfy.samplers.KSAMPLER_NAMES) - WHOLE_LATENT_SAMPLERS:
+        function = getattr(comfy.k_diffusion.sampling, f"sample_{name}", None)
+        if function is not None:
+            functions[function] = name
+    return functions
+
+
+def why_single_timeline(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> str | None:
+    """What keeps the patches of this run together, named; None: nothing does."""
+    return next(_objections(sampler, guider, model_options, noise), None)
+
+
+def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> Iterator[str]:
+    yield from _of_sampler(sampler)
+    if _qualified(type(guider)) not in GUIDERS:
+        yield f"the guider {type(guider).__name__}"
+    if noise.ndim not in (4, 5):
+        yield f"packed latents of shape {tuple(noise.shape)}"
+    yield from _of_model_options(model_options)
+    for name, value in guider.model_patcher.object_patches.items():
+        if name.startswith(PREFIX):
+            continue  # below the waist
+        if name not in OBJECT_PATCHES or not type(value).__module__.startswith("comfy"):
+            yield f"the object patch {name} ({patch_name(value)})"
+    for side, conds in guider.conds.items():
+        for cond in conds or ():
+            yield from _of_cond(side, cond)
+
+
+def _of_sampler(sampler: Any) -> Iterator[str]:
+    function = getattr(sampler, "sampler_function", None)
+    dpm_fast = getattr(function, "__qualname__", "") == "ksampler.<locals>.dpm_fast_function" and function.__module__ == "comfy.samplers"
+    if type(sampler) is not comfy.samplers.KSAMPLER or (function not in pixelwise_samplers() and not dpm_fast):
+        yield f"the sampler {getattr(function, '__name__', type(sampler).__name__)}"
+    for name, value in getattr(sampler, "extra_options", {}).items():
+        if not is_plain(value):
+            yield f"the sampler's option {name} ({patch_name(value)})"
+
+
+def _of_model_options(model_options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in model_options.items():
+        if name not in MODEL_OPTIONS and value:
+            yield _named(name, value)
+    options = model_options.get("transformer_options", {})
+    for kind, by_key in options.get("wrappers", {}).items():
+        for key, wrappers in by_key.items():
+            for wrapper in wrappers:
+                if key != WRAPPER_KEY:
+                    yield f"the {kind} wrapper {patch_name(wrapper)}"
+    for name, value in options.items():
+        if name not in ("wrappers", "callbacks") and not is_plain(value):
+            yield _named(name, value)
+
+
+def _of_cond(side: str, cond: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted(COND_LEVERS & cond.keys()):
+        if cond[name] is not None and cond[name] is not False:
+            yield f"{name} on the {side} conditioning"
+    for name in sorted(cond.get("model_conds", {}).keys() - MODEL_CONDS):
+        yield f"{name} in the {side} conditioning"
+
+
+def _named(name: str, value: Any) -> str:
+    functions = value if isinstance(value, list) else [value]
+    return f"{name} ({', '.join(patch_name(function) for function in functions)})"
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,210 @@
+"""A stock sampler run once per patch, so that a pipeline of stages never drains between steps.
+
+Each timeline is a greenlet in which the same sampler code runs on the full-shape latent, with random numbers of its own; only its patch's
+pixels are meaningful. It is left at every evaluation and entered again with the output, always in the order of patches, so that what is
+computed depends neither on timing nor on the number of stages. Right only where everything between the sampler and the transformer acts on
+each pixel by itself: ``modes`` decides.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from greenlet import greenlet
+
+from ..errors import ModelError
+from ..patches import Patch, TokenGrid
+
+Callback = Callable[[int, torch.Tensor, torch.Tensor, int], Any]
+
+
+class Engine(Protocol):
+    """What computes evaluations: first in, first out."""
+
+    def submit(self, arguments: dict[str, Any], branch: Hashable, patch: Patch | None) -> Any:
+        """Starts one patch of an evaluation, or all of it (exact, and what later patches see of their neighbours). Returns a ticket."""
+
+    def collect(self, ticket: Any) -> torch.Tensor:
+        """The output, full shape, zero outside the patch."""
+
+    def abandon(self) -> None:
+        """Nobody will collect what was submitted."""
+
+
+class Result:
+    """The output of one submission, which several timelines may want."""
+
+    def __init__(self, engine: Engine, ticket: Any):
+        self._engine = engine
+        self._ticket = ticket
+        self._output: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor:
+        if self._output is None:
+            self._output = self._engine.collect(self._ticket)
+        return self._output.clone()
+
+
+@dataclass(eq=False)
+class Call:
+    """One evaluation that a timeline waits for; ``number`` counts those of its branch."""
+
+    branch: Hashable
+    number: int
+    arguments: dict[str, Any]
+    result: Result | None = None
+
+    @property
+    def latent(self) -> tuple[str, torch.Tensor]:
+        """The first argument of every host forward."""
+        return next(iter(self.arguments.items()))
+
+
+class RandomState:
+    """torch's default generators of the CPU and of one device, which samplers draw from."""
+
+    def __init__(self, device: torch.device):
+        self._device = device if device.type == "cuda" else None
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(self._device) if self._device else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._device:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+class Timeline(greenlet):
+    """One patch's run of the sampler."""
+
+    def __init__(self, run: Callable[[], torch.Tensor], pixels: torch.Tensor, device: torch.device):
+        super().__init__(run)
+        self.gr_context = contextvars.copy_context()  # the host's progress reads a context variable
+        self.pixels = pixels
+        self.random = RandomState(device)
+        self.output: torch.Tensor | None = None
+        self._counts: Counter[Hashable] = Counter()
+
+    def evaluate(self, arguments: dict[str, Any], branch: Hashable) -> torch.Tensor:
+        """To be called within it: leaves it until the output is there."""
+        call = Call(branch, self._counts[branch], arguments)
+        self._counts[branch] += 1
+        return self.parent.switch(call)
+
+
+def free_run(
+    sampler: Callable[[Callback | None, bool], torch.Tensor],
+    engine: Engine,
+    grid: TokenGrid,
+    patches: int,
+    warm_up: int,
+    callback: Callback | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """The samples, each patch's pixels from its own timeline.
+
+    ``sampler`` takes its callback and whether it is the first, and runs to its end. ``warm_up``: as many first evaluations of every branch
+    are whole. ``callback`` sees every step once, when the last patch has come to it.
+    """
+    return FreeRun(engine, grid, patches, warm_up, device).run(sampler, callback)
+
+
+class FreeRun:
+    def __init__(self, engine: Engine, grid: TokenGrid, patches: int, warm_up: int, device: torch.device):
+        self._engine = engine
+        self._warm_up = warm_up
+        self._device = device
+        self._patches = grid.cut(patches)
+        self._pixels = [grid.pixels(patch).to(device) for patch in self._patches]
+        self._timelines: list[Timeline] = []
+        self._waiting: deque[tuple[int, Call]] = deque()
+        self._gathering: dict[tuple[Hashable, int], list[Call]] = {}
+        self._seen: dict[Hashable, torch.Tensor] = {}  # branch -> the latent, each patch's pixels as last submitted
+
+    def run(self, sampler: Callable[[Callback | None, bool], torch.Tensor], callback: Callback | None) -> torch.Tensor:
+        callbacks = MergedCallback(callback, self._pixels)
+        for index, pixels in enumerate(self._pixels):
+            own = callbacks.of(index) if callback else None
+            self._timelines.append(Timeline(lambda own=own, first=index == 0: sampler(own, first), pixels, self._device))
+        try:
+            for index in range(len(self._timelines)):
+                self._resume(index)
+            while self._waiting:
+                if all(call.result is None for _, call in self._waiting):
+                    raise ModelError("The sampler evaluates its patches in different orders: set patches to 1 for this sampler.")
+                index, call = self._waiting.popleft()
+                if call.result is None:
+                    self._waiting.append((index, call))  # the others are yet to come to it
+                else:
+                    self._resume(index, call.result.take())
+        finally:
+            if any(self._timelines):
+                self._engine.abandon()
+            for timeline in self._timelines:
+                if timeline:  # alive: unwound here
+                    timeline.throw()
+        self._timelines[0].random.restore()  # as after one run
+        return self._merged([timeline.output for timeline in self._timelines])
+
+    def _resume(self, index: int, *output: torch.Tensor) -> None:
+        """Enters a timeline, until its next evaluation or its end."""
+        timeline = self._timelines[index]
+        timeline.random.restore()
+        left_with = timeline.switch(*output)
+        timeline.random = RandomState(self._device)
+        if timeline.dead:
+            timeline.output = left_with
+        else:
+            self._submit(index, left_with)
+            self._waiting.append((index, left_with))
+
+    def _submit(self, index: int, call: Call) -> None:
+        name, latent = call.latent
+        if call.number < self._warm_up:
+            calls = self._gathering.setdefault((call.branch, call.number), [])
+            calls.append(call)
+            if len(calls) < len(self._timelines):
+                return
+            del self._gathering[call.branch, call.number]
+            patch, whole = None, self._merged([each.latent[1] for each in calls])
+        else:
+            calls, patch = [call], self._patches[index]
+            whole = torch.where(self._pixels[index], latent, self._seen[call.branch])
+        self._seen[call.branch] = whole
+        result = Result(self._engine, self._engine.submit({**call.arguments, name: whole}, call.branch, patch))
+        for each in calls:
+            each.result = result
+
+    def _merged(self, latents: Sequence[torch.Tensor]) -> torch.Tensor:
+        return merged(latents, self._pixels)
+
+
+def merged(latents: Sequence[torch.Tensor], pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each patch's pixels of its own latent."""
+    whole = latents[0]
+    for latent, own in zip(latents[1:], pixels[1:], strict=True):
+        whole = torch.where(own, latent, whole)
+    return whole
+
+
+class MergedCallback:
+    """A step is told when all patches have come to it, with each one's pixels."""
+
+    def __init__(self, callback: Callback | None, pixels: Sequence[torch.Tensor]):
+        self._callback = callback
+        self._pixels = pixels
+        self._steps: list[deque[tuple[torch.Tensor, torch.Tensor]]] = [deque() for _ in pixels]
+
+    def of(self, index: int) -> Callback:
+        def step_done(step: int, x0: torch.Tensor, x: torch.Tensor, total: int) -> None:
+            self._steps[index].append((x0.clone(), x.clone()))
+            if all(self._steps):
+                denoised, noisy = zip(*(steps.popleft() for steps in self._steps), strict=True)
+                self._callback(step, merged(denoised, self._pixels), merged(noisy, self._pixels), total)
+
+        return step_done

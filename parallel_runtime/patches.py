@@ -1,0 +1,73 @@
+"""An image or a video cut into patches: contiguous runs of token lines, and the latent pixels they stand for.
+
+A line is one row of tokens of one frame. Tokens come frame by frame, row by row, as every family here has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from .layout import Split
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Image tokens [start, start + size). The first patch carries the text as well, the others one anchor token of it: host blocks cannot
+    view an empty stream. An anchor's keys and values are nobody's. The last one also has what the host puts behind the image."""
+
+    start: int
+    size: int
+    last: bool
+
+    @property
+    def first(self) -> bool:
+        return self.start == 0
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """A latent (B, C, H, W) or (B, C, T, H, W) of ``extent`` pixels (without B, C), a token for each box of ``edges``; the host pads."""
+
+    extent: tuple[int, ...]
+    edges: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], patch_size: int | Sequence[int]) -> TokenGrid:
+        """``patch_size`` as the host's models have it: of the last two dimensions, or of all."""
+        extent = tuple(shape[2:])
+        sizes = (patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)
+        return cls(extent, (1,) * (len(extent) - len(sizes)) + sizes[-len(extent) :])
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens along each dimension."""
+        return tuple(-(-size // edge) for size, edge in zip(self.extent, self.edges, strict=True))
+
+    @property
+    def tokens(self) -> int:
+        return prod(self.counts)
+
+    @property
+    def lines(self) -> int:
+        return prod(self.counts[:-1])
+
+    def cut(self, patches: int) -> tuple[Patch, ...]:
+        """``patches`` of them, the first ones a line longer; fewer where there are fewer lines."""
+        split = Split.even(self.lines, min(self.lines, patches))
+        width = self.counts[-1]
+        lines = zip(split.starts, split.sizes, strict=True)
+        return tuple(Patch(start * width, size * width, start + size == self.lines) for start, size in lines)
+
+    def pixels(self, patch: Patch) -> torch.Tensor:
+        """(..., H, 1), boolean: the latent's rows that are the patch's."""
+        width = self.counts[-1]
+        lines = torch.zeros(self.lines, dtype=torch.bool)
+        lines[patch.start // width : (patch.start + patch.size) // width] = True
+        rows = lines.view(self.counts[:-1])
+        for dim, edge in enumerate(self.edges[:-1]):
+            rows = rows.repeat_interleave(edge, dim)
+        return rows[tuple(slice(size) for size in self.extent[:-1])].unsqueeze(-1)
