@@ -92,8 +92,9 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
     if unknown:
         raise LayoutError(f"Device {unknown[0]} is not here: choose from {', '.join(known)}.")
     devices = tuple(known[name] for name in names)
-    if devices[0].host:
-        raise LayoutError(f"Rank 0 hands the result to ComfyUI and {names[0]} is on another host: list a device of this host first.")
+    if devices[layout.writer].host:
+        place, name = layout.writer, names[layout.writer]
+        raise LayoutError(f"Rank {place} hands the result to ComfyUI and {name} is on another host: list a device of this host there.")
     if len({device.is_gpu for device in devices}) > 1:
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
     if size > MAX_RANKS:

@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -60,11 +59,17 @@ class WorkerPool:
         self._hosts: list[RemoteHost] = []
         self._selector = selectors.DefaultSelector()
         self._requests = 0
-        self._outstanding: dict[int, int] = {}  # rank -> request it still owes an answer to
+        self._owed: dict[int, set[int]] = {}  # request -> ranks that have yet to answer it
+        self._answers: dict[int, dict[int, Ready | Done | Failed]] = {}  # request -> rank -> its answer, until they are collected
 
     @property
     def size(self) -> int:
         return len(self.placement.devices)
+
+    @property
+    def writer(self) -> int:
+        """The rank that has the output."""
+        return self.placement.layout.writer
 
     @property
     def pids(self) -> list[int]:
@@ -84,8 +89,8 @@ class WorkerPool:
             began = time.monotonic()
             try:
                 self._launch()
-                self._outstanding = dict.fromkeys(range(self.size), 0)
-                replies = self._gather(interrupted)
+                self._owed = {0: set(range(self.size))}
+                replies = self._gather(0, interrupted)
             except (HostMissing, LayoutError) as error:
                 raise self._fail(str(error)) from error
             except OSError as error:
@@ -118,7 +123,7 @@ class WorkerPool:
             if self.state == "failed":
                 self._enter("closed")
                 return
-            if self.state == "ready" and not self._outstanding:
+            if self.idle:
                 for end in (*self._hosts, *self._crew.channels.values()):
                     with contextlib.suppress(ChannelClosed):  # gone already
                         end.send(Close())
@@ -172,16 +177,7 @@ class WorkerPool:
             if interrupted():
                 raise RunCancelled("The run was cancelled.")
             self.settle(interrupted)
-            self._enter("busy")
-            for source, end in (*((host, host) for host in self._hosts), *self._crew.channels.items()):
-                try:
-                    end.send(request, fds)
-                except ChannelClosed as error:
-                    raise self._gone(source, error) from None
-                except OSError as error:
-                    name = f"Host {source.name}" if isinstance(source, RemoteHost) else self._where(source)
-                    raise self._fail(f"{name} could not be reached ({error}): run again to start a fresh pool.") from error
-            self._outstanding = dict.fromkeys(range(self.size), request.request)
+            self._post(request, fds)
             try:
                 lockstep, wrong = isinstance(request, Forward), True
                 try:
@@ -189,43 +185,97 @@ class WorkerPool:
                 finally:
                     if wrong:
                         self.arena.board.cancel(request.request)
-                replies = self._gather(interrupted, cancel=request.request if lockstep else None, lockstep=lockstep)
+                replies = self._gather(request.request, interrupted, cancel=request.request if lockstep else None, lockstep=lockstep)
             finally:
-                if self.state == "busy":
-                    self._enter("ready")
-            self.memory = [reply.memory for reply in replies]
-            if wrong:
-                return []
-            if any(reply.cancelled for reply in replies):
-                raise RunCancelled("The run was cancelled.")
-            return replies
+                self._rest()
+            return [] if wrong else self._accepted(replies)
+
+    def submit(self, request: Forward) -> None:
+        """Sends ``request`` to every rank without waiting; it is answered after those submitted before. ``collect`` or ``abandon`` follows.
+
+        Raises PoolFailed.
+        """
+        with self._lock:
+            if self.state not in ("ready", "busy"):
+                raise PoolFailed(f"The pool is {self.state}: run again to start a fresh one.")
+            self._post(request, ())
+
+    def collect(self, number: int, interrupted: Callable[[], bool] = lambda: False) -> list[Done]:
+        """The answers to a submitted request, in rank order. Raises what ``call`` raises; then the others submitted are to be abandoned."""
+        with self._lock:
+            try:
+                replies = self._gather(number, interrupted, cancel=self._requests)
+            finally:
+                self._rest()
+            return self._accepted(replies)
+
+    def abandon(self) -> None:
+        """Ends what was submitted and not collected, and waits until the ranks have left it."""
+        with self._lock:
+            if self.state in ("failed", "closed"):
+                return
+            if self._owed:
+                self.arena.board.cancel(self._requests)
+            with contextlib.suppress(PipeMeshError):  # whoever abandons has an error to tell already
+                self.settle()
+            self._answers.clear()
+
+    def _post(self, request: Request, fds: Sequence[int]) -> None:
+        if self.state == "ready":
+            self._enter("busy")
+        for source, end in (*((host, host) for host in self._hosts), *self._crew.channels.items()):
+            try:
+                end.send(request, fds)
+            except ChannelClosed as error:
+                raise self._gone(source, error) from None
+            except OSError as error:
+                name = f"Host {source.name}" if isinstance(source, RemoteHost) else self._where(source)
+                raise self._fail(f"{name} could not be reached ({error}): run again to start a fresh pool.") from error
+        self._owed[request.request] = set(range(self.size))
+
+    def _rest(self) -> None:
+        if self.state == "busy":
+            self._enter("ready")
+
+    def _accepted(self, replies: list[Done]) -> list[Done]:
+        self.memory = [reply.memory for reply in replies]
+        if any(reply.cancelled for reply in replies):
+            raise RunCancelled("The run was cancelled.")
+        return replies
 
     def settle(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Collects what ranks still owe from a cancelled request; before it, nothing in the arena may be overwritten."""
         with self._lock:
-            if self._outstanding:
-                self._gather(interrupted, lockstep=True, tolerate=True)
+            if self._owed:
+                self._gather(None, interrupted, lockstep=True, tolerate=True)
 
     @property
     def idle(self) -> bool:
         """Whether a request could be sent at once, from whatever thread."""
-        return self.state == "ready" and not self._outstanding
+        return self.state == "ready" and not self._owed
 
     def _gather(
-        self, interrupted: Callable[[], bool], *, cancel: int | None = None, lockstep: bool = False, tolerate: bool = False
+        self,
+        number: int | None,
+        interrupted: Callable[[], bool],
+        *,
+        cancel: int | None = None,
+        lockstep: bool = False,
+        tolerate: bool = False,
     ) -> list[Ready | Done]:
-        """Waits until every rank has answered. ``lockstep``: the ranks meet in collectives, so after a failure the others may never answer.
+        """Waits until every rank has answered request ``number``, or all there are. ``lockstep``: the ranks meet in collectives, so after a
+        failure the others may never answer.
 
-        ``cancel``: the request that the ranks can leave early. ``tolerate``: the answers belong to a cancelled run, failures included.
+        ``cancel``: up to which request the ranks can leave early. ``tolerate``: the answers belong to a cancelled run, failures included.
         """
-        answers: dict[int, Ready | Done | Failed] = {}
         watch = Watch(self.arena.board.progress, self._setup.stall_s)
         deadline = None
-        cancelled = False
-        while self._outstanding:
+        cancelled = failed = False
+        while number in self._owed or ((number is None or failed) and self._owed):
             for key, _ in self._selector.select(POLL_S):
-                self._receive(key.data, answers)
-            if lockstep and deadline is None and any(isinstance(answer, Failed) for answer in answers.values()):
+                self._receive(key.data)
+            failed = any(isinstance(answer, Failed) for answers in self._answers.values() for answer in answers.values())
+            if failed and deadline is None and (lockstep or cancel is not None):
                 deadline = time.monotonic() + OTHERS_WAIT_S
             if not cancelled and interrupted():
                 cancelled = True
@@ -235,17 +285,18 @@ class WorkerPool:
                 deadline = time.monotonic() + CANCEL_WAIT_S
             if deadline is not None and time.monotonic() > deadline:
                 break
-            stalled = watch.stalled(list(self._outstanding))
+            stalled = watch.stalled(sorted(set().union(*self._owed.values())))
             if stalled is not None:
                 raise self._stalled(stalled)
-        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed)}
-        if failures and (self._outstanding or not tolerate):
+        collected = [self._answers.pop(one, {}) for one in ([number] if number is not None and not failed else list(self._answers))]
+        failures = {rank: answer for answers in reversed(collected) for rank, answer in answers.items() if isinstance(answer, Failed)}
+        if failures and (self._owed or not tolerate):
             raise self._rejected(failures, lockstep)
-        if self._outstanding or cancelled:
+        if cancelled or number in self._owed or (number is None and self._owed):
             raise RunCancelled("The run was cancelled.")
-        return [answers[rank] for rank in sorted(answers)]
+        return [answer for _, answer in sorted(collected[0].items())] if collected else []
 
-    def _receive(self, source: int | RemoteHost, answers: dict[int, Any]) -> None:
+    def _receive(self, source: int | RemoteHost) -> None:
         """``source``: a rank of this host, or another host, which speaks for all of its ranks."""
         try:
             said = source.pump() if isinstance(source, RemoteHost) else [(source, message) for message in self._crew.pump(source)]
@@ -260,9 +311,12 @@ class WorkerPool:
         for rank, message in said:
             if message is None:
                 raise self._died(rank)
-            if self._outstanding.get(rank) == getattr(message, "request", 0):
-                answers[rank] = message
-                del self._outstanding[rank]
+            request = getattr(message, "request", 0)
+            if rank in self._owed.get(request, ()):
+                self._owed[request].discard(rank)
+                self._answers.setdefault(request, {})[rank] = message
+                if not self._owed[request]:
+                    del self._owed[request]
 
     # -- what went wrong ---------------------------------------------------------------------------------------------
 
@@ -305,7 +359,7 @@ class WorkerPool:
         rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
         log.debug("rank %d: %s", rank, failure.trace)
         agree = len(failures) == self.size and self.placement.backend == "gloo"  # nccl may hold exchanges that only some have issued
-        warm = not self._outstanding and (agree or not lockstep)
+        warm = not self._owed and (agree or not lockstep)
         if failure.kind == "refused" and warm:
             return Refused(failure.text)
         if failure.kind == "memory":

@@ -26,6 +26,9 @@ class InOneProcess:
         self.method = PatchForward(model, require_plan(model))
         self._forward = forward
 
+    def begin_run(self) -> None:
+        self.method.reset()
+
     def submit(self, arguments: dict[str, Any], branch: Hashable, patch: Patch | None) -> torch.Tensor:
         return self._forward(**self.method.begin_patch(arguments, branch, patch))
 
@@ -48,12 +51,8 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
         arguments = bind(args, kwargs)
         return sampling.evaluate(arguments, branch_of(arguments.get("transformer_options", {})))
 
-    def begin_run(_patcher: ModelPatcher) -> None:
-        engine.method.reset()
-        sampling.begin_run()
-
     made = patcher.clone()
     made.add_object_patch(name, forward)
     made.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, sampling.sampler_sample)
-    made.add_callback(CallbacksMP.ON_PRE_RUN, begin_run)
+    made.add_callback(CallbacksMP.ON_PRE_RUN, lambda _patcher: sampling.begin_run())
     return made

@@ -1,6 +1,6 @@
 """The grid of ranks, and how a sequence or a set of heads is split over one axis.
 
-Degrees are what is asked for, sizes what is. Axes, innermost first: ulysses, ring (later: pipefusion, cfg, data).
+Degrees are what is asked for, sizes what is. Axes, innermost first: ulysses, ring, pipefusion (later: cfg, data).
 """
 
 from __future__ import annotations
@@ -18,18 +18,29 @@ class Layout:
 
     ulysses: int = 1
     ring: int = 1
+    pipefusion: int = 1
 
     def __post_init__(self) -> None:
         for axis, degree in self.degrees().items():
             if degree < 1:
                 raise LayoutError(f"{axis} {degree} is not a degree: choose 1 or more.")
+        if self.pipefusion > 1 and self.ulysses * self.ring > 1:
+            raise LayoutError(
+                f"pipefusion {self.pipefusion} with ulysses {self.ulysses} and ring {self.ring}: a stage is one rank, "
+                "set ulysses and ring to 1."
+            )
 
     def degrees(self) -> dict[str, int]:
-        return {"ulysses": self.ulysses, "ring": self.ring}
+        return {"ulysses": self.ulysses, "ring": self.ring, "pipefusion": self.pipefusion}
 
     @property
     def world_size(self) -> int:
-        return self.ulysses * self.ring
+        return self.ulysses * self.ring * self.pipefusion
+
+    @property
+    def writer(self) -> int:
+        """The rank that has the output: the first of the last stage."""
+        return self.ulysses * self.ring * (self.pipefusion - 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """axis -> index of ``rank`` on it; ulysses varies fastest."""

@@ -116,7 +116,7 @@ def test_the_wait_for_a_cancelled_load_can_be_cancelled_too(started):
     pool = started(2, "*:Load=gated")
     for _ in range(2):
         with pytest.raises(RunCancelled):
-            call(pool, "Load", inside(pool, "loading") if not pool._outstanding else iter([False, True]).__next__)
+            call(pool, "Load", inside(pool, "loading") if pool.idle else iter([False, True]).__next__)
         assert pool.state == "ready"
     gate(pool).fill_(1)
     assert handled(pool) == ["Start Load Release"] * 2
@@ -145,7 +145,7 @@ def test_cancel_inside_a_forward_writes_the_board_and_waits_for_every_rank(start
         call(pool, "Forward", inside(pool, "computing"))
     assert pool.arena.board.cancelled_request == 2
     assert pool.state == "ready"
-    assert not pool._outstanding
+    assert pool.idle
     assert handled(pool) == ["Start Release Forward Release"] * 2  # and the stale cancel word stops nothing
 
 

@@ -37,9 +37,13 @@ class Patchwise:
         self._counts: Counter[Hashable] = Counter()
 
     def begin_run(self) -> None:
+        """Between runs, never inside one: what the engine keeps is void."""
         self._counts.clear()
+        self._engine.begin_run()
 
-    def sampler_sample(self, executor, guider, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False):
+    def sampler_sample(
+        self, executor, guider, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
+    ):
         """A SAMPLER_SAMPLE wrapper."""
         reason = why_single_timeline(executor.class_obj, guider, extra_args["model_options"], noise)
         if reason is not None:
@@ -81,5 +85,3 @@ def branch_of(transformer_options: dict[str, Any]) -> tuple:
     window = transformer_options.get("context_window")
     frames = tuple(window.index_list) if window is not None else ()
     return (*(str(value) for value in transformer_options.get("uuids", ())), *frames)
-
-

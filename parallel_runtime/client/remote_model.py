@@ -9,15 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
-from ..wire.arena import Arena
+from ..wire.arena import Arena, Frame
 from ..wire.conditioning import ConditioningCache
-from ..wire.messages import Adopt, Done, Fetch, Forward, Load, Memory, Patch, Release
-from ..wire.segment import Segment, TensorRef, aligned, dtype_name, pack
+from ..wire.messages import Adopt, Done, Fetch, Forward, Load, Memory, Part, Patch, Release
+from ..wire.segment import Segment, TensorRef, aligned, dtype_name, mib, pack
 from ..wire.tree import decode_tree, encode_tree
 from .host_model import Source
 
@@ -34,12 +35,15 @@ class Pool(Protocol):
     memory: list[Memory]
     state: str
     size: int
-
+    writer: int
     idle: bool
 
     def next_request(self) -> int: ...
     def settle(self, interrupted: Callable[[], bool] = ...) -> None: ...
     def call(self, request: Any, fds: Any = (), interrupted: Callable[[], bool] = ..., right: Callable[[], bool] = ...) -> list[Done]: ...
+    def submit(self, request: Forward) -> None: ...
+    def collect(self, number: int, interrupted: Callable[[], bool] = ...) -> list[Done]: ...
+    def abandon(self) -> None: ...
 
 
 class Handle(Protocol):
@@ -73,6 +77,7 @@ class PoolMemory:
         self.conditioning = ConditioningCache(pool.arena)
         self.patches: dict[str, str] = {}  # resident model -> patches id, least recently used first
         self.figures = RunFigures()
+        self.tickets: list[Ticket] = []  # submitted and not collected
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
 
@@ -88,6 +93,7 @@ class Client:
         self._users: Counter[str] = Counter()
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
         self._abandoned: list[str] = []
+        self._runs = count(1)
 
     @property
     def memory(self) -> PoolMemory | None:
@@ -141,6 +147,9 @@ class Client:
 
     def free_memory(self) -> int | None:
         return min(memory.free for memory in self.memory.pool.memory) if self.memory else None
+
+    def next_run(self) -> int:
+        return next(self._runs)
 
     def begin_run(self) -> None:
         if self.memory is not None:
@@ -288,15 +297,77 @@ class Client:
 
             while not replies:  # again where conditioning was not what it was expected to be: then it is looked at first
                 replies = self._making_room(held, model, attempt)
-            leader = replies[0]
+            leader = replies[held.pool.writer]
             if leader.needs_bytes:
                 out = frame.blank(leader.needs_bytes)
                 fetch = Fetch(request=held.pool.next_request(), arena_bytes=held.pool.arena.nbytes, out=out)
-                leader = held.pool.call(fetch, (), interrupted)[0]
+                leader = held.pool.call(fetch, (), interrupted)[held.pool.writer]
             device = (x[0] if isinstance(x, list) else x).device
             output = decode_tree(leader.output, lambda ref: held.pool.arena.segment.tensor(ref).to(device, copy=True))
         held.figures.evaluations.append(measured(time.perf_counter() - began, replies))
         return output
+
+    # -- evaluations through a pipeline ------------------------------------------------------------------------------
+
+    def submit(self, model: str, patches_id: str, arguments: dict[str, Any], branch: tuple, part: Part) -> Ticket:
+        """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of submission, or ``abandon``.
+
+        Raises PoolFailed.
+        """
+        held = self.memory
+        if held is None:
+            raise PoolFailed("The pool was lost in the middle of a run: run again, a fresh one will be started.")
+        began = time.perf_counter()
+        changing = {*list(arguments)[:2], "control", "transformer_options"}
+        frame = Frame(held.pool.arena)
+
+        def put(path: str, tensor: torch.Tensor) -> TensorRef:
+            return frame.put(tensor) if path.partition("/")[0] in changing else held.conditioning.put(branch, path, tensor)
+
+        latent = next(iter(arguments.values()))
+        out = frame.blank(aligned(latent.numel() * 4))
+        with one_thread():
+            tree = encode_tree(arguments, put)
+        number = held.pool.next_request()
+        ticket = Ticket(number, frame, latent.device, began)
+        held.tickets.append(ticket)
+        nbytes = held.pool.arena.nbytes
+        held.pool.submit(
+            Forward(request=number, model=model, patches_id=patches_id, arguments=tree, arena_bytes=nbytes, out=out, part=part)
+        )
+        return ticket
+
+    def collect(self, ticket: Ticket, interrupted: Callable[[], bool]) -> torch.Tensor:
+        """The output as an own tensor. Raises RunCancelled, ModelError, Refused, OutOfMemory, PoolFailed."""
+        held = self._memory
+        replies = held.pool.collect(ticket.number, interrupted)
+        written = replies[held.pool.writer]
+        if written.needs_bytes:
+            raise ModelError(f"The output takes {mib(written.needs_bytes)}, more than the latent that went in: set pipefusion to 1.")
+        output = decode_tree(written.output, lambda ref: held.pool.arena.segment.tensor(ref).to(ticket.device, copy=True))
+        held.tickets.remove(ticket)
+        ticket.frame.release()
+        held.figures.evaluations.append(measured(time.perf_counter() - ticket.began, replies))
+        return output
+
+    def abandon(self) -> None:
+        """Ends what was submitted and not collected."""
+        held = self._memory
+        if held is not None and held.tickets:
+            held.pool.abandon()
+            for ticket in held.tickets:
+                ticket.frame.release()
+            held.tickets.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """Of a submission: its request, and the arena's memory that it holds until it is collected."""
+
+    number: int
+    frame: Frame
+    device: torch.device
+    began: float
 
 
 def measured(seconds: float, replies: list[Done]) -> Evaluation:

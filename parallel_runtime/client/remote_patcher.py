@@ -6,19 +6,20 @@ takes it away when another clone of the same model is, so whatever reaches the m
 
 from __future__ import annotations
 
-import functools
 import uuid
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_management
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 
 from ..checkpoint import check_mapped
-from ..errors import Refused, RunCancelled
+from ..errors import Refused
 from .host_model import (
     PREFIX,
     Source,
@@ -35,30 +36,29 @@ from .host_model import (
     require_plan,
     state_source,
 )
+from .interrupt import interrupted, interrupting
+from .modes import WRAPPER_KEY
+from .patchwise import Patchwise, branch_of
+from .pipeline import Pipeline
 from .remote_model import Client
 
 
-def interrupting(call: Callable) -> Callable:
-    """A cancelled request becomes the host's own interrupt, which is a BaseException."""
+@dataclass(frozen=True)
+class Patching:
+    """How a pipeline samples: into how many ``patches``, and how many first evaluations of every cond are whole and exact."""
 
-    @functools.wraps(call)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except RunCancelled:
-            comfy.model_management.throw_exception_if_processing_interrupted()
-            raise comfy.model_management.InterruptProcessingException() from None
-
-    return wrapped
+    patches: int
+    warm_up: int = 1
 
 
 class Remote:
     """What all clones of one parallelized MODEL share."""
 
-    def __init__(self, client: Client, source: Source, holds_ui_device: bool):
+    def __init__(self, client: Client, source: Source, holds_ui_device: bool, sampling: Patchwise | None = None):
         self.client = client
         self.source = source
         self.holds_ui_device = holds_ui_device  # rank 0 computes on the UI's own device
+        self.sampling = sampling  # in patches, where the pool is a pipeline
 
 
 class RemotePatcher(ModelPatcher):
@@ -150,6 +150,8 @@ class RemotePatcher(ModelPatcher):
             self.remote.client.release(self.remote.source.model)
             raise
         self.remote.client.begin_run()
+        if self.remote.sampling is not None:
+            self.remote.sampling.begin_run()
         super().pre_run()
 
     def patch_hooks(self, hooks: Any) -> None:
@@ -183,9 +185,11 @@ class RemotePatcher(ModelPatcher):
     def evaluate(self, arguments: dict[str, Any]) -> Any:
         """One evaluation in the pool. Brings it up again first if it failed, was closed or serves another clone."""
         options = arguments.get("transformer_options", {})
-        branch = tuple(str(value) for value in options.get("uuids", ()))
+        branch = branch_of(options)
         arguments = {**arguments, "transformer_options": plain_options(options)}
         self._bring_up()
+        if self.remote.sampling is not None:
+            return self.remote.sampling.evaluate(arguments, (self.patches_id, *branch))
         return self.remote.client.forward(self.remote.source.model, self.patches_id, arguments, branch, interrupted)
 
 
@@ -203,22 +207,32 @@ class RemoteForward:
         return patcher.evaluate(self._bind(args, kwargs))
 
 
-def interrupted() -> bool:
-    return comfy.model_management.processing_interrupted()
-
-
-def parallelize(patcher: ModelPatcher, client: Client, holds_ui_device: bool) -> RemotePatcher:
+def parallelize(
+    patcher: ModelPatcher,
+    client: Client,
+    holds_ui_device: bool,
+    patching: Patching | None = None,
+    notice: Callable[[str], None] = lambda mode: None,
+) -> RemotePatcher:
     """A clone of a stock MODEL that computes in the client's pool. Nothing is started or loaded before it is sampled.
 
+    ``patching``: for a pool that is a pipeline; ``notice`` is told how each run is sampled.
     Raises Refused for a model without a token plan, ModelError for a checkpoint that is gone.
     """
     require_plan(patcher.model.diffusion_model)
-    if isinstance(patcher, RemotePatcher) and patcher.remote.client is client:
+    if isinstance(patcher, RemotePatcher) and patcher.remote.client is client and patching is None:
         return patcher
     source = client.use(patcher.model, lambda: describe_source(patcher))
     map_weights(patcher, source)
-    remote = Remote(client, source, holds_ui_device)
+    sampling = None
+    if patching is not None:
+        pipeline = Pipeline(client, source.model)
+        sampling = Patchwise(pipeline, patcher.model.diffusion_model.patch_size, patching.patches, patching.warm_up, notice)
+    remote = Remote(client, source, holds_ui_device, sampling)
     made = remote_clone(patcher, remote)
+    made.remove_wrappers_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY)
+    if sampling is not None:
+        made.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, sampling.sampler_sample)
     made.parent = stand_in(patcher, remote)
     return made
 

@@ -26,6 +26,9 @@ Callback = Callable[[int, torch.Tensor, torch.Tensor, int], Any]
 class Engine(Protocol):
     """What computes evaluations: first in, first out."""
 
+    def begin_run(self) -> None:
+        """What it keeps of the run before is void."""
+
     def submit(self, arguments: dict[str, Any], branch: Hashable, patch: Patch | None) -> Any:
         """Starts one patch of an evaluation, or all of it (exact, and what later patches see of their neighbours). Returns a ticket."""
 

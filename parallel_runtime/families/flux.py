@@ -12,6 +12,7 @@ FLUX = TokenPlan(
         Blocks(
             path="double_blocks",
             tokens={"txt": ("txt",), "img": ("img",)},
+            returns=("img", "txt"),
             along=(Along(arg="pe", dim=2, streams=JOINT),),
             ranges=(Ranges(arg="modulation_dims_img", stream="img"), Ranges(arg="modulation_dims_txt", stream="txt")),
         ),

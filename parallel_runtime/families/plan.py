@@ -38,7 +38,8 @@ class Ranges:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """A container of consecutive blocks. ``tokens``: argument -> the streams it holds, at dim 1 (B, L, C).
+    """A container of consecutive blocks. ``tokens``: argument -> the streams it holds, at dim 1 (B, L, C). ``returns``: those arguments in
+    the order in which a block returns them, where it is not that of ``tokens``.
 
     ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules of a block whose attention looks at
     something every rank has whole (cross-attention).
@@ -50,6 +51,11 @@ class Blocks:
     ranges: tuple[Ranges, ...] = ()
     positional: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
+    returns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.returns:
+            object.__setattr__(self, "returns", tuple(self.tokens))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ class TokenHooks(ABC):
     def _attach_block(self, block: nn.Module, group: Blocks, first: bool) -> None:
         self._handles.append(block.register_forward_pre_hook(self._entering(block, group, first), with_kwargs=True))
         self._handles.append(block.register_forward_hook(lambda *_: self._share_attention(False)))
-        for path in group.local:
+        for path in group.local if not hasattr(block, "stands_for") else ():
             local = block.get_submodule(path)
             self._handles.append(local.register_forward_pre_hook(lambda *_: self._share_attention(False)))
             self._handles.append(local.register_forward_hook(lambda *_: self._share_attention(True)))
@@ -130,8 +130,9 @@ def split_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def binder(module: nn.Module, positional: Sequence[str] = ()) -> Callable[[tuple, dict], dict[str, Any]]:
-    """(args, kwargs) -> all arguments by name. ``positional`` names those of a forward that takes ``*args``."""
-    signature = inspect.signature(type(module).forward)
+    """(args, kwargs) -> all arguments by name. ``positional`` names those of a forward that takes ``*args``. A stub takes what the block
+    takes that it ``stands_for``."""
+    signature = inspect.signature(getattr(module, "stands_for", type(module)).forward)
 
     def bind(args: tuple, kwargs: dict) -> dict[str, Any]:
         if positional:

@@ -76,8 +76,20 @@ class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     model: str
 
 
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """What of an evaluation a pipeline is to compute. ``patch`` (start, size, last): image tokens; None is all of them.
+
+    What is kept of a ``branch`` lives for one ``run``.
+    """
+
+    run: int
+    branch: int
+    patch: tuple[int, int, bool] | None = None
+
+
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One evaluation. The leader writes the output into ``out`` if it fits, else keeps it for a Fetch."""
+    """One evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that has the output writes it into ``out`` if it fits,
+    else keeps it for a Fetch."""
 
     request: int
     model: str
@@ -85,6 +97,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     arguments: bytes
     arena_bytes: int
     out: TensorRef
+    part: Part | None = None
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -113,7 +126,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """``output`` is a tree (leader only); ``needs_bytes`` > 0 asks for a Fetch into a place of that size."""
+    """``output`` is a tree, of the rank that has it; ``needs_bytes`` > 0 asks for a Fetch into a place of that size."""
 
     request: int
     memory: Memory

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import time
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any
 
 import torch
@@ -15,16 +16,16 @@ from msgspec.structs import replace
 from ..checkpoint import File, check_copy, check_file
 from ..comm.exchange import Stopped
 from ..comm.hosts import HostComm
-from ..comm.sequence import SequenceComm
 from ..errors import PipeMeshError, Refused
 from ..memory import give_back_freed, host_memory
 from ..wire.arena import Board
 from ..wire.channel import Channel
-from ..wire.messages import PHASE, Adopt, Close, Done, Failed, Fetch, Forward, Load, Memory, Patch, Request
-from ..wire.segment import Segment, TensorRef, dtype_name
+from ..wire.messages import PHASE, Adopt, Close, Done, Failed, Fetch, Forward, Load, Memory, Part, Patch, Request
+from ..wire.segment import Segment, TensorRef, dtype_name, mib
 from ..wire.tree import decode_tree, encode_tree
 from .host_bridge import build_from_state, call_factory, find_here
 from .resident import ResidentModel
+from .seat import Seat
 
 KEPT_VERSIONS = 64
 EMPTY = torch.empty(0)
@@ -41,32 +42,54 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Engine:
-    """One rank. ``arena`` is the UI's arena, mapped; on another host, what stands for it there. ``comm``: who shares sequences with it."""
+    """One rank. ``arena`` is the UI's arena, mapped; on another host, what stands for it there."""
 
-    def __init__(self, channel: Channel, arena: Segment, comm: SequenceComm, device: torch.device, hosts: HostComm | None = None):
+    def __init__(self, channel: Channel, arena: Segment, seat: Seat, device: torch.device, hosts: HostComm | None = None):
         self._channel = channel
         self._arena = arena
         self._board = Board(arena)
-        self._comm = comm
+        self._seat = seat
+        self._ahead: deque[tuple[Request | Close, list[int]]] = deque()  # messages that were read before their turn
         self._device = device
         self._hosts = hosts
         self._spread: set[int] = set()  # versions that every host has
-        self._rank = comm.rank
+        self._rank = seat.rank
         self._models: dict[str, ResidentModel] = {}
         self._versions: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._model = ""  # of the evaluation at hand
         self._output: Any = None
         self._request = 0
         self._memory: Memory | None = None
         self._memory_asked = 0.0
 
     def wants_stop(self) -> bool:
-        return self._board.cancelled_request == self._request != 0
+        return 0 < self._request <= self._board.cancelled_request
+
+    def tick(self) -> None:
+        """Something has come further."""
+        self._board.tick(self._rank)
+
+    def next_part(self) -> Part | None:
+        """Of the next message, if it is here already and for the same model."""
+        while not self._ahead and select.select([self._channel], [], [], 0)[0]:
+            self._ahead.extend(self._channel.pump())
+        message = self._ahead[0][0] if self._ahead else None
+        return message.part if isinstance(message, Forward) and message.model == self._model else None
+
+    def reserve(self, nbytes: int) -> None:
+        """Raises Refused where this rank's device has not so much free."""
+        free = self.memory().free
+        if nbytes > free:
+            raise Refused(
+                f"Rank {self._rank} needs {mib(nbytes)} for the keys and values of its blocks and {mib(free)} are free: "
+                "add ranks, make the image or the batch smaller, or free memory."
+            )
 
     def serve(self) -> None:
         """Until Close, or until the UI is gone (ChannelClosed)."""
         while True:
             self._board.enter(self._rank, "waiting")
-            message, fds = self._channel.receive()
+            message, fds = self._ahead.popleft() if self._ahead else self._channel.receive()
             if isinstance(message, Close):
                 return
             self._board.enter(self._rank, PHASE[type(message)], message.request)
@@ -122,7 +145,7 @@ class Engine:
             patcher = call_factory(source["factory"], self._checked(source["args"], source["file"]), source["index"])
         else:
             patcher = build_from_state(source)
-        self._models[message.model] = ResidentModel(patcher, self._device, self._comm, lambda: self._board.tick(self._rank))
+        self._models[message.model] = ResidentModel(patcher, self._device, self._seat, self)
 
     def _checked(self, args: tuple, file: File | None) -> tuple:
         """The factory's arguments, with the checkpoint as this host has it. Raises Refused if it is not the one the UI loaded."""
@@ -152,20 +175,21 @@ class Engine:
     def _forward(self, message: Forward) -> Done:
         self._arena.follow(message.arena_bytes)
         model = self._models[message.model]
+        self._model = message.model
         if model.patches_id != message.patches_id:
             raise Refused(f"Rank {self._rank} holds weight patches {model.patches_id!r}, the run wants {message.patches_id!r}: run again.")
         began = time.perf_counter()
         if self._hosts is not None:
             self._receive(message.arguments)
-        output = model.forward(decode_tree(message.arguments, self._input))
-        if self._rank != 0:
+        output = model.forward(decode_tree(message.arguments, self._input), message.request, message.part)
+        if not self._seat.writes:
             output = None
         done = self._write(message.request, output, message.out)
         return replace(
             done,
             compute_s=time.perf_counter() - began,
-            exchange_s=self._comm.seconds,
-            sent_bytes=self._comm.sent_bytes,
+            exchange_s=self._seat.seconds,
+            sent_bytes=self._seat.sent_bytes,
         )
 
     def _receive(self, arguments: bytes) -> None:

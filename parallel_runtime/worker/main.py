@@ -48,16 +48,17 @@ def run(channel: Channel) -> None:
     import torch.distributed as dist
 
     from ..comm.hosts import HostComm
-    from ..comm.sequence import connect
     from ..layout import Layout
     from .engine import Engine
+    from .seat import take_seat
 
     torch.set_num_threads(start.threads)
     device = torch.device(start.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     board.enter(start.rank, "joining")
-    size = Layout(**start.degrees).world_size
+    layout = Layout(**start.degrees)
+    size = layout.world_size
     with giving_way() if start.cores else contextlib.nullcontext():
         if size > 1:
             if start.meeting is None:  # the store is a memfd too: each rank opens it through its own descriptor, nothing is left on disk
@@ -67,14 +68,15 @@ def run(channel: Channel) -> None:
             timeout = timedelta(seconds=start.timeout_s)
             dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout)
         hosts = HostComm(start.hosts, start.rank) if start.hosts else None
-        comm = connect(
-            tuple(start.degrees.values()),
+        seat = take_seat(
+            layout,
             start.rank,
             device_type="cuda" if start.backend == "nccl" else "cpu",
             on_host=start.backend == "gloo" and device.type == "cuda",
             wants_stop=lambda: engine.wants_stop(),
+            tick=lambda: board.tick(start.rank),
         )
-    engine = Engine(channel, arena, comm, device, hosts)
+    engine = Engine(channel, arena, seat, device, hosts)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     channel.send(Ready(device_name=name, memory=engine.memory()))
     with contextlib.suppress(ChannelClosed):

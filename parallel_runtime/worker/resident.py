@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..comm.sequence import SequenceComm
 from ..errors import Refused
 from ..families import plan_for
+from ..methods.pipefusion import StageForward, Watch, blocks_of, leave_out
 from ..methods.usp import SequenceParallel
+from ..stages import share_out
+from ..wire.messages import Part
 from ..wire.segment import Segment, TensorRef
 from .host_bridge import rebuild_patches, settle_weights
+from .seat import Seat
 
 
 def parameter_slot(model: torch.nn.Module, key: str) -> tuple[torch.nn.Module, str]:
@@ -23,10 +25,10 @@ def parameter_slot(model: torch.nn.Module, key: str) -> tuple[torch.nn.Module, s
 class ResidentModel:
     """``patcher`` is the host's own ModelPatcher; its weights are on this rank's device."""
 
-    def __init__(self, patcher: Any, device: torch.device, comm: SequenceComm, on_progress: Callable[[], None]):
+    def __init__(self, patcher: Any, device: torch.device, seat: Seat, watch: Watch):
         self.patcher = patcher
         self.device = device
-        self.rank = comm.rank
+        self.rank = seat.rank
         self.patches_id = ""
         self._unpatched: dict[str, torch.nn.Parameter] = {}
         self._unpatched_objects: dict[str, Any] = {}
@@ -35,9 +37,17 @@ class ResidentModel:
         plan = plan_for(type(self.diffusion_model))
         if plan is None:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
-        settle_weights(self.diffusion_model, device, on_progress)
+        stage = None
+        if seat.link is not None:
+            blocks = sum(1 for _ in blocks_of(self.diffusion_model, plan))
+            stage = share_out([1.0] * blocks, seat.layout.pipefusion)[seat.stage]
+            leave_out(self.diffusion_model, plan, stage)
+        settle_weights(self.diffusion_model, device, watch.tick)
         self.nbytes = sum(p.numel() * p.element_size() for p in self.diffusion_model.parameters())  # once: every answer reports it
-        self.method = SequenceParallel(self.diffusion_model, plan, comm, on_progress)
+        if stage is None:
+            self.method = SequenceParallel(self.diffusion_model, plan, seat.sequence, watch.tick)
+        else:
+            self.method = StageForward(self.diffusion_model, plan, stage, seat.link, watch)
 
     def patch(
         self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None
@@ -45,7 +55,7 @@ class ResidentModel:
         """Replaces all weight patches. With ``shared``, this rank computes its own keys into ``segment``; ``adopt`` follows."""
         self.unpatch()
         model = self.patcher.model
-        self.patcher.patches = rebuild_patches(patches)
+        self.patcher.patches = {key: value for key, value in rebuild_patches(patches).items() if self._has(key)}
         for name, value in objects.items():
             holder, attribute = _resolve(model, name)
             self._unpatched_objects[name] = getattr(holder, attribute)
@@ -61,6 +71,14 @@ class ResidentModel:
         else:
             self._pending = (shared, segment)
             self.patches_id = patches_id
+
+    def _has(self, key: str) -> bool:
+        """A stage has no weights but those of its own blocks."""
+        try:
+            module, name = parameter_slot(self.patcher.model, key)
+        except AttributeError:
+            return False
+        return hasattr(module, name)
 
     def adopt(self) -> None:
         shared, segment = self._pending
@@ -89,10 +107,12 @@ class ResidentModel:
         self._unpatched[key] = getattr(module, name)
         setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
 
-    def forward(self, arguments: dict[str, Any]) -> Any:
+    def forward(self, arguments: dict[str, Any], number: int, part: Part | None) -> Any:
         model = self.diffusion_model
         call = model._forward if hasattr(type(model), "_forward") else model.forward
-        return call(**self.method.begin(arguments))
+        if part is None:
+            return call(**self.method.begin(arguments))
+        return self.method.run(call, arguments, number, part)
 
 
 def _resolve(model: Any, name: str) -> tuple[Any, str]:

@@ -1,0 +1,50 @@
+"""Consecutive blocks of a model shared out over the stages of a pipeline. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from .errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Blocks [first, end) of ``blocks``, counted over all containers of a plan in their order."""
+
+    first: int
+    end: int
+    blocks: int
+
+    @property
+    def opens(self) -> bool:
+        return self.first == 0
+
+    @property
+    def closes(self) -> bool:
+        return self.end == self.blocks
+
+    def owns(self, block: int) -> bool:
+        return self.first <= block < self.end
+
+
+def share_out(costs: Sequence[float], stages: int) -> tuple[Stage, ...]:
+    """Every stage has a block at least, and the slowest one is as fast as can be; of equal ways, the one with early borders.
+
+    Raises LayoutError where there are more stages than blocks.
+    """
+    if stages > len(costs):
+        raise LayoutError(f"pipefusion {stages}, and the model has {len(costs)} blocks: lower the degree.")
+    until = (0.0, *accumulate(costs))
+    slowest = {(0, 0): (0.0, ())}  # (stages, blocks) -> the slowest stage's cost, and where stages end
+    for stage in range(1, stages + 1):
+        for end in range(stage, len(costs) - (stages - stage) + 1):
+            ways = [
+                (max(slowest[stage - 1, start][0], until[end] - until[start]), (*slowest[stage - 1, start][1], end))
+                for start in range(stage - 1, end)
+                if (stage - 1, start) in slowest
+            ]
+            slowest[stage, end] = min(ways)
+    borders = (0, *slowest[stages, len(costs)][1])
+    return tuple(Stage(first, end, len(costs)) for first, end in pairwise(borders))

@@ -1,0 +1,52 @@
+"""Where a rank sits in the grid, and whom it exchanges messages with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..comm.sequence import SequenceComm, connect
+from ..comm.stages import StageLink
+from ..layout import Layout
+
+
+@dataclass(frozen=True)
+class Seat:
+    """``sequence``: who shares tokens with this rank; ``link``: the stages before and after it, where the ranks are a pipeline."""
+
+    layout: Layout
+    rank: int
+    sequence: SequenceComm
+    link: StageLink | None = None
+
+    @property
+    def stage(self) -> int:
+        return self.layout.coordinates(self.rank)["pipefusion"]
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank has the output."""
+        return self.rank == self.layout.writer
+
+    @property
+    def seconds(self) -> float:
+        """Spent waiting for messages since the evaluation, or the patch of it, began."""
+        return (self.link or self.sequence).seconds
+
+    @property
+    def sent_bytes(self) -> int:
+        return (self.link or self.sequence).sent_bytes
+
+
+def take_seat(
+    layout: Layout, rank: int, *, device_type: str, on_host: bool, wants_stop: Callable[[], bool], tick: Callable[[], None]
+) -> Seat:
+    """Every rank must call it, after init_process_group where there are several."""
+    degrees, index = ((layout.ulysses, layout.ring), rank) if layout.pipefusion == 1 else ((1, 1), 0)
+    sequence = connect(degrees, index, device_type=device_type, on_host=on_host, wants_stop=wants_stop)
+    if layout.pipefusion == 1:
+        return Seat(layout, rank, sequence)
+    stages = layout.group("pipefusion", rank)
+    here = stages.index(rank)
+    before, after = (stages[here - 1] if here else None), (stages[here + 1] if here + 1 < len(stages) else None)
+    return Seat(layout, rank, sequence, StageLink(before, after, on_host=on_host, before_waiting=tick))
