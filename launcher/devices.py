@@ -94,7 +94,8 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
     devices = tuple(known[name] for name in names)
     if devices[layout.writer].host:
         place, name = layout.writer, names[layout.writer]
-        raise LayoutError(f"Rank {place} hands the result to ComfyUI and {name} is on another host: list a device of this host there.")
+        where = "last" if place else "first"
+        raise LayoutError(f"Rank {place} hands the result to ComfyUI and {name} is on another host: list a device of this host {where}.")
     if len({device.is_gpu for device in devices}) > 1:
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
     if size > MAX_RANKS:
