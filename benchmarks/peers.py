@@ -60,7 +60,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     peer, parallel_peer, placed_peer = (DiffusersFlux(forwards.model, forwards.arguments) for _ in range(3))
     parallel_peer.parallelize(ranks.size)
     with giving_way():
-        comm = connect((ranks.size, 1), ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
+        comm = connect((1, 1, ranks.size), ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
         placed_peer.parallelize(ranks.size)
 
     def theirs() -> float:

@@ -46,7 +46,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
     ulysses, ring = degrees
     forwards = Forwards(tokens)
     with giving_way():
-        comm = connect(degrees, ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
+        comm = connect((1, ring, ulysses), ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
     standins = [standin(rank, ulysses, ring) for rank in range(ranks.size)]
     exchanges: list[float] = []
 

@@ -24,11 +24,8 @@ class Layout:
         for axis, degree in self.degrees().items():
             if degree < 1:
                 raise LayoutError(f"{axis} {degree} is not a degree: choose 1 or more.")
-        if self.pipefusion > 1 and self.ulysses * self.ring > 1:
-            raise LayoutError(
-                f"pipefusion {self.pipefusion} with ulysses {self.ulysses} and ring {self.ring}: a stage is one rank, "
-                "set ulysses and ring to 1."
-            )
+        if self.pipefusion > 1 and self.ring > 1:
+            raise LayoutError(f"pipefusion {self.pipefusion} with ring {self.ring}: within a stage use ulysses, and set ring to 1.")
 
     def degrees(self) -> dict[str, int]:
         return {"ulysses": self.ulysses, "ring": self.ring, "pipefusion": self.pipefusion}
@@ -85,11 +82,6 @@ class Split:
     @property
     def starts(self) -> tuple[int, ...]:
         return tuple(accumulate(self.sizes, initial=0))[:-1]
-
-    def carried(self, part: int) -> tuple[int, int]:
-        """(start, size) of the rows a rank computes. A rank that owns none carries row 0 as an anchor, because
-        host blocks cannot view a zero-length stream; anchors never take part in attention or in the result."""
-        return (self.starts[part], self.sizes[part]) if self.sizes[part] else (0, min(1, self.total))
 
 
 def clip_ranges(ranges: list, start: int, size: int, offset: int = 0) -> list[tuple]:

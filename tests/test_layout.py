@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout, Split, clip_ranges
+from pipemesh.parallel_runtime.methods.shards import Shards
 
 
 @pytest.mark.parametrize(("degree", "equation"), [(1, "ulysses 1 = 1 rank"), (2, "ulysses 2 = 2 ranks"), (30, "ulysses 30 = 30 ranks")])
@@ -66,10 +67,8 @@ def test_parts_differ_by_at_most_one_and_the_first_get_more(total, parts):
 def test_every_rank_carries_its_own_rows_or_one_anchor(total, parts):
     split = Split.even(total, parts)
     for part, (start, size) in enumerate(zip(split.starts, split.sizes, strict=True)):
-        if size:
-            assert split.carried(part) == (start, size)
-        else:
-            assert split.carried(part) == (0, min(1, total))  # of nothing there is no anchor
+        carried = Shards({"img": total}, part, parts).carried["img"]
+        assert carried == ((start, size) if size else (0, min(1, total)))  # of nothing there is no anchor
 
 
 def test_heads_split_unevenly():

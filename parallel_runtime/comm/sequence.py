@@ -43,19 +43,21 @@ class SequenceComm:
 
 
 def connect(degrees: Sequence[int], rank: int, *, device_type: str, on_host: bool, wants_stop: Callable[[], bool]) -> SequenceComm:
-    """Every rank must call it, after init_process_group where there are several. ``degrees``: of ulysses and ring."""
-    ulysses, ring = degrees
+    """Every rank must call it, after init_process_group where there are several. ``degrees``: of stages, ring and ulysses; a sequence is
+    shared within a stage, by a ring only where there is one stage."""
+    stages, ring, ulysses = degrees
     size = ulysses * ring
     stop = StopFlag(wants_stop)
     if size == 1:
         return SequenceComm(
             Exchange(None, 0, 1, on_host=on_host), Ring(None, [0], 0, on_host=on_host), Exchange(None, 0, 1, on_host=on_host), stop
         )
-    mesh = init_device_mesh(device_type, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    ring_index, ulysses_index = divmod(rank, ulysses)
+    mesh = init_device_mesh(device_type, tuple(degrees), mesh_dim_names=("pipefusion", "ring", "ulysses"))
+    _stage, ring_index, ulysses_index = mesh.get_coordinate()
+    world = mesh.get_group("ulysses") if stages > 1 else dist.group.WORLD
     return SequenceComm(
         Exchange(mesh.get_group("ulysses"), ulysses_index, ulysses, on_host=on_host),
         Ring(mesh.get_group("ring"), dist.get_process_group_ranks(mesh.get_group("ring")), ring_index, on_host=on_host),
-        Exchange(dist.group.WORLD, rank, size, on_host=on_host),
+        Exchange(world, rank % size, size, on_host=on_host),
         stop,
     )

@@ -24,29 +24,18 @@ from .shards import Rows
 class PatchForward(TokenHooks):
     """Attached to one model. ``reset`` between runs, never inside one."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: TokenPlan,
-        at_block: Callable[[], None] = lambda: None,
-        reserve: Callable[[int], None] = lambda nbytes: None,
-        blocks: int = 1,
-    ):
-        """``reserve`` is told the bytes that a branch's buffers take in so many ``blocks``, and raises where they are not free."""
-        super().__init__(model, plan, at_block)
+    def __init__(self, model: nn.Module, plan: TokenPlan):
+        super().__init__(model, plan)
         self._image = plan.leave.stream
-        self._reserve = reserve
-        self._blocks = blocks
-        self._buffers: dict[tuple[int, int], torch.Tensor] = {}  # (branch, layer) -> (2, B, H, L, D), kept from run to run
-        self._branches: dict[Hashable, int] = {}  # seen in this run, numbered
-        self._branch = 0
+        self._buffers: dict[tuple[Hashable, int], torch.Tensor] = {}  # (branch, layer) -> (2, B, H, L, D)
+        self._branch: Hashable = None
         self._patch: Patch | None = None
         self._totals: Mapping[str, int] = {}
         self._own = (0, 0)  # image rows of the patch
         self._layer = 0
 
     def reset(self) -> None:
-        self._branches.clear()
+        self._buffers.clear()
 
     @property
     def image_tokens(self) -> int:
@@ -61,11 +50,7 @@ class PatchForward(TokenHooks):
     def begin_patch(self, arguments: dict[str, Any], branch: Hashable, patch: Patch | None) -> dict[str, Any]:
         """The arguments of one patch's forward. ``branch`` tells conds apart. Without a patch the evaluation is warm: all tokens, and every
         buffer is filled. The output has all rows, those of other patches are zero."""
-        if patch is None:
-            self._branches.setdefault(branch, len(self._branches))
-        elif branch not in self._branches:
-            raise ModelError("A patch came before the first evaluation of its branch: run again.")
-        self._branch, self._patch, self._layer = self._branches[branch], patch, 0
+        self._branch, self._patch, self._layer = branch, patch, 0
         return super().begin(arguments)
 
     def _choose_rows(self, totals: Mapping[str, int]) -> Rows | None:
@@ -87,22 +72,12 @@ class PatchForward(TokenHooks):
         q_BHlD, k_BHlD, v_BHlD = (t if skip_reshape else split_heads(t, dim) for t in (q, k, v))
         layer, self._layer = self._layer, self._layer + 1
         if self._patch is None:
-            self._fill(layer, k_BHlD, v_BHlD)
+            self._buffers[self._branch, layer] = torch.stack((k_BHlD, v_BHlD))
         else:
             streams = self._streams_of(q_BHlD.shape[2])
             k_BHlD, v_BHlD = self._refreshed(layer, streams, k_BHlD, v_BHlD)
             mask = None if mask is None else self._own_queries(mask, streams)
         return attention(q_BHlD, k_BHlD, v_BHlD, heads, mask, skip_reshape=True, **kwargs)
-
-    def _fill(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """In place where the buffer of an earlier evaluation or run fits."""
-        buffer = self._buffers.get((self._branch, layer))
-        if buffer is None or buffer.shape[1:] != k.shape or buffer.dtype != k.dtype:
-            if layer == 0:
-                self._reserve(2 * self._blocks * k.numel() * k.element_size())
-            buffer = self._buffers[self._branch, layer] = k.new_empty(2, *k.shape)
-        buffer[0].copy_(k)
-        buffer[1].copy_(v)
 
     def _streams_of(self, rows: int) -> tuple[str, ...]:
         """The streams that attend together, told by how many rows are carried of them."""

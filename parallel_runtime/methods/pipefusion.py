@@ -3,31 +3,35 @@
 A stage has its own blocks; in place of the others stand stubs without weights. The stub before the first own block is the door through
 which a patch comes in from the stage before, so that what the host's forward does between blocks is done once, on the right rows. Behind
 the last own block the forward is left.
+
+Legend: B batch, H heads, h heads of one rank, L all tokens, g tokens of the patch, l tokens of one rank, D head dim, C channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ..comm.exchange import Stopped
+from ..comm.sequence import SequenceComm
 from ..comm.stages import StageLink
+from ..errors import ModelError
 from ..families.plan import Blocks, TokenPlan
+from ..layout import Split
 from ..patches import Patch
 from ..stages import Stage
 from ..wire.messages import Part
-from .patches import PatchForward
+from .shards import Joint, Shards
+from .usp import SequenceParallel
 
 
 class Watch(Protocol):
     """What a stage asks of the rank it is in."""
 
     def tick(self) -> None: ...
-    def wants_stop(self) -> bool: ...
     def next_part(self) -> Part | None:
         """What the next message asks for, if it is here already."""
 
@@ -70,47 +74,51 @@ def leave_out(model: nn.Module, plan: TokenPlan, stage: Stage) -> None:
             container[place] = Stub(type(container[place]), group.returns)
 
 
-class StageForward(PatchForward):
-    """Attached to a model whose other blocks are left out. Every stage must be given the same patches in the same order."""
+class StageForward(SequenceParallel):
+    """Attached to a model whose other blocks are left out. Every rank of every stage must be given the same patches in the same order.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: TokenPlan,
-        stage: Stage,
-        link: StageLink,
-        watch: Watch,
-    ):
-        super().__init__(model, plan, watch.tick, watch.reserve, stage.end - stage.first)
+    The ranks of one stage share the tokens of a patch. The keys and values of all tokens that were seen last lie behind their exchange, so
+    each has those of its own heads.
+    """
+
+    def __init__(self, model: nn.Module, plan: TokenPlan, stage: Stage, comm: SequenceComm, link: StageLink, watch: Watch):
+        super().__init__(model, plan, comm, watch.tick)
         self._stage = stage
         self._link = link
         self._watch = watch
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}  # (branch, layer) -> (2, B, h, L, D), kept from run to run
+        self._filled: set[int] = set()  # branches with a whole evaluation in this run
+        self._layer = 0
         self._counts: dict[Part | None, tuple[int, torch.dtype, torch.device]] = {}  # what came in of each part of this run
-        self._part: Part | None = None
-        self._number = 0
+        self._number, self._part, self._patch = 0, Part(0, 0), None
         self._hidden: tuple[int, torch.dtype, torch.device] | None = None  # of the patch that is here
         self._to_send = False
         for index, (container, place, group) in enumerate(blocks_of(model, plan)):
             block = container[place]
             if index == stage.first - 1:
                 block.door = self._come_in
-            if stage.owns(index):
+            if index == stage.first:
                 self._handles.append(block.register_forward_pre_hook(self._entering_own(group), with_kwargs=True))
             if index == stage.end - 1 and not stage.closes:
                 self._handles.append(block.register_forward_hook(lambda _block, _args, out: self._go_out(out)))
 
     def run(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int, part: Part) -> Any:
-        """One patch through this stage: the output on the last one, else None. ``number`` is that of the request. A new run is reset.
+        """One patch through this stage: the output on the last one, else None. ``number`` is that of the request. A new run starts empty.
 
         Raises Stopped. The next stage gets its message in any case, unless not even the own blocks were reached.
         """
-        if self._part is None or part.run != self._part.run:
-            self.reset()
+        if part.run != self._part.run:
+            self._filled.clear()
             self._counts.clear()
-        self._number, self._part, self._hidden, self._to_send = number, part, None, not self._stage.closes
+        self._number, self._part, self._patch = number, part, Patch(*part.patch) if part.patch else None
+        self._layer, self._hidden, self._to_send = 0, None, not self._stage.closes
+        if self._patch is None:
+            self._filled.add(part.branch)
+        elif part.branch not in self._filled:
+            raise ModelError("A patch came before the first evaluation of its branch: run again.")
         self._link.begin()
         try:
-            return forward(**self.begin_patch(arguments, part.branch, Patch(*part.patch) if part.patch else None))
+            return forward(**self.begin(arguments))
         except StageLeft:
             return None
         except BaseException:
@@ -118,6 +126,8 @@ class StageForward(PatchForward):
                 count, dtype, device = self._hidden
                 self._link.send(number, torch.zeros(count, dtype=dtype, device=device))
             raise
+
+    # -- from stage to stage -----------------------------------------------------------------------------------------
 
     def _come_in(self, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
         sizes = [t.numel() for t in tokens]
@@ -136,11 +146,8 @@ class StageForward(PatchForward):
 
     def _entering_own(self, group: Blocks) -> Callable:
         def hook(_block: nn.Module, _args: tuple, arguments: dict[str, Any]) -> None:
-            if self._hidden is None:
-                tokens = [arguments[name] for name in group.tokens]
-                self._hidden = (sum(prod(t.shape) for t in tokens), tokens[0].dtype, tokens[0].device)
-            if self._watch.wants_stop():
-                raise Stopped
+            tokens = [arguments[name] for name in group.tokens]
+            self._hidden = (sum(t.numel() for t in tokens), tokens[0].dtype, tokens[0].device)
 
         return hook
 
@@ -149,3 +156,59 @@ class StageForward(PatchForward):
         self._link.send(self._number, torch.cat([t.reshape(-1) for t in tokens]))
         self._to_send = False
         raise StageLeft
+
+    def _entering_block(self) -> None:
+        self._on_progress()
+
+    # -- the rows of a patch -----------------------------------------------------------------------------------------
+
+    def _choose_rows(self, totals: Mapping[str, int]) -> Shards:
+        patch, image = self._patch, self._plan.leave.stream
+        ranges = None
+        if patch is not None:
+            ranges = {stream: (0, total if patch.first else 0) for stream, total in totals.items()}
+            ranges[image] = (patch.start, totals[image] - patch.start if patch.last else patch.size)
+        return Shards(totals, self._comm.rank, self._comm.size, ranges)
+
+    def _attended(self, attention: Callable, qkv, mask, heads: Split, joint: Joint, flag: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        self._comm.stop.decide(flag)
+        q_BhgD, *kv = qkv
+        own = heads.sizes[self._comm.ulysses.rank]
+        rows = self._rows.once(joint, ("rows",), lambda: joint.rank_major().to(q_BhgD.device))
+        layer, self._layer = self._layer, self._layer + 1
+        if not own:
+            return q_BhgD
+        buffer = self._buffer(layer, q_BhgD, joint.whole)
+        for place, new in zip(buffer, kv, strict=True):
+            place.index_copy_(2, rows, new)
+        if mask is not None:
+            mask = self._rows.once(mask, ("queries", own), lambda: self._own_queries(mask, rows, heads, joint.whole))
+        return attention(q_BhgD, *buffer, own, mask, skip_reshape=True, skip_output_reshape=True, **kwargs)
+
+    def _buffer(self, layer: int, like: torch.Tensor, tokens: int) -> torch.Tensor:
+        """(2, B, h, L, D): this layer's keys and values of this branch, as they were last seen."""
+        shape = (2, *like.shape[:2], tokens, like.shape[3])
+        buffer = self._buffers.get((self._part.branch, layer))
+        if buffer is None or buffer.shape != shape or buffer.dtype != like.dtype:
+            if layer == 0:
+                blocks = self._stage.end - self._stage.first
+                self._watch.reserve(blocks * prod(shape) * like.element_size())
+            buffer = self._buffers[self._part.branch, layer] = like.new_empty(shape)
+        return buffer
+
+    def _own_queries(self, mask: torch.Tensor, rows: torch.Tensor, heads: Split, tokens: int) -> torch.Tensor:
+        """The rows of a host mask ((L, L), (B, L, L), (B, 1 or H, 1 or L, L)) whose queries are here, for the own heads."""
+        if mask.ndim > 1 and mask.shape[-2] == tokens:
+            mask = mask.index_select(-2, rows)
+        if mask.ndim == 4 and mask.shape[1] == heads.total > 1:
+            mask = mask[:, self._own_heads(heads)]
+        return mask
+
+    def _left(self, out_BlC: torch.Tensor) -> torch.Tensor:
+        """The patch's rows of the leaving stream among all its rows, zero elsewhere; on other ranks than the stage's first, all zero."""
+        stream = self._plan.leave.stream
+        gathered = super()._left(out_BlC)
+        batch, _, channels = out_BlC.shape
+        whole = out_BlC.new_zeros(batch, self._rows.totals[stream], channels)
+        whole.narrow(1, *self._rows.ranges[stream]).copy_(out_BlC if gathered is None else gathered)
+        return whole

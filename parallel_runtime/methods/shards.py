@@ -69,42 +69,60 @@ class Rows:
 
 
 class Shards(Rows):
-    """The streams of one evaluation, seen from one rank of ``size``: each split evenly over them, as far as it goes."""
+    """The streams of one evaluation, seen from one rank of ``size``: each split evenly over them, as far as it goes.
 
-    def __init__(self, totals: Mapping[str, int], rank: int, size: int):
+    ``ranges``: where only a part (start, size) of the streams is computed at all.
+    """
+
+    def __init__(self, totals: Mapping[str, int], rank: int, size: int, ranges: Mapping[str, tuple[int, int]] | None = None):
         self.rank = rank
         self.size = size
-        self.splits = {stream: Split.even(total, size) for stream, total in totals.items()}
-        super().__init__(totals, {stream: split.carried(rank) for stream, split in self.splits.items()})
+        self.ranges = ranges or {stream: (0, total) for stream, total in totals.items()}
+        self.splits = {stream: Split.even(count, size) for stream, (_, count) in self.ranges.items()}
+        super().__init__(totals, {stream: self._carried(stream, total) for stream, total in totals.items()})
         self._joint: dict[tuple[str, ...], Joint] = {}
+
+    def _carried(self, stream: str, total: int) -> tuple[int, int]:
+        """A rank that owns none carries row 0 as an anchor: host blocks cannot view an empty stream. Anchors never take part in attention
+        or in the result."""
+        split = self.splits[stream]
+        own = (self.ranges[stream][0] + split.starts[self.rank], split.sizes[self.rank])
+        return own if own[1] else (0, min(1, total))
 
     def joint(self, streams: tuple[str, ...]) -> Joint:
         if streams not in self._joint:
-            self._joint[streams] = Joint({stream: self.splits[stream] for stream in streams}, self.rank, self.size)
+            self._joint[streams] = Joint(self, streams)
         return self._joint[streams]
 
 
 class Joint:
     """Streams that attention sees as one sequence."""
 
-    def __init__(self, splits: Mapping[str, Split], rank: int, size: int):
-        self._splits = splits
-        self._rank = rank
-        self.counts = [sum(split.sizes[rank] for split in splits.values()) for rank in range(size)]  # tokens owned by each rank
+    def __init__(self, shards: Shards, streams: Sequence[str]):
+        self._shards = shards
+        self._streams = streams
+        splits = [shards.splits[stream] for stream in streams]
+        self.counts = [sum(split.sizes[rank] for split in splits) for rank in range(shards.size)]  # tokens owned by each rank
         self.owned: list[tuple[int, int]] = []  # (start, size) of each stream's owned rows within the carried ones
         self.carried = 0
-        for split in splits.values():
-            self.owned.append((self.carried, split.sizes[rank]))
-            self.carried += split.carried(rank)[1]
+        for stream, split in zip(streams, splits, strict=True):
+            self.owned.append((self.carried, split.sizes[shards.rank]))
+            self.carried += shards.carried[stream][1]
         self._order: torch.Tensor | None = None
 
     @property
     def total(self) -> int:
+        """Tokens that are computed, on all ranks."""
         return sum(self.counts)
 
     @property
+    def whole(self) -> int:
+        """Tokens that there are."""
+        return sum(self._shards.totals[stream] for stream in self._streams)
+
+    @property
     def carries_anchor(self) -> bool:
-        return self.carried != self.counts[self._rank]
+        return self.carried != self.counts[self._shards.rank]
 
     def drop_anchors(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat([tensor.narrow(dim, start, size) for start, size in self.owned], dim) if self.carries_anchor else tensor
@@ -121,15 +139,16 @@ class Joint:
         return out
 
     def rank_major(self) -> torch.Tensor:
-        """(L,): position in rank-major order -> position in the host's order."""
+        """(total,): position in rank-major order -> position in the host's order of all tokens there are."""
         if self._order is None:
             rows = []
             for rank in range(len(self.counts)):
                 offset = 0
-                for split in self._splits.values():
-                    begin = offset + split.starts[rank]
+                for stream in self._streams:
+                    split = self._shards.splits[stream]
+                    begin = offset + self._shards.ranges[stream][0] + split.starts[rank]
                     rows.append(torch.arange(begin, begin + split.sizes[rank]))
-                    offset += split.total
+                    offset += self._shards.totals[stream]
             self._order = torch.cat(rows)
         return self._order
 

@@ -53,7 +53,7 @@ class SequenceParallel(TokenHooks):
 
     def _attend(self, attention: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask=None, *args, **kwargs):
         """The host's ``optimized_attention_override``; attention outside the plan's blocks is local and passes through."""
-        if self._comm.size == 1 or not self._shared_attention:
+        if self._rows is None or not self._shared_attention:
             return attention(q, k, v, heads, mask, *args, **kwargs)
         if args:
             kwargs["attn_precision"] = args[0]  # the only other argument hosts pass by position
@@ -65,18 +65,21 @@ class SequenceParallel(TokenHooks):
             k_BHlD, v_BHlD = (t.repeat_interleave(repeats, dim=1) for t in (k_BHlD, v_BHlD))
             kwargs.pop("enable_gqa", None)
         joint = self._joint_of(q_BHlD.shape[2])
-        if mask is not None:
-            mask = self._rows.once(mask, ("mask",), lambda: permute_mask(mask, joint))
-
         split = Split.even(q_BHlD.shape[1], self._comm.ulysses.size)
         qkv_3BhgD, flag = self._heads_for_tokens((q_BHlD, k_BHlD, v_BHlD), split, joint)
-        if self._comm.ring.size > 1:
-            out_BhgD = self._around_the_ring(qkv_3BhgD, mask, split, joint, flag, kwargs.get("scale"))
-        else:
-            self._comm.stop.decide(flag)
-            out_BhgD = self._at_once(attention, qkv_3BhgD, mask, split, joint, kwargs)
+        out_BhgD = self._attended(attention, qkv_3BhgD, mask, split, joint, flag, kwargs)
         out_BlHD = self._tokens_for_heads(out_BhgD, split, joint)
         return out_BlHD.transpose(1, 2) if skip_output_reshape else out_BlHD.flatten(2)
+
+    def _attended(self, attention: Callable, qkv, mask, heads: Split, joint: Joint, flag: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """3 x (B, h, g, D) -> (B, h, g, D): the own heads, over all keys that there are."""
+        if mask is not None:
+            mask = self._rows.once(mask, ("mask",), lambda: permute_mask(mask, joint))
+        if self._comm.ring.size > 1:
+            qkv = qkv if isinstance(qkv, torch.Tensor) else torch.stack(qkv)
+            return self._around_the_ring(qkv, mask, heads, joint, flag, kwargs.get("scale"))
+        self._comm.stop.decide(flag)
+        return self._at_once(attention, qkv, mask, heads, joint, kwargs)
 
     def _joint_of(self, rows: int) -> Joint:
         """The streams that attend together, told by how many rows this rank has of them."""
@@ -92,13 +95,15 @@ class SequenceParallel(TokenHooks):
         size = self._comm.ulysses.size
         return range(self._comm.ring.index * size, (self._comm.ring.index + 1) * size)
 
-    def _heads_for_tokens(self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint) -> tuple[torch.Tensor, torch.Tensor]:
-        """3 x (B, H, l, D) -> (3, B, h, g, D), tokens in rank-major order; and the ulysses group's wish to stop."""
+    def _heads_for_tokens(
+        self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint
+    ) -> tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]:
+        """3 x (B, H, l, D) -> 3 x (B, h, g, D), tokens in rank-major order; and the ulysses group's wish to stop."""
         exchange = self._comm.ulysses
         qkv = [joint.drop_anchors(t, 2) for t in qkv]
         flag = self._comm.stop.wish(qkv[0])
         if exchange.size == 1:
-            return torch.stack(qkv), flag
+            return qkv, flag
         batch, _, _, dim = qkv[0].shape
         own_heads = heads.sizes[exchange.rank]
         tokens = [joint.counts[rank] for rank in self._group_ranks()]

@@ -47,7 +47,7 @@ class ResidentModel:
         if stage is None:
             self.method = SequenceParallel(self.diffusion_model, plan, seat.sequence, watch.tick)
         else:
-            self.method = StageForward(self.diffusion_model, plan, stage, seat.link, watch)
+            self.method = StageForward(self.diffusion_model, plan, stage, seat.sequence, seat.link, watch)
 
     def patch(
         self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None

@@ -31,19 +31,19 @@ class Seat:
     @property
     def seconds(self) -> float:
         """Spent waiting for messages since the evaluation, or the patch of it, began."""
-        return (self.link or self.sequence).seconds
+        return self.sequence.seconds + (self.link.seconds if self.link else 0.0)
 
     @property
     def sent_bytes(self) -> int:
-        return (self.link or self.sequence).sent_bytes
+        return self.sequence.sent_bytes + (self.link.sent_bytes if self.link else 0)
 
 
 def take_seat(
     layout: Layout, rank: int, *, device_type: str, on_host: bool, wants_stop: Callable[[], bool], tick: Callable[[], None]
 ) -> Seat:
     """Every rank must call it, after init_process_group where there are several."""
-    degrees, index = ((layout.ulysses, layout.ring), rank) if layout.pipefusion == 1 else ((1, 1), 0)
-    sequence = connect(degrees, index, device_type=device_type, on_host=on_host, wants_stop=wants_stop)
+    degrees = (layout.pipefusion, layout.ring, layout.ulysses)
+    sequence = connect(degrees, rank, device_type=device_type, on_host=on_host, wants_stop=wants_stop)
     if layout.pipefusion == 1:
         return Seat(layout, rank, sequence)
     stages = layout.group("pipefusion", rank)
