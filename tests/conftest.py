@@ -49,7 +49,7 @@ def started():
 
 @pytest.fixture(scope="session")
 def clients(setup):
-    """(ulysses, ring) -> a Client of a running CPU pool of that layout."""
+    """(ulysses, ring, pipefusion) -> a Client of a running CPU pool of that layout."""
     from pipemesh.launcher.devices import place
     from pipemesh.launcher.pool import PoolHandle
     from pipemesh.parallel_runtime.client.remote_model import Client
@@ -57,11 +57,11 @@ def clients(setup):
 
     made = {}
 
-    def client(ulysses: int, ring: int = 1) -> Client:
-        layout = Layout(ulysses=ulysses, ring=ring)
+    def client(ulysses: int, ring: int = 1, pipefusion: int = 1) -> Client:
+        layout = Layout(ulysses=ulysses, ring=ring, pipefusion=pipefusion)
         if layout not in made:
             handle = PoolHandle(place(layout, "cpu", "gloo", ()), setup)
-            made[layout] = (Client(handle, shares_weights=True), handle)
+            made[layout] = (Client(handle, shares_weights=pipefusion == 1), handle)
         return made[layout][0]
 
     yield client

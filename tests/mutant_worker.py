@@ -82,6 +82,85 @@ def ring_order(usp):
     usp.part_of_mask = lambda mask, rows, columns, *rest: real(mask.roll(1, -1), rows, columns, *rest)
 
 
+def slow_stage(_usp):
+    """The second stage takes a good deal longer than the first."""
+    import time
+
+    pipefusion, real = stage_module(), stage_module().StageForward._attended
+
+    def attended(self, *args):
+        if not self._stage.opens:
+            time.sleep(0.02)
+        return real(self, *args)
+
+    pipefusion.StageForward._attended = attended
+
+
+def no_memory(_usp):
+    from pipemesh.parallel_runtime.wire.messages import Memory
+    from pipemesh.parallel_runtime.worker import engine
+
+    engine.Engine._ask_memory = lambda self: Memory(0, 1 << 30, 0)
+
+
+def rows_of_the_buffer(_usp):
+    """A patch's keys and values are written one row too far."""
+    pipefusion, real = stage_module(), stage_module().Joint.rank_major
+    pipefusion.Joint.rank_major = lambda self: (real(self) + (self.total < self.whole)) % self.whole
+
+
+def anchors_are_kept(_usp):
+    """The keys of the one text token that a patch carries for the host's sake are taken for the text's first."""
+    pipefusion, real = stage_module(), stage_module().StageForward._choose_rows
+
+    def choose_rows(self, totals):
+        rows = real(self, totals)
+        for stream, (_start, count) in rows.ranges.items():
+            if count == 0:
+                rows.ranges[stream] = (0, 1)
+                rows.splits[stream] = pipefusion.Split.even(1, self._comm.size)
+        return rows
+
+    pipefusion.StageForward._choose_rows = choose_rows
+
+
+def text_is_dropped(_usp):
+    """The first patch comes without its text, whose keys and values stay those of the warm-up."""
+    pipefusion, real = stage_module(), stage_module().StageForward._choose_rows
+
+    def choose_rows(self, totals):
+        patch = self._patch
+        self._patch = patch and type("Other", (), {"start": patch.start, "size": patch.size, "last": patch.last, "first": False})
+        return real(self, totals)
+
+    pipefusion.StageForward._choose_rows = choose_rows
+
+
+def stale_message(_usp):
+    """The second stage computes with what came in before."""
+    pipefusion, real = stage_module(), stage_module().StageForward._come_in
+    last = {}
+
+    def come_in(self, tokens):
+        new = real(self, tokens)
+        sizes = tuple(t.shape for t in new)
+        last[sizes], old = [t.clone() for t in new], last.get(sizes, new)
+        return old
+
+    pipefusion.StageForward._come_in = come_in
+
+
+def mask_of_all_queries(_usp):
+    """Every patch takes the mask's first rows."""
+    stage_module().StageForward._own_queries = lambda self, mask, rows, heads, tokens: mask[..., : len(rows), :]
+
+
+def stage_module():
+    import pipemesh.parallel_runtime.methods.pipefusion as module
+
+    return module
+
+
 if __name__ == "__main__":
     mutation = sys.argv.pop(1)
     sys.path.insert(0, str(LAUNCHER))

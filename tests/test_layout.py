@@ -12,7 +12,7 @@ from pipemesh.parallel_runtime.methods.shards import Shards
 def test_a_layout_prints_its_equation(degree, equation):
     layout = Layout(ulysses=degree)
     assert layout.world_size == degree
-    assert layout.degrees() == {"ulysses": degree, "ring": 1}
+    assert layout.degrees() == {"ulysses": degree, "ring": 1, "pipefusion": 1}
     assert layout.equation() == equation
 
 

@@ -5,11 +5,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.launcher.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.methods.patches import PatchForward, cut
+from pipemesh.parallel_runtime.methods.patches import PatchForward
+from pipemesh.parallel_runtime.patches import TokenGrid
 
 CASES = [
     Case("flux", "ulysses1", "odd", 5, 1.0, True, "euler"),
@@ -59,8 +60,8 @@ class Model:
     @torch.inference_mode()
     def round(self, arguments: dict, patches: int) -> torch.Tensor:
         """All patches one after another; their rows together."""
-        tokens = self.method.image_tokens
-        return sum(self.forward(**self.method.begin_patch(arguments, "cond", patch)) for patch in cut(tokens, 1, patches))
+        grid = TokenGrid.of(next(iter(arguments.values())).shape, self.module.patch_size)
+        return sum(self.forward(**self.method.begin_patch(arguments, "cond", patch)) for patch in grid.cut(patches))
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
@@ -100,11 +101,35 @@ def test_branches_do_not_see_each_other(model):
     assert relative_error(model.round(first, 2), truth) <= BOUND
 
 
-@given(rows=st.integers(1, 40), width=st.integers(1, 9), patches=st.integers(1, 12))
-def test_patches_are_whole_rows_one_after_another_and_none_is_empty(rows, width, patches):
-    made = cut(rows, width, patches)
-    assert made[0].start == 0 and made[0].first
+GRIDS = st.builds(
+    TokenGrid.of,
+    st.one_of(
+        st.tuples(st.just(1), st.just(4), st.integers(1, 17), st.integers(1, 17)),
+        st.tuples(st.just(1), st.just(4), st.integers(1, 5), st.integers(1, 9), st.integers(1, 9)),
+    ),
+    st.sampled_from([1, 2, (1, 2, 2)]),
+)
+
+
+@settings(deadline=None)
+@given(grid=GRIDS, patches=st.integers(1, 12))
+def test_patches_are_whole_lines_one_after_another_and_none_is_empty(grid, patches):
+    made, width = grid.cut(patches), grid.counts[-1]
+    assert made[0].start == 0 and made[0].first and [patch.last for patch in made] == [False] * (len(made) - 1) + [True]
     assert all(after.start == before.start + before.size for before, after in pairwise(made))
-    assert sum(patch.size for patch in made) == rows * width
+    assert sum(patch.size for patch in made) == grid.tokens
     assert all(patch.size and patch.size % width == 0 for patch in made)
-    assert len(made) == min(rows, patches)
+    assert max(patch.size for patch in made) - min(patch.size for patch in made) <= width
+    assert len(made) == min(grid.lines, patches)
+
+
+@settings(deadline=None)
+@given(grid=GRIDS, patches=st.integers(1, 12))
+def test_every_pixel_is_of_the_patch_that_has_its_token(grid, patches):
+    tokens = torch.arange(grid.tokens).view(grid.counts)
+    for dim, edge in enumerate(grid.edges):
+        tokens = tokens.repeat_interleave(edge, dim)
+    tokens = tokens[tuple(slice(size) for size in grid.extent)]
+    for patch in grid.cut(patches):
+        own = (tokens >= patch.start) & (tokens < patch.start + patch.size)
+        assert torch.equal(grid.pixels(patch).expand(grid.extent), own)

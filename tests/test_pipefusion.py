@@ -1,0 +1,219 @@
+"""PipeFusion through real pools: what the stages compute is what one process computes, whatever their number."""
+
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from pipemesh.launcher.devices import place
+from pipemesh.launcher.parity import BOUND, FAMILIES, Case, relative_error, sample, stock_model
+from pipemesh.launcher.pool import PoolHandle
+from pipemesh.launcher.reference import reference
+from pipemesh.parallel_runtime.client.remote_model import Client
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.errors import PoolFailed, Refused
+from pipemesh.parallel_runtime.layout import Layout
+
+ALL_WARM = 9999
+LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2)]  # degrees of pipefusion and ulysses
+PIPELINES = [
+    pytest.param(family, layout, id="{}-pipefusion{}-ulysses{}".format(family, *layout))
+    for layout in LAYOUTS
+    for family in FAMILIES
+    if (family, layout[0]) != ("sd3.5-medium", 4)  # it has three blocks here
+]
+
+
+def case(family="flux", sampler="euler", cfg=4.0, tokens="odd", mask=False) -> Case:
+    return Case(family, "ulysses1", tokens, FAMILIES[family][0][-1], cfg, mask, sampler)
+
+
+@pytest.fixture(scope="module")
+def truths():
+    """What one process computes: stock, and the reference in so many patches."""
+
+    class Truths:
+        stock_model = cache(lambda family: stock_model(FAMILIES[family][0][-1], family=family))
+        own_model = cache(lambda family, patches: reference(stock_model(FAMILIES[family][0][-1], family=family), patches, 1))
+        stock = cache(lambda case: sample(Truths.stock_model(case.family), case))
+        patched = cache(lambda case, patches: sample(Truths.own_model(case.family, patches), case))
+
+    return Truths
+
+
+@pytest.fixture(scope="module")
+def pipeline(clients, truths):
+    """(family, (pipefusion, ulysses), patches, warm_up) -> a MODEL sampled by a pool of that layout."""
+
+    def make(family, layout, patches, warm_up=1, notice=lambda mode: None):
+        stages, ulysses = layout
+        return parallelize(
+            truths.stock_model(family),
+            clients(ulysses, 1, stages),
+            holds_ui_device=False,
+            patching=Patching(patches, warm_up),
+            notice=notice,
+        )
+
+    return make
+
+
+def patches_of(layout):
+    return (layout[0], layout[0] + 1, 2 * layout[0])
+
+
+@pytest.mark.parametrize("family, layout", PIPELINES)
+def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages(pipeline, truths, family, layout):
+    patches = patches_of(layout)[list(FAMILIES).index(family) % 3]
+    of = case(family, sampler="dpmpp_2m_sde", tokens="even" if patches % 2 else "odd")
+    assert relative_error(sample(pipeline(family, layout, patches), of), truths.patched(of, patches)) <= BOUND
+    assert relative_error(truths.patched(of, patches), truths.stock(of)) > 100 * BOUND  # it is asynchronous
+
+
+@pytest.mark.parametrize("family, layout", PIPELINES)
+def test_with_every_evaluation_warm_a_pipeline_is_stock(pipeline, truths, family, layout):
+    of = case(family, sampler="heun")
+    assert relative_error(sample(pipeline(family, layout, layout[0], ALL_WARM), of), truths.stock(of)) <= BOUND
+
+
+@pytest.mark.parametrize("family, layout", PIPELINES)
+def test_with_constant_inputs_every_evaluation_equals_the_serial_forward(pipeline, family, layout):
+    asked = []
+    model = pipeline(family, layout, 1, ALL_WARM)
+    sampling = model.remote.sampling
+    real = sampling.evaluate
+    sampling.evaluate = lambda arguments, branch: asked.append((arguments, branch)) or real(arguments, branch)
+    sample(model, case(family, cfg=1.0), steps=1)
+    arguments, branch = asked[0]
+    for patches in patches_of(layout):
+        constant = pipeline(family, layout, patches).remote.sampling
+        with torch.inference_mode():
+            constant.begin_run()
+            truth = constant.evaluate(arguments, branch)
+            for _ in range(2):
+                assert relative_error(constant.evaluate(arguments, branch), truth) <= BOUND
+
+
+@pytest.mark.parametrize("family", ["flux", "wan2.1-t2v"])
+def test_masks_and_more_patches_than_lines_change_nothing_of_that(pipeline, truths, family):
+    of = case(family, mask=family == "flux")
+    assert relative_error(sample(pipeline(family, (2, 1), 50), of), truths.patched(of, 50)) <= BOUND
+
+
+def test_a_mask_reaches_every_stage(pipeline, truths):
+    of = case(mask=True)
+    for layout in ((2, 1), (2, 2)):
+        assert relative_error(sample(pipeline("flux", layout, 3, ALL_WARM), of), truths.stock(of)) <= BOUND
+
+
+def test_a_second_run_keeps_nothing_of_the_first(pipeline, truths):
+    model, of = pipeline("flux", (2, 1), 3), case()
+    sample(model, case(tokens="even"), seed=8)
+    first = sample(model, of)
+    assert torch.equal(sample(model, of), first)
+    assert relative_error(first, truths.patched(of, 3)) <= BOUND
+
+
+def test_single_timeline_through_a_pipeline_is_the_reference_too(pipeline, truths):
+    modes = []
+    of = case(sampler="dpm_adaptive")
+    ours = sample(pipeline("flux", (2, 1), 3, notice=modes.append), of)
+    assert "dpm_adaptive" in modes[0] and modes[0].startswith("single-timeline")
+    assert relative_error(ours, truths.patched(of, 3)) <= BOUND
+
+
+def test_more_stages_than_blocks_are_refused_and_the_pool_goes_on(pipeline, clients):
+    with pytest.raises(Refused, match="^pipefusion 4, and the model has 3 blocks: lower the degree"):
+        sample(pipeline("sd3.5-medium", (4, 1), 4), case("sd3.5-medium"))
+    assert clients(1, 1, 4).memory.pool.idle
+
+
+# -- when something goes wrong ---------------------------------------------------------------------------------------
+
+
+def with_callback(model, of, act, at_step=1):
+    """Samples; ``act`` is called when all patches have come to a step: the others are on their way then."""
+    import comfy.sample
+
+    def callback(step, x0, x, total):
+        if step == at_step:
+            act()
+
+    real = comfy.sample.sample
+    try:
+        comfy.sample.sample = lambda *args, **kwargs: real(*args, callback=callback, **kwargs)
+        return sample(model, of)
+    finally:
+        comfy.sample.sample = real
+
+
+def test_a_cancel_with_every_patch_in_flight_leaves_the_pool_warm_and_the_next_run_right(pipeline, truths, clients):
+    import comfy.model_management as mm
+
+    model, of = pipeline("flux", (2, 1), 3), case()
+    sample(model, of)
+    client = clients(1, 1, 2)
+    pool, pids = client.memory.pool, client.memory.pool.pids
+    with pytest.raises(mm.InterruptProcessingException):
+        with_callback(model, of, mm.interrupt_current_processing)
+    mm.interrupt_current_processing(False)
+    assert client.memory.pool is pool and pool.pids == pids and pool.idle and not client.memory.tickets
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+
+
+def test_an_error_in_the_users_own_callback_ends_what_is_in_flight(pipeline, truths, clients):
+    def fall_over():
+        raise ZeroDivisionError
+
+    model, of = pipeline("flux", (2, 1), 3), case()
+    with pytest.raises(ZeroDivisionError):
+        with_callback(model, of, fall_over)
+    assert clients(1, 1, 2).memory.pool.idle
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+
+
+@pytest.fixture
+def own(setup, truths):
+    """A pipeline of two stages with a pool to itself, and its client. ``broken``: what is wrong with its ranks."""
+    handles = []
+
+    def make(patches=3, broken=None):
+        argv = (sys.executable, str(Path(__file__).with_name("mutant_worker.py")), broken, "{fd}", "{parent}")
+        handles.append(PoolHandle(place(Layout(pipefusion=2), "cpu", "gloo", ()), replace(setup, argv=argv) if broken else setup))
+        client = Client(handles[-1], shares_weights=False)
+        return parallelize(truths.stock_model("flux"), client, holds_ui_device=False, patching=Patching(patches)), client
+
+    yield make
+    for handle in handles:
+        handle.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(own, truths, rank):
+    import psutil
+
+    (model, client), of = own(), case()
+    with pytest.raises(PoolFailed, match=f"^Rank {rank} on cpu was killed"):
+        with_callback(model, of, lambda: psutil.Process(client.memory.pool.pids[rank]).kill())
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+
+
+def test_a_slow_stage_only_takes_longer(own, truths):
+    model, _client = own(broken="slow_stage")
+    assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= BOUND
+
+
+def test_too_little_memory_for_keys_and_values_is_refused_with_figures_and_the_pool_goes_on(own):
+    model, client = own(broken="no_memory")
+    with pytest.raises(Refused, match=r"needs [\d.]+ MiB for the keys and values of its blocks and 0\.0 MiB are free: add ranks"):
+        sample(model, case())
+    assert client.memory.pool.idle
+
+
+@pytest.mark.parametrize("mutation", ["rows_of_the_buffer", "anchors_are_kept", "text_is_dropped", "stale_message", "mask_of_all_queries"])
+def test_parity_goes_red_when_a_stage_breaks(own, truths, mutation):
+    model, _client = own(broken=mutation)
+    of = case(mask=mutation.startswith("mask"))
+    assert relative_error(sample(model, of), truths.patched(of, 3)) > 100 * BOUND
