@@ -18,7 +18,7 @@ from ..benchmarks.figures import Figure, Options, number
 if TYPE_CHECKING:
     from .host import Host
 
-NAMES = ("capacity", "hop", "sp", "load", "peers")
+NAMES = ("capacity", "hop", "sp", "load", "peers", "pipefusion")
 MIN_ROUNDS = 25
 ROW = "{:9}{:24}{:16}{:>12}  {:26}{:7}{:24}{}"
 

@@ -60,7 +60,7 @@ def wan_patcher(*, model_type: str = "t2v", per_frame: bool = False, heads: int 
         "dim": heads * 16,
         "ffn_dim": 96,
         "num_heads": heads,
-        "num_layers": 3,
+        "num_layers": 5,
         "in_dim": channels + (20 if model_type == "i2v" else 0),
         "out_dim": channels,
         "text_dim": 64,

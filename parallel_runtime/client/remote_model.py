@@ -52,13 +52,31 @@ class Handle(Protocol):
 
 
 @dataclass(frozen=True)
+class Span:
+    """When a rank was at work on an evaluation, by its host's monotonic clock, and how long it waited for others meanwhile."""
+
+    began_s: float
+    ended_s: float
+    waited_s: float
+
+    @property
+    def busy_s(self) -> float:
+        return self.ended_s - self.began_s - self.waited_s
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """Measured of one evaluation: seconds around it in the UI, and the slowest rank's share of them."""
+    """Measured of one evaluation, or of a part of it in a pipeline: seconds around it in the UI, and the slowest rank's share of them.
+
+    ``spans``: every rank's.
+    """
 
     seconds: float
     hop_s: float
     exchange_s: float
     sent_bytes: int
+    part: Part | None = None
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass
@@ -329,7 +347,7 @@ class Client:
         with one_thread():
             tree = encode_tree(arguments, put)
         number = held.pool.next_request()
-        ticket = Ticket(number, frame, latent.device, began)
+        ticket = Ticket(number, frame, latent.device, began, part)
         held.tickets.append(ticket)
         nbytes = held.pool.arena.nbytes
         held.pool.submit(
@@ -347,7 +365,7 @@ class Client:
         output = decode_tree(written.output, lambda ref: held.pool.arena.segment.tensor(ref).to(ticket.device, copy=True))
         held.tickets.remove(ticket)
         ticket.frame.release()
-        held.figures.evaluations.append(measured(time.perf_counter() - ticket.began, replies))
+        held.figures.evaluations.append(measured(time.perf_counter() - ticket.began, replies, ticket.part))
         return output
 
     def abandon(self) -> None:
@@ -368,14 +386,17 @@ class Ticket:
     frame: Frame
     device: torch.device
     began: float
+    part: Part
 
 
-def measured(seconds: float, replies: list[Done]) -> Evaluation:
+def measured(seconds: float, replies: list[Done], part: Part | None = None) -> Evaluation:
     return Evaluation(
         seconds=seconds,
         hop_s=seconds - max(reply.compute_s for reply in replies),
         exchange_s=max(reply.exchange_s for reply in replies),
         sent_bytes=max(reply.sent_bytes for reply in replies),
+        part=part,
+        spans=tuple(Span(reply.began_s, reply.began_s + reply.compute_s, reply.exchange_s) for reply in replies),
     )
 
 

@@ -126,13 +126,17 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """``output`` is a tree, of the rank that has it; ``needs_bytes`` > 0 asks for a Fetch into a place of that size."""
+    """``output`` is a tree, of the rank that has it; ``needs_bytes`` > 0 asks for a Fetch into a place of that size.
+
+    ``compute_s``: since ``began_s`` (of the host's monotonic clock), ``exchange_s`` of them spent waiting for other ranks' messages.
+    """
 
     request: int
     memory: Memory
     output: bytes = b""
     needs_bytes: int = 0
     cancelled: bool = False
+    began_s: float = 0.0
     compute_s: float = 0.0
     exchange_s: float = 0.0
     sent_bytes: int = 0

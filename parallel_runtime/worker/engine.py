@@ -187,6 +187,7 @@ class Engine:
         done = self._write(message.request, output, message.out)
         return replace(
             done,
+            began_s=began,
             compute_s=time.perf_counter() - began,
             exchange_s=self._seat.seconds,
             sent_bytes=self._seat.sent_bytes,

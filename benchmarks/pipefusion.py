@@ -1,0 +1,192 @@
+"""PipeFusion over two stages: its efficiency, how busy the stages are, what it sends, and what letting patches run ahead buys.
+
+A whole run of the stock sampler per measurement, through the product's own pool, against the same patches in turn in one process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from statistics import median
+from typing import Any
+
+from .capacity import capacity
+from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
+from .lockstep import Phase, Ranks, merge, run, timed
+
+STAGES = 2
+PATCHES = (2, 4)
+TOKENS = 1024
+STEPS, WARM_UP = 28, 1
+EFFICIENCY = {"free": 0.93, "single": None}
+BUSY = 0.95  # of what the pipeline's filling and draining leaves
+WEIGHTS_SLACK = 0.05
+
+
+def efficiency(mode: str) -> Any:
+    """The same patches in turn in one process, against the pipeline and what the cores can give."""
+    return lambda rounds: typical(rounds, "alone") / (typical(rounds, mode) * capacity(rounds))
+
+
+def speedup(mode: str) -> Any:
+    return lambda rounds: typical(rounds, "stock") / typical(rounds, mode)
+
+
+def patch_tax(rounds: Sequence[Round]) -> float:
+    return typical(rounds, "alone") / typical(rounds, "stock")
+
+
+def formula_bytes(patches: int, tokens: int, hidden: int, item_bytes: int, batch: int = 1) -> float:
+    """Over a boundary in one evaluation: every token once, and one token of text for each patch but the first."""
+    return batch * (tokens + patches - 1) * hidden * item_bytes
+
+
+def ideal_occupancy(patches: int) -> float:
+    """Of a pipeline that fills and drains once in a run."""
+    submissions = patches * (STEPS - WARM_UP)
+    return submissions / (submissions + STAGES - 1)
+
+
+class Runs:
+    """One process of the bench: the sampler over the model whole, over its patches in turn, and, in the first, over a pool."""
+
+    def __init__(self, ranks: Ranks, patches: int, steps: int, comfyui: str):
+        from ..launcher.reference import reference
+        from ..launcher.tiny import build_flux_patcher, flux_config
+        from .forwards import MODEL
+
+        config = flux_config(**MODEL)
+        self.hidden = config["hidden_size"]
+        self.steps = steps
+        self.stock = build_flux_patcher(config)
+        self.in_turn = reference(build_flux_patcher(config), patches, WARM_UP)
+        self.handle = self.client = None
+        if ranks.rank == 0:
+            os.sched_setaffinity(0, ranks.all_cores or os.sched_getaffinity(0))  # as a UI is: the stages share the cores out
+            self._connect(build_flux_patcher(config), patches, comfyui)
+
+    def _connect(self, stock: Any, patches: int, comfyui: str) -> None:
+        from comfy.patcher_extension import WrappersMP
+
+        from ..launcher.devices import place
+        from ..launcher.pool import HostSetup, PoolHandle
+        from ..parallel_runtime.client.remote_model import Client
+        from ..parallel_runtime.client.remote_patcher import Patching, parallelize
+        from ..parallel_runtime.layout import Layout
+
+        setup = HostSetup(comfyui=comfyui, comfy_args={"cpu": True})
+        self.handle = PoolHandle(place(Layout(pipefusion=STAGES), "cpu", "gloo", ()), setup)
+        self.client = Client(self.handle, shares_weights=False)
+        self.free = parallelize(stock, self.client, holds_ui_device=False, patching=Patching(patches, WARM_UP))
+        self.single = self.free.clone()
+        self.single.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "bench", lambda executor, *args, **kwargs: executor(*args, **kwargs))
+
+    def sample(self, model: Any) -> Any:
+        import comfy.sample
+        import torch
+
+        from ..launcher.parity import VEC_DIM
+        from .forwards import MODEL, ROW_TOKENS, TEXT_TOKENS
+
+        assert MODEL["vec_dim"] == VEC_DIM
+        generator = torch.Generator().manual_seed(0)
+        latent = torch.zeros(1, 16, 2 * ((TOKENS - TEXT_TOKENS) // ROW_TOKENS), 2 * ROW_TOKENS)
+        text = torch.randn(1, TEXT_TOKENS, MODEL["context_dim"], generator=generator)
+        prompt = [[text, {"pooled_output": torch.randn(1, MODEL["vec_dim"], generator=generator)}]]
+        with torch.inference_mode():
+            noise = comfy.sample.prepare_noise(latent, 1)
+            return comfy.sample.sample(model, noise, self.steps, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True, seed=1)
+
+    def seconds(self, model: Any) -> float:
+        return timed(lambda: self.sample(model))
+
+    def through(self, mode: str, seen: dict[str, list]) -> float:
+        """0 in the processes that have no pool."""
+        if self.handle is None:
+            return 0.0
+        seconds = self.seconds(getattr(self, mode))
+        seen[mode].append(list(self.client.memory.figures.evaluations))
+        return seconds
+
+
+def measure(ranks: Ranks, patches: int, rounds: int, steps: int, comfyui: str) -> dict[str, Any]:
+    runs = Runs(ranks, patches, steps, comfyui)
+    seen: dict[str, list] = {"free": [], "single": []}
+    try:
+        phases = {
+            "stock": Phase(lambda: runs.seconds(runs.stock), alone=True),
+            "alone": Phase(lambda: runs.seconds(runs.in_turn), alone=True),
+            "free": Phase(lambda: runs.through("free", seen)),
+            "both": Phase(lambda: runs.seconds(runs.in_turn)),
+            "single": Phase(lambda: runs.through("single", seen)),
+        }
+        result: dict[str, Any] = {"rounds": ranks.measure(phases, rounds)}
+        if runs.handle is not None:
+            result |= {mode: [figures_of(run) for run in all_runs[-rounds:]] for mode, all_runs in seen.items()}
+            result |= weights(runs)
+            result["formula"] = formula_bytes(patches, TOKENS, runs.hidden, 4)
+        return result
+    finally:
+        if runs.handle is not None:
+            runs.handle.close()
+
+
+def figures_of(evaluations: Sequence[Any]) -> dict[str, float]:
+    """Of one run through the pool, its warm-up left out."""
+    patched = [one for one in evaluations if one.part.patch is not None]
+    spans = list(zip(*(one.spans for one in patched), strict=True))
+    began = min(span.began_s + span.waited_s for span in spans[0])
+    whole = max(span.ended_s for stage in spans for span in stage) - began
+    occupancy = [sum(span.busy_s for span in stage) / whole for stage in spans]
+    first = [one.part.patch[0] == 0 for one in patched]
+    gaps = [
+        max(0.0, after.began_s + after.waited_s - before.ended_s)
+        for stage in spans
+        for (before, after), opens in zip(pairwise(stage), first[1:], strict=True)
+        if opens
+    ]
+    by_evaluation = [list(group) for _, group in groupby(enumerate(patched), key=lambda item: sum(first[: item[0] + 1]))]
+    return {
+        "occupancy": sum(occupancy) / len(occupancy),
+        "bubble_ms": 1e3 * median(gaps) if gaps else 0.0,
+        "sent_bytes": median(sum(one.sent_bytes for _, one in group) for group in by_evaluation),
+    }
+
+
+def weights(runs: Runs) -> dict[str, float]:
+    """The share of the model that a stage holds, and that of what is in no block."""
+    whole = sum(p.numel() * p.element_size() for p in runs.stock.model.diffusion_model.parameters())
+    model = runs.stock.model.diffusion_model
+    blocks = [p for group in (model.double_blocks, model.single_blocks) for p in group.parameters()]
+    held = [memory.model for memory in runs.client.memory.pool.memory]
+    models = len(runs.client.memory.patches)
+    ends = 1 - sum(p.numel() * p.element_size() for p in blocks) / whole
+    return {"weights_share": max(held) / models / whole, "ends_share": ends}
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    for patches in PATCHES:
+        arguments = {"patches": patches, "rounds": options.rounds, "steps": STEPS, "comfyui": str(options.host.comfyui)}
+        by_rank = run(options.host, 2, "pipefusion:measure", **arguments)
+        yield from figures(f"m{patches}_{TOKENS}", patches, by_rank)
+
+
+def figures(case: str, patches: int, by_rank: Sequence[dict[str, Any]]) -> Iterator[Figure]:
+    rounds, seen = merge([rank["rounds"] for rank in by_rank]), by_rank[0]
+    for mode, goal in EFFICIENCY.items():
+        name = f"{mode}_{case}"
+        runs = seen[mode]
+        yield Figure("pipefusion", name, "efficiency", estimate(rounds, efficiency(mode)), "ratio", Goal(at_least=goal) if goal else None)
+        yield Figure("pipefusion", name, "speedup", estimate(rounds, speedup(mode)), "x")
+        ideal = Goal(at_least=BUSY * ideal_occupancy(patches)) if mode == "free" else None
+        yield Figure("pipefusion", name, "occupancy", estimate(runs, lambda runs: typical(runs, "occupancy")), "ratio", ideal)
+        yield Figure("pipefusion", name, "bubble_ms", estimate(runs, lambda runs: typical(runs, "bubble_ms")), "ms")
+        yield Figure(
+            "pipefusion", name, "bytes_per_step", exactly(typical(runs, "sent_bytes")), "bytes", Goal.within(0.02, seen["formula"])
+        )
+        yield Figure("pipefusion", name, "bytes_formula", exactly(seen["formula"]), "bytes")
+    yield Figure("pipefusion", case, "patch_tax", estimate(rounds, patch_tax), "ratio")
+    yield Figure("pipefusion", case, "capacity", estimate(rounds, capacity), "x")
+    limit = 1 / STAGES + seen["ends_share"] + WEIGHTS_SLACK
+    yield Figure("pipefusion", case, "weights_share", exactly(seen["weights_share"]), "ratio", Goal(at_most=limit))
