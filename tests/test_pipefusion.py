@@ -122,9 +122,10 @@ def test_single_timeline_through_a_pipeline_is_the_reference_too(pipeline, truth
     assert relative_error(ours, truths.patched(of, 3)) <= BOUND
 
 
-def test_more_stages_than_blocks_are_refused_and_the_pool_goes_on(pipeline, clients):
-    with pytest.raises(Refused, match="^pipefusion 4, and the model has 3 blocks: lower the degree"):
-        sample(pipeline("sd3.5-medium", (4, 1), 4), case("sd3.5-medium"))
+def test_more_stages_than_blocks_are_refused_and_the_pool_goes_on(clients):
+    shallow = parallelize(stock_model(3, family="sd3"), clients(1, 1, 4), holds_ui_device=False, patching=Patching(4))
+    with pytest.raises(Refused, match=r"^pipefusion 4, and the model has 3 blocks: lower the degree"):
+        sample(shallow, case("sd3"))
     assert clients(1, 1, 4).memory.pool.idle
 
 
