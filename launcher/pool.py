@@ -72,6 +72,10 @@ class WorkerPool:
         return self.placement.layout.writer
 
     @property
+    def stages(self) -> int:
+        return self.placement.layout.pipefusion
+
+    @property
     def pids(self) -> list[int]:
         """By rank; 0 for a rank on another host."""
         pids = self._crew.pids

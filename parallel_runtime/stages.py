@@ -29,22 +29,27 @@ class Stage:
         return self.first <= block < self.end
 
 
+def slowest(costs: Sequence[float], stages: Sequence[Stage]) -> float:
+    """The cost of the stage that the others wait for."""
+    return max(sum(costs[stage.first : stage.end]) for stage in stages)
+
+
 def share_out(costs: Sequence[float], stages: int) -> tuple[Stage, ...]:
     """Every stage has a block at least, and the slowest one is as fast as can be; of equal ways, the one with early borders.
 
     Raises LayoutError where there are more stages than blocks.
     """
     if stages > len(costs):
-        raise LayoutError(f"pipefusion {stages}, and the model has {len(costs)} blocks: lower the degree.")
+        raise LayoutError(f"pipefusion {stages}, and the model has {len(costs)} block{'s' * (len(costs) > 1)}: lower the degree.")
     until = (0.0, *accumulate(costs))
-    slowest = {(0, 0): (0.0, ())}  # (stages, blocks) -> the slowest stage's cost, and where stages end
+    best = {(0, 0): (0.0, ())}  # (stages, blocks) -> the slowest stage's cost, and where stages end
     for stage in range(1, stages + 1):
         for end in range(stage, len(costs) - (stages - stage) + 1):
             ways = [
-                (max(slowest[stage - 1, start][0], until[end] - until[start]), (*slowest[stage - 1, start][1], end))
+                (max(best[stage - 1, start][0], until[end] - until[start]), (*best[stage - 1, start][1], end))
                 for start in range(stage - 1, end)
-                if (stage - 1, start) in slowest
+                if (stage - 1, start) in best
             ]
-            slowest[stage, end] = min(ways)
-    borders = (0, *slowest[stages, len(costs)][1])
+            best[stage, end] = min(ways)
+    borders = (0, *best[stages, len(costs)][1])
     return tuple(Stage(first, end, len(costs)) for first, end in pairwise(borders))

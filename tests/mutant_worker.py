@@ -96,6 +96,20 @@ def slow_stage(_usp):
     pipefusion.StageForward._attended = attended
 
 
+def dear_first_blocks(_usp):
+    """The model's first two blocks take longer than all the others."""
+    import time
+
+    pipefusion, real = stage_module(), stage_module().StageForward._attended
+
+    def attended(self, *args):
+        if self._stage.first + self._layer < 2:
+            time.sleep(0.1)
+        return real(self, *args)
+
+    pipefusion.StageForward._attended = attended
+
+
 def no_memory(_usp):
     from pipemesh.parallel_runtime.wire.messages import Memory
     from pipemesh.parallel_runtime.worker import engine

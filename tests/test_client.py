@@ -15,7 +15,7 @@ class Ledger:
 
     def __init__(self, room: int, short: type = Load):
         self.arena, self.memory, self.state, self.size, self.idle = Arena(), [Memory(1, 2, 3)], "ready", 1, True
-        self.room, self.short, self.writer = room, short, 0
+        self.room, self.short, self.writer, self.stages = room, short, 0, 1
         self.models: list[str] = []
         self.asked: list[tuple[str, str]] = []
 

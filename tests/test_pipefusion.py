@@ -129,6 +129,20 @@ def test_more_stages_than_blocks_are_refused_and_the_pool_goes_on(clients):
     assert clients(1, 1, 4).memory.pool.idle
 
 
+def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(own, truths):
+    (model, client), of = own(broken="dear_first_blocks"), case()
+    first = sample(model, of)
+    held, name = client.memory.pool.memory, model.remote.source.model
+    costs = client._costs[name]
+    assert min(costs[:2]) > sum(costs[2:])
+    again = sample(model, of)
+    assert client.memory.loads == 2 and client.memory.shared_out_by[name] == costs
+    assert client.memory.pool.memory[0].model < held[0].model and client.memory.pool.memory[1].model > held[1].model
+    assert relative_error(again, truths.patched(of, 3)) <= BOUND and torch.equal(first, again)
+    sample(model, of)
+    assert client.memory.loads == 2
+
+
 # -- when something goes wrong ---------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
+from ..stages import share_out, slowest
 from ..wire.arena import Arena, Frame
 from ..wire.conditioning import ConditioningCache
 from ..wire.messages import Adopt, Done, Fetch, Forward, Load, Memory, Part, Patch, Release
@@ -25,6 +26,7 @@ from .host_model import Source
 T = TypeVar("T")
 log = logging.getLogger("pipemesh")
 
+WORTH_IT = 0.95  # stages are cut anew where the slowest one gets faster than by this
 ABSENT = "absent"  # in place of a patches id: not loaded by every rank, as far as the UI knows
 
 
@@ -36,6 +38,7 @@ class Pool(Protocol):
     state: str
     size: int
     writer: int
+    stages: int
     idle: bool
 
     def next_request(self) -> int: ...
@@ -95,6 +98,7 @@ class PoolMemory:
         self.conditioning = ConditioningCache(pool.arena)
         self.patches: dict[str, str] = {}  # resident model -> patches id, least recently used first
         self.figures = RunFigures()
+        self.shared_out_by: dict[str, tuple[float, ...]] = {}  # model -> the costs that its stages were cut by
         self.tickets: list[Ticket] = []  # submitted and not collected
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
@@ -112,6 +116,7 @@ class Client:
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
         self._abandoned: list[str] = []
         self._runs = count(1)
+        self._costs: dict[str, tuple[float, ...]] = {}  # model -> seconds of each of its blocks, once a pipeline has measured them
 
     @property
     def memory(self) -> PoolMemory | None:
@@ -208,7 +213,9 @@ class Client:
         tree: dict[str, Any] = {"factory": source.factory, "args": source.args, "index": source.index, "file": source.file}
         parcel = Parcel(tree if source.factory else state())
         try:
-            request = Load(request=held.pool.next_request(), model=source.model, source=parcel.tree)
+            costs = self._costs.get(source.model, ())
+            held.shared_out_by[source.model] = costs
+            request = Load(request=held.pool.next_request(), model=source.model, source=parcel.tree, costs=costs)
             held.pool.call(request, [parcel.segment.fd], interrupted)
             held.loads += 1
         finally:
@@ -347,7 +354,7 @@ class Client:
         with one_thread():
             tree = encode_tree(arguments, put)
         number = held.pool.next_request()
-        ticket = Ticket(number, frame, latent.device, began, part)
+        ticket = Ticket(number, model, frame, latent.device, began, part)
         held.tickets.append(ticket)
         nbytes = held.pool.arena.nbytes
         held.pool.submit(
@@ -365,8 +372,27 @@ class Client:
         output = decode_tree(written.output, lambda ref: held.pool.arena.segment.tensor(ref).to(ticket.device, copy=True))
         held.tickets.remove(ticket)
         ticket.frame.release()
+        self._learn(ticket.model, replies)
         held.figures.evaluations.append(measured(time.perf_counter() - ticket.began, replies, ticket.part))
         return output
+
+    def _learn(self, model: str, replies: list[Done]) -> None:
+        """What blocks cost, from every evaluation that all tokens go through: the last one before a run counts."""
+        seconds = {block: taken for reply in replies for block, taken in reply.block_s.items()}
+        if seconds:
+            self._costs[model] = tuple(taken for _, taken in sorted(seconds.items()))
+
+    def share_out_anew(self, model: str) -> None:
+        """Between runs: releases a model whose stages could be cut better by what its blocks were measured to cost.
+
+        It is loaded again, from the page cache, when it is next used.
+        """
+        held, costs = self.memory, self._costs.get(model)
+        if held is None or not costs or not self.holds(model) or held.shared_out_by.get(model):
+            return
+        as_it_is = share_out([1.0] * len(costs), held.pool.stages)
+        if slowest(costs, share_out(costs, held.pool.stages)) < WORTH_IT * slowest(costs, as_it_is):
+            self.release(model)
 
     def abandon(self) -> None:
         """Ends what was submitted and not collected."""
@@ -383,6 +409,7 @@ class Ticket:
     """Of a submission: its request, and the arena's memory that it holds until it is collected."""
 
     number: int
+    model: str
     frame: Frame
     device: torch.device
     began: float

@@ -151,6 +151,7 @@ class RemotePatcher(ModelPatcher):
             raise
         self.remote.client.begin_run()
         if self.remote.sampling is not None:
+            self.remote.client.share_out_anew(self.remote.source.model)
             self.remote.sampling.begin_run()
         super().pre_run()
 

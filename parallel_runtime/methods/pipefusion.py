@@ -9,6 +9,7 @@ Legend: B batch, H heads, h heads of one rank, L all tokens, g tokens of the pat
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, Protocol
@@ -93,12 +94,16 @@ class StageForward(SequenceParallel):
         self._number, self._part, self._patch = 0, Part(0, 0), None
         self._hidden: tuple[int, torch.dtype, torch.device] | None = None  # of the patch that is here
         self._to_send = False
+        self.block_s: dict[int, float] = {}
         for index, (container, place, group) in enumerate(blocks_of(model, plan)):
             block = container[place]
             if index == stage.first - 1:
                 block.door = self._come_in
             if index == stage.first:
                 self._handles.append(block.register_forward_pre_hook(self._entering_own(group), with_kwargs=True))
+            if stage.owns(index):
+                self._handles.append(block.register_forward_pre_hook(lambda *_, index=index: self._clock(index)))
+                self._handles.append(block.register_forward_hook(lambda *_, index=index: self._clock(index)))
             if index == stage.end - 1 and not stage.closes:
                 self._handles.append(block.register_forward_hook(lambda _block, _args, out: self._go_out(out)))
 
@@ -112,6 +117,7 @@ class StageForward(SequenceParallel):
             self._counts.clear()
         self._number, self._part, self._patch = number, part, Patch(*part.patch) if part.patch else None
         self._layer, self._hidden, self._to_send = 0, None, not self._stage.closes
+        self.block_s = {}
         if self._patch is None:
             self._filled.add(part.branch)
         elif part.branch not in self._filled:
@@ -159,6 +165,14 @@ class StageForward(SequenceParallel):
 
     def _entering_block(self) -> None:
         self._on_progress()
+
+    def _clock(self, block: int) -> None:
+        """Called before and after an own block; where all tokens go through it."""
+        if self._patch is None:
+            if self._hidden is not None and self._hidden[2].type == "cuda":
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            self.block_s[block] = now - self.block_s[block] if block in self.block_s else now
 
     # -- the rows of a patch -----------------------------------------------------------------------------------------
 

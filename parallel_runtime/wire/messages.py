@@ -42,12 +42,13 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Build a model. ``source`` is a tree: a factory to call, or a configuration and a state dict.
 
-    Its tensors lie in the segment carried.
+    Its tensors lie in the segment carried. ``costs``: of the model's blocks, by which a pipeline shares them out; without, all alike.
     """
 
     request: int
     model: str
     source: bytes
+    costs: tuple[float, ...] = ()
 
 
 class Patch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -128,6 +129,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """``output`` is a tree, of the rank that has it; ``needs_bytes`` > 0 asks for a Fetch into a place of that size.
 
+    ``block_s``: seconds that each block of a pipeline's stage took, where all tokens went through it.
     ``compute_s``: since ``began_s`` (of the host's monotonic clock), ``exchange_s`` of them spent waiting for other ranks' messages.
     """
 
@@ -140,6 +142,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     compute_s: float = 0.0
     exchange_s: float = 0.0
     sent_bytes: int = 0
+    block_s: dict[int, float] = {}
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

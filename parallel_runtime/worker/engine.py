@@ -145,7 +145,7 @@ class Engine:
             patcher = call_factory(source["factory"], self._checked(source["args"], source["file"]), source["index"])
         else:
             patcher = build_from_state(source)
-        self._models[message.model] = ResidentModel(patcher, self._device, self._seat, self)
+        self._models[message.model] = ResidentModel(patcher, self._device, self._seat, self, message.costs)
 
     def _checked(self, args: tuple, file: File | None) -> tuple:
         """The factory's arguments, with the checkpoint as this host has it. Raises Refused if it is not the one the UI loaded."""
@@ -191,6 +191,7 @@ class Engine:
             compute_s=time.perf_counter() - began,
             exchange_s=self._seat.seconds,
             sent_bytes=self._seat.sent_bytes,
+            block_s=model.method.block_s if message.part is not None and message.part.patch is None else {},
         )
 
     def _receive(self, arguments: bytes) -> None:

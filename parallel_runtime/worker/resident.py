@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ def parameter_slot(model: torch.nn.Module, key: str) -> tuple[torch.nn.Module, s
 
 
 class ResidentModel:
-    """``patcher`` is the host's own ModelPatcher; its weights are on this rank's device."""
+    """``patcher`` is the host's own ModelPatcher; its weights are on this rank's device, in a pipeline those of its own blocks.
 
-    def __init__(self, patcher: Any, device: torch.device, seat: Seat, watch: Watch):
+    ``costs``: of all blocks, measured; the stages are shared out by them.
+    """
+
+    def __init__(self, patcher: Any, device: torch.device, seat: Seat, watch: Watch, costs: Sequence[float] = ()):
         self.patcher = patcher
         self.device = device
         self.rank = seat.rank
@@ -39,8 +43,8 @@ class ResidentModel:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
         stage = None
         if seat.link is not None:
-            blocks = sum(1 for _ in blocks_of(self.diffusion_model, plan))
-            stage = share_out([1.0] * blocks, seat.layout.pipefusion)[seat.stage]
+            alike = [1.0 for _ in blocks_of(self.diffusion_model, plan)]
+            stage = share_out(costs or alike, seat.layout.pipefusion)[seat.stage]
             leave_out(self.diffusion_model, plan, stage)
         settle_weights(self.diffusion_model, device, watch.tick)
         self.nbytes = sum(p.numel() * p.element_size() for p in self.diffusion_model.parameters())  # once: every answer reports it
