@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import Exchange, StopFlag
 from .ring import Ring
@@ -42,20 +42,19 @@ class SequenceComm:
             part.begin()
 
 
-def connect(degrees: Sequence[int], rank: int, *, device_type: str, on_host: bool, wants_stop: Callable[[], bool]) -> SequenceComm:
-    """Every rank must call it, after init_process_group where there are several. ``degrees``: of ulysses and ring."""
-    ulysses, ring = degrees
-    size = ulysses * ring
+def connect(mesh: Sequence[Sequence[int]], rank: int, *, device_type: str, on_host: bool, wants_stop: Callable[[], bool]) -> SequenceComm:
+    """Every rank must call it, after init_process_group where there are several. ``mesh``: the layout's rows."""
+    size = sum(map(len, mesh))
     stop = StopFlag(wants_stop)
     if size == 1:
         return SequenceComm(
             Exchange(None, 0, 1, on_host=on_host), Ring(None, [0], 0, on_host=on_host), Exchange(None, 0, 1, on_host=on_host), stop
         )
-    mesh = init_device_mesh(device_type, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    ring_index, ulysses_index = divmod(rank, ulysses)
+    devices = DeviceMesh(device_type, mesh, mesh_dim_names=("ring", "ulysses"))
+    ring_index, ulysses_index = devices.get_coordinate()
     return SequenceComm(
-        Exchange(mesh.get_group("ulysses"), ulysses_index, ulysses, on_host=on_host),
-        Ring(mesh.get_group("ring"), dist.get_process_group_ranks(mesh.get_group("ring")), ring_index, on_host=on_host),
+        Exchange(devices.get_group("ulysses"), ulysses_index, len(mesh[0]), on_host=on_host),
+        Ring(devices.get_group("ring"), [row[ulysses_index] for row in mesh], ring_index, on_host=on_host),
         Exchange(dist.group.WORLD, rank, size, on_host=on_host),
         stop,
     )

@@ -57,7 +57,8 @@ def run(channel: Channel) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     board.enter(start.rank, "joining")
-    size = Layout(**start.degrees).world_size
+    layout = Layout(**start.degrees)
+    size = layout.world_size
     with giving_way() if start.cores else contextlib.nullcontext():
         if size > 1:
             if start.meeting is None:  # the store is a memfd too: each rank opens it through its own descriptor, nothing is left on disk
@@ -68,7 +69,7 @@ def run(channel: Channel) -> None:
             dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout)
         hosts = HostComm(start.hosts, start.rank) if start.hosts else None
         comm = connect(
-            tuple(start.degrees.values()),
+            layout.rows(),
             start.rank,
             device_type="cuda" if start.backend == "nccl" else "cpu",
             on_host=start.backend == "gloo" and device.type == "cuda",
