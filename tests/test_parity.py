@@ -73,9 +73,9 @@ def test_a_mask_changes_the_picture_so_that_dropping_it_would_show(bench):
         ("mask_permutation", flux(2, "odd", 12, True)),
         ("mask_dropped", flux(2, "odd", 12, True)),
         ("pe_slice", flux(2, "even", 12, False)),
-        ("uneven_split", flux(2, "odd", 5, False)),
+        ("uneven_split", flux(2, "odd", 12, False)),
         ("lse_merge", flux(2, "odd", 5, False, "ring")),
-        ("ring_order", flux(2, "odd", 12, True, "ring")),
+        ("ring_order", flux(3, "odd", 12, True, "ring")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
