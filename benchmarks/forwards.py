@@ -17,6 +17,7 @@ from ..parallel_runtime.comm.exchange import Exchange, StopFlag
 from ..parallel_runtime.comm.ring import Ring
 from ..parallel_runtime.comm.sequence import SequenceComm
 from ..parallel_runtime.families import plan_for
+from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.methods.usp import SequenceParallel
 from .lockstep import timed
 
@@ -103,7 +104,11 @@ def ordinary(before: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
     return buffer if same else buffer.normal_()
 
 
-def standin(rank: int, ulysses: int, ring: int) -> SequenceComm:
-    ring_index, ulysses_index = divmod(rank, ulysses)
-    exchanges = StandinExchange(ulysses_index, ulysses), StandinExchange(rank, ulysses * ring)
-    return SequenceComm(exchanges[0], StandinRing(ring_index, ring), exchanges[1], StopFlag(lambda: False))
+def standin(layout: Layout, rank: int) -> SequenceComm:
+    here = layout.coordinates(rank)
+    return SequenceComm(
+        StandinExchange(here["ulysses"], layout.ulysses),
+        StandinRing(here["ring"], layout.ring),
+        StandinExchange(rank, layout.world_size),
+        StopFlag(lambda: False),
+    )

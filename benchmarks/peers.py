@@ -53,6 +53,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     attend_with_sdpa()
     from ..parallel_runtime.comm.cores import giving_way, keep_to
     from ..parallel_runtime.comm.sequence import connect
+    from ..parallel_runtime.layout import Layout
     from .diffusers_flux import DiffusersFlux
     from .forwards import Forwards
 
@@ -60,7 +61,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     peer, parallel_peer, placed_peer = (DiffusersFlux(forwards.model, forwards.arguments) for _ in range(3))
     parallel_peer.parallelize(ranks.size)
     with giving_way():
-        comm = connect((1, 1, ranks.size), ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
+        comm = connect(Layout(ulysses=ranks.size).mesh(), ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
         placed_peer.parallelize(ranks.size)
 
     def theirs() -> float:

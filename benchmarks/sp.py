@@ -41,13 +41,15 @@ def formula_bytes(ulysses: int, ring: int, tokens: int, hidden: int, blocks: int
 def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> dict[str, Any]:
     from ..parallel_runtime.comm.cores import giving_way
     from ..parallel_runtime.comm.sequence import connect
+    from ..parallel_runtime.layout import Layout
     from .forwards import Forwards, standin
 
     ulysses, ring = degrees
+    layout = Layout(ulysses=ulysses, ring=ring)
     forwards = Forwards(tokens)
     with giving_way():
-        comm = connect((1, ring, ulysses), ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
-    standins = [standin(rank, ulysses, ring) for rank in range(ranks.size)]
+        comm = connect(layout.mesh(), ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
+    standins = [standin(layout, rank) for rank in range(ranks.size)]
     exchanges: list[float] = []
 
     def parallel() -> float:

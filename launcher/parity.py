@@ -230,7 +230,8 @@ def rms(tensor: torch.Tensor) -> float:
     return float(tensor.square().mean().sqrt())
 
 
-def main(argv: list[str], host: Host) -> int:
+def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
+    """The options and the cases they select; exits with a sentence where that is none."""
     parser = argparse.ArgumentParser(prog="python3 -m launcher parity", description=__doc__.split("\n")[0])
     parser.add_argument("--family", choices=FAMILIES)
     parser.add_argument("--method", choices=METHODS)
@@ -239,7 +240,24 @@ def main(argv: list[str], host: Host) -> int:
     parser.add_argument("--bf16", action="store_true", help="Flux in bf16: its distance from the fp32 truth over stock bf16's")
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args(argv)
-    families = ["flux"] if options.bf16 else [options.family] if options.family else list(FAMILIES)
+    if options.bf16 and options.family not in (None, "flux"):
+        parser.error(f"--bf16 measures Flux 1 alone, not --family {options.family}: choose --family flux or leave one of the two out")
+    family = "flux" if options.bf16 else options.family
+    of_family = [case for case in (tested_cases() if options.cover else full_product()) if family in (None, case.family)]
+    cases = [case for case in of_family if options.ranks in (None, case.ranks) and options.method in (None, case.method)]
+    if not cases:
+        there = dict.fromkeys(f"--method {case.method} (--ranks {case.ranks})" for case in sorted(of_family, key=by_method))
+        what = " ".join(f"--{name} {getattr(options, name)}" for name in ("family", "method", "ranks") if getattr(options, name))
+        parser.error(f"no case {'of the cover ' if options.cover else ''}has {what}: choose of {', '.join(there)}")
+    return options, sorted(cases, key=by_method)
+
+
+def by_method(case: Case) -> int:
+    return list(METHODS).index(case.method)
+
+
+def main(argv: list[str], host: Host) -> int:
+    options, cases = chosen(argv)
 
     import comfy.cli_args
     import torch
@@ -257,23 +275,18 @@ def main(argv: list[str], host: Host) -> int:
     def clients(ulysses: int, ring: int) -> Client:
         return Client(keeper.handle(place(Layout(ulysses=ulysses, ring=ring), "cpu", "gloo", ())), shares_weights=True)
 
-    cases = [
-        case
-        for case in full_product()
-        if options.ranks in (None, case.ranks) and case.family in families and options.method in (None, case.method)
-    ]
-    cases = [case for case in tested_cases() if case in cases] if options.cover else cases
     bench = Bench(clients)
     figure, bound = (bench.bf16_ratio, BF16_BOUND) if options.bf16 else (bench.error, BOUND)
     bad = 0
-    for case in sorted(cases, key=lambda case: list(METHODS).index(case.method)):
+    for case in cases:
         error = figure(case)
-        bad += error > bound
+        ok = error <= bound  # False for NaN
+        bad += not ok
         if options.json:
             name = "bf16_ratio" if options.bf16 else "error"
-            print(json.dumps({**asdict(case), name: error, "bound": bound, "ok": error <= bound}), flush=True)
+            print(json.dumps({**asdict(case), name: error, "bound": bound, "ok": ok}), flush=True)
         else:
-            print(f"{'ok ' if error <= bound else 'BAD'} {error:.2g} {case}", flush=True)
+            print(f"{'ok ' if ok else 'BAD'} {error:.2g} {case}", flush=True)
     keeper.close()
     print(f"{len(cases) - bad} passed, {bad} failed", file=sys.stderr)
     return 1 if bad else 0

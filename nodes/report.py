@@ -7,6 +7,7 @@ from typing import Any
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
+from ..launcher.devices import Placement
 from ..parallel_runtime.wire.segment import mib
 from .pool import CATEGORY, Pool
 from .runtime import Runtime
@@ -47,23 +48,31 @@ def report_node(runtime: Runtime) -> type[io.ComfyNode]:
             return float("nan")
 
         @classmethod
-        def execute(cls, latent: dict | None = None, pool: Any = None) -> io.NodeOutput:
-            text = report_text(runtime.report(pool))
+        def execute(cls, latent: dict | None = None, pool: Placement | None = None) -> io.NodeOutput:
+            text = report_text(runtime.report(pool), pool)
             return io.NodeOutput(ExecutionBlocker(NO_LATENT) if latent is None else latent, text, ui=ui.PreviewText(text))
 
     return PipeMeshReport
 
 
-def report_text(report: dict[str, Any]) -> str:
-    """Of the pool that sampled last, from what ``Runtime.report`` says; lines up in a monospaced font."""
+def report_text(report: dict[str, Any], asked: Placement | None = None) -> str:
+    """Of the pool ``asked`` for, else of the one that sampled last, from what ``Runtime.report`` says; lines up in a monospaced font."""
     pools = report["pools"]
     ran = [pool for pool in pools if pool["last_run"]]
     if not ran:
-        return _not_run(pools[-1]) if pools else NO_POOL
+        return _not_run(pools[-1]) if pools else _unused(asked) if asked else NO_POOL
     pool = max(ran, key=lambda pool: pool["last_run"]["began"])
     others = [f"Another pool: {other['layout']}, {other['state']}" for other in pools if other is not pool]
     parts = [f"{pool['layout']}, {pool['backend']}, {pool['state']}\n{pool['grid']}", _run(pool["last_run"]), _held(pool), _memory(pool)]
     return "\n\n".join([*parts, *(["\n".join(others)] if others else [])])
+
+
+def _unused(pool: Placement) -> str:
+    devices = ", ".join(dict.fromkeys(device.name for device in pool.devices))
+    return (
+        f"The pool {pool.layout.equation()} on {devices} ({pool.backend}) has sampled nothing: connect the same PipeMesh Pool to the "
+        "PipeMesh Parallelize before the sampler, or leave this node's pool open to see the pool that sampled last."
+    )
 
 
 def _not_run(pool: dict[str, Any]) -> str:

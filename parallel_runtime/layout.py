@@ -51,11 +51,15 @@ class Layout:
         here = {key: index for key, index in self.coordinates(rank).items() if key != axis}
         return tuple(other for other in range(self.world_size) if here.items() <= self.coordinates(other).items())
 
+    def mesh(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Every stage: its ulysses groups, in the order of the ring."""
+        return tuple(tuple(self.group("ulysses", rank) for rank in self.group("ring", first)) for first in self.group("pipefusion", 0))
+
     def grid(self, names: Sequence[str] = ()) -> str:
         """A row per ring index, its ulysses ranks side by side, each followed by its name (for example its device's)."""
         cells = [f"{rank:3d} {name}".rstrip() for rank, name in zip_longest(range(self.world_size), names, fillvalue="")]
         width = max(map(len, cells))
-        rows = [" ".join(cells[rank].ljust(width) for rank in self.group("ulysses", row * self.ulysses)) for row in range(self.ring)]
+        rows = [" ".join(cells[rank].ljust(width) for rank in row) for stage in self.mesh() for row in stage]
         return "\n".join(f"ring {row}: {ranks}".rstrip() for row, ranks in enumerate(rows))
 
     def equation(self) -> str:

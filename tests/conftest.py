@@ -2,8 +2,10 @@
 
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,26 @@ def clients(setup):
     yield client
     for _client, handle in made.values():
         handle.close()
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """layout, task of rank_main.py -> what each of that many real ranks says."""
+
+    def ask(layout, task: str) -> list:
+        command = [sys.executable, str(ROOT / "tests" / "rank_main.py"), str(ROOT), COMFYUI, str(tmp_path / "store")]
+        degrees = [str(degree) for degree in layout.degrees().values()]
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        with ExitStack() as stack:
+            made = []
+            for rank in range(layout.world_size):
+                process = subprocess.Popen([*command, str(rank), *degrees, task], env=env, stdout=subprocess.PIPE, text=True)
+                stack.callback(process.wait)
+                stack.callback(process.kill)
+                made.append(process)
+            return [json.loads(process.communicate(timeout=120)[0]) for process in made]
+
+    return ask
 
 
 @pytest.fixture(scope="session")

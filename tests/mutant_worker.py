@@ -58,28 +58,29 @@ def pe_slice(usp):
 
 
 def uneven_split(usp):
-    """Heads are split as if they divided: the last ones are computed by nobody."""
-    real = usp.SequenceParallel._tokens_for_heads
+    """Tokens are split as if they divided: parts begin where even ones would, though the first are longer."""
+    from pipemesh.parallel_runtime.methods import shards
 
-    def without_the_rest(self, out, heads, joint):
-        result = real(self, out, heads, joint)
-        even = heads.total // len(heads.sizes) * len(heads.sizes)
-        result[:, :, even:] = 0
-        return result
+    class AsIfEven(shards.Split):
+        @property
+        def starts(self):
+            return tuple(part * (self.total // len(self.sizes)) for part in range(len(self.sizes)))
 
-    usp.SequenceParallel._tokens_for_heads = without_the_rest
+    shards.Split = AsIfEven
 
 
 def lse_merge(usp):
-    """Partial outputs are merged as if every rank's keys weighed the same: log-sum-exp taken as zero."""
+    """Partial outputs are merged as if every key weighed the same, whatever its score."""
     real = usp.merge
-    usp.merge = lambda a, b: (real((a[0], a[1] * 0), (b[0], b[1] * 0))[0], a[1])
+    usp.merge = lambda a, b: real(*(part._replace(level=part.level * 0) for part in (a, b)))
 
 
 def ring_order(usp):
-    """Blocks that arrive are taken for those of another rank: the mask's columns no longer fit the keys."""
-    real = usp.part_of_mask
-    usp.part_of_mask = lambda mask, rows, columns, *rest: real(mask.roll(1, -1), rows, columns, *rest)
+    """Blocks of two ranks that have as many tokens are taken for each other's: the mask's columns no longer fit the keys."""
+    from pipemesh.parallel_runtime.comm import ring
+
+    real = ring.Block
+    ring.Block = lambda source, kv, flag: real({1: 2, 2: 1}.get(source, source), kv, flag)
 
 
 def slow_stage(_usp):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.attention import kernels
-from pipemesh.parallel_runtime.attention.kernels import attention_with_lse, explicit, merge
+from pipemesh.parallel_runtime.attention.kernels import attention_with_lse, choose, explicit, flash_attn, partial_attention
 
 BOUND = {torch.float32: 5e-6, torch.bfloat16: 4e-2}
 
@@ -33,6 +33,17 @@ def truth(q, k, v, mask):
             mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
         scores = scores + (mask.double().unsqueeze(1) if mask.ndim == 3 else mask.double())
     return (scores.softmax(-1).nan_to_num(0.0) @ v.double()).float()
+
+
+def in_parts(q, k, v, mask, cuts):
+    """Attention over ``cuts`` consecutive keys at a time, merged one part after another, as a ring does."""
+    partial, offset = None, 0
+    for size in cuts:
+        part = slice(offset, offset + size)
+        here = partial_attention(q, k[:, :, part], v[:, :, part], None if mask is None else mask[..., part])
+        partial = here if partial is None else kernels.merge(partial, here)
+        offset += size
+    return partial.out
 
 
 mask_kinds = st.sampled_from([None, "inf", "big", "bool"])
@@ -61,15 +72,35 @@ def test_merged_parts_equal_the_whole(seed, cuts, queries, heads, kind, form):
     mask = None if kind is None else make_mask(seed, shapes[form], kind)
     if kind == "big" and keys:
         mask[..., 0] = 0.0  # all keys at -10000 leave fp32 three digits, for everybody
-    partial, offset = None, 0
-    for size in cuts:
-        part = slice(offset, offset + size)
-        here = attention_with_lse(q, k[:, :, part], v[:, :, part], None if mask is None else mask[..., part])
-        partial = here if partial is None else merge(partial, here)
-        offset += size
+    out = in_parts(q, k, v, mask, cuts)
     expected = truth(q, k, v, mask) if keys else torch.zeros_like(q)
-    assert not partial[0].isnan().any()
-    assert torch.allclose(partial[0], expected, atol=BOUND[torch.float32], rtol=0)
+    assert not out.isnan().any()
+    assert torch.allclose(out, expected, atol=BOUND[torch.float32], rtol=0)
+
+
+@pytest.mark.parametrize("closed", [-1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("cuts", [(6, 6), (7, 5), (4, 4, 4), (1, 3, 8), (5, 0, 7)], ids=str)
+def test_rows_that_a_large_finite_number_closes_everywhere_are_those_of_one_stock_softmax(closed, cuts):
+    q, k, v = make(8, 2, 3, 5, 12, 16)
+    mask = torch.zeros(5, 12)
+    mask[1] = mask[3] = closed
+    mask[4, :6] = -math.inf
+    stock = (q @ k.transpose(-1, -2) * 16**-0.5 + mask).softmax(-1) @ v
+    assert torch.allclose(in_parts(q, k, v, mask, cuts), stock, atol=BOUND[torch.float32], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_in_parts_is_as_near_the_truth_as_a_host_that_upcasts(dtype):
+    """Scores of 1e5 before their scale: more than fp16 holds."""
+    from comfy.ldm.modules.attention import attention_basic, attention_sub_quad
+
+    q, k, v = make(9, 1, 2, 6, 12, 64, dtype)
+    q, k = q + 40, k + 40
+    expected = truth(q, k, v, None)
+    ours = (in_parts(q, k, v, None, (5, 4, 3)) - expected).abs().max()
+    for host in (attention_basic, attention_sub_quad):
+        theirs = host(q, k, v, 2, attn_precision=torch.float32, skip_reshape=True, skip_output_reshape=True)
+        assert ours <= 1.2 * (theirs.float() - expected).abs().max() <= BOUND[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,26 +128,76 @@ def test_a_query_that_may_look_at_nothing_does_not_count_in_a_merge():
     blind = torch.tensor([[-math.inf] * 4, [0.0] * 4])
     out, lse = attention_with_lse(q, k, v, blind)
     assert lse[0, 0, 0] == -math.inf and out[0, 0, 0].abs().max() == 0
-    merged, _ = merge((out, lse), attention_with_lse(q, k, v, None))
-    assert torch.allclose(merged[0, 0, 0], truth(q, k, v, None)[0, 0, 0], atol=1e-6)
+    parts = [partial_attention(q, k, v, mask) for mask in (blind, None)]
+    for merged in (kernels.merge(*parts), kernels.merge(*reversed(parts)), kernels.merge(kernels.merge(parts[0], parts[0]), parts[1])):
+        assert torch.allclose(merged.out[0, 0, 0], truth(q, k, v, None)[0, 0, 0], atol=1e-6)
 
 
-@pytest.mark.parametrize("breakage", ["no lse", "plain mean", "no rescale"])
-def test_a_wrong_merge_is_seen(breakage, monkeypatch):
-    """Silently wrong merges of others: LSE taken as zero, outputs averaged, the old part not rescaled."""
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda part, level: torch.ones_like(part.level),
+        lambda part, level: part.weight * torch.ones_like(part.level),
+        lambda part, level: (part.level - level).exp(),
+    ],
+    ids=["plain mean", "no rescale", "forgets how many"],
+)
+def test_a_wrong_merge_is_seen(share, monkeypatch):
     q, k, v = make(6, 1, 2, 7, 30, 16)
-    first, second = (attention_with_lse(q, k[:, :, part], v[:, :, part], None) for part in (slice(0, 10), slice(10, 30)))
     right = truth(q, k, v, None)
-    assert (merge(first, second)[0] - right).abs().max() <= BOUND[torch.float32]
-    wrong = {
-        "no lse": lambda: merge((first[0], first[1] * 0), (second[0], second[1] * 0))[0],
-        "plain mean": lambda: (first[0] + second[0]) / 2,
-        "no rescale": lambda: first[0] + second[0] * (second[1] - torch.logaddexp(first[1], second[1])).exp().unsqueeze(-1),
-    }
-    assert (wrong[breakage]() - right).abs().max() > 1e-2
+    assert (in_parts(q, k, v, None, (10, 13, 7)) - right).abs().max() <= BOUND[torch.float32]
+    monkeypatch.setattr(kernels, "share", share)
+    assert (in_parts(q, k, v, None, (10, 13, 7)) - right).abs().max() > 1e-2
 
 
-def test_bias_rows_for_the_efficient_kernel_begin_aligned():
-    bias = kernels.aligned_bias(torch.zeros(3, 5), torch.zeros(2, 4, 3, 16), 5)
-    assert bias.shape == (2, 4, 3, 5)
-    assert bias.stride(2) % kernels.ALIGN == 0
+@pytest.mark.parametrize("shape", [(3, 5), (1, 1, 3, 5), (2, 4, 3, 5), (2, 1, 1, 5), (1, 1, 3, 1)], ids=str)
+def test_bias_rows_for_the_efficient_kernel_begin_aligned_and_are_held_once(shape):
+    mask = make_mask(1, shape, "big")
+    bias = kernels.aligned_bias(mask, torch.zeros(2, 4, 3, 16), 5)
+    assert torch.equal(bias, mask.expand(2, 4, 3, 5))
+    assert all(stride % kernels.ALIGN == 0 for stride in bias.stride()[:3]) and bias.stride(3) == 1
+    assert bias.untyped_storage().nbytes() == 4 * kernels.ALIGN * math.prod(shape[:-1])
+
+
+# -- which kernel ------------------------------------------------------------------------------------------------------
+
+FLASH_3, FLASH_2 = kernels.FLASH_PACKAGES
+TURING, AMPERE, ADA, HOPPER, BLACKWELL = (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "kernel"),
+    [
+        (TURING, (FLASH_3, FLASH_2), kernels.cuda_efficient),
+        (AMPERE, (), kernels.cuda_flash),
+        (ADA, (FLASH_3, FLASH_2), flash_attn(FLASH_2)),
+        (ADA, (FLASH_3,), kernels.cuda_flash),
+        (HOPPER, (FLASH_3, FLASH_2), flash_attn(FLASH_3)),
+        (HOPPER, (FLASH_2,), flash_attn(FLASH_2)),
+        (BLACKWELL, (FLASH_3,), kernels.cuda_flash),
+    ],
+)
+def test_flash_kernels_are_chosen_only_for_gpus_that_run_them(capability, installed, kernel):
+    assert choose("cuda", torch.float16, 128, False, capability, installed) is kernel
+
+
+def test_what_flash_does_not_take_goes_to_a_kernel_that_does():
+    everything = (HOPPER, kernels.FLASH_PACKAGES)
+    assert choose("cuda", torch.bfloat16, 128, True, *everything) is kernels.cuda_efficient
+    assert choose("cuda", torch.float32, 128, False, *everything) is kernels.cuda_efficient
+    assert choose("cuda", torch.bfloat16, 264, False, *everything) is kernels.cuda_efficient
+    assert choose("cuda", torch.bfloat16, 60, False, *everything) is explicit
+    assert choose("cuda", torch.bfloat16, 128, False, TURING) is explicit  # before Ampere there is no bf16
+    assert choose("xpu", torch.float16, 128, False) is explicit
+    assert choose("cpu", torch.float16, 60, True) is kernels.cpu_flash
+
+
+def test_packages_are_looked_for_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(kernels, "find_spec", asked.append)
+    kernels.installed_flash.cache_clear()
+    try:
+        assert [kernels.installed_flash() for _ in range(3)] == [frozenset()] * 3
+        assert asked == list(kernels.FLASH_PACKAGES)
+    finally:
+        kernels.installed_flash.cache_clear()

@@ -16,7 +16,7 @@ from pipemesh.benchmarks.forwards import StandinExchange, StandinRing
 from pipemesh.benchmarks.lockstep import Phase, Ranks, merge
 from pipemesh.launcher import bench
 from pipemesh.launcher.host import Host
-from pipemesh.parallel_runtime.comm.exchange import Exchange, StopFlag
+from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.sequence import SequenceComm
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
@@ -108,26 +108,12 @@ def test_a_phase_for_one_is_run_by_the_ranks_in_turn():
 # -- the stand-in ----------------------------------------------------------------------------------------------------
 
 
-class Twin(Exchange):
-    """The real exchange of a group whose other ranks send zeros: remembers the sizes of every collective call."""
-
-    def __init__(self, rank: int, size: int):
-        super().__init__(None, rank, size, on_host=False)
-        self.calls = []
-
-    def _move(self, receiving, sending, receive_sizes, send_sizes):
-        self.calls.append((tuple(receive_sizes), tuple(send_sizes), receiving.shape, sending.shape))
-        receiving.zero_()
-
-
-class CountingStandin(StandinExchange):
+class WatchedStandin(StandinExchange):
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)
-        self.calls = []
         self.received = []
 
     def _move(self, receiving, sending, receive_sizes, send_sizes):
-        self.calls.append((tuple(receive_sizes), tuple(send_sizes), receiving.shape, sending.shape))
         super()._move(receiving, sending, receive_sizes, send_sizes)
         self.received.append(receiving.clone())
 
@@ -158,16 +144,8 @@ def run(model, exchange, tokens=(13, 12)):
         method.detach()
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 3)])
-def test_the_standin_makes_the_calls_of_the_real_exchange(tiny, rank, size):
-    real, standin = Twin(rank, size), CountingStandin(rank, size)
-    assert run(tiny, real).shape == run(tiny, standin).shape
-    assert standin.calls == real.calls
-    assert standin.sent_bytes == real.sent_bytes > 0
-
-
 def test_the_standin_receives_ordinary_numbers(tiny):
-    standin = CountingStandin(0, 2)
+    standin = WatchedStandin(0, 2)
     output = run(tiny, standin)
     assert torch.isfinite(output).all()
     for received in standin.received:

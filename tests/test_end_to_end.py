@@ -327,7 +327,7 @@ def test_the_script_that_shows_the_text_on_the_node_reaches_the_browser(server):
 def test_a_report_alone_says_the_next_move_and_hands_no_latent_on(server):
     nodes = {"pool": node("PipeMeshPool", devices="cpu", ulysses=3, backend="auto")}
     nodes["report"] = node("PipeMeshReport", pool=["pool", 0])
-    assert "Nothing has been sampled by a pool yet" in server.run(nodes).outputs["report"]["text"][0]
+    assert "The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing" in server.run(nodes).outputs["report"]["text"][0]
     nodes["save"] = node("PipeMeshDemoSaveLatent", samples=["report", 0], name="none")
     assert "connect the sampler's LATENT" in server.run(nodes).error.message
 

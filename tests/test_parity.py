@@ -1,5 +1,7 @@
 """Stock ComfyUI against the pool on the same seed, through ``comfy.sample.sample``. Shown able to fail by broken ranks."""
 
+import json
+import os
 import sys
 from dataclasses import fields, replace
 from itertools import combinations
@@ -7,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from pipemesh.launcher import parity
 from pipemesh.launcher.devices import place
+from pipemesh.launcher.host import Host
 from pipemesh.launcher.parity import (
     BF16_BOUND,
     BOUND,
@@ -69,9 +73,9 @@ def test_a_mask_changes_the_picture_so_that_dropping_it_would_show(bench):
         ("mask_permutation", flux(2, "odd", 12, True)),
         ("mask_dropped", flux(2, "odd", 12, True)),
         ("pe_slice", flux(2, "even", 12, False)),
-        ("uneven_split", flux(2, "odd", 5, False)),
+        ("uneven_split", flux(2, "odd", 12, False)),
         ("lse_merge", flux(2, "odd", 5, False, "ring")),
-        ("ring_order", flux(2, "odd", 12, True, "ring")),
+        ("ring_order", flux(3, "odd", 12, True, "ring")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -134,3 +138,34 @@ def test_flux_2_is_exact_with_a_second_timestep_for_its_references(bench, layout
     truth = with_references(bench.stock(5, "flux2"), method, 128, size=(5, 7))
     ours = with_references(bench.parallel(5, layout, "flux2"), method, 128, size=(5, 7))
     assert relative_error(ours, truth) <= BOUND
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("error", "status"), [(BOUND / 2, 0), (BOUND * 2, 1), (float("nan"), 1)])
+def test_the_command_fails_on_every_error_that_is_not_within_the_bound(monkeypatch, capsys, error, status):
+    monkeypatch.setattr(Bench, "error", lambda self, case: error)
+    argv = ["--family", "sd3", "--method", "ring2", "--cover", "--json"]
+    assert parity.main(argv, Host.from_json(os.environ["PIPEMESH_HOST"])) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(json.loads(line)["ok"] is (status == 0) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--method", "ulysses2", "--ranks", "4"], "no case has --method ulysses2 --ranks 4: choose of --method ulysses1 (--ranks 1), "),
+        (["--bf16", "--family", "sd3"], "--bf16 measures Flux 1 alone, not --family sd3: choose --family flux"),
+    ],
+)
+def test_options_that_select_nothing_are_refused_with_what_can_be_chosen(capsys, argv, says):
+    with pytest.raises(SystemExit) as ended:
+        parity.chosen(argv)
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_options_select_what_they_name():
+    options, cases = parity.chosen(["--method", "2x2", "--ranks", "4", "--bf16"])
+    assert options.bf16 and {(case.family, case.method) for case in cases} == {("flux", "2x2")}
+    assert parity.chosen(["--cover"])[1] == sorted(tested_cases(), key=parity.by_method)

@@ -1,6 +1,7 @@
 """The report's text, from made figures; the node and the figures themselves are tested on a running server."""
 
 import pytest
+from pipemesh.launcher.devices import place
 from pipemesh.nodes.report import NO_POOL, report_text
 from pipemesh.nodes.runtime import _last_run
 from pipemesh.parallel_runtime.client.remote_model import Evaluation, RunFigures
@@ -81,6 +82,17 @@ def test_before_anything_was_sampled_one_sentence_says_the_next_move():
     assert report_text({"pools": []}) == NO_POOL
     text = report_text({"pools": [pool(state="failed", ran=False)]})
     assert "ulysses 2 x ring 2 = 4 ranks is failed" in text and "run a sampler on it" in text and "\n" not in text
+
+
+def test_a_pool_that_sampled_nothing_is_named_with_what_to_connect():
+    asked = place(Layout(ulysses=3), "cpu", "gloo", ())
+    text = report_text({"pools": []}, asked)
+    assert (
+        text.startswith("The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing: connect the same PipeMesh Pool")
+        and "\n" not in text
+    )
+    assert "leave this node's pool open" in text and NO_POOL not in text
+    assert report_text({"pools": [pool()]}, asked) == report_text({"pools": [pool()]})
 
 
 def test_what_is_not_known_is_said_and_no_figure_is_made_up():

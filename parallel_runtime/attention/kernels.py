@@ -1,25 +1,68 @@
 """Attention kernels that return the log-sum-exp of their scores, and the exact merge of partial outputs.
 
 Legend: B batch, H heads, Q query tokens, K key tokens, D head dim. ``lse`` is (B, H, Q) in fp32; a query that may look at none of the keys
-given has out = 0 and lse = -inf, so that it does not count in a merge. Sources: FlashAttention (arXiv 2205.14135, section 3.1) for the
-merge, torch 2.11's aten kernels (native_functions.yaml), flash-attn 2/3 (flash_attn_func, return_attn_probs).
+given has out = 0 and lse = -inf, so that it does not count in a merge. Every kernel holds scores and their sums in fp32 whatever q's dtype,
+so a host that asks for that precision has it. Sources: FlashAttention (arXiv 2205.14135, section 3.1) for the merge, torch 2.11's aten
+kernels (native_functions.yaml), flash-attn 2/3 (flash_attn_func, return_attn_probs).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 ALIGN = 16  # the efficient kernel wants rows of its bias to begin at multiples of 16 elements
 
-Partial = tuple[torch.Tensor, torch.Tensor]
+AMPERE, HOPPER = 8, 9  # major compute capabilities
+FLASH_PACKAGES = ("flash_attn_interface", "flash_attn")  # flash-attn 3 and 2
+
+OutLse = tuple[torch.Tensor, torch.Tensor]
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", "float | None"], OutLse]
 
 
-def attention_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None = None) -> Partial:
+class Partial(NamedTuple):
+    """Attention over some of the keys, whose exp(scores) add up to ``weight * exp(level)``. Not one number, since beside a level of -1e9
+    fp32 keeps nothing of log(weight). ``level`` (B, H, Q) in fp32; ``weight`` the same, or the number of keys.
+    """
+
+    out: torch.Tensor
+    level: torch.Tensor
+    weight: torch.Tensor | float
+
+
+def partial_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None = None) -> Partial:
+    """Takes what ``attention_with_lse`` takes."""
+    out, lse = attention_with_lse(q, k, v, mask, scale)
+    keys = max(1, k.shape[2])
+    return Partial(out, lse - math.log(keys), float(keys))
+
+
+def merge(first: Partial, second: Partial) -> Partial:
+    """The attention over both sets of keys, in fp32.
+
+    A row that one large number closes everywhere (-1e9, the smallest of the dtype) comes out as in one softmax over all keys: their mean.
+    Inexact are only rows whose largest score is such a number while other keys are closed by a larger one or by -inf: a kernel's lse does
+    not tell how many keys of its part have the largest score, so parts weigh by all their keys.
+    """
+    level = torch.maximum(first.level, second.level)
+    a, b = (share(part, level) for part in (first, second))
+    weight = torch.where(level == -math.inf, 1.0, a + b)  # a query that looks at nothing yet: 0 / 1
+    out = first.out.float() * (a / weight).unsqueeze(-1) + second.out.float() * (b / weight).unsqueeze(-1)
+    return Partial(out, level, weight)
+
+
+def share(part: Partial, level: torch.Tensor) -> torch.Tensor:
+    """Its sum of exp(scores), in units of exp(level)."""
+    return part.weight * (part.level - torch.where(level == -math.inf, 0.0, level)).exp()
+
+
+def attention_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None = None) -> OutLse:
     """``q`` (B, H, Q, D), ``k`` and ``v`` (B, H, K, D), ``mask`` additive or boolean: (Q, K), (B, Q, K) or (B, 1 or H, 1 or Q, K).
 
     Returns out (B, H, Q, D) in q's dtype and lse (B, H, Q).
@@ -31,78 +74,69 @@ def attention_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
         mask = mask.unsqueeze(1)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
-    out, lse = choose(q, mask)(q, k, v, mask, scale)
+    mask = None if mask is None else mask.to(q.dtype)
+    out, lse = choose_for(q, mask is not None)(q, k, v, mask, scale)
     return (out, lse) if mask is None else without_blind_rows(out, lse, mask)
 
 
-def without_blind_rows(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> Partial:
+def without_blind_rows(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> OutLse:
     """Kernels differ in what they return for a query that may look at nothing; here it is 0 and -inf."""
     blind = (mask == -math.inf).all(-1)
     return torch.where(blind.unsqueeze(-1), 0.0, out).to(out.dtype), torch.where(blind, -math.inf, lse)
 
 
-def merge(first: Partial, second: Partial) -> Partial:
-    """The attention over both sets of keys, in fp32."""
-    (out_a, lse_a), (out_b, lse_b) = first, second
-    lse = torch.logaddexp(lse_a, lse_b)
-    base = torch.where(lse == -math.inf, 0.0, lse)  # a query that looks at nothing yet: both weights are 0, not NaN
-    weight_a, weight_b = (lse_a - base).exp().unsqueeze(-1), (lse_b - base).exp().unsqueeze(-1)
-    return out_a.float() * weight_a + out_b.float() * weight_b, lse
-
-
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", "float | None"], Partial]
-
-
-def choose(q: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
-    """The fastest kernel that takes this device, dtype, head dim and mask."""
-    dim, half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
-    if q.device.type == "cpu":
+def choose(
+    device: str, dtype: torch.dtype, dim: int, masked: bool, capability: tuple[int, int] = (0, 0), installed: Collection[str] = ()
+) -> Kernel:
+    """The fastest kernel that takes this. ``capability``: of a CUDA device; ``installed``: of FLASH_PACKAGES."""
+    if device == "cpu":
         return cpu_flash
-    if q.device.type != "cuda":
+    if device != "cuda" or dim % 8:
         return explicit
-    if mask is None and half and dim <= 256 and dim % 8 == 0:
-        return installed_flash() or cuda_flash
-    if (half or q.dtype == torch.float32) and dim % 8 == 0:
-        return cuda_efficient
-    return explicit
+    major, _minor = capability
+    half = dtype == torch.float16 or (dtype == torch.bfloat16 and major >= AMPERE)
+    if half and not masked and dim <= 256 and major >= AMPERE:
+        if "flash_attn_interface" in installed and major == HOPPER:
+            return flash_attn("flash_attn_interface")
+        return flash_attn("flash_attn") if "flash_attn" in installed else cuda_flash
+    return cuda_efficient if half or dtype == torch.float32 else explicit
 
 
-def cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> Partial:
-    mask = None if mask is None else mask.to(q.dtype)
+def choose_for(q: torch.Tensor, masked: bool) -> Kernel:
+    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)
+    return choose(q.device.type, q.dtype, q.shape[-1], masked, capability, installed_flash())
+
+
+@cache
+def installed_flash() -> frozenset[str]:
+    return frozenset(package for package in FLASH_PACKAGES if find_spec(package) is not None)
+
+
+def cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
     return out, lse.float()
 
 
-def cuda_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scale: float | None) -> Partial:
+def cuda_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scale: float | None) -> OutLse:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
     return out, lse[..., : q.shape[2]].float()
 
 
-def cuda_efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> Partial:
+def cuda_efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
     bias = None if mask is None else aligned_bias(mask, q, k.shape[2])
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
     return out, lse[..., : q.shape[2]].float()
 
 
 def aligned_bias(mask: torch.Tensor, q: torch.Tensor, keys: int) -> torch.Tensor:
-    """(B, H, Q, K) with rows that begin at multiples of ALIGN elements."""
-    room = -(-keys // ALIGN) * ALIGN
-    bias = q.new_zeros(*q.shape[:3], room)[..., :keys]
-    return bias.copy_(mask)
+    """(B, H, Q, K) with rows that begin at multiples of ALIGN elements; of B, H and Q it holds as many as the mask has."""
+    bias = q.new_empty(*mask.shape[:-1], -(-keys // ALIGN) * ALIGN)[..., :keys]
+    return bias.copy_(mask).expand(*q.shape[:3], keys)
 
 
-def installed_flash() -> Kernel | None:
-    """flash-attn 3, then 2, where one is installed."""
-    for module in ("flash_attn_interface", "flash_attn"):
-        if find_spec(module) is not None:
-            return flash_attn(module)
-    return None
-
-
+@cache
 def flash_attn(module: str) -> Kernel:
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scale: float | None) -> Partial:
-        from importlib import import_module
-
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scale: float | None) -> OutLse:
         function: Any = import_module(module).flash_attn_func
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # flash-attn has tokens before heads
         out, lse, *_ = function(q, k, v, softmax_scale=scale, return_attn_probs=True)
@@ -111,7 +145,7 @@ def flash_attn(module: str) -> Kernel:
     return kernel
 
 
-def explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> Partial:
+def explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
     """In fp32, for what no fused kernel takes. Holds all scores: (B, H, Q, K)."""
     scores = q.float() @ k.float().transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import Exchange, StopFlag
 from .ring import Ring
@@ -42,22 +42,24 @@ class SequenceComm:
             part.begin()
 
 
-def connect(degrees: Sequence[int], rank: int, *, device_type: str, on_host: bool, wants_stop: Callable[[], bool]) -> SequenceComm:
-    """Every rank must call it, after init_process_group where there are several. ``degrees``: of stages, ring and ulysses; a sequence is
-    shared within a stage, by a ring only where there is one stage."""
-    stages, ring, ulysses = degrees
-    size = ulysses * ring
+def connect(
+    mesh: Sequence[Sequence[Sequence[int]]], rank: int, *, device_type: str, on_host: bool, wants_stop: Callable[[], bool]
+) -> SequenceComm:
+    """Every rank must call it, after init_process_group where there are several. ``mesh``: the layout's; a sequence is shared within a
+    stage, around a ring only where there is one stage."""
+    ring, ulysses = len(mesh[0]), len(mesh[0][0])
+    size = ring * ulysses
     stop = StopFlag(wants_stop)
     if size == 1:
         return SequenceComm(
             Exchange(None, 0, 1, on_host=on_host), Ring(None, [0], 0, on_host=on_host), Exchange(None, 0, 1, on_host=on_host), stop
         )
-    mesh = init_device_mesh(device_type, tuple(degrees), mesh_dim_names=("pipefusion", "ring", "ulysses"))
-    _stage, ring_index, ulysses_index = mesh.get_coordinate()
-    world = mesh.get_group("ulysses") if stages > 1 else dist.group.WORLD
+    devices = DeviceMesh(device_type, mesh, mesh_dim_names=("pipefusion", "ring", "ulysses"))
+    stage, ring_index, ulysses_index = devices.get_coordinate()
+    world = devices.get_group("ulysses") if len(mesh) > 1 else dist.group.WORLD
     return SequenceComm(
-        Exchange(mesh.get_group("ulysses"), ulysses_index, ulysses, on_host=on_host),
-        Ring(mesh.get_group("ring"), dist.get_process_group_ranks(mesh.get_group("ring")), ring_index, on_host=on_host),
-        Exchange(world, rank % size, size, on_host=on_host),
+        Exchange(devices.get_group("ulysses"), ulysses_index, ulysses, on_host=on_host),
+        Ring(devices.get_group("ring"), [row[ulysses_index] for row in mesh[stage]], ring_index, on_host=on_host),
+        Exchange(world, ring_index * ulysses + ulysses_index, size, on_host=on_host),
         stop,
     )

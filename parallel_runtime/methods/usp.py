@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.kernels import Partial, attention_with_lse, merge
+from ..attention.kernels import Partial, merge, partial_attention
 from ..comm.sequence import SequenceComm
 from ..errors import ModelError
 from ..families.plan import TokenPlan
@@ -148,11 +148,11 @@ class SequenceParallel(TokenHooks):
             if mask is not None:
                 columns = slice(starts[block.source], starts[block.source + 1])
                 part = part_of_mask(mask, rows, columns, self._own_heads(heads), joint.total, heads.total)
-            here = attention_with_lse(qkv[0], *block.kv, part, scale)
+            here = partial_attention(qkv[0], *block.kv, part, scale)
             partial = here if partial is None else merge(partial, here)
             flags.append(block.flag)
         self._comm.stop.decide(torch.stack(flags).amax(0))
-        return partial[0].to(qkv.dtype)
+        return partial.out.to(qkv.dtype)
 
     def _tokens_for_heads(self, out_BhgD: torch.Tensor, heads: Split, joint: Joint) -> torch.Tensor:
         """(B, h, g, D) in rank-major order -> (B, l, H, D) with zeros in anchor rows."""

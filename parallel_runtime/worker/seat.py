@@ -42,8 +42,7 @@ def take_seat(
     layout: Layout, rank: int, *, device_type: str, on_host: bool, wants_stop: Callable[[], bool], tick: Callable[[], None]
 ) -> Seat:
     """Every rank must call it, after init_process_group where there are several."""
-    degrees = (layout.pipefusion, layout.ring, layout.ulysses)
-    sequence = connect(degrees, rank, device_type=device_type, on_host=on_host, wants_stop=wants_stop)
+    sequence = connect(layout.mesh(), rank, device_type=device_type, on_host=on_host, wants_stop=wants_stop)
     if layout.pipefusion == 1:
         return Seat(layout, rank, sequence)
     stages = layout.group("pipefusion", rank)

@@ -1,0 +1,99 @@
+"""A rank without a pool: ``rank_main.py ROOT COMFYUI STORE RANK ULYSSES RING TASK`` joins the others over gloo, prints what it saw."""
+
+import json
+import os
+import sys
+
+_, root, comfyui, store, rank, ulysses, ring, task = sys.argv
+sys.path[0] = root + "/launcher"
+from package import register_package  # noqa: E402
+
+register_package(root)
+sys.path[0] = comfyui
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from pipemesh.benchmarks.forwards import Forwards, StandinExchange, StandinRing, standin  # noqa: E402
+from pipemesh.parallel_runtime.comm.exchange import Exchange  # noqa: E402
+from pipemesh.parallel_runtime.comm.ring import Ring  # noqa: E402
+from pipemesh.parallel_runtime.comm.sequence import connect  # noqa: E402
+from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan  # noqa: E402
+from pipemesh.parallel_runtime.layout import Layout  # noqa: E402
+from pipemesh.parallel_runtime.methods.usp import SequenceParallel  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def calls(layout, comm):
+    """The collective calls and bytes of one evaluation, by the real groups and by their stand-ins."""
+    seen = []
+
+    def watch(cls, name, describe):
+        real = getattr(cls, name)
+
+        def call(self, *args):
+            seen.append([name, *describe(*args)])
+            return real(self, *args)
+
+        setattr(cls, name, call)
+
+    for cls in (Exchange, StandinExchange):
+        watch(cls, "_move", lambda receiving, sending, receives, sends: (receiving.numel(), sending.numel(), [*receives], [*sends]))
+    for cls in (Ring, StandinRing):
+        watch(cls, "_pass_on", lambda current, arriving: (current.numel(), arriving.numel()))
+    forwards, made = Forwards(192), {}
+    for name, groups in (("real", comm), ("standin", standin(layout, comm.rank))):
+        forwards.through(groups)
+        made[name] = {"calls": list(seen), "sent_bytes": groups.sent_bytes}
+        seen.clear()
+    return made
+
+
+class Grouped(torch.nn.Module):
+    """A block whose queries share keys and values: 6 heads of queries, 2 of keys and values."""
+
+    def forward(self, x, transformer_options):
+        from comfy.ldm.modules.attention import optimized_attention
+
+        return x + optimized_attention(x, x[..., :32], x[..., 32:64], 6, enable_gqa=True, transformer_options=transformer_options)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Grouped(), Grouped()])
+        self.last = torch.nn.Linear(96, 8)
+
+    def forward(self, x, transformer_options):
+        for block in self.blocks:
+            x = block(x, transformer_options=transformer_options)
+        return self.last(x)
+
+
+def grouped(_layout, comm):
+    """How far from the whole the parallel forward is."""
+    torch.manual_seed(1)
+    model, x = Model(), torch.randn(2, 13, 96)
+    alone = model(x, {})
+    plan = TokenPlan(
+        family="grouped",
+        models=(),
+        streams=("x",),
+        blocks=(Blocks(path="blocks", tokens={"x": ("x",)}),),
+        leave=Leave(path="last", stream="x"),
+    )
+    method = SequenceParallel(model, plan, comm)
+    together = model(**method.begin({"x": x, "transformer_options": {}}))
+    return float((together - alone).abs().max()) if comm.rank == 0 else 0.0
+
+
+layout = Layout(ulysses=int(ulysses), ring=int(ring))
+dist.init_process_group("gloo", store=dist.FileStore(store, layout.world_size), rank=int(rank), world_size=layout.world_size)
+groups = connect(layout.mesh(), int(rank), device_type="cpu", on_host=False, wants_stop=lambda: False)
+with torch.inference_mode():
+    print(json.dumps({"calls": calls, "grouped": grouped}[task](layout, groups)), flush=True)
+dist.barrier()
+os._exit(0)  # as ranks do

@@ -1,0 +1,126 @@
+"""The groups through a rank are those of the layout, and what travels between them: how many messages, and when."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipemesh.benchmarks.forwards import StandinExchange, StandinRing, standin
+from pipemesh.launcher.parity import stock_model
+from pipemesh.parallel_runtime.comm import ring as ring_module
+from pipemesh.parallel_runtime.comm.ring import Ring
+from pipemesh.parallel_runtime.comm.sequence import connect
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.usp import SequenceParallel
+
+# -- one mesh ----------------------------------------------------------------------------------------------------------
+
+PLACES = [(Layout(ulysses=u, ring=r), rank) for u, r in ((2, 3), (3, 2), (4, 1), (1, 3)) for rank in range(u * r)]
+
+
+@pytest.fixture
+def joined():
+    """layout, rank -> that rank's groups, in a world that has no other ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def join(layout, rank):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+        return connect(layout.mesh(), rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
+
+    yield join
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("layout", "rank"), PLACES, ids=str)
+def test_a_rank_joins_the_groups_that_the_grid_shows(joined, layout, rank):
+    comm = joined(layout, rank)
+    shown = [[int(cell) for cell in line.split(":")[1].split()] for line in layout.grid().splitlines()]
+    assert shown[comm.ring.index][comm.ulysses.rank] == rank == comm.rank
+    assert dist.get_process_group_ranks(comm.ulysses._group) == shown[comm.ring.index]
+    assert dist.get_process_group_ranks(comm.ring._group) == [row[comm.ulysses.rank] for row in shown]
+    assert comm.ring._next == shown[(comm.ring.index + 1) % layout.ring][comm.ulysses.rank]
+    assert comm.ring._previous == shown[comm.ring.index - 1][comm.ulysses.rank]
+    assert (comm.ulysses.size, comm.ring.size, comm.size) == (layout.ulysses, layout.ring, layout.world_size)
+
+
+@pytest.mark.parametrize(("layout", "rank"), PLACES, ids=str)
+def test_the_stand_in_of_a_rank_stands_where_the_grid_shows_it(layout, rank):
+    comm = standin(layout, rank)
+    assert layout.mesh()[0][comm.ring.index][comm.ulysses.rank] == comm.rank == rank
+    assert (comm.ulysses.size, comm.ring.size, comm.size) == (layout.ulysses, layout.ring, layout.world_size)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def flux():
+    return stock_model(heads=5).model.diffusion_model
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 3), (2, 2)])
+def test_q_k_and_v_are_one_exchange_and_k_and_v_one_message_of_a_ring(flux, monkeypatch, ulysses, ring):
+    moved, passed = [], []
+    monkeypatch.setattr(StandinExchange, "_move", counting(moved, StandinExchange._move))
+    monkeypatch.setattr(StandinRing, "_pass_on", counting(passed, StandinRing._pass_on))
+    attentions = len(flux.double_blocks) + len(flux.single_blocks)
+    method = SequenceParallel(flux, plan_for(type(flux)), standin(Layout(ulysses=ulysses, ring=ring), 0))
+    arguments = {
+        "x": torch.randn(1, 16, 13, 12),
+        "timestep": torch.tensor([0.5]),
+        "context": torch.randn(1, 7, 64),
+        "y": torch.randn(1, 32),
+        "transformer_options": {},
+    }
+    try:
+        with torch.inference_mode():
+            flux._forward(**method.begin(arguments))
+    finally:
+        method.detach()
+    gather = 1
+    assert len(moved) == (2 * attentions if ulysses > 1 else 0) + gather  # q, k and v there, the output back
+    assert len(passed) == (ring - 1) * attentions
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2)])
+def test_the_stand_in_makes_the_calls_of_real_ranks_and_counts_their_bytes(ranks, ulysses, ring):
+    for said in ranks(Layout(ulysses=ulysses, ring=ring), "calls"):
+        real, alone = said["real"], said["standin"]
+        assert real["calls"] == alone["calls"]
+        assert real["sent_bytes"] == alone["sent_bytes"] > 0
+        assert {name for name, *_ in real["calls"]} == {"_move", *(["_pass_on"] if ring > 1 else [])}
+
+
+def test_queries_that_share_keys_and_values_are_exact_over_two_ranks(ranks):
+    assert max(ranks(Layout(ulysses=2), "grouped")) <= 1e-5
+
+
+def counting(calls, real):
+    def call(self, *args):
+        calls.append(args)
+        return real(self, *args)
+
+    return call
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_next_block_is_on_its_way_while_the_current_one_is_computed_with(monkeypatch, size):
+    events = []
+
+    def batch(operations):
+        step = sum(event.startswith("posted") for event in events)
+        events.append(f"posted {step}")
+        for operation in operations:
+            if operation.op is dist.irecv:
+                operation.tensor.fill_(step)
+        return [SimpleNamespace(wait=lambda: events.append(f"waited {step}"))]
+
+    monkeypatch.setattr(ring_module.dist, "P2POp", lambda op, tensor, peer, group: SimpleNamespace(op=op, tensor=tensor))
+    monkeypatch.setattr(ring_module.dist, "batch_isend_irecv", batch)
+    ring = Ring(None, range(size), 0, on_host=False)
+    for number, block in enumerate(ring.walk(torch.full((2, 1, 1, 3, 4), -1.0), [3] * size, torch.zeros(1))):
+        assert block.source == -number % size
+        events.append(f"computed {number}")
+    expected = [event for step in range(size - 1) for event in (f"posted {step}", f"computed {step}", f"waited {step}")]
+    assert events == [*expected, f"computed {size - 1}"]
