@@ -55,11 +55,12 @@ class Layout:
         return tuple(other for other in range(self.world_size) if here.items() <= self.coordinates(other).items())
 
     def grid(self, names: Sequence[str] = ()) -> str:
-        """A row per ring index, its ulysses ranks side by side, each followed by its name (for example its device's)."""
+        """A row per ring index, or per stage, its ulysses ranks side by side, each followed by its name (for example its device's)."""
         cells = [f"{rank:3d} {name}".rstrip() for rank, name in zip_longest(range(self.world_size), names, fillvalue="")]
         width = max(map(len, cells))
-        rows = [" ".join(cells[rank].ljust(width) for rank in self.group("ulysses", row * self.ulysses)) for row in range(self.ring)]
-        return "\n".join(f"ring {row}: {ranks}".rstrip() for row, ranks in enumerate(rows))
+        axis, count = ("stage", self.pipefusion) if self.pipefusion > 1 else ("ring", self.ring)
+        rows = [" ".join(cells[rank].ljust(width) for rank in self.group("ulysses", row * self.ulysses)) for row in range(count)]
+        return "\n".join(f"{axis} {row}: {ranks}".rstrip() for row, ranks in enumerate(rows))
 
     def equation(self) -> str:
         """For example ``ulysses 4 = 4 ranks``."""

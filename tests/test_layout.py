@@ -11,7 +11,7 @@ from pipemesh.parallel_runtime.layout import Layout, Split, clip_ranges
 def test_a_layout_prints_its_equation(degree, equation):
     layout = Layout(ulysses=degree)
     assert layout.world_size == degree
-    assert layout.degrees() == {"ulysses": degree, "ring": 1}
+    assert layout.degrees() == {"ulysses": degree, "ring": 1, "pipefusion": 1}
     assert layout.equation() == equation
 
 
@@ -20,6 +20,12 @@ def test_a_grid_prints_its_equation_and_itself():
     assert layout.equation() == "ulysses 2 x ring 3 = 6 ranks"
     assert layout.grid() == "ring 0:   0   1\nring 1:   2   3\nring 2:   4   5"
     assert layout.grid(["a", "bb", "a", "a", "bb", "a"]).splitlines()[:2] == ["ring 0:   0 a    1 bb", "ring 1:   2 a    3 a"]
+
+
+def test_a_pipelines_grid_has_a_row_for_every_stage():
+    layout = Layout(pipefusion=3)
+    assert layout.equation() == "pipefusion 3 = 3 ranks"
+    assert layout.grid(["cpu"] * 3) == "stage 0:   0 cpu\nstage 1:   1 cpu\nstage 2:   2 cpu"
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.data())

@@ -53,12 +53,15 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measured of one evaluation: seconds around it in the UI, and the slowest rank's share of them."""
+    """Measured of one evaluation: seconds around it in the UI, and the slowest rank's share of them. ``part``: what of it was asked of a
+    pipeline, whose parts overlap."""
 
     seconds: float
     hop_s: float
     exchange_s: float
     sent_bytes: int
+    began: float = 0.0
+    part: Part | None = None
 
 
 @dataclass
@@ -67,6 +70,7 @@ class RunFigures:
 
     began_s: float = field(default_factory=time.time)
     evaluations: list[Evaluation] = field(default_factory=list)
+    mode: str = ""  # how a pipeline samples
 
 
 class PoolMemory:
@@ -155,6 +159,10 @@ class Client:
         if self.memory is not None:
             self.memory.conditioning.begin_run()
             self.memory.figures = RunFigures()
+
+    def note_mode(self, mode: str) -> None:
+        if self.memory is not None:
+            self.memory.figures.mode = mode
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -304,7 +312,7 @@ class Client:
                 leader = held.pool.call(fetch, (), interrupted)[held.pool.writer]
             device = (x[0] if isinstance(x, list) else x).device
             output = decode_tree(leader.output, lambda ref: held.pool.arena.segment.tensor(ref).to(device, copy=True))
-        held.figures.evaluations.append(measured(time.perf_counter() - began, replies))
+        held.figures.evaluations.append(measured(began, replies))
         return output
 
     # -- evaluations through a pipeline ------------------------------------------------------------------------------
@@ -329,7 +337,7 @@ class Client:
         with one_thread():
             tree = encode_tree(arguments, put)
         number = held.pool.next_request()
-        ticket = Ticket(number, frame, latent.device, began)
+        ticket = Ticket(number, frame, latent.device, began, part)
         held.tickets.append(ticket)
         nbytes = held.pool.arena.nbytes
         held.pool.submit(
@@ -347,7 +355,7 @@ class Client:
         output = decode_tree(written.output, lambda ref: held.pool.arena.segment.tensor(ref).to(ticket.device, copy=True))
         held.tickets.remove(ticket)
         ticket.frame.release()
-        held.figures.evaluations.append(measured(time.perf_counter() - ticket.began, replies))
+        held.figures.evaluations.append(measured(ticket.began, replies, ticket.part))
         return output
 
     def abandon(self) -> None:
@@ -368,14 +376,18 @@ class Ticket:
     frame: Frame
     device: torch.device
     began: float
+    part: Part
 
 
-def measured(seconds: float, replies: list[Done]) -> Evaluation:
+def measured(began: float, replies: list[Done], part: Part | None = None) -> Evaluation:
+    seconds = time.perf_counter() - began
     return Evaluation(
         seconds=seconds,
         hop_s=seconds - max(reply.compute_s for reply in replies),
         exchange_s=max(reply.exchange_s for reply in replies),
         sent_bytes=max(reply.sent_bytes for reply in replies),
+        began=began,
+        part=part,
     )
 
 
