@@ -129,7 +129,8 @@ def test_whichever_ranks_compute_on_the_uis_device_their_part_is_counted(layout,
     assert held_on(Placement(layout=layout, devices=tuple(map(Device, names)), backend="gloo"), "cuda:0") == part
 
 
-def test_the_host_counts_a_stages_part_of_the_weights_and_all_of_its_activations(files, client):
+def test_the_host_counts_a_stages_part_of_the_weights_and_all_of_its_activations(files, client, requests):
+    assert client.memory.pool.size == 2
     model = load(files["flux"])
     whole = parallelize(model, client, holds_ui_device=1.0)
     stage = parallelize(model, client, holds_ui_device=0.5, patching=Patching(3))
