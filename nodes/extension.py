@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 from comfy_api.latest import ComfyExtension, io
+from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from .ksampler import sampler_nodes
@@ -12,9 +13,16 @@ from .report import report_node
 from .runtime import Runtime, host_setup
 
 
+def show_on_node(text: str) -> None:
+    """Of the node that is executed, if one is."""
+    executing = get_executing_context()
+    if executing is not None:
+        PromptServer.instance.send_progress_text(text, executing.node_id)
+
+
 class PipeMeshExtension(ComfyExtension):
     def __init__(self) -> None:
-        self._runtime = Runtime(host_setup())
+        self._runtime = Runtime(host_setup(), show_on_node)
 
     async def on_load(self) -> None:
         @PromptServer.instance.routes.get("/pipemesh/report")

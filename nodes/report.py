@@ -80,15 +80,29 @@ def _not_run(pool: dict[str, Any]) -> str:
 
 
 def _run(run: dict[str, Any]) -> str:
-    evaluations, share = run["evaluations"], run["exchange_share"]
+    evaluations, share, in_patches = run["evaluations"], run["exchange_share"], run["in_patches"]
+    sent = ("sent per rank and evaluation", f"{run['bytes_per_evaluation'] / 2**20:.2f} MiB")
+    title = f"Last run: {evaluations} evaluation{'' if evaluations == 1 else 's'}"
+    if in_patches:
+        rows = [
+            ("of them whole (warm-up)", str(in_patches["whole"])),
+            ("time per evaluation (mean)", f"{run['step_ms_mean']:.1f} ms"),
+            sent,
+        ]
+        return "\n".join([f"{title}, {_sampled(**in_patches)}", *_aligned(rows)])
     rows = [
         ("time per evaluation", f"{run['step_ms_p50']:.1f} ms"),
         ("share of communication", "not measured with nccl" if share is None else f"{100 * share:.1f} %"),
         ("hop to the pool and back", f"{run['hop_ms_p50']:.2f} ms"),
-        ("sent per rank and evaluation", f"{run['bytes_per_evaluation'] / 2**20:.2f} MiB"),
+        sent,
     ]
-    title = f"Last run: {evaluations} evaluation{'' if evaluations == 1 else 's, times are medians'}"
-    return "\n".join([title, *_aligned(rows)])
+    return "\n".join([title if evaluations == 1 else f"{title}, times are medians", *_aligned(rows)])
+
+
+def _sampled(mode: str, patches: int, whole: int) -> str:
+    """Not in patches where all evaluations were whole."""
+    how = f"in {patches} patches, {mode}" if patches else "whole"
+    return f"sampled {how}"
 
 
 def _held(pool: dict[str, Any]) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,13 +20,22 @@ from comfy.model_patcher import ModelPatcher
 from ..launcher.devices import Placement, place, visible_gpus
 from ..launcher.hosts import between_hosts, check_rendezvous
 from ..launcher.pool import HostSetup, PoolKeeper
-from ..parallel_runtime.client.remote_model import Client, RunFigures
-from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
+from ..parallel_runtime.client.remote_model import Client, Evaluation, RunFigures
+from ..parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
 
 DEFAULT_STALL_S = 300.0
+log = logging.getLogger("pipemesh")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What PipeMesh Pool hands out. The placement alone says which pool: another ``patching`` needs no other ranks."""
+
+    placement: Placement
+    patching: Patching | None = None
 
 
 def plain_args(args: dict[str, Any]) -> dict[str, Any]:
@@ -39,46 +53,83 @@ def host_setup() -> HostSetup:
     )
 
 
+def choose_patching(layout: Layout, patches: int, warm_up: int) -> Patching | None:
+    """``patches`` 0: one more than stages, so that every stage has one while another is in the UI. None where there are no stages.
+
+    Raises LayoutError.
+    """
+    stages = layout.pipefusion
+    if stages == 1:
+        return None
+    if patches and patches < stages:
+        raise LayoutError(
+            f"patches {patches}, pipefusion {stages}: some stages would always wait, choose at least as many patches as stages."
+        )
+    return Patching(patches or stages + 1, warm_up)
+
+
+def held_on(placement: Placement, device: str) -> float:
+    """The part of a model's weights that ``device`` holds: an estimate for stages, whose blocks differ in size."""
+    stages = placement.layout.pipefusion
+    return min(stages, sum(one.name == device for one in placement.devices)) / stages
+
+
 class Runtime:
-    def __init__(self, setup: HostSetup):
+    """``show`` is given what the node that samples is to say of itself."""
+
+    def __init__(self, setup: HostSetup, show: Callable[[str], None] = lambda text: None):
         self._setup = setup
+        self._show = show
         self._keeper = PoolKeeper(setup)
         self._clients: dict[Placement, Client] = {}
 
-    def place(self, devices: str, ulysses: int, ring: int, backend: str) -> Placement:
+    def choose(
+        self, devices: str, ulysses: int, backend: str, ring: int = 1, pipefusion: int = 1, patches: int = 0, warm_up: int = 1
+    ) -> Choice:
         """Raises LayoutError with the equation that fails."""
-        placement = place(Layout(ulysses=ulysses, ring=ring), devices, backend, visible_gpus(comfy.cli_args.args.cpu))
+        layout = Layout(ulysses=ulysses, ring=ring, pipefusion=pipefusion)
+        placement = place(layout, devices, backend, visible_gpus(comfy.cli_args.args.cpu))
         if placement.other_hosts:
             check_rendezvous(self._setup, placement.other_hosts[0])
-        return placement
+        return Choice(placement, choose_patching(layout, patches, warm_up))
 
-    def default_placement(self) -> Placement:
+    def default_choice(self) -> Choice:
         """All GPUs, or two ranks on the CPU."""
         gpus = visible_gpus(comfy.cli_args.args.cpu)
-        return place(Layout(ulysses=len(gpus) or 2), "auto", "auto", gpus)
+        return Choice(place(Layout(ulysses=len(gpus) or 2), "auto", "auto", gpus))
 
-    def parallelize(self, model: ModelPatcher, placement: Placement | None) -> RemotePatcher:
-        if placement is None and isinstance(model, RemotePatcher):
+    def parallelize(self, model: ModelPatcher, choice: Choice | None) -> RemotePatcher:
+        if choice is None and isinstance(model, RemotePatcher):
             return model
-        placement = placement or self.default_placement()
+        choice = choice or self.default_choice()
+        placement = choice.placement
         if placement not in self._clients:
-            shares = not placement.devices[0].is_gpu and not placement.other_hosts
+            whole = placement.layout.pipefusion == 1
+            shares = whole and not placement.devices[0].is_gpu and not placement.other_hosts
             self._clients[placement] = Client(self._keeper.handle(placement), shares_weights=shares)
-        ui_device = str(comfy.model_management.get_torch_device())
-        return parallelize(model, self._clients[placement], holds_ui_device=placement.devices[0].name == ui_device)
+        client = self._clients[placement]
+        held = held_on(placement, str(comfy.model_management.get_torch_device()))
+        return parallelize(model, client, held, choice.patching, partial(self._sampled, client))
 
-    def check(self, devices: str, ulysses: int, ring: int, backend: str) -> bool | str:
+    def _sampled(self, client: Client, mode: str) -> None:
+        """A run in patches begins."""
+        text = f"PipeMesh samples in patches, {mode}."
+        log.info("[PipeMesh] %s", text)
+        client.note_mode(mode)
+        self._show(text)
+
+    def check(self, **chosen: Any) -> bool | str:
         """For a node's validation: True, or the sentence to show."""
         try:
-            self.place(devices, ulysses, ring, backend)
+            self.choose(**chosen)
         except LayoutError as error:
             return str(error)
         return True
 
-    def report(self, only: Placement | None = None) -> dict[str, Any]:
+    def report(self, only: Choice | None = None) -> dict[str, Any]:
         """Plain data about every pool, or about ``only`` one: state, ranks, resident models, the last run's figures."""
         clients = list(self._clients.items())  # asked for by the server's thread while another runs a graph
-        return {"pools": [self._report(placement, client) for placement, client in clients if only in (None, placement)]}
+        return {"pools": [self._report(placement, client) for placement, client in clients if only is None or only.placement == placement]}
 
     def _report(self, placement: Placement, client: Client) -> dict[str, Any]:
         handle = self._keeper.handle(placement)
@@ -103,16 +154,41 @@ def _last_run(figures: RunFigures, backend: str) -> dict[str, Any] | None:
     evaluations = list(figures.evaluations)
     if not evaluations:
         return None
+    if evaluations[0].part is not None:
+        return _last_run_in_patches(figures.began_s, figures.mode, evaluations)
     timed = backend != "nccl"
     step_s, exchange_s = sum(one.seconds for one in evaluations), sum(one.exchange_s for one in evaluations)
     return {
         "began": figures.began_s,
+        "in_patches": None,
         "evaluations": len(evaluations),
+        "step_ms_mean": 1e3 * step_s / len(evaluations),
         "step_ms_p50": 1e3 * median(one.seconds for one in evaluations),
         "hop_ms_p50": 1e3 * median(one.hop_s for one in evaluations),
         "exchange_ms_p50": 1e3 * median(one.exchange_s for one in evaluations) if timed else None,
         "exchange_share": exchange_s / step_s if timed else None,
         "bytes_per_evaluation": max(one.sent_bytes for one in evaluations),
+    }
+
+
+def _last_run_in_patches(began_s: float, mode: str, submitted: list[Evaluation]) -> dict[str, Any]:
+    """Of what was submitted: patches, which overlap, and whole evaluations. So the time of an evaluation is a mean over the run, and how
+    much of it was exchange or the hop is not known: None."""
+    patches = [one.part for one in submitted if one.part.patch is not None]
+    whole = len(submitted) - len(patches)
+    evaluations = whole + sum(part.patch[0] == 0 for part in patches)
+    by_branch = Counter(branch for branch, _patch in {(part.branch, part.patch) for part in patches})
+    run_s = max(one.began + one.seconds for one in submitted) - min(one.began for one in submitted)
+    return {
+        "began": began_s,
+        "in_patches": {"mode": mode, "patches": max(by_branch.values(), default=0), "whole": whole},
+        "evaluations": evaluations,
+        "step_ms_mean": 1e3 * run_s / evaluations,
+        "step_ms_p50": None,
+        "hop_ms_p50": None,
+        "exchange_ms_p50": None,
+        "exchange_share": None,
+        "bytes_per_evaluation": round(sum(one.sent_bytes for one in submitted) / evaluations),
     }
 
 

@@ -56,11 +56,12 @@ class Layout:
         return tuple(tuple(self.group("ulysses", rank) for rank in self.group("ring", first)) for first in self.group("pipefusion", 0))
 
     def grid(self, names: Sequence[str] = ()) -> str:
-        """A row per ring index, its ulysses ranks side by side, each followed by its name (for example its device's)."""
+        """A row per ring index, or per stage, its ulysses ranks side by side, each followed by its name (for example its device's)."""
         cells = [f"{rank:3d} {name}".rstrip() for rank, name in zip_longest(range(self.world_size), names, fillvalue="")]
         width = max(map(len, cells))
+        axis = "stage" if self.pipefusion > 1 else "ring"
         rows = [" ".join(cells[rank].ljust(width) for rank in row) for stage in self.mesh() for row in stage]
-        return "\n".join(f"ring {row}: {ranks}".rstrip() for row, ranks in enumerate(rows))
+        return "\n".join(f"{axis} {row}: {ranks}".rstrip() for row, ranks in enumerate(rows))
 
     def equation(self) -> str:
         """For example ``ulysses 4 = 4 ranks``."""

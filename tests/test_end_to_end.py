@@ -16,6 +16,7 @@ from pipemesh.launcher.server import ComfyServer
 from pipemesh.launcher.tiny import write_flux, write_lora
 from safetensors.torch import load_file
 
+TEXT = 3  # comfyui: protocol.BinaryEventTypes
 SMALL, LARGE = 128, 1024  # pixels: 64 and 4096 image tokens
 STEPS = 3
 
@@ -194,6 +195,32 @@ def test_a_lora_strength_changed_between_two_queued_prompts_needs_no_reload(serv
     assert (pids(server), live_pool(server)["loads"]) == ([rank["pid"] for rank in before["ranks"]], before["loads"])
 
 
+# -- in patches -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_is_exact_while_it_warms_up_says_how_it_samples_and_gives_the_same_twice(server, truth):
+    def sampled(name, **pool):
+        nodes = graph(name)
+        nodes["pool"]["inputs"] |= {"ulysses": 1, "pipefusion": 2, **pool}
+        nodes["report"] = node("PipeMeshReport", latent=["sampler", 0], pool=["pool", 0])
+        ours, result = latent(server, nodes)
+        assert len(result.previews) >= STEPS
+        texts = [event.image for event in result.events if event.type == f"binary {TEXT}"]
+        return ours, result.outputs["report"]["text"][0], texts, pids(server)
+
+    whole, text, _, ranks = sampled("warm_pipeline", warm_up=100)
+    assert relative_error(whole, truth) <= BOUND
+    assert "stage 1:   1 cpu" in text and ", sampled whole" in text
+    first, text, texts, same = sampled("pipeline", warm_up=1)
+    assert "sampled in 3 patches, free-running" in text
+    assert any(said.endswith(b"samplerPipeMesh samples in patches, free-running.") for said in texts)
+    assert same == ranks, "another warm_up needs no other ranks"
+    assert 0 < relative_error(first, truth) < 0.5
+    again, _, _, same = sampled("pipeline_again", warm_up=1, backend="gloo")  # what auto is here, so computed anew by the same pool
+    assert torch.equal(again, first)
+    assert same == ranks
+
+
 # -- cancel ------------------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +286,21 @@ def test_free_reaches_the_pool(server, truth):
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sentence"),
+    [
+        ({"patches": 1}, "patches 1, pipefusion 2: some stages would always wait"),
+        ({"warm_up": 0}, "Value 0 smaller than min of 1"),
+        ({"ulysses": 2}, "pipefusion 2 with ulysses 2 and ring 1"),
+    ],
+)
+def test_an_impossible_pipeline_is_refused_at_validation(server, inputs, sentence):
+    nodes = graph("refused_stages")
+    nodes["pool"]["inputs"] |= {"ulysses": 1, "pipefusion": 2, **inputs}
+    error = server.run(nodes).error
+    assert error.kind == "refused" and sentence in error.message
 
 
 def test_impossible_degrees_are_refused_at_validation_with_the_equation(server):

@@ -23,6 +23,12 @@ def test_a_grid_prints_its_equation_and_itself():
     assert layout.grid(["a", "bb", "a", "a", "bb", "a"]).splitlines()[:2] == ["ring 0:   0 a    1 bb", "ring 1:   2 a    3 a"]
 
 
+def test_a_pipelines_grid_has_a_row_for_every_stage():
+    layout = Layout(pipefusion=3)
+    assert layout.equation() == "pipefusion 3 = 3 ranks"
+    assert layout.grid(["cpu"] * 3) == "stage 0:   0 cpu\nstage 1:   1 cpu\nstage 2:   2 cpu"
+
+
 @given(st.integers(1, 8), st.integers(1, 8), st.data())
 def test_every_rank_has_a_place_of_its_own_and_its_groups_meet_only_there(ulysses, ring, data):
     layout = Layout(ulysses=ulysses, ring=ring)

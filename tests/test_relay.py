@@ -225,11 +225,11 @@ def test_a_setup_that_cannot_reach_other_hosts_is_refused(rendezvous, secret, se
 def test_a_pool_node_says_when_it_is_queued_that_hosts_cannot_be_reached():
     from pipemesh.nodes.runtime import Runtime
 
-    sentence = Runtime(fake_setup()).check("cpu,far/cpu", 2, 1, "auto")
+    sentence = Runtime(fake_setup()).check(devices="cpu,far/cpu", ulysses=2, backend="auto")
     assert sentence.startswith("Host far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: ")
     reachable = replace(fake_setup(), rendezvous="10.0.0.1:29400", secret=SECRET)
-    assert Runtime(reachable).check("cpu,far/cpu", 2, 1, "auto") is True
-    assert Runtime(fake_setup()).check("cpu", 2, 1, "auto") is True
+    assert Runtime(reachable).check(devices="cpu,far/cpu", ulysses=2, backend="auto") is True
+    assert Runtime(fake_setup()).check(devices="cpu", ulysses=2, backend="auto") is True
 
 
 def test_a_host_that_has_not_joined_is_told_the_command(leader):

@@ -6,6 +6,7 @@ from pipemesh.nodes.report import NO_POOL, report_text
 from pipemesh.nodes.runtime import _last_run
 from pipemesh.parallel_runtime.client.remote_model import Evaluation, RunFigures
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.wire.messages import Part
 
 GIB = 2**30
 
@@ -16,7 +17,9 @@ def pool(*, began=1.0, ulysses=2, ring=2, state="ready", ran=True, **changes):
     memory = {"free": 10 * GIB, "total": 24 * GIB, "model": 300 << 20}
     last_run = {
         "began": began,
+        "in_patches": None,
         "evaluations": 6,
+        "step_ms_mean": 320.0,
         "step_ms_p50": 312.44,
         "hop_ms_p50": 1.071,
         "exchange_ms_p50": 38.0,
@@ -101,6 +104,40 @@ def test_what_is_not_known_is_said_and_no_figure_is_made_up():
     assert "share of communication not measured with nccl" in said(text)
     assert "0 cuda:0 - - -" in said(text)
     assert "Last run: 1 evaluation" in said(text)
+
+
+@pytest.mark.parametrize(
+    ("patches", "mode", "sentence"),
+    [
+        (3, "free-running", "sampled in 3 patches, free-running"),
+        (3, "single-timeline, because of the sampler x", "sampled in 3 patches, single-timeline, because of the sampler x"),
+        (0, "free-running", "sampled whole"),
+    ],
+)
+def test_how_a_pipeline_sampled_is_said_without_figures_that_overlapping_patches_do_not_have(patches, mode, sentence):
+    unknown = dict.fromkeys(("step_ms_p50", "hop_ms_p50", "exchange_ms_p50", "exchange_share"))
+    text = report_text({"pools": [pool(in_patches={"mode": mode, "patches": patches, "whole": 2}, **unknown)]})
+    assert said(text.split("\n\n")[1]) == [
+        f"Last run: 6 evaluations, {sentence}",
+        "of them whole (warm-up) 2",
+        "time per evaluation (mean) 320.0 ms",
+        "sent per rank and evaluation 4.00 MiB",
+    ]
+
+
+def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed_over_the_run():
+    """Two branches, each whole once and then in three patches that overlap, the last ones of a context window of another shape."""
+    cuts = [None, (0, 4, False), (4, 4, False), (8, 4, True)]
+    parts = [Part(1, branch, cut) for cut in cuts for branch in (0, 1)] + [Part(1, 2, (0, 9, False)), Part(1, 2, (9, 9, True))]
+    run = RunFigures(
+        mode="free-running", evaluations=[Evaluation(0.5, 0.1, 0.1, 6, began=0.1 * number, part=part) for number, part in enumerate(parts)]
+    )
+    figures = _last_run(run, "gloo")
+    assert figures["in_patches"] == {"mode": "free-running", "patches": 3, "whole": 2}
+    assert (figures["evaluations"], figures["bytes_per_evaluation"]) == (5, 12)
+    assert figures["step_ms_mean"] == pytest.approx(280.0)
+    assert {name for name, value in figures.items() if value is None} == {"step_ms_p50", "hop_ms_p50", "exchange_ms_p50", "exchange_share"}
+    assert _last_run(RunFigures(evaluations=[Evaluation(0.1, 0.0, 0.0, 0)]), "gloo")["in_patches"] is None
 
 
 def test_the_share_of_communication_is_of_the_whole_run_and_unknown_under_nccl():

@@ -69,15 +69,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measured of one evaluation, or of a part of it in a pipeline: seconds around it in the UI, and the slowest rank's share of them.
-
-    ``spans``: every rank's.
+    """Measured of one evaluation, or of a part of it in a pipeline, whose parts overlap: seconds around it in the UI since ``began``, and
+    the slowest rank's share of them. ``spans``: every rank's.
     """
 
     seconds: float
     hop_s: float
     exchange_s: float
     sent_bytes: int
+    began: float = 0.0
     part: Part | None = None
     spans: tuple[Span, ...] = ()
 
@@ -88,6 +88,7 @@ class RunFigures:
 
     began_s: float = field(default_factory=time.time)
     evaluations: list[Evaluation] = field(default_factory=list)
+    mode: str = ""  # how a pipeline samples
 
 
 class PoolMemory:
@@ -178,6 +179,10 @@ class Client:
         if self.memory is not None:
             self.memory.conditioning.begin_run()
             self.memory.figures = RunFigures()
+
+    def note_mode(self, mode: str) -> None:
+        if self.memory is not None:
+            self.memory.figures.mode = mode
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -329,7 +334,7 @@ class Client:
                 leader = held.pool.call(fetch, (), interrupted)[held.pool.writer]
             device = (x[0] if isinstance(x, list) else x).device
             output = decode_tree(leader.output, lambda ref: held.pool.arena.segment.tensor(ref).to(device, copy=True))
-        held.figures.evaluations.append(measured(time.perf_counter() - began, replies))
+        held.figures.evaluations.append(measured(began, replies))
         return output
 
     # -- evaluations through a pipeline ------------------------------------------------------------------------------
@@ -373,7 +378,7 @@ class Client:
         held.tickets.remove(ticket)
         ticket.frame.release()
         self._learn(ticket.model, replies)
-        held.figures.evaluations.append(measured(time.perf_counter() - ticket.began, replies, ticket.part))
+        held.figures.evaluations.append(measured(ticket.began, replies, ticket.part))
         return output
 
     def _learn(self, model: str, replies: list[Done]) -> None:
@@ -416,12 +421,14 @@ class Ticket:
     part: Part
 
 
-def measured(seconds: float, replies: list[Done], part: Part | None = None) -> Evaluation:
+def measured(began: float, replies: list[Done], part: Part | None = None) -> Evaluation:
+    seconds = time.perf_counter() - began
     return Evaluation(
         seconds=seconds,
         hop_s=seconds - max(reply.compute_s for reply in replies),
         exchange_s=max(reply.exchange_s for reply in replies),
         sent_bytes=max(reply.sent_bytes for reply in replies),
+        began=began,
         part=part,
         spans=tuple(Span(reply.began_s, reply.began_s + reply.compute_s, reply.exchange_s) for reply in replies),
     )

@@ -54,10 +54,10 @@ class Patching:
 class Remote:
     """What all clones of one parallelized MODEL share."""
 
-    def __init__(self, client: Client, source: Source, holds_ui_device: bool, sampling: Patchwise | None = None):
+    def __init__(self, client: Client, source: Source, holds_ui_device: float, sampling: Patchwise | None = None):
         self.client = client
         self.source = source
-        self.holds_ui_device = holds_ui_device  # rank 0 computes on the UI's own device
+        self.holds_ui_device = holds_ui_device  # the part of the weights that ranks on the UI's own device hold
         self.sampling = sampling  # in patches, where the pool is a pipeline
 
 
@@ -82,8 +82,11 @@ class RemotePatcher(ModelPatcher):
         return self._share() if self._on_ui_device() and self._resident() else 0
 
     def memory_required(self, input_shape: Any) -> float:
-        """Only rank 0's share of the activations: text encoder and VAE are not evicted for what the other ranks hold."""
-        return super().memory_required(input_shape) / self.ranks if self._on_ui_device() else 0
+        """Only one rank's share of the activations: text encoder and VAE are not evicted for what the other ranks hold. A stage computes
+        whole evaluations too, the first ones."""
+        if not self._on_ui_device():
+            return 0
+        return super().memory_required(input_shape) / (self.ranks if self.remote.sampling is None else 1)
 
     def get_free_memory(self, device: torch.device) -> int:
         """Asked for when the host decides whether cond and uncond fit one batch: the ranks' memory decides, not the UI's."""
@@ -91,10 +94,11 @@ class RemotePatcher(ModelPatcher):
         return super().get_free_memory(device) if free is None else free
 
     def _share(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.model.diffusion_model.parameters())
+        whole = sum(p.numel() * p.element_size() for p in self.model.diffusion_model.parameters())
+        return round(whole * self.remote.holds_ui_device)
 
     def _on_ui_device(self) -> bool:
-        return hasattr(self, "remote") and self.remote.holds_ui_device
+        return hasattr(self, "remote") and self.remote.holds_ui_device > 0
 
     def _resident(self) -> bool:
         return self.remote.client.holds(self.remote.source.model)
@@ -211,13 +215,14 @@ class RemoteForward:
 def parallelize(
     patcher: ModelPatcher,
     client: Client,
-    holds_ui_device: bool,
+    holds_ui_device: float,
     patching: Patching | None = None,
     notice: Callable[[str], None] = lambda mode: None,
 ) -> RemotePatcher:
     """A clone of a stock MODEL that computes in the client's pool. Nothing is started or loaded before it is sampled.
 
-    ``patching``: for a pool that is a pipeline; ``notice`` is told how each run is sampled.
+    ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold. ``patching``: for a pool that is a pipeline;
+    ``notice`` is told how each run is sampled.
     Raises Refused for a model without a token plan, ModelError for a checkpoint that is gone.
     """
     require_plan(patcher.model.diffusion_model)

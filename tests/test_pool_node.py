@@ -1,0 +1,138 @@
+"""PipeMesh Pool: what it hands out, what it refuses, and what changes without another pool."""
+
+import pytest
+import torch
+from pipemesh.launcher.devices import Device, Placement
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.layout import Layout
+
+from .fake_pools import fake_setup
+from .models import load, run
+
+STAGES = {"devices": "cpu", "ulysses": 1, "ring": 1, "backend": "auto", "pipefusion": 2}
+
+
+@pytest.fixture
+def node():
+    """Of a runtime that can start nothing."""
+    from pipemesh.nodes.pool import pool_nodes
+    from pipemesh.nodes.runtime import Runtime
+
+    return pool_nodes(Runtime(fake_setup()))[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"devices": "cpu,cpu,cpu"}, "pipefusion 2 = 2 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank."),
+        ({"ulysses": 2}, "pipefusion 2 with ulysses 2 and ring 1: a stage is one rank, set ulysses and ring to 1."),
+        ({"pipefusion": 0}, "pipefusion 0 is not a degree: choose 1 or more."),
+        (
+            {"pipefusion": 4, "patches": 2},
+            "patches 2, pipefusion 4: some stages would always wait, choose at least as many patches as stages.",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_at_validation_with_its_equation(node, changes, sentence):
+    assert node.validate_inputs(**STAGES | changes) == sentence
+
+
+@pytest.mark.parametrize("saved", [{}, {"ring": 1}])
+def test_a_workflow_saved_before_an_input_was_there_validates_and_runs(node, saved):
+    inputs = {"devices": "cpu", "ulysses": 2, "backend": "auto", **saved}
+    assert node.validate_inputs(**inputs) is True
+    (choice,) = node.execute(**inputs).result
+    assert (choice.placement.layout, choice.patching) == (Layout(ulysses=2), None)
+
+
+def test_of_itself_a_pipeline_takes_one_patch_more_than_stages_and_one_whole_evaluation(node):
+    assert node.validate_inputs(**STAGES) is True
+    assert node.execute(**STAGES).result[0].patching == Patching(3, 1)
+    assert node.execute(**STAGES, patches=2, warm_up=4).result[0].patching == Patching(2, 4)
+
+
+def test_without_stages_patches_and_warm_up_mean_nothing(node):
+    chosen = STAGES | {"pipefusion": 1, "patches": 5, "warm_up": 9}
+    assert node.validate_inputs(**{name: value for name, value in chosen.items() if name != "warm_up"}) is True
+    assert node.execute(**chosen).result[0].patching is None
+
+
+@pytest.fixture
+def runtime(setup):
+    """What runs say of themselves is in ``said``."""
+    from pipemesh.nodes.runtime import Runtime
+
+    said = []
+    runtime = Runtime(setup, said.append)
+    runtime.said = said
+    yield runtime
+    runtime._keeper.close()
+
+
+def only_pool(runtime, choice=None):
+    (pool,) = runtime.report(choice)["pools"]
+    return pool
+
+
+def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_takes_them(runtime, files):
+    model = load(files["flux"])
+    three, four = (runtime.choose(**STAGES, patches=patches) for patches in (3, 4))
+    parallel = runtime.parallelize(model, three)
+    run(parallel)
+    before = only_pool(runtime)
+    assert before["last_run"]["in_patches"] == {"mode": "free-running", "patches": 3, "whole": 1}
+    again = runtime.parallelize(parallel, four)
+    run(again)
+    after = only_pool(runtime, three)
+    assert after["last_run"]["in_patches"]["patches"] == 4
+    assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before["ranks"]]
+    assert after["loads"] == before["loads"] == 1
+    assert runtime.parallelize(again, None) is again
+
+
+def test_every_run_says_how_it_is_sampled_and_the_last_one_is_kept(runtime, files, caplog):
+    caplog.set_level("INFO", "pipemesh")
+    parallel = runtime.parallelize(load(files["flux"]), runtime.choose(**STAGES))
+    run(parallel)
+    run(parallel, sampler="dpm_adaptive", steps=2)
+    modes = ["free-running", "single-timeline, because of the sampler dpm_adaptive_function"]
+    texts = [f"PipeMesh samples in patches, {mode}." for mode in modes]
+    assert runtime.said == texts
+    assert [message for message in caplog.messages if "samples in patches" in message] == [f"[PipeMesh] {text}" for text in texts]
+    assert only_pool(runtime)["last_run"]["in_patches"]["mode"] == modes[1]
+
+
+def test_weight_patches_reach_the_stages_that_hold_the_weights(runtime, files):
+    """Stages share no memory for patched weights: each has blocks of its own."""
+    from .models import with_lora
+
+    stock = with_lora(load(files["flux"]), files, 1.0)
+    truth = run(stock)
+    ours = run(runtime.parallelize(stock, runtime.choose(**STAGES, warm_up=100)))
+    torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "part"),
+    [
+        (Layout(ulysses=2), ("cuda:0", "cuda:1"), 1.0),
+        (Layout(ulysses=2), ("cuda:1", "cuda:0"), 1.0),
+        (Layout(ulysses=2), ("cuda:1", "cuda:2"), 0.0),
+        (Layout(ulysses=2), ("cuda:0", "cuda:0"), 1.0),
+        (Layout(pipefusion=4), ("cuda:1", "cuda:2", "cuda:3", "cuda:0"), 0.25),
+        (Layout(pipefusion=2), ("cuda:0", "cuda:0"), 1.0),
+    ],
+)
+def test_whichever_ranks_compute_on_the_uis_device_their_part_is_counted(layout, names, part):
+    from pipemesh.nodes.runtime import held_on
+
+    assert held_on(Placement(layout=layout, devices=tuple(map(Device, names)), backend="gloo"), "cuda:0") == part
+
+
+def test_the_host_counts_a_stages_part_of_the_weights_and_all_of_its_activations(files, client, requests):
+    assert client.memory.pool.size == 2
+    model = load(files["flux"])
+    whole = parallelize(model, client, holds_ui_device=1.0)
+    stage = parallelize(model, client, holds_ui_device=0.5, patching=Patching(3))
+    assert 0 < stage.model_size() == whole.model_size() // 2
+    assert stage.memory_required([1, 16, 64, 64]) == model.memory_required([1, 16, 64, 64]) > 0
