@@ -6,6 +6,7 @@ Read: comfy/samplers.py, comfy/k_diffusion/sampling.py, comfy/extra_samplers/uni
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..wire.tree import is_plain
 from .host_model import PREFIX, patch_name
 
 WRAPPER_KEY = "pipemesh"
+HOST = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
 K_DIFFUSION_SAMPLERS = {
     "ddpm",
     "deis",
@@ -64,6 +66,7 @@ SAMPLER_FUNCTIONS = {
     "comfy.extra_samplers.uni_pc.sample_unipc_bh2",
     "comfy.samplers.ksampler.<locals>.dpm_fast_function",
 }
+FUNCTIONS_OF_SIGMA = {"noise_scaler", "tau_func"}  # samplers' options that never see a latent
 GUIDERS = {
     "comfy.samplers.CFGGuider",
     "comfy_extras.nodes_custom_sampler.Guider_Basic",
@@ -80,6 +83,7 @@ MODEL_CONDS = {
     "denoise_mask",
     "guidance",
     "y",
+    *("context_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),  # tokens behind the image's
 }
 
 
@@ -110,7 +114,7 @@ def _of_sampler(sampler: Any) -> Iterator[str]:
     if type(sampler) is not comfy.samplers.KSAMPLER or _qualified(function) not in SAMPLER_FUNCTIONS:
         yield f"the sampler {getattr(function, '__name__', type(sampler).__name__)}"
     for name, value in getattr(sampler, "extra_options", {}).items():
-        if not is_plain(value):
+        if name not in FUNCTIONS_OF_SIGMA and not is_plain(value):
             yield f"the sampler's option {name} ({patch_name(value)})"
 
 
@@ -146,5 +150,7 @@ def _named(name: str, value: Any) -> str:
 
 
 def _qualified(thing: Any) -> str:
+    """As an import has it: a server loads the host's extra nodes under their paths."""
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    module = kind.__module__.removeprefix(HOST + os.sep).replace(os.sep, ".")
+    return f"{module}.{kind.__qualname__}"
