@@ -6,19 +6,67 @@ Read: comfy/samplers.py, comfy/k_diffusion/sampling.py, comfy/extra_samplers/uni
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import comfy.k_diffusion.sampling
 import comfy.samplers
 import torch
-from comfy.extra_samplers import uni_pc
+from comfy.patcher_extension import CallbacksMP
 
 from ..wire.tree import is_plain
 from .host_model import PREFIX, patch_name
 
 WRAPPER_KEY = "pipemesh"
-WHOLE_LATENT_SAMPLERS = {"dpm_adaptive", "ar_video"}  # a step chosen by a norm of the whole latent; caches of the model's own
+HOST = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
+K_DIFFUSION_SAMPLERS = {
+    "ddpm",
+    "deis",
+    "dpm_2",
+    "dpm_2_ancestral",
+    "dpmpp_2m",
+    "dpmpp_2m_cfg_pp",
+    "dpmpp_2m_sde",
+    "dpmpp_2m_sde_gpu",
+    "dpmpp_2m_sde_heun",
+    "dpmpp_2m_sde_heun_gpu",
+    "dpmpp_2s_ancestral",
+    "dpmpp_2s_ancestral_cfg_pp",
+    "dpmpp_3m_sde",
+    "dpmpp_3m_sde_gpu",
+    "dpmpp_sde",
+    "dpmpp_sde_gpu",
+    "er_sde",
+    "euler",
+    "euler_ancestral",
+    "euler_ancestral_cfg_pp",
+    "euler_cfg_pp",
+    "exp_heun_2_x0",
+    "exp_heun_2_x0_sde",
+    "gradient_estimation",
+    "gradient_estimation_cfg_pp",
+    "heun",
+    "heunpp2",
+    "ipndm",
+    "ipndm_v",
+    "lcm",
+    "lms",
+    "res_multistep",
+    "res_multistep_ancestral",
+    "res_multistep_ancestral_cfg_pp",
+    "res_multistep_cfg_pp",
+    "sa_solver",
+    "sa_solver_pece",
+    "seeds_2",
+    "seeds_3",
+}
+SAMPLER_FUNCTIONS = {
+    *(f"comfy.k_diffusion.sampling.sample_{name}" for name in K_DIFFUSION_SAMPLERS),
+    "comfy.extra_samplers.uni_pc.sample_unipc",
+    "comfy.extra_samplers.uni_pc.sample_unipc_bh2",
+    "comfy.samplers.ksampler.<locals>.dpm_fast_function",
+}
+FUNCTIONS_OF_SIGMA = {"noise_scaler", "tau_func"}  # samplers' options that never see a latent
 GUIDERS = {
     "comfy.samplers.CFGGuider",
     "comfy_extras.nodes_custom_sampler.Guider_Basic",
@@ -27,17 +75,16 @@ GUIDERS = {
 MODEL_OPTIONS = {"transformer_options", "to_load_options", "disable_cfg1_optimization"}
 OBJECT_PATCHES = {"model_sampling"}
 COND_LEVERS = {"area", "mask", "gligen", "control", "hooks", "default"}  # what get_area_and_mult and _calc_cond_batch act on
-MODEL_CONDS = {"c_crossattn", "c_concat", "y", "guidance", "attention_mask", "clip_fea", "denoise_mask"}
-
-
-def pixelwise_samplers() -> dict[Any, str]:
-    """Stock sampler functions that act on each pixel by itself."""
-    functions = {uni_pc.sample_unipc: "uni_pc", uni_pc.sample_unipc_bh2: "uni_pc_bh2"}
-    for name in set(comfy.samplers.KSAMPLER_NAMES) - WHOLE_LATENT_SAMPLERS:
-        function = getattr(comfy.k_diffusion.sampling, f"sample_{name}", None)
-        if function is not None:
-            functions[function] = name
-    return functions
+MODEL_CONDS = {
+    "attention_mask",
+    "c_concat",
+    "c_crossattn",
+    "clip_fea",
+    "denoise_mask",
+    "guidance",
+    "y",
+    *("context_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),  # tokens behind the image's
+}
 
 
 def why_single_timeline(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> str | None:
@@ -55,7 +102,7 @@ def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise:
     for name, value in guider.model_patcher.object_patches.items():
         if name.startswith(PREFIX):
             continue  # below the waist
-        if name not in OBJECT_PATCHES or not type(value).__module__.startswith("comfy"):
+        if name not in OBJECT_PATCHES or not _qualified(type(value)).startswith(("comfy.", "comfy_extras.")):
             yield f"the object patch {name} ({patch_name(value)})"
     for side, conds in guider.conds.items():
         for cond in conds or ():
@@ -64,11 +111,10 @@ def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise:
 
 def _of_sampler(sampler: Any) -> Iterator[str]:
     function = getattr(sampler, "sampler_function", None)
-    dpm_fast = getattr(function, "__qualname__", "") == "ksampler.<locals>.dpm_fast_function" and function.__module__ == "comfy.samplers"
-    if type(sampler) is not comfy.samplers.KSAMPLER or (function not in pixelwise_samplers() and not dpm_fast):
+    if type(sampler) is not comfy.samplers.KSAMPLER or _qualified(function) not in SAMPLER_FUNCTIONS:
         yield f"the sampler {getattr(function, '__name__', type(sampler).__name__)}"
     for name, value in getattr(sampler, "extra_options", {}).items():
-        if not is_plain(value):
+        if name not in FUNCTIONS_OF_SIGMA and not is_plain(value):
             yield f"the sampler's option {name} ({patch_name(value)})"
 
 
@@ -82,6 +128,9 @@ def _of_model_options(model_options: Mapping[str, Any]) -> Iterator[str]:
             for wrapper in wrappers:
                 if key != WRAPPER_KEY:
                     yield f"the {kind} wrapper {patch_name(wrapper)}"
+    for callbacks in options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values():
+        for callback in callbacks:  # called at every evaluation
+            yield f"the {CallbacksMP.ON_PREPARE_STATE} callback {patch_name(callback)}"
     for name, value in options.items():
         if name not in ("wrappers", "callbacks") and not is_plain(value):
             yield _named(name, value)
@@ -100,5 +149,8 @@ def _named(name: str, value: Any) -> str:
     return f"{name} ({', '.join(patch_name(function) for function in functions)})"
 
 
-def _qualified(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _qualified(thing: Any) -> str:
+    """As an import has it: a server loads the host's extra nodes under their paths."""
+    kind = thing if hasattr(thing, "__qualname__") else type(thing)
+    module = kind.__module__.removeprefix(HOST + os.sep).replace(os.sep, ".")
+    return f"{module}.{kind.__qualname__}"

@@ -129,6 +129,7 @@ class FreeRun:
         self._gathering: dict[tuple[Hashable, int], list[Call]] = {}
         self._seen: dict[Hashable, torch.Tensor] = {}  # branch -> the latent, each patch's pixels as last submitted
 
+    @torch.no_grad()  # samplers switch gradients off and on again for the whole thread, so off they stay until the last one is done
     def run(self, sampler: Callable[[Callback | None, bool], torch.Tensor], callback: Callback | None) -> torch.Tensor:
         callbacks = MergedCallback(callback, self._pixels)
         for index, pixels in enumerate(self._pixels):

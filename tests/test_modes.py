@@ -1,0 +1,659 @@
+"""Stock samplers and nodes under patches, in one process: what may run free does, the rest is named, and warm both are stock's own."""
+
+import asyncio
+import gc
+import re
+from functools import cache, partial
+from pathlib import Path
+
+import comfy.samplers
+import comfy.supported_models
+import pytest
+import torch
+from pipemesh.launcher.parity import BOUND, CONTEXT_DIM, VEC_DIM, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.launcher.random_models import random_patcher
+from pipemesh.launcher.reference import InOneProcess, reference
+from pipemesh.launcher.tiny import build_flux_patcher, flux_config, random_tensor
+from pipemesh.parallel_runtime.client import modes, timelines
+from pipemesh.parallel_runtime.errors import ModelError
+
+from .models import run
+
+FREE = "free-running"
+ALL_WARM = 9999
+SIZE = (13, 10)  # 7 lines of 5 tokens, the last one padded by the host
+SAMPLERS = [name for name in comfy.samplers.SAMPLER_NAMES if name != "ar_video"]
+FLUX = flux_config(heads=2, axes_dim=(4, 6, 6), context_dim=CONTEXT_DIM, vec_dim=VEC_DIM, double_blocks=1, single_blocks=1, guidance=True)
+FILL = {**FLUX, "in_channels": 96, "out_channels": 16}  # image and mask beside the latent
+
+
+class Patched:
+    """A stock MODEL sampled in patches, and the modes of its runs."""
+
+    def __init__(self, patcher, patches=3, warm_up=ALL_WARM):
+        self.modes = []
+        self.model = reference(patcher, patches, warm_up, self.modes.append)
+
+    @property
+    def mode(self):
+        (mode,) = self.modes
+        self.modes.clear()
+        return mode
+
+
+def built(fill=False):
+    return random_patcher(comfy.supported_models.Flux, FILL) if fill else build_flux_patcher(FLUX)
+
+
+@cache
+def stock(fill=False):
+    return built(fill)
+
+
+@cache
+def patched(patches=3, warm_up=ALL_WARM, fill=False):
+    return Patched(built(fill), patches, warm_up)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_let_go():
+    yield
+    stock.cache_clear()
+    patched.cache_clear()
+
+
+def latent(seed=1, size=SIZE, channels=16):
+    return torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(seed))
+
+
+def pass_through(executor, *args, **kwargs):
+    return executor(*args, **kwargs)
+
+
+def together(model):
+    """A foreign wrapper that does nothing, so that patches may not run ahead of each other."""
+    from comfy.patcher_extension import WrappersMP
+
+    clone = model.clone()
+    clone.add_wrapper(WrappersMP.PREDICT_NOISE, pass_through)
+    return clone
+
+
+@cache
+def node(module, name):
+    """A stock node, from a module loaded as the host's server does it: under its path."""
+    import nodes
+
+    if not module:
+        return nodes.NODE_CLASS_MAPPINGS[name]
+    nodes.NODE_CLASS_MAPPINGS.pop(name, None)
+    assert asyncio.run(
+        nodes.load_custom_node(str(Path(nodes.__file__).parent / "comfy_extras" / f"{module}.py"), module_parent="comfy_extras")
+    )
+    return nodes.NODE_CLASS_MAPPINGS[name]
+
+
+def execute(module, name, *args, **kwargs):
+    kind = node(module, name)
+    made = kind.execute(*args, **kwargs).result if hasattr(kind, "execute") else getattr(kind(), kind.FUNCTION)(*args, **kwargs)
+    return made[0] if len(made) == 1 else made
+
+
+custom = partial(execute, "nodes_custom_sampler")
+
+
+def advanced(model, guider=None, sampler=None, image=None, steps=4, seed=3):
+    """SamplerCustomAdvanced: (output, denoised output)."""
+    guider = guider or custom("CFGGuider", model, conditioning(1, 13), conditioning(2, 7), 3.0)
+    sampler = sampler or custom("KSamplerSelect", "euler")
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
+    noise = custom("RandomNoise", seed)
+    image = image or {"samples": torch.zeros(1, 16, *SIZE)}
+    with torch.inference_mode():
+        return custom("SamplerCustomAdvanced", noise, guider, sampler, sigmas, image)
+
+
+# -- samplers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_is_stock_when_warm_and_runs_free_if_it_acts_on_each_pixel(name):
+    options = {"sampler": name, "steps": 4, "cfg": 2.0, "size": SIZE, "negative": conditioning(2, 13)}
+    truth = run(stock(), **options)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    assert torch.equal(run(patched().model, **options), truth)
+    assert torch.equal(torch.get_rng_state(), state)
+    free = name != "dpm_adaptive"
+    assert patched().mode == FREE if free else patched().modes.pop() == "single-timeline, because of the sampler dpm_adaptive_function"
+    stale = patched(warm_up=1)
+    ours, in_step = run(stale.model, **options), run(together(stale.model), **options)
+    assert (stale.modes.pop(0) == FREE) == free and stale.mode.startswith("single-timeline")
+    assert relative_error(ours, in_step) <= BOUND
+    assert relative_error(ours, truth) > 100 * BOUND, "nothing was stale"
+
+
+@pytest.mark.parametrize("options", [{"s_churn": 2.0}, {"s_churn": 2.0, "s_noise": 1.1}], ids=str)
+def test_samplers_that_draw_from_torchs_own_generator_draw_as_stock_does(options, monkeypatch):
+    sampler = comfy.samplers.ksampler("heun", options)
+    truth = advanced(stock(), sampler=sampler)[0]["samples"]
+    state = torch.get_rng_state()
+    assert torch.equal(advanced(patched().model, sampler=sampler)[0]["samples"], truth)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert patched().mode == FREE
+    monkeypatch.setattr(timelines.RandomState, "restore", lambda self: None)
+    mixed = advanced(patched().model, sampler=sampler)[0]["samples"]
+    assert patched().mode == FREE and relative_error(mixed, truth) > 100 * BOUND, "the timelines' random numbers are not kept apart"
+
+
+# -- what runs free --------------------------------------------------------------------------------------------------
+
+MASK = {"latent": latent(), "noise_mask": torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(2)).round()}
+RANGES = [[tensor, {**extras, "start_percent": n / 2, "end_percent": (n + 1) / 2}] for n in (0, 1) for tensor, extras in conditioning(n, 9)]
+COMBINED = [[tensor, {**extras, "strength": 0.3 + n}] for n in (0, 1) for tensor, extras in conditioning(n, 9)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cfg": 3.0},
+        {"cfg": 3.0, "negative": conditioning(2, 13)},
+        {"latent": latent(), "denoise": 0.6},
+        {"latent": latent(), "start_step": 1, "last_step": 3, "disable_noise": True},
+        {"start_step": 0, "last_step": 2, "force_full_denoise": True},
+        MASK,
+        {**MASK, "sampler": "ddim"},
+        {**MASK, "sampler": "dpmpp_2m_sde", "cfg": 2.0, "denoise": 0.7},
+        {"batch": 2, "cfg": 2.0},
+        {"batch": 2, "sampler": "euler_ancestral"},
+        {"positive": RANGES},
+        {"positive": COMBINED, "cfg": 2.0},
+        {"positive": [[tensor, {**extras, "guidance": 9.0}] for tensor, extras in conditioning(1, 9)]},
+    ],
+    ids=[
+        "cfg, two calls",
+        "cfg, one call",
+        "denoise",
+        "start and end step",
+        "end step",
+        "inpaint",
+        "inpaint, ddim",
+        "inpaint, sde",
+        "batch, cfg",
+        "batch",
+        "timestep ranges",
+        "combined",
+        "guidance",
+    ],
+)
+def test_a_plain_workflow_runs_free_and_is_stock_when_warm(options):
+    options = {"size": SIZE, "steps": 4, **options}
+    truth = run(stock(), **options)
+    assert relative_error(run(stock(), size=SIZE, steps=4), truth) > 0.001, "the options do nothing"
+    assert torch.equal(run(patched().model, **options), truth)
+    assert patched().mode == FREE
+    free, in_step = run(patched(warm_up=1).model, **options), run(together(patched(warm_up=1).model), **options)
+    assert patched(warm_up=1).modes.pop(0) == FREE and patched(warm_up=1).mode.startswith("single-timeline")
+    assert relative_error(free, in_step) <= BOUND
+    assert relative_error(free, truth) > 100 * BOUND, "nothing was stale"
+
+
+@pytest.mark.parametrize("size, patches", [((14, 6), 4), ((9, 6), 4), ((8, 11), 3), ((7, 7), 2), ((6, 6), 9), ((1, 8), 2)], ids=str)
+def test_heights_need_not_divide_by_the_number_of_patches(size, patches):
+    options = {"size": size, "steps": 4, "cfg": 2.0}
+    ours = patched(patches)
+    assert torch.equal(run(ours.model, **options), run(stock(), **options))
+    assert ours.mode == FREE
+    stale = patched(patches, warm_up=1)
+    assert relative_error(run(stale.model, **options), run(together(stale.model), **options)) <= BOUND
+    stale.modes.clear()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("flux2", "ulysses1", "odd", 5, 4.0, False, "euler"),
+        Case("sd3", "ulysses1", "odd", 5, 4.0, False, "dpmpp_2m_sde"),
+        Case("wan2.1-t2v", "ulysses1", "odd", 5, 4.0, False, "uni_pc"),
+        Case("wan2.1-i2v", "ulysses1", "even", 5, 1.0, False, "euler"),
+        Case("wan2.2-5b", "ulysses1", "odd", 5, 1.0, False, "heun"),
+    ],
+    ids=lambda case: case.family,
+)
+def test_every_family_runs_free(case):
+    truth = sample(stock_model(case.heads, family=case.family), case)
+    warm = Patched(stock_model(case.heads, family=case.family))
+    assert torch.equal(sample(warm.model, case), truth)
+    assert warm.mode == FREE
+    stale = Patched(stock_model(case.heads, family=case.family), warm_up=1)
+    free, in_step = sample(stale.model, case), sample(together(stale.model), case)
+    assert relative_error(free, in_step) <= BOUND < relative_error(free, truth)
+
+
+@pytest.mark.parametrize("key", ["time_dim_concat", "context_latents"])
+def test_frames_that_stand_behind_a_videos_own_run_free(key):
+    frame = latent(size=(1, 5, 6))
+    prompts = [
+        [[text, {**extras, key: [frame] if key == "context_latents" else frame}] for text, extras in conditioning(n, 9)] for n in (1, 2)
+    ]
+    options = {"latent": torch.zeros(1, 16, 3, 5, 6), "positive": prompts[0], "negative": prompts[1], "cfg": 2.0, "steps": 4}
+    plain = stock_model(5, family="wan2.1-t2v")
+    truth = run(plain, **options)
+    assert relative_error(run(plain, **{**options, "positive": conditioning(1, 9)}), truth) > 0.001, "the frame does nothing"
+    warm, stale = (Patched(stock_model(5, family="wan2.1-t2v"), warm_up=warm_up) for warm_up in (ALL_WARM, 1))
+    assert torch.equal(run(warm.model, **options), truth)
+    assert warm.mode == FREE
+    free, in_step = run(stale.model, **options), run(together(stale.model), **options)
+    assert relative_error(free, in_step) <= BOUND < relative_error(free, truth)
+
+
+def basic_guider(model):
+    return custom("BasicGuider", model, conditioning(1, 13))
+
+
+def dual_guider(style, model):
+    return custom("DualCFGGuider", model, conditioning(1, 13), conditioning(3, 9), conditioning(2, 7), 3.0, 2.0, style)
+
+
+def referenced(method, model):
+    prompts = (execute("nodes_edit_model", "ReferenceLatent", conditioning(n, 9 + n), {"samples": latent(n, (6, 8))}) for n in (1, 2))
+    if method is not None:
+        prompts = (execute("nodes_flux", "FluxKontextMultiReferenceLatentMethod", prompt, method) for prompt in prompts)
+    return custom("CFGGuider", model, *prompts, 3.0)
+
+
+@pytest.mark.parametrize(
+    "guider",
+    [
+        basic_guider,
+        partial(dual_guider, "regular"),
+        partial(dual_guider, "nested"),
+        *(partial(referenced, method) for method in (None, "index", "uxo/uno")),
+    ],
+    ids=["BasicGuider", "DualCFG", "nested DualCFG", "references", "references, index", "references, uno"],
+)
+def test_stock_guiders_run_free_as_a_server_loads_them(guider):
+    free_as_stock(guider=guider)
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        lambda model: execute("nodes_model_advanced", "ModelSamplingFlux", model, 1.3, 0.7, 1024, 1024),
+        lambda model: execute("nodes_model_advanced", "ModelSamplingSD3", model, 5.0),
+        lambda model: execute("nodes_model_advanced", "ModelSamplingDiscrete", model, "img_to_img_flow", False),
+    ],
+    ids=["ModelSamplingFlux", "ModelSamplingSD3", "ModelSamplingDiscrete"],
+)
+def test_stock_model_sampling_runs_free_as_a_server_loads_it(patch):
+    free_as_stock(patch=patch)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda model: custom("SamplerER_SDE", "Reverse-time SDE", 3, 0.7, 1.0),
+        lambda model: custom("SamplerER_SDE", "ODE", 2, 0.0, 0.0),
+        lambda model: custom("SamplerSASolver", model, 1.0, 0.1, 0.9, 1.0, 2, 2, False, False),
+        lambda model: custom("SamplerDPMPP_2M_SDE", "heun", 0.5, 1.0, "cpu"),
+        lambda model: custom("SamplerLMS", 2),
+    ],
+    ids=["ER-SDE", "ER-SDE, ODE", "SA-Solver", "DPM++ 2M SDE", "LMS"],
+)
+def test_stock_sampler_nodes_run_free_with_their_options(sampler):
+    free_as_stock(sampler=sampler)
+
+
+def free_as_stock(guider=None, sampler=None, patch=lambda model: model):
+    def sampled(of, wrap=lambda model: model):
+        model = wrap(patch(of))
+        return advanced(model, guider(model) if guider else None, sampler(model) if sampler else None)
+
+    truths = sampled(stock())
+    assert relative_error(advanced(stock())[0]["samples"], truths[0]["samples"]) > 0.001, "the node does nothing"
+    for ours, truth in zip(sampled(patched().model), truths, strict=True):
+        assert torch.equal(ours["samples"], truth["samples"])
+    assert patched().mode == FREE
+    stale = patched(warm_up=1)
+    for free, in_step in zip(sampled(stale.model), sampled(stale.model, together), strict=True):
+        assert relative_error(free["samples"], in_step["samples"]) <= BOUND
+    assert stale.modes.pop(0) == FREE and stale.mode.startswith("single-timeline")
+
+
+class StandInVae:
+    """Pixels (B, H, W, 3) to 16 channels of an eighth."""
+
+    def encode(self, pixels):
+        small = torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), 8)
+        return small.repeat(1, 6, 1, 1)[:, :16]
+
+
+def test_an_inpainting_model_with_its_conditioning_runs_free():
+    generator = torch.Generator().manual_seed(4)
+    pixels, mask = torch.rand(1, SIZE[0] * 8, SIZE[1] * 8, 3, generator=generator), torch.zeros(1, SIZE[0] * 8, SIZE[1] * 8)
+    mask[:, 30:80, 20:60] = 1.0
+    positive, negative, image = execute("", "InpaintModelConditioning", conditioning(1, 13), conditioning(2, 7), pixels, StandInVae(), mask)
+
+    def sampled(model):
+        return advanced(model, custom("CFGGuider", model, positive, negative, 3.0), image=image)
+
+    truths = sampled(stock(fill=True))
+    for ours, truth in zip(sampled(patched(fill=True).model), truths, strict=True):
+        assert torch.equal(ours["samples"], truth["samples"])
+    assert patched(fill=True).mode == FREE
+    stale = patched(warm_up=1, fill=True)
+    free, in_step = sampled(stale.model)[0]["samples"], sampled(together(stale.model))[0]["samples"]
+    assert relative_error(free, in_step) <= BOUND < relative_error(free, truths[0]["samples"])
+    stale.modes.clear()
+
+
+# -- what is kept together -------------------------------------------------------------------------------------------
+
+
+def foreign_post_cfg(args):
+    return args["denoised"] / args["denoised"].std()
+
+
+def with_post_cfg(model):
+    clone = model.clone()
+    clone.set_model_sampler_post_cfg_function(foreign_post_cfg)
+    return clone
+
+
+def with_prepare_state(model):
+    from comfy.patcher_extension import CallbacksMP
+
+    clone = model.clone()
+    clone.add_callback(CallbacksMP.ON_PREPARE_STATE, foreign_prepare_state)
+    return clone
+
+
+def foreign_prepare_state(patcher, timestep, model_options, *_):
+    pass
+
+
+class ForeignSampling(torch.nn.Module):
+    """Named as a pack might be that is importable as ``comfyui_...``."""
+
+    __module__ = "comfyui_foreign.sampling"
+
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == "own" else getattr(self.own, name)
+
+
+def with_foreign_sampling(model):
+    clone = model.clone()
+    clone.add_object_patch("model_sampling", ForeignSampling(model.get_model_object("model_sampling")))
+    return clone
+
+
+REGION = [[tensor, {**extras, "area": (6, 5, 2, 3), "strength": 0.7}] for tensor, extras in conditioning(3, 9)]
+
+
+@pytest.mark.parametrize(
+    "patch, options, words",
+    [
+        (lambda m: execute("nodes_model_advanced", "RescaleCFG", m, 0.7), {}, "sampler_cfg_function .*rescale_cfg"),
+        (lambda m: execute("nodes_cfg", "CFGZeroStar", m), {}, "sampler_post_cfg_function .*cfg_zero_star"),
+        (lambda m: execute("nodes_easycache", "EasyCache", m, 0.5, 0.1, 0.95, False), {"steps": 8}, "easycache"),
+        (with_post_cfg, {}, "sampler_post_cfg_function .*test_modes.foreign_post_cfg"),
+        (lambda m: m, {"positive": conditioning(1, 13) + REGION}, "area on the positive conditioning"),
+        (with_prepare_state, {}, "on_prepare_state callback .*foreign_prepare_state"),
+        (with_foreign_sampling, {}, "object patch model_sampling .*comfyui_foreign.sampling.ForeignSampling"),
+    ],
+    ids=["RescaleCFG", "CFGZeroStar", "EasyCache", "post-CFG", "area", "callback", "model sampling"],
+)
+def test_what_looks_at_more_than_a_pixel_is_named_and_stock_when_warm(patch, options, words):
+    options = {"size": SIZE, "steps": 4, "cfg": 3.0, **options}
+    truth = run(patch(stock()), **options)
+    if patch not in (with_prepare_state, with_foreign_sampling):
+        plain = {key: value for key, value in options.items() if key != "positive"}
+        assert relative_error(run(stock(), **plain), truth) > 0.001, "it does nothing"
+    assert torch.equal(run(patch(patched().model), **options), truth)
+    named(patched().mode, words)
+
+
+def named(mode, words):
+    assert re.fullmatch(f"single-timeline, because of .*{words}.*", mode), mode
+
+
+@cache
+def control_net():
+    """A tiny one of the host's own classes."""
+    import comfy.controlnet
+    import comfy.ldm.flux.controlnet
+    import comfy.ops
+
+    net = comfy.ldm.flux.controlnet.ControlNetFlux(dtype=torch.float32, operations=comfy.ops.disable_weight_init, **FLUX)
+    net.load_state_dict({name: random_tensor(name, tuple(tensor.shape), 3, torch.float32) for name, tensor in net.state_dict().items()})
+    return comfy.controlnet.ControlNet(net, load_device=torch.device("cpu"), extra_conds=["y", "guidance"])
+
+
+def test_a_controlnet_is_named_and_stock_when_warm():
+    image = torch.rand(1, 12 * 8, 10 * 8, 3, generator=torch.Generator().manual_seed(5))
+    prompts = execute("", "ControlNetApplyAdvanced", conditioning(1, 13), conditioning(2, 7), control_net(), image, 0.8, 0.0, 1.0)
+    options = {"size": (12, 10), "steps": 4, "cfg": 3.0}
+    truth = run(stock(), positive=prompts[0], negative=prompts[1], **options)
+    assert relative_error(run(stock(), **options), truth) > 0.01, "the ControlNet does nothing"
+    assert torch.equal(run(patched().model, positive=prompts[0], negative=prompts[1], **options), truth)
+    named(patched().mode, "control on the positive conditioning")
+    control_net.cache_clear()
+
+
+def test_context_windows_are_named_and_stock_when_warm():
+    case = Case("wan2.1-t2v", "ulysses1", "odd", 5, 4.0, False, "euler")
+    ours = Patched(stock_model(case.heads, family=case.family))
+
+    def windowed(model):
+        return execute("nodes_context_windows", "ContextWindowsManual", model, 2, 1, "standard_static", 1, False, "pyramid", 2, False)
+
+    plain = stock_model(case.heads, family=case.family)
+    truth = sample(windowed(plain), case)
+    assert relative_error(sample(plain, case), truth) > 0.001, "the windows do nothing"
+    assert torch.equal(sample(windowed(ours.model), case), truth)
+    named(ours.mode, "context_handler")
+
+
+def test_samplers_of_other_packs_are_named_even_under_a_stock_name(monkeypatch):
+    from comfy.k_diffusion import sampling
+
+    def sample_foreign(model, x, sigmas, **kwargs):
+        return sampling.sample_heun(model, x / x.std(), sigmas, **kwargs)
+
+    def added():
+        monkeypatch.setattr(sampling, "sample_foreign", sample_foreign, raising=False)
+        monkeypatch.setattr(comfy.samplers, "KSAMPLER_NAMES", [*comfy.samplers.KSAMPLER_NAMES, "foreign"])
+        return comfy.samplers.ksampler("foreign")
+
+    def replaced():
+        monkeypatch.setattr(sampling, "sample_euler", sample_foreign)
+        return comfy.samplers.ksampler("euler")
+
+    for sampler in (added(), replaced()):
+        assert torch.equal(advanced(patched().model, sampler=sampler)[0]["samples"], advanced(stock(), sampler=sampler)[0]["samples"])
+        named(patched().mode, "the sampler sample_foreign")
+
+
+def test_what_reduces_over_the_latent_would_be_wrong_if_it_ran_free(monkeypatch):
+    model = execute("nodes_model_advanced", "RescaleCFG", patched(warm_up=1).model, 1.0)
+    options = {"size": SIZE, "steps": 4, "cfg": 5.0}
+    in_step = run(model, **options)
+    named(patched(warm_up=1).mode, "rescale_cfg")
+    monkeypatch.setattr(modes, "MODEL_OPTIONS", modes.MODEL_OPTIONS | {"sampler_cfg_function"})
+    assert relative_error(run(model, **options), in_step) > 100 * BOUND
+    assert patched(warm_up=1).mode == FREE
+
+
+def test_a_sampler_whose_patches_take_different_numbers_of_evaluations_is_refused(monkeypatch):
+    started = []
+
+    def sample_at_whim(model, x, sigmas, extra_args=None, callback=None, disable=None):
+        started.append(x)
+        for _ in range(1 + len(started) % 2):
+            x = model(x, sigmas[0] * x.new_ones(1), **extra_args)
+        return x
+
+    monkeypatch.setattr("pipemesh.parallel_runtime.client.patchwise.why_single_timeline", lambda *_: None)
+    with pytest.raises(ModelError, match="set patches to 1 for this sampler"):
+        advanced(patched().model, sampler=comfy.samplers.KSAMPLER(sample_at_whim))
+    assert patched().mode == FREE and not alive_timelines()
+
+
+# -- a step told, and a run cut short --------------------------------------------------------------------------------
+
+
+def steps_seen(model, **options):
+    seen = []
+    out = run(model, size=SIZE, callback=lambda step, x0, x, total: seen.append((step, total, x0.clone(), x.clone())), **options)
+    return seen, out
+
+
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m_sde", "uni_pc", "dpm_fast", "sa_solver_pece"])
+def test_every_step_is_told_once_in_order_with_stocks_own_x0(sampler):
+    options = {"steps": 4, "cfg": 2.0, "sampler": sampler}
+    truth, _ = steps_seen(stock(), **options)
+    ours, _ = steps_seen(patched().model, **options)
+    assert patched().mode == FREE
+    assert [entry[:2] for entry in ours] == [entry[:2] for entry in truth]
+    for told, own in zip(ours, truth, strict=True):
+        assert torch.equal(told[2], own[2]) and torch.equal(told[3], own[3])
+
+
+def test_a_stale_step_is_told_with_each_patchs_own_pixels(monkeypatch):
+    model = patched(warm_up=1).model
+    free, out = steps_seen(model, steps=4)
+    in_step, _ = steps_seen(together(model), steps=4)
+    assert [entry[:2] for entry in free] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    for told, own in zip(free, in_step, strict=True):
+        assert relative_error(told[2], own[2]) <= BOUND and relative_error(told[3], own[3]) <= BOUND
+    assert relative_error(model.model.process_latent_out(free[-1][2]), out) <= BOUND, "the last x0 is the result"
+    monkeypatch.setattr(timelines.MergedCallback, "__init__", merges_wrongly(timelines.MergedCallback.__init__))
+    wrong, _ = steps_seen(model, steps=4)
+    assert relative_error(wrong[-1][2], in_step[-1][2]) > 100 * BOUND
+    patched(warm_up=1).modes.clear()
+
+
+def merges_wrongly(init):
+    return lambda self, callback, pixels: init(self, callback, [pixels[-1], *pixels[:-1]])
+
+
+def test_the_hosts_preview_keeps_the_last_x0_and_knows_which_node_runs():
+    import comfy.utils
+    from comfy_execution.utils import CurrentNodeContext, get_executing_context
+
+    truth = advanced(stock())[1]["samples"]
+    contexts = []
+    comfy.utils.set_progress_bar_global_hook(lambda *_args, **_kwargs: contexts.append(get_executing_context()))
+    try:
+        with CurrentNodeContext("prompt", "17"):
+            ours = advanced(patched().model)[1]["samples"]
+    finally:
+        comfy.utils.set_progress_bar_global_hook(None)
+    assert torch.equal(ours, truth)
+    assert patched().mode == FREE
+    assert contexts and all(context.node_id == "17" for context in contexts)
+
+
+class Queue(InOneProcess):
+    """Tells what was in flight when it was abandoned."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.flying = []
+        self.abandoned = []
+
+    def submit(self, arguments, branch, patch):
+        self.flying.append(super().submit(arguments, branch, patch))
+        return self.flying[-1]
+
+    def collect(self, ticket):
+        assert self.flying.pop(0) is ticket, "not first in, first out"
+        return ticket
+
+    def abandon(self):
+        self.abandoned.append(len(self.flying))
+        self.flying.clear()
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    made = []
+
+    def engine(*args):
+        made.append(Queue(*args))
+        return made[-1]
+
+    monkeypatch.setattr("pipemesh.launcher.reference.InOneProcess", engine)
+    ours = Patched(built(), 3, 1)
+    return ours, made[0]
+
+
+def interrupt():
+    import comfy.model_management
+
+    raise comfy.model_management.InterruptProcessingException
+
+
+def fail():
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("stop", [interrupt, fail])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_exception_in_a_callback_unwinds_every_timeline_and_the_next_run_is_right(queue, stop, at):
+    import comfy.model_management
+
+    ours, engine = queue
+    truth = run(ours.model, size=SIZE, steps=4)
+    assert not engine.flying and not engine.abandoned
+
+    def callback(step, *_):
+        if step == at:
+            stop()
+
+    with pytest.raises((comfy.model_management.InterruptProcessingException, ZeroDivisionError)):
+        run(ours.model, size=SIZE, steps=4, callback=callback)
+    assert not alive_timelines() and not engine.flying
+    assert engine.abandoned == ([2] if at < 3 else [])
+    assert torch.equal(run(ours.model, size=SIZE, steps=4), truth)
+    assert set(ours.modes) == {FREE}
+
+
+def alive_timelines():
+    return [thing for thing in gc.get_objects() if isinstance(thing, timelines.Timeline) and thing]
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
+def test_an_engine_that_fails_abandons_what_is_in_flight_and_the_next_run_is_right(queue, wrap, monkeypatch):
+    ours, engine = queue
+    model = wrap(ours.model)
+    truth = run(model, size=SIZE, steps=4)
+    submit, count = engine.submit, iter(range(99))
+
+    def failing(*args):
+        return fail() if next(count) == 5 else submit(*args)
+
+    monkeypatch.setattr(engine, "submit", failing)
+    with pytest.raises(ZeroDivisionError):
+        run(model, size=SIZE, steps=4)
+    monkeypatch.undo()
+    assert not alive_timelines() and not engine.flying and len(engine.abandoned) == 1
+    assert torch.equal(run(model, size=SIZE, steps=4), truth)
+
+
+def test_gradients_stay_off_for_every_timeline_and_are_as_before_afterwards(monkeypatch):
+    import comfy.sample
+
+    enabled = []
+    evaluate = InOneProcess.submit
+    monkeypatch.setattr(InOneProcess, "submit", lambda *args: enabled.append(torch.is_grad_enabled()) or evaluate(*args))
+    model = Patched(built(), 3, 1).model
+    prompts, image = (conditioning(1, 13), conditioning(2, 7)), torch.zeros(1, 16, *SIZE)
+    comfy.sample.sample(model, comfy.sample.prepare_noise(image, 1), 3, 1.0, "euler", "simple", *prompts, image, disable_pbar=True)
+    still_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert still_on and not any(enabled)
