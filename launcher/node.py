@@ -22,7 +22,7 @@ import msgspec
 from ..parallel_runtime.errors import LayoutError, SharedMemoryFull
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.arena import Board
-from ..parallel_runtime.wire.channel import ChannelClosed
+from ..parallel_runtime.wire.channel import ChannelClosed, close_all
 from ..parallel_runtime.wire.link import Link, notice_loss, prove
 from ..parallel_runtime.wire.messages import (
     Beat,
@@ -121,8 +121,7 @@ class Session:
                     raise LayoutError("A pool was opened twice: install the same version of PipeMesh on every host.")
                 self._request(crew, arena, message, fds)
             finally:
-                for fd in fds:
-                    os.close(fd)
+                close_all(fds)
         return False
 
     def _request(self, crew: Crew, arena: Segment, message: Request, fds: list[int]) -> None:

@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -22,13 +23,14 @@ from pipemesh.launcher.pool import PoolHandle, WorkerPool
 from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.channel import ChannelClosed
-from pipemesh.parallel_runtime.wire.link import Link, SecretRefused, prove
+from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
+from pipemesh.parallel_runtime.wire.link import PARCEL, Link, SecretRefused, prove
 from pipemesh.parallel_runtime.wire.messages import Forward, FromHost, Load, Open, Release, ToHost
 from pipemesh.parallel_runtime.wire.segment import Segment, pack
 
 from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled
 from .test_arena import largest_file
+from .test_wire import descriptors
 
 SECRET = "correct horse battery staple"
 
@@ -131,6 +133,17 @@ def test_what_a_descriptor_holds_arrives_as_a_segment_of_its_own():
     assert theirs.receive() == (Release(request=2, model="m"), [])
     for end in (ours, theirs, got, segment):
         end.close()
+
+
+def test_parcels_that_came_are_given_back_when_the_next_is_cut_off():
+    ours, theirs = ends()
+    body = msgspec.msgpack.encode(Load(request=1, model="m", source=b"tree"))
+    ours._sock.sendall(HEADER.pack(len(body), 2) + body + PARCEL.pack(3) + b"one" + PARCEL.pack(3) + b"t")
+    ours.close()
+    with pytest.raises(ChannelClosed):
+        theirs.receive()
+    assert descriptors("pipemesh-parcel") == []
+    theirs.close()
 
 
 def forward(arena_bytes: int) -> Forward:

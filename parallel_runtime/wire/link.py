@@ -10,11 +10,11 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from .channel import HEADER, Channel, ChannelClosed
+from .channel import HEADER, Channel, ChannelClosed, close_all
 
 VERSION = b"pipemesh-1"
 NONCE_BYTES, PROOF_BYTES = 32, 32
@@ -91,14 +91,15 @@ class Link(Channel):
         except OSError as error:
             raise ChannelClosed(error.strerror or str(error)) from error
 
-    def _take(self) -> tuple[Any, list[int]] | None:
-        if len(self._buffer) < HEADER.size:
-            return None
-        length, count = HEADER.unpack_from(self._buffer)
-        if len(self._buffer) < HEADER.size + length:
-            return None
-        message = self._decoder.decode(self._read(HEADER.size + length)[HEADER.size :])
-        return message, [self._parcel() for _ in range(count)]
+    def _attached(self, count: int) -> list[int]:
+        fds: list[int] = []
+        try:
+            for _ in range(count):
+                fds.append(self._parcel())
+        except BaseException:
+            close_all(fds)
+            raise
+        return fds
 
     def _parcel(self) -> int:
         (left,) = PARCEL.unpack(self._read(PARCEL.size))
