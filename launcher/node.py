@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -213,6 +214,19 @@ def own_address_towards(address: str, port: int) -> str:
         return sock.getsockname()[0]
 
 
+def register(store: Any, name: str, known: str) -> None:
+    """``known``: this leader's ADDRESS:PORT. Raises LaunchError where another host has the name."""
+    before = ""
+    while (now := store.compare_set(store_key(name), before, known).decode()) != known:
+        where = now.rpartition(":")[0]
+        if where != known.rpartition(":")[0]:
+            raise LaunchError(
+                f"{name} is the host at {where} already: give this one another --name, "
+                f"or start torchrun anew on every host if {name} has moved here."
+            )
+        before = now
+
+
 def require_torchrun(environ: Mapping[str, str], name: str) -> None:
     """Raises LaunchError with the command that starts it."""
     if "TORCHELASTIC_RUN_ID" not in environ:
@@ -237,7 +251,7 @@ def main(argv: list[str], host: Host) -> int:
     except (RuntimeError, OSError) as error:
         raise LaunchError(f"Nothing answers at the rendezvous {setup.rendezvous} ({error}): see that it is torchrun's endpoint.") from error
     known = "{}:{}".format(*listener.getsockname())
-    store.set(store_key(options.name), known)
+    register(store, options.name, known)
     log.info("[PipeMesh] %s at %s waits for a ComfyUI that meets at %s", options.name, known, setup.rendezvous)
     accept(listener, setup)
     return 0

@@ -17,7 +17,7 @@ from pipemesh.launcher.crew import Crew
 from pipemesh.launcher.devices import place
 from pipemesh.launcher.hosts import HostMissing, check_rendezvous, interface_of, join, new_meeting, store_key
 from pipemesh.launcher.install import LaunchError
-from pipemesh.launcher.node import Session, accept, placement_here, require_torchrun
+from pipemesh.launcher.node import Session, accept, placement_here, register, require_torchrun
 from pipemesh.launcher.node import main as node_main
 from pipemesh.launcher.pool import PoolHandle, WorkerPool
 from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, Refused, RunCancelled
@@ -348,6 +348,18 @@ def test_the_interface_of_an_address():
 
 def test_pools_meet_under_names_of_their_own():
     assert new_meeting() != new_meeting()
+
+
+def test_a_name_stays_with_its_host(store):
+    """Its leader may come back at another port."""
+    for known in ("10.0.0.2:1000", "10.0.0.2:2000", "10.0.0.2:2000"):
+        register(store, "taken", known)
+        assert store.get(store_key("taken")).decode() == known
+    with pytest.raises(
+        LaunchError, match=r"^taken is the host at 10\.0\.0\.2 already: give this one another --name, or start torchrun anew"
+    ):
+        register(store, "taken", "10.0.0.3:2000")
+    assert store.get(store_key("taken")).decode() == "10.0.0.2:2000"
 
 
 def test_node_is_started_by_torchrun(monkeypatch):
