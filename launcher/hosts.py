@@ -26,6 +26,10 @@ DEFAULT_LOST_S = 5.0
 FINISH_S = 5.0
 SHORTEST_SECRET = 16
 SIOCGIFADDR = 0x8915
+NODE_COMMAND = (
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes={nodes} --nproc-per-node=1 --max-restarts=3 "
+    "--rdzv-conf=read_timeout=600 --rdzv-backend=c10d --rdzv-endpoint={rendezvous} -m launcher node"
+)
 
 
 class HostMissing(PipeMeshError):
@@ -57,9 +61,9 @@ def check_rendezvous(setup: HostSetup, host: str) -> tuple[str, int]:
     return address, int(port)
 
 
-def node_command(rendezvous: str, name: str) -> str:
-    launch = f"torchrun --nnodes=HOSTS --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint={rendezvous}"
-    return f"{launch} -m launcher node --name {name}"
+def node_command(rendezvous: str, name: str = "") -> str:
+    """The same on every host unless it is for the one of that name."""
+    return NODE_COMMAND.format(nodes="HOSTS", rendezvous=rendezvous) + (f" --name {name}" if name else "")
 
 
 def open_store(address: str, port: int, timeout_s: float) -> Any:
@@ -105,7 +109,7 @@ def join(name: str, ranks: tuple[int, ...], setup: HostSetup, board: Board) -> R
     except RuntimeError as error:
         raise HostMissing(
             f"Nothing answers at the rendezvous {setup.rendezvous} ({str(error).splitlines()[0]}): "
-            f"run on every host, in the checkout: {node_command(setup.rendezvous, 'NAME')}"
+            f"run on every host, in the checkout: {node_command(setup.rendezvous)}"
         ) from error
     command = f"run there, in the checkout: {node_command(setup.rendezvous, name)}"
     if not known:

@@ -227,10 +227,10 @@ def register(store: Any, name: str, known: str) -> None:
         before = now
 
 
-def require_torchrun(environ: Mapping[str, str], name: str) -> None:
+def require_torchrun(environ: Mapping[str, str]) -> None:
     """Raises LaunchError with the command that starts it."""
     if "TORCHELASTIC_RUN_ID" not in environ:
-        raise LaunchError(f"`node` is started by torchrun: {node_command(environ.get('PIPEMESH_RDZV') or 'ADDRESS:PORT', name)}")
+        raise LaunchError(f"`node` is started by torchrun: {node_command(environ.get('PIPEMESH_RDZV') or 'ADDRESS:PORT')}")
 
 
 def main(argv: list[str], host: Host) -> int:
@@ -240,7 +240,7 @@ def main(argv: list[str], host: Host) -> int:
     options = parser.parse_args(argv)
     if not ELSEWHERE.fullmatch(f"{options.name}/cpu"):
         raise LaunchError(f"{options.name!r} cannot be named in a list of devices: give a --name of letters, digits, dots and dashes.")
-    require_torchrun(os.environ, options.name)
+    require_torchrun(os.environ)
     die_with_parent(os.getppid())  # torchrun, which may be killed
     setup = HostSetup(comfyui=host.comfyui, **between_hosts(os.environ))
     address, port = check_rendezvous(setup, options.name)

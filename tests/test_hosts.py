@@ -12,6 +12,7 @@ from pathlib import Path
 import comfy.model_management
 import pytest
 from pipemesh.launcher.devices import place
+from pipemesh.launcher.hosts import NODE_COMMAND
 from pipemesh.launcher.parity import BOUND, Bench, Case, relative_error
 from pipemesh.launcher.pool import PoolHandle, WorkerPool
 from pipemesh.parallel_runtime.client.remote_model import Client
@@ -42,19 +43,20 @@ def hosts():
     two.close()
 
 
-def torchrun(namespace: str, name: str, log: Path, *options: str) -> subprocess.Popen:
-    """The command of docs/MULTI_NODE.md, on one of the hosts."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
-    command = [*launch, f"--rdzv-endpoint={RENDEZVOUS}", *options, "-m", "launcher", "node", "--name", name]
+def torchrun(namespace: str, name: str, log: Path, is_host: int) -> subprocess.Popen:
+    """The command that errors name and docs/MULTI_NODE.md explains, on one of the hosts."""
+    command = NODE_COMMAND.format(nodes=2, rendezvous=RENDEZVOUS).replace("read_timeout=600", f"read_timeout=600,is_host={is_host}")
+    variable, _torchrun, *options = command.split()
     env = {
         **os.environ,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **dict([variable.split("=")]),
         "PIPEMESH_RDZV": RENDEZVOUS,
         "PIPEMESH_SECRET": SECRET,
         "PIPEMESH_LOST_S": str(LOST_S),
     }
+    launch = ["ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run", *options, "--name", name]
     with log.open("w") as output:
-        return subprocess.Popen(["ip", "netns", "exec", namespace, *command], cwd=ROOT, env=env, stdout=output, stderr=output)
+        return subprocess.Popen(launch, cwd=ROOT, env=env, stdout=output, stderr=output)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +64,8 @@ def leaders(hosts, tmp_path_factory):
     """torchrun on both hosts. This machine's name means neither address, so the host of the rendezvous is told that it is."""
     logs = [tmp_path_factory.mktemp("leaders") / name for name in ("near", "far")]
     started = [
-        torchrun(hosts.near, "near", logs[0], "--rdzv-conf=is_host=1"),
-        torchrun(hosts.far, "far", logs[1], "--rdzv-conf=is_host=0"),
+        torchrun(hosts.near, "near", logs[0], is_host=1),
+        torchrun(hosts.far, "far", logs[1], is_host=0),
     ]
     yield started
     hosts.cable("up")  # torchrun tells its rendezvous that it leaves

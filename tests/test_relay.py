@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from pipemesh.launcher.crew import Crew
 from pipemesh.launcher.devices import place
-from pipemesh.launcher.hosts import HostMissing, check_rendezvous, interface_of, join, new_meeting, store_key
+from pipemesh.launcher.hosts import NODE_COMMAND, HostMissing, check_rendezvous, interface_of, join, new_meeting, node_command, store_key
 from pipemesh.launcher.install import LaunchError
 from pipemesh.launcher.node import Session, accept, placement_here, register, require_torchrun
 from pipemesh.launcher.node import main as node_main
@@ -32,6 +33,7 @@ from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled
 from .test_arena import largest_file
 from .test_wire import descriptors
 
+ROOT = Path(__file__).resolve().parent.parent
 SECRET = "correct horse battery staple"
 
 
@@ -248,7 +250,7 @@ def test_a_pool_node_says_when_it_is_queued_that_hosts_cannot_be_reached():
 def test_a_host_that_has_not_joined_is_told_the_command(leader):
     far = leader()
     with pytest.raises(
-        HostMissing, match=r"^Host other has not joined .*: run there, in the checkout: torchrun .* -m launcher node --name other$"
+        HostMissing, match=r"^Host other has not joined .*: run there, in the checkout: TORCH\S+ torchrun .* -m launcher node --name other$"
     ):
         join("other", (1,), far.setup, Arena().board)
 
@@ -263,7 +265,7 @@ def test_a_host_that_has_left_is_told_the_command(leader):
 def test_a_rendezvous_that_is_not_there_is_named():
     setup = replace(fake_setup(), rendezvous="127.0.0.1:9", secret=SECRET, lost_s=0.5)
     with pytest.raises(
-        HostMissing, match=r"^Nothing answers at the rendezvous 127\.0\.0\.1:9 .*: run on every host, in the checkout: torchrun"
+        HostMissing, match=r"^Nothing answers at the rendezvous 127\.0\.0\.1:9 .*: run on every host, in the checkout: .* -m launcher node$"
     ):
         join("far", (1,), setup, Arena().board)
 
@@ -350,6 +352,15 @@ def test_pools_meet_under_names_of_their_own():
     assert new_meeting() != new_meeting()
 
 
+def test_the_manual_gives_the_command_that_errors_name():
+    """To every host the same, so none is named in it."""
+    manual = " ".join((ROOT / "docs" / "MULTI_NODE.md").read_text(encoding="utf-8").replace("\\\n", "").split())
+    assert NODE_COMMAND.format(nodes=2, rendezvous="$PIPEMESH_RDZV") + " ```" in manual
+    assert node_command("$PIPEMESH_RDZV") == NODE_COMMAND.format(nodes="HOSTS", rendezvous="$PIPEMESH_RDZV")
+    for flag in re.findall(r"\S+=\w+(?= )", NODE_COMMAND):
+        assert manual.count(flag) >= 2, f"{flag} is not in the command for Slurm"
+
+
 def test_a_name_stays_with_its_host(store):
     """Its leader may come back at another port."""
     for known in ("10.0.0.2:1000", "10.0.0.2:2000", "10.0.0.2:2000"):
@@ -368,6 +379,6 @@ def test_node_is_started_by_torchrun(monkeypatch):
         node_main(["--name", "n"], None)
     with pytest.raises(LaunchError, match=r"^'a/b' cannot be named in a list of devices: give a --name"):
         node_main(["--name", "a/b"], None)
-    with pytest.raises(LaunchError, match=r"^`node` is started by torchrun: torchrun .*10\.0\.0\.1:29400 -m launcher node --name n$"):
-        require_torchrun({"PIPEMESH_RDZV": "10.0.0.1:29400"}, "n")
-    require_torchrun({"TORCHELASTIC_RUN_ID": "none"}, "n")
+    with pytest.raises(LaunchError, match=r"^`node` is started by torchrun: .*10\.0\.0\.1:29400 -m launcher node$"):
+        require_torchrun({"PIPEMESH_RDZV": "10.0.0.1:29400"})
+    require_torchrun({"TORCHELASTIC_RUN_ID": "none"})
