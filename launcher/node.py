@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import selectors
@@ -199,12 +200,14 @@ def serve(sock: socket.socket, peer: str, setup: HostSetup) -> None:
 
 
 def accept(listener: socket.socket, setup: HostSetup) -> None:
-    """For ever, or until the listener is closed."""
+    """For ever, or until the listener is closed. Raises OSError where it cannot: torchrun then starts this leader again."""
     while True:
         try:
             sock, (peer, *_) = listener.accept()
-        except OSError:
-            return
+        except OSError as error:
+            if error.errno in (errno.EBADF, errno.EINVAL):  # closed, or shut down
+                return
+            raise
         threading.Thread(target=serve, args=(sock, peer, setup), name="pipemesh-session", daemon=True).start()
 
 

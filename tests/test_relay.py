@@ -1,5 +1,6 @@
 """A leader and its fake ranks on the loopback interface: what passes through, and what goes wrong, by name."""
 
+import errno
 import os
 import re
 import socket
@@ -8,6 +9,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -350,6 +352,17 @@ def test_the_interface_of_an_address():
 
 def test_pools_meet_under_names_of_their_own():
     assert new_meeting() != new_meeting()
+
+
+def test_a_leader_that_can_take_no_connection_fails_so_that_torchrun_starts_it_again():
+    def full():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with pytest.raises(OSError, match="Too many open files"):
+        accept(SimpleNamespace(accept=full), fake_setup())
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.close()
+    accept(listener, fake_setup())  # returns
 
 
 def test_the_manual_gives_the_command_that_errors_name():
