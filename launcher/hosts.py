@@ -8,7 +8,7 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -161,11 +161,11 @@ class RemoteHost:
         except ChannelClosed as error:
             raise HostMissing(f"Host {self.name} was lost before its ranks could start ({error}): run again.") from error
 
-    def send(self, message: Request | Close, fds: Any = ()) -> None:
+    def send(self, message: Request | Close, fds: Any = (), before_piece: Callable[[], None] = lambda: None) -> None:
         """Once, for all ranks there. The board says at once what they were asked: the next word from there may never come."""
         for rank in self.ranks if type(message) in PHASE else ():
             self._board.enter(rank, PHASE[type(message)], message.request)
-        self._link.send(message, fds)
+        self._link.send(message, fds, before_piece)
 
     def pump(self) -> list[tuple[int, Any]]:
         """Reads once: what ranks there said, None for one that has ended. Raises ChannelClosed, HostMissing, msgspec.DecodeError."""

@@ -26,7 +26,7 @@ from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, Refused, R
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
-from pipemesh.parallel_runtime.wire.link import PARCEL, Link, SecretRefused, prove
+from pipemesh.parallel_runtime.wire.link import PARCEL, PIECE_BYTES, Link, SecretRefused, prove
 from pipemesh.parallel_runtime.wire.messages import Forward, FromHost, Load, Open, Release, ToHost
 from pipemesh.parallel_runtime.wire.segment import Segment, pack
 
@@ -343,6 +343,19 @@ def test_cancel_while_far_ranks_load_is_collected_later(leader):
             call(pool, "Load", lambda: pool.state == "busy")
         assert pool.lost_a_rank() is False  # what it will still say is no loss
         assert handled(pool) == ["Start Load Release"] * 3
+
+
+def test_cancel_while_tensors_are_on_their_way_ends_the_pool_and_the_next_run_has_a_fresh_one(leader):
+    handle = PoolHandle(spread("cpu,far/cpu"), leader().setup)
+    first = handle.ensure()
+    segment = Segment.create("parcel", 3 * PIECE_BYTES)
+    asked = []
+    with pytest.raises(RunCancelled, match=r"^The run was cancelled\.$"):
+        first.call(Load(request=1, model="m", source=b""), [segment.fd], lambda: asked.append(first.state) or asked.count("busy") == 3)
+    assert (first.state, first._hosts[0].fileno()) == ("closed", -1)
+    assert handled(handle.ensure()) == ["Start Release"] * 2
+    handle.close()
+    segment.close()
 
 
 # -- small things --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import hmac
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -70,7 +70,8 @@ def notice_loss(sock: socket.socket, lost_s: float) -> None:
 class Link(Channel):
     """A descriptor's content goes after the message; at the other end it is a memfd of its own, which the caller owns."""
 
-    def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+    def send(self, message: msgspec.Struct, fds: Sequence[int] = (), before_piece: Callable[[], None] = lambda: None) -> None:
+        """If ``before_piece`` raises, the message is cut off: then the link can only be closed."""
         body = msgspec.msgpack.encode(message)
         try:
             self._sock.sendall(HEADER.pack(len(body), len(fds)) + body)
@@ -79,7 +80,8 @@ class Link(Channel):
                 self._sock.sendall(PARCEL.pack(size))
                 sent = 0
                 while sent < size:
-                    sent += os.sendfile(self._sock.fileno(), fd, sent, size - sent)
+                    before_piece()
+                    sent += os.sendfile(self._sock.fileno(), fd, sent, PIECE_BYTES)
         except OSError as error:
             raise ChannelClosed(error.strerror or str(error)) from error
 
