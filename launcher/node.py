@@ -67,14 +67,13 @@ class Session:
 
     def run(self) -> None:
         """Until ComfyUI closes the connection, or it is lost."""
-        with contextlib.suppress(ChannelClosed):
+        with contextlib.closing(self._link), contextlib.suppress(ChannelClosed):
             try:
                 self._serve()
             except (LayoutError, HostMissing, SharedMemoryFull, OSError, msgspec.DecodeError) as error:
                 if isinstance(error, ChannelClosed):
                     raise
                 self._link.send(Denied(str(error)))
-        self._link.close()
 
     def _serve(self) -> None:
         opening, _fds = self._link.receive()
@@ -128,14 +127,16 @@ class Session:
 
     def _request(self, crew: Crew, arena: Segment, message: Request, fds: list[int]) -> None:
         self._owing = dict.fromkeys(crew.ranks, message.request)
-        if isinstance(message, Forward | Fetch):
-            try:
+        try:
+            if self._link.no_room is not None:
+                raise self._link.no_room
+            if isinstance(message, Forward | Fetch):
                 arena.grow(message.arena_bytes)
-            except SharedMemoryFull as error:
-                self._owing.clear()
-                for rank in crew.ranks:
-                    self._link.send(Said(rank, shared_memory_full(message.request, error)))
-                return
+        except SharedMemoryFull as error:
+            self._owing.clear()
+            for rank in crew.ranks:
+                self._link.send(Said(rank, shared_memory_full(message.request, error)))
+            return
         send_all(crew, message, fds)
 
     def _hand_back(self, crew: Crew, board: Board, rank: int) -> bool:

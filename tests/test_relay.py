@@ -22,7 +22,7 @@ from pipemesh.launcher.install import LaunchError
 from pipemesh.launcher.node import Session, accept, placement_here, register, require_torchrun
 from pipemesh.launcher.node import main as node_main
 from pipemesh.launcher.pool import PoolHandle, WorkerPool
-from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, Refused, RunCancelled
+from pipemesh.parallel_runtime.errors import LayoutError, ModelError, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
@@ -30,7 +30,7 @@ from pipemesh.parallel_runtime.wire.link import PARCEL, PIECE_BYTES, Link, Secre
 from pipemesh.parallel_runtime.wire.messages import Forward, FromHost, Load, Open, Release, ToHost
 from pipemesh.parallel_runtime.wire.segment import Segment, pack
 
-from .fake_pools import OUT, call, fake_setup, handled
+from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled
 from .test_arena import largest_file
 from .test_wire import descriptors
 
@@ -165,6 +165,29 @@ def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
     assert not session._owing  # or it would send beats to a ComfyUI that waits for nothing
     for end in (ours, theirs, arena):
         end.close()
+
+
+def test_a_far_host_without_room_for_a_model_says_so_and_reads_on(leader):
+    with running(leader(), spread("cpu,far/cpu")) as pool:
+        segment = Segment.create("model", 2 << 20)
+        with (
+            largest_file(1 << 20),
+            pytest.raises(ModelError, match=r"^Rank 1 on far/cpu failed while receiving: Shared memory is full: "),
+        ):
+            pool.call(Load(request=pool.next_request(), model="m", source=b""), [segment.fd])
+        assert handled(pool) == ["Start Load Release", "Start Release"]
+        segment.close()
+
+
+def test_a_session_that_fails_in_a_way_nobody_foresaw_closes_its_connection(monkeypatch):
+    ours, theirs = ends()
+    monkeypatch.setattr(Session, "_serve", lambda session: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Session(theirs, "127.0.0.1", fake_setup()).run()
+    ours._sock.settimeout(DEADLINE_S)
+    with pytest.raises(ChannelClosed, match=r"^it closed the connection$"):
+        ours.receive()
+    ours.close()
 
 
 def test_a_link_that_is_closed_says_so():

@@ -14,7 +14,9 @@ from typing import Literal
 
 import msgspec
 
+from ..errors import SharedMemoryFull
 from .channel import HEADER, Channel, ChannelClosed, close_all
+from .segment import reserve
 
 VERSION = b"pipemesh-1"
 NONCE_BYTES, PROOF_BYTES = 32, 32
@@ -68,7 +70,12 @@ def notice_loss(sock: socket.socket, lost_s: float) -> None:
 
 
 class Link(Channel):
-    """A descriptor's content goes after the message; at the other end it is a memfd of its own, which the caller owns."""
+    """A descriptor's content goes after the message; at the other end it is a memfd of its own, which the caller owns.
+
+    ``no_room``: why the content that came with the last message could not be kept.
+    """
+
+    no_room: SharedMemoryFull | None = None
 
     def send(self, message: msgspec.Struct, fds: Sequence[int] = (), before_piece: Callable[[], None] = lambda: None) -> None:
         """If ``before_piece`` raises, the message is cut off: then the link can only be closed."""
@@ -95,6 +102,7 @@ class Link(Channel):
 
     def _attached(self, count: int) -> list[int]:
         fds: list[int] = []
+        self.no_room = None
         try:
             for _ in range(count):
                 fds.append(self._parcel())
@@ -104,11 +112,17 @@ class Link(Channel):
         return fds
 
     def _parcel(self) -> int:
+        """Read to its end whether there is room for it or not: the next message comes behind it."""
         (left,) = PARCEL.unpack(self._read(PARCEL.size))
         fd = os.memfd_create("pipemesh-parcel", os.MFD_CLOEXEC)
         try:
+            try:
+                reserve(fd, 0, left, os.posix_fallocate)
+            except SharedMemoryFull as error:
+                self.no_room = error
             while left:
-                left -= os.write(fd, self._read(min(left, PIECE_BYTES)))
+                piece = self._read(min(left, PIECE_BYTES))
+                left -= len(piece) if self.no_room else os.write(fd, piece)
         except BaseException:
             os.close(fd)
             raise
