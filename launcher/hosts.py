@@ -22,7 +22,7 @@ from .crew import SECRET_VARIABLE, HostSetup, Net, no_tensor
 from .devices import Placement
 
 RENDEZVOUS_VARIABLE, LOST_VARIABLE = "PIPEMESH_RDZV", "PIPEMESH_LOST_S"
-DEFAULT_LOST_S = 5.0
+DEFAULT_LOST_S, LOST_S_RANGE = 5.0, (2.0, 120.0)  # the kernel counts up to 127 unanswered probes, one a second
 FINISH_S = 5.0
 SHORTEST_SECRET = 16
 SIOCGIFADDR = 0x8915
@@ -37,12 +37,23 @@ class HostMissing(PipeMeshError):
 
 
 def between_hosts(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of HostSetup that pools over several hosts need."""
+    """The fields of HostSetup that pools over several hosts need. Raises LayoutError."""
     return {
         "rendezvous": environ.get(RENDEZVOUS_VARIABLE, ""),
         "secret": environ.get(SECRET_VARIABLE, ""),
-        "lost_s": float(environ.get(LOST_VARIABLE, DEFAULT_LOST_S)),
+        "lost_s": lost_seconds(environ.get(LOST_VARIABLE, str(DEFAULT_LOST_S))),
     }
+
+
+def lost_seconds(text: str) -> float:
+    least, most = LOST_S_RANGE
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not least <= seconds <= most:
+        raise LayoutError(f"{LOST_VARIABLE} is {text}: set it to a number of seconds from {least:g} to {most:g}.")
+    return seconds
 
 
 def check_rendezvous(setup: HostSetup, host: str) -> tuple[str, int]:

@@ -218,6 +218,14 @@ def own_address_towards(address: str, port: int) -> str:
         return sock.getsockname()[0]
 
 
+def listen(address: str, port: int) -> socket.socket:
+    """Raises LaunchError."""
+    try:
+        return socket.create_server((address, port))
+    except OSError as error:
+        raise LaunchError(f"Nothing can listen at {address}:{port} ({error.strerror}): give another --port, or none.") from error
+
+
 def register(store: Any, name: str, known: str) -> None:
     """``known``: this leader's ADDRESS:PORT. Raises LaunchError where another host has the name."""
     before = ""
@@ -251,9 +259,10 @@ def main(argv: list[str], host: Host) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         store = open_store(address, port, STORE_TIMEOUT_S)
-        listener = socket.create_server((own_address_towards(address, port), options.port))
+        own_address = own_address_towards(address, port)
     except (RuntimeError, OSError) as error:
         raise LaunchError(f"Nothing answers at the rendezvous {setup.rendezvous} ({error}): see that it is torchrun's endpoint.") from error
+    listener = listen(own_address, options.port)
     known = "{}:{}".format(*listener.getsockname())
     register(store, options.name, known)
     log.info("[PipeMesh] %s at %s waits for a ComfyUI that meets at %s", options.name, known, setup.rendezvous)

@@ -302,8 +302,11 @@ class WorkerPool:
         return self._fail(f"{self._where(rank)} {cause} while {phase}: run again, a fresh pool will be started.", rank)
 
     def _stalled(self, rank: int) -> PoolFailed:
+        phase = self.arena.board.phase(rank)
+        ports = "see that every port is open between the hosts, or set GLOO_SOCKET_IFNAME to the interface between them; "
         return self._fail(
-            f"{self._where(rank)} made no progress for {self._setup.stall_s:g} s while {self.arena.board.phase(rank)}: "
+            f"{self._where(rank)} made no progress for {self._setup.stall_s:g} s while {phase}: "
+            f"{ports if self._hosts and phase == 'joining' else ''}"
             "run again, a fresh pool will be started (PIPEMESH_STALL_S sets the limit).",
             rank,
         )

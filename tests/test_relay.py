@@ -17,16 +17,26 @@ import torch
 import torch.distributed as dist
 from pipemesh.launcher.crew import Crew
 from pipemesh.launcher.devices import Device, place
-from pipemesh.launcher.hosts import NODE_COMMAND, HostMissing, check_rendezvous, interface_of, join, new_meeting, node_command, store_key
+from pipemesh.launcher.hosts import (
+    NODE_COMMAND,
+    HostMissing,
+    between_hosts,
+    check_rendezvous,
+    interface_of,
+    join,
+    new_meeting,
+    node_command,
+    store_key,
+)
 from pipemesh.launcher.install import LaunchError
-from pipemesh.launcher.node import Session, accept, placement_here, register, require_torchrun
+from pipemesh.launcher.node import Session, accept, listen, placement_here, register, require_torchrun
 from pipemesh.launcher.node import main as node_main
 from pipemesh.launcher.pool import PoolHandle, WorkerPool
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
-from pipemesh.parallel_runtime.wire.link import PARCEL, PIECE_BYTES, Link, SecretRefused, prove
+from pipemesh.parallel_runtime.wire.link import PARCEL, PIECE_BYTES, Link, SecretRefused, notice_loss, prove
 from pipemesh.parallel_runtime.wire.messages import Forward, FromHost, Load, Open, Release, ToHost
 from pipemesh.parallel_runtime.wire.segment import Segment, pack
 
@@ -336,6 +346,13 @@ def test_a_far_rank_that_hangs_is_named(leader):
             call(pool, "Load")
 
 
+def test_hosts_that_do_not_reach_each_other_are_told_what_to_open(leader):
+    far = leader("1:Start=joining-hang")
+    pool = WorkerPool(spread("cpu,far/cpu"), replace(far.setup, stall_s=3.0))
+    with pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu made no progress for 3 s while joining: see that every port is open"):
+        pool.start()
+
+
 def test_a_leader_that_ends_in_mid_run_is_named(leader):
     with running(leader("1:Load=hang")) as pool:
 
@@ -382,6 +399,27 @@ def test_cancel_while_tensors_are_on_their_way_ends_the_pool_and_the_next_run_ha
 
 
 # -- small things --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["130", "1", "-5", "5s", "nan"])
+def test_a_time_after_which_a_host_is_lost_that_cannot_be_kept_is_refused(value):
+    with pytest.raises(LayoutError, match=rf"^PIPEMESH_LOST_S is {value}: set it to a number of seconds from 2 to 120\.$"):
+        between_hosts({"PIPEMESH_LOST_S": value})
+
+
+@pytest.mark.parametrize("value", ["2", "120"])
+def test_the_kernel_keeps_every_time_that_is_accepted(value):
+    with socket.socket() as sock:
+        notice_loss(sock, between_hosts({"PIPEMESH_LOST_S": value})["lost_s"])
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            LaunchError, match=rf"^Nothing can listen at 127\.0\.0\.1:{port} \(.*in use.*\): give another --port, or none\.$"
+        ):
+            listen("127.0.0.1", port)
 
 
 def test_the_interface_of_an_address():
