@@ -108,6 +108,7 @@ def test_a_file_is_found_at_the_same_path_or_in_this_comfyuis_models(tmp_path, m
     own.write_bytes(b"12345")
     assert find_here(str(own)) == str(own)
     assert find_here("/elsewhere/ComfyUI/models/unet/flux.safetensors") == str(own)
+    assert find_here("/models/ComfyUI/models/unet/flux.safetensors") == str(own)
     for path in ("/elsewhere/ComfyUI/models/unet/other.safetensors", "/elsewhere/flux.safetensors"):
         assert find_here(path) == path
 
