@@ -72,6 +72,8 @@ def rank_environment(device: Device, backend: str, environ: dict[str, str], inte
     env["CUDA_VISIBLE_DEVICES"] = device.uuid if device.is_gpu else ""
     if backend == "gloo" or interface:
         env["GLOO_SOCKET_IFNAME"] = interface or "lo"
+    if interface:
+        env = {"NCCL_SOCKET_IFNAME": interface, **env}
     return env
 
 

@@ -90,7 +90,7 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
     known |= {name: Device(name) for name in names if ELSEWHERE.fullmatch(name)}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise LayoutError(f"Device {unknown[0]} is not here: choose from {', '.join(known)}.")
+        raise LayoutError(f"Device {unknown[0]} is not here: choose from {', '.join(known)}, or node1/cuda:0 of host node1.")
     devices = tuple(known[name] for name in names)
     if devices[layout.writer].host:
         place, name = layout.writer, names[layout.writer]

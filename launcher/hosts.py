@@ -8,7 +8,7 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,10 +22,14 @@ from .crew import SECRET_VARIABLE, HostSetup, Net, no_tensor
 from .devices import Placement
 
 RENDEZVOUS_VARIABLE, LOST_VARIABLE = "PIPEMESH_RDZV", "PIPEMESH_LOST_S"
-DEFAULT_LOST_S = 5.0
+DEFAULT_LOST_S, LOST_S_RANGE = 5.0, (2.0, 120.0)  # the kernel counts up to 127 unanswered probes, one a second
 FINISH_S = 5.0
 SHORTEST_SECRET = 16
 SIOCGIFADDR = 0x8915
+NODE_COMMAND = (
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes={nodes} --nproc-per-node=1 --max-restarts=3 "
+    "--rdzv-conf=read_timeout=600 --rdzv-backend=c10d --rdzv-endpoint={rendezvous} -m launcher node"
+)
 
 
 class HostMissing(PipeMeshError):
@@ -33,12 +37,23 @@ class HostMissing(PipeMeshError):
 
 
 def between_hosts(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of HostSetup that pools over several hosts need."""
+    """The fields of HostSetup that pools over several hosts need. Raises LayoutError."""
     return {
         "rendezvous": environ.get(RENDEZVOUS_VARIABLE, ""),
         "secret": environ.get(SECRET_VARIABLE, ""),
-        "lost_s": float(environ.get(LOST_VARIABLE, DEFAULT_LOST_S)),
+        "lost_s": lost_seconds(environ.get(LOST_VARIABLE, str(DEFAULT_LOST_S))),
     }
+
+
+def lost_seconds(text: str) -> float:
+    least, most = LOST_S_RANGE
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not least <= seconds <= most:
+        raise LayoutError(f"{LOST_VARIABLE} is {text}: set it to a number of seconds from {least:g} to {most:g}.")
+    return seconds
 
 
 def check_rendezvous(setup: HostSetup, host: str) -> tuple[str, int]:
@@ -57,9 +72,9 @@ def check_rendezvous(setup: HostSetup, host: str) -> tuple[str, int]:
     return address, int(port)
 
 
-def node_command(rendezvous: str, name: str) -> str:
-    launch = f"torchrun --nnodes=HOSTS --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint={rendezvous}"
-    return f"{launch} -m launcher node --name {name}"
+def node_command(rendezvous: str, name: str = "") -> str:
+    """The same on every host unless it is for the one of that name."""
+    return NODE_COMMAND.format(nodes="HOSTS", rendezvous=rendezvous) + (f" --name {name}" if name else "")
 
 
 def open_store(address: str, port: int, timeout_s: float) -> Any:
@@ -105,7 +120,7 @@ def join(name: str, ranks: tuple[int, ...], setup: HostSetup, board: Board) -> R
     except RuntimeError as error:
         raise HostMissing(
             f"Nothing answers at the rendezvous {setup.rendezvous} ({str(error).splitlines()[0]}): "
-            f"run on every host, in the checkout: {node_command(setup.rendezvous, 'NAME')}"
+            f"run on every host, in the checkout: {node_command(setup.rendezvous)}"
         ) from error
     command = f"run there, in the checkout: {node_command(setup.rendezvous, name)}"
     if not known:
@@ -157,11 +172,11 @@ class RemoteHost:
         except ChannelClosed as error:
             raise HostMissing(f"Host {self.name} was lost before its ranks could start ({error}): run again.") from error
 
-    def send(self, message: Request | Close, fds: Any = ()) -> None:
+    def send(self, message: Request | Close, fds: Any = (), before_piece: Callable[[], None] = lambda: None) -> None:
         """Once, for all ranks there. The board says at once what they were asked: the next word from there may never come."""
         for rank in self.ranks if type(message) in PHASE else ():
             self._board.enter(rank, PHASE[type(message)], message.request)
-        self._link.send(message, fds)
+        self._link.send(message, fds, before_piece)
 
     def pump(self) -> list[tuple[int, Any]]:
         """Reads once: what ranks there said, None for one that has ended. Raises ChannelClosed, HostMissing, msgspec.DecodeError."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import selectors
@@ -16,13 +17,14 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
 from ..parallel_runtime.errors import LayoutError, SharedMemoryFull
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.arena import Board
-from ..parallel_runtime.wire.channel import ChannelClosed
+from ..parallel_runtime.wire.channel import ChannelClosed, close_all
 from ..parallel_runtime.wire.link import Link, notice_loss, prove
 from ..parallel_runtime.wire.messages import (
     Beat,
@@ -65,14 +67,13 @@ class Session:
 
     def run(self) -> None:
         """Until ComfyUI closes the connection, or it is lost."""
-        with contextlib.suppress(ChannelClosed):
+        with contextlib.closing(self._link), contextlib.suppress(ChannelClosed):
             try:
                 self._serve()
             except (LayoutError, HostMissing, SharedMemoryFull, OSError, msgspec.DecodeError) as error:
                 if isinstance(error, ChannelClosed):
                     raise
                 self._link.send(Denied(str(error)))
-        self._link.close()
 
     def _serve(self) -> None:
         opening, _fds = self._link.receive()
@@ -121,20 +122,21 @@ class Session:
                     raise LayoutError("A pool was opened twice: install the same version of PipeMesh on every host.")
                 self._request(crew, arena, message, fds)
             finally:
-                for fd in fds:
-                    os.close(fd)
+                close_all(fds)
         return False
 
     def _request(self, crew: Crew, arena: Segment, message: Request, fds: list[int]) -> None:
         self._owing = dict.fromkeys(crew.ranks, message.request)
-        if isinstance(message, Forward | Fetch):
-            try:
+        try:
+            if self._link.no_room is not None:
+                raise self._link.no_room
+            if isinstance(message, Forward | Fetch):
                 arena.grow(message.arena_bytes)
-            except SharedMemoryFull as error:
-                self._owing.clear()
-                for rank in crew.ranks:
-                    self._link.send(Said(rank, shared_memory_full(message.request, error)))
-                return
+        except SharedMemoryFull as error:
+            self._owing.clear()
+            for rank in crew.ranks:
+                self._link.send(Said(rank, shared_memory_full(message.request, error)))
+            return
         send_all(crew, message, fds)
 
     def _hand_back(self, crew: Crew, board: Board, rank: int) -> bool:
@@ -199,12 +201,14 @@ def serve(sock: socket.socket, peer: str, setup: HostSetup) -> None:
 
 
 def accept(listener: socket.socket, setup: HostSetup) -> None:
-    """For ever, or until the listener is closed."""
+    """For ever, or until the listener is closed. Raises OSError where it cannot: torchrun then starts this leader again."""
     while True:
         try:
             sock, (peer, *_) = listener.accept()
-        except OSError:
-            return
+        except OSError as error:
+            if error.errno in (errno.EBADF, errno.EINVAL):  # closed, or shut down
+                return
+            raise
         threading.Thread(target=serve, args=(sock, peer, setup), name="pipemesh-session", daemon=True).start()
 
 
@@ -214,10 +218,31 @@ def own_address_towards(address: str, port: int) -> str:
         return sock.getsockname()[0]
 
 
-def require_torchrun(environ: Mapping[str, str], name: str) -> None:
+def listen(address: str, port: int) -> socket.socket:
+    """Raises LaunchError."""
+    try:
+        return socket.create_server((address, port))
+    except OSError as error:
+        raise LaunchError(f"Nothing can listen at {address}:{port} ({error.strerror}): give another --port, or none.") from error
+
+
+def register(store: Any, name: str, known: str) -> None:
+    """``known``: this leader's ADDRESS:PORT. Raises LaunchError where another host has the name."""
+    before = ""
+    while (now := store.compare_set(store_key(name), before, known).decode()) != known:
+        where = now.rpartition(":")[0]
+        if where != known.rpartition(":")[0]:
+            raise LaunchError(
+                f"{name} is the host at {where} already: give this one another --name, "
+                f"or start torchrun anew on every host if {name} has moved here."
+            )
+        before = now
+
+
+def require_torchrun(environ: Mapping[str, str]) -> None:
     """Raises LaunchError with the command that starts it."""
     if "TORCHELASTIC_RUN_ID" not in environ:
-        raise LaunchError(f"`node` is started by torchrun: {node_command(environ.get('PIPEMESH_RDZV') or 'ADDRESS:PORT', name)}")
+        raise LaunchError(f"`node` is started by torchrun: {node_command(environ.get('PIPEMESH_RDZV') or 'ADDRESS:PORT')}")
 
 
 def main(argv: list[str], host: Host) -> int:
@@ -227,18 +252,19 @@ def main(argv: list[str], host: Host) -> int:
     options = parser.parse_args(argv)
     if not ELSEWHERE.fullmatch(f"{options.name}/cpu"):
         raise LaunchError(f"{options.name!r} cannot be named in a list of devices: give a --name of letters, digits, dots and dashes.")
-    require_torchrun(os.environ, options.name)
+    require_torchrun(os.environ)
     die_with_parent(os.getppid())  # torchrun, which may be killed
     setup = HostSetup(comfyui=host.comfyui, **between_hosts(os.environ))
     address, port = check_rendezvous(setup, options.name)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         store = open_store(address, port, STORE_TIMEOUT_S)
-        listener = socket.create_server((own_address_towards(address, port), options.port))
+        own_address = own_address_towards(address, port)
     except (RuntimeError, OSError) as error:
         raise LaunchError(f"Nothing answers at the rendezvous {setup.rendezvous} ({error}): see that it is torchrun's endpoint.") from error
+    listener = listen(own_address, options.port)
     known = "{}:{}".format(*listener.getsockname())
-    store.set(store_key(options.name), known)
+    register(store, options.name, known)
     log.info("[PipeMesh] %s at %s waits for a ComfyUI that meets at %s", options.name, known, setup.rendezvous)
     accept(listener, setup)
     return 0

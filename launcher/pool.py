@@ -24,7 +24,7 @@ from ..parallel_runtime.wire.messages import Close, Done, Failed, Forward, Memor
 from ..parallel_runtime.wire.segment import mib
 from .crew import Crew, HostSetup
 from .devices import Placement
-from .hosts import HostMissing, RemoteHost, join, net_for, new_meeting
+from .hosts import FINISH_S, HostMissing, RemoteHost, join, net_for, new_meeting
 
 log = logging.getLogger("pipemesh")
 
@@ -39,6 +39,7 @@ POLL_S = 0.05
 CANCEL_WAIT_S = 10.0
 OTHERS_WAIT_S = 3.0
 CLOSE_GRACE_S = 5.0
+CUT_S = 0.1  # a cancelled run returns within 0.5 s, whatever is still on its way to other hosts
 DEADLY = {
     signal.SIGKILL: "the system does this when memory runs out",
     signal.SIGBUS: "its checkpoint was cut short on disk, or shared memory ran out",
@@ -136,10 +137,10 @@ class WorkerPool:
             self._tear_down(grace_s)
             self._enter("closed")
 
-    def _tear_down(self, grace_s: float) -> None:
+    def _tear_down(self, grace_s: float, hosts_s: float = FINISH_S) -> None:
         self._crew.stop(grace_s)
         for host in self._hosts:
-            host.close()
+            host.close(hosts_s)
         self._selector.close()
         self.arena.close()
 
@@ -174,14 +175,14 @@ class WorkerPool:
         ``right`` is asked while the ranks are at work on a Forward; if the request turns out to be wrong, they leave it and [] is returned.
         Raises RunCancelled (the pool stays warm), ModelError or Refused (every rank rejected it, the pool stays warm), PoolFailed.
         A cancelled Forward is left early by all ranks at the same block; any other request is finished by them and collected later.
+        Only a cancel while tensors are still on their way to another host ends the pool.
         """
         with self._lock:
             if self.state != "ready":
                 raise PoolFailed(f"The pool is {self.state}: run again to start a fresh one.")
-            if interrupted():
-                raise RunCancelled("The run was cancelled.")
+            stop_if(interrupted)
             self.settle(interrupted)
-            self._post(request, fds)
+            self._post(request, fds, interrupted)
             try:
                 lockstep, wrong = isinstance(request, Forward), True
                 try:
@@ -224,12 +225,20 @@ class WorkerPool:
                 self.settle()
             self._answers.clear()
 
-    def _post(self, request: Request, fds: Sequence[int]) -> None:
+    def _post(self, request: Request, fds: Sequence[int], interrupted: Callable[[], bool] = lambda: False) -> None:
+        """A cancel in the middle of what goes to another host cuts the stream: the pool is closed."""
         if self.state == "ready":
             self._enter("busy")
         for source, end in (*((host, host) for host in self._hosts), *self._crew.channels.items()):
             try:
-                end.send(request, fds)
+                if isinstance(source, RemoteHost):
+                    end.send(request, fds, lambda: stop_if(interrupted))
+                else:
+                    end.send(request, fds)
+            except RunCancelled:
+                self._tear_down(0, CUT_S)
+                self._enter("closed")
+                raise
             except ChannelClosed as error:
                 raise self._gone(source, error) from None
             except OSError as error:
@@ -352,8 +361,11 @@ class WorkerPool:
         return self._fail(f"{self._where(rank)} {cause} while {phase}: run again, a fresh pool will be started.", rank)
 
     def _stalled(self, rank: int) -> PoolFailed:
+        phase = self.arena.board.phase(rank)
+        ports = "see that every port is open between the hosts, or set GLOO_SOCKET_IFNAME to the interface between them; "
         return self._fail(
-            f"{self._where(rank)} made no progress for {self._setup.stall_s:g} s while {self.arena.board.phase(rank)}: "
+            f"{self._where(rank)} made no progress for {self._setup.stall_s:g} s while {phase}: "
+            f"{ports if self._hosts and phase == 'joining' else ''}"
             "run again, a fresh pool will be started (PIPEMESH_STALL_S sets the limit).",
             rank,
         )
@@ -380,6 +392,11 @@ class WorkerPool:
         if warm:
             return ModelError(f"{sentence.rstrip('.')}. Check what is connected to this node; the workers are ready for the next run.")
         return self._fail(f"{sentence.rstrip('.')}. Run again, a fresh pool will be started.", rank)
+
+
+def stop_if(interrupted: Callable[[], bool]) -> None:
+    if interrupted():
+        raise RunCancelled("The run was cancelled.")
 
 
 class Watch:

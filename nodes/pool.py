@@ -18,7 +18,8 @@ def pool_inputs() -> list[io.Input]:
         io.String.Input(
             "devices",
             default="auto",
-            tooltip="auto, cpu, or one device per rank: cuda:0,cuda:1. The same GPU may be named twice with backend gloo.",
+            tooltip="auto, cpu, or one device per rank: cuda:0,cuda:1. Another host's: node1/cuda:0. "
+            "The same GPU may be named twice with backend gloo.",
         ),
         io.Int.Input(
             "ulysses",

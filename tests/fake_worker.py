@@ -114,6 +114,11 @@ class Rank:
         poller.poll()
         os._exit(1)
 
+    def joining_hang(self, message: dict) -> None:
+        """As a rank that does not reach the others."""
+        self.board.enter("joining")
+        self.hang()
+
     def deaf(self, message: dict) -> None:
         """Answers, then never looks at its socket again."""
         self.answer(message)

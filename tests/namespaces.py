@@ -46,6 +46,11 @@ class TwoHosts:
         """``down`` or ``up``."""
         ip("-n", self.far, "link", "set", "far0", state)
 
+    def pids(self, name: str) -> list[int]:
+        """Of the processes on that host."""
+        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+        return list(map(int, done.stdout.split()))
+
     def close(self) -> None:
         for name in (self.near, self.far):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)

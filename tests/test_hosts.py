@@ -1,17 +1,20 @@
 """A pool over two hosts: network namespaces on this machine, leaders started by torchrun, ComfyUI's sampling in one of them."""
 
 import os
-import re
+import select
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import comfy.model_management
+import psutil
 import pytest
 from pipemesh.launcher.devices import place
+from pipemesh.launcher.hosts import NODE_COMMAND, RemoteHost, open_store, store_key
 from pipemesh.launcher.parity import BOUND, Bench, Case, relative_error
 from pipemesh.launcher.pool import PoolHandle, WorkerPool
 from pipemesh.parallel_runtime.client.remote_model import Client
@@ -28,7 +31,6 @@ RENDEZVOUS = "10.77.0.1:29400"
 SECRET = "correct horse battery staple"
 LOST_S = 3.0
 DEADLINE_S = 60.0
-NOT_YET = re.compile(r"Host far has not joined|Nothing answers at the rendezvous")
 SENT = Case("flux", "ulysses2", "odd", 5, 1.0, False, "euler")  # a MODEL without a file: its weights are sent
 
 
@@ -42,19 +44,20 @@ def hosts():
     two.close()
 
 
-def torchrun(namespace: str, name: str, log: Path, *options: str) -> subprocess.Popen:
-    """The command of docs/MULTI_NODE.md, on one of the hosts."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
-    command = [*launch, f"--rdzv-endpoint={RENDEZVOUS}", *options, "-m", "launcher", "node", "--name", name]
+def torchrun(namespace: str, name: str, log: Path, is_host: int) -> subprocess.Popen:
+    """The command that errors name and docs/MULTI_NODE.md explains, on one of the hosts."""
+    command = NODE_COMMAND.format(nodes=2, rendezvous=RENDEZVOUS).replace("read_timeout=600", f"read_timeout=600,is_host={is_host}")
+    variable, _torchrun, *options = command.split()
     env = {
         **os.environ,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **dict([variable.split("=")]),
         "PIPEMESH_RDZV": RENDEZVOUS,
         "PIPEMESH_SECRET": SECRET,
         "PIPEMESH_LOST_S": str(LOST_S),
     }
+    launch = ["ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run", *options, "--name", name]
     with log.open("w") as output:
-        return subprocess.Popen(["ip", "netns", "exec", namespace, *command], cwd=ROOT, env=env, stdout=output, stderr=output)
+        return subprocess.Popen(launch, cwd=ROOT, env=env, stdout=output, stderr=output)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +65,8 @@ def leaders(hosts, tmp_path_factory):
     """torchrun on both hosts. This machine's name means neither address, so the host of the rendezvous is told that it is."""
     logs = [tmp_path_factory.mktemp("leaders") / name for name in ("near", "far")]
     started = [
-        torchrun(hosts.near, "near", logs[0], "--rdzv-conf=is_host=1"),
-        torchrun(hosts.far, "far", logs[1], "--rdzv-conf=is_host=0"),
+        torchrun(hosts.near, "near", logs[0], is_host=1),
+        torchrun(hosts.far, "far", logs[1], is_host=0),
     ]
     yield started
     hosts.cable("up")  # torchrun tells its rendezvous that it leaves
@@ -94,14 +97,9 @@ def handle(setup, hosts, leaders):
 
 def started(handle: PoolHandle) -> WorkerPool:
     """Its pool, once the leaders have joined."""
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            return handle.ensure()
-        except PoolFailed as error:
-            assert NOT_YET.match(str(error)), error
-            assert time.monotonic() < deadline, error
-            time.sleep(0.2)
+    address, port = RENDEZVOUS.split(":")
+    open_store(address, int(port), DEADLINE_S).wait([store_key("near"), store_key("far")], timedelta(seconds=DEADLINE_S))
+    return handle.ensure()
 
 
 def test_two_hosts_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_next_run_is_right(hosts, files, truths, handle):
@@ -113,12 +111,17 @@ def test_two_hosts_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_nex
     assert relative_error(run(with_lora(model, files, 0.7)), patched) <= BOUND
     assert Bench(lambda *layout: client).error(SENT) <= BOUND
 
+    said = listened_to(first._hosts[0])
     cancelling = Once(lambda: in_forward(first), comfy.model_management.interrupt_current_processing)
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         run(model, size=(128, 128), steps=20)
     cancelling.join()
     assert handle.live() is first
+    assert first.idle
+    assert [(rank, answer.cancelled) for rank, answer in said[-1:]] == [(1, True)]
 
+    far_ranks = [os.pidfd_open(pid) for pid in hosts.pids(hosts.far) if "worker_main.py" in " ".join(psutil.Process(pid).cmdline())]
+    assert len(far_ranks) == 1
     cutting = Once(lambda: in_forward(first), lambda: hosts.cable("down"))
     with pytest.raises(
         PoolFailed, match=r"^Host far was lost while computing \(rank 1 on far/cpu; Connection timed out\): see that it is up"
@@ -129,10 +132,25 @@ def test_two_hosts_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_nex
     assert since_cut_s < 3 * LOST_S
     with pytest.raises(PoolFailed, match=r"^Host far does not answer at 10\.77\.0\.2:\d+ "):
         run(model)
+    for rank in far_ranks:  # on a host that nobody can tell
+        assert select.select([rank], [], [], DEADLINE_S)[0]
+        os.close(rank)
 
     hosts.cable("up")
     assert relative_error(run(model, cfg=2.0), plain) <= BOUND
     assert handle.live() is not first
+
+
+def listened_to(host: RemoteHost) -> list:
+    """What its ranks say from now on."""
+    said, pump = [], host.pump
+
+    def heard():
+        said.extend(new := pump())
+        return new
+
+    host.pump = heard
+    return said
 
 
 def in_forward(pool: WorkerPool) -> bool:

@@ -312,7 +312,13 @@ def test_a_cpu_rank_keeps_its_memory_between_layers_and_a_gpu_rank_is_left_alone
     assert "MALLOC_TRIM_THRESHOLD_" not in rank_environment(Device("cuda:0", "GPU-1"), "nccl", {})
 
 
-def test_nccl_is_left_to_choose_its_own_interface():
+def test_between_hosts_gloo_and_nccl_take_the_interface_between_them_and_nccl_the_users():
+    away = rank_environment(Device("cuda:0", "GPU-0"), "nccl", {}, "eth7")
+    assert (away["GLOO_SOCKET_IFNAME"], away["NCCL_SOCKET_IFNAME"]) == ("eth7", "eth7")
+    assert rank_environment(Device("cuda:0", "GPU-0"), "nccl", {"NCCL_SOCKET_IFNAME": "ib0"}, "eth7")["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def test_nccl_on_one_host_is_left_to_choose_its_own_interface():
     assert "GLOO_SOCKET_IFNAME" not in rank_environment(Device("cuda:0", "GPU-0"), "nccl", {"PATH": "/bin"})
     cpu = rank_environment(Device("cpu"), "gloo", {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1"})
     assert cpu == {"PATH": "/bin", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", **KEEP_MEMORY}

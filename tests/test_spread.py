@@ -16,7 +16,7 @@ from pipemesh.parallel_runtime.worker.engine import Engine
 from pipemesh.parallel_runtime.worker.host_bridge import call_factory, find_here
 
 ROOT = Path(__file__).resolve().parent.parent
-RANK = """
+JOIN = """
 import os
 import sys
 sys.path.insert(0, sys.argv[1] + "/launcher")
@@ -27,28 +27,53 @@ import torch
 import torch.distributed as dist
 from pipemesh.parallel_runtime.comm.hosts import HostComm
 
-rank, hosts = int(sys.argv[3]), [0, 1, 1, 0, 2]
+rank, hosts = int(sys.argv[3]), list(map(int, sys.argv[4]))
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], len(hosts)), rank=rank, world_size=len(hosts))
 comm = HostComm(hosts, rank)
+"""
+OWN_ARENAS = """
 for number in range(3):
     arena = torch.full((64,), rank, dtype=torch.uint8)
     comm.spread([arena[8:16], arena[32 + number : 40]][: number + 1] if number < 2 else [])
     print(rank, number, arena.unique().tolist(), int(arena[8]), int(arena[39]))
+"""
+ONE_ARENA_PER_HOST = """
+arena = torch.from_file(f"{sys.argv[2]}-{hosts[rank]}", shared=True, size=64, dtype=torch.uint8)
+seen = []
+for number in range(100):
+    if rank == 0:
+        arena.fill_(number)
+    dist.barrier()
+    comm.spread([arena[8:16]])
+    seen.append(int(arena[8]))
+    dist.barrier()
+print(seen == list(range(100)) or seen)
+"""
+LEAVE = """
 dist.barrier()
 sys.stdout.flush()
 os._exit(0)  # as ranks do
 """
 
 
-def test_leaders_receive_what_rank_0_has_and_nobody_elses_arena_is_touched(tmp_path):
-    """Hosts of ranks 0 to 4: 0, 1, 1, 0, 2. Rank 2 would map its leader's arena, rank 3 that of rank 0."""
-    command = [sys.executable, "-c", RANK, str(ROOT), str(tmp_path / "store")]
+def ranks_say(hosts: str, body: str, folder: Path) -> list[list[str]]:
+    """The lines of each rank. ``hosts``: the number of each one's host."""
+    command = [sys.executable, "-c", JOIN + body + LEAVE, str(ROOT), str(folder / "store")]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([*command, str(rank)], env=env, stdout=subprocess.PIPE, text=True) for rank in range(5)]
-    said = [process.communicate(timeout=60)[0].splitlines() for process in ranks]
+    started = [subprocess.Popen([*command, str(rank), hosts], env=env, stdout=subprocess.PIPE, text=True) for rank in range(len(hosts))]
+    return [process.communicate(timeout=60)[0].splitlines() for process in started]
+
+
+def test_leaders_receive_what_rank_0_has_and_nobody_elses_arena_is_touched(tmp_path):
+    """Rank 2 would map its leader's arena, rank 3 that of rank 0."""
+    said = ranks_say("01102", OWN_ARENAS, tmp_path)
     for rank, leads in ((0, False), (1, True), (2, False), (3, False), (4, True)):
         both, one = f"[0, {rank}]" if leads else f"[{rank}]", 0 if leads else rank
         assert said[rank] == [f"{rank} 0 {both} {one} {rank}", f"{rank} 1 {both} {one} {one}", f"{rank} 2 [{rank}] {rank} {rank}"]
+
+
+def test_ranks_beside_a_leader_read_its_arena_when_it_is_filled(tmp_path):
+    assert ranks_say("0111", ONE_ARENA_PER_HOST, tmp_path) == [["True"]] * 4
 
 
 def test_conditioning_goes_once_and_what_changes_goes_every_time():
@@ -83,6 +108,7 @@ def test_a_file_is_found_at_the_same_path_or_in_this_comfyuis_models(tmp_path, m
     own.write_bytes(b"12345")
     assert find_here(str(own)) == str(own)
     assert find_here("/elsewhere/ComfyUI/models/unet/flux.safetensors") == str(own)
+    assert find_here("/models/ComfyUI/models/unet/flux.safetensors") == str(own)
     for path in ("/elsewhere/ComfyUI/models/unet/other.safetensors", "/elsewhere/flux.safetensors"):
         assert find_here(path) == path
 

@@ -49,14 +49,14 @@ class Board:
     def progress(self, rank: int) -> int:
         return int(self._words[LINE_WORDS * (rank + 1)])
 
-    def line(self, rank: int) -> tuple[int, int, int]:
-        """Progress, phase and request, for the board of another host."""
+    def line(self, rank: int) -> tuple[int, int]:
+        """Progress and phase, for the board of another host."""
         start = LINE_WORDS * (rank + 1)
-        return tuple(map(int, self._words[start : start + 3]))
+        return tuple(map(int, self._words[start : start + 2]))
 
-    def copy_line(self, rank: int, line: tuple[int, int, int]) -> None:
+    def copy_line(self, rank: int, line: tuple[int, int]) -> None:
         start = LINE_WORDS * (rank + 1)
-        self._words[start : start + 3] = line
+        self._words[start : start + 2] = line
 
     def phase(self, rank: int) -> str:
         return PHASES[int(self._words[LINE_WORDS * (rank + 1) + 1])]

@@ -73,16 +73,24 @@ class Channel:
             return None
         body = bytes(self._buffer[HEADER.size : HEADER.size + length])
         del self._buffer[: HEADER.size + length]
-        fds, self._fds = self._fds[:count], self._fds[count:]
+        fds = self._attached(count)
         try:
             return self._decoder.decode(body), fds
         except msgspec.DecodeError:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
             raise
 
+    def _attached(self, count: int) -> list[int]:
+        """The descriptors of the message just read."""
+        fds, self._fds = self._fds[:count], self._fds[count:]
+        return fds
+
     def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
+        close_all(self._fds)
         self._fds = []
         self._sock.close()
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -9,12 +9,14 @@ import hmac
 import os
 import socket
 import struct
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 
-from .channel import HEADER, Channel, ChannelClosed
+from ..errors import SharedMemoryFull
+from .channel import HEADER, Channel, ChannelClosed, close_all
+from .segment import reserve
 
 VERSION = b"pipemesh-1"
 NONCE_BYTES, PROOF_BYTES = 32, 32
@@ -68,9 +70,15 @@ def notice_loss(sock: socket.socket, lost_s: float) -> None:
 
 
 class Link(Channel):
-    """A descriptor's content goes after the message; at the other end it is a memfd of its own, which the caller owns."""
+    """A descriptor's content goes after the message; at the other end it is a memfd of its own, which the caller owns.
 
-    def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+    ``no_room``: why the content that came with the last message could not be kept.
+    """
+
+    no_room: SharedMemoryFull | None = None
+
+    def send(self, message: msgspec.Struct, fds: Sequence[int] = (), before_piece: Callable[[], None] = lambda: None) -> None:
+        """If ``before_piece`` raises, the message is cut off: then the link can only be closed."""
         body = msgspec.msgpack.encode(message)
         try:
             self._sock.sendall(HEADER.pack(len(body), len(fds)) + body)
@@ -79,7 +87,8 @@ class Link(Channel):
                 self._sock.sendall(PARCEL.pack(size))
                 sent = 0
                 while sent < size:
-                    sent += os.sendfile(self._sock.fileno(), fd, sent, size - sent)
+                    before_piece()
+                    sent += os.sendfile(self._sock.fileno(), fd, sent, PIECE_BYTES)
         except OSError as error:
             raise ChannelClosed(error.strerror or str(error)) from error
 
@@ -91,21 +100,29 @@ class Link(Channel):
         except OSError as error:
             raise ChannelClosed(error.strerror or str(error)) from error
 
-    def _take(self) -> tuple[Any, list[int]] | None:
-        if len(self._buffer) < HEADER.size:
-            return None
-        length, count = HEADER.unpack_from(self._buffer)
-        if len(self._buffer) < HEADER.size + length:
-            return None
-        message = self._decoder.decode(self._read(HEADER.size + length)[HEADER.size :])
-        return message, [self._parcel() for _ in range(count)]
+    def _attached(self, count: int) -> list[int]:
+        fds: list[int] = []
+        self.no_room = None
+        try:
+            for _ in range(count):
+                fds.append(self._parcel())
+        except BaseException:
+            close_all(fds)
+            raise
+        return fds
 
     def _parcel(self) -> int:
+        """Read to its end whether there is room for it or not: the next message comes behind it."""
         (left,) = PARCEL.unpack(self._read(PARCEL.size))
         fd = os.memfd_create("pipemesh-parcel", os.MFD_CLOEXEC)
         try:
+            try:
+                reserve(fd, 0, left, os.posix_fallocate)
+            except SharedMemoryFull as error:
+                self.no_room = error
             while left:
-                left -= os.write(fd, self._read(min(left, PIECE_BYTES)))
+                piece = self._read(min(left, PIECE_BYTES))
+                left -= len(piece) if self.no_room else os.write(fd, piece)
         except BaseException:
             os.close(fd)
             raise

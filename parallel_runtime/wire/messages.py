@@ -176,7 +176,7 @@ class Said(msgspec.Struct, frozen=True, tag=True):
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """The board's lines of the ranks there, while they owe an answer."""
 
-    lines: dict[int, tuple[int, int, int]]
+    lines: dict[int, tuple[int, int]]
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):

@@ -35,11 +35,11 @@ def find_here(path: str) -> str:
     """A model file of ComfyUI's host as this host has it: at the same path, or at the same place in this ComfyUI's own models folder."""
     import comfy
 
-    parts = Path(path).parts
-    if not os.path.exists(path) and "models" in parts:
-        own = Path(comfy.__path__[0]).parent.joinpath(*parts[parts.index("models") :])
-        return str(own) if own.exists() else path
-    return path
+    if os.path.exists(path):
+        return path
+    parts, root = Path(path).parts, Path(comfy.__path__[0]).parent
+    places = [root.joinpath(*parts[index:]) for index, part in enumerate(parts) if part == "models"]
+    return next((str(place) for place in places if place.exists()), path)
 
 
 def call_factory(name: str, args: tuple, index: int | None) -> Any:
