@@ -20,8 +20,8 @@ def main() -> None:
 
     stock = resident.ResidentModel.forward
 
-    def forward(model: resident.ResidentModel, arguments: dict) -> object:
-        return arguments["x"] if arguments["transformer_options"].get(COSTS_NOTHING) else stock(model, arguments)
+    def forward(model: resident.ResidentModel, arguments: dict, *rest: object) -> object:
+        return arguments["x"] if arguments["transformer_options"].get(COSTS_NOTHING) else stock(model, arguments, *rest)
 
     resident.ResidentModel.forward = forward
     worker_main.main()

@@ -1,117 +1,35 @@
 """Stock samplers and nodes under patches, in one process: what may run free does, the rest is named, and warm both are stock's own."""
 
-import asyncio
-import gc
 import re
 from functools import cache, partial
-from pathlib import Path
 
 import comfy.samplers
 import comfy.supported_models
 import pytest
 import torch
-from pipemesh.launcher.parity import BOUND, CONTEXT_DIM, VEC_DIM, Case, conditioning, relative_error, sample, stock_model
-from pipemesh.launcher.random_models import random_patcher
-from pipemesh.launcher.reference import InOneProcess, reference
-from pipemesh.launcher.tiny import build_flux_patcher, flux_config, random_tensor
+from pipemesh.launcher.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.launcher.tiny import random_tensor
 from pipemesh.parallel_runtime.client import modes, timelines
 from pipemesh.parallel_runtime.errors import ModelError
 
 from .models import run
-
-FREE = "free-running"
-ALL_WARM = 9999
-SIZE = (13, 10)  # 7 lines of 5 tokens, the last one padded by the host
-SAMPLERS = [name for name in comfy.samplers.SAMPLER_NAMES if name != "ar_video"]
-FLUX = flux_config(heads=2, axes_dim=(4, 6, 6), context_dim=CONTEXT_DIM, vec_dim=VEC_DIM, double_blocks=1, single_blocks=1, guidance=True)
-FILL = {**FLUX, "in_channels": 96, "out_channels": 16}  # image and mask beside the latent
-
-
-class Patched:
-    """A stock MODEL sampled in patches, and the modes of its runs."""
-
-    def __init__(self, patcher, patches=3, warm_up=ALL_WARM):
-        self.modes = []
-        self.model = reference(patcher, patches, warm_up, self.modes.append)
-
-    @property
-    def mode(self):
-        (mode,) = self.modes
-        self.modes.clear()
-        return mode
-
-
-def built(fill=False):
-    return random_patcher(comfy.supported_models.Flux, FILL) if fill else build_flux_patcher(FLUX)
-
-
-@cache
-def stock(fill=False):
-    return built(fill)
-
-
-@cache
-def patched(patches=3, warm_up=ALL_WARM, fill=False):
-    return Patched(built(fill), patches, warm_up)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def models_let_go():
-    yield
-    stock.cache_clear()
-    patched.cache_clear()
-
-
-def latent(seed=1, size=SIZE, channels=16):
-    return torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(seed))
-
-
-def pass_through(executor, *args, **kwargs):
-    return executor(*args, **kwargs)
-
-
-def together(model):
-    """A foreign wrapper that does nothing, so that patches may not run ahead of each other."""
-    from comfy.patcher_extension import WrappersMP
-
-    clone = model.clone()
-    clone.add_wrapper(WrappersMP.PREDICT_NOISE, pass_through)
-    return clone
-
-
-@cache
-def node(module, name):
-    """A stock node, from a module loaded as the host's server does it: under its path."""
-    import nodes
-
-    if not module:
-        return nodes.NODE_CLASS_MAPPINGS[name]
-    nodes.NODE_CLASS_MAPPINGS.pop(name, None)
-    assert asyncio.run(
-        nodes.load_custom_node(str(Path(nodes.__file__).parent / "comfy_extras" / f"{module}.py"), module_parent="comfy_extras")
-    )
-    return nodes.NODE_CLASS_MAPPINGS[name]
-
-
-def execute(module, name, *args, **kwargs):
-    kind = node(module, name)
-    made = kind.execute(*args, **kwargs).result if hasattr(kind, "execute") else getattr(kind(), kind.FUNCTION)(*args, **kwargs)
-    return made[0] if len(made) == 1 else made
-
-
-custom = partial(execute, "nodes_custom_sampler")
-
-
-def advanced(model, guider=None, sampler=None, image=None, steps=4, seed=3):
-    """SamplerCustomAdvanced: (output, denoised output)."""
-    guider = guider or custom("CFGGuider", model, conditioning(1, 13), conditioning(2, 7), 3.0)
-    sampler = sampler or custom("KSamplerSelect", "euler")
-    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
-    noise = custom("RandomNoise", seed)
-    image = image or {"samples": torch.zeros(1, 16, *SIZE)}
-    with torch.inference_mode():
-        return custom("SamplerCustomAdvanced", noise, guider, sampler, sigmas, image)
-
+from .patched import (
+    ALL_WARM,
+    FLUX,
+    FREE,
+    SAMPLERS,
+    SIZE,
+    Patched,
+    advanced,
+    alive_timelines,
+    custom,
+    execute,
+    latent,
+    models_let_go,  # noqa: F401
+    patched,
+    stock,
+    together,
+)
 
 # -- samplers --------------------------------------------------------------------------------------------------------
 
@@ -498,162 +416,6 @@ def test_a_sampler_whose_patches_take_different_numbers_of_evaluations_is_refuse
         return x
 
     monkeypatch.setattr("pipemesh.parallel_runtime.client.patchwise.why_single_timeline", lambda *_: None)
-    with pytest.raises(ModelError, match="set patches to 1 for this sampler"):
+    with pytest.raises(ModelError, match="set pipefusion to 1 for this sampler"):
         advanced(patched().model, sampler=comfy.samplers.KSAMPLER(sample_at_whim))
     assert patched().mode == FREE and not alive_timelines()
-
-
-# -- a step told, and a run cut short --------------------------------------------------------------------------------
-
-
-def steps_seen(model, **options):
-    seen = []
-    out = run(model, size=SIZE, callback=lambda step, x0, x, total: seen.append((step, total, x0.clone(), x.clone())), **options)
-    return seen, out
-
-
-@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m_sde", "uni_pc", "dpm_fast", "sa_solver_pece"])
-def test_every_step_is_told_once_in_order_with_stocks_own_x0(sampler):
-    options = {"steps": 4, "cfg": 2.0, "sampler": sampler}
-    truth, _ = steps_seen(stock(), **options)
-    ours, _ = steps_seen(patched().model, **options)
-    assert patched().mode == FREE
-    assert [entry[:2] for entry in ours] == [entry[:2] for entry in truth]
-    for told, own in zip(ours, truth, strict=True):
-        assert torch.equal(told[2], own[2]) and torch.equal(told[3], own[3])
-
-
-def test_a_stale_step_is_told_with_each_patchs_own_pixels(monkeypatch):
-    model = patched(warm_up=1).model
-    free, out = steps_seen(model, steps=4)
-    in_step, _ = steps_seen(together(model), steps=4)
-    assert [entry[:2] for entry in free] == [(0, 4), (1, 4), (2, 4), (3, 4)]
-    for told, own in zip(free, in_step, strict=True):
-        assert relative_error(told[2], own[2]) <= BOUND and relative_error(told[3], own[3]) <= BOUND
-    assert relative_error(model.model.process_latent_out(free[-1][2]), out) <= BOUND, "the last x0 is the result"
-    monkeypatch.setattr(timelines.MergedCallback, "__init__", merges_wrongly(timelines.MergedCallback.__init__))
-    wrong, _ = steps_seen(model, steps=4)
-    assert relative_error(wrong[-1][2], in_step[-1][2]) > 100 * BOUND
-    patched(warm_up=1).modes.clear()
-
-
-def merges_wrongly(init):
-    return lambda self, callback, pixels: init(self, callback, [pixels[-1], *pixels[:-1]])
-
-
-def test_the_hosts_preview_keeps_the_last_x0_and_knows_which_node_runs():
-    import comfy.utils
-    from comfy_execution.utils import CurrentNodeContext, get_executing_context
-
-    truth = advanced(stock())[1]["samples"]
-    contexts = []
-    comfy.utils.set_progress_bar_global_hook(lambda *_args, **_kwargs: contexts.append(get_executing_context()))
-    try:
-        with CurrentNodeContext("prompt", "17"):
-            ours = advanced(patched().model)[1]["samples"]
-    finally:
-        comfy.utils.set_progress_bar_global_hook(None)
-    assert torch.equal(ours, truth)
-    assert patched().mode == FREE
-    assert contexts and all(context.node_id == "17" for context in contexts)
-
-
-class Queue(InOneProcess):
-    """Tells what was in flight when it was abandoned."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.flying = []
-        self.abandoned = []
-
-    def submit(self, arguments, branch, patch):
-        self.flying.append(super().submit(arguments, branch, patch))
-        return self.flying[-1]
-
-    def collect(self, ticket):
-        assert self.flying.pop(0) is ticket, "not first in, first out"
-        return ticket
-
-    def abandon(self):
-        self.abandoned.append(len(self.flying))
-        self.flying.clear()
-
-
-@pytest.fixture
-def queue(monkeypatch):
-    made = []
-
-    def engine(*args):
-        made.append(Queue(*args))
-        return made[-1]
-
-    monkeypatch.setattr("pipemesh.launcher.reference.InOneProcess", engine)
-    ours = Patched(built(), 3, 1)
-    return ours, made[0]
-
-
-def interrupt():
-    import comfy.model_management
-
-    raise comfy.model_management.InterruptProcessingException
-
-
-def fail():
-    raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("stop", [interrupt, fail])
-@pytest.mark.parametrize("at", [0, 1, 3])
-def test_an_exception_in_a_callback_unwinds_every_timeline_and_the_next_run_is_right(queue, stop, at):
-    import comfy.model_management
-
-    ours, engine = queue
-    truth = run(ours.model, size=SIZE, steps=4)
-    assert not engine.flying and not engine.abandoned
-
-    def callback(step, *_):
-        if step == at:
-            stop()
-
-    with pytest.raises((comfy.model_management.InterruptProcessingException, ZeroDivisionError)):
-        run(ours.model, size=SIZE, steps=4, callback=callback)
-    assert not alive_timelines() and not engine.flying
-    assert engine.abandoned == ([2] if at < 3 else [])
-    assert torch.equal(run(ours.model, size=SIZE, steps=4), truth)
-    assert set(ours.modes) == {FREE}
-
-
-def alive_timelines():
-    return [thing for thing in gc.get_objects() if isinstance(thing, timelines.Timeline) and thing]
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
-def test_an_engine_that_fails_abandons_what_is_in_flight_and_the_next_run_is_right(queue, wrap, monkeypatch):
-    ours, engine = queue
-    model = wrap(ours.model)
-    truth = run(model, size=SIZE, steps=4)
-    submit, count = engine.submit, iter(range(99))
-
-    def failing(*args):
-        return fail() if next(count) == 5 else submit(*args)
-
-    monkeypatch.setattr(engine, "submit", failing)
-    with pytest.raises(ZeroDivisionError):
-        run(model, size=SIZE, steps=4)
-    monkeypatch.undo()
-    assert not alive_timelines() and not engine.flying and len(engine.abandoned) == 1
-    assert torch.equal(run(model, size=SIZE, steps=4), truth)
-
-
-def test_gradients_stay_off_for_every_timeline_and_are_as_before_afterwards(monkeypatch):
-    import comfy.sample
-
-    enabled = []
-    evaluate = InOneProcess.submit
-    monkeypatch.setattr(InOneProcess, "submit", lambda *args: enabled.append(torch.is_grad_enabled()) or evaluate(*args))
-    model = Patched(built(), 3, 1).model
-    prompts, image = (conditioning(1, 13), conditioning(2, 7)), torch.zeros(1, 16, *SIZE)
-    comfy.sample.sample(model, comfy.sample.prepare_noise(image, 1), 3, 1.0, "euler", "simple", *prompts, image, disable_pbar=True)
-    still_on = torch.is_grad_enabled()
-    torch.set_grad_enabled(True)
-    assert still_on and not any(enabled)

@@ -25,7 +25,7 @@ def node():
     ("changes", "sentence"),
     [
         ({"devices": "cpu,cpu,cpu"}, "pipefusion 2 = 2 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank."),
-        ({"ulysses": 2}, "pipefusion 2 with ulysses 2 and ring 1: a stage is one rank, set ulysses and ring to 1."),
+        ({"ring": 2}, "pipefusion 2 with ring 2: within a stage use ulysses, and set ring to 1."),
         ({"pipefusion": 0}, "pipefusion 0 is not a degree: choose 1 or more."),
         (
             {"pipefusion": 4, "patches": 2},

@@ -140,7 +140,7 @@ class FreeRun:
                 self._resume(index)
             while self._waiting:
                 if all(call.result is None for _, call in self._waiting):
-                    raise ModelError("The sampler evaluates its patches in different orders: set patches to 1 for this sampler.")
+                    raise ModelError("The sampler evaluates its patches in different orders: set pipefusion to 1 for this sampler.")
                 index, call = self._waiting.popleft()
                 if call.result is None:
                     self._waiting.append((index, call))  # the others are yet to come to it

@@ -1,0 +1,113 @@
+"""Stock MODELs sampled in patches in one process, and stock nodes as a server loads them."""
+
+import asyncio
+import gc
+from functools import cache, partial
+from pathlib import Path
+
+import comfy.samplers
+import comfy.supported_models
+import pytest
+import torch
+from pipemesh.launcher.parity import CONTEXT_DIM, VEC_DIM, conditioning
+from pipemesh.launcher.random_models import random_patcher
+from pipemesh.launcher.reference import reference
+from pipemesh.launcher.tiny import build_flux_patcher, flux_config
+from pipemesh.parallel_runtime.client import timelines
+
+FREE = "free-running"
+ALL_WARM = 9999
+SIZE = (13, 10)  # 7 lines of 5 tokens, the last one padded by the host
+SAMPLERS = [name for name in comfy.samplers.SAMPLER_NAMES if name != "ar_video"]
+FLUX = flux_config(heads=2, axes_dim=(4, 6, 6), context_dim=CONTEXT_DIM, vec_dim=VEC_DIM, double_blocks=1, single_blocks=1, guidance=True)
+FILL = {**FLUX, "in_channels": 96, "out_channels": 16}  # image and mask beside the latent
+
+
+class Patched:
+    """A stock MODEL sampled in patches, and the modes of its runs."""
+
+    def __init__(self, patcher, patches=3, warm_up=ALL_WARM):
+        self.modes = []
+        self.model = reference(patcher, patches, warm_up, self.modes.append)
+
+    @property
+    def mode(self):
+        (mode,) = self.modes
+        self.modes.clear()
+        return mode
+
+
+def built(fill=False):
+    return random_patcher(comfy.supported_models.Flux, FILL) if fill else build_flux_patcher(FLUX)
+
+
+@cache
+def stock(fill=False):
+    return built(fill)
+
+
+@cache
+def patched(patches=3, warm_up=ALL_WARM, fill=False):
+    return Patched(built(fill), patches, warm_up)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_let_go():
+    yield
+    stock.cache_clear()
+    patched.cache_clear()
+
+
+def latent(seed=1, size=SIZE, channels=16):
+    return torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(seed))
+
+
+def pass_through(executor, *args, **kwargs):
+    return executor(*args, **kwargs)
+
+
+def together(model):
+    """A foreign wrapper that does nothing, so that patches may not run ahead of each other."""
+    from comfy.patcher_extension import WrappersMP
+
+    clone = model.clone()
+    clone.add_wrapper(WrappersMP.PREDICT_NOISE, pass_through)
+    return clone
+
+
+@cache
+def node(module, name):
+    """A stock node, from a module loaded as the host's server does it: under its path."""
+    import nodes
+
+    if not module:
+        return nodes.NODE_CLASS_MAPPINGS[name]
+    nodes.NODE_CLASS_MAPPINGS.pop(name, None)
+    assert asyncio.run(
+        nodes.load_custom_node(str(Path(nodes.__file__).parent / "comfy_extras" / f"{module}.py"), module_parent="comfy_extras")
+    )
+    return nodes.NODE_CLASS_MAPPINGS[name]
+
+
+def execute(module, name, *args, **kwargs):
+    kind = node(module, name)
+    made = kind.execute(*args, **kwargs).result if hasattr(kind, "execute") else getattr(kind(), kind.FUNCTION)(*args, **kwargs)
+    return made[0] if len(made) == 1 else made
+
+
+custom = partial(execute, "nodes_custom_sampler")
+
+
+def advanced(model, guider=None, sampler=None, image=None, steps=4, seed=3):
+    """SamplerCustomAdvanced: (output, denoised output)."""
+    guider = guider or custom("CFGGuider", model, conditioning(1, 13), conditioning(2, 7), 3.0)
+    sampler = sampler or custom("KSamplerSelect", "euler")
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
+    noise = custom("RandomNoise", seed)
+    image = image or {"samples": torch.zeros(1, 16, *SIZE)}
+    with torch.inference_mode():
+        return custom("SamplerCustomAdvanced", noise, guider, sampler, sigmas, image)
+
+
+def alive_timelines():
+    return [thing for thing in gc.get_objects() if isinstance(thing, timelines.Timeline) and thing]

@@ -1,0 +1,159 @@
+"""A step of all patches is told once, and a run cut short leaves nothing behind."""
+
+import pytest
+import torch
+from pipemesh.launcher.parity import BOUND, conditioning, relative_error
+from pipemesh.launcher.reference import InOneProcess
+from pipemesh.parallel_runtime.client import timelines
+
+from .models import run
+from .patched import FREE, SIZE, Patched, advanced, alive_timelines, built, models_let_go, patched, stock, together  # noqa: F401
+
+
+def steps_seen(model, **options):
+    seen = []
+    out = run(model, size=SIZE, callback=lambda step, x0, x, total: seen.append((step, total, x0.clone(), x.clone())), **options)
+    return seen, out
+
+
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m_sde", "uni_pc", "dpm_fast", "sa_solver_pece"])
+def test_every_step_is_told_once_in_order_with_stocks_own_x0(sampler):
+    options = {"steps": 4, "cfg": 2.0, "sampler": sampler}
+    truth, _ = steps_seen(stock(), **options)
+    ours, _ = steps_seen(patched().model, **options)
+    assert patched().mode == FREE
+    assert [entry[:2] for entry in ours] == [entry[:2] for entry in truth]
+    for told, own in zip(ours, truth, strict=True):
+        assert torch.equal(told[2], own[2]) and torch.equal(told[3], own[3])
+
+
+def test_a_stale_step_is_told_with_each_patchs_own_pixels(monkeypatch):
+    model = patched(warm_up=1).model
+    free, out = steps_seen(model, steps=4)
+    in_step, _ = steps_seen(together(model), steps=4)
+    assert [entry[:2] for entry in free] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    for told, own in zip(free, in_step, strict=True):
+        assert relative_error(told[2], own[2]) <= BOUND and relative_error(told[3], own[3]) <= BOUND
+    assert relative_error(model.model.process_latent_out(free[-1][2]), out) <= BOUND, "the last x0 is the result"
+    monkeypatch.setattr(timelines.MergedCallback, "__init__", merges_wrongly(timelines.MergedCallback.__init__))
+    wrong, _ = steps_seen(model, steps=4)
+    assert relative_error(wrong[-1][2], in_step[-1][2]) > 100 * BOUND
+    patched(warm_up=1).modes.clear()
+
+
+def merges_wrongly(init):
+    return lambda self, callback, pixels: init(self, callback, [pixels[-1], *pixels[:-1]])
+
+
+def test_the_hosts_preview_keeps_the_last_x0_and_knows_which_node_runs():
+    import comfy.utils
+    from comfy_execution.utils import CurrentNodeContext, get_executing_context
+
+    truth = advanced(stock())[1]["samples"]
+    contexts = []
+    comfy.utils.set_progress_bar_global_hook(lambda *_args, **_kwargs: contexts.append(get_executing_context()))
+    try:
+        with CurrentNodeContext("prompt", "17"):
+            ours = advanced(patched().model)[1]["samples"]
+    finally:
+        comfy.utils.set_progress_bar_global_hook(None)
+    assert torch.equal(ours, truth)
+    assert patched().mode == FREE
+    assert contexts and all(context.node_id == "17" for context in contexts)
+
+
+class Queue(InOneProcess):
+    """Tells what was in flight when it was abandoned."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.flying = []
+        self.abandoned = []
+
+    def submit(self, arguments, branch, patch):
+        self.flying.append(super().submit(arguments, branch, patch))
+        return self.flying[-1]
+
+    def collect(self, ticket):
+        assert self.flying.pop(0) is ticket, "not first in, first out"
+        return ticket
+
+    def abandon(self):
+        self.abandoned.append(len(self.flying))
+        self.flying.clear()
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    made = []
+
+    def engine(*args):
+        made.append(Queue(*args))
+        return made[-1]
+
+    monkeypatch.setattr("pipemesh.launcher.reference.InOneProcess", engine)
+    ours = Patched(built(), 3, 1)
+    return ours, made[0]
+
+
+def interrupt():
+    import comfy.model_management
+
+    raise comfy.model_management.InterruptProcessingException
+
+
+def fail():
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("stop", [interrupt, fail])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_exception_in_a_callback_unwinds_every_timeline_and_the_next_run_is_right(queue, stop, at):
+    import comfy.model_management
+
+    ours, engine = queue
+    truth = run(ours.model, size=SIZE, steps=4)
+    assert not engine.flying and not engine.abandoned
+
+    def callback(step, *_):
+        if step == at:
+            stop()
+
+    with pytest.raises((comfy.model_management.InterruptProcessingException, ZeroDivisionError)):
+        run(ours.model, size=SIZE, steps=4, callback=callback)
+    assert not alive_timelines() and not engine.flying
+    assert engine.abandoned == ([2] if at < 3 else [])
+    assert torch.equal(run(ours.model, size=SIZE, steps=4), truth)
+    assert set(ours.modes) == {FREE}
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
+def test_an_engine_that_fails_abandons_what_is_in_flight_and_the_next_run_is_right(queue, wrap, monkeypatch):
+    ours, engine = queue
+    model = wrap(ours.model)
+    truth = run(model, size=SIZE, steps=4)
+    submit, count = engine.submit, iter(range(99))
+
+    def failing(*args):
+        return fail() if next(count) == 5 else submit(*args)
+
+    monkeypatch.setattr(engine, "submit", failing)
+    with pytest.raises(ZeroDivisionError):
+        run(model, size=SIZE, steps=4)
+    monkeypatch.undo()
+    assert not alive_timelines() and not engine.flying and len(engine.abandoned) == 1
+    assert torch.equal(run(model, size=SIZE, steps=4), truth)
+
+
+def test_gradients_stay_off_for_every_timeline_and_are_as_before_afterwards(monkeypatch):
+    import comfy.sample
+
+    enabled = []
+    evaluate = InOneProcess.submit
+    monkeypatch.setattr(InOneProcess, "submit", lambda *args: enabled.append(torch.is_grad_enabled()) or evaluate(*args))
+    model = Patched(built(), 3, 1).model
+    prompts, image = (conditioning(1, 13), conditioning(2, 7)), torch.zeros(1, 16, *SIZE)
+    comfy.sample.sample(model, comfy.sample.prepare_noise(image, 1), 3, 1.0, "euler", "simple", *prompts, image, disable_pbar=True)
+    still_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert still_on and not any(enabled)
