@@ -18,9 +18,10 @@ def check_host() -> None:
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < NEEDS_COMFYUI[: version.count(".") + 1]:
         needed = ".".join(map(str, NEEDS_COMFYUI))
         raise ImportError(f"PipeMesh needs ComfyUI {needed} or newer and this is {version}: update ComfyUI.")
-    if find_spec("msgspec") is None:
-        requirements = Path(__file__).with_name("requirements.txt")
-        raise ImportError(f"PipeMesh needs msgspec, which is missing: run `python -m pip install -r {requirements}` with ComfyUI's python.")
+    missing = [name for name in ("greenlet", "msgspec") if find_spec(name) is None]
+    if missing:
+        requirements, names = Path(__file__).with_name("requirements.txt"), " and ".join(missing)
+        raise ImportError(f"PipeMesh needs {names}, missing here: run `python -m pip install -r {requirements}` with ComfyUI's python.")
 
 
 async def comfy_entrypoint():

@@ -92,10 +92,10 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
     if unknown:
         raise LayoutError(f"Device {unknown[0]} is not here: choose from {', '.join(known)}, or node1/cuda:0 of host node1.")
     devices = tuple(known[name] for name in names)
-    if devices[layout.writer].host:
-        place, name = layout.writer, names[layout.writer]
-        where = "last" if place else "first"
-        raise LayoutError(f"Rank {place} hands the result to ComfyUI and {name} is on another host: list a device of this host {where}.")
+    if devices[0].host:
+        raise LayoutError(f"Rank 0 hands the result to ComfyUI and {names[0]} is on another host: list a device of this host first.")
+    if layout.pipefusion > 1 and any(device.host for device in devices):
+        raise LayoutError(f"{layout.equation()} over several hosts: stages share one host, list devices of this host only.")
     if len({device.is_gpu for device in devices}) > 1:
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
     if size > MAX_RANKS:

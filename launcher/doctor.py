@@ -20,8 +20,8 @@ from .host import Host
 GIB = 2**30
 ROOMY_SHM_BYTES = GIB
 ROOMY_MEMORY_BYTES = 4 * GIB
-NEEDED_PACKAGES = ("msgspec", "safetensors")
-OPTIONAL_PACKAGES = ("flash-attn", "yunchang", "greenlet")
+NEEDED_PACKAGES = ("greenlet", "msgspec", "safetensors")
+OPTIONAL_PACKAGES = ("flash-attn", "yunchang")
 GPU_NODES = {"/dev/nvidiactl": "NVIDIA", "/dev/dxg": "WSL", "/dev/kfd": "AMD"}
 
 Level = Literal["works", "limited", "blocked"]

@@ -275,7 +275,9 @@ class _Worker:
         self._must(*self._pip("install"), *TORCH_PINS, "-r", str(self.install.comfyui / "requirements.txt"), *requirements)
 
     def check(self) -> None:
-        self._must(str(self.install.python), "-c", "import torch, torchvision, torchaudio, transformers, aiohttp, msgspec, safetensors")
+        self._must(
+            str(self.install.python), "-c", "import torch, torchvision, torchaudio, transformers, aiohttp, greenlet, msgspec, safetensors"
+        )
 
     def _pip(self, command: str) -> tuple[str, ...]:
         return (str(self.install.python), "-m", "pip", command, "--disable-pip-version-check", "--progress-bar", "off")

@@ -42,8 +42,8 @@ def pool_inputs() -> list[io.Input]:
             min=1,
             max=32,
             optional=True,
-            tooltip="Stages that the model's blocks are shared out over, one rank each; set ulysses and ring to 1. "
-            "Approximate: above 1 the image differs a little from that of one GPU.",
+            tooltip="Stages that the model's blocks are shared out over; within a stage ulysses ranks share the tokens. "
+            "Ranks = ulysses x pipefusion, ring must be 1. Approximate: above 1 the image differs a little from that of one GPU.",
         ),
         io.Combo.Input(
             "backend",

@@ -154,3 +154,8 @@ def test_equal_placements_are_the_same_pool():
 
 def test_no_gpu_is_seen_where_comfyui_runs_on_the_cpu():
     assert visible_gpus(cpu_only=True) == ()
+
+
+def test_stages_share_one_host():
+    with pytest.raises(LayoutError, match=r"^pipefusion 2 = 2 ranks over several hosts: stages share one host, list devices of this"):
+        place(Layout(pipefusion=2), "cpu,node1/cpu", "gloo", ())

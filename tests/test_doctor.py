@@ -10,7 +10,7 @@ from pipemesh.launcher import doctor
 from pipemesh.launcher.doctor import Device, Facts, Finding, Package, can_run, findings, report
 from pipemesh.launcher.host import Host
 
-NEEDED = (Package("msgspec", "0.20"), Package("safetensors", "0.6"))
+NEEDED = (Package("greenlet", "3.2"), Package("msgspec", "0.20"), Package("safetensors", "0.6"))
 CPU = Facts(
     python="3.11.7",
     executable="/usr/bin/python3",
@@ -54,7 +54,7 @@ def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> Non
     [
         (replace(CPU, torch="", torch_error="libfoo.so: not found", backends=()), "libfoo.so: not found", "reinstall it"),
         (replace(CPU, backends=()), "gloo", "install the torch wheel"),
-        (replace(CPU, packages=NEEDED[1:]), "msgspec is not installed", "/usr/bin/python3 -m pip install msgspec"),
+        (replace(CPU, packages=NEEDED[1:]), "greenlet is not installed", "/usr/bin/python3 -m pip install greenlet"),
         (replace(CPU, memfd=False), "No memfd here", "run on Linux"),
     ],
 )

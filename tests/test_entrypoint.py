@@ -49,11 +49,12 @@ def test_outside_comfyui_the_sentence_says_where_the_folder_belongs(pack, monkey
         pack.check_host()
 
 
-def test_a_missing_dependency_is_named_with_the_command_that_installs_it(pack, monkeypatch):
+@pytest.mark.parametrize("package", ["greenlet", "msgspec"])
+def test_a_missing_dependency_is_named_with_the_command_that_installs_it(pack, monkeypatch, package):
     comfyui(monkeypatch, "0.30.0")
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "msgspec" else real(name))
-    with pytest.raises(ImportError, match=r"needs msgspec.*pip install -r .*requirements\.txt"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
+    with pytest.raises(ImportError, match=rf"needs {package}, missing.*pip install -r .*requirements\.txt"):
         pack.check_host()
 
 
