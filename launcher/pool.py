@@ -224,6 +224,7 @@ class WorkerPool:
             with contextlib.suppress(PipeMeshError):  # whoever abandons has an error to tell already
                 self.settle()
             self._answers.clear()
+            self._rest()
 
     def _post(self, request: Request, fds: Sequence[int], interrupted: Callable[[], bool] = lambda: False) -> None:
         """A cancel in the middle of what goes to another host cuts the stream: the pool is closed."""
@@ -375,7 +376,8 @@ class WorkerPool:
         rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
         log.debug("rank %d: %s", rank, failure.trace)
         agree = len(failures) == self.size and self.placement.backend == "gloo"  # nccl may hold exchanges that only some have issued
-        warm = not self._owed and (agree or not lockstep)
+        out_of_step = self.stages > 1 and failure.kind == "error"  # a stage may have left a message in its link
+        warm = not self._owed and (agree or not (lockstep or out_of_step))
         if failure.kind == "refused" and warm:
             return Refused(failure.text)
         if failure.kind == "memory":

@@ -10,12 +10,13 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from ..launcher.devices import Placement
 from ..parallel_runtime.wire.segment import mib
 from .pool import CATEGORY, Pool
-from .runtime import Runtime
+from .runtime import Choice, Runtime
 
 NO_POOL = (
     "Nothing has been sampled by a pool yet: put PipeMesh Parallelize before the sampler, "
     "connect the sampler's LATENT to this node and run."
 )
+WAITED_FOR = 1.2  # times as busy as the one with the least to do
 NO_LATENT = "PipeMesh Report has no latent to pass on: connect the sampler's LATENT to its latent input."
 
 
@@ -48,8 +49,8 @@ def report_node(runtime: Runtime) -> type[io.ComfyNode]:
             return float("nan")
 
         @classmethod
-        def execute(cls, latent: dict | None = None, pool: Placement | None = None) -> io.NodeOutput:
-            text = report_text(runtime.report(pool), pool)
+        def execute(cls, latent: dict | None = None, pool: Choice | None = None) -> io.NodeOutput:
+            text = report_text(runtime.report(pool), pool and pool.placement)
             return io.NodeOutput(ExecutionBlocker(NO_LATENT) if latent is None else latent, text, ui=ui.PreviewText(text))
 
     return PipeMeshReport
@@ -88,6 +89,7 @@ def _run(run: dict[str, Any]) -> str:
             ("of them whole (warm-up)", str(in_patches["whole"])),
             ("time per evaluation (mean)", f"{run['step_ms_mean']:.1f} ms"),
             sent,
+            *([("ranks that computed", _busy(run["busy"]))] if run["busy"] else []),
         ]
         return "\n".join([f"{title}, {_sampled(**in_patches)}", *_aligned(rows)])
     rows = [
@@ -97,6 +99,13 @@ def _run(run: dict[str, Any]) -> str:
         sent,
     ]
     return "\n".join([title if evaluations == 1 else f"{title}, times are medians", *_aligned(rows)])
+
+
+def _busy(shares: list[float]) -> str:
+    """How much of the time each rank computed; the one that the others wait for by name."""
+    slowest = max(range(len(shares)), key=shares.__getitem__)
+    text = ", ".join(f"{share:.0%}" for share in shares)
+    return f"{text}; the others wait for rank {slowest}" if shares[slowest] > WAITED_FOR * min(shares) else text
 
 
 def _sampled(mode: str, patches: int, whole: int) -> str:

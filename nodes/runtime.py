@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,6 +161,7 @@ def _last_run(figures: RunFigures, backend: str) -> dict[str, Any] | None:
     return {
         "began": figures.began_s,
         "in_patches": None,
+        "busy": [],
         "evaluations": len(evaluations),
         "step_ms_mean": 1e3 * step_s / len(evaluations),
         "step_ms_p50": 1e3 * median(one.seconds for one in evaluations),
@@ -182,6 +183,7 @@ def _last_run_in_patches(began_s: float, mode: str, submitted: list[Evaluation])
     return {
         "began": began_s,
         "in_patches": {"mode": mode, "patches": max(by_branch.values(), default=0), "whole": whole},
+        "busy": busy_shares(submitted),
         "evaluations": evaluations,
         "step_ms_mean": 1e3 * run_s / evaluations,
         "step_ms_p50": None,
@@ -190,6 +192,15 @@ def _last_run_in_patches(began_s: float, mode: str, submitted: list[Evaluation])
         "exchange_share": None,
         "bytes_per_evaluation": round(sum(one.sent_bytes for one in submitted) / evaluations),
     }
+
+
+def busy_shares(submitted: Sequence[Evaluation]) -> list[float]:
+    """Of each rank, while patches were under way: the share of the time in which it computed."""
+    spans = list(zip(*(one.spans for one in submitted if one.part.patch is not None), strict=True))
+    if not spans:
+        return []
+    span_s = max(span.ended_s for rank in spans for span in rank) - min(span.began_s + span.waited_s for rank in spans for span in rank)
+    return [sum(span.busy_s for span in rank) / span_s for rank in spans]
 
 
 def _rank(pool: Any, rank: int) -> dict[str, Any]:

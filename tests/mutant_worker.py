@@ -111,6 +111,18 @@ def dear_first_blocks(_usp):
     pipefusion.StageForward._attended = attended
 
 
+def falls_over(_usp):
+    """The last stage fails before it has taken what was sent to it."""
+    pipefusion, real = stage_module(), stage_module().StageForward.begin
+
+    def begin(self, arguments):
+        if self._stage.closes and self._patch is not None:
+            raise ZeroDivisionError("made")
+        return real(self, arguments)
+
+    pipefusion.StageForward.begin = begin
+
+
 def no_memory(_usp):
     from pipemesh.parallel_runtime.wire.messages import Memory
     from pipemesh.parallel_runtime.worker import engine

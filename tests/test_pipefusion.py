@@ -213,6 +213,14 @@ def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(own, 
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
 
 
+def test_a_stage_that_fails_before_its_message_came_takes_the_pool_with_it(own):
+    """Else the next patch would find the message of this one."""
+    model, client = own(broken="falls_over")
+    with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu failed while computing: ZeroDivisionError: made. Run again, a fresh pool"):
+        sample(model, case())
+    assert client.memory is None
+
+
 def test_a_slow_stage_only_takes_longer(own, truths):
     model, _client = own(broken="slow_stage")
     assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= BOUND
