@@ -100,6 +100,7 @@ class PoolMemory:
         self.patches: dict[str, str] = {}  # resident model -> patches id, least recently used first
         self.figures = RunFigures()
         self.shared_out_by: dict[str, tuple[float, ...]] = {}  # model -> the costs that its stages were cut by
+        self.cold: set[str] = set()  # models that have computed nothing yet
         self.tickets: list[Ticket] = []  # submitted and not collected
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
@@ -220,6 +221,7 @@ class Client:
         try:
             costs = self._costs.get(source.model, ())
             held.shared_out_by[source.model] = costs
+            held.cold.add(source.model)
             request = Load(request=held.pool.next_request(), model=source.model, source=parcel.tree, costs=costs)
             held.pool.call(request, [parcel.segment.fd], interrupted)
             held.loads += 1
@@ -382,9 +384,11 @@ class Client:
         return output
 
     def _learn(self, model: str, replies: list[Done]) -> None:
-        """What blocks cost, from every evaluation that all tokens go through: the last one before a run counts."""
+        """What blocks cost, from evaluations that all tokens go through; not from the first one, in which weights come from the disk."""
         seconds = {block: taken for reply in replies for block, taken in reply.block_s.items()}
-        if seconds:
+        if seconds and model in self._memory.cold:
+            self._memory.cold.remove(model)
+        elif seconds:
             self._costs[model] = tuple(taken for _, taken in sorted(seconds.items()))
 
     def share_out_anew(self, model: str) -> None:
