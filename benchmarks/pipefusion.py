@@ -11,6 +11,7 @@ from itertools import groupby, pairwise
 from statistics import median
 from typing import Any
 
+from ..parallel_runtime.occupancy import busy_shares
 from .capacity import capacity
 from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
 from .lockstep import Phase, Ranks, merge, run, timed
@@ -136,12 +137,10 @@ def figures_of(evaluations: Sequence[Any]) -> dict[str, float]:
     """Of one run through the pool, its warm-up left out."""
     patched = [one for one in evaluations if one.part.patch is not None]
     spans = list(zip(*(one.spans for one in patched), strict=True))
-    began = min(span.began_s + span.waited_s for span in spans[0])
-    whole = max(span.ended_s for stage in spans for span in stage) - began
-    occupancy = [sum(span.busy_s for span in stage) / whole for stage in spans]
+    occupancy = busy_shares([one.spans for one in patched])
     first = [one.part.patch[0] == 0 for one in patched]
     gaps = [
-        max(0.0, after.began_s + after.waited_s - before.ended_s)
+        max(0.0, after.came_in_s - before.ended_s)
         for stage in spans
         for (before, after), opens in zip(pairwise(stage), first[1:], strict=True)
         if opens

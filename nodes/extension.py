@@ -1,4 +1,4 @@
-"""The extension: its nodes, its one route."""
+"""The extension: its nodes and routes."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ class PipeMeshExtension(ComfyExtension):
         @PromptServer.instance.routes.get("/pipemesh/report")
         async def report(_request: web.Request) -> web.Response:
             return web.json_response(self._runtime.report())
+
+        @PromptServer.instance.routes.get("/pipemesh/timeline.svg")
+        async def timeline(_request: web.Request) -> web.Response:
+            drawn = self._runtime.timeline()
+            if drawn is None:
+                return web.Response(
+                    status=404, text="Nothing has been sampled in patches yet: set pipefusion above 1 on PipeMesh Pool and run."
+                )
+            return web.Response(text=drawn, content_type="image/svg+xml")
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [*pool_nodes(self._runtime), *sampler_nodes(self._runtime), report_node(self._runtime)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..parallel_runtime.client.remote_model import Client, Evaluation, RunFigure
 from ..parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.occupancy import busy_shares, timeline
 from ..parallel_runtime.wire.tree import is_plain
 
 DEFAULT_STALL_S = 300.0
@@ -131,6 +132,18 @@ class Runtime:
         clients = list(self._clients.items())  # asked for by the server's thread while another runs a graph
         return {"pools": [self._report(placement, client) for placement, client in clients if only is None or only.placement == placement]}
 
+    def timeline(self) -> str | None:
+        """An SVG of the last run in patches, whatever pool it was; None before there was one."""
+        ran = [(client.memory.figures, placement) for placement, client in list(self._clients.items()) if client.memory]
+        in_patches = [(figures.began_s, list(figures.evaluations), placement) for figures, placement in ran]
+        in_patches = [item for item in in_patches if item[1] and item[1][0].part is not None]
+        if not in_patches:
+            return None
+        _, evaluations, placement = max(in_patches, key=lambda item: item[0])
+        names = [f"{rank} {device.name}" for rank, device in enumerate(placement.devices)]
+        patches = [one.part.patch[0] if one.part.patch else None for one in evaluations]
+        return timeline(names, [one.spans for one in evaluations], patches)
+
     def _report(self, placement: Placement, client: Client) -> dict[str, Any]:
         handle = self._keeper.handle(placement)
         pool, memory = handle.live(), client.memory
@@ -183,7 +196,7 @@ def _last_run_in_patches(began_s: float, mode: str, submitted: list[Evaluation])
     return {
         "began": began_s,
         "in_patches": {"mode": mode, "patches": max(by_branch.values(), default=0), "whole": whole},
-        "busy": busy_shares(submitted),
+        "busy": busy_shares([one.spans for one in submitted if one.part.patch is not None]),
         "evaluations": evaluations,
         "step_ms_mean": 1e3 * run_s / evaluations,
         "step_ms_p50": None,
@@ -192,15 +205,6 @@ def _last_run_in_patches(began_s: float, mode: str, submitted: list[Evaluation])
         "exchange_share": None,
         "bytes_per_evaluation": round(sum(one.sent_bytes for one in submitted) / evaluations),
     }
-
-
-def busy_shares(submitted: Sequence[Evaluation]) -> list[float]:
-    """Of each rank, while patches were under way: the share of the time in which it computed."""
-    spans = list(zip(*(one.spans for one in submitted if one.part.patch is not None), strict=True))
-    if not spans:
-        return []
-    span_s = max(span.ended_s for rank in spans for span in rank) - min(span.began_s + span.waited_s for rank in spans for span in rank)
-    return [sum(span.busy_s for span in rank) / span_s for rank in spans]
 
 
 def _rank(pool: Any, rank: int) -> dict[str, Any]:

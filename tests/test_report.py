@@ -3,8 +3,8 @@
 import pytest
 from pipemesh.launcher.devices import place
 from pipemesh.nodes.report import NO_POOL, report_text
-from pipemesh.nodes.runtime import _last_run, busy_shares
-from pipemesh.parallel_runtime.client.remote_model import Evaluation, RunFigures, Span
+from pipemesh.nodes.runtime import _last_run
+from pipemesh.parallel_runtime.client.remote_model import Evaluation, RunFigures
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import Part
 
@@ -133,14 +133,6 @@ def test_how_a_pipeline_sampled_is_said_without_figures_that_overlapping_patches
 def test_the_stage_that_others_wait_for_is_named(busy, words):
     run = {"in_patches": {"mode": "free-running", "patches": 3, "whole": 2}, "busy": busy}
     assert said(report_text({"pools": [pool(**run)]}).split("\n\n")[1])[-1] == words
-
-
-def test_a_rank_is_busy_while_it_neither_waits_nor_is_idle():
-    spans = [(Span(0, 4, 0), Span(0, 9, 3)), (Span(4, 8, 0), Span(9, 13, 1))]  # the second takes 6, then 3 of the seconds from 0 to 13
-    parts = [Evaluation(0, 0, 0, 0, part=Part(1, 0, (0, 4, False)), spans=pair) for pair in spans]
-    warm = Evaluation(0, 0, 0, 0, part=Part(1, 0), spans=(Span(-9, 0, 0), Span(-9, 0, 8)))
-    assert busy_shares([warm, *parts]) == pytest.approx([8 / 13, 9 / 13])
-    assert busy_shares([warm]) == []
 
 
 def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed_over_the_run():

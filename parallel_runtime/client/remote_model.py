@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
+from ..occupancy import Span
 from ..stages import share_out, slowest
 from ..wire.arena import Arena, Frame
 from ..wire.conditioning import ConditioningCache
@@ -52,19 +53,6 @@ class Pool(Protocol):
 class Handle(Protocol):
     def ensure(self, interrupted: Callable[[], bool] = ...) -> Pool: ...
     def live(self) -> Pool | None: ...
-
-
-@dataclass(frozen=True)
-class Span:
-    """When a rank was at work on an evaluation, by its host's monotonic clock, and how long it waited for others meanwhile."""
-
-    began_s: float
-    ended_s: float
-    waited_s: float
-
-    @property
-    def busy_s(self) -> float:
-        return self.ended_s - self.began_s - self.waited_s
 
 
 @dataclass(frozen=True)
