@@ -39,7 +39,7 @@ def busy_shares(submissions: Sequence[Sequence[Span]]) -> list[float]:
 
 
 def timeline(names: Sequence[str], submissions: Sequence[Sequence[Span]], patches: Sequence[int | None]) -> str:
-    """An SVG: a row per rank, a bar for every submission. ``patches``: the first token of each one's patch; None is all of an evaluation."""
+    """An SVG: a row per rank, a bar for every submission. ``patches``: the first token of each one's patch; None: all of them."""
     spans = [span for ranks in submissions for span in ranks]
     begin, end = min(span.came_in_s for span in spans), max(span.ended_s for span in spans)
     scale = (WIDTH - LEFT - 10) / (end - begin)
