@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,6 +51,13 @@ def started():
 @pytest.fixture(scope="session")
 def clients(setup):
     """(ulysses, ring, pipefusion) -> a Client of a running CPU pool of that layout."""
+    with running_clients(setup) as client:
+        yield client
+
+
+@contextmanager
+def running_clients(setup):
+    """As ``clients``, with pools of their own that end here."""
     from pipemesh.launcher.devices import place
     from pipemesh.launcher.pool import PoolHandle
     from pipemesh.parallel_runtime.client.remote_model import Client
@@ -66,29 +72,11 @@ def clients(setup):
             made[layout] = (Client(handle, shares_weights=pipefusion == 1), handle)
         return made[layout][0]
 
-    yield client
-    for _client, handle in made.values():
-        handle.close()
-
-
-@pytest.fixture
-def ranks(tmp_path):
-    """layout, task of rank_main.py -> what each of that many real ranks says."""
-
-    def ask(layout, task: str) -> list:
-        command = [sys.executable, str(ROOT / "tests" / "rank_main.py"), str(ROOT), COMFYUI, str(tmp_path / "store")]
-        degrees = [str(degree) for degree in layout.degrees().values()]
-        env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        with ExitStack() as stack:
-            made = []
-            for rank in range(layout.world_size):
-                process = subprocess.Popen([*command, str(rank), *degrees, task], env=env, stdout=subprocess.PIPE, text=True)
-                stack.callback(process.wait)
-                stack.callback(process.kill)
-                made.append(process)
-            return [json.loads(process.communicate(timeout=120)[0]) for process in made]
-
-    return ask
+    try:
+        yield client
+    finally:
+        for _client, handle in made.values():
+            handle.close()
 
 
 @pytest.fixture(scope="session")

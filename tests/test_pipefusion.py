@@ -16,6 +16,8 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 
+from .conftest import running_clients
+
 ALL_WARM = 9999
 HEADS = 5  # and as many blocks at least: enough for four stages, uneven ones too
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2)]  # degrees of pipefusion and ulysses
@@ -39,6 +41,13 @@ def truths():
         patched = cache(lambda case, patches: sample(Truths.own_model(case.family, patches), case))
 
     return Truths
+
+
+@pytest.fixture(scope="module")
+def clients(setup):
+    """Pools of this module: a dozen ranks, which would take the room of others."""
+    with running_clients(setup) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
