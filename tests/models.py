@@ -36,3 +36,17 @@ def with_lora(model, files, strength):
     import comfy.utils
 
     return comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(files["lora"]), strength, 0)[0]
+
+
+def with_references(model, method, channels, size=(10, 14)):
+    """Samples with two reference latents, as Kontext-like workflows do."""
+    import comfy.sample
+
+    reference = torch.randn(1, channels, 9, 8, generator=torch.Generator().manual_seed(4))
+    extras = {"reference_latents": [reference, reference[:, :, :4]], "reference_latents_method": method}
+    text = [[tensor, {**options, **extras}] for tensor, options in conditioning(1, 13)]
+    latent = torch.zeros(1, channels, *size)
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            model, comfy.sample.prepare_noise(latent, 3), 3, 1.0, "euler", "simple", text, text, latent, disable_pbar=True, seed=3
+        )

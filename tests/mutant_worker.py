@@ -142,9 +142,9 @@ def anchors_are_kept(_usp):
 
     def choose_rows(self, totals):
         rows = real(self, totals)
-        for stream, (_start, count) in rows.ranges.items():
+        for stream, (_start, count) in rows.parts.items():
             if count == 0:
-                rows.ranges[stream] = (0, 1)
+                rows.parts[stream] = (0, 1)
                 rows.splits[stream] = pipefusion.Split.even(1, self._comm.size)
         return rows
 

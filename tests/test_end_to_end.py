@@ -293,7 +293,7 @@ def test_free_reaches_the_pool(server, truth):
     [
         ({"patches": 1}, "patches 1, pipefusion 2: some stages would always wait"),
         ({"warm_up": 0}, "Value 0 smaller than min of 1"),
-        ({"ulysses": 2}, "pipefusion 2 with ulysses 2 and ring 1"),
+        ({"ring": 2}, "pipefusion 2 with ring 2: within a stage use ulysses"),
     ],
 )
 def test_an_impossible_pipeline_is_refused_at_validation(server, inputs, sentence):

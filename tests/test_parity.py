@@ -30,6 +30,8 @@ from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.layout import Layout
 
+from .models import with_references
+
 FLUX = [case for case in full_product() if case.family == "flux"]
 
 
@@ -110,20 +112,6 @@ def test_fewer_text_tokens_than_ranks_are_exact_too(bench, text_tokens, layout):
 
     stock = bench.stock(5)
     assert relative_error(run(bench.parallel(5, layout)), run(stock)) <= BOUND
-
-
-def with_references(model, method, channels, size=(10, 14)):
-    """Samples with two reference latents, as Kontext-like workflows do."""
-    import comfy.sample
-
-    reference = torch.randn(1, channels, 9, 8, generator=torch.Generator().manual_seed(4))
-    extras = {"reference_latents": [reference, reference[:, :, :4]], "reference_latents_method": method}
-    text = [[tensor, {**options, **extras}] for tensor, options in conditioning(1, 13)]
-    latent = torch.zeros(1, channels, *size)
-    with torch.inference_mode():
-        return comfy.sample.sample(
-            model, comfy.sample.prepare_noise(latent, 3), 3, 1.0, "euler", "simple", text, text, latent, disable_pbar=True, seed=3
-        )
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 3)], ids=["ulysses2", "ulysses3", "ring3"])

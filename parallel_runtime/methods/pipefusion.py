@@ -178,11 +178,11 @@ class StageForward(SequenceParallel):
 
     def _choose_rows(self, totals: Mapping[str, int]) -> Shards:
         patch, image = self._patch, self._plan.leave.stream
-        ranges = None
+        parts = None
         if patch is not None:
-            ranges = {stream: (0, total if patch.first else 0) for stream, total in totals.items()}
-            ranges[image] = (patch.start, totals[image] - patch.start if patch.last else patch.size)
-        return Shards(totals, self._comm.rank, self._comm.size, ranges)
+            parts = {stream: (0, total if patch.first else 0) for stream, total in totals.items()}
+            parts[image] = (patch.start, totals[image] - patch.start if patch.last else patch.size)
+        return Shards(totals, self._comm.rank, self._comm.size, parts)
 
     def _attended(self, attention: Callable, qkv, mask, heads: Split, joint: Joint, flag: torch.Tensor, kwargs: dict) -> torch.Tensor:
         self._comm.stop.decide(flag)
@@ -224,5 +224,5 @@ class StageForward(SequenceParallel):
         gathered = super()._left(out_BlC)
         batch, _, channels = out_BlC.shape
         whole = out_BlC.new_zeros(batch, self._rows.totals[stream], channels)
-        whole.narrow(1, *self._rows.ranges[stream]).copy_(out_BlC if gathered is None else gathered)
+        whole.narrow(1, *self._rows.parts[stream]).copy_(out_BlC if gathered is None else gathered)
         return whole

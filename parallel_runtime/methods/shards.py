@@ -71,14 +71,14 @@ class Rows:
 class Shards(Rows):
     """The streams of one evaluation, seen from one rank of ``size``: each split evenly over them, as far as it goes.
 
-    ``ranges``: where only a part (start, size) of the streams is computed at all.
+    ``parts``: where only a part (start, size) of the streams is computed at all.
     """
 
-    def __init__(self, totals: Mapping[str, int], rank: int, size: int, ranges: Mapping[str, tuple[int, int]] | None = None):
+    def __init__(self, totals: Mapping[str, int], rank: int, size: int, parts: Mapping[str, tuple[int, int]] | None = None):
         self.rank = rank
         self.size = size
-        self.ranges = ranges or {stream: (0, total) for stream, total in totals.items()}
-        self.splits = {stream: Split.even(count, size) for stream, (_, count) in self.ranges.items()}
+        self.parts = parts or {stream: (0, total) for stream, total in totals.items()}
+        self.splits = {stream: Split.even(count, size) for stream, (_, count) in self.parts.items()}
         super().__init__(totals, {stream: self._carried(stream, total) for stream, total in totals.items()})
         self._joint: dict[tuple[str, ...], Joint] = {}
 
@@ -86,7 +86,7 @@ class Shards(Rows):
         """A rank that owns none carries row 0 as an anchor: host blocks cannot view an empty stream. Anchors never take part in attention
         or in the result."""
         split = self.splits[stream]
-        own = (self.ranges[stream][0] + split.starts[self.rank], split.sizes[self.rank])
+        own = (self.parts[stream][0] + split.starts[self.rank], split.sizes[self.rank])
         return own if own[1] else (0, min(1, total))
 
     def joint(self, streams: tuple[str, ...]) -> Joint:
@@ -146,7 +146,7 @@ class Joint:
                 offset = 0
                 for stream in self._streams:
                     split = self._shards.splits[stream]
-                    begin = offset + self._shards.ranges[stream][0] + split.starts[rank]
+                    begin = offset + self._shards.parts[stream][0] + split.starts[rank]
                     rows.append(torch.arange(begin, begin + split.sizes[rank]))
                     offset += self._shards.totals[stream]
             self._order = torch.cat(rows)
