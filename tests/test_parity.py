@@ -30,6 +30,7 @@ from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.layout import Layout
 
+from .conftest import running_clients
 from .models import with_references
 
 FLUX = [case for case in full_product() if case.family == "flux"]
@@ -40,8 +41,10 @@ def flux(ranks, tokens, heads, mask, method="ulysses"):
 
 
 @pytest.fixture(scope="module")
-def bench(clients):
-    return Bench(clients)
+def bench(setup):
+    """On pools of this module: two dozen ranks, which would take the room of others."""
+    with running_clients(setup) as clients:
+        yield Bench(clients)
 
 
 @pytest.mark.parametrize("case", sorted(tested_cases(), key=lambda case: (case.ranks, case.method)), ids=str)
