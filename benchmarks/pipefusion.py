@@ -52,14 +52,14 @@ def ideal_occupancy(patches: int) -> float:
 class Runs:
     """One process of the bench: the sampler over the model whole, over its patches in turn, and, in the first, over a pool."""
 
-    def __init__(self, ranks: Ranks, patches: int, steps: int, comfyui: str):
+    def __init__(self, ranks: Ranks, patches: int, tokens: int, steps: int, comfyui: str):
         from ..launcher.reference import reference
         from ..launcher.tiny import build_flux_patcher, flux_config
         from .forwards import MODEL
 
         config = flux_config(**MODEL)
         self.hidden = config["hidden_size"]
-        self.steps = steps
+        self.tokens, self.steps = tokens, steps
         self.stock = build_flux_patcher(config)
         self.in_turn = reference(build_flux_patcher(config), patches, WARM_UP)
         self.handle = self.client = None
@@ -92,7 +92,7 @@ class Runs:
 
         assert MODEL["vec_dim"] == VEC_DIM
         generator = torch.Generator().manual_seed(0)
-        latent = torch.zeros(1, 16, 2 * ((TOKENS - TEXT_TOKENS) // ROW_TOKENS), 2 * ROW_TOKENS)
+        latent = torch.zeros(1, 16, 2 * ((self.tokens - TEXT_TOKENS) // ROW_TOKENS), 2 * ROW_TOKENS)
         text = torch.randn(1, TEXT_TOKENS, MODEL["context_dim"], generator=generator)
         prompt = [[text, {"pooled_output": torch.randn(1, MODEL["vec_dim"], generator=generator)}]]
         with torch.inference_mode():
@@ -111,8 +111,8 @@ class Runs:
         return seconds
 
 
-def measure(ranks: Ranks, patches: int, rounds: int, steps: int, comfyui: str) -> dict[str, Any]:
-    runs = Runs(ranks, patches, steps, comfyui)
+def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, comfyui: str) -> dict[str, Any]:
+    runs = Runs(ranks, patches, tokens, steps, comfyui)
     seen: dict[str, list] = {"free": [], "single": []}
     try:
         phases = {
@@ -126,7 +126,7 @@ def measure(ranks: Ranks, patches: int, rounds: int, steps: int, comfyui: str) -
         if runs.handle is not None:
             result |= {mode: [figures_of(run) for run in all_runs[-rounds:]] for mode, all_runs in seen.items()}
             result |= weights(runs)
-            result["formula"] = formula_bytes(patches, TOKENS, runs.hidden, 4)
+            result["formula"] = formula_bytes(patches, tokens, runs.hidden, 4)
         return result
     finally:
         if runs.handle is not None:
@@ -166,7 +166,7 @@ def weights(runs: Runs) -> dict[str, float]:
 
 def bench(options: Options) -> Iterator[Figure]:
     for patches in PATCHES:
-        arguments = {"patches": patches, "rounds": options.rounds, "steps": STEPS, "comfyui": str(options.host.comfyui)}
+        arguments = {"patches": patches, "rounds": options.rounds, "tokens": TOKENS, "steps": STEPS, "comfyui": str(options.host.comfyui)}
         by_rank = run(options.host, 2, "pipefusion:measure", **arguments)
         yield from figures(f"m{patches}_{TOKENS}", patches, by_rank)
 

@@ -79,6 +79,26 @@ def running_clients(setup):
             handle.close()
 
 
+@pytest.fixture
+def ranks(tmp_path):
+    """layout, task of rank_main.py -> what each of that many real ranks says."""
+
+    def ask(layout, task: str) -> list:
+        command = [sys.executable, str(ROOT / "tests" / "rank_main.py"), str(ROOT), COMFYUI, str(tmp_path / "store")]
+        degrees = [str(degree) for degree in layout.degrees().values()]
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        with ExitStack() as stack:
+            made = []
+            for rank in range(layout.world_size):
+                process = subprocess.Popen([*command, str(rank), *degrees, task], env=env, stdout=subprocess.PIPE, text=True)
+                stack.callback(process.wait)
+                stack.callback(process.kill)
+                made.append(process)
+            return [json.loads(process.communicate(timeout=120)[0]) for process in made]
+
+    return ask
+
+
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
     """Paths of tiny checkpoints, and of a LoRA of the first."""

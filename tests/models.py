@@ -50,3 +50,23 @@ def with_references(model, method, channels, size=(10, 14)):
         return comfy.sample.sample(
             model, comfy.sample.prepare_noise(latent, 3), 3, 1.0, "euler", "simple", text, text, latent, disable_pbar=True, seed=3
         )
+
+
+def evaluate(model, comm, size=(13, 12)):
+    """One evaluation of parity's tiny Flux as this rank of a grid."""
+    from pipemesh.parallel_runtime.families import plan_for
+    from pipemesh.parallel_runtime.methods.usp import SequenceParallel
+
+    method = SequenceParallel(model, plan_for(type(model)), comm)
+    arguments = {
+        "x": torch.randn(1, 16, *size),
+        "timestep": torch.tensor([0.5]),
+        "context": torch.randn(1, 7, 64),
+        "y": torch.randn(1, 32),
+        "transformer_options": {},
+    }
+    try:
+        with torch.inference_mode():
+            return model._forward(**method.begin(arguments))
+    finally:
+        method.detach()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.benchmarks import hop, load, sp
+from pipemesh.benchmarks import hop, load, pipefusion, sp
 from pipemesh.benchmarks.capacity import capacity
 from pipemesh.benchmarks.figures import Estimate, Figure, Goal, Options, estimate, exactly, number, percentile
 from pipemesh.benchmarks.forwards import StandinExchange, StandinRing
@@ -18,8 +18,8 @@ from pipemesh.launcher import bench
 from pipemesh.launcher.host import Host
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.sequence import SequenceComm
-from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.methods.usp import SequenceParallel
+
+from .models import evaluate
 
 SECONDS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)
 
@@ -128,20 +128,7 @@ def tiny():
 def run(model, exchange, tokens=(13, 12)):
     world = type(exchange)(exchange.rank, exchange.size)
     comm = SequenceComm(exchange, StandinRing(0, 1), world, StopFlag(lambda: False))
-    method = SequenceParallel(model, plan_for(type(model)), comm)
-    height, width = tokens
-    arguments = {
-        "x": torch.randn(1, 16, height, width),
-        "timestep": torch.tensor([0.5]),
-        "context": torch.randn(1, 7, 64),
-        "y": torch.randn(1, 32),
-        "transformer_options": {},
-    }
-    try:
-        with torch.inference_mode():
-            return model._forward(**method.begin(arguments))
-    finally:
-        method.detach()
+    return evaluate(model, comm, tokens)
 
 
 def test_the_standin_receives_ordinary_numbers(tiny):
@@ -216,6 +203,15 @@ def test_the_load_bench_runs(monkeypatch):
     monkeypatch.setattr(load, "require_room", lambda folder: None)
     figures = {(figure.case, figure.metric) for figure in load.bench(Options(host=host(), rounds=1))}
     assert {("2_ranks", "cold_start_s"), ("plain", "rss_ratio"), ("lora", "rss_ratio")} <= figures
+
+
+def test_the_pipefusion_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
+    for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 3}.items():
+        monkeypatch.setattr(pipefusion, name, small)
+    figures = {(figure.case, figure.metric): figure for figure in pipefusion.bench(Options(host=host(), rounds=1))}
+    assert {case for case, metric in figures if metric == "efficiency"} == {"free_m2_320", "single_m2_320"}
+    assert figures["free_m2_320", "bytes_per_step"].met and figures["single_m2_320", "bytes_per_step"].met
+    assert 0 < figures["free_m2_320", "occupancy"].estimate.value <= 1
 
 
 def test_the_hop_bench_runs(monkeypatch):

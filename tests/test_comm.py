@@ -10,9 +10,9 @@ from pipemesh.launcher.parity import stock_model
 from pipemesh.parallel_runtime.comm import ring as ring_module
 from pipemesh.parallel_runtime.comm.ring import Ring
 from pipemesh.parallel_runtime.comm.sequence import connect
-from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods.usp import SequenceParallel
+
+from .models import evaluate
 
 # -- one mesh ----------------------------------------------------------------------------------------------------------
 
@@ -65,19 +65,7 @@ def test_q_k_and_v_are_one_exchange_and_k_and_v_one_message_of_a_ring(flux, monk
     monkeypatch.setattr(StandinExchange, "_move", counting(moved, StandinExchange._move))
     monkeypatch.setattr(StandinRing, "_pass_on", counting(passed, StandinRing._pass_on))
     attentions = len(flux.double_blocks) + len(flux.single_blocks)
-    method = SequenceParallel(flux, plan_for(type(flux)), standin(Layout(ulysses=ulysses, ring=ring), 0))
-    arguments = {
-        "x": torch.randn(1, 16, 13, 12),
-        "timestep": torch.tensor([0.5]),
-        "context": torch.randn(1, 7, 64),
-        "y": torch.randn(1, 32),
-        "transformer_options": {},
-    }
-    try:
-        with torch.inference_mode():
-            flux._forward(**method.begin(arguments))
-    finally:
-        method.detach()
+    evaluate(flux, standin(Layout(ulysses=ulysses, ring=ring), 0))
     gather = 1
     assert len(moved) == (2 * attentions if ulysses > 1 else 0) + gather  # q, k and v there, the output back
     assert len(passed) == (ring - 1) * attentions
