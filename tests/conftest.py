@@ -2,9 +2,10 @@
 
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
