@@ -94,7 +94,15 @@ def test_parity_goes_red_when_a_rank_breaks(setup, bench, mutation, case):
         handle.close()
 
 
-@pytest.mark.parametrize("case", sorted(cover_of(FLUX), key=lambda case: (case.ranks, case.method)), ids=str)
+def in_bf16():
+    """One case of each way to share a sequence: on CPUs bf16 takes five times as long. All of them by ``parity --bf16``."""
+    first = {}
+    for case in cover_of(FLUX):
+        first.setdefault(case.method, case)
+    return [first[method] for method in ("ulysses2", "ulysses4", "ring2", "2x2")]
+
+
+@pytest.mark.parametrize("case", in_bf16(), ids=str)
 def test_bf16_is_as_far_from_the_truth_as_stock_bf16(bench, case):
     least, most = BF16_BOUNDS
     assert least <= bench.bf16_ratio(case) <= most

@@ -87,7 +87,7 @@ def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages
 
 @pytest.mark.parametrize("family, layout", PIPELINES)
 def test_with_every_evaluation_warm_a_pipeline_is_stock(pipeline, truths, family, layout):
-    of = case(family, sampler="heun")
+    of = case(family)
     assert relative_error(sample(pipeline(family, layout, layout[0], ALL_WARM), of), truths.stock(of)) <= BOUND
 
 
