@@ -231,7 +231,10 @@ def test_the_rank_that_hangs_inside_a_forward_is_named_not_the_one_that_waits_fo
             time.sleep(0.2)
         if board.progress(1) < seen:
             return True
+        here = board.progress(1)
         stopped.resume()
+        while board.progress(1) == here and pool.state == "busy":  # else it is stopped again before it has come any further
+            time.sleep(0.001)
         return False
 
     once = Once(stopped_while_computing, lambda: None)
