@@ -85,10 +85,9 @@ class RandomState:
 class Timeline(greenlet):
     """One patch's run of the sampler."""
 
-    def __init__(self, run: Callable[[], torch.Tensor], pixels: torch.Tensor, device: torch.device):
+    def __init__(self, run: Callable[[], torch.Tensor], device: torch.device):
         super().__init__(run)
         self.gr_context = contextvars.copy_context()  # the host's progress reads a context variable
-        self.pixels = pixels
         self.random = RandomState(device)
         self.output: torch.Tensor | None = None
         self._counts: Counter[Hashable] = Counter()
@@ -132,9 +131,9 @@ class FreeRun:
     @torch.no_grad()  # samplers switch gradients off and on again for the whole thread, so off they stay until the last one is done
     def run(self, sampler: Callable[[Callback | None, bool], torch.Tensor], callback: Callback | None) -> torch.Tensor:
         callbacks = MergedCallback(callback, self._pixels)
-        for index, pixels in enumerate(self._pixels):
+        for index in range(len(self._patches)):
             own = callbacks.of(index) if callback else None
-            self._timelines.append(Timeline(lambda own=own, first=index == 0: sampler(own, first), pixels, self._device))
+            self._timelines.append(Timeline(lambda own=own, first=index == 0: sampler(own, first), self._device))
         try:
             for index in range(len(self._timelines)):
                 self._resume(index)
