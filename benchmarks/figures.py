@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -97,3 +98,4 @@ class Options:
 
     host: Host
     rounds: int = 25
+    pictures: Path | None = None  # the folder that those benches write to which can be looked at

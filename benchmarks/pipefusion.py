@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -110,8 +111,15 @@ class Runs:
         seen[mode].append(list(self.client.memory.figures.evaluations))
         return seconds
 
+    def draw(self, folder: str, case: str, seen: dict[str, list]) -> None:
+        """Of the last run in each mode."""
+        from ..nodes.timeline import timeline
 
-def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, comfyui: str) -> dict[str, Any]:
+        for mode, runs in seen.items():
+            timeline([f"stage {stage}" for stage in range(STAGES)], runs[-1]).save(Path(folder, f"pipefusion-{mode}-{case}.png"))
+
+
+def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, comfyui: str, pictures: str | None = None) -> dict[str, Any]:
     runs = Runs(ranks, patches, tokens, steps, comfyui)
     seen: dict[str, list] = {"free": [], "single": []}
     try:
@@ -126,6 +134,8 @@ def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, co
         if runs.handle is not None:
             result |= {mode: [figures_of(run) for run in all_runs[-rounds:]] for mode, all_runs in seen.items()}
             result |= weights(runs)
+            if pictures:
+                runs.draw(pictures, f"m{patches}", seen)
             result["formula"] = formula_bytes(patches, tokens, runs.hidden, 4)
         return result
     finally:
@@ -167,6 +177,7 @@ def weights(runs: Runs) -> dict[str, float]:
 def bench(options: Options) -> Iterator[Figure]:
     for patches in PATCHES:
         arguments = {"patches": patches, "rounds": options.rounds, "tokens": TOKENS, "steps": STEPS, "comfyui": str(options.host.comfyui)}
+        arguments["pictures"] = options.pictures and str(options.pictures)
         by_rank = run(options.host, 2, "pipefusion:measure", **arguments)
         yield from figures(f"m{patches}_{TOKENS}", patches, by_rank)
 

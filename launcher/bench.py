@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..benchmarks.figures import Figure, Options, number
@@ -38,9 +39,13 @@ def main(argv: list[str], host: Host) -> int:
     parser.add_argument(
         "--rounds", type=int, default=MIN_ROUNDS, help=f"rounds behind each ratio (default {MIN_ROUNDS}; fewer only to try)"
     )
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write pictures there: of pipefusion, when each stage was at work")
     options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: choose 1 or more")
+    if options.pictures:
+        options.pictures = options.pictures.absolute()
+        options.pictures.mkdir(parents=True, exist_ok=True)
 
     import comfy.cli_args
 
@@ -51,7 +56,7 @@ def main(argv: list[str], host: Host) -> int:
     missed = 0
     for name in dict.fromkeys(options.names):
         module = importlib.import_module(f"..benchmarks.{name}", __package__)
-        figures = module.bench(Options(host=host, rounds=options.rounds))
+        figures = module.bench(Options(host=host, rounds=options.rounds, pictures=options.pictures))
         while True:
             with contextlib.redirect_stdout(sys.stderr):  # the host's modules print
                 figure = next(figures, None)

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.patcher_extension import CallbacksMP
 
 from ..parallel_runtime.client.host_model import forward_binder, forward_patch, require_plan
-from ..parallel_runtime.client.modes import WRAPPER_KEY
 from ..parallel_runtime.client.patchwise import Patchwise, branch_of
 from ..parallel_runtime.methods.patches import PatchForward
 from ..parallel_runtime.patches import Patch
@@ -53,6 +52,6 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
 
     made = patcher.clone()
     made.add_object_patch(name, forward)
-    made.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, sampling.sampler_sample)
+    sampling.attach(made)
     made.add_callback(CallbacksMP.ON_PRE_RUN, lambda _patcher: sampling.begin_run())
     return made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from io import BytesIO
+
 from aiohttp import web
 from comfy_api.latest import ComfyExtension, io
 from comfy_execution.utils import get_executing_context
@@ -29,14 +31,14 @@ class PipeMeshExtension(ComfyExtension):
         async def report(_request: web.Request) -> web.Response:
             return web.json_response(self._runtime.report())
 
-        @PromptServer.instance.routes.get("/pipemesh/timeline.svg")
+        @PromptServer.instance.routes.get("/pipemesh/timeline.png")
         async def timeline(_request: web.Request) -> web.Response:
             drawn = self._runtime.timeline()
             if drawn is None:
-                return web.Response(
-                    status=404, text="Nothing has been sampled in patches yet: set pipefusion above 1 on PipeMesh Pool and run."
-                )
-            return web.Response(text=drawn, content_type="image/svg+xml")
+                return web.Response(status=404, text="The last run was not in patches: set pipefusion above 1 on PipeMesh Pool and run.")
+            png = BytesIO()
+            drawn.save(png, "PNG")
+            return web.Response(body=png.getvalue(), content_type="image/png")
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [*pool_nodes(self._runtime), *sampler_nodes(self._runtime), report_node(self._runtime)]

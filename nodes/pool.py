@@ -71,6 +71,14 @@ def pool_inputs() -> list[io.Input]:
             tooltip="With pipefusion above 1: how many first evaluations of the model are whole and exact. "
             "Evaluations, not steps: some samplers make several per step. More is closer to the image of one GPU, and slower.",
         ),
+        io.String.Input(
+            "stages",
+            default="",
+            optional=True,
+            advanced=True,
+            tooltip="With pipefusion above 1: how many of the model's blocks each stage gets, as in 20,37. "
+            "Empty: balanced by what the blocks are measured to cost.",
+        ),
     ]
 
 
@@ -90,9 +98,18 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
 
         @classmethod
         def validate_inputs(
-            cls, devices: str = "auto", ulysses: int = 2, backend: str = "auto", ring: int = 1, pipefusion: int = 1, patches: int = 0
+            cls,
+            devices: str = "auto",
+            ulysses: int = 2,
+            backend: str = "auto",
+            ring: int = 1,
+            pipefusion: int = 1,
+            patches: int = 0,
+            stages: str = "",
         ) -> bool | str:
-            return runtime.check(devices=devices, ulysses=ulysses, ring=ring, backend=backend, pipefusion=pipefusion, patches=patches)
+            return runtime.check(
+                devices=devices, ulysses=ulysses, ring=ring, backend=backend, pipefusion=pipefusion, patches=patches, stages=stages
+            )
 
         @classmethod
         def execute(cls, **chosen: Any) -> io.NodeOutput:

@@ -1,9 +1,11 @@
-"""PipeMesh Report: what the pool did in its last run, as text on the node."""
+"""PipeMesh Report: what the pool did in its last run, as text on the node, and as a picture where stages worked one behind the other."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
@@ -51,7 +53,11 @@ def report_node(runtime: Runtime) -> type[io.ComfyNode]:
         @classmethod
         def execute(cls, latent: dict | None = None, pool: Choice | None = None) -> io.NodeOutput:
             text = report_text(runtime.report(pool), pool and pool.placement)
-            return io.NodeOutput(ExecutionBlocker(NO_LATENT) if latent is None else latent, text, ui=ui.PreviewText(text))
+            shown, drawn = ui.PreviewText(text).as_dict(), runtime.timeline(pool)
+            if drawn is not None:
+                pixels = torch.from_numpy(np.array(drawn, dtype=np.float32) / 255)
+                shown |= ui.PreviewImage(pixels.unsqueeze(0), cls=cls).as_dict()
+            return io.NodeOutput(ExecutionBlocker(NO_LATENT) if latent is None else latent, text, ui=shown)
 
     return PipeMeshReport
 

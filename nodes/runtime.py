@@ -16,6 +16,7 @@ import comfy
 import comfy.cli_args
 import comfy.model_management
 from comfy.model_patcher import ModelPatcher
+from PIL.Image import Image
 
 from ..launcher.devices import Placement, place, visible_gpus
 from ..launcher.hosts import between_hosts, check_rendezvous
@@ -24,8 +25,9 @@ from ..parallel_runtime.client.remote_model import Client, Evaluation, RunFigure
 from ..parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
-from ..parallel_runtime.occupancy import busy_shares, timeline
+from ..parallel_runtime.occupancy import busy_shares
 from ..parallel_runtime.wire.tree import is_plain
+from .timeline import timeline
 
 DEFAULT_STALL_S = 300.0
 log = logging.getLogger("pipemesh")
@@ -54,19 +56,29 @@ def host_setup() -> HostSetup:
     )
 
 
-def choose_patching(layout: Layout, patches: int, warm_up: int) -> Patching | None:
+def choose_patching(layout: Layout, patches: int, warm_up: int, blocks: str) -> Patching | None:
     """``patches`` 0: one more than stages, so that every stage has one while another is in the UI. None where there are no stages.
 
     Raises LayoutError.
     """
-    stages = layout.pipefusion
+    stages, sizes = layout.pipefusion, blocks_of_stages(blocks)
     if stages == 1:
         return None
+    if sizes and len(sizes) != stages:
+        raise LayoutError(f"stages {blocks} are {len(sizes)}, pipefusion {stages}: write one number of blocks for each stage, or nothing.")
     if patches and patches < stages:
         raise LayoutError(
             f"patches {patches}, pipefusion {stages}: some stages would always wait, choose at least as many patches as stages."
         )
-    return Patching(patches or stages + 1, warm_up)
+    return Patching(patches or stages + 1, warm_up, sizes)
+
+
+def blocks_of_stages(text: str) -> tuple[int, ...]:
+    """Raises LayoutError."""
+    numbers = [number.strip() for number in text.split(",")] if text.strip() else []
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        raise LayoutError(f"stages {text!r} is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing.")
+    return tuple(map(int, numbers))
 
 
 def held_on(placement: Placement, device: str) -> float:
@@ -85,14 +97,22 @@ class Runtime:
         self._clients: dict[Placement, Client] = {}
 
     def choose(
-        self, devices: str, ulysses: int, backend: str, ring: int = 1, pipefusion: int = 1, patches: int = 0, warm_up: int = 1
+        self,
+        devices: str,
+        ulysses: int,
+        backend: str,
+        ring: int = 1,
+        pipefusion: int = 1,
+        patches: int = 0,
+        warm_up: int = 1,
+        stages: str = "",
     ) -> Choice:
         """Raises LayoutError with the equation that fails."""
         layout = Layout(ulysses=ulysses, ring=ring, pipefusion=pipefusion)
         placement = place(layout, devices, backend, visible_gpus(comfy.cli_args.args.cpu))
         if placement.other_hosts:
             check_rendezvous(self._setup, placement.other_hosts[0])
-        return Choice(placement, choose_patching(layout, patches, warm_up))
+        return Choice(placement, choose_patching(layout, patches, warm_up, stages))
 
     def default_choice(self) -> Choice:
         """All GPUs, or two ranks on the CPU."""
@@ -132,17 +152,15 @@ class Runtime:
         clients = list(self._clients.items())  # asked for by the server's thread while another runs a graph
         return {"pools": [self._report(placement, client) for placement, client in clients if only is None or only.placement == placement]}
 
-    def timeline(self) -> str | None:
-        """An SVG of the last run in patches, whatever pool it was; None before there was one."""
-        ran = [(client.memory.figures, placement) for placement, client in list(self._clients.items()) if client.memory]
-        in_patches = [(figures.began_s, list(figures.evaluations), placement) for figures, placement in ran]
-        in_patches = [item for item in in_patches if item[1] and item[1][0].part is not None]
-        if not in_patches:
+    def timeline(self, only: Choice | None = None) -> Image | None:
+        """A picture of the last run, of all pools or of ``only`` one's; None unless it was one in patches."""
+        clients = [(placement, client) for placement, client in list(self._clients.items()) if only is None or only.placement == placement]
+        ran = [(client.memory.figures, placement) for placement, client in clients if client.memory and client.memory.figures.evaluations]
+        if not ran:
             return None
-        _, evaluations, placement = max(in_patches, key=lambda item: item[0])
+        figures, placement = max(ran, key=lambda run: run[0].began_s)
         names = [f"{rank} {device.name}" for rank, device in enumerate(placement.devices)]
-        patches = [one.part.patch[0] if one.part.patch else None for one in evaluations]
-        return timeline(names, [one.spans for one in evaluations], patches)
+        return timeline(names, list(figures.evaluations))
 
     def _report(self, placement: Placement, client: Client) -> dict[str, Any]:
         handle = self._keeper.handle(placement)

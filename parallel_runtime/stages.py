@@ -28,6 +28,22 @@ class Stage:
     def owns(self, block: int) -> bool:
         return self.first <= block < self.end
 
+    @property
+    def size(self) -> int:
+        return self.end - self.first
+
+
+def cut(sizes: Sequence[int], blocks: int) -> tuple[Stage, ...]:
+    """Stages of so many blocks each. Raises LayoutError where they are not all of the model's."""
+    if sum(sizes) != blocks:
+        written = ",".join(map(str, sizes))
+        raise LayoutError(
+            f"stages {written} share out {sum(sizes)} blocks, and the model has {blocks}: "
+            f"make the numbers add up to {blocks}, or leave stages empty to balance them."
+        )
+    ends = tuple(accumulate(sizes))
+    return tuple(Stage(first, end, blocks) for first, end in pairwise((0, *ends)))
+
 
 def slowest(costs: Sequence[float], stages: Sequence[Stage]) -> float:
     """The cost of the stage that the others wait for."""

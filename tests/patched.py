@@ -9,6 +9,7 @@ import comfy.samplers
 import comfy.supported_models
 import pytest
 import torch
+from comfy.model_patcher import ModelPatcher
 from pipemesh.launcher.parity import CONTEXT_DIM, VEC_DIM, conditioning
 from pipemesh.launcher.random_models import random_patcher
 from pipemesh.launcher.reference import reference
@@ -49,6 +50,12 @@ def stock(fill=False):
 @cache
 def patched(patches=3, warm_up=ALL_WARM, fill=False):
     return Patched(built(fill), patches, warm_up)
+
+
+@pytest.fixture
+def one_cond_at_a_time(monkeypatch):
+    """As the host has it where memory is short: then stock's arithmetic is that of conds in flight one by one, to the last bit."""
+    monkeypatch.setattr(ModelPatcher, "get_free_memory", lambda self, device: 0)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -205,10 +205,11 @@ def test_the_load_bench_runs(monkeypatch):
     assert {("2_ranks", "cold_start_s"), ("plain", "rss_ratio"), ("lora", "rss_ratio")} <= figures
 
 
-def test_the_pipefusion_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
+def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_the_formula(monkeypatch, tmp_path):
     for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 3}.items():
         monkeypatch.setattr(pipefusion, name, small)
-    figures = {(figure.case, figure.metric): figure for figure in pipefusion.bench(Options(host=host(), rounds=1))}
+    figures = {(figure.case, figure.metric): figure for figure in pipefusion.bench(Options(host=host(), rounds=1, pictures=tmp_path))}
+    assert {path.name for path in tmp_path.iterdir()} == {"pipefusion-free-m2.png", "pipefusion-single-m2.png"}
     assert {case for case, metric in figures if metric == "efficiency"} == {"free_m2_320", "single_m2_320"}
     assert figures["free_m2_320", "bytes_per_step"].met and figures["single_m2_320", "bytes_per_step"].met
     assert 0 < figures["free_m2_320", "occupancy"].estimate.value <= 1

@@ -5,15 +5,19 @@ import os
 import signal
 import time
 from pathlib import Path
+from urllib.parse import urlencode
+from urllib.request import urlopen
 
 import psutil
 import pytest
 import torch
+from PIL import Image
 from pipemesh.launcher.demo import node
 from pipemesh.launcher.host import Host
 from pipemesh.launcher.parity import BOUND, relative_error
 from pipemesh.launcher.server import ComfyServer
 from pipemesh.launcher.tiny import write_flux, write_lora
+from pipemesh.nodes.timeline import FOOT, ROW, WIDTH
 from safetensors.torch import load_file
 
 TEXT = 3  # comfyui: protocol.BinaryEventTypes
@@ -206,6 +210,10 @@ def test_a_pipeline_is_exact_while_it_warms_up_says_how_it_samples_and_gives_the
         ours, result = latent(server, nodes)
         assert len(result.previews) >= STEPS
         texts = [event.image for event in result.events if event.type == f"binary {TEXT}"]
+        (shown,) = result.outputs["report"]["images"]
+        query = urlencode({"filename": shown["filename"], "subfolder": shown["subfolder"], "type": shown["type"]})
+        pictures = [Image.open(urlopen(f"http://{server.address}/{path}")) for path in (f"view?{query}", "pipemesh/timeline.png")]
+        assert {picture.size for picture in pictures} == {(WIDTH, 2 * ROW + FOOT)}
         return ours, result.outputs["report"]["text"][0], texts, pids(server)
 
     whole, text, _, ranks = sampled("warm_pipeline", warm_up=100)
@@ -350,6 +358,7 @@ def test_the_report_shows_the_last_run_passes_the_latent_on_and_is_made_anew_eac
         nodes["save"]["inputs"]["samples"] = ["report", 0]
         ours, result = latent(server, nodes)
         assert relative_error(ours, truth) <= BOUND
+        assert "images" not in result.outputs["report"]
         return result.outputs["report"]["text"][0], {event.data.get("node") for event in result.events if event.type == "executing"}
 
     text, _ = reported("report_1")

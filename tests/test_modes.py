@@ -26,10 +26,13 @@ from .patched import (
     execute,
     latent,
     models_let_go,  # noqa: F401
+    one_cond_at_a_time,  # noqa: F401
     patched,
     stock,
     together,
 )
+
+pytestmark = pytest.mark.usefixtures("one_cond_at_a_time")
 
 # -- samplers --------------------------------------------------------------------------------------------------------
 

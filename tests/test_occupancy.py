@@ -1,9 +1,13 @@
 """How busy stages were, and the picture of it."""
 
-from xml.etree import ElementTree
+from itertools import accumulate, groupby
 
 import pytest
-from pipemesh.parallel_runtime.occupancy import LEFT, PATCHES, WHOLE, Span, busy_shares, timeline
+from PIL import ImageColor
+from pipemesh.nodes.timeline import BAR, FOOT, LEFT, PATCHES, RIGHT, ROW, WHITE, WHOLE, WIDTH, timeline
+from pipemesh.parallel_runtime.client.remote_model import Evaluation
+from pipemesh.parallel_runtime.occupancy import Span, busy_shares
+from pipemesh.parallel_runtime.wire.messages import Part
 
 RUN = [(Span(0, 4, 0), Span(0, 9, 3)), (Span(4, 8, 0), Span(9, 13, 1))]  # rank 1 takes 6, then 3 of the seconds from 0 to 13
 
@@ -13,10 +17,29 @@ def test_a_rank_is_busy_while_it_neither_waits_nor_is_idle():
     assert busy_shares([]) == []
 
 
-def test_the_picture_has_a_bar_for_every_rank_and_submission_where_it_computed():
-    drawn = ElementTree.fromstring(timeline(["0 cpu", "1 <cpu>"], RUN, [None, 7]))
-    bars = [rect for rect in drawn if rect.tag.endswith("rect") and rect.get("height") == "20"]
-    lefts = [(float(bar.get("x")) - LEFT) / (1000 - LEFT - 10) * 13 for bar in bars]
-    assert lefts == pytest.approx([0, 4, 3, 10], abs=0.1)
-    assert [bar.get("fill") for bar in bars] == [WHOLE, PATCHES[0]] * 2
-    assert [text.text for text in drawn if text.tag.endswith("text")][:2] == ["0 cpu", "1 <cpu>"]
+def evaluation(spans, patch):
+    return Evaluation(0.1, 0.0, 0.0, 0, part=Part(1, 0, patch), spans=spans)
+
+
+def bars_of(image, row):
+    """(colour, from, to) of every bar in a row, in seconds of the 13 that the picture spans."""
+    pixels = [image.getpixel((x, ROW * row + 8 + BAR // 2)) for x in range(LEFT, WIDTH - RIGHT)]
+    ends = [(colour, len(list(run))) for colour, run in groupby(pixels)]
+    at = list(accumulate((count for _, count in ends), initial=0))
+    scale = 13 / (WIDTH - LEFT - RIGHT)
+    return [(colour, at[i] * scale, at[i + 1] * scale) for i, (colour, _) in enumerate(ends) if colour != ImageColor.getrgb(WHITE)]
+
+
+def test_the_picture_has_a_bar_for_every_rank_and_patch_where_it_computed():
+    image = timeline(["0 cpu", "1 cpu"], [evaluation(spans, patch) for spans, patch in zip(RUN, [None, (7, 9, True)], strict=True)])
+    whole, patch = ImageColor.getrgb(WHOLE), ImageColor.getrgb(PATCHES[0])
+    for row, bars in enumerate(([(whole, 0, 4), (patch, 4, 8)], [(whole, 3, 9), (patch, 10, 13)])):
+        drawn = bars_of(image, row)
+        assert [bar[0] for bar in drawn] == [bar[0] for bar in bars]
+        assert [bar[1:] for bar in drawn] == [pytest.approx(bar[1:], abs=0.05) for bar in bars]
+
+
+def test_there_is_a_picture_of_any_number_of_patches_and_none_of_a_run_without():
+    assert timeline(["0 cpu", "1 cpu"], [Evaluation(0.1, 0.0, 0.0, 0, spans=RUN[0])]) is None
+    sizes = {timeline(["0 cpu", "1 cpu"], [evaluation(RUN[0], (start, 1, False)) for start in range(n)]).size for n in (1, 6, 7, 64)}
+    assert sizes == {(WIDTH, 2 * ROW + FOOT)}

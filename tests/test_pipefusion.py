@@ -22,9 +22,9 @@ from .models import with_references
 
 ALL_WARM = 9999
 HEADS = 5  # and as many blocks at least: enough for four stages, uneven ones too
-LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2)]  # degrees of pipefusion and ulysses
+LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)]  # degrees of pipefusion and ulysses
 ALL = "PIPEMESH_TEST_ALL" in os.environ
-PIPELINES = [  # every family in two stages, the other layouts in turn; all of them where the environment asks for it
+PIPELINES = [  # every family in two stages, those of up to four ranks in turn; all of them where the environment asks for it
     pytest.param(family, layout, id="{}-pipefusion{}-ulysses{}".format(family, *layout))
     for place, layout in enumerate(LAYOUTS)
     for number, family in enumerate(FAMILIES)
@@ -160,11 +160,28 @@ def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(own, trut
     costs = client._costs[name]
     assert min(costs[:2]) > sum(costs[2:])
     again = sample(model, of)
-    assert client.memory.loads == 2 and client.memory.shared_out_by[name] == costs
+    assert client.memory.loads == 2 and sum(client.memory.stages[name]) == len(costs) and client.memory.stages[name][0] == 1
     assert client.memory.pool.memory[0].model < held[0].model and client.memory.pool.memory[1].model > held[1].model
     assert relative_error(again, truths.patched(of, 3)) <= BOUND and torch.equal(first, again)
     sample(model, of)
     assert client.memory.loads == 2
+
+
+def test_stages_may_be_cut_as_the_user_says(own, truths):
+    (model, client), of = own(stages=(1, 5)), case()
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+    name, small = model.remote.source.model, client.memory.pool.memory[0].model
+    assert client.memory.stages[name] == (1, 5) and client.memory.loads == 1
+    other = parallelize(truths.stock_model("flux"), client, holds_ui_device=False, patching=Patching(3, stages=(4, 2)))
+    assert relative_error(sample(other, of), truths.patched(of, 3)) <= BOUND
+    assert client.memory.stages[name] == (4, 2) and client.memory.loads == 2 and client.memory.pool.memory[0].model > small
+
+
+def test_stages_that_are_not_the_models_blocks_are_refused_with_the_sum_and_the_pool_goes_on(own):
+    model, client = own(stages=(4, 9))
+    with pytest.raises(Refused, match=r"^stages 4,9 share out 13 blocks, and the model has 6: make the numbers add up to 6, or leave"):
+        sample(model, case())
+    assert client.memory.pool.idle
 
 
 # -- when something goes wrong ---------------------------------------------------------------------------------------
@@ -216,11 +233,11 @@ def own(setup, truths):
     """A pipeline of two stages with a pool to itself, and its client. ``broken``: what is wrong with its ranks."""
     handles = []
 
-    def make(patches=3, broken=None):
+    def make(patches=3, broken=None, stages=()):
         argv = (sys.executable, str(Path(__file__).with_name("mutant_worker.py")), broken, "{fd}", "{parent}")
         handles.append(PoolHandle(place(Layout(pipefusion=2), "cpu", "gloo", ()), replace(setup, argv=argv) if broken else setup))
         client = Client(handles[-1], shares_weights=False)
-        return parallelize(truths.stock_model("flux"), client, holds_ui_device=False, patching=Patching(patches)), client
+        return parallelize(truths.stock_model("flux"), client, holds_ui_device=False, patching=Patching(patches, stages=stages)), client
 
     yield make
     for handle in handles:

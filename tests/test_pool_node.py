@@ -31,6 +31,14 @@ def node():
             {"pipefusion": 4, "patches": 2},
             "patches 2, pipefusion 4: some stages would always wait, choose at least as many patches as stages.",
         ),
+        ({"stages": "9,10,3"}, "stages 9,10,3 are 3, pipefusion 2: write one number of blocks for each stage, or nothing."),
+        *(
+            (
+                {"stages": text},
+                f"stages {text!r} is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing.",
+            )
+            for text in ("9,", "half,half", "0,19", "-1,20", "9.5,9.5")
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_at_validation_with_its_equation(node, changes, sentence):
@@ -49,6 +57,7 @@ def test_of_itself_a_pipeline_takes_one_patch_more_than_stages_and_one_whole_eva
     assert node.validate_inputs(**STAGES) is True
     assert node.execute(**STAGES).result[0].patching == Patching(3, 1)
     assert node.execute(**STAGES, patches=2, warm_up=4).result[0].patching == Patching(2, 4)
+    assert node.execute(**STAGES, stages=" 20, 37 ").result[0].patching == Patching(3, 1, (20, 37))
 
 
 def test_without_stages_patches_and_warm_up_mean_nothing(node):

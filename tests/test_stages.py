@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import LayoutError
-from pipemesh.parallel_runtime.stages import Stage, share_out, slowest
+from pipemesh.parallel_runtime.stages import Stage, cut, share_out, slowest
 
 COSTS = st.lists(st.integers(1, 9).map(float), min_size=1, max_size=9)
 
@@ -24,6 +24,17 @@ def test_no_other_way_to_share_blocks_out_has_a_faster_slowest_stage(costs, stag
     ways = combinations(range(1, len(costs)), stages - 1)
     best = min(slowest(costs, [Stage(*ends, len(costs)) for ends in pairwise((0, *way, len(costs)))]) for way in ways)
     assert slowest(costs, made) == best
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 30))
+def test_stages_cut_by_hand_have_all_blocks_of_the_model_or_are_refused(sizes, blocks):
+    if sum(sizes) != blocks:
+        with pytest.raises(LayoutError, match=f"share out {sum(sizes)} blocks, and the model has {blocks}:"):
+            cut(sizes, blocks)
+        return
+    made = cut(sizes, blocks)
+    assert [stage.size for stage in made] == sizes and made[0].opens and made[-1].closes
+    assert [[stage.owns(block) for stage in made].count(True) for block in range(blocks)] == [1] * blocks
 
 
 def test_blocks_of_two_kinds_are_shared_out_by_what_they_cost():

@@ -1,13 +1,28 @@
 """A step of all patches is told once, and a run cut short leaves nothing behind."""
 
+import gc
+
 import pytest
 import torch
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from pipemesh.launcher.parity import BOUND, conditioning, relative_error
 from pipemesh.launcher.reference import InOneProcess
 from pipemesh.parallel_runtime.client import timelines
 
 from .models import run
-from .patched import FREE, SIZE, Patched, advanced, alive_timelines, built, models_let_go, patched, stock, together  # noqa: F401
+from .patched import (
+    FREE,
+    SIZE,
+    Patched,
+    advanced,
+    alive_timelines,
+    built,
+    models_let_go,  # noqa: F401
+    one_cond_at_a_time,  # noqa: F401
+    patched,
+    stock,
+    together,
+)
 
 
 def steps_seen(model, **options):
@@ -16,6 +31,7 @@ def steps_seen(model, **options):
     return seen, out
 
 
+@pytest.mark.usefixtures("one_cond_at_a_time")
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m_sde", "uni_pc", "dpm_fast", "sa_solver_pece"])
 def test_every_step_is_told_once_in_order_with_stocks_own_x0(sampler):
     options = {"steps": 4, "cfg": 2.0, "sampler": sampler}
@@ -62,16 +78,22 @@ def test_the_hosts_preview_keeps_the_last_x0_and_knows_which_node_runs():
     assert contexts and all(context.node_id == "17" for context in contexts)
 
 
+def waiting_conds():
+    return [thing for thing in gc.get_objects() if isinstance(thing, timelines.Cond) and thing]
+
+
 class Queue(InOneProcess):
     """Tells what was in flight when it was abandoned."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.flying = []
+        self.most = 0
         self.abandoned = []
 
     def submit(self, arguments, branch, patch):
         self.flying.append(super().submit(arguments, branch, patch))
+        self.most = max(self.most, len(self.flying))
         return self.flying[-1]
 
     def collect(self, ticket):
@@ -143,6 +165,97 @@ def test_an_engine_that_fails_abandons_what_is_in_flight_and_the_next_run_is_rig
     monkeypatch.undo()
     assert not alive_timelines() and not engine.flying and len(engine.abandoned) == 1
     assert torch.equal(run(model, size=SIZE, steps=4), truth)
+
+
+TWO_PROMPTS = {"size": SIZE, "steps": 4, "cfg": 3.0, "negative": conditioning(2, 13)}
+
+
+@pytest.mark.parametrize("negative", [7, 13], ids=["unequal", "equal"])
+@pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
+def test_positive_and_negative_are_in_flight_together(queue, wrap, negative):
+    ours, engine = queue
+    options = {**TWO_PROMPTS, "negative": conditioning(2, negative)}
+    run(wrap(ours.model), **options)
+    assert engine.most == 2 * 3 and not engine.flying
+    assert relative_error(run(wrap(patched().model), **options), run(stock(), **options)) <= BOUND
+    patched().modes.clear()
+
+
+def with_wrapper(kind):
+    def patch(model):
+        clone = model.clone()
+        clone.add_wrapper(kind, never_entered_twice())
+        return clone
+
+    return patch
+
+
+def never_entered_twice():
+    inside = []
+
+    def wrapper(executor, *args, **kwargs):
+        assert not inside
+        inside.append(executor)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            inside.clear()
+
+    return wrapper
+
+
+def with_function_wrapper(model):
+    clone = model.clone()
+    clone.set_model_unet_function_wrapper(lambda apply, kwargs: apply(kwargs["input"], kwargs["timestep"], **kwargs["c"]))
+    return clone
+
+
+def with_callback(model):
+    clone = model.clone()
+    clone.add_callback(CallbacksMP.ON_PREPARE_STATE, lambda *_: None)
+    return clone
+
+
+def with_object(model):
+    clone = model.clone()
+    clone.add_object_patch("apply_model", model.model.apply_model)
+    return clone
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        with_wrapper(WrappersMP.CALC_COND_BATCH),
+        with_wrapper(WrappersMP.APPLY_MODEL),
+        with_wrapper(WrappersMP.DIFFUSION_MODEL),
+        with_function_wrapper,
+        with_callback,
+        with_object,
+    ],
+    ids=["conds", "apply", "transformer", "function", "callback", "object"],
+)
+def test_what_may_keep_something_from_cond_to_cond_sees_them_as_stock_does(queue, patch):
+    ours, engine = queue
+    run(patch(ours.model), **TWO_PROMPTS)
+    assert engine.most == 3, "positive and negative in one batch"
+
+
+def test_a_cond_that_fails_leaves_none_of_the_others_waiting(queue, monkeypatch):
+    ours, engine = queue
+    truth = run(together(ours.model), **TWO_PROMPTS)
+    asked = []
+    real = ours.model.model.process_timestep  # asked once for every cond
+
+    def failing(timestep, **kwargs):
+        asked.append(timestep)
+        return fail() if len(asked) == 4 else real(timestep, **kwargs)
+
+    monkeypatch.setattr(ours.model.model, "process_timestep", failing)
+    with pytest.raises(ZeroDivisionError):
+        run(together(ours.model), **TWO_PROMPTS)
+    monkeypatch.setattr(ours.model.model, "process_timestep", real)
+    assert len(asked) == 4 and not engine.flying and not waiting_conds()
+    assert torch.equal(run(together(ours.model), **TWO_PROMPTS), truth)
 
 
 def test_gradients_stay_off_for_every_timeline_and_are_as_before_afterwards(monkeypatch):

@@ -7,12 +7,12 @@ Read: comfy/samplers.py, comfy/k_diffusion/sampling.py, comfy/extra_samplers/uni
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import comfy.samplers
 import torch
-from comfy.patcher_extension import CallbacksMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..wire.tree import is_plain
 from .host_model import PREFIX, patch_name
@@ -90,6 +90,20 @@ MODEL_CONDS = {
 def why_single_timeline(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> str | None:
     """What keeps the patches of this run together, named; None: nothing does."""
     return next(_objections(sampler, guider, model_options, noise), None)
+
+
+def one_by_one(patcher: Any, conds: Sequence[Sequence[Mapping[str, Any]] | None], model_options: Mapping[str, Any]) -> bool:
+    """Whether something between the batch of conds and the transformer may keep a state, or another one's weights, from cond to cond."""
+    options = model_options.get("transformer_options", {})
+    hooked = any(cond.get(name) for conds_of_one in conds if conds_of_one for cond in conds_of_one for name in ("hooks", "default"))
+    wrapped = any(
+        key != WRAPPER_KEY and wrappers
+        for kind in (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+        for key, wrappers in options.get("wrappers", {}).get(kind, {}).items()
+    )
+    told = any(options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values())
+    replaced = any(not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches)
+    return hooked or wrapped or told or replaced or "model_function_wrapper" in model_options
 
 
 def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> Iterator[str]:

@@ -1,22 +1,25 @@
 """Sampling in patches: how the evaluations of one MODEL become patches, whatever computes them (PipeFusion, arXiv 2405.14430).
 
 Free-running where ``modes`` allows it, one sampler run per patch; else single-timeline: every evaluation's patches are collected before
-the sampler goes on. The first evaluations of every branch are whole and exact in both.
+the sampler goes on. The first evaluations of every branch are whole and exact in both. Positive and negative conds are evaluations of their
+own, in flight together.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from comfy.patcher_extension import WrappersMP
 from greenlet import getcurrent
 
-from ..patches import TokenGrid
-from .modes import why_single_timeline
-from .timelines import Engine, Timeline, free_run
+from ..patches import Patch, TokenGrid
+from .modes import WRAPPER_KEY, one_by_one, why_single_timeline
+from .timelines import Asked, Cond, Engine, Timeline, free_run, in_flight_together
 
 log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
@@ -35,6 +38,16 @@ class Patchwise:
         self._warm_up = warm_up
         self._notice = notice
         self._counts: Counter[Hashable] = Counter()
+
+    def attach(self, patcher: Any) -> None:
+        """Its wrappers, to a clone of the MODEL."""
+        patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, self.sampler_sample)
+        patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self.calc_cond_batch)
+
+    @staticmethod
+    def detach(patcher: Any) -> None:
+        for kind in (WrappersMP.SAMPLER_SAMPLE, WrappersMP.CALC_COND_BATCH):
+            patcher.remove_wrappers_with_key(kind, WRAPPER_KEY)
 
     def begin_run(self) -> None:
         """Between runs, never inside one: what the engine keeps is void."""
@@ -58,23 +71,46 @@ class Patchwise:
         grid = self._grid(noise.shape)
         return free_run(sampler, self._engine, grid, self._patches, self._warm_up, callback, noise.device)
 
+    def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
+        """A CALC_COND_BATCH wrapper."""
+        present = [index for index, cond in enumerate(conds) if cond is not None]
+        if len(present) < 2 or one_by_one(model.current_patcher, conds, model_options):
+            return executor(model, conds, x, timestep, model_options)
+
+        def alone(index: int) -> torch.Tensor:
+            only = [cond if number == index else None for number, cond in enumerate(conds)]
+            return executor(model, only, x, timestep, model_options)[index]
+
+        outputs = in_flight_together([partial(alone, index) for index in present], self._evaluate)
+        by_index = dict(zip(present, outputs, strict=True))
+        return [by_index[index] if index in by_index else torch.zeros_like(x) for index in range(len(conds))]
+
     def evaluate(self, arguments: dict[str, Any], branch: tuple) -> torch.Tensor:
         """One evaluation of the sampler, within a timeline or not."""
         latent = next(iter(arguments.values()))
-        key = (*branch, tuple(latent.shape))
+        asked = (arguments, (*branch, tuple(latent.shape)))
+        cond = getcurrent()
+        if isinstance(cond, Cond):
+            return cond.evaluate(asked)
+        return self._evaluate([asked])[0]
+
+    def _evaluate(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
         timeline = getcurrent()
         if isinstance(timeline, Timeline):
-            return timeline.evaluate(arguments, key)
-        number = self._counts[key]
-        self._counts[key] += 1
-        patches = [None] if number < self._warm_up else self._grid(latent.shape).cut(self._patches)
+            return timeline.evaluate(asked)
         try:
-            tickets = [self._engine.submit(arguments, key, patch) for patch in patches]
-            first, *others = [self._engine.collect(ticket) for ticket in tickets]
+            tickets = [[self._engine.submit(*one, patch) for patch in self._patches_of(*one)] for one in asked]
+            outputs = [[self._engine.collect(ticket) for ticket in one] for one in tickets]
         except BaseException:
             self._engine.abandon()
             raise
-        return sum(others, first)
+        return [sum(others, first) for first, *others in outputs]
+
+    def _patches_of(self, arguments: dict[str, Any], branch: Hashable) -> Sequence[Patch | None]:
+        """Of the next evaluation of ``branch``."""
+        number = self._counts[branch]
+        self._counts[branch] += 1
+        return (None,) if number < self._warm_up else self._grid(next(iter(arguments.values())).shape).cut(self._patches)
 
     def _grid(self, shape: torch.Size) -> TokenGrid:
         return TokenGrid.of(shape, self._patch_size)

@@ -87,7 +87,7 @@ class PoolMemory:
         self.conditioning = ConditioningCache(pool.arena)
         self.patches: dict[str, str] = {}  # resident model -> patches id, least recently used first
         self.figures = RunFigures()
-        self.shared_out_by: dict[str, tuple[float, ...]] = {}  # model -> the costs that its stages were cut by
+        self.stages: dict[str, tuple[int, ...]] = {}  # model -> how many blocks each stage has of it; empty: as many each
         self.cold: set[str] = set()  # models that have computed nothing yet
         self.tickets: list[Ticket] = []  # submitted and not collected
         self.loads = 0  # models that every rank has loaded, over the pool's life
@@ -107,6 +107,8 @@ class Client:
         self._abandoned: list[str] = []
         self._runs = count(1)
         self._costs: dict[str, tuple[float, ...]] = {}  # model -> seconds of each of its blocks, once a pipeline has measured them
+        self._balanced: dict[str, tuple[int, ...]] = {}  # model -> blocks of each stage by these costs
+        self._stages: dict[str, tuple[int, ...]] = {}  # likewise, as they are to be
 
     @property
     def memory(self) -> PoolMemory | None:
@@ -207,10 +209,9 @@ class Client:
         tree: dict[str, Any] = {"factory": source.factory, "args": source.args, "index": source.index, "file": source.file}
         parcel = Parcel(tree if source.factory else state())
         try:
-            costs = self._costs.get(source.model, ())
-            held.shared_out_by[source.model] = costs
+            stages = held.stages[source.model] = self._stages.get(source.model, ())
             held.cold.add(source.model)
-            request = Load(request=held.pool.next_request(), model=source.model, source=parcel.tree, costs=costs)
+            request = Load(request=held.pool.next_request(), model=source.model, source=parcel.tree, stages=stages)
             held.pool.call(request, [parcel.segment.fd], interrupted)
             held.loads += 1
         finally:
@@ -379,17 +380,25 @@ class Client:
         elif seconds:
             self._costs[model] = tuple(taken for _, taken in sorted(seconds.items()))
 
-    def share_out_anew(self, model: str) -> None:
-        """Between runs: releases a model whose stages could be cut better by what its blocks were measured to cost.
+    def share_out(self, model: str, asked: tuple[int, ...]) -> None:
+        """Between runs: how many blocks each stage has from now on; where nothing is ``asked``, by what they were measured to cost.
 
-        It is loaded again, from the page cache, when it is next used.
+        A model that is cut otherwise is released, and loaded again, from the page cache, when it is next used.
         """
-        held, costs = self.memory, self._costs.get(model)
-        if held is None or not costs or not self.holds(model) or held.shared_out_by.get(model):
-            return
-        as_it_is = share_out([1.0] * len(costs), held.pool.stages)
-        if slowest(costs, share_out(costs, held.pool.stages)) < WORTH_IT * slowest(costs, as_it_is):
+        self._stages[model] = asked or self._balance(model)
+        held = self.memory
+        if held is not None and self.holds(model) and held.stages.get(model) != self._stages[model]:
             self.release(model)
+
+    def _balance(self, model: str) -> tuple[int, ...]:
+        """By the first measurement, and by that alone: stages that followed every one would be loaded again and again. Empty before it, and
+        where as many blocks each are as good."""
+        held, costs = self.memory, self._costs.get(model)
+        if held is not None and costs and model not in self._balanced:
+            even, best = (share_out(of, held.pool.stages) for of in ([1.0] * len(costs), costs))
+            worth_it = slowest(costs, best) < WORTH_IT * slowest(costs, even)
+            self._balanced[model] = tuple(stage.size for stage in best) if worth_it else ()
+        return self._balanced.get(model, ())
 
     def abandon(self) -> None:
         """Ends what was submitted and not collected."""

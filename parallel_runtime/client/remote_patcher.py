@@ -16,7 +16,6 @@ import comfy.model_management
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 
 from ..checkpoint import check_mapped
 from ..errors import Refused
@@ -37,7 +36,6 @@ from .host_model import (
     state_source,
 )
 from .interrupt import interrupted, interrupting
-from .modes import WRAPPER_KEY
 from .patchwise import Patchwise, branch_of
 from .pipeline import Pipeline
 from .remote_model import Client
@@ -45,20 +43,25 @@ from .remote_model import Client
 
 @dataclass(frozen=True)
 class Patching:
-    """How a pipeline samples: into how many ``patches``, and how many first evaluations of every cond are whole and exact."""
+    """How a pipeline samples: into how many ``patches``, how many first evaluations of every cond are whole and exact, and how many blocks
+    each stage has (empty: balanced)."""
 
     patches: int
     warm_up: int = 1
+    stages: tuple[int, ...] = ()
 
 
 class Remote:
     """What all clones of one parallelized MODEL share."""
 
-    def __init__(self, client: Client, source: Source, holds_ui_device: float, sampling: Patchwise | None = None):
+    def __init__(
+        self, client: Client, source: Source, holds_ui_device: float, sampling: Patchwise | None = None, stages: tuple[int, ...] = ()
+    ):
         self.client = client
         self.source = source
         self.holds_ui_device = holds_ui_device  # the part of the weights that ranks on the UI's own device hold
         self.sampling = sampling  # in patches, where the pool is a pipeline
+        self.stages = stages  # how many blocks each has, where the user says so
 
 
 class RemotePatcher(ModelPatcher):
@@ -117,6 +120,7 @@ class RemotePatcher(ModelPatcher):
             # Weights that the stock path left on the device or patched belong to the shared model: give them back.
             self.unpatch_model(self.offload_device, unpatch_weights=self.model.model_loaded_weight_memory > 0 or bool(self.backup))
             self.patch_model(load_weights=False)
+        self._share_out()
         self._bring_up()
         return self.loaded_size() - before
 
@@ -154,10 +158,14 @@ class RemotePatcher(ModelPatcher):
             self.remote.client.release(self.remote.source.model)
             raise
         self.remote.client.begin_run()
+        self._share_out()
         if self.remote.sampling is not None:
-            self.remote.client.share_out_anew(self.remote.source.model)
             self.remote.sampling.begin_run()
         super().pre_run()
+
+    def _share_out(self) -> None:
+        if self.remote.sampling is not None:
+            self.remote.client.share_out(self.remote.source.model, self.remote.stages)
 
     def patch_hooks(self, hooks: Any) -> None:
         """Scheduled weight patches: the combined set is applied in the pool before the next evaluation."""
@@ -234,11 +242,11 @@ def parallelize(
     if patching is not None:
         pipeline = Pipeline(client, source.model)
         sampling = Patchwise(pipeline, patcher.model.diffusion_model.patch_size, patching.patches, patching.warm_up, notice)
-    remote = Remote(client, source, holds_ui_device, sampling)
+    remote = Remote(client, source, holds_ui_device, sampling, patching.stages if patching else ())
     made = remote_clone(patcher, remote)
-    made.remove_wrappers_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY)
+    Patchwise.detach(made)
     if sampling is not None:
-        made.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, sampling.sampler_sample)
+        sampling.attach(made)
     made.parent = stand_in(patcher, remote)
     return made
 

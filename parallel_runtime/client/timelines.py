@@ -21,6 +21,7 @@ from ..errors import ModelError
 from ..patches import Patch, TokenGrid
 
 Callback = Callable[[int, torch.Tensor, torch.Tensor, int], Any]
+Asked = tuple[dict[str, Any], Hashable]  # the arguments of an evaluation and its branch
 
 
 class Engine(Protocol):
@@ -92,11 +93,41 @@ class Timeline(greenlet):
         self.output: torch.Tensor | None = None
         self._counts: Counter[Hashable] = Counter()
 
-    def evaluate(self, arguments: dict[str, Any], branch: Hashable) -> torch.Tensor:
-        """To be called within it: leaves it until the output is there."""
-        call = Call(branch, self._counts[branch], arguments)
-        self._counts[branch] += 1
-        return self.parent.switch(call)
+    def evaluate(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
+        """To be called within it: leaves it until all outputs are there."""
+        calls = []
+        for arguments, branch in asked:
+            calls.append(Call(branch, self._counts[branch], arguments))
+            self._counts[branch] += 1
+        return self.parent.switch(calls)
+
+
+class Cond(greenlet):
+    """One cond of an evaluation: left where it waits for the transformer, so that another one can come to it as well."""
+
+    def __init__(self, run: Callable[[], Any]):
+        super().__init__(run)
+        self.gr_context = contextvars.copy_context()
+
+    def evaluate(self, asked: Asked) -> torch.Tensor:
+        """To be called within it."""
+        return self.parent.switch(asked)
+
+
+def in_flight_together(runs: Sequence[Callable[[], Any]], evaluate: Callable[[Sequence[Asked]], list[torch.Tensor]]) -> list[Any]:
+    """What ``runs`` return. Each goes on to what it asks of the transformer before ``evaluate`` is called for all of them."""
+    conds = [Cond(run) for run in runs]
+    try:
+        left_with = [cond.switch() for cond in conds]
+        while waiting := [index for index, cond in enumerate(conds) if cond]:
+            outputs = evaluate([left_with[index] for index in waiting])
+            for index, output in zip(waiting, outputs, strict=True):
+                left_with[index] = conds[index].switch(output)
+        return left_with
+    finally:
+        for cond in conds:
+            if cond:  # alive: unwound here
+                cond.throw()
 
 
 def free_run(
@@ -124,7 +155,7 @@ class FreeRun:
         self._patches = grid.cut(patches)
         self._pixels = [grid.pixels(patch).to(device) for patch in self._patches]
         self._timelines: list[Timeline] = []
-        self._waiting: deque[tuple[int, Call]] = deque()
+        self._waiting: deque[tuple[int, list[Call]]] = deque()
         self._gathering: dict[tuple[Hashable, int], list[Call]] = {}
         self._seen: dict[Hashable, torch.Tensor] = {}  # branch -> the latent, each patch's pixels as last submitted
 
@@ -138,13 +169,13 @@ class FreeRun:
             for index in range(len(self._timelines)):
                 self._resume(index)
             while self._waiting:
-                if all(call.result is None for _, call in self._waiting):
+                if not any(submitted(calls) for _, calls in self._waiting):
                     raise ModelError("The sampler evaluates its patches in different orders: set pipefusion to 1 for this sampler.")
-                index, call = self._waiting.popleft()
-                if call.result is None:
-                    self._waiting.append((index, call))  # the others are yet to come to it
+                index, calls = self._waiting.popleft()
+                if submitted(calls):
+                    self._resume(index, [call.result.take() for call in calls])
                 else:
-                    self._resume(index, call.result.take())
+                    self._waiting.append((index, calls))  # the others are yet to come to it
         finally:
             if any(self._timelines):
                 self._engine.abandon()
@@ -154,16 +185,17 @@ class FreeRun:
         self._timelines[0].random.restore()  # as after one run
         return self._merged([timeline.output for timeline in self._timelines])
 
-    def _resume(self, index: int, *output: torch.Tensor) -> None:
+    def _resume(self, index: int, *outputs: list[torch.Tensor]) -> None:
         """Enters a timeline, until its next evaluation or its end."""
         timeline = self._timelines[index]
         timeline.random.restore()
-        left_with = timeline.switch(*output)
+        left_with = timeline.switch(*outputs)
         timeline.random = RandomState(self._device)
         if timeline.dead:
             timeline.output = left_with
         else:
-            self._submit(index, left_with)
+            for call in left_with:
+                self._submit(index, call)
             self._waiting.append((index, left_with))
 
     def _submit(self, index: int, call: Call) -> None:
@@ -185,6 +217,10 @@ class FreeRun:
 
     def _merged(self, latents: Sequence[torch.Tensor]) -> torch.Tensor:
         return merged(latents, self._pixels)
+
+
+def submitted(calls: Sequence[Call]) -> bool:
+    return all(call.result is not None for call in calls)
 
 
 def merged(latents: Sequence[torch.Tensor], pixels: Sequence[torch.Tensor]) -> torch.Tensor:

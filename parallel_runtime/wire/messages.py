@@ -42,13 +42,13 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Build a model. ``source`` is a tree: a factory to call, or a configuration and a state dict.
 
-    Its tensors lie in the segment carried. ``costs``: of the model's blocks, by which a pipeline shares them out; without, all alike.
+    Its tensors lie in the segment carried. ``stages``: how many blocks each stage of a pipeline has; empty: as many each.
     """
 
     request: int
     model: str
     source: bytes
-    costs: tuple[float, ...] = ()
+    stages: tuple[int, ...] = ()
 
 
 class Patch(msgspec.Struct, frozen=True, tag=True, kw_only=True):

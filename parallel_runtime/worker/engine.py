@@ -145,7 +145,7 @@ class Engine:
             patcher = call_factory(source["factory"], self._checked(source["args"], source["file"]), source["index"])
         else:
             patcher = build_from_state(source)
-        self._models[message.model] = ResidentModel(patcher, self._device, self._seat, self, message.costs)
+        self._models[message.model] = ResidentModel(patcher, self._device, self._seat, self, message.stages)
 
     def _checked(self, args: tuple, file: File | None) -> tuple:
         """The factory's arguments, with the checkpoint as this host has it. Raises Refused if it is not the one the UI loaded."""

@@ -11,7 +11,7 @@ from ..errors import Refused
 from ..families import plan_for
 from ..methods.pipefusion import StageForward, Watch, blocks_of, leave_out
 from ..methods.usp import SequenceParallel
-from ..stages import share_out
+from ..stages import cut, share_out
 from ..wire.messages import Part
 from ..wire.segment import Segment, TensorRef
 from .host_bridge import rebuild_patches, settle_weights
@@ -26,10 +26,10 @@ def parameter_slot(model: torch.nn.Module, key: str) -> tuple[torch.nn.Module, s
 class ResidentModel:
     """``patcher`` is the host's own ModelPatcher; its weights are on this rank's device, in a pipeline those of its own blocks.
 
-    ``costs``: of all blocks, measured; the stages are shared out by them.
+    ``stages``: how many blocks each stage has; empty: as many each. Raises LayoutError where that cannot be.
     """
 
-    def __init__(self, patcher: Any, device: torch.device, seat: Seat, watch: Watch, costs: Sequence[float] = ()):
+    def __init__(self, patcher: Any, device: torch.device, seat: Seat, watch: Watch, stages: Sequence[int] = ()):
         self.patcher = patcher
         self.device = device
         self.rank = seat.rank
@@ -44,7 +44,7 @@ class ResidentModel:
         stage = None
         if seat.link is not None:
             alike = [1.0 for _ in blocks_of(self.diffusion_model, plan)]
-            stage = share_out(costs or alike, seat.layout.pipefusion)[seat.stage]
+            stage = (cut(stages, len(alike)) if stages else share_out(alike, seat.layout.pipefusion))[seat.stage]
             leave_out(self.diffusion_model, plan, stage)
         settle_weights(self.diffusion_model, device, watch.tick)
         self.nbytes = sum(p.numel() * p.element_size() for p in self.diffusion_model.parameters())  # once: every answer reports it

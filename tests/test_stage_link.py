@@ -1,0 +1,141 @@
+"""The link between stages over a transport that buffers nothing: whatever the order in which ranks get to run, no stage waits for ever, and
+every patch comes out once, in the order of submission, with what all stages made of it."""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+import pytest
+import torch
+from greenlet import getcurrent, greenlet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipemesh.parallel_runtime.comm import stages
+from pipemesh.parallel_runtime.comm.stages import CHUNK_BYTES, IN_FLIGHT, StageLink
+
+
+class Work:
+    def __init__(self):
+        self.done = False
+
+    def wait(self):
+        while not self.done:
+            getcurrent().parent.switch(self)
+
+
+class Network:
+    """A send is done when the other end has taken it, and not before. Called as torch.distributed, from a stage's greenlet."""
+
+    def __init__(self):
+        self._sends = defaultdict(deque)
+        self._receives = defaultdict(deque)
+
+    def isend(self, chunk, to):
+        return self._post(self._sends, (getcurrent().stage, to), chunk)
+
+    def irecv(self, chunk, sender):
+        return self._post(self._receives, (sender, getcurrent().stage), chunk)
+
+    def _post(self, queues, ends, chunk):
+        work = Work()
+        queues[ends].append((work, chunk))
+        while self._sends[ends] and self._receives[ends]:
+            (sent, source), (received, place) = self._sends[ends].popleft(), self._receives[ends].popleft()
+            place.copy_(source)
+            sent.done = received.done = True
+        return work
+
+
+class StageRun(greenlet):
+    """What a stage does with its link: for every patch one receive and one send. ``early``: the patches whose receive is posted while the
+    one before is computed."""
+
+    def __init__(self, pipeline, stage):
+        super().__init__(self._run)
+        self.stage = stage
+        self._pipeline = pipeline
+        last = len(pipeline.early) - 1
+        self.link = StageLink(stage - 1 if stage else None, stage + 1 if stage < last else None, on_host=True)
+
+    def _run(self):
+        pipeline, link = self._pipeline, self.link
+        for number, size in enumerate(pipeline.sizes):
+            self.parent.switch(Submitted(pipeline, number))
+            hidden = torch.full((size,), float(number))
+            if self.stage:
+                hidden = link.receive(number, size, torch.float32, torch.device("cpu"))
+            if self.stage and number + 1 in pipeline.early[self.stage] and Submitted(pipeline, number + 1).done:
+                link.expect(pipeline.sizes[number + 1] + 1, torch.float32, torch.device("cpu"))
+            hidden = hidden + 100 * (self.stage + 1)
+            if self.stage < len(pipeline.early) - 1:
+                link.send(number, hidden)
+            else:
+                pipeline.came_out.append(hidden)
+
+
+@dataclass
+class Submitted:
+    """Whether the UI has asked for a patch yet: it has ``window`` of them in flight at most."""
+
+    pipeline: "Pipeline"
+    number: int
+
+    @property
+    def done(self):
+        return self.number < min(len(self.pipeline.sizes), len(self.pipeline.came_out) + self.pipeline.window)
+
+
+class Pipeline:
+    def __init__(self, sizes, early, window):
+        self.sizes, self.early, self.window = sizes, early, window
+        self.came_out = []
+
+    def run(self, choose):
+        """Returns the stages. ``choose``: which of those that can go on does so."""
+        runs = [StageRun(self, stage) for stage in range(len(self.early))]
+        waits_for = {run: run.switch() for run in runs}
+        while going := [run for run in runs if not run.dead]:
+            ready = [run for run in going if waits_for[run].done]
+            assert ready, "every stage waits for another"
+            run = choose(ready)
+            waits_for[run] = run.switch()
+        return runs
+
+
+PIPELINES = st.integers(2, 4).flatmap(
+    lambda count: st.builds(
+        Pipeline,
+        sizes=st.lists(st.integers(0, 7), min_size=1, max_size=16),
+        early=st.lists(st.sets(st.integers(1, 15)), min_size=count, max_size=count),
+        window=st.integers(1, 9),
+    )
+)
+
+
+def over_a_network(pipeline, choose, chunk_bytes=CHUNK_BYTES):
+    network = Network()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages.dist, "isend", network.isend)
+        patch.setattr(stages.dist, "irecv", network.irecv)
+        patch.setattr(stages, "CHUNK_BYTES", chunk_bytes)
+        return pipeline.run(choose)
+
+
+@settings(deadline=None)
+@given(PIPELINES, st.randoms(use_true_random=False), st.sampled_from([4, 12, CHUNK_BYTES]))
+def test_no_stage_waits_for_ever_and_every_patch_comes_out_once_in_its_turn(pipeline, random, chunk_bytes):
+    runs = over_a_network(pipeline, random.choice, chunk_bytes)
+    added = 100 * sum(range(1, len(runs) + 1))
+    assert [hidden.tolist() for hidden in pipeline.came_out] == [[number + added] * size for number, size in enumerate(pipeline.sizes)]
+    for run in runs[:-1]:
+        assert run.link.sent_bytes == sum(4 * (size + 1) for size in pipeline.sizes)
+        assert len(run.link._sending) <= IN_FLIGHT
+
+
+@settings(deadline=None)
+@given(PIPELINES, st.randoms(use_true_random=False))
+def test_a_message_of_another_request_is_noticed(pipeline, random):
+    real = StageLink.send
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageLink, "send", lambda link, number, hidden: real(link, number + 1, hidden))
+        with pytest.raises(RuntimeError, match="out of step"):
+            over_a_network(pipeline, random.choice)
