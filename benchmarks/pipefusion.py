@@ -64,8 +64,8 @@ class Runs:
         self.stock = build_flux_patcher(config)
         self.in_turn = reference(build_flux_patcher(config), patches, WARM_UP)
         self.handle = self.client = None
+        self.own_cores, self.all_cores = os.sched_getaffinity(0), ranks.all_cores or os.sched_getaffinity(0)
         if ranks.rank == 0:
-            os.sched_setaffinity(0, ranks.all_cores or os.sched_getaffinity(0))  # as a UI is: the stages share the cores out
             self._connect(build_flux_patcher(config), patches, comfyui)
 
     def _connect(self, stock: Any, patches: int, comfyui: str) -> None:
@@ -80,7 +80,8 @@ class Runs:
         setup = HostSetup(comfyui=comfyui, comfy_args={"cpu": True})
         self.handle = PoolHandle(place(Layout(pipefusion=STAGES), "cpu", "gloo", ()), setup)
         self.client = Client(self.handle, shares_weights=False)
-        self.free = parallelize(stock, self.client, holds_ui_device=False, patching=Patching(patches, WARM_UP))
+        self.modes: list[str] = []
+        self.free = parallelize(stock, self.client, 0.0, Patching(patches, WARM_UP), self.modes.append)
         self.single = self.free.clone()
         self.single.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "bench", lambda executor, *args, **kwargs: executor(*args, **kwargs))
 
@@ -107,7 +108,10 @@ class Runs:
         """0 in the processes that have no pool."""
         if self.handle is None:
             return 0.0
+        os.sched_setaffinity(0, self.all_cores)  # as a UI is: the stages share the cores out
         seconds = self.seconds(getattr(self, mode))
+        os.sched_setaffinity(0, self.own_cores)
+        assert self.modes.pop().startswith(mode), "sampled in another mode"
         seen[mode].append(list(self.client.memory.figures.evaluations))
         return seconds
 
@@ -144,21 +148,15 @@ def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, co
 
 
 def figures_of(evaluations: Sequence[Any]) -> dict[str, float]:
-    """Of one run through the pool, its warm-up left out."""
+    """Of one run through the pool, its warm-up left out; of the stage that is idle most."""
     patched = [one for one in evaluations if one.part.patch is not None]
     spans = list(zip(*(one.spans for one in patched), strict=True))
-    occupancy = busy_shares([one.spans for one in patched])
     first = [one.part.patch[0] == 0 for one in patched]
-    gaps = [
-        max(0.0, after.came_in_s - before.ended_s)
-        for stage in spans
-        for (before, after), opens in zip(pairwise(stage), first[1:], strict=True)
-        if opens
-    ]
+    idle_s = [sum(max(0.0, after.came_in_s - before.ended_s) for before, after in pairwise(stage)) for stage in spans]
     by_evaluation = [list(group) for _, group in groupby(enumerate(patched), key=lambda item: sum(first[: item[0] + 1]))]
     return {
-        "occupancy": sum(occupancy) / len(occupancy),
-        "bubble_ms": 1e3 * median(gaps) if gaps else 0.0,
+        "occupancy": min(busy_shares([one.spans for one in patched])),
+        "bubble_ms": 1e3 * max(idle_s) / sum(first),
         "sent_bytes": median(sum(one.sent_bytes for _, one in group) for group in by_evaluation),
     }
 

@@ -304,7 +304,7 @@ class WorkerPool:
                 raise self._stalled(stalled)
         collected = [self._answers.pop(one, {}) for one in ([number] if number is not None and not failed else list(self._answers))]
         failures = {rank: answer for answers in reversed(collected) for rank, answer in answers.items() if isinstance(answer, Failed)}
-        if failures and (self._owed or not tolerate):
+        if failures and (self._owed or not tolerate or self._out_of_step(failures)):
             raise self._rejected(failures, lockstep)
         if cancelled or number in self._owed or (number is None and self._owed):
             raise RunCancelled("The run was cancelled.")
@@ -376,8 +376,7 @@ class WorkerPool:
         rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
         log.debug("rank %d: %s", rank, failure.trace)
         agree = len(failures) == self.size and self.placement.backend == "gloo"  # nccl may hold exchanges that only some have issued
-        out_of_step = self.stages > 1 and failure.kind == "error"  # a stage may have left a message in its link
-        warm = not self._owed and (agree or not (lockstep or out_of_step))
+        warm = not self._owed and not self._out_of_step(failures) and (agree or not lockstep)
         if failure.kind == "refused" and warm:
             return Refused(failure.text)
         if failure.kind == "memory":
@@ -394,6 +393,11 @@ class WorkerPool:
         if warm:
             return ModelError(f"{sentence.rstrip('.')}. Check what is connected to this node; the workers are ready for the next run.")
         return self._fail(f"{sentence.rstrip('.')}. Run again, a fresh pool will be started.", rank)
+
+    def _out_of_step(self, failures: dict[int, Failed]) -> bool:
+        """Whether a stage may have left a message in its link, where the next patch would find it."""
+        untouched = len(failures) == self.size and all(failure.link == "none" for failure in failures.values())
+        return not untouched and any(failure.link != "all" for failure in failures.values())
 
 
 def stop_if(interrupted: Callable[[], bool]) -> None:

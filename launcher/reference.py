@@ -5,7 +5,7 @@ A rank count occurs nowhere in it, so what a pipeline computes does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from comfy.patcher_extension import CallbacksMP
 
 from ..parallel_runtime.client.host_model import forward_binder, forward_patch, require_plan
 from ..parallel_runtime.client.patchwise import Patchwise, branch_of
+from ..parallel_runtime.client.timelines import Branch
 from ..parallel_runtime.methods.patches import PatchForward
 from ..parallel_runtime.patches import Patch
 
@@ -28,7 +29,10 @@ class InOneProcess:
     def begin_run(self) -> None:
         self.method.reset()
 
-    def submit(self, arguments: dict[str, Any], branch: Hashable, patch: Patch | None) -> torch.Tensor:
+    def forgot(self) -> bool:
+        return False
+
+    def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> torch.Tensor:
         return self._forward(**self.method.begin_patch(arguments, branch, patch))
 
     def collect(self, ticket: torch.Tensor) -> torch.Tensor:

@@ -81,10 +81,12 @@ def blocks_of_stages(text: str) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-def held_on(placement: Placement, device: str) -> float:
+def held_on(choice: Choice, device: str) -> float:
     """The part of a model's weights that ``device`` holds: an estimate for stages, whose blocks differ in size."""
-    stages = placement.layout.pipefusion
-    return min(stages, sum(one.name == device for one in placement.devices)) / stages
+    layout, stages = choice.placement.layout, choice.patching.stages if choice.patching else ()
+    sizes = stages or (1,) * layout.pipefusion
+    here = {layout.coordinates(rank)["pipefusion"] for rank, one in enumerate(choice.placement.devices) if one.name == device}
+    return sum(sizes[stage] for stage in here) / sum(sizes)
 
 
 class Runtime:
@@ -129,7 +131,7 @@ class Runtime:
             shares = whole and not placement.devices[0].is_gpu and not placement.other_hosts
             self._clients[placement] = Client(self._keeper.handle(placement), shares_weights=shares)
         client = self._clients[placement]
-        held = held_on(placement, str(comfy.model_management.get_torch_device()))
+        held = held_on(choice, str(comfy.model_management.get_torch_device()))
         return parallelize(model, client, held, choice.patching, partial(self._sampled, client))
 
     def _sampled(self, client: Client, mode: str) -> None:
@@ -153,12 +155,15 @@ class Runtime:
         return {"pools": [self._report(placement, client) for placement, client in clients if only is None or only.placement == placement]}
 
     def timeline(self, only: Choice | None = None) -> Image | None:
-        """A picture of the last run, of all pools or of ``only`` one's; None unless it was one in patches."""
+        """A picture of the last run, of all pools or of ``only`` one's. None unless it was one in patches, over gloo:
+        NCCL works beside the clock that ranks look at."""
         clients = [(placement, client) for placement, client in list(self._clients.items()) if only is None or only.placement == placement]
         ran = [(client.memory.figures, placement) for placement, client in clients if client.memory and client.memory.figures.evaluations]
         if not ran:
             return None
         figures, placement = max(ran, key=lambda run: run[0].began_s)
+        if placement.backend == "nccl":
+            return None
         names = [f"{rank} {device.name}" for rank, device in enumerate(placement.devices)]
         return timeline(names, list(figures.evaluations))
 
@@ -185,9 +190,9 @@ def _last_run(figures: RunFigures, backend: str) -> dict[str, Any] | None:
     evaluations = list(figures.evaluations)
     if not evaluations:
         return None
-    if evaluations[0].part is not None:
-        return _last_run_in_patches(figures.began_s, figures.mode, evaluations)
     timed = backend != "nccl"
+    if evaluations[0].part is not None:
+        return _last_run_in_patches(figures.began_s, figures.mode, evaluations, timed)
     step_s, exchange_s = sum(one.seconds for one in evaluations), sum(one.exchange_s for one in evaluations)
     return {
         "began": figures.began_s,
@@ -203,7 +208,7 @@ def _last_run(figures: RunFigures, backend: str) -> dict[str, Any] | None:
     }
 
 
-def _last_run_in_patches(began_s: float, mode: str, submitted: list[Evaluation]) -> dict[str, Any]:
+def _last_run_in_patches(began_s: float, mode: str, submitted: list[Evaluation], timed: bool) -> dict[str, Any]:
     """Of what was submitted: patches, which overlap, and whole evaluations. So the time of an evaluation is a mean over the run, and how
     much of it was exchange or the hop is not known: None."""
     patches = [one.part for one in submitted if one.part.patch is not None]
@@ -214,7 +219,7 @@ def _last_run_in_patches(began_s: float, mode: str, submitted: list[Evaluation])
     return {
         "began": began_s,
         "in_patches": {"mode": mode, "patches": max(by_branch.values(), default=0), "whole": whole},
-        "busy": busy_shares([one.spans for one in submitted if one.part.patch is not None]),
+        "busy": busy_shares([one.spans for one in submitted if one.part.patch is not None]) if timed else [],
         "evaluations": evaluations,
         "step_ms_mean": 1e3 * run_s / evaluations,
         "step_ms_p50": None,

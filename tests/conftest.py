@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,28 @@ def running_clients(setup):
     finally:
         for _client, handle in made.values():
             handle.close()
+
+
+@pytest.fixture(scope="module")
+def broken(setup, tmp_path_factory):
+    """(mutation, ulysses, ring, pipefusion) -> a Client of a running CPU pool of that layout whose ranks have it."""
+    from pipemesh.parallel_runtime.client.remote_model import Client
+
+    mutation_file = tmp_path_factory.mktemp("mutation") / "name"
+    argv = (sys.executable, str(ROOT / "tests" / "mutant_worker.py"), str(mutation_file), "{fd}", "{parent}")
+    made = {}
+
+    def client(mutation: str, *degrees: int) -> Client:
+        mutation_file.write_text(mutation)
+        if degrees in made and made[degrees].memory is not None:
+            for model in list(made[degrees].memory.patches):  # ranks break when they load
+                made[degrees].release(model)
+        pool = pools(*degrees)
+        made[degrees] = Client(pool._handle, pool._shares_weights)
+        return made[degrees]
+
+    with running_clients(replace(setup, argv=argv)) as pools:
+        yield client
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""A rank with one thing broken: ``mutant_worker.py MUTATION SOCKET_FD PARENT_PID``. Shows that the parity suite can go red."""
+"""A rank with one thing broken, whatever FILE names when a model is loaded: ``mutant_worker.py FILE SOCKET_FD PARENT_PID``.
+
+Shows that the parity suite can go red.
+"""
 
 import runpy
 import sys
@@ -123,11 +126,55 @@ def falls_over(_usp):
     pipefusion.StageForward.begin = begin
 
 
+def has_no_memory_left(_usp):
+    """The last stage runs out of it before it has taken what was sent to it."""
+    pipefusion, real = stage_module(), stage_module().StageForward.begin
+
+    def begin(self, arguments):
+        if self._stage.closes and self._patch is not None:
+            raise MemoryError("made")
+        return real(self, arguments)
+
+    pipefusion.StageForward.begin = begin
+
+
 def no_memory(_usp):
+    no_memory_on_ranks(range(99))
+
+
+def no_memory_on_rank_1(_usp):
+    no_memory_on_ranks([1])
+
+
+def no_memory_on_ranks(ranks):
     from pipemesh.parallel_runtime.wire.messages import Memory
     from pipemesh.parallel_runtime.worker import engine
 
-    engine.Engine._ask_memory = lambda self: Memory(0, 1 << 30, 0)
+    real = engine.Engine._ask_memory
+    engine.Engine._ask_memory = lambda self: Memory(0, 1 << 30, 0) if self._rank in ranks else real(self)
+
+
+def counts_what_it_keeps(_usp):
+    """Nothing is broken: a stage falls over if its keys and values are not what it reserved, or not of this run."""
+    from pipemesh.parallel_runtime.worker import engine
+
+    forward, reserve, run = stage_module().StageForward, engine.Engine.reserve, stage_module().StageForward.run
+    reserved = {}
+
+    def counted_reserve(self, nbytes):
+        method = self._models[self._model].method
+        reserved.setdefault(method._part.run, {})[method._part.branch] = nbytes
+        reserve(self, nbytes)
+
+    def counted_run(self, call, arguments, number, part):
+        out = run(self, call, arguments, number, part)
+        kept = {}
+        for (branch, _layer), buffer in self._buffers.items():
+            kept[branch] = kept.get(branch, 0) + buffer.numel() * buffer.element_size()
+        assert kept == reserved[part.run], (kept, reserved)
+        return out
+
+    engine.Engine.reserve, forward.run = counted_reserve, counted_run
 
 
 def rows_of_the_buffer(_usp):
@@ -188,14 +235,35 @@ def stage_module():
     return module
 
 
+def break_at_every_load(named_in):
+    """What was broken for the model before is whole again."""
+    from pipemesh.parallel_runtime.comm import ring
+    from pipemesh.parallel_runtime.methods import pipefusion, shards, usp
+    from pipemesh.parallel_runtime.worker import engine
+
+    real = engine.Engine._load
+
+    def load(self, message, segments):
+        for owner, was in whole:
+            for name in vars(owner).keys() - was.keys():
+                delattr(owner, name)
+            for name, value in was.items():
+                if vars(owner)[name] is not value:
+                    setattr(owner, name, value)
+        globals()[named_in.read_text()](usp)
+        real(self, message, segments)
+
+    engine.Engine._load = load
+    owners = (usp, shards, ring, pipefusion, usp.SequenceParallel, shards.Shards, shards.Joint, pipefusion.StageForward, engine.Engine)
+    whole = [(owner, dict(vars(owner))) for owner in owners]
+
+
 if __name__ == "__main__":
-    mutation = sys.argv.pop(1)
+    mutation_file = Path(sys.argv.pop(1))
     sys.path.insert(0, str(LAUNCHER))
     from package import register_package
 
     register_package(LAUNCHER.parent)
-    import pipemesh.parallel_runtime.methods.usp as usp_module
-
-    globals()[mutation](usp_module)
+    break_at_every_load(mutation_file)
     sys.argv[0] = str(LAUNCHER / "worker_main.py")
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from pipemesh.launcher.devices import Device, Placement
+from pipemesh.launcher.parity import BOUND, relative_error
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.layout import Layout
 
 from .fake_pools import fake_setup
-from .models import load, run
+from .models import conditioning, load, run
 
 STAGES = {"devices": "cpu", "ulysses": 1, "ring": 1, "backend": "auto", "pipefusion": 2}
 
@@ -66,9 +67,8 @@ def test_without_stages_patches_and_warm_up_mean_nothing(node):
     assert node.execute(**chosen).result[0].patching is None
 
 
-@pytest.fixture
-def runtime(setup):
-    """What runs say of themselves is in ``said``."""
+@pytest.fixture(scope="module")
+def one_runtime(setup):
     from pipemesh.nodes.runtime import Runtime
 
     said = []
@@ -76,6 +76,13 @@ def runtime(setup):
     runtime.said = said
     yield runtime
     runtime._keeper.close()
+
+
+@pytest.fixture
+def runtime(one_runtime):
+    """What runs say of themselves is in ``said``."""
+    one_runtime.said.clear()
+    return one_runtime
 
 
 def only_pool(runtime, choice=None):
@@ -95,7 +102,7 @@ def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_ta
     after = only_pool(runtime, three)
     assert after["last_run"]["in_patches"]["patches"] == 4
     assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before["ranks"]]
-    assert after["loads"] == before["loads"] == 1
+    assert after["loads"] == before["loads"]
     assert runtime.parallelize(again, None) is again
 
 
@@ -111,6 +118,35 @@ def test_every_run_says_how_it_is_sampled_and_the_last_one_is_kept(runtime, file
     assert only_pool(runtime)["last_run"]["in_patches"]["mode"] == modes[1]
 
 
+def test_weight_hooks_are_named_sampled_in_patches_all_the_same_and_stock_when_warm(runtime, files):
+    import comfy.hooks
+    import comfy.utils
+
+    def hooked():
+        hooks = comfy.hooks.create_hook_lora(comfy.utils.load_torch_file(files["lora"]), 0.8, 0.0)
+        return [[tensor, {**extras, "hooks": hooks}] for tensor, extras in conditioning(1, 13)]
+
+    model = load(files["flux"])
+    truth = run(model, positive=hooked(), cfg=2.0)
+    for warm_up, whole in ((100, None), (1, 2)):
+        ours = run(runtime.parallelize(model, runtime.choose(**STAGES, warm_up=warm_up)), positive=hooked(), cfg=2.0)
+        assert runtime.said.pop() == "PipeMesh samples in patches, single-timeline, because of hooks on the positive conditioning."
+        in_patches = only_pool(runtime)["last_run"]["in_patches"]
+        if whole is None:
+            assert relative_error(ours, truth) <= BOUND
+        else:
+            assert in_patches["whole"] == whole and in_patches["patches"] == 3
+
+
+def test_how_much_memory_ranks_have_free_is_the_same_all_through_a_run(runtime, files, monkeypatch):
+    parallel = runtime.parallelize(load(files["flux"]), runtime.choose(**STAGES))
+    run(parallel)
+    asked = []
+    monkeypatch.setattr(parallel.remote.client, "free_memory", lambda: asked.append(1) or 1 << 40)
+    run(parallel, cfg=2.0)
+    assert len(asked) == 1
+
+
 def test_weight_patches_reach_the_stages_that_hold_the_weights(runtime, files):
     """Stages share no memory for patched weights: each has blocks of its own."""
     from .models import with_lora
@@ -122,20 +158,23 @@ def test_weight_patches_reach_the_stages_that_hold_the_weights(runtime, files):
 
 
 @pytest.mark.parametrize(
-    ("layout", "names", "part"),
+    ("layout", "names", "stages", "part"),
     [
-        (Layout(ulysses=2), ("cuda:0", "cuda:1"), 1.0),
-        (Layout(ulysses=2), ("cuda:1", "cuda:0"), 1.0),
-        (Layout(ulysses=2), ("cuda:1", "cuda:2"), 0.0),
-        (Layout(ulysses=2), ("cuda:0", "cuda:0"), 1.0),
-        (Layout(pipefusion=4), ("cuda:1", "cuda:2", "cuda:3", "cuda:0"), 0.25),
-        (Layout(pipefusion=2), ("cuda:0", "cuda:0"), 1.0),
+        (Layout(ulysses=2), ("cuda:0", "cuda:1"), None, 1.0),
+        (Layout(ulysses=2), ("cuda:1", "cuda:0"), None, 1.0),
+        (Layout(ulysses=2), ("cuda:1", "cuda:2"), None, 0.0),
+        (Layout(ulysses=2), ("cuda:0", "cuda:0"), None, 1.0),
+        (Layout(pipefusion=4), ("cuda:1", "cuda:2", "cuda:3", "cuda:0"), (), 0.25),
+        (Layout(pipefusion=2), ("cuda:0", "cuda:0"), (), 1.0),
+        (Layout(pipefusion=2), ("cuda:0", "cuda:1"), (1, 4), 0.2),
+        (Layout(ulysses=2, pipefusion=2), ("cuda:1", "cuda:1", "cuda:0", "cuda:0"), (1, 4), 0.8),
     ],
 )
-def test_whichever_ranks_compute_on_the_uis_device_their_part_is_counted(layout, names, part):
-    from pipemesh.nodes.runtime import held_on
+def test_whichever_ranks_compute_on_the_uis_device_their_part_is_counted(layout, names, stages, part):
+    from pipemesh.nodes.runtime import Choice, held_on
 
-    assert held_on(Placement(layout=layout, devices=tuple(map(Device, names)), backend="gloo"), "cuda:0") == part
+    placement = Placement(layout=layout, devices=tuple(map(Device, names)), backend="gloo")
+    assert held_on(Choice(placement, None if stages is None else Patching(3, stages=stages)), "cuda:0") == part
 
 
 def test_the_host_counts_a_stages_part_of_the_weights_and_all_of_its_activations(files, client, requests):

@@ -8,6 +8,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from pipemesh.launcher.parity import BOUND, conditioning, relative_error
 from pipemesh.launcher.reference import InOneProcess
 from pipemesh.parallel_runtime.client import timelines
+from pipemesh.parallel_runtime.client.modes import one_by_one
 
 from .models import run
 from .patched import (
@@ -149,11 +150,12 @@ def test_an_exception_in_a_callback_unwinds_every_timeline_and_the_next_run_is_r
     assert set(ours.modes) == {FREE}
 
 
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
 @pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
-def test_an_engine_that_fails_abandons_what_is_in_flight_and_the_next_run_is_right(queue, wrap, monkeypatch):
+def test_an_engine_that_fails_abandons_what_is_in_flight_and_the_next_run_is_right(queue, wrap, cfg, monkeypatch):
     ours, engine = queue
     model = wrap(ours.model)
-    truth = run(model, size=SIZE, steps=4)
+    truth = run(model, size=SIZE, steps=4, cfg=cfg)
     submit, count = engine.submit, iter(range(99))
 
     def failing(*args):
@@ -161,10 +163,10 @@ def test_an_engine_that_fails_abandons_what_is_in_flight_and_the_next_run_is_rig
 
     monkeypatch.setattr(engine, "submit", failing)
     with pytest.raises(ZeroDivisionError):
-        run(model, size=SIZE, steps=4)
+        run(model, size=SIZE, steps=4, cfg=cfg)
     monkeypatch.undo()
-    assert not alive_timelines() and not engine.flying and len(engine.abandoned) == 1
-    assert torch.equal(run(model, size=SIZE, steps=4), truth)
+    assert not alive_timelines() and not waiting_conds() and not engine.flying and engine.abandoned
+    assert torch.equal(run(model, size=SIZE, steps=4, cfg=cfg), truth)
 
 
 TWO_PROMPTS = {"size": SIZE, "steps": 4, "cfg": 3.0, "negative": conditioning(2, 13)}
@@ -222,6 +224,26 @@ def with_object(model):
     return clone
 
 
+@pytest.mark.usefixtures("one_cond_at_a_time")
+def test_a_region_and_the_negative_that_the_host_makes_for_it_are_kept_apart(queue, monkeypatch):
+    """Which have one id."""
+    ours, engine = queue
+    whole = []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda args, branch, patch: whole.append(branch) or submit(args, branch, patch))
+    region = [[text, {**extras, "area": (6, 5, 2, 3)}] for text, extras in conditioning(3, 9)]
+    run(ours.model, **TWO_PROMPTS, positive=conditioning(1, 13) + region)
+    ids = {conds[0].split()[0] for conds in (branch.conds for branch in whole)}
+    assert len(set(whole)) == 4 and len(ids) == 3
+
+
+@pytest.mark.parametrize("name", ["hooks", "default"])
+def test_conds_with_weights_of_their_own_or_that_fill_gaps_go_one_by_one(name):
+    patcher = type("Patcher", (), {"object_patches": {}})
+    assert one_by_one(patcher, [[{name: object()}], [{}]], {}) and one_by_one(patcher, [None, [{}, {name: object()}]], {})
+    assert not one_by_one(patcher, [[{}], [{name: None}]], {})
+
+
 @pytest.mark.parametrize(
     "patch",
     [
@@ -240,22 +262,24 @@ def test_what_may_keep_something_from_cond_to_cond_sees_them_as_stock_does(queue
     assert engine.most == 3, "positive and negative in one batch"
 
 
-def test_a_cond_that_fails_leaves_none_of_the_others_waiting(queue, monkeypatch):
+@pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
+@pytest.mark.parametrize("at", [1, 4, 8])
+def test_a_cond_that_fails_leaves_none_of_the_others_waiting(queue, wrap, at, monkeypatch):
     ours, engine = queue
-    truth = run(together(ours.model), **TWO_PROMPTS)
+    truth = run(wrap(ours.model), **TWO_PROMPTS)
     asked = []
     real = ours.model.model.process_timestep  # asked once for every cond
 
     def failing(timestep, **kwargs):
         asked.append(timestep)
-        return fail() if len(asked) == 4 else real(timestep, **kwargs)
+        return fail() if len(asked) == at else real(timestep, **kwargs)
 
     monkeypatch.setattr(ours.model.model, "process_timestep", failing)
     with pytest.raises(ZeroDivisionError):
-        run(together(ours.model), **TWO_PROMPTS)
+        run(wrap(ours.model), **TWO_PROMPTS)
     monkeypatch.setattr(ours.model.model, "process_timestep", real)
-    assert len(asked) == 4 and not engine.flying and not waiting_conds()
-    assert torch.equal(run(together(ours.model), **TWO_PROMPTS), truth)
+    assert len(asked) == at and not engine.flying and not waiting_conds() and not alive_timelines()
+    assert torch.equal(run(wrap(ours.model), **TWO_PROMPTS), truth)
 
 
 def test_gradients_stay_off_for_every_timeline_and_are_as_before_afterwards(monkeypatch):

@@ -112,15 +112,15 @@ def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise:
         yield f"the guider {type(guider).__name__}"
     if noise.ndim not in (4, 5):
         yield f"packed latents of shape {tuple(noise.shape)}"
+    for side, conds in guider.conds.items():
+        for cond in conds or ():
+            yield from _of_cond(side, cond)
     yield from _of_model_options(model_options)
     for name, value in guider.model_patcher.object_patches.items():
         if name.startswith(PREFIX):
             continue  # below the waist
         if name not in OBJECT_PATCHES or not _qualified(type(value)).startswith(("comfy.", "comfy_extras.")):
             yield f"the object patch {name} ({patch_name(value)})"
-    for side, conds in guider.conds.items():
-        for cond in conds or ():
-            yield from _of_cond(side, cond)
 
 
 def _of_sampler(sampler: Any) -> Iterator[str]:

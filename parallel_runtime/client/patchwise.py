@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from greenlet import getcurrent
 
+from ..errors import PoolFailed
 from ..patches import Patch, TokenGrid
 from .modes import WRAPPER_KEY, one_by_one, why_single_timeline
-from .timelines import Asked, Cond, Engine, Timeline, free_run, in_flight_together
+from .timelines import Asked, Branch, Cond, Engine, Timeline, free_run, in_flight_together
 
 log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
@@ -37,7 +38,7 @@ class Patchwise:
         self._patches = patches
         self._warm_up = warm_up
         self._notice = notice
-        self._counts: Counter[Hashable] = Counter()
+        self._counts: Counter[Branch] = Counter()
 
     def attach(self, patcher: Any) -> None:
         """Its wrappers, to a clone of the MODEL."""
@@ -85,10 +86,10 @@ class Patchwise:
         by_index = dict(zip(present, outputs, strict=True))
         return [by_index[index] if index in by_index else torch.zeros_like(x) for index in range(len(conds))]
 
-    def evaluate(self, arguments: dict[str, Any], branch: tuple) -> torch.Tensor:
-        """One evaluation of the sampler, within a timeline or not."""
+    def evaluate(self, arguments: dict[str, Any], branch: tuple, weights: str = "") -> torch.Tensor:
+        """One evaluation of the sampler, within a timeline or not. ``weights``: the id of the weight patches it is computed under."""
         latent = next(iter(arguments.values()))
-        asked = (arguments, (*branch, tuple(latent.shape)))
+        asked = (arguments, Branch((*branch, tuple(latent.shape)), weights))
         cond = getcurrent()
         if isinstance(cond, Cond):
             return cond.evaluate(asked)
@@ -96,8 +97,13 @@ class Patchwise:
 
     def _evaluate(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
         timeline = getcurrent()
+        forgotten = self._engine.forgot()
         if isinstance(timeline, Timeline):
+            if forgotten:
+                raise PoolFailed("The workers lost what they keep of this run, its patches cannot go on: run again.")
             return timeline.evaluate(asked)
+        if forgotten:
+            self._counts.clear()  # warm again
         try:
             tickets = [[self._engine.submit(*one, patch) for patch in self._patches_of(*one)] for one in asked]
             outputs = [[self._engine.collect(ticket) for ticket in one] for one in tickets]
@@ -106,7 +112,7 @@ class Patchwise:
             raise
         return [sum(others, first) for first, *others in outputs]
 
-    def _patches_of(self, arguments: dict[str, Any], branch: Hashable) -> Sequence[Patch | None]:
+    def _patches_of(self, arguments: dict[str, Any], branch: Branch) -> Sequence[Patch | None]:
         """Of the next evaluation of ``branch``."""
         number = self._counts[branch]
         self._counts[branch] += 1
@@ -117,7 +123,11 @@ class Patchwise:
 
 
 def branch_of(transformer_options: dict[str, Any]) -> tuple:
-    """What tells the conds of a run apart, windows of a long video included: what is kept of one must not be seen by another."""
+    """What tells the conds of a run apart, windows of a long video included: what is kept of one must not be seen by another.
+
+    The host gives the negative that it makes for a region the region's own id.
+    """
     window = transformer_options.get("context_window")
     frames = tuple(window.index_list) if window is not None else ()
-    return (*(str(value) for value in transformer_options.get("uuids", ())), *frames)
+    conds = zip(transformer_options.get("uuids", ()), transformer_options.get("cond_or_uncond", ()), strict=False)
+    return (*(f"{cond} {side}" for cond, side in conds), *frames)

@@ -90,6 +90,7 @@ class PoolMemory:
         self.stages: dict[str, tuple[int, ...]] = {}  # model -> how many blocks each stage has of it; empty: as many each
         self.cold: set[str] = set()  # models that have computed nothing yet
         self.tickets: list[Ticket] = []  # submitted and not collected
+        self.parting: set[str] = set()  # models to be released when nothing is in flight
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
 
@@ -109,6 +110,7 @@ class Client:
         self._costs: dict[str, tuple[float, ...]] = {}  # model -> seconds of each of its blocks, once a pipeline has measured them
         self._balanced: dict[str, tuple[int, ...]] = {}  # model -> blocks of each stage by these costs
         self._stages: dict[str, tuple[int, ...]] = {}  # likewise, as they are to be
+        self._loads: Counter[str] = Counter()  # how often a model was loaded, by this pool or one before
 
     @property
     def memory(self) -> PoolMemory | None:
@@ -163,6 +165,14 @@ class Client:
     def free_memory(self) -> int | None:
         return min(memory.free for memory in self.memory.pool.memory) if self.memory else None
 
+    def loads_of(self, model: str) -> int:
+        return self._loads[model]
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether something was submitted and not collected."""
+        return self._memory is not None and bool(self._memory.tickets)
+
     def next_run(self) -> int:
         return next(self._runs)
 
@@ -214,6 +224,7 @@ class Client:
             request = Load(request=held.pool.next_request(), model=source.model, source=parcel.tree, stages=stages)
             held.pool.call(request, [parcel.segment.fd], interrupted)
             held.loads += 1
+            self._loads[source.model] += 1
         finally:
             parcel.segment.close()
 
@@ -270,12 +281,15 @@ class Client:
         return shared, Segment.create("patched", max(offset, 1))
 
     def release(self, model: str) -> None:
-        """Frees a model's weights in every rank; the checkpoint's pages stay in the page cache, so loading again is quick.
+        """Frees a model's weights in every rank, once nothing is in flight. The checkpoint's pages stay in the page cache.
 
         A cancel does not stop it: what the UI forgets, the ranks must not keep.
         """
         if self.holds(model):
             held = self.memory
+            if held.tickets:
+                held.parting.add(model)
+                return
             del held.patches[model]
             try:
                 held.pool.call(Release(request=held.pool.next_request(), model=model))
@@ -335,7 +349,7 @@ class Client:
 
         Raises PoolFailed.
         """
-        held = self.memory
+        held = self._memory if self.in_flight else self.memory
         if held is None:
             raise PoolFailed("The pool was lost in the middle of a run: run again, a fresh one will be started.")
         began = time.perf_counter()
@@ -368,6 +382,7 @@ class Client:
         output = decode_tree(written.output, lambda ref: held.pool.arena.segment.tensor(ref).to(ticket.device, copy=True))
         held.tickets.remove(ticket)
         ticket.frame.release()
+        self._part(held)
         self._learn(ticket.model, replies)
         held.figures.evaluations.append(measured(ticket.began, replies, ticket.part))
         return output
@@ -408,6 +423,11 @@ class Client:
             for ticket in held.tickets:
                 ticket.frame.release()
             held.tickets.clear()
+            self._part(held)
+
+    def _part(self, held: PoolMemory) -> None:
+        while held.parting and not held.tickets:
+            self.release(held.parting.pop())
 
 
 @dataclass(frozen=True, eq=False)

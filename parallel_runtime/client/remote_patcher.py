@@ -62,6 +62,7 @@ class Remote:
         self.holds_ui_device = holds_ui_device  # the part of the weights that ranks on the UI's own device hold
         self.sampling = sampling  # in patches, where the pool is a pipeline
         self.stages = stages  # how many blocks each has, where the user says so
+        self.free: int | None = None  # the ranks' memory when the run began
 
 
 class RemotePatcher(ModelPatcher):
@@ -92,9 +93,9 @@ class RemotePatcher(ModelPatcher):
         return super().memory_required(input_shape) / (self.ranks if self.remote.sampling is None else 1)
 
     def get_free_memory(self, device: torch.device) -> int:
-        """Asked for when the host decides whether cond and uncond fit one batch: the ranks' memory decides, not the UI's."""
-        free = self.remote.client.free_memory()
-        return super().get_free_memory(device) if free is None else free
+        """Asked for when the host decides whether cond and uncond fit one batch: the ranks' memory at the begin of the run decides, not the
+        UI's. Batches that changed within a run would be other branches to a pipeline."""
+        return super().get_free_memory(device) if self.remote.free is None else self.remote.free
 
     def _share(self) -> int:
         whole = sum(p.numel() * p.element_size() for p in self.model.diffusion_model.parameters())
@@ -159,6 +160,7 @@ class RemotePatcher(ModelPatcher):
             raise
         self.remote.client.begin_run()
         self._share_out()
+        self.remote.free = self.remote.client.free_memory()
         if self.remote.sampling is not None:
             self.remote.sampling.begin_run()
         super().pre_run()
@@ -200,9 +202,10 @@ class RemotePatcher(ModelPatcher):
         options = arguments.get("transformer_options", {})
         branch = branch_of(options)
         arguments = {**arguments, "transformer_options": plain_options(options)}
-        self._bring_up()
+        if not self.remote.client.in_flight:  # else nothing has changed but that the pool may be lost, which those in flight tell of
+            self._bring_up()
         if self.remote.sampling is not None:
-            return self.remote.sampling.evaluate(arguments, (self.patches_id, *branch))
+            return self.remote.sampling.evaluate(arguments, branch, self.patches_id)
         return self.remote.client.forward(self.remote.source.model, self.patches_id, arguments, branch, interrupted)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,17 @@ from ..errors import ModelError
 from ..patches import Patch, TokenGrid
 
 Callback = Callable[[int, torch.Tensor, torch.Tensor, int], Any]
-Asked = tuple[dict[str, Any], Hashable]  # the arguments of an evaluation and its branch
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Which cond an evaluation is of. ``weights``, the id of the weight patches it is computed under, may change in mid-run, by hooks."""
+
+    conds: tuple[Hashable, ...]
+    weights: str = field(default="", compare=False)
+
+
+Asked = tuple[dict[str, Any], Branch]  # the arguments of an evaluation and its branch
 
 
 class Engine(Protocol):
@@ -30,7 +40,10 @@ class Engine(Protocol):
     def begin_run(self) -> None:
         """What it keeps of the run before is void."""
 
-    def submit(self, arguments: dict[str, Any], branch: Hashable, patch: Patch | None) -> Any:
+    def forgot(self) -> bool:
+        """Whether what it kept of this run is gone. Then the run begins anew as far as it is concerned."""
+
+    def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> Any:
         """Starts one patch of an evaluation, or all of it (exact, and what later patches see of their neighbours). Returns a ticket."""
 
     def collect(self, ticket: Any) -> torch.Tensor:
@@ -58,7 +71,7 @@ class Result:
 class Call:
     """One evaluation that a timeline waits for; ``number`` counts those of its branch."""
 
-    branch: Hashable
+    branch: Branch
     number: int
     arguments: dict[str, Any]
     result: Result | None = None
@@ -91,7 +104,7 @@ class Timeline(greenlet):
         self.gr_context = contextvars.copy_context()  # the host's progress reads a context variable
         self.random = RandomState(device)
         self.output: torch.Tensor | None = None
-        self._counts: Counter[Hashable] = Counter()
+        self._counts: Counter[Branch] = Counter()
 
     def evaluate(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
         """To be called within it: leaves it until all outputs are there."""
@@ -156,8 +169,8 @@ class FreeRun:
         self._pixels = [grid.pixels(patch).to(device) for patch in self._patches]
         self._timelines: list[Timeline] = []
         self._waiting: deque[tuple[int, list[Call]]] = deque()
-        self._gathering: dict[tuple[Hashable, int], list[Call]] = {}
-        self._seen: dict[Hashable, torch.Tensor] = {}  # branch -> the latent, each patch's pixels as last submitted
+        self._gathering: dict[tuple[Branch, int], list[Call]] = {}
+        self._seen: dict[Branch, torch.Tensor] = {}  # branch -> the latent, each patch's pixels as last submitted
 
     @torch.no_grad()  # samplers switch gradients off and on again for the whole thread, so off they stay until the last one is done
     def run(self, sampler: Callable[[Callback | None, bool], torch.Tensor], callback: Callback | None) -> torch.Tensor:

@@ -42,7 +42,7 @@ class Blocks:
     the order in which a block returns them, where it is not that of ``tokens``.
 
     ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules of a block whose attention looks at
-    something every rank has whole (cross-attention).
+    something every rank has whole (cross-attention). ``second``: of a block that has one, the attention over the plan's ``alone`` streams.
     """
 
     path: str
@@ -52,6 +52,7 @@ class Blocks:
     positional: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()
+    second: str = ""
 
     def __post_init__(self) -> None:
         if not self.returns:

@@ -9,7 +9,9 @@ SD3 = TokenPlan(
     family="sd3",
     models=("comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",),
     streams=("context", "x"),
-    blocks=(Blocks(path="joint_blocks", tokens={"context": ("context",), "x": ("x",)}, positional=("context", "x")),),
+    blocks=(
+        Blocks(path="joint_blocks", tokens={"context": ("context",), "x": ("x",)}, positional=("context", "x"), second="x_block.attn2"),
+    ),
     leave=Leave(path="final_layer", stream="x"),
     alone=("x",),
     control={"output": "x"},

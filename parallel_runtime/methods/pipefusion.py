@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from ..comm.exchange import Stopped
 from ..comm.sequence import SequenceComm
 from ..comm.stages import StageLink
-from ..errors import ModelError
+from ..errors import ModelError, Refused
 from ..families.plan import Blocks, TokenPlan
 from ..layout import Split
 from ..patches import Patch
@@ -68,6 +68,10 @@ def blocks_of(model: nn.Module, plan: TokenPlan) -> Iterator[tuple[nn.ModuleList
             yield container, place, group
 
 
+def has(block: nn.Module, path: str) -> bool:
+    return bool(path) and any(name == path for name, _ in block.named_modules())
+
+
 def leave_out(model: nn.Module, plan: TokenPlan, stage: Stage) -> None:
     """Puts stubs in place of the blocks that are not the stage's; their weights are gone."""
     for index, (container, place, group) in enumerate(blocks_of(model, plan)):
@@ -89,11 +93,14 @@ class StageForward(SequenceParallel):
         self._watch = watch
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}  # (branch, layer) -> (2, B, h, L, D), kept from run to run
         self._filled: set[int] = set()  # branches with a whole evaluation in this run
+        self._first = False  # whether this is one
+        own = [(container[place], group) for index, (container, place, group) in enumerate(blocks_of(model, plan)) if stage.owns(index)]
+        self._second_layers = sum(has(block, group.second) for block, group in own)
         self._layer = 0
         self._counts: dict[Part | None, tuple[int, torch.dtype, torch.device]] = {}  # what came in of each part of this run
         self._number, self._part, self._patch = 0, Part(0, 0), None
         self._hidden: tuple[int, torch.dtype, torch.device] | None = None  # of the patch that is here
-        self._to_send = False
+        self._to_take, self._to_send = False, False
         self.block_s: dict[int, float] = {}
         for index, (container, place, group) in enumerate(blocks_of(model, plan)):
             block = container[place]
@@ -113,14 +120,14 @@ class StageForward(SequenceParallel):
         Raises Stopped. The next stage gets its message in any case, unless not even the own blocks were reached.
         """
         if part.run != self._part.run:
-            self._filled.clear()
-            self._counts.clear()
+            self.forget()
         self._number, self._part, self._patch = number, part, Patch(*part.patch) if part.patch else None
-        self._layer, self._hidden, self._to_send = 0, None, not self._stage.closes
+        self._layer, self._hidden, self._to_take, self._to_send = 0, None, not self._stage.opens, not self._stage.closes
         self.block_s = {}
+        self._first = part.branch not in self._filled
         if self._patch is None:
             self._filled.add(part.branch)
-        elif part.branch not in self._filled:
+        elif self._first:
             raise ModelError("A patch came before the first evaluation of its branch: run again.")
         self._link.begin()
         try:
@@ -131,7 +138,22 @@ class StageForward(SequenceParallel):
             if self._to_send and self._hidden is not None:
                 count, dtype, device = self._hidden
                 self._link.send(number, torch.zeros(count, dtype=dtype, device=device))
+                self._to_send = False
             raise
+
+    def forget(self) -> None:
+        """What is kept of a run is void, and its memory free for another's."""
+        self._filled.clear()
+        self._counts.clear()
+        self._buffers.clear()
+
+    @property
+    def link(self) -> str:
+        """Of the messages of the patch at hand, which have gone through: none, some or all."""
+        if not (self._to_take or self._to_send):
+            return "all"
+        taken, sent = not (self._to_take or self._stage.opens), not (self._to_send or self._stage.closes)
+        return "some" if taken or sent else "none"
 
     # -- from stage to stage -----------------------------------------------------------------------------------------
 
@@ -139,6 +161,7 @@ class StageForward(SequenceParallel):
         sizes = [t.numel() for t in tokens]
         of = (sum(sizes), tokens[0].dtype, tokens[0].device)
         hidden = self._link.receive(self._number, *of)
+        self._to_take = False
         self._counts[self._part] = of
         self._expect_next()
         return [part.view(t.shape) for part, t in zip(hidden.split(sizes), tokens, strict=True)]
@@ -190,6 +213,8 @@ class StageForward(SequenceParallel):
         own = heads.sizes[self._comm.ulysses.rank]
         rows = self._rows.once(joint, ("rows",), lambda: joint.rank_major().to(q_BhgD.device))
         layer, self._layer = self._layer, self._layer + 1
+        if layer == 0 and self._first:
+            self._reserve(q_BhgD, joint.whole)
         if not own:
             return q_BhgD
         buffer = self._buffer(layer, q_BhgD, joint.whole)
@@ -204,11 +229,30 @@ class StageForward(SequenceParallel):
         shape = (2, *like.shape[:2], tokens, like.shape[3])
         buffer = self._buffers.get((self._part.branch, layer))
         if buffer is None or buffer.shape != shape or buffer.dtype != like.dtype:
-            if layer == 0:
-                blocks = self._stage.end - self._stage.first
-                self._watch.reserve(blocks * prod(shape) * like.element_size())
+            if self._patch is not None:
+                raise ModelError(f"A patch attends over {tokens} tokens, which its first evaluation did not: set pipefusion to 1.")
             buffer = self._buffers[self._part.branch, layer] = like.new_empty(shape)
         return buffer
+
+    def _reserve(self, like: torch.Tensor, tokens: int) -> None:
+        """Before a branch's first attention; all ranks of the stage must call it.
+
+        Raises Refused where this rank has no room for the keys and values of all layers, Stopped where another one has none.
+        """
+        alone = self._second_layers * sum(self._rows.totals[stream] for stream in self._plan.alone)
+        rows = self._stage.size * tokens + alone
+        refusal = None
+        try:
+            self._watch.reserve(2 * like.shape[0] * like.shape[1] * rows * like.shape[3] * like.element_size())
+        except Refused as error:
+            refusal = error
+        group, nothing = self._comm.ulysses, like.new_empty(0)
+        if group.size > 1:
+            _, flag = group.all_to_all([[nothing]] * group.size, [(0,)] * group.size, like.new_full((1,), float(refusal is not None)))
+            if refusal is None and bool(flag):
+                raise Stopped
+        if refusal is not None:
+            raise refusal
 
     def _own_queries(self, mask: torch.Tensor, rows: torch.Tensor, heads: Split, tokens: int) -> torch.Tensor:
         """The rows of a host mask ((L, L), (B, L, L), (B, 1 or H, 1 or L, L)) whose queries are here, for the own heads."""

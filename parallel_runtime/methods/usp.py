@@ -31,6 +31,7 @@ class SequenceParallel(TokenHooks):
     """
 
     _rows: Shards | None
+    link = "all"  # no message waits for a later evaluation
 
     def __init__(self, model: nn.Module, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None):
         super().__init__(model, plan, self._entering_block)

@@ -146,12 +146,15 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """``link``: of the messages that a stage takes and sends for every patch, whether none, all or only some have gone through."""
+
     request: int
     kind: Literal["memory", "refused", "error"]
     phase: str
     text: str
     trace: str
     memory: Memory
+    link: Literal["none", "some", "all"] = "all"
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):

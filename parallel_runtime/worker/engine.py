@@ -119,6 +119,7 @@ class Engine:
                 text=f"{type(error).__name__}: {error}" if kind == "error" else str(error),
                 trace=traceback.format_exc(),
                 memory=self.memory(),
+                link=self._models[message.model].method.link if isinstance(message, Forward) and message.model in self._models else "all",
             )
 
     def _do(self, message: Request, segments: list[Segment]) -> Done:
@@ -254,7 +255,9 @@ class Engine:
     def _ask_memory(self) -> Memory:
         held = sum(model.nbytes for model in self._models.values())
         if self._device.type == "cuda":
-            return Memory(*torch.cuda.mem_get_info(self._device), held)
+            free, total = torch.cuda.mem_get_info(self._device)
+            cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            return Memory(free + cached, total, held)
         return Memory(*host_memory(), held)
 
 
