@@ -21,6 +21,7 @@ from .lockstep import timed
 RANKS = 2
 COLD_STARTS = 5
 FILE = {"hidden": 2048, "double_blocks": 2, "single_blocks": 16}  # 4.9 GiB in fp32, small for a released model
+CASES = ("plain", "lora")
 DISK_BYTES, MEMORY_BYTES = 6 << 30, 16 << 30
 MIB = 1 << 20
 
@@ -102,6 +103,6 @@ def bench(options: Options) -> Iterator[Figure]:
         lora = write_lora(Path(folder, "lora.safetensors"), flux)
         stock = comfy.sd.load_diffusion_model(str(flux))
         patched, _ = comfy.sd.load_lora_for_models(stock, None, comfy.utils.load_torch_file(str(lora)), 1.0, 0.0)
-        for case, model in (("plain", stock), ("lora", patched)):
-            one, two = (loads.memory(ranks, model) for ranks in (1, RANKS))
+        for case in CASES:
+            one, two = (loads.memory(ranks, patched if case == "lora" else stock) for ranks in (1, RANKS))
             yield from memory_figures(case, one, two)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+ALL = "PIPEMESH_TEST_ALL" in os.environ  # else what takes long is a cover of what it is by command
 COMFYUI = json.loads(os.environ.get("PIPEMESH_HOST", "{}")).get("comfyui", "")
 
 sys.path.insert(0, str(ROOT / "launcher"))

@@ -12,8 +12,9 @@ from pipemesh.parallel_runtime.layout import Layout
 CASE = Case("flux", "ulysses2", "odd", 5, 1.0, False, "euler")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(setup):
+    """One pool for all of these: each leaves it fit for the next."""
     handle = PoolHandle(place(Layout(ulysses=2), "cpu", "gloo", ()), setup)
     yield Client(handle, shares_weights=True)
     handle.close()

@@ -1,6 +1,5 @@
 """PipeFusion through real pools: what the stages compute is what one process computes, whatever their number."""
 
-import os
 from functools import cache
 
 import pytest
@@ -12,14 +11,13 @@ from pipemesh.nodes.runtime import _last_run
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 
-from .conftest import running_clients
+from .conftest import ALL, running_clients
 from .models import with_references
 from .patched import together
 
 ALL_WARM = 9999
 HEADS = 5  # and as many blocks at least: enough for four stages, uneven ones too
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)]  # degrees of pipefusion and ulysses
-ALL = "PIPEMESH_TEST_ALL" in os.environ
 PIPELINES = [  # every family in two stages, those of up to four ranks in turn; all of them where the environment asks for it
     pytest.param(family, layout, id="{}-pipefusion{}-ulysses{}".format(family, *layout))
     for place, layout in enumerate(LAYOUTS)
