@@ -15,6 +15,7 @@ from comfy.patcher_extension import CallbacksMP
 from ..parallel_runtime.client.host_model import forward_binder, forward_patch, require_plan
 from ..parallel_runtime.client.patchwise import Patchwise, branch_of
 from ..parallel_runtime.client.timelines import Branch
+from ..parallel_runtime.families.plan import TokenPlan
 from ..parallel_runtime.methods.patches import PatchForward
 from ..parallel_runtime.patches import Patch
 
@@ -22,8 +23,8 @@ from ..parallel_runtime.patches import Patch
 class InOneProcess:
     """An engine that computes at once."""
 
-    def __init__(self, model: torch.nn.Module, forward: Callable[..., torch.Tensor]):
-        self.method = PatchForward(model, require_plan(model))
+    def __init__(self, model: torch.nn.Module, plan: TokenPlan, forward: Callable[..., torch.Tensor]):
+        self.method = PatchForward(model, plan)
         self._forward = forward
 
     def begin_run(self) -> None:
@@ -46,8 +47,9 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
     """A clone that samples in patches. The model object is its own from now on: nothing else may sample with it."""
     model = patcher.model.diffusion_model
     name = forward_patch(model)
-    engine = InOneProcess(model, getattr(model, name.rpartition(".")[2]))
-    sampling = Patchwise(engine, model.patch_size, patches, warm_up, notice)
+    plan = require_plan(model)
+    engine = InOneProcess(model, plan, getattr(model, name.rpartition(".")[2]))
+    sampling = Patchwise(engine, model.patch_size, plan, patches, warm_up, notice)
     bind = forward_binder(model, name)
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -55,12 +56,17 @@ class TokenGrid:
     def lines(self) -> int:
         return prod(self.counts[:-1])
 
-    def cut(self, patches: int) -> tuple[Patch, ...]:
-        """``patches`` of them, the first ones a line longer; fewer where there are fewer lines."""
-        split = Split.even(self.lines, min(self.lines, patches))
-        width = self.counts[-1]
-        lines = zip(split.starts, split.sizes, strict=True)
-        return tuple(Patch(start * width, size * width, start + size == self.lines) for start, size in lines)
+    def cut(self, patches: int, ahead: int = 0) -> tuple[Patch, ...]:
+        """``patches`` of them, fewer where there are fewer lines, as even as whole lines go.
+
+        ``ahead``: tokens that are computed with the first one, which has so many fewer: every stage waits for the longest patch.
+        """
+        count, width = min(self.lines, patches), self.counts[-1]
+        extra = round(ahead / width)
+        first = max(1, -(-(self.lines + extra) // count) - extra)
+        sizes = (first, *(Split.even(self.lines - first, count - 1).sizes if count > 1 else ()))
+        starts = accumulate(sizes, initial=0)
+        return tuple(Patch(start * width, size * width, start + size == self.lines) for start, size in zip(starts, sizes, strict=False))
 
     def pixels(self, patch: Patch) -> torch.Tensor:
         """(..., H, 1), boolean: the latent's rows that are the patch's."""

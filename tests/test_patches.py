@@ -112,24 +112,28 @@ GRIDS = st.builds(
 
 
 @settings(deadline=None)
-@given(grid=GRIDS, patches=st.integers(1, 12))
-def test_patches_are_whole_lines_one_after_another_and_none_is_empty(grid, patches):
-    made, width = grid.cut(patches), grid.counts[-1]
+@given(grid=GRIDS, patches=st.integers(1, 12), ahead=st.integers(0, 60))
+def test_patches_are_whole_lines_one_after_another_none_is_empty_and_none_is_waited_for(grid, patches, ahead):
+    """``ahead``: tokens of text that are computed with the first one."""
+    made, width = grid.cut(patches, ahead), grid.counts[-1]
     assert made[0].start == 0 and made[0].first and [patch.last for patch in made] == [False] * (len(made) - 1) + [True]
     assert all(after.start == before.start + before.size for before, after in pairwise(made))
     assert sum(patch.size for patch in made) == grid.tokens
     assert all(patch.size and patch.size % width == 0 for patch in made)
-    assert max(patch.size for patch in made) - min(patch.size for patch in made) <= width
+    extra = round(ahead / width)
+    most = max(-(-(grid.lines + extra) // len(made)), 1 + extra)
+    assert [made[0].size // width + extra <= most, *(patch.size // width <= most for patch in made[1:])] == [True] * len(made)
+    assert len({patch.size for patch in made[1:]}) <= 2
     assert len(made) == min(grid.lines, patches)
 
 
 @settings(deadline=None)
-@given(grid=GRIDS, patches=st.integers(1, 12))
-def test_every_pixel_is_of_the_patch_that_has_its_token(grid, patches):
+@given(grid=GRIDS, patches=st.integers(1, 12), ahead=st.integers(0, 60))
+def test_every_pixel_is_of_the_patch_that_has_its_token(grid, patches, ahead):
     tokens = torch.arange(grid.tokens).view(grid.counts)
     for dim, edge in enumerate(grid.edges):
         tokens = tokens.repeat_interleave(edge, dim)
     tokens = tokens[tuple(slice(size) for size in grid.extent)]
-    for patch in grid.cut(patches):
+    for patch in grid.cut(patches, ahead):
         own = (tokens >= patch.start) & (tokens < patch.start + patch.size)
         assert torch.equal(grid.pixels(patch).expand(grid.extent), own)

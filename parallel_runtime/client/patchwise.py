@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from comfy.patcher_extension import WrappersMP
 from greenlet import getcurrent
 
 from ..errors import PoolFailed
+from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid
 from .modes import WRAPPER_KEY, one_by_one, why_single_timeline
 from .timelines import Asked, Branch, Cond, Engine, Timeline, free_run, in_flight_together
@@ -27,14 +28,24 @@ FREE_RUNNING = "free-running"
 
 
 class Patchwise:
-    """Of one MODEL; ``patch_size`` its transformer's, ``patches`` and ``warm_up`` what the user asked for.
+    """Of one MODEL; ``patch_size`` and ``plan`` its transformer's, ``patches`` and ``warm_up`` what the user asked for.
 
     ``notice`` is told the mode of every run, with what keeps the patches together if something does.
     """
 
-    def __init__(self, engine: Engine, patch_size: Any, patches: int, warm_up: int, notice: Callable[[str], None] = log.info):
+    def __init__(
+        self,
+        engine: Engine,
+        patch_size: Any,
+        plan: TokenPlan,
+        patches: int,
+        warm_up: int,
+        notice: Callable[[str], None] = log.info,
+    ):
         self._engine = engine
         self._patch_size = patch_size
+        self._text_is_a_stream = len(plan.streams) > 1
+        self._text = 0  # tokens that go with the first patch in this run
         self._patches = patches
         self._warm_up = warm_up
         self._notice = notice
@@ -59,6 +70,7 @@ class Patchwise:
         self, executor, guider, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
     ):
         """A SAMPLER_SAMPLE wrapper."""
+        self._text = text_tokens(guider.conds) if self._text_is_a_stream else 0
         reason = why_single_timeline(executor.class_obj, guider, extra_args["model_options"], noise)
         if reason is not None:
             self._notice(f"single-timeline, because of {reason}")
@@ -69,8 +81,8 @@ class Patchwise:
             quiet = disable_pbar or not first
             return executor(guider, sigmas, dict(extra_args), own_callback, noise, latent_image, denoise_mask, quiet)
 
-        grid = self._grid(noise.shape)
-        return free_run(sampler, self._engine, grid, self._patches, self._warm_up, callback, noise.device)
+        grid, patches = self._cut(noise.shape)
+        return free_run(sampler, self._engine, grid, patches, self._warm_up, callback, noise.device)
 
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper."""
@@ -116,10 +128,17 @@ class Patchwise:
         """Of the next evaluation of ``branch``."""
         number = self._counts[branch]
         self._counts[branch] += 1
-        return (None,) if number < self._warm_up else self._grid(next(iter(arguments.values())).shape).cut(self._patches)
+        return (None,) if number < self._warm_up else self._cut(next(iter(arguments.values())).shape)[1]
 
-    def _grid(self, shape: torch.Size) -> TokenGrid:
-        return TokenGrid.of(shape, self._patch_size)
+    def _cut(self, shape: torch.Size) -> tuple[TokenGrid, tuple[Patch, ...]]:
+        grid = TokenGrid.of(shape, self._patch_size)
+        return grid, grid.cut(self._patches, self._text)
+
+
+def text_tokens(conds: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> int:
+    """Of the longest prompt."""
+    texts = [cond.get("model_conds", {}).get("c_crossattn") for side in conds.values() for cond in side or ()]
+    return max((text.cond.shape[1] for text in texts if text is not None), default=0)
 
 
 def branch_of(transformer_options: dict[str, Any]) -> tuple:

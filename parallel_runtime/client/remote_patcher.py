@@ -236,7 +236,7 @@ def parallelize(
     ``notice`` is told how each run is sampled.
     Raises Refused for a model without a token plan, ModelError for a checkpoint that is gone.
     """
-    require_plan(patcher.model.diffusion_model)
+    plan = require_plan(patcher.model.diffusion_model)
     if isinstance(patcher, RemotePatcher) and patcher.remote.client is client and patching is None:
         return patcher
     source = client.use(patcher.model, lambda: describe_source(patcher))
@@ -244,7 +244,7 @@ def parallelize(
     sampling = None
     if patching is not None:
         pipeline = Pipeline(client, source.model)
-        sampling = Patchwise(pipeline, patcher.model.diffusion_model.patch_size, patching.patches, patching.warm_up, notice)
+        sampling = Patchwise(pipeline, patcher.model.diffusion_model.patch_size, plan, patching.patches, patching.warm_up, notice)
     remote = Remote(client, source, holds_ui_device, sampling, patching.stages if patching else ())
     made = remote_clone(patcher, remote)
     Patchwise.detach(made)

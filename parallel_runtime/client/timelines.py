@@ -147,12 +147,12 @@ def free_run(
     sampler: Callable[[Callback | None, bool], torch.Tensor],
     engine: Engine,
     grid: TokenGrid,
-    patches: int,
+    patches: Sequence[Patch],
     warm_up: int,
     callback: Callback | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """The samples, each patch's pixels from its own timeline.
+    """The samples, each patch's pixels from its own timeline. ``patches``: all of the ``grid``.
 
     ``sampler`` takes its callback and whether it is the first, and runs to its end. ``warm_up``: as many first evaluations of every branch
     are whole. ``callback`` sees every step once, when the last patch has come to it.
@@ -161,11 +161,11 @@ def free_run(
 
 
 class FreeRun:
-    def __init__(self, engine: Engine, grid: TokenGrid, patches: int, warm_up: int, device: torch.device):
+    def __init__(self, engine: Engine, grid: TokenGrid, patches: Sequence[Patch], warm_up: int, device: torch.device):
         self._engine = engine
         self._warm_up = warm_up
         self._device = device
-        self._patches = grid.cut(patches)
+        self._patches = patches
         self._pixels = [grid.pixels(patch).to(device) for patch in self._patches]
         self._timelines: list[Timeline] = []
         self._waiting: deque[tuple[int, list[Call]]] = deque()
