@@ -168,7 +168,7 @@ def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pi
     (model, client), of = broken_pipeline("dear_first_blocks"), case()
     first = sample(model, of)
     held, name = client.memory.pool.memory, model.remote.source.model
-    costs = client._costs[name]
+    costs = client._costs_of(name)
     assert min(costs[:2]) > sum(costs[2:])
     again = sample(model, of)
     assert client.memory.loads == 2 and sum(client.memory.stages[name]) == len(costs) and client.memory.stages[name][0] == 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from statistics import median
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -88,7 +89,6 @@ class PoolMemory:
         self.patches: dict[str, str] = {}  # resident model -> patches id, least recently used first
         self.figures = RunFigures()
         self.stages: dict[str, tuple[int, ...]] = {}  # model -> how many blocks each stage has of it; empty: as many each
-        self.cold: set[str] = set()  # models that have computed nothing yet
         self.tickets: list[Ticket] = []  # submitted and not collected
         self.parting: set[str] = set()  # models to be released when nothing is in flight
         self.loads = 0  # models that every rank has loaded, over the pool's life
@@ -107,7 +107,7 @@ class Client:
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
         self._abandoned: list[str] = []
         self._runs = count(1)
-        self._costs: dict[str, tuple[float, ...]] = {}  # model -> seconds of each of its blocks, once a pipeline has measured them
+        self._seconds: defaultdict[str, defaultdict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))  # by block and patch
         self._balanced: dict[str, tuple[int, ...]] = {}  # model -> blocks of each stage by these costs
         self._stages: dict[str, tuple[int, ...]] = {}  # likewise, as they are to be
         self._loads: Counter[str] = Counter()  # how often a model was loaded, by this pool or one before
@@ -220,7 +220,6 @@ class Client:
         parcel = Parcel(tree if source.factory else state())
         try:
             stages = held.stages[source.model] = self._stages.get(source.model, ())
-            held.cold.add(source.model)
             request = Load(request=held.pool.next_request(), model=source.model, source=parcel.tree, stages=stages)
             held.pool.call(request, [parcel.segment.fd], interrupted)
             held.loads += 1
@@ -383,17 +382,23 @@ class Client:
         held.tickets.remove(ticket)
         ticket.frame.release()
         self._part(held)
-        self._learn(ticket.model, replies)
+        self._learn(ticket.model, ticket.part, replies)
         held.figures.evaluations.append(measured(ticket.began, replies, ticket.part))
         return output
 
-    def _learn(self, model: str, replies: list[Done]) -> None:
-        """What blocks cost, from evaluations that all tokens go through; not from the first one, in which weights come from the disk."""
-        seconds = {block: taken for reply in replies for block, taken in reply.block_s.items()}
-        if seconds and model in self._memory.cold:
-            self._memory.cold.remove(model)
-        elif seconds:
-            self._costs[model] = tuple(taken for _, taken in sorted(seconds.items()))
+    def _learn(self, model: str, part: Part, replies: list[Done]) -> None:
+        """What each block takes for each patch, until stages are cut by it."""
+        if model not in self._balanced:
+            for reply in replies:
+                for block, seconds in reply.block_s.items():
+                    self._seconds[model][block, part.branch, part.patch].append(seconds)
+
+    def _costs_of(self, model: str) -> list[float]:
+        """Of every block in order: what all patches of an evaluation take in it. Medians, since a rank may lose its core now and then."""
+        costs: defaultdict[int, float] = defaultdict(float)
+        for (block, *_patch), seconds in self._seconds[model].items():
+            costs[block] += median(seconds)
+        return [cost for _, cost in sorted(costs.items())]
 
     def share_out(self, model: str, asked: tuple[int, ...]) -> None:
         """Between runs: how many blocks each stage has from now on; where nothing is ``asked``, by what they were measured to cost.
@@ -406,9 +411,11 @@ class Client:
             self.release(model)
 
     def _balance(self, model: str) -> tuple[int, ...]:
-        """By the first measurement, and by that alone: stages that followed every one would be loaded again and again. Empty before it, and
-        where as many blocks each are as good."""
-        held, costs = self.memory, self._costs.get(model)
+        """By what the first run measured, and by that alone: stages that followed every run would be loaded again and again.
+
+        Empty before it, and where as many blocks each are as good.
+        """
+        held, costs = self.memory, self._costs_of(model)
         if held is not None and costs and model not in self._balanced:
             even, best = (share_out(of, held.pool.stages) for of in ([1.0] * len(costs), costs))
             worth_it = slowest(costs, best) < WORTH_IT * slowest(costs, even)

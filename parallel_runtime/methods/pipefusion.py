@@ -10,6 +10,7 @@ Legend: B batch, H heads, h heads of one rank, L all tokens, g tokens of the pat
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -27,6 +28,8 @@ from ..stages import Stage
 from ..wire.messages import Part
 from .shards import Joint, Shards
 from .usp import SequenceParallel
+
+CLOCKED = 5  # evaluations of each patch
 
 
 class Watch(Protocol):
@@ -94,6 +97,7 @@ class StageForward(SequenceParallel):
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}  # (branch, layer) -> (2, B, h, L, D), kept from run to run
         self._filled: set[int] = set()  # branches with a whole evaluation in this run
         self._first = False  # whether this is one
+        self._clocked: Counter[Part] = Counter()  # how often the blocks' time was taken for each patch of this run
         own = [(container[place], group) for index, (container, place, group) in enumerate(blocks_of(model, plan)) if stage.owns(index)]
         self._second_layers = sum(has(block, group.second) for block, group in own)
         self._layer = 0
@@ -124,6 +128,7 @@ class StageForward(SequenceParallel):
         self._number, self._part, self._patch = number, part, Patch(*part.patch) if part.patch else None
         self._layer, self._hidden, self._to_take, self._to_send = 0, None, not self._stage.opens, not self._stage.closes
         self.block_s = {}
+        self._clocked[part] += 1
         self._first = part.branch not in self._filled
         if self._patch is None:
             self._filled.add(part.branch)
@@ -145,6 +150,7 @@ class StageForward(SequenceParallel):
         """What is kept of a run is void, and its memory free for another's."""
         self._filled.clear()
         self._counts.clear()
+        self._clocked.clear()
         self._buffers.clear()
 
     @property
@@ -190,8 +196,8 @@ class StageForward(SequenceParallel):
         self._on_progress()
 
     def _clock(self, block: int) -> None:
-        """Called before and after an own block; where all tokens go through it."""
-        if self._patch is None:
+        """Called before and after an own block. Of the first few evaluations: on CUDA it waits for the device."""
+        if self._patch is not None and self._clocked[self._part] <= CLOCKED:
             if self._hidden is not None and self._hidden[2].type == "cuda":
                 torch.cuda.synchronize()
             now = time.perf_counter()

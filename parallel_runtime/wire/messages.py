@@ -129,7 +129,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """``output`` is a tree, of the rank that has it; ``needs_bytes`` > 0 asks for a Fetch into a place of that size.
 
-    ``block_s``: seconds that each block of a pipeline's stage took, where all tokens went through it.
+    ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were taken.
     ``compute_s``: since ``began_s`` (of the host's monotonic clock), ``exchange_s`` of them spent waiting for other ranks' messages.
     """
 
