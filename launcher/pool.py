@@ -304,8 +304,9 @@ class WorkerPool:
                 raise self._stalled(stalled)
         collected = [self._answers.pop(one, {}) for one in ([number] if number is not None and not failed else list(self._answers))]
         failures = {rank: answer for answers in reversed(collected) for rank, answer in answers.items() if isinstance(answer, Failed)}
-        if failures and (self._owed or not tolerate or self._out_of_step(failures)):
-            raise self._rejected(failures, lockstep)
+        uneven = any(map(self._out_of_step, collected))
+        if failures and (self._owed or not tolerate or uneven):
+            raise self._rejected(failures, lockstep, uneven)
         if cancelled or number in self._owed or (number is None and self._owed):
             raise RunCancelled("The run was cancelled.")
         return [answer for _, answer in sorted(collected[0].items())] if collected else []
@@ -371,12 +372,12 @@ class WorkerPool:
             rank,
         )
 
-    def _rejected(self, failures: dict[int, Failed], lockstep: bool) -> PipeMeshError:
+    def _rejected(self, failures: dict[int, Failed], lockstep: bool, uneven: bool) -> PipeMeshError:
         """If the ranks agree on where they are the pool goes on: all answered, and in lockstep all failed. Else it is torn down."""
         rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
         log.debug("rank %d: %s", rank, failure.trace)
         agree = len(failures) == self.size and self.placement.backend == "gloo"  # nccl may hold exchanges that only some have issued
-        warm = not self._owed and not self._out_of_step(failures) and (agree or not lockstep)
+        warm = not self._owed and not uneven and (agree or not lockstep)
         if failure.kind == "refused" and warm:
             return Refused(failure.text)
         if failure.kind == "memory":
@@ -394,10 +395,10 @@ class WorkerPool:
             return ModelError(f"{sentence.rstrip('.')}. Check what is connected to this node; the workers are ready for the next run.")
         return self._fail(f"{sentence.rstrip('.')}. Run again, a fresh pool will be started.", rank)
 
-    def _out_of_step(self, failures: dict[int, Failed]) -> bool:
-        """Whether a stage may have left a message in its link, where the next patch would find it."""
-        untouched = len(failures) == self.size and all(failure.link == "none" for failure in failures.values())
-        return not untouched and any(failure.link != "all" for failure in failures.values())
+    def _out_of_step(self, answers: dict[int, Done | Failed]) -> bool:
+        """Whether, in one request, a stage may have left a message in its link, where the next patch would find it."""
+        links = {answer.link if isinstance(answer, Failed) else "all" for answer in answers.values()}
+        return not (links <= {"all"} or (links == {"none"} and len(answers) == self.size))
 
 
 def stop_if(interrupted: Callable[[], bool]) -> None:

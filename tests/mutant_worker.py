@@ -114,28 +114,44 @@ def dear_first_blocks(_usp):
     pipefusion.StageForward._attended = attended
 
 
-def falls_over(_usp):
+def falls_over(_usp, error=ZeroDivisionError):
     """The last stage fails before it has taken what was sent to it."""
     pipefusion, real = stage_module(), stage_module().StageForward.begin
 
     def begin(self, arguments):
         if self._stage.closes and self._patch is not None:
-            raise ZeroDivisionError("made")
+            raise error("made")
         return real(self, arguments)
 
     pipefusion.StageForward.begin = begin
 
 
-def has_no_memory_left(_usp):
-    """The last stage runs out of it before it has taken what was sent to it."""
-    pipefusion, real = stage_module(), stage_module().StageForward.begin
+def has_no_memory_left(usp):
+    falls_over(usp, MemoryError)
 
-    def begin(self, arguments):
-        if self._stage.closes and self._patch is not None:
+
+def cannot_read_its_input(_usp):
+    """The last stage, of the second patch."""
+    from pipemesh.parallel_runtime.worker import engine
+
+    real = engine.Engine._input
+    patches = set()
+
+    def input_(self, ref):
+        part = self._part_at_hand
+        if part is not None and part.patch is not None:
+            patches.add(part.patch)
+        if self._rank == 1 and len(patches) == 2:
             raise MemoryError("made")
-        return real(self, arguments)
+        return real(self, ref)
 
-    pipefusion.StageForward.begin = begin
+    forward = engine.Engine._forward
+
+    def noted_forward(self, message):
+        self._part_at_hand = message.part
+        return forward(self, message)
+
+    engine.Engine._input, engine.Engine._forward = input_, noted_forward
 
 
 def no_memory(_usp):

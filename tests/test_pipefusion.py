@@ -274,6 +274,7 @@ def broken_pipeline(broken, truths):
     ("mutation", "words"),
     [
         ("falls_over", "failed while computing: ZeroDivisionError: made"),
+        ("cannot_read_its_input", r"ran out of memory while computing .*"),
         ("has_no_memory_left", r"ran out of memory while computing .*: use more ranks, a smaller image or batch, or free memory"),
     ],
 )

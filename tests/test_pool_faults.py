@@ -142,7 +142,21 @@ def test_ranks_killed_at_start_and_while_loading_are_named_and_the_next_run_is_r
 def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_is_right(handle, parallel, truth):
     assert is_right(parallel, truth)
     pool = handle.live()
-    killer = Once(lambda: in_forward(pool, 1), lambda: kill(pool, 1))
+    process = psutil.Process(pool.pids[1])
+
+    def held_in_forward():
+        """Looked at again while it stands still: it may have come out in the meantime."""
+        if not in_forward(pool, 1):
+            return False
+        process.suspend()
+        while process.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+        if in_forward(pool, 1):
+            return True
+        process.resume()
+        return False
+
+    killer = Once(held_in_forward, process.kill)
     with pytest.raises(PoolFailed, match=KILLED.format("computing")):
         picture(parallel, (192, 192))
     killer.join()

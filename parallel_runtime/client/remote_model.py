@@ -406,6 +406,8 @@ class Client:
         A model that is cut otherwise is released, and loaded again, from the page cache, when it is next used.
         """
         self._stages[model] = asked or self._balance(model)
+        if asked:
+            self._seconds.pop(model, None)  # nobody will ask for them
         held = self.memory
         if held is not None and self.holds(model) and held.stages.get(model) != self._stages[model]:
             self.release(model)

@@ -104,7 +104,7 @@ class StageForward(SequenceParallel):
         self._counts: dict[Part | None, tuple[int, torch.dtype, torch.device]] = {}  # what came in of each part of this run
         self._number, self._part, self._patch = 0, Part(0, 0), None
         self._hidden: tuple[int, torch.dtype, torch.device] | None = None  # of the patch that is here
-        self._to_take, self._to_send = False, False
+        self._to_take, self._to_send, self._armed_for = False, False, 0
         self.block_s: dict[int, float] = {}
         for index, (container, place, group) in enumerate(blocks_of(model, plan)):
             block = container[place]
@@ -126,7 +126,7 @@ class StageForward(SequenceParallel):
         if part.run != self._part.run:
             self.forget()
         self._number, self._part, self._patch = number, part, Patch(*part.patch) if part.patch else None
-        self._layer, self._hidden, self._to_take, self._to_send = 0, None, not self._stage.opens, not self._stage.closes
+        self._layer, self._hidden = 0, None
         self.block_s = {}
         self._clocked[part] += 1
         self._first = part.branch not in self._filled
@@ -145,6 +145,16 @@ class StageForward(SequenceParallel):
                 self._link.send(number, torch.zeros(count, dtype=dtype, device=device))
                 self._to_send = False
             raise
+
+    def arm(self, part: Part | None) -> None:
+        """An evaluation is asked for: no message has gone through yet. To be called before all that may fail.
+
+        Raises ModelError after a patch of the same run whose messages did not go through: they are still in the link.
+        """
+        if part.run == self._armed_for and (self._to_take or self._to_send):
+            raise ModelError("A patch before this one failed on its way through the stages: run again.")
+        self._armed_for = part.run
+        self._to_take, self._to_send = not self._stage.opens, not self._stage.closes
 
     def forget(self) -> None:
         """What is kept of a run is void, and its memory free for another's."""

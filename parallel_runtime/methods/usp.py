@@ -38,6 +38,12 @@ class SequenceParallel(TokenHooks):
         self._comm = comm
         self._on_progress = on_progress
 
+    def arm(self, part: Any) -> None:
+        """An evaluation is asked for: no message has gone through yet."""
+
+    def forget(self) -> None:
+        """What is kept of a run is void: here nothing is."""
+
     def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
         self._comm.begin()
         return super().begin(arguments)

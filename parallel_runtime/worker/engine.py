@@ -77,8 +77,13 @@ class Engine:
         return message.part if isinstance(message, Forward) and message.model == self._model else None
 
     def reserve(self, nbytes: int) -> None:
-        """Raises Refused where this rank's device has not so much free."""
+        """Raises Refused where this rank's device has not so much free, even without what other models keep of their last run."""
         free = self.memory().free
+        if nbytes > free:
+            for name, model in self._models.items():
+                if name != self._model:
+                    model.method.forget()
+            free = self.memory().free
         if nbytes > free:
             raise Refused(
                 f"Rank {self._rank} needs {mib(nbytes)} for the keys and values of its blocks and {mib(free)} are free: "
@@ -119,8 +124,14 @@ class Engine:
                 text=f"{type(error).__name__}: {error}" if kind == "error" else str(error),
                 trace=traceback.format_exc(),
                 memory=self.memory(),
-                link=self._models[message.model].method.link if isinstance(message, Forward) and message.model in self._models else "all",
+                link=self._link_of(message),
             )
+
+    def _link_of(self, message: Request) -> str:
+        """Which of the messages of a pipeline went through: none, some or all."""
+        if not isinstance(message, Forward):
+            return "all"
+        return self._models[message.model].method.link if message.model in self._models else "none"
 
     def _do(self, message: Request, segments: list[Segment]) -> Done:
         if isinstance(message, Forward):
@@ -174,9 +185,10 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _forward(self, message: Forward) -> Done:
-        self._arena.follow(message.arena_bytes)
         model = self._models[message.model]
         self._model = message.model
+        model.method.arm(message.part)
+        self._arena.follow(message.arena_bytes)
         if model.patches_id != message.patches_id:
             raise Refused(f"Rank {self._rank} holds weight patches {model.patches_id!r}, the run wants {message.patches_id!r}: run again.")
         began = time.perf_counter()
