@@ -151,13 +151,12 @@ class Runtime:
 
     def report(self, only: Choice | None = None) -> dict[str, Any]:
         """Plain data about every pool, or about ``only`` one: state, ranks, resident models, the last run's figures."""
-        clients = list(self._clients.items())  # asked for by the server's thread while another runs a graph
-        return {"pools": [self._report(placement, client) for placement, client in clients if only is None or only.placement == placement]}
+        return {"pools": [self._report(placement, client) for placement, client in self._clients_of(only)]}
 
     def timeline(self, only: Choice | None = None) -> Image | None:
         """A picture of the last run, of all pools or of ``only`` one's. None unless it was one in patches, over gloo:
         NCCL works beside the clock that ranks look at."""
-        clients = [(placement, client) for placement, client in list(self._clients.items()) if only is None or only.placement == placement]
+        clients = self._clients_of(only)
         ran = [(client.memory.figures, placement) for placement, client in clients if client.memory and client.memory.figures.evaluations]
         if not ran:
             return None
@@ -166,6 +165,10 @@ class Runtime:
             return None
         names = [f"{rank} {device.name}" for rank, device in enumerate(placement.devices)]
         return timeline(names, list(figures.evaluations))
+
+    def _clients_of(self, only: Choice | None) -> list[tuple[Placement, Client]]:
+        clients = list(self._clients.items())  # asked for by the server's thread while another runs a graph
+        return [(placement, client) for placement, client in clients if only is None or only.placement == placement]
 
     def _report(self, placement: Placement, client: Client) -> dict[str, Any]:
         handle = self._keeper.handle(placement)

@@ -19,6 +19,7 @@ from pipemesh.launcher.host import Host
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.sequence import SequenceComm
 
+from .conftest import ALL
 from .models import evaluate
 
 SECONDS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)
@@ -200,10 +201,11 @@ def test_the_load_bench_runs(monkeypatch):
     """With a tiny file: its figures say nothing, but all of them come."""
     monkeypatch.setattr(load, "FILE", {"hidden": 128, "double_blocks": 1, "single_blocks": 1})
     monkeypatch.setattr(load, "COLD_STARTS", 1)
-    monkeypatch.setattr(load, "CASES", ("lora",))
+    if not ALL:
+        monkeypatch.setattr(load, "CASES", ("lora",))
     monkeypatch.setattr(load, "require_room", lambda folder: None)
     figures = {(figure.case, figure.metric) for figure in load.bench(Options(host=host(), rounds=1))}
-    assert {("2_ranks", "cold_start_s"), ("lora", "rss_ratio")} <= figures
+    assert {("2_ranks", "cold_start_s"), *((case, "rss_ratio") for case in load.CASES)} <= figures
 
 
 def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_the_formula(monkeypatch, tmp_path):
@@ -225,9 +227,11 @@ def test_the_hop_bench_runs(monkeypatch):
 
 def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
     monkeypatch.setattr(sp, "EFFICIENCY", {192: 0.88})
-    monkeypatch.setattr(sp, "METHODS", {"ring2": sp.METHODS["ring2"]})
+    if not ALL:
+        monkeypatch.setattr(sp, "METHODS", {"ring2": sp.METHODS["ring2"]})
+    cases = ["ulysses2_192", "ring2_192"] if ALL else ["ring2_192"]
     figures = list(sp.bench(Options(host=host(), rounds=1)))
-    assert {figure.case for figure in figures if figure.metric == "efficiency"} == {"ring2_192"}
+    assert {figure.case for figure in figures if figure.metric == "efficiency"} == set(cases)
     counted = [figure for figure in figures if figure.metric == "bytes_per_step"]
-    assert [figure.case for figure in counted] == ["ring2_192", "2x2_1024"]
+    assert [figure.case for figure in counted] == [*cases, "2x2_1024"]
     assert all(figure.met for figure in counted)

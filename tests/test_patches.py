@@ -120,6 +120,8 @@ def test_patches_are_whole_lines_one_after_another_none_is_empty_and_none_is_wai
     assert all(after.start == before.start + before.size for before, after in pairwise(made))
     assert sum(patch.size for patch in made) == grid.tokens
     assert all(patch.size and patch.size % width == 0 for patch in made)
+    if not ahead:
+        assert max(patch.size for patch in made) - min(patch.size for patch in made) <= width
     extra = round(ahead / width)
     most = max(-(-(grid.lines + extra) // len(made)), 1 + extra)
     assert [made[0].size // width + extra <= most, *(patch.size // width <= most for patch in made[1:])] == [True] * len(made)

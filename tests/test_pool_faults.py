@@ -149,8 +149,7 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_is_right(handl
         if not in_forward(pool, 1):
             return False
         process.suspend()
-        while process.status() != psutil.STATUS_STOPPED:
-            time.sleep(0.001)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         if in_forward(pool, 1):
             return True
         process.resume()

@@ -91,6 +91,7 @@ def only_pool(runtime, choice=None):
 
 
 def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_takes_them(runtime, files):
+    had = sum(pool["loads"] for pool in runtime.report()["pools"])
     model = load(files["flux"])
     three, four = (runtime.choose(**STAGES, patches=patches) for patches in (3, 4))
     parallel = runtime.parallelize(model, three)
@@ -102,7 +103,7 @@ def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_ta
     after = only_pool(runtime, three)
     assert after["last_run"]["in_patches"]["patches"] == 4
     assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before["ranks"]]
-    assert after["loads"] == before["loads"]
+    assert after["loads"] == before["loads"] == had + 1
     assert runtime.parallelize(again, None) is again
 
 

@@ -96,12 +96,9 @@ def one_by_one(patcher: Any, conds: Sequence[Sequence[Mapping[str, Any]] | None]
     """Whether something between the batch of conds and the transformer may keep a state, or another one's weights, from cond to cond."""
     options = model_options.get("transformer_options", {})
     hooked = any(cond.get(name) for conds_of_one in conds if conds_of_one for cond in conds_of_one for name in ("hooks", "default"))
-    wrapped = any(
-        key != WRAPPER_KEY and wrappers
-        for kind in (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
-        for key, wrappers in options.get("wrappers", {}).get(kind, {}).items()
-    )
-    told = any(options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values())
+    around = (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+    wrapped = any(kind in around for kind, _ in _foreign_wrappers(options))
+    told = any(_told_of_every_evaluation(options))
     replaced = any(not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches)
     return hooked or wrapped or told or replaced or "model_function_wrapper" in model_options
 
@@ -137,17 +134,26 @@ def _of_model_options(model_options: Mapping[str, Any]) -> Iterator[str]:
         if name not in MODEL_OPTIONS and value:
             yield _named(name, value)
     options = model_options.get("transformer_options", {})
-    for kind, by_key in options.get("wrappers", {}).items():
-        for key, wrappers in by_key.items():
-            for wrapper in wrappers:
-                if key != WRAPPER_KEY:
-                    yield f"the {kind} wrapper {patch_name(wrapper)}"
-    for callbacks in options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values():
-        for callback in callbacks:  # called at every evaluation
-            yield f"the {CallbacksMP.ON_PREPARE_STATE} callback {patch_name(callback)}"
+    for kind, wrapper in _foreign_wrappers(options):
+        yield f"the {kind} wrapper {patch_name(wrapper)}"
+    for callback in _told_of_every_evaluation(options):
+        yield f"the {CallbacksMP.ON_PREPARE_STATE} callback {patch_name(callback)}"
     for name, value in options.items():
         if name not in ("wrappers", "callbacks") and not is_plain(value):
             yield _named(name, value)
+
+
+def _foreign_wrappers(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(kind, wrapper) of all but our own."""
+    for kind, by_key in options.get("wrappers", {}).items():
+        for key, wrappers in by_key.items():
+            if key != WRAPPER_KEY:
+                yield from ((kind, wrapper) for wrapper in wrappers)
+
+
+def _told_of_every_evaluation(options: Mapping[str, Any]) -> Iterator[Any]:
+    for callbacks in options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values():
+        yield from callbacks
 
 
 def _of_cond(side: str, cond: Mapping[str, Any]) -> Iterator[str]:

@@ -417,8 +417,8 @@ class Client:
 
         Empty before it, and where as many blocks each are as good.
         """
-        held, costs = self.memory, self._costs_of(model)
-        if held is not None and costs and model not in self._balanced:
+        held = self.memory
+        if model not in self._balanced and held is not None and (costs := self._costs_of(model)):
             even, best = (share_out(of, held.pool.stages) for of in ([1.0] * len(costs), costs))
             worth_it = slowest(costs, best) < WORTH_IT * slowest(costs, even)
             self._balanced[model] = tuple(stage.size for stage in best) if worth_it else ()

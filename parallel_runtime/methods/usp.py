@@ -32,6 +32,7 @@ class SequenceParallel(TokenHooks):
 
     _rows: Shards | None
     link = "all"  # no message waits for a later evaluation
+    block_s: Mapping[int, float] = {}  # blocks are not timed
 
     def __init__(self, model: nn.Module, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None):
         super().__init__(model, plan, self._entering_block)

@@ -204,7 +204,7 @@ class Engine:
             compute_s=time.perf_counter() - began,
             exchange_s=self._seat.seconds,
             sent_bytes=self._seat.sent_bytes,
-            block_s=model.method.block_s if message.part is not None else {},
+            block_s=model.method.block_s,
         )
 
     def _receive(self, arguments: bytes) -> None:
