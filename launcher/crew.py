@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ..parallel_runtime.wire.messages import FromRank, Meeting, Start
 from ..parallel_runtime.wire.segment import Segment
 from ..parallel_runtime.wire.tree import encode_tree
 from .devices import Device, Placement
+from .fork_server import ForkServer
 from .supervisor import Command, Supervisor
 
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # hangs are judged by progress counters; a collective's own clock would end slow, healthy runs
@@ -37,7 +39,7 @@ log = logging.getLogger("pipemesh")
 
 @dataclass(frozen=True, kw_only=True)
 class HostSetup:
-    """What a rank must know of this ComfyUI to compute as it does. ``argv``: how a rank is started (tests put fakes here).
+    """What a rank must know of this ComfyUI to compute as it does. ``argv``: how a rank is started (tests put fakes here), by ``start``.
 
     ``rendezvous`` (HOST:PORT, torchrun's) and ``secret`` are for pools over several hosts; ``lost_s``: silence after which one is lost.
     """
@@ -49,6 +51,7 @@ class HostSetup:
     secret: str = field(default="", repr=False)
     lost_s: float = 5.0
     argv: tuple[str, ...] = (sys.executable, str(Path(__file__).with_name("worker_main.py")), "{fd}", "{parent}")
+    start: Callable[[Command], Any] = field(default_factory=lambda: ForkServer(tuple(KEEP_MEMORY)).start)
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ class Crew:
                 ours, other = socket.socketpair()
                 theirs.append(other)
                 self.channels[rank] = Channel(ours, FromRank)
-            self._supervisor = Supervisor([self._command(rank, sock, net) for rank, sock in zip(self.ranks, theirs, strict=True)])
+            commands = [self._command(rank, sock, net) for rank, sock in zip(self.ranks, theirs, strict=True)]
+            self._supervisor = Supervisor(commands, self._setup.start)
             self._supervisor.start()
             for rank, channel in self.channels.items():
                 channel.send(self._first_word(rank, arena.nbytes, net), [arena.fd, store])

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 LOG_LINES = 12
 LINE_CHARS = 2000
@@ -29,15 +29,28 @@ class Command:
     env: dict[str, str]
     fd: int
 
+    def line(self, fd: int | str, parent: int) -> list[str]:
+        return [part.replace("{fd}", str(fd)).replace("{parent}", str(parent)) for part in self.argv]
+
+
+def process_of_its_own(command: Command) -> subprocess.Popen:
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    argv = command.line(command.fd, os.getpid())
+    return subprocess.Popen(argv, env=command.env, pass_fds=(command.fd,), bufsize=0, **streams)
+
 
 class Supervisor:
-    """Starts every rank, keeps their last log lines, reaps them. The thread ends when the last rank has."""
+    """Starts every rank, keeps their last log lines, reaps them. The thread ends when the last rank has.
 
-    def __init__(self, commands: Sequence[Command]):
+    ``start`` gives a ``subprocess.Popen``, or what does as one.
+    """
+
+    def __init__(self, commands: Sequence[Command], start: Callable[[Command], Any] = process_of_its_own):
         self._commands = commands
+        self._start = start
         self._tails = [deque(maxlen=LOG_LINES) for _ in commands]
         self._partial = ["" for _ in commands]
-        self._processes: list[subprocess.Popen] = []
+        self._processes: list[Any] = []
         self._started = threading.Event()
         self._start_error: OSError | None = None
         self._exits = [threading.Event() for _ in commands]
@@ -71,16 +84,14 @@ class Supervisor:
                 grace_s = 0
         for process, exit_event in zip(self._processes, self._exits, strict=False):
             if not exit_event.is_set():
-                process.send_signal(signal.SIGKILL)
+                process.kill()
         self._thread.join()
 
     def _run(self) -> None:
         selector = selectors.DefaultSelector()
         try:
             for rank, command in enumerate(self._commands):
-                argv = [part.replace("{fd}", str(command.fd)).replace("{parent}", str(os.getpid())) for part in command.argv]
-                streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-                process = subprocess.Popen(argv, env=command.env, pass_fds=(command.fd,), bufsize=0, **streams)
+                process = self._start(command)
                 self._processes.append(process)
                 selector.register(process.stdout, selectors.EVENT_READ, rank)
         except OSError as error:

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from pipemesh.launcher.devices import Placement, place
 from pipemesh.launcher.pool import HostSetup, WorkerPool
+from pipemesh.launcher.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import Forward, Load, Patch, Release
@@ -26,7 +27,7 @@ MAKE = {
 
 
 def fake_setup(*rules: str, stall_s: float = DEADLINE_S) -> HostSetup:
-    return HostSetup(comfyui="", stall_s=stall_s, argv=(sys.executable, FAKE, "{fd}", "{parent}", *rules))
+    return HostSetup(comfyui="", stall_s=stall_s, argv=(sys.executable, FAKE, "{fd}", "{parent}", *rules), start=process_of_its_own)
 
 
 def cpus(ranks: int) -> Placement:

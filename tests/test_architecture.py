@@ -40,7 +40,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "launcher/tiny.py",
 )
 BEFORE_THE_HOST = ("launcher/__init__.py", "launcher/__main__.py", "launcher/host.py", "launcher/install.py", "launcher/package.py")
-SCRIPTS = ("launcher/worker_main.py",)  # started by path, so they cannot import relatively
+SCRIPTS = ("launcher/fork_server_main.py", "launcher/worker_main.py")  # started by path, so they cannot import relatively
 RUNTIME = "parallel_runtime"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 100

@@ -216,9 +216,11 @@ from package import register_package
 register_package(root)
 from pipemesh.launcher.devices import place
 from pipemesh.launcher.pool import HostSetup, PoolKeeper
+from pipemesh.launcher.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.layout import Layout
 
-keeper = PoolKeeper(HostSetup(comfyui=comfyui, comfy_args={"cpu": True}, **({"argv": tuple(argv)} if argv else {})))
+fakes = {"argv": tuple(argv), "start": process_of_its_own} if argv else {}
+keeper = PoolKeeper(HostSetup(comfyui=comfyui, comfy_args={"cpu": True}, **fakes))
 handle = keeper.handle(place(Layout(ulysses=2), "cpu", "gloo", ()))
 print(json.dumps(handle.ensure().pids), flush=True)
 asked = [json.loads(sys.stdin.readline() or sys.exit())]

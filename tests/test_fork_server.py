@@ -1,0 +1,197 @@
+"""Ranks that are forks: what a process of its own would do, from a process that has imported once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from pipemesh.launcher.fork_server import PRELOADED, ForkServer
+from pipemesh.launcher.pool import PoolHandle
+from pipemesh.launcher.supervisor import Command, Supervisor
+
+from .fake_pools import DEADLINE_S, cpus, is_alive
+from .test_pool_leaks import Holdings
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = ForkServer(("FIXED",), preloaded=("decimal", "no_such_module"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    """A script and its environment -> the supervisor of the one rank that runs it."""
+    made = []
+
+    def run(script: str, *arguments: str, fd: int = 0, env: dict[str, str] | None = None) -> Supervisor:
+        file = tmp_path / f"{len(made)}.py"
+        file.write_text(script)
+        command = Command((sys.executable, str(file), *arguments), dict(os.environ) if env is None else env, fd)
+        made.append(Supervisor([command], server.start))
+        made[-1].start()
+        return made[-1]
+
+    yield run
+    for supervisor in made:
+        supervisor.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "lines"),
+    [
+        ("print('fine')", 0, ["fine"]),
+        ("import os; os.write(1, b'left'); os._exit(7)", 7, ["left"]),
+        ("import os, signal; print('said', flush=True); os.kill(os.getpid(), signal.SIGBUS)", -signal.SIGBUS, ["said"]),
+        ("def f():\n    raise ValueError('bad')\nf()", 1, ["    raise ValueError('bad')", "ValueError: bad"]),
+        ("import sys; print('err', file=sys.stderr)", 0, ["err"]),
+    ],
+)
+def test_how_a_rank_ended_and_what_it_said_last_is_known(run, script, status, lines):
+    supervisor = run(script)
+    assert supervisor.exit_of(0, DEADLINE_S) == status
+    assert supervisor.tail(0)[-len(lines) :] == lines
+
+
+def test_a_rank_is_a_fork_of_a_process_that_has_imported_once(server, run):
+    supervisor = run(
+        "import json, os, sys; print(json.dumps(['decimal' in sys.modules, os.getppid(), os.getpid(), sys.argv]))", "{parent}", "{me}"
+    )
+    assert supervisor.exit_of(0, DEADLINE_S) == 0
+    imported, parent, pid, argv = json.loads(supervisor.tail(0)[0])
+    assert imported
+    assert [parent] == server.pids
+    assert [pid] == supervisor.pids
+    assert argv[1:] == [str(parent), "{me}"]
+
+
+@pytest.mark.parametrize("fixed", [{}, {"FIXED": "env"}], ids=["of a server that stands", "of a server made for it"])
+def test_a_rank_has_its_own_environment_and_nothing_of_the_servers(server, run, monkeypatch, fixed):
+    monkeypatch.setenv("OF_THE_UI", "1")
+    assert run("").exit_of(0, DEADLINE_S) == 0
+    env = {"PATH": "/bin", "LC_ALL": "C.UTF-8", "CUDA_VISIBLE_DEVICES": "GPU-3", **fixed}
+    supervisor = run("import json, os; print(json.dumps(dict(os.environ)))", env=env)
+    assert supervisor.exit_of(0, DEADLINE_S) == 0
+    assert json.loads(supervisor.tail(0)[0]) == env
+    assert "CUDA_VISIBLE_DEVICES" not in psutil.Process(server.pids[-1]).environ()  # it would see that GPU, and no other
+
+
+LISTING = """
+import json, os, sys
+held = {fd: f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
+print(json.dumps({fd: os.readlink(path) for fd, path in held.items() if os.path.exists(path) or os.path.islink(path)}))
+print(sys.argv[1])
+"""
+
+
+def test_a_rank_holds_its_channel_and_no_other_descriptor_of_the_server(run):
+    waiting = run("import time; time.sleep(600)")  # its report is open in the server meanwhile
+    assert waiting.pids
+    with open(os.devnull) as file:
+        supervisor = run(LISTING, "{fd}", fd=file.fileno())
+        assert supervisor.exit_of(0, DEADLINE_S) == 0
+    held, channel = map(json.loads, supervisor.tail(0))
+    assert {int(fd) for fd, target in held.items() if target == os.devnull} == {0, channel}
+    assert {int(fd) for fd, target in held.items() if target.startswith(("socket:", "pipe:"))} == {1, 2}
+
+
+def test_ranks_that_differ_in_what_is_fixed_at_start_come_from_different_servers(server, run):
+    assert run("").exit_of(0, DEADLINE_S) == 0
+    before = server.pids
+    assert run("", env={**os.environ, "OTHER": "1"}).exit_of(0, DEADLINE_S) == 0
+    assert server.pids == before
+    assert run("", env={**os.environ, "FIXED": "1"}).exit_of(0, DEADLINE_S) == 0
+    assert len(server.pids) == len(before) + 1
+
+
+def test_a_rank_that_is_not_forked_yet_can_be_ended_at_once_and_is_never_seen(server, run):
+    run("").exit_of(0, DEADLINE_S)
+    busy = psutil.Process(server.pids[0])
+    before = Holdings.now()
+    busy.suspend()  # as while it imports
+    try:
+        supervisor = run("import time; time.sleep(600)")
+        supervisor.stop(0)
+        assert supervisor.exit_of(0, 0) == -signal.SIGKILL
+        forked = server.start(Command((sys.executable, "none.py"), dict(os.environ), 0))
+        forked.kill()
+        assert select.select([forked.stdout], [], [], DEADLINE_S)[0]  # its supervisor looks up at once
+        assert forked.wait() == -signal.SIGKILL
+        assert Holdings.now() == before
+    finally:
+        busy.resume()
+    assert run("").exit_of(0, DEADLINE_S) == 0
+    psutil.wait_procs(busy.children(), DEADLINE_S)
+    assert not busy.children()
+
+
+def test_ranks_end_with_their_server_and_the_next_run_has_another(server, run):
+    supervisor = run(f"import sys; sys.path.insert(0, {str(LAUNCHER)!r}); " + DIE_WITH_PARENT, "{parent}")
+    (rank,) = supervisor.pids
+    old = server.pids[0]
+    os.kill(old, signal.SIGKILL)
+    assert supervisor.exit_of(0, DEADLINE_S) == -signal.SIGKILL
+    psutil.wait_procs([psutil.Process(rank)] if psutil.pid_exists(rank) else [], DEADLINE_S)
+    assert not is_alive(rank)
+    assert run("print('again')").exit_of(0, DEADLINE_S) == 0
+    assert old not in server.pids
+
+
+LAUNCHER = Path(__file__).resolve().parent.parent / "launcher"
+DIE_WITH_PARENT = "from worker_main import die_with_parent; die_with_parent(int(sys.argv[1])); import time; time.sleep(600)"
+
+
+def test_ranks_share_the_memory_of_what_their_server_has_imported(setup):
+    """Both of one pool and those of the next, with torch among it."""
+    servers, shared = set(), []
+    for _ in range(2):
+        handle = PoolHandle(cpus(2), setup)
+        for pid in handle.ensure().pids:
+            servers.add(psutil.Process(pid).ppid())
+            shared.append(shared_dirty_bytes(pid))
+        handle.close()
+    (server,) = servers
+    assert server != os.getpid()
+    assert min(shared) > 0.5 * psutil.Process(server).memory_full_info().uss
+
+
+def shared_dirty_bytes(pid: int) -> int:
+    """What a process would have to itself had it been started as a program."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return 1024 * int(re.search(r"^Shared_Dirty:\s+(\d+) kB", rollup, re.MULTILINE)[1])
+
+
+ASKS_NO_DEVICE = """
+import sys, torch
+def asked(*_): raise SystemExit("asked for a device")
+torch.version.cuda = torch.version.cuda or "13.0"
+torch.cuda._is_compiled = lambda: True
+for name in ("_lazy_init", "is_available", "device_count", "current_device", "get_device_properties", "get_device_capability"):
+    setattr(torch.cuda, name, asked)
+torch._C._cuda_getDeviceCount = asked
+for name in sys.argv[1:]:
+    __import__(name)
+"""
+
+
+def test_what_a_fork_server_imports_asks_for_no_device():
+    """A process that has asked once cannot be forked: its ranks would not get their GPU."""
+    asked = subprocess.run([sys.executable, "-c", ASKS_NO_DEVICE, *PRELOADED], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (asked.returncode, asked.stderr) == (0, "")
+    comfy = subprocess.run(
+        [sys.executable, "-c", ASKS_NO_DEVICE, "comfy.model_management"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env={**os.environ, "PYTHONPATH": os.environ["PIPEMESH_HOST"] and json.loads(os.environ["PIPEMESH_HOST"])["comfyui"]},
+    )
+    assert "asked for a device" in comfy.stderr  # which is why none of ComfyUI's is among them
