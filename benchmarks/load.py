@@ -1,7 +1,8 @@
 """What a pool costs before its first step: the seconds until two ranks are ready, and the memory of two ranks over that of one.
 
-Memory is the ranks' proportional set size (a page mapped by n processes counts 1/n in each), after a load and a forward, from a file
-of about 5 GB. ``rss_ratio`` holds all that the ranks have; ``model_ratio`` only what the model added to the ranks as they were before.
+A cold start is a ComfyUI's first pool, a restart every later one. Memory is the proportional set size (a page mapped by n processes counts
+1/n in each) of the ranks and of the process they are forked from, after a load and a forward, from a file of about 5 GB. ``rss_ratio``
+holds all that they have; ``model_ratio`` only what the model added to them as they were before.
 """
 
 from __future__ import annotations
@@ -30,9 +31,16 @@ class Loads:
     """Pools of any size, one at a time, and what they hold."""
 
     def __init__(self, options: Options):
+        self._comfyui = options.host.comfyui
+        self.first_pool()
+
+    def first_pool(self) -> None:
+        """As in a ComfyUI that has just been started: there is nothing yet that ranks could be forked from."""
+        from ..launcher.fork_server import ForkServer
         from ..launcher.pool import HostSetup
 
-        self._setup = HostSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True})
+        self._server = ForkServer()
+        self._setup = HostSetup(comfyui=self._comfyui, comfy_args={"cpu": True}, start=self._server.start)
 
     def handle(self, ranks: int) -> Any:
         from ..launcher.devices import place
@@ -42,6 +50,10 @@ class Loads:
         return PoolHandle(place(Layout(ulysses=ranks), "cpu", "gloo", ()), self._setup)
 
     def cold_start(self) -> float:
+        self.first_pool()
+        return self.restart()
+
+    def restart(self) -> float:
         handle = self.handle(RANKS)
         try:
             return timed(handle.ensure)
@@ -49,14 +61,15 @@ class Loads:
             handle.close()
 
     def memory(self, ranks: int, model: Any) -> dict[str, int]:
-        """Bytes of all ranks together: ``base`` before the model, ``loaded`` after one step of sampling."""
+        """Bytes of all processes together: ``base`` before the model, ``loaded`` after one step of sampling."""
         from ..launcher.parity import Case, sample
         from ..parallel_runtime.client.remote_model import Client
         from ..parallel_runtime.client.remote_patcher import parallelize
 
+        self.first_pool()
         handle = self.handle(ranks)
         try:
-            pids = handle.ensure().pids
+            pids = handle.ensure().pids + self._server.pids
             base = sum(map(proportional_bytes, pids))
             remote = parallelize(model, Client(handle, shares_weights=True), holds_ui_device=False)
             sample(remote, Case("flux", f"ulysses{ranks}", "even", 1, 1.0, False, "euler"), steps=1)
@@ -95,8 +108,10 @@ def bench(options: Options) -> Iterator[Figure]:
     from ..launcher.tiny import write_flux, write_lora
 
     loads = Loads(options)
-    cold = estimate([loads.cold_start() for _ in range(COLD_STARTS)], median)
+    pairs = [(loads.cold_start(), loads.restart()) for _ in range(COLD_STARTS)]
+    cold, again = (estimate(list(times), median) for times in zip(*pairs, strict=True))
     yield Figure("load", f"{RANKS}_ranks", "cold_start_s", cold, "s", Goal(at_most=12))
+    yield Figure("load", f"{RANKS}_ranks", "restart_s", again, "s")
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder:
         require_room(folder)
         flux = write_flux(Path(folder, "flux.safetensors"), **FILE)

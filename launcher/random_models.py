@@ -49,7 +49,7 @@ def flux2_patcher(heads: int = 5) -> ModelPatcher:
     return random_patcher(comfy.supported_models.Flux2, config)
 
 
-def wan_patcher(*, model_type: str = "t2v", per_frame: bool = False, heads: int = 5) -> ModelPatcher:
+def wan_patcher(*, model_type: str = "t2v", per_frame: bool = False, heads: int = 5, layers: int = 5) -> ModelPatcher:
     """Wan 2.1 (t2v, i2v), or with ``per_frame`` the 2.2 5B form: 48 channels, one timestep per latent frame under a mask."""
     import comfy.supported_models
 
@@ -60,7 +60,7 @@ def wan_patcher(*, model_type: str = "t2v", per_frame: bool = False, heads: int 
         "dim": heads * 16,
         "ffn_dim": 96,
         "num_heads": heads,
-        "num_layers": 5,
+        "num_layers": layers,
         "in_dim": channels + (20 if model_type == "i2v" else 0),
         "out_dim": channels,
         "text_dim": 64,
