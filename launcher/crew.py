@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ..parallel_runtime.wire.segment import Segment
 from ..parallel_runtime.wire.tree import encode_tree
 from .devices import Device, Placement
 from .fork_server import ForkServer
-from .supervisor import Command, Supervisor
+from .supervisor import Command, Supervisor, process_of_its_own
 
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # hangs are judged by progress counters; a collective's own clock would end slow, healthy runs
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
@@ -33,8 +33,13 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
-SECRET_VARIABLE = "PIPEMESH_SECRET"
+SECRET_VARIABLE, FORK_VARIABLE = "PIPEMESH_SECRET", "PIPEMESH_FORK"
 log = logging.getLogger("pipemesh")
+
+
+def start_as(environ: Mapping[str, str]) -> Callable[[Command], Any]:
+    """How ranks are started: forked, unless PIPEMESH_FORK says 0."""
+    return process_of_its_own if environ.get(FORK_VARIABLE) == "0" else ForkServer(tuple(KEEP_MEMORY)).start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,7 @@ class HostSetup:
     secret: str = field(default="", repr=False)
     lost_s: float = 5.0
     argv: tuple[str, ...] = (sys.executable, str(Path(__file__).with_name("worker_main.py")), "{fd}", "{parent}")
-    start: Callable[[Command], Any] = field(default_factory=lambda: ForkServer(tuple(KEEP_MEMORY)).start)
+    start: Callable[[Command], Any] = field(default_factory=lambda: start_as(os.environ))
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,16 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .fork_server_main import WORD
-from .supervisor import Command
+from .supervisor import NEVER_STARTED, Command
 
 # Most of what ComfyUI's modules take to import. None of its own: they open the GPU, and a process that has opened one cannot be forked.
 PRELOADED = ("torch", "torch._dynamo", "torchvision", "transformers")
 GPU = "CUDA_VISIBLE_DEVICES"  # each rank has its own, and a server none
-CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,20 @@ class Server:
     process: subprocess.Popen
     control: socket.socket
     env: dict[str, str]
+    ranks: list[Forked] = field(default_factory=list)
+
+    def end(self) -> None:
+        """And with it the ranks that are left."""
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
 
 
 class ForkServer:
-    """Starts ranks; any thread may ask. Processes are started when first needed and kept until ``close``.
+    """Starts ranks; any thread may ask. The process they are forked from is started when first needed and kept until ``close``.
 
-    There is one for each setting of ``fixed_at_start``: variables that cannot be changed in a process that runs.
+    Ranks that differ in ``fixed_at_start``, variables that cannot be changed in a process that runs, are forked from another; one
+    that has no ranks then is ended.
     """
 
     def __init__(self, fixed_at_start: Sequence[str] = (), preloaded: Sequence[str] = PRELOADED) -> None:
@@ -55,8 +62,10 @@ class ForkServer:
         """
         key = command.argv[0], *map(command.env.get, self._fixed_at_start)
         with self._lock:
-            if key in self._servers and self._servers[key].process.poll() is not None:  # somebody ended it
-                self._servers.pop(key).control.close()
+            for other, server in list(self._servers.items()):
+                unused = other != key and all(rank.poll() is not None for rank in server.ranks)
+                if unused or server.process.poll() is not None:  # or somebody ended it
+                    self._servers.pop(other).end()
             if key not in self._servers:
                 self._servers[key] = self._launch(command)
             server = self._servers[key]
@@ -65,7 +74,9 @@ class ForkServer:
                 "set": dict(command.env.items() - server.env.items()),
                 "unset": [*(server.env.keys() - command.env.keys())],
             }
-            return ask(server.control, request, command.fd)
+            forked = ask(server.control, request, command.fd)
+            server.ranks[:] = [rank for rank in server.ranks if rank.returncode is None] + [forked]
+            return forked
 
     def _launch(self, command: Command) -> Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -80,19 +91,14 @@ class ForkServer:
         return [server.process.pid for server in self._servers.values()]
 
     def close(self) -> None:
-        """Ends the servers, and with them the ranks that are left."""
+        """Ends the processes, and with them the ranks that are left."""
         with self._lock:
             end(self._servers)
 
 
 def end(servers: dict[tuple, Server]) -> None:
     for server in servers.values():
-        server.control.close()
-        try:
-            server.process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:  # still importing
-            server.process.kill()
-            server.process.wait()
+        server.end()
     servers.clear()
 
 
@@ -101,7 +107,8 @@ def ask(control: socket.socket, request: dict, channel: int) -> Forked:
     report, their_report = os.pipe()
     forked = Forked(output, report)
     try:
-        socket.send_fds(control, [json.dumps(request).encode()], [channel, their_output.fileno(), their_report])
+        with suppress(BrokenPipeError, ConnectionResetError):  # the server has just ended: the rank is one that was never started
+            socket.send_fds(control, [json.dumps(request).encode()], [channel, their_output.fileno(), their_report])
     except OSError:
         forked.forget()
         raise
@@ -135,27 +142,29 @@ class Forked:
     def pid(self) -> int:
         """Waits until the rank has been forked; 0 if it never was."""
         while not self._pid and self.returncode is None:
-            self._listen(None)
+            self._listen(wait=True)
         return self._pid
 
     def poll(self) -> int | None:
-        self._listen(0)
+        self._listen(wait=False)
         return self.returncode
 
     def wait(self) -> int:
-        """The exit status (negative: a signal). A rank whose server died was killed with it, or never was."""
+        """The exit status (negative: a signal). A rank whose server died was killed with it, or was NEVER_STARTED."""
         while self.returncode is None:
-            self._listen(None)
+            self._listen(wait=True)
         self.forget()
         return self.returncode
 
     def kill(self) -> None:
         """One that has not been forked yet is ended by its server, which finds that nobody waits for it."""
-        if self.poll() is None and self._pid:
-            os.kill(self._pid, signal.SIGKILL)
-        elif self.returncode is None:
-            self.returncode = -signal.SIGKILL
-            self._output.shutdown(socket.SHUT_RD)
+        self._listen(wait=False)
+        with self._lock, suppress(ProcessLookupError):  # it has just been reaped
+            if self._pid and self.returncode is None:
+                os.kill(self._pid, signal.SIGKILL)
+            elif self.returncode is None:
+                self.returncode = -signal.SIGKILL
+                self._output.shutdown(socket.SHUT_RD)
 
     def forget(self) -> None:
         self.stdout.close()
@@ -164,14 +173,18 @@ class Forked:
             os.close(self._report)
             self._report = -1
 
-    def _listen(self, wait_s: float | None) -> None:
-        """Takes what the server has to say of this rank, if it says it within ``wait_s``. No more words: the server is gone."""
-        if self.returncode is None and select.select([self._report], [], [], wait_s)[0]:
+    def _listen(self, wait: bool) -> None:
+        """Takes what the server has to say of this rank. No more words: the server is gone."""
+        if self.returncode is not None:
+            return
+        poller = select.poll()
+        poller.register(self._report, select.POLLIN)
+        if poller.poll(None if wait else 0):
             with self._lock:
-                while self.returncode is None and select.select([self._report], [], [], 0)[0]:
+                while self.returncode is None and poller.poll(0):
                     word = os.read(self._report, WORD.size)
                     if not word:
-                        self.returncode = -signal.SIGKILL
+                        self.returncode = -signal.SIGKILL if self._pid else NEVER_STARTED
                     elif self._pid:
                         (self.returncode,) = WORD.unpack(word)
                     else:

@@ -14,21 +14,45 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Iterable
 from importlib import import_module
 
 WORD = struct.Struct("<i")  # of a report: a rank's pid when it is forked, its exit status when it has ended
-REQUEST_BYTES = 1 << 16
-PARENT_POLL_S = 1.0
+REQUEST_BYTES = 1 << 18  # more than the system sends as one packet
+PARENT_POLL_MS = 1000
+GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
-    for name in sys.argv[3:]:
-        with contextlib.suppress(ImportError):
-            import_module(name)
+    sys.path.pop(0)  # this script's folder
+    control, parent, *modules = sys.argv[1:]
+    if not preload(modules) or holds_a_gpu(open_files()):
+        os.execv(sys.executable, [sys.executable, *sys.argv[:3]])  # afresh, with nothing imported: every rank imports for itself
     gc.freeze()  # a collection in a rank would touch, and so copy, every page that it shares with this process
-    Server(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()
+    Server(socket.socket(fileno=int(control)), int(parent)).serve()
     os._exit(0)  # the kernel ends the ranks that are left: this is their parent
+
+
+def preload(modules: Iterable[str]) -> bool:
+    """False if one is broken: a rank that needs it says so, and its last lines are shown."""
+    try:
+        for name in modules:
+            with contextlib.suppress(ModuleNotFoundError):
+                import_module(name)
+    except Exception:  # noqa: BLE001 - whatever a library may raise when it is imported
+        return False
+    return True
+
+
+def holds_a_gpu(files: Iterable[str]) -> bool:
+    """A process that has opened one cannot be forked: no rank of it would get its own."""
+    return any(file.startswith(GPU_FILES) for file in files)
+
+
+def open_files() -> list[str]:
+    descriptors = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [os.readlink(path) for path in descriptors if os.path.islink(path)]
 
 
 class Server:
@@ -40,26 +64,42 @@ class Server:
         os.set_blocking(self._wake, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        self._poll = select.poll()
+        self._poll.register(self._control, select.POLLIN)
+        self._poll.register(self._child_ended, select.POLLIN)
 
     def serve(self) -> None:
         """Until the UI closes its end, or is gone while another process of its holds that end open."""
         while os.getppid() == self._parent:
-            readable, _, _ = select.select([self._control, self._child_ended], [], [], PARENT_POLL_S)
-            if self._child_ended in readable:
+            ready = {fd for fd, _event in self._poll.poll(PARENT_POLL_MS)}
+            for pid in [pid for pid, report in self._reports.items() if report in ready]:
+                self._poll.unregister(self._reports[pid])
+                os.kill(pid, signal.SIGKILL)  # nobody waits for it any more
+            if self._child_ended in ready:
                 os.read(self._child_ended, 1 << 12)
                 self._reap()
-            if self._control in readable:
+            if self._control.fileno() in ready:
                 data, fds, _flags, _address = socket.recv_fds(self._control, REQUEST_BYTES, 3)
                 if not data:
                     return
-                self._fork(json.loads(data), *fds)
+                try:
+                    self._fork(json.loads(data), *fds)
+                except (OSError, TypeError) as error:  # no process or no descriptor is left: that rank's end, not this one's
+                    print(f"PipeMesh could not fork a worker: {error}", file=sys.stderr)
+                finally:
+                    for fd in fds:
+                        if fd not in self._reports.values():
+                            os.close(fd)
 
     def _reap(self) -> None:
         for pid in list(self._reports):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                self._tell(pid, os.waitstatus_to_exitcode(status))
-                os.close(self._reports.pop(pid))
+                report = self._reports.pop(pid)
+                with contextlib.suppress(KeyError):
+                    self._poll.unregister(report)
+                tell(report, os.waitstatus_to_exitcode(status))
+                os.close(report)
 
     def _fork(self, request: dict, channel: int, output: int, report: int) -> None:
         pid = os.fork()
@@ -69,17 +109,13 @@ class Server:
                 os.close(fd)
             become(request, channel, output)
         self._reports[pid] = report
-        os.close(channel)
-        os.close(output)
-        self._tell(pid, pid)
+        self._poll.register(report, 0)  # which still tells that nobody reads it
+        tell(report, pid)
 
-    def _tell(self, pid: int, word: int) -> None:
-        """A rank that nobody waits for any more is ended."""
-        try:
-            os.write(self._reports[pid], WORD.pack(word))
-        except BrokenPipeError:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+
+def tell(report: int, word: int) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(report, WORD.pack(word))
 
 
 def become(request: dict, channel: int, output: int) -> None:
@@ -91,14 +127,16 @@ def become(request: dict, channel: int, output: int) -> None:
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, errors="backslashreplace", closefd=False) for stream in (1, 2))
         os.environ.update(request["set"])
         for name in request["unset"]:
-            del os.environ[name]
+            os.environ.pop(name, None)
         sys.argv = [part.replace("{fd}", str(channel)) for part in request["argv"]]
-        sys.path[0] = os.path.dirname(sys.argv[0])
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
         status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except:  # noqa: E722 - as at the top of any script: whatever ends it is told of
         traceback.print_exc()
     finally:

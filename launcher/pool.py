@@ -25,6 +25,7 @@ from ..parallel_runtime.wire.segment import mib
 from .crew import Crew, HostSetup
 from .devices import Placement
 from .hosts import FINISH_S, HostMissing, RemoteHost, join, net_for, new_meeting
+from .supervisor import NEVER_STARTED
 
 log = logging.getLogger("pipemesh")
 
@@ -356,6 +357,8 @@ class WorkerPool:
         phase = self.arena.board.phase(rank)
         if status is None:
             cause = "closed its connection"
+        elif status == NEVER_STARTED:
+            cause = "could not be forked (why is in ComfyUI's log; with PIPEMESH_FORK=0 workers start without it)"
         elif -status in DEADLY:
             cause = f"was killed (signal {-status}; {DEADLY[-status]})"
         else:

@@ -1,6 +1,6 @@
 """The processes of one pool, looked after by one thread that lives as long as they do.
 
-The kernel sends a rank its parent-death signal when the *thread* that started it ends, so no short-lived thread may start ranks.
+The kernel sends a process its parent-death signal when the *thread* that started it ends, so no short-lived thread may start ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 LOG_LINES = 12
 LINE_CHARS = 2000
+NEVER_STARTED = 256  # an exit status that no process has
 REAP_S = 1.0
 log = logging.getLogger("pipemesh")
 
@@ -57,7 +58,7 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="pipemesh-supervisor", daemon=True)
 
     def start(self) -> None:
-        """Returns when every rank's process exists. Raises OSError if one could not be started."""
+        """Returns when every rank's process exists or has been asked for. Raises OSError if one could not be started."""
         self._thread.start()
         self._started.wait()
         if self._start_error is not None:

@@ -21,7 +21,6 @@ from PIL.Image import Image
 from ..launcher.devices import Placement, place, visible_gpus
 from ..launcher.hosts import between_hosts, check_rendezvous
 from ..launcher.pool import HostSetup, PoolKeeper
-from ..launcher.supervisor import process_of_its_own
 from ..parallel_runtime.client.remote_model import Client, Evaluation, RunFigures
 from ..parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from ..parallel_runtime.errors import LayoutError
@@ -53,7 +52,6 @@ def host_setup() -> HostSetup:
         comfyui=str(Path(comfy.__path__[0]).parent),
         comfy_args=plain_args(vars(comfy.cli_args.args)),
         stall_s=float(os.environ.get("PIPEMESH_STALL_S", DEFAULT_STALL_S)),
-        **({"start": process_of_its_own} if os.environ.get("PIPEMESH_FORK") == "0" else {}),
         **between_hosts(os.environ),
     )
 

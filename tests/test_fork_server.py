@@ -6,19 +6,27 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from pipemesh.launcher.crew import start_as
 from pipemesh.launcher.fork_server import PRELOADED, ForkServer
-from pipemesh.launcher.pool import PoolHandle
-from pipemesh.launcher.supervisor import Command, Supervisor
+from pipemesh.launcher.fork_server_main import holds_a_gpu, open_files
+from pipemesh.launcher.pool import PoolHandle, WorkerPool
+from pipemesh.launcher.supervisor import NEVER_STARTED, Command, Supervisor, process_of_its_own
+from pipemesh.parallel_runtime.errors import PoolFailed
 
-from .fake_pools import DEADLINE_S, cpus, is_alive
+from .fake_pools import DEADLINE_S, cpus, fake_setup, is_alive
 from .test_pool_leaks import Holdings
+
+LAUNCHER = Path(__file__).resolve().parent.parent / "launcher"
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +62,14 @@ def run(server, tmp_path):
         ("import os, signal; print('said', flush=True); os.kill(os.getpid(), signal.SIGBUS)", -signal.SIGBUS, ["said"]),
         ("def f():\n    raise ValueError('bad')\nf()", 1, ["    raise ValueError('bad')", "ValueError: bad"]),
         ("import sys; print('err', file=sys.stderr)", 0, ["err"]),
+        ("raise SystemExit", 0, []),
+        ("import sys; sys.exit(3)", 3, []),
     ],
 )
 def test_how_a_rank_ended_and_what_it_said_last_is_known(run, script, status, lines):
     supervisor = run(script)
     assert supervisor.exit_of(0, DEADLINE_S) == status
-    assert supervisor.tail(0)[-len(lines) :] == lines
+    assert supervisor.tail(0)[-max(1, len(lines)) :] == lines
 
 
 def test_a_rank_is_a_fork_of_a_process_that_has_imported_once(server, run):
@@ -105,12 +115,18 @@ def test_a_rank_holds_its_channel_and_no_other_descriptor_of_the_server(run):
 
 
 def test_ranks_that_differ_in_what_is_fixed_at_start_come_from_different_servers(server, run):
-    assert run("").exit_of(0, DEADLINE_S) == 0
+    """And one that has no ranks any more is ended then."""
+    waiting = run("import time; time.sleep(600)")
+    assert waiting.pids
     before = server.pids
     assert run("", env={**os.environ, "OTHER": "1"}).exit_of(0, DEADLINE_S) == 0
     assert server.pids == before
     assert run("", env={**os.environ, "FIXED": "1"}).exit_of(0, DEADLINE_S) == 0
-    assert len(server.pids) == len(before) + 1
+    assert len(server.pids) == 2
+    waiting.stop(0)
+    assert run("", env={**os.environ, "FIXED": "2"}).exit_of(0, DEADLINE_S) == 0
+    assert len(server.pids) == 1
+    assert not any(map(is_alive, before))
 
 
 def test_a_rank_that_is_not_forked_yet_can_be_ended_at_once_and_is_never_seen(server, run):
@@ -134,20 +150,92 @@ def test_a_rank_that_is_not_forked_yet_can_be_ended_at_once_and_is_never_seen(se
     assert not busy.children()
 
 
-def test_ranks_end_with_their_server_and_the_next_run_has_another(server, run):
-    supervisor = run(f"import sys; sys.path.insert(0, {str(LAUNCHER)!r}); " + DIE_WITH_PARENT, "{parent}")
-    (rank,) = supervisor.pids
-    old = server.pids[0]
+DIE_WITH_PARENT = f"""
+import socket, sys, threading
+sys.path.insert(0, {str(LAUNCHER)!r})
+from worker_main import die_with_parent
+die_with_parent(int(sys.argv[1]))
+socket.socket(fileno=int(sys.argv[2])).send(b"x")
+threading.Event().wait()
+"""
+
+
+def test_ranks_end_with_their_server_and_the_next_has_another(server, run):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        supervisor = run(DIE_WITH_PARENT, "{parent}", "{fd}", fd=theirs.fileno())
+        assert ours.recv(1) == b"x"
+        rank = psutil.Process(*supervisor.pids)
+    old = rank.ppid()
+    assert old in server.pids
     os.kill(old, signal.SIGKILL)
     assert supervisor.exit_of(0, DEADLINE_S) == -signal.SIGKILL
-    psutil.wait_procs([psutil.Process(rank)] if psutil.pid_exists(rank) else [], DEADLINE_S)
-    assert not is_alive(rank)
-    assert run("print('again')").exit_of(0, DEADLINE_S) == 0
+    psutil.wait_procs([rank], DEADLINE_S)
+    assert not is_alive(rank.pid)
+    assert run("").exit_of(0, DEADLINE_S) == 0
     assert old not in server.pids
 
 
-LAUNCHER = Path(__file__).resolve().parent.parent / "launcher"
-DIE_WITH_PARENT = "from worker_main import die_with_parent; die_with_parent(int(sys.argv[1])); import time; time.sleep(600)"
+def test_a_server_that_dies_before_it_forks_is_no_lack_of_memory(server, run):
+    assert run("").exit_of(0, DEADLINE_S) == 0
+    busy = psutil.Process(server.pids[-1])
+    busy.suspend()
+    supervisor = run("")
+    busy.kill()
+    assert supervisor.exit_of(0, DEADLINE_S) == NEVER_STARTED
+    assert supervisor.pids == [0]
+
+
+def test_a_pool_says_that_its_ranks_could_not_be_forked_and_how_to_do_without():
+    server = ForkServer(preloaded=())
+    setup = replace(fake_setup(), start=server.start, argv=(shutil.which("false"), *fake_setup().argv[1:]))
+    pool = WorkerPool(cpus(2), setup)
+    sentence = (
+        r"^Rank [01] on cpu could not be forked \(why is in ComfyUI's log; with PIPEMESH_FORK=0 workers start without it\) while starting"
+    )
+    with pytest.raises(PoolFailed, match=sentence):
+        pool.start()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "broken", ["raise RuntimeError('operator does not exist')", "raise OSError('libfoo.so: cannot open')", "import no_such"]
+)
+def test_a_library_that_cannot_be_imported_stops_no_rank(tmp_path, broken):
+    """A rank that needs it says so itself, and one without it works."""
+    (tmp_path / "broken_library.py").write_text(broken)
+    server = ForkServer(preloaded=("decimal", "broken_library", "fractions"))
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('fractions' in sys.modules)")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    supervisor = Supervisor([Command((sys.executable, str(script)), env, 0)], server.start)
+    supervisor.start()
+    assert supervisor.exit_of(0, DEADLINE_S) == 0
+    assert supervisor.tail(0) == [str("import" in broken)]
+    server.close()
+
+
+def test_a_request_that_cannot_be_met_ends_one_rank_and_not_the_others(server, run):
+    other = run("import time; time.sleep(600)")
+    assert other.pids
+    with pytest.raises(OSError, match="Message too long"):
+        run("", env={**os.environ, "LONG": "x" * 300_000})
+    control = server._servers[sys.executable, None].control
+    socket.send_fds(control, [b"{}"], [0])  # as where descriptors ran out on the way
+    assert run("").exit_of(0, DEADLINE_S) == 0
+    assert not other.ended(0)
+
+
+def test_a_process_that_holds_a_gpu_is_not_forked():
+    assert holds_a_gpu(["/dev/null", "/dev/nvidiactl"])
+    assert holds_a_gpu(["/dev/kfd"])
+    assert not holds_a_gpu(["/dev/null", "pipe:[7]", "/home/me/nvidia"])
+    assert os.devnull in open_files()
+
+
+def test_forking_can_be_switched_off():
+    assert start_as({"PIPEMESH_FORK": "0"}) is process_of_its_own
+    assert start_as({}) is not process_of_its_own
 
 
 def test_ranks_share_the_memory_of_what_their_server_has_imported(setup):

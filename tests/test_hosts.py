@@ -13,6 +13,7 @@ from pathlib import Path
 import comfy.model_management
 import psutil
 import pytest
+from pipemesh.launcher.crew import start_as
 from pipemesh.launcher.devices import place
 from pipemesh.launcher.hosts import NODE_COMMAND, RemoteHost, open_store, store_key
 from pipemesh.launcher.parity import BOUND, Bench, Case, relative_error
@@ -86,10 +87,9 @@ def truths(leaders, files):
 
 @pytest.fixture
 def handle(setup, hosts, leaders):
-    """ComfyUI's end, on the near host: what is called here runs in its namespace."""
-    handle = PoolHandle(
-        place(Layout(ulysses=2), "cpu,far/cpu", "gloo", ()), replace(setup, rendezvous=RENDEZVOUS, secret=SECRET, lost_s=LOST_S)
-    )
+    """ComfyUI's end, on the near host: what is called here runs in its namespace, and so does the process that ranks are forked from."""
+    setup = replace(setup, rendezvous=RENDEZVOUS, secret=SECRET, lost_s=LOST_S, start=start_as({}))
+    handle = PoolHandle(place(Layout(ulysses=2), "cpu,far/cpu", "gloo", ()), setup)
     with inside(hosts.near):
         yield handle
         handle.close()
@@ -120,7 +120,7 @@ def test_two_hosts_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_nex
     assert first.idle
     assert [(rank, answer.cancelled) for rank, answer in said[-1:]] == [(1, True)]
 
-    far_ranks = [os.pidfd_open(pid) for pid in hosts.pids(hosts.far) if "worker_main.py" in " ".join(psutil.Process(pid).cmdline())]
+    far_ranks = [os.pidfd_open(pid) for pid in hosts.pids(hosts.far) if forks(psutil.Process(pid).parent())]
     assert len(far_ranks) == 1
     cutting = Once(lambda: in_forward(first), lambda: hosts.cable("down"))
     with pytest.raises(
@@ -139,6 +139,10 @@ def test_two_hosts_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_nex
     hosts.cable("up")
     assert relative_error(run(model, cfg=2.0), plain) <= BOUND
     assert handle.live() is not first
+
+
+def forks(process: psutil.Process) -> bool:
+    return "fork_server_main.py" in " ".join(process.cmdline())
 
 
 def listened_to(host: RemoteHost) -> list:

@@ -210,16 +210,17 @@ def test_two_hundred_runs_leave_nothing_in_the_ui_and_nothing_in_the_ranks(clien
 
 UI = """
 import json, sys
-root, comfyui, argv = json.loads(sys.argv[1])
+root, comfyui, argv, forked = json.loads(sys.argv[1])
 sys.path[:0] = [root + "/launcher", comfyui]
 from package import register_package
 register_package(root)
 from pipemesh.launcher.devices import place
+from pipemesh.launcher.fork_server import ForkServer
 from pipemesh.launcher.pool import HostSetup, PoolKeeper
 from pipemesh.launcher.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.layout import Layout
 
-fakes = {"argv": tuple(argv), "start": process_of_its_own} if argv else {}
+fakes = {"argv": tuple(argv), "start": ForkServer(preloaded=()).start if forked else process_of_its_own} if argv else {}
 keeper = PoolKeeper(HostSetup(comfyui=comfyui, comfy_args={"cpu": True}, **fakes))
 handle = keeper.handle(place(Layout(ulysses=2), "cpu", "gloo", ()))
 print(json.dumps(handle.ensure().pids), flush=True)
@@ -242,10 +243,10 @@ while asked:
 class Ui:
     """Another process with a pool of its own."""
 
-    def __init__(self, comfyui: str, argv: tuple[str, ...] = ()):
-        arguments = [sys.executable, "-c", UI, json.dumps([str(ROOT), comfyui, argv])]
+    def __init__(self, comfyui: str, argv: tuple[str, ...] = (), forked: bool = True):
+        arguments = [sys.executable, "-c", UI, json.dumps([str(ROOT), comfyui, argv, forked])]
         self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        self.ranks: list[psutil.Process] = []
+        self.below: list[psutil.Process] = []  # its ranks, and the process that they are forked from
 
     def said(self):
         line = self.process.stdout.readline()
@@ -253,7 +254,8 @@ class Ui:
         return json.loads(line)
 
     def await_ranks(self) -> None:
-        self.ranks = [psutil.Process(pid) for pid in self.said()]
+        ranks = [psutil.Process(pid) for pid in self.said()]
+        self.below = [*ranks, *({rank.parent() for rank in ranks} - {psutil.Process(self.process.pid)})]
 
     def ask(self, case: Case) -> None:
         self.process.stdin.write(json.dumps(vars(case)) + "\n")
@@ -288,7 +290,7 @@ def side_by_side(setup):
 
 
 def test_two_instances_side_by_side_both_compute_right_at_once(side_by_side):
-    assert len({rank.pid for ui in side_by_side for rank in ui.ranks}) == 4
+    assert len({process.pid for ui in side_by_side for process in ui.below}) == 2 * (2 + 1)
     cases = [Case("flux", "ulysses2", "odd", 5, 4.0, False, "euler"), Case("flux", "ulysses2", "even", 12, 1.0, False, "heun")]
     for ui, case in zip(side_by_side, cases, strict=True):
         ui.ask(case)
@@ -301,7 +303,7 @@ def test_the_ranks_of_one_instance_die_with_it_and_the_others_compute_on(side_by
     ended, other = side_by_side
     ended.process.send_signal(signal.SIGTERM)
     ended.process.wait(DEADLINE_S)
-    assert_gone(ended.ranks)
+    assert_gone(ended.below)
     other.ask(CASE)
     assert other.said() <= BOUND
 
@@ -312,7 +314,7 @@ def test_the_ranks_of_an_instance_that_is_killed_while_it_computes_die_with_it(s
     ui.ask(replace(CASE, heads=12))
     ui.said()
     ui.process.kill()
-    assert_gone(ui.ranks)
+    assert_gone(ui.below)
 
 
 @pytest.mark.parametrize(
@@ -320,16 +322,18 @@ def test_the_ranks_of_an_instance_that_is_killed_while_it_computes_die_with_it(s
     [(signal.SIGKILL, ["*:Start=deaf"]), (signal.SIGTERM, ["*:Start=deaf"]), (signal.SIGINT, []), (None, [])],
     ids=["killed", "terminated", "Ctrl-C", "left"],
 )
-def test_ranks_end_with_the_ui_however_it_ends(setup, number, rules):
+@pytest.mark.parametrize("forked", [True, False], ids=["forked", "programs"])
+def test_ranks_end_with_the_ui_however_it_ends(setup, number, rules, forked):
     """Those that never look at their socket too: the kernel ends them."""
-    ui = Ui(setup.comfyui, fake_setup(*rules).argv)
+    ui = Ui(setup.comfyui, fake_setup(*rules).argv, forked)
     ui.await_ranks()
     if number is None:
         ui.process.stdin.close()
     else:
         ui.process.send_signal(number)
     ui.process.wait(DEADLINE_S)
-    assert_gone(ui.ranks)
+    assert len(ui.below) == 2 + forked
+    assert_gone(ui.below)
     ui.end()
 
 
