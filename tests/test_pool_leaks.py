@@ -209,7 +209,8 @@ def test_two_hundred_runs_leave_nothing_in_the_ui_and_nothing_in_the_ranks(clien
 # -- the end of the UI ---------------------------------------------------------------------------------------------------
 
 UI = """
-import json, sys
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests themselves run in the background
 root, comfyui, argv, forked = json.loads(sys.argv[1])
 sys.path[:0] = [root + "/launcher", comfyui]
 from package import register_package
@@ -318,11 +319,16 @@ def test_the_ranks_of_an_instance_that_is_killed_while_it_computes_die_with_it(s
 
 
 @pytest.mark.parametrize(
-    ("number", "rules"),
-    [(signal.SIGKILL, ["*:Start=deaf"]), (signal.SIGTERM, ["*:Start=deaf"]), (signal.SIGINT, []), (None, [])],
-    ids=["killed", "terminated", "Ctrl-C", "left"],
+    ("number", "rules", "forked"),
+    [
+        (signal.SIGKILL, ["*:Start=deaf"], True),
+        (signal.SIGKILL, ["*:Start=deaf"], False),
+        (signal.SIGTERM, ["*:Start=deaf"], True),
+        (signal.SIGINT, [], True),
+        (None, [], True),
+    ],
+    ids=["killed", "killed, its ranks not forked", "terminated", "Ctrl-C", "left"],
 )
-@pytest.mark.parametrize("forked", [True, False], ids=["forked", "programs"])
 def test_ranks_end_with_the_ui_however_it_ends(setup, number, rules, forked):
     """Those that never look at their socket too: the kernel ends them."""
     ui = Ui(setup.comfyui, fake_setup(*rules).argv, forked)
