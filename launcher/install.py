@@ -231,6 +231,7 @@ def _install(install: Install, requirements: Sequence[str], tools: Tools, lock: 
         (f"ComfyUI {COMFYUI_VERSION}", worker.fetch_comfyui),
         ("torch, ComfyUI's requirements and ours (the long one)", lambda: worker.install_packages(requirements)),
         ("a look whether it all imports", worker.check),
+        ("compiling ComfyUI's modules", worker.compile),
     )
     began = time.monotonic()
     for number, (title, step) in enumerate(steps, 1):
@@ -278,6 +279,10 @@ class _Worker:
         self._must(
             str(self.install.python), "-c", "import torch, torchvision, torchaudio, transformers, aiohttp, greenlet, msgspec, safetensors"
         )
+
+    def compile(self) -> None:
+        """As pip does with what it installs: else every process compiles them anew where PYTHONDONTWRITEBYTECODE is set."""
+        self._try(str(self.install.python), "-m", "compileall", "-q", "-j", "0", str(self.install.comfyui))
 
     def _pip(self, command: str) -> tuple[str, ...]:
         return (str(self.install.python), "-m", "pip", command, "--disable-pip-version-check", "--progress-bar", "off")

