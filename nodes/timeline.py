@@ -8,7 +8,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..parallel_runtime.client.remote_model import Evaluation
 
-WIDTH, ROW, BAR, LEFT, RIGHT, FOOT = 1000, 30, 20, 110, 10, 34
+WIDTH, ROW, BAR, LEFT, RIGHT, FOOT = 1000, 44, 30, 100, 10, 48
+FONT, LEGEND = 22, 118  # a node shows it at less than half its size
 WHITE, INK, WHOLE = "#ffffff", "#222222", "#8a8f98"
 PATCHES = ("#2a78d6", "#e8833a", "#3a9d5d", "#b04ac0", "#c9a227", "#1fa3a3")
 
@@ -24,7 +25,7 @@ def timeline(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.I
     starts = sorted({part.patch[0] for part in parts if part.patch})
     colours = {start: PATCHES[index % len(PATCHES)] for index, start in enumerate(starts)}
     image = Image.new("RGB", (WIDTH, ROW * len(names) + FOOT), WHITE)
-    draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(FONT)
     for row, name in enumerate(names):
         top = ROW * row + 8
         draw.text((8, top + BAR / 2), name, INK, font, anchor="lm")
@@ -32,13 +33,13 @@ def timeline(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.I
             left, width = LEFT + (one.spans[row].came_in_s - begin) * scale, one.spans[row].busy_s * scale
             colour = colours[part.patch[0]] if part.patch else WHOLE
             draw.rectangle((left, top, left + max(0, width - 1), top + BAR), colour)
-    foot = image.height - 14
+    foot = image.height - 20
     named = [(colour, f"patch {index}") for index, colour in enumerate(colours.values())]
     if len(named) > len(PATCHES):
         named = [(WHITE, f"{len(named)} patches, colours in turn")]
     for index, (colour, label) in enumerate([(WHOLE, "whole"), *named]):
-        left = LEFT + 90 * index
-        draw.rectangle((left, foot - 6, left + 11, foot + 5), colour)
-        draw.text((left + 17, foot), label, INK, font, anchor="lm")
+        left = 8 + LEGEND * index
+        draw.rectangle((left, foot - 9, left + 18, foot + 9), colour)
+        draw.text((left + 26, foot), label, INK, font, anchor="lm")
     draw.text((WIDTH - RIGHT, foot), f"{end - begin:.2f} s", INK, font, anchor="rm")
     return image

@@ -5,18 +5,27 @@ import { ComfyWidgets } from "../../scripts/widgets.js";
 const NODE = "PipeMeshReport";
 const WIDGET = "text";
 const EMPTY = "Run the workflow to see the report.";
+const WIDTH = 420;
+const TEXT_HEIGHT = 330; // all of a report on two ranks; a picture below it would squeeze it to a few lines
 
 function addText(node) {
   const { widget } = ComfyWidgets.STRING(node, WIDGET, ["STRING", { multiline: true, placeholder: EMPTY }], app);
   widget.serialize = false; // in saved workflows
   widget.options.serialize = false; // in prompts
   widget.options.read_only = true;
+  widget.options.getMinHeight = () => TEXT_HEIGHT;
   const area = widget.element;
   if (area) {
     area.readOnly = true;
     Object.assign(area.style, { fontFamily: "monospace", whiteSpace: "pre", overflow: "auto" });
   }
-  node.setSize?.([Math.max(node.size[0], 420), Math.max(node.size[1], 440)]);
+  fit(node);
+}
+
+function fit(node) {
+  const [width, height] = node.computeSize();
+  node.setSize?.([Math.max(node.size[0], width, WIDTH), Math.max(node.size[1], height)]);
+  node.setDirtyCanvas?.(true, true);
 }
 
 function showText(node, output) {
@@ -33,6 +42,12 @@ app.registerExtension({
     nodeType.prototype.onNodeCreated = function (...args) {
       created?.apply(this, args);
       addText(this);
+    };
+    const widgetAdded = nodeType.prototype.addCustomWidget;
+    nodeType.prototype.addCustomWidget = function (...args) {
+      const widget = widgetAdded.apply(this, args);
+      requestAnimationFrame(() => fit(this)); // the picture's own widget comes when it has been loaded
+      return widget;
     };
     const executed = nodeType.prototype.onExecuted;
     nodeType.prototype.onExecuted = function (output) {
