@@ -66,7 +66,6 @@ class Loads:
         from ..parallel_runtime.client.remote_model import Client
         from ..parallel_runtime.client.remote_patcher import parallelize
 
-        self.first_pool()
         handle = self.handle(ranks)
         try:
             pids = handle.ensure().pids + self._server.pids

@@ -2,7 +2,7 @@
 
 import json
 import os
-import subprocess
+import select
 import sys
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -105,23 +105,35 @@ def broken(setup, tmp_path_factory):
 
 
 @pytest.fixture
-def ranks(tmp_path):
+def ranks(tmp_path, setup):
     """layout, task of rank_main.py -> what each of that many real ranks says."""
+    from pipemesh.launcher.crew import rank_environment
+    from pipemesh.launcher.devices import Device
+    from pipemesh.launcher.supervisor import Command
 
     def ask(layout, task: str) -> list:
-        command = [sys.executable, str(ROOT / "tests" / "rank_main.py"), str(ROOT), COMFYUI, str(tmp_path / "store")]
+        command = (sys.executable, str(ROOT / "tests" / "rank_main.py"), str(ROOT), COMFYUI, str(tmp_path / "store"))
         degrees = [str(degree) for degree in layout.degrees().values()]
-        env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        env = rank_environment(Device("cpu"), "gloo", dict(os.environ))
         with ExitStack() as stack:
             made = []
             for rank in range(layout.world_size):
-                process = subprocess.Popen([*command, str(rank), *degrees, task], env=env, stdout=subprocess.PIPE, text=True)
-                stack.callback(process.wait)
-                stack.callback(process.kill)
-                made.append(process)
-            return [json.loads(process.communicate(timeout=120)[0]) for process in made]
+                made.append(setup.start(Command((*command, str(rank), *degrees, task), env, 0)))
+                stack.callback(made[-1].wait)
+                stack.callback(made[-1].kill)
+            return [said_by(process) for process in made]
 
     return ask
+
+
+def said_by(process):
+    """The last line of its output."""
+    said = b""
+    while select.select([process.stdout], [], [], 120)[0]:
+        if not (more := process.stdout.read(1 << 16)):
+            return json.loads(said.decode().splitlines()[-1])
+        said += more
+    raise TimeoutError(said)
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,7 @@ def slow_stage(_usp):
 
     def attended(self, *args):
         if not self._stage.opens:
-            time.sleep(0.02)
+            time.sleep(0.05)
         return real(self, *args)
 
     pipefusion.StageForward._attended = attended
@@ -124,6 +124,20 @@ def falls_over(_usp, error=ZeroDivisionError):
         return real(self, arguments)
 
     pipefusion.StageForward.begin = begin
+
+
+def hangs_at_its_door(_usp):
+    """Rank 0, all its blocks behind it, does not hand on the first patch."""
+    from threading import Event
+
+    pipefusion, real = stage_module(), stage_module().StageForward._go_out
+
+    def go_out(self, out):
+        if self._comm.rank == 0 and self._patch is not None:
+            Event().wait()
+        real(self, out)
+
+    pipefusion.StageForward._go_out = go_out
 
 
 def has_no_memory_left(usp):

@@ -1,6 +1,7 @@
 """Kernels that return LSE, and the merge: attention over parts of the keys equals attention over all of them."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +191,25 @@ def test_what_flash_does_not_take_goes_to_a_kernel_that_does():
     assert choose("cuda", torch.bfloat16, 128, False, TURING) is explicit  # before Ampere there is no bf16
     assert choose("xpu", torch.float16, 128, False) is explicit
     assert choose("cpu", torch.float16, 60, True) is kernels.cpu_flash
+
+
+@pytest.mark.parametrize("package", kernels.FLASH_PACKAGES)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_flash_attn_is_called_as_its_packages_want_it(monkeypatch, package, scale):
+    """Tokens before heads; version 2 returns the probabilities too, version 3 did not always take the word for it."""
+    q, k, v = make(3, 2, 3, 5, 7, 16)
+
+    def in_version_2(q, k, v, dropout_p=0.0, softmax_scale=None, return_attn_probs=False):
+        out, lse = explicit(*(t.transpose(1, 2) for t in (q, k, v)), None, softmax_scale)
+        return (out.transpose(1, 2), lse, None) if return_attn_probs else out.transpose(1, 2)
+
+    def in_version_3(q, k, v, softmax_scale=None):
+        return in_version_2(q, k, v, softmax_scale=softmax_scale, return_attn_probs=True)[:2]
+
+    function = in_version_2 if package == FLASH_2 else in_version_3
+    monkeypatch.setattr(kernels, "import_module", lambda name: SimpleNamespace(flash_attn_func=function) if name == package else None)
+    for ours, truth in zip(flash_attn(package)(q, k, v, None, scale), explicit(q, k, v, None, scale), strict=True):
+        assert torch.equal(ours, truth)
 
 
 def test_packages_are_looked_for_once(monkeypatch):

@@ -40,8 +40,27 @@ def models(tmp_path_factory):
     return folder
 
 
+OUT_OF_MEMORY = """
+import torch
+
+class OutOfMemory:
+    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "run", True, "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"samples": ("LATENT",)}}
+
+    def run(self, samples):
+        raise torch.cuda.OutOfMemoryError("Allocation on device")
+
+NODE_CLASS_MAPPINGS = {"TestOutOfMemory": OutOfMemory}
+"""
+
+
 def start(host, models):
     server = ComfyServer(host, env={"OMP_NUM_THREADS": "1"})
+    (server.base / "custom_nodes").mkdir()
+    (server.base / "custom_nodes" / "out_of_memory.py").write_text(OUT_OF_MEMORY)
     for folder, name in (("diffusion_models", "flux"), ("loras", "lora")):
         target = server.models / folder / f"{name}.safetensors"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -168,17 +187,24 @@ def test_every_sampler_node_gives_the_stock_latent(server, truth, sampler):
     assert relative_error(latent(server, graph(f"by_{sampler}", sampler=sampler))[0], truth) <= BOUND
 
 
-@pytest.mark.parametrize("guider", ["CFGGuider", "BasicGuider"])
+POSITIVE, NEGATIVE = ["positive", 0], ["negative", 0]
+GUIDERS = {
+    "CFGGuider": {"positive": POSITIVE, "negative": NEGATIVE, "cfg": 3.0},
+    "BasicGuider": {"conditioning": POSITIVE},
+    "DualCFGGuider": {"cond1": POSITIVE, "cond2": NEGATIVE, "negative": NEGATIVE, "cfg_conds": 3.0, "cfg_cond2_negative": 2.0},
+}
+
+
+@pytest.mark.parametrize("guider", GUIDERS)
 def test_custom_sampling_with_stock_guiders_gives_the_stock_latent(server, guider):
     def custom(name, parallel):
         nodes = graph(name, parallel=parallel)
         model = nodes.pop("sampler")["inputs"]["model"]
-        conds = {"positive": ["positive", 0], "negative": ["negative", 0], "cfg": 3.0}
         nodes |= {
             "noise": node("RandomNoise", noise_seed=4),
             "solver": node("KSamplerSelect", sampler_name="dpmpp_2m"),
             "sigmas": node("BasicScheduler", model=model, scheduler="simple", steps=STEPS, denoise=1.0),
-            "guider": node(guider, model=model, **(conds if guider == "CFGGuider" else {"conditioning": ["positive", 0]})),
+            "guider": node(guider, model=model, **GUIDERS[guider], **({"style": "regular"} if guider.startswith("Dual") else {})),
         }
         links = {"noise": ["noise", 0], "guider": ["guider", 0], "sampler": ["solver", 0], "sigmas": ["sigmas", 0]}
         nodes["sampler"] = node("SamplerCustomAdvanced", latent_image=["empty", 0], **links)
@@ -205,11 +231,15 @@ def test_a_lora_strength_changed_between_two_queued_prompts_needs_no_reload(serv
 
 
 def test_a_pipeline_is_exact_while_it_warms_up_says_how_it_samples_and_gives_the_same_twice(server, truth):
+    _, stock = latent(server, graph("ticks_of_stock", parallel=False, seed=25))
+    steps = [(tick.value, tick.maximum) for tick in stock.ticks]
+
     def sampled(name, **pool):
         nodes = graph(name)
         nodes["pool"]["inputs"] |= {"ulysses": 1, "pipefusion": 2, **pool}
         nodes["report"] = node("PipeMeshReport", latent=["sampler", 0], pool=["pool", 0])
         ours, result = latent(server, nodes)
+        assert [(tick.value, tick.maximum) for tick in result.ticks if tick.node == "sampler"] == steps
         assert len(result.previews) >= STEPS
         texts = [event.image for event in result.events if event.type == f"binary {TEXT}"]
         (shown,) = result.outputs["report"]["images"]
@@ -293,6 +323,23 @@ def test_free_reaches_the_pool(server, truth):
     latent(server, graph("stock_after_free", parallel=False, seed=22))
     assert live_pool(server)["models"] == []
     assert relative_error(latent(server, graph("after_free"))[0], truth) <= BOUND
+
+
+def test_a_node_that_runs_out_of_memory_frees_what_the_pool_holds(server, truth):
+    nodes = graph("out_of_memory", seed=23)
+    nodes["more"] = node("TestOutOfMemory", samples=["sampler", 0])
+    seen = []
+
+    def look(event):
+        if event.type == "executing" and event.data.get("node") == "more":
+            seen.append(live_pool(server)["models"])
+
+    error = server.run(nodes, on_event=look).error
+    assert error.kind == "failed" and "Allocation on device" in error.message
+    assert seen and seen[0]
+    latent(server, graph("stock_after_memory", parallel=False, seed=24))
+    assert live_pool(server)["models"] == []
+    assert relative_error(latent(server, graph("after_memory"))[0], truth) <= BOUND
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -392,8 +439,8 @@ def test_every_node_has_tooltips_on_all_sockets_and_a_help_page(server, node_id)
     for options in (value for group in ("required", "optional") for value in info["input"].get(group, {}).values()):
         assert options[1].get("tooltip"), options
     assert all(info["output_tooltips"])
-    page = Path(__file__).parents[1] / "web" / "docs" / f"{node_id}.md"
-    assert f"# {info['display_name']}" in page.read_text()
+    page = urlopen(f"http://{server.address}/extensions/pipemesh/docs/{node_id}.md").read().decode()
+    assert f"# {info['display_name']}" in page
 
 
 def test_the_example_workflow_is_in_the_template_browser_and_uses_only_known_nodes(server):

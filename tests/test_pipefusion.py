@@ -1,5 +1,6 @@
 """PipeFusion through real pools: what the stages compute is what one process computes, whatever their number."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,7 +14,7 @@ from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 
 from .conftest import ALL, running_clients
 from .models import with_references
-from .patched import together
+from .patched import SAMPLERS, together
 
 ALL_WARM = 9999
 HEADS = 5  # and as many blocks at least: enough for four stages, uneven ones too
@@ -77,6 +78,69 @@ def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages
     of = case(family, sampler="dpmpp_2m_sde", tokens="even" if patches % 2 or patches > 7 else "odd")
     assert relative_error(sample(pipeline(family, layout, patches), of), truths.patched(of, patches)) <= BOUND
     assert relative_error(truths.patched(of, patches), truths.stock(of)) > 100 * BOUND  # it is asynchronous
+
+
+def test_the_number_of_stages_does_not_change_the_result(pipeline, truths):
+    of = case(tokens="even")
+    for layout in ((2, 1), (3, 1), (4, 1), (2, 2)):
+        assert relative_error(sample(pipeline("flux", layout, 4), of), truths.patched(of, 4)) <= BOUND
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)], ids=str)
+def test_control_residuals_reach_the_blocks_of_every_stage(pipeline, truths, layout):
+    """Those of the last stages too, whose first own block may be a double or a single one."""
+
+    def with_control(model):
+        generator = torch.Generator().manual_seed(9)
+        flux = model.model.diffusion_model
+        shape = (1, 9 * 7, flux.hidden_size)  # the image is 18 x 13
+        control = {
+            place: [torch.randn(shape, generator=generator) * 0.3 for _ in blocks]
+            for place, blocks in (("input", flux.double_blocks), ("output", flux.single_blocks))
+        }
+        clone = model.clone()
+        clone.set_model_unet_function_wrapper(
+            lambda apply_model, options: apply_model(options["input"], options["timestep"], **{**options["c"], "control": control})
+        )
+        return clone
+
+    of = case()
+    stock = sample(with_control(truths.stock_model("flux")), of)
+    assert relative_error(stock, truths.stock(of)) > 100 * BOUND
+    assert relative_error(sample(with_control(pipeline("flux", layout, 4, ALL_WARM)), of), stock) <= BOUND
+    patched = sample(with_control(truths.own_model("flux", 4)), of)
+    assert relative_error(sample(with_control(pipeline("flux", layout, 4)), of), patched) <= BOUND
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS if ALL else ["heun", "dpm_fast", "sa_solver_pece", "ddim"])
+def test_every_sampler_through_two_stages_is_the_reference_and_stock_when_warm(pipeline, truths, sampler):
+    of = case(sampler=sampler, cfg=1.0 if sampler == "dpm_adaptive" else 4.0)
+    assert relative_error(sample(pipeline("flux", (2, 1), 3, ALL_WARM), of), truths.stock(of)) <= BOUND
+    assert relative_error(sample(pipeline("flux", (2, 1), 3), of), truths.patched(of, 3)) <= BOUND
+
+
+def test_warm_up_counts_evaluations_not_steps(pipeline, clients, truths):
+    """heun evaluates twice in a step: three whole ones are a step and a half, for each of the two prompts."""
+    of = case(sampler="heun")
+    ours = sample(pipeline("flux", (2, 1), 3, warm_up=3), of)
+    parts = [one.part for one in clients(1, 1, 2).memory.figures.evaluations]
+    assert sum(part.patch is None for part in parts) == 2 * 3
+    assert relative_error(ours, sample(reference(stock_model(HEADS), 3, 3), of)) <= BOUND
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)], ids=str)
+def test_a_stage_holds_its_own_blocks_and_the_ends_and_nothing_else(pipeline, clients, truths, layout):
+    stages, ulysses = layout
+    pool_of = clients(ulysses, 1, stages)
+    for name in list(pool_of.memory.patches if pool_of.memory else ()):
+        pool_of.release(name)
+    sample(pipeline("wan2.1-t2v", layout, 4), case("wan2.1-t2v"))
+    model = truths.stock_model("wan2.1-t2v").model.diffusion_model
+    blocks = [sum(tensor.nbytes for tensor in block.parameters()) for block in model.blocks]
+    ends = sum(tensor.nbytes for tensor in model.parameters()) - sum(blocks)
+    held = [memory.model for memory in pool_of.memory.pool.memory]
+    cut = [len(blocks) * (stage + 1) // stages - len(blocks) * stage // stages for stage in range(stages)]
+    assert sorted(held) == sorted(ends + size * blocks[0] for size in cut for _ in range(ulysses))
 
 
 @pytest.mark.parametrize("family, layout", PIPELINES)
@@ -222,16 +286,19 @@ def with_callback(model, of, act, at_step=1):
         comfy.sample.sample = real
 
 
-def test_a_cancel_with_every_patch_in_flight_leaves_the_pool_warm_and_the_next_run_right(pipeline, truths, clients):
+def test_a_cancel_with_every_patch_in_flight_leaves_the_pool_warm_and_the_next_run_right(pipeline, truths, clients, monkeypatch):
     import comfy.model_management as mm
 
     model, of = pipeline("flux", (2, 1), 3), case()
     sample(model, of)
     client = clients(1, 1, 2)
     pool, pids = client.memory.pool, client.memory.pool.pids
+    flying, abandon = [], client.abandon
+    monkeypatch.setattr(client, "abandon", lambda: (flying.append(len(client.memory.tickets)), abandon()))
     with pytest.raises(mm.InterruptProcessingException):
         with_callback(model, of, mm.interrupt_current_processing)
     mm.interrupt_current_processing(False)
+    assert max(flying) >= 3 * 2, "every patch of both prompts"
     assert client.memory.pool is pool and pool.pids == pids and pool.idle and not client.memory.tickets
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
 
@@ -309,10 +376,21 @@ def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
             assert client.memory.loads == loads + 1 and bool(ours.isfinite().all())
 
 
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipeline, ulysses):
+    model, client = broken_pipeline("hangs_at_its_door", ulysses=ulysses)
+    client._ensure(lambda: False)
+    client.memory.pool._setup = replace(client.memory.pool._setup, stall_s=2.0)
+    with pytest.raises(PoolFailed, match=r"^Rank 0 on cpu made no progress for 2 s while computing: run again"):
+        sample(model, case())
+
+
 def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline, truths):
     model, client = broken_pipeline("slow_stage")
     assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= BOUND
-    assert "; the others wait for rank 1" in _run(_last_run(client.memory.figures, "gloo"))
+    run = _last_run(client.memory.figures, "gloo")
+    assert "; the others wait for rank 1" in _run(run)
+    assert run["busy"][1] > 10 * run["busy"][0]
 
 
 def test_too_little_memory_for_keys_and_values_is_refused_with_figures_and_the_pool_goes_on(broken_pipeline):

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import socket
+import subprocess
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -450,6 +451,12 @@ def test_the_manual_gives_the_command_that_errors_name():
     assert node_command("$PIPEMESH_RDZV") == NODE_COMMAND.format(nodes="HOSTS", rendezvous="$PIPEMESH_RDZV")
     for flag in re.findall(r"\S+=\w+(?= )", NODE_COMMAND):
         assert manual.count(flag) >= 2, f"{flag} is not in the command for Slurm"
+
+
+def test_the_manuals_script_for_slurm_is_a_script():
+    (script,) = re.findall(r"```\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "MULTI_NODE.md").read_text(encoding="utf-8"), re.DOTALL)
+    checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_a_name_stays_with_its_host(store):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -139,7 +140,8 @@ def flash_attn(module: str) -> Kernel:
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scale: float | None) -> OutLse:
         function: Any = import_module(module).flash_attn_func
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # flash-attn has tokens before heads
-        out, lse, *_ = function(q, k, v, softmax_scale=scale, return_attn_probs=True)
+        wanted = {"return_attn_probs": True} if "return_attn_probs" in signature(function).parameters else {}  # 3 returned lse always, once
+        out, lse, *_ = function(q, k, v, softmax_scale=scale, **wanted)
         return out.transpose(1, 2), lse.float()
 
     return kernel

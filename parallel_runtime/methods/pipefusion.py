@@ -94,7 +94,7 @@ class StageForward(SequenceParallel):
         self._stage = stage
         self._link = link
         self._watch = watch
-        self._buffers: dict[tuple[int, int], torch.Tensor] = {}  # (branch, layer) -> (2, B, h, L, D), kept from run to run
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}  # (branch, layer) -> (2, B, h, L, D), until the run is forgotten
         self._filled: set[int] = set()  # branches with a whole evaluation in this run
         self._first = False  # whether this is one
         self._clocked: Counter[Part] = Counter()  # how often the blocks' time was taken for each patch of this run

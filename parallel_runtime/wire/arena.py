@@ -37,8 +37,8 @@ class Board:
         """Keeps the words as they are now, without the memory they were shared in."""
         self._words = self._words.copy()
 
-    def tick(self, rank: int) -> None:
-        self._words[LINE_WORDS * (rank + 1)] += 1
+    def tick(self, rank: int, steps: int = 1) -> None:
+        self._words[LINE_WORDS * (rank + 1)] += steps
 
     def enter(self, rank: int, phase: str, request: int = 0) -> None:
         """Every request starts the counter at a place of its own, so that ranks at work on the same one can be compared."""

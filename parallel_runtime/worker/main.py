@@ -74,7 +74,7 @@ def run(channel: Channel) -> None:
             device_type="cuda" if start.backend == "nccl" else "cpu",
             on_host=start.backend == "gloo" and device.type == "cuda",
             wants_stop=lambda: engine.wants_stop(),
-            tick=lambda: board.tick(start.rank),
+            tick=lambda steps: board.tick(start.rank, steps),
         )
     engine = Engine(channel, arena, seat, device, hosts)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
