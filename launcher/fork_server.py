@@ -19,12 +19,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .fork_server_main import WORD
+from .fork_server_main import REQUEST_BYTES, WORD
 from .supervisor import NEVER_STARTED, Command
 
 # Most of what ComfyUI's modules take to import. None of its own: they open the GPU, and a process that has opened one cannot be forked.
 PRELOADED = ("torch", "torch._dynamo", "torchvision", "transformers")
 GPU = "CUDA_VISIBLE_DEVICES"  # each rank has its own, and a server none
+LISTEN_MS = 200
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class ForkServer:
 
     def _launch(self, command: Command) -> Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES // 4)  # the system doubles it; what is longer is refused here
         script = str(Path(__file__).with_name("fork_server_main.py"))
         argv = [command.argv[0], script, str(theirs.fileno()), str(os.getpid()), *self._preloaded]
         env = {name: value for name, value in command.env.items() if name != GPU}
@@ -159,7 +161,7 @@ class Forked:
     def kill(self) -> None:
         """One that has not been forked yet is ended by its server, which finds that nobody waits for it."""
         self._listen(wait=False)
-        with self._lock, suppress(ProcessLookupError):  # it has just been reaped
+        with self._lock, suppress(OSError):  # it has just been reaped
             if self._pid and self.returncode is None:
                 os.kill(self._pid, signal.SIGKILL)
             elif self.returncode is None:
@@ -167,19 +169,21 @@ class Forked:
                 self._output.shutdown(socket.SHUT_RD)
 
     def forget(self) -> None:
-        self.stdout.close()
-        self._output.close()
-        if self._report >= 0:
-            os.close(self._report)
-            self._report = -1
+        with self._lock:
+            self.stdout.close()
+            self._output.close()
+            if self._report >= 0:
+                os.close(self._report)
+                self._report = -1
 
     def _listen(self, wait: bool) -> None:
-        """Takes what the server has to say of this rank. No more words: the server is gone."""
-        if self.returncode is not None:
-            return
+        """Takes what the server has to say of this rank, or waits a moment for it. No more words: the server is gone."""
         poller = select.poll()
-        poller.register(self._report, select.POLLIN)
-        if poller.poll(None if wait else 0):
+        with self._lock:
+            if self.returncode is not None:
+                return
+            poller.register(self._report, select.POLLIN)
+        if poller.poll(LISTEN_MS if wait else 0):  # another thread may have taken the word by then
             with self._lock:
                 while self.returncode is None and poller.poll(0):
                     word = os.read(self._report, WORD.size)

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from importlib import import_module
 
 WORD = struct.Struct("<i")  # of a report: a rank's pid when it is forked, its exit status when it has ended
-REQUEST_BYTES = 1 << 18  # more than the system sends as one packet
+REQUEST_BYTES = 1 << 18
 PARENT_POLL_MS = 1000
 GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
@@ -27,8 +27,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
     sys.path.pop(0)  # this script's folder
     control, parent, *modules = sys.argv[1:]
-    if not preload(modules) or holds_a_gpu(open_files()):
+    if modules and (not preload(modules) or holds_a_gpu(open_files())):
         os.execv(sys.executable, [sys.executable, *sys.argv[:3]])  # afresh, with nothing imported: every rank imports for itself
+    if holds_a_gpu(open_files()):
+        sys.exit("PipeMesh cannot fork workers here, as Python holds a GPU from its start: set PIPEMESH_FORK=0 in ComfyUI's environment.")
     gc.freeze()  # a collection in a rank would touch, and so copy, every page that it shares with this process
     Server(socket.socket(fileno=int(control)), int(parent)).serve()
     os._exit(0)  # the kernel ends the ranks that are left: this is their parent
@@ -38,8 +40,11 @@ def preload(modules: Iterable[str]) -> bool:
     """False if one is broken: a rank that needs it says so, and its last lines are shown."""
     try:
         for name in modules:
-            with contextlib.suppress(ModuleNotFoundError):
+            try:
                 import_module(name)
+            except ModuleNotFoundError as error:
+                if error.name != name.partition(".")[0]:
+                    return False
     except Exception:  # noqa: BLE001 - whatever a library may raise when it is imported
         return False
     return True
@@ -84,8 +89,9 @@ class Server:
                     return
                 try:
                     self._fork(json.loads(data), *fds)
-                except (OSError, TypeError) as error:  # no process or no descriptor is left: that rank's end, not this one's
-                    print(f"PipeMesh could not fork a worker: {error}", file=sys.stderr)
+                except (OSError, TypeError, ValueError) as error:  # no process or descriptor is left: that rank's end, not this one's
+                    with contextlib.suppress(OSError):
+                        print(f"PipeMesh could not fork a worker: {error}", file=sys.stderr)
                 finally:
                     for fd in fds:
                         if fd not in self._reports.values():
@@ -137,11 +143,14 @@ def become(request: dict, channel: int, output: int) -> None:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
     except:  # noqa: E722 - as at the top of any script: whatever ends it is told of
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
 
 

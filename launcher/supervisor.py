@@ -99,7 +99,8 @@ class Supervisor:
             self._start_error = error
             for process in self._processes:
                 process.kill()
-        self._started.set()
+        finally:
+            self._started.set()
         while selector.get_map():
             readable = selector.select(REAP_S)
             for key, _ in readable:

@@ -94,7 +94,7 @@ def slow_stage(_usp):
 
     def attended(self, *args):
         if not self._stage.opens:
-            time.sleep(0.05)
+            time.sleep(0.1)
         return real(self, *args)
 
     pipefusion.StageForward._attended = attended

@@ -64,6 +64,7 @@ def run(server, tmp_path):
         ("import sys; print('err', file=sys.stderr)", 0, ["err"]),
         ("raise SystemExit", 0, []),
         ("import sys; sys.exit(3)", 3, []),
+        ("import sys; sys.exit('why')", 1, ["why"]),
     ],
 )
 def test_how_a_rank_ended_and_what_it_said_last_is_known(run, script, status, lines):
@@ -198,21 +199,24 @@ def test_a_pool_says_that_its_ranks_could_not_be_forked_and_how_to_do_without():
     server.close()
 
 
-@pytest.mark.parametrize(
-    "broken", ["raise RuntimeError('operator does not exist')", "raise OSError('libfoo.so: cannot open')", "import no_such"]
-)
+def has_imported_fractions(folder: Path, library: str) -> bool:
+    """Whether a rank of a server that also imports ``library``, which lies in ``folder``, is a fork of a process that has."""
+    server = ForkServer(preloaded=(library, "fractions"))
+    (folder / "script.py").write_text("import sys; print('fractions' in sys.modules)")
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    supervisor = Supervisor([Command((sys.executable, str(folder / "script.py")), env, 0)], server.start)
+    supervisor.start()
+    assert supervisor.exit_of(0, DEADLINE_S) == 0
+    server.close()
+    return supervisor.tail(0) == ["True"]
+
+
+@pytest.mark.parametrize("broken", ["raise RuntimeError('no operator')", "raise OSError('libfoo.so: cannot open')", "import no_such"])
 def test_a_library_that_cannot_be_imported_stops_no_rank(tmp_path, broken):
     """A rank that needs it says so itself, and one without it works."""
     (tmp_path / "broken_library.py").write_text(broken)
-    server = ForkServer(preloaded=("decimal", "broken_library", "fractions"))
-    script = tmp_path / "script.py"
-    script.write_text("import sys; print('fractions' in sys.modules)")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    supervisor = Supervisor([Command((sys.executable, str(script)), env, 0)], server.start)
-    supervisor.start()
-    assert supervisor.exit_of(0, DEADLINE_S) == 0
-    assert supervisor.tail(0) == [str("import" in broken)]
-    server.close()
+    assert has_imported_fractions(tmp_path, "broken_library") is False
+    assert has_imported_fractions(tmp_path, "not_installed_at_all") is True
 
 
 def test_a_request_that_cannot_be_met_ends_one_rank_and_not_the_others(server, run):
@@ -220,17 +224,24 @@ def test_a_request_that_cannot_be_met_ends_one_rank_and_not_the_others(server, r
     assert other.pids
     with pytest.raises(OSError, match="Message too long"):
         run("", env={**os.environ, "LONG": "x" * 300_000})
-    control = server._servers[sys.executable, None].control
-    socket.send_fds(control, [b"{}"], [0])  # as where descriptors ran out on the way
+    ours = server._servers[sys.executable, None]
+    held = psutil.Process(ours.process.pid).num_fds()
+    for request in (b"{}", b"not json"):
+        socket.send_fds(ours.control, [request], [0])  # as where descriptors ran out on the way
     assert run("").exit_of(0, DEADLINE_S) == 0
+    assert psutil.Process(ours.process.pid).num_fds() <= held
     assert not other.ended(0)
 
 
-def test_a_process_that_holds_a_gpu_is_not_forked():
+def test_a_process_that_holds_a_gpu_is_not_forked(tmp_path):
+    """It starts afresh without what opened it, and its ranks import for themselves."""
     assert holds_a_gpu(["/dev/null", "/dev/nvidiactl"])
     assert holds_a_gpu(["/dev/kfd"])
     assert not holds_a_gpu(["/dev/null", "pipe:[7]", "/home/me/nvidia"])
-    assert os.devnull in open_files()
+    with open(os.devnull):
+        assert os.devnull in open_files()
+    (tmp_path / "opens_a_gpu.py").write_text('__import__("__main__").holds_a_gpu = lambda files: True')
+    assert has_imported_fractions(tmp_path, "opens_a_gpu") is False
 
 
 def test_forking_can_be_switched_off():

@@ -5,11 +5,12 @@ from itertools import accumulate, groupby
 import pytest
 from PIL import ImageColor
 from pipemesh.benchmarks import pipefusion
-from pipemesh.nodes.timeline import BAR, FOOT, LEFT, PATCHES, RIGHT, ROW, WHITE, WHOLE, WIDTH, timeline
+from pipemesh.nodes.timeline import BAR, FOOT, MARGIN, PATCHES, ROW, WHITE, WHOLE, WIDTH, bars_from, timeline
 from pipemesh.parallel_runtime.client.remote_model import Evaluation
 from pipemesh.parallel_runtime.occupancy import Span, busy_shares
 from pipemesh.parallel_runtime.wire.messages import Part
 
+NAMES = ["0 cpu", "1 node1/cuda:0"]
 RUN = [(Span(0, 4, 0), Span(0, 9, 3)), (Span(4, 8, 0), Span(9, 13, 1))]  # rank 1 takes 6, then 3 of the seconds from 0 to 13
 
 
@@ -39,15 +40,15 @@ def evaluation(spans, patch):
 
 def bars_of(image, row):
     """(colour, from, to) of every bar in a row, in seconds of the 13 that the picture spans."""
-    pixels = [image.getpixel((x, ROW * row + 8 + BAR // 2)) for x in range(LEFT, WIDTH - RIGHT)]
+    pixels = [image.getpixel((x, ROW * row + 8 + BAR // 2)) for x in range(bars_from(NAMES), WIDTH - MARGIN)]
     ends = [(colour, len(list(run))) for colour, run in groupby(pixels)]
     at = list(accumulate((count for _, count in ends), initial=0))
-    scale = 13 / (WIDTH - LEFT - RIGHT)
+    scale = 13 / (WIDTH - MARGIN - bars_from(NAMES))
     return [(colour, at[i] * scale, at[i + 1] * scale) for i, (colour, _) in enumerate(ends) if colour != ImageColor.getrgb(WHITE)]
 
 
 def test_the_picture_has_a_bar_for_every_rank_and_patch_where_it_computed():
-    image = timeline(["0 cpu", "1 cpu"], [evaluation(spans, patch) for spans, patch in zip(RUN, [None, (7, 9, True)], strict=True)])
+    image = timeline(NAMES, [evaluation(spans, patch) for spans, patch in zip(RUN, [None, (7, 9, True)], strict=True)])
     whole, patch = ImageColor.getrgb(WHOLE), ImageColor.getrgb(PATCHES[0])
     for row, bars in enumerate(([(whole, 0, 4), (patch, 4, 8)], [(whole, 3, 9), (patch, 10, 13)])):
         drawn = bars_of(image, row)
@@ -56,7 +57,7 @@ def test_the_picture_has_a_bar_for_every_rank_and_patch_where_it_computed():
 
 
 def test_there_is_a_picture_of_any_number_of_patches_and_none_of_a_run_without():
-    assert timeline(["0 cpu", "1 cpu"], [Evaluation(0.1, 0.0, 0.0, 0, spans=RUN[0])]) is None
+    assert timeline(NAMES, [Evaluation(0.1, 0.0, 0.0, 0, spans=RUN[0])]) is None
     for number in (1, 6, 7, 64):
-        image = timeline(["0 cpu", "1 cpu"], [evaluation(RUN[0], (start, 1, False)) for start in range(number)])
+        image = timeline(NAMES, [evaluation(RUN[0], (start, 1, False)) for start in range(number)])
         assert image.size == (WIDTH, 2 * ROW + FOOT) and bars_of(image, 0) and bars_of(image, 1)

@@ -19,12 +19,13 @@ function addText(node) {
     area.readOnly = true;
     Object.assign(area.style, { fontFamily: "monospace", whiteSpace: "pre", overflow: "auto" });
   }
+  node.setSize?.([Math.max(node.size[0], WIDTH), node.size[1]]);
   fit(node);
 }
 
 function fit(node) {
   const [width, height] = node.computeSize();
-  node.setSize?.([Math.max(node.size[0], width, WIDTH), Math.max(node.size[1], height)]);
+  node.setSize?.([Math.max(node.size[0], width), Math.max(node.size[1], height)]);
   node.setDirtyCanvas?.(true, true);
 }
 
