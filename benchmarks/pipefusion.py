@@ -51,6 +51,18 @@ def ideal_occupancy(patches: int) -> float:
     return submissions / (submissions + STAGES - 1)
 
 
+def pool_of_stages(comfyui: str) -> tuple[Any, Any]:
+    """A handle of the product's own pool, not started yet, and its client."""
+    from ..launcher.devices import place
+    from ..launcher.pool import HostSetup, PoolHandle
+    from ..parallel_runtime.client.remote_model import Client
+    from ..parallel_runtime.layout import Layout
+
+    setup = HostSetup(comfyui=comfyui, comfy_args={"cpu": True})
+    handle = PoolHandle(place(Layout(pipefusion=STAGES), "cpu", "gloo", ()), setup)
+    return handle, Client(handle, shares_weights=False)
+
+
 class Runs:
     """One process of the bench: the sampler over the model whole, over its patches in turn, and, in the first, over a pool."""
 
@@ -72,15 +84,9 @@ class Runs:
     def _connect(self, stock: Any, patches: int, comfyui: str) -> None:
         from comfy.patcher_extension import WrappersMP
 
-        from ..launcher.devices import place
-        from ..launcher.pool import HostSetup, PoolHandle
-        from ..parallel_runtime.client.remote_model import Client
         from ..parallel_runtime.client.remote_patcher import Patching, parallelize
-        from ..parallel_runtime.layout import Layout
 
-        setup = HostSetup(comfyui=comfyui, comfy_args={"cpu": True})
-        self.handle = PoolHandle(place(Layout(pipefusion=STAGES), "cpu", "gloo", ()), setup)
-        self.client = Client(self.handle, shares_weights=False)
+        self.handle, self.client = pool_of_stages(comfyui)
         self.modes: list[str] = []
         self.free = parallelize(stock, self.client, 0.0, Patching(patches, WARM_UP), self.modes.append)
         self.single = self.free.clone()
@@ -178,17 +184,12 @@ def weights(model: Any, client: Any) -> dict[str, float]:
 
 def weights_of_equal_blocks(comfyui: str) -> dict[str, float]:
     """Of a Wan, whose blocks are all of one kind: stages that are equally fast are equally large."""
-    from ..launcher.devices import place
     from ..launcher.parity import Case, sample
-    from ..launcher.pool import HostSetup, PoolHandle
     from ..launcher.random_models import wan_patcher
-    from ..parallel_runtime.client.remote_model import Client
     from ..parallel_runtime.client.remote_patcher import Patching, parallelize
-    from ..parallel_runtime.layout import Layout
 
-    handle = PoolHandle(place(Layout(pipefusion=STAGES), "cpu", "gloo", ()), HostSetup(comfyui=comfyui, comfy_args={"cpu": True}))
+    handle, client = pool_of_stages(comfyui)
     try:
-        client = Client(handle, shares_weights=False)
         model = wan_patcher(heads=EQUAL["heads"], layers=EQUAL["layers"])
         parallel = parallelize(model, client, 0.0, Patching(STAGES, WARM_UP))
         for _ in range(2):  # the second is cut by what the first measured

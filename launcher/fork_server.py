@@ -14,8 +14,8 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,8 +85,13 @@ class ForkServer:
         script = str(Path(__file__).with_name("fork_server_main.py"))
         argv = [command.argv[0], script, str(theirs.fileno()), str(os.getpid()), *self._preloaded]
         env = {name: value for name, value in command.env.items() if name != GPU}
-        with theirs, closed_on_error(ours):
-            return Server(subprocess.Popen(argv, env=env, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL), ours, env)
+        with theirs:
+            try:
+                process = subprocess.Popen(argv, env=env, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+            except OSError:
+                ours.close()
+                raise
+        return Server(process, ours, env)
 
     @property
     def pids(self) -> list[int]:
@@ -118,15 +123,6 @@ def ask(control: socket.socket, request: dict, channel: int) -> Forked:
         their_output.close()
         os.close(their_report)
     return forked
-
-
-@contextmanager
-def closed_on_error(sock: socket.socket) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        sock.close()
-        raise
 
 
 class Forked:

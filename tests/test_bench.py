@@ -230,10 +230,9 @@ def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
     monkeypatch.setattr(sp, "EFFICIENCY", {192: 0.88})
     if not ALL:
         monkeypatch.setattr(sp, "METHODS", {"ring2": sp.METHODS["ring2"]})
-        monkeypatch.setattr(sp, "BYTES_ONLY", {})
     cases = ["ulysses2_192", "ring2_192"] if ALL else ["ring2_192"]
     figures = list(sp.bench(Options(host=host(), rounds=1)))
     assert {figure.case for figure in figures if figure.metric == "efficiency"} == set(cases)
     counted = [figure for figure in figures if figure.metric == "bytes_per_step"]
-    assert [figure.case for figure in counted] == [*cases, *(["2x2_1024"] if ALL else [])]
+    assert [figure.case for figure in counted] == [*cases, "2x2_1024"]
     assert all(figure.met for figure in counted)

@@ -237,7 +237,7 @@ def test_a_process_that_holds_a_gpu_is_not_forked(tmp_path):
     """It starts afresh without what opened it, and its ranks import for themselves."""
     assert holds_a_gpu(["/dev/null", "/dev/nvidiactl"])
     assert holds_a_gpu(["/dev/kfd"])
-    assert not holds_a_gpu(["/dev/null", "pipe:[7]", "/home/me/nvidia"])
+    assert not holds_a_gpu(["/dev/null", "pipe:[7]", "/opt/nvidia"])
     with open(os.devnull):
         assert os.devnull in open_files()
     (tmp_path / "opens_a_gpu.py").write_text('__import__("__main__").holds_a_gpu = lambda files: True')

@@ -319,16 +319,11 @@ def test_the_ranks_of_an_instance_that_is_killed_while_it_computes_die_with_it(s
 
 
 @pytest.mark.parametrize(
-    ("number", "rules", "forked"),
-    [
-        (signal.SIGKILL, ["*:Start=deaf"], True),
-        (signal.SIGKILL, ["*:Start=deaf"], False),
-        (signal.SIGTERM, ["*:Start=deaf"], True),
-        (signal.SIGINT, [], True),
-        (None, [], True),
-    ],
-    ids=["killed", "killed, its ranks not forked", "terminated", "Ctrl-C", "left"],
+    ("number", "rules"),
+    [(signal.SIGKILL, ["*:Start=deaf"]), (signal.SIGTERM, ["*:Start=deaf"]), (signal.SIGINT, []), (None, [])],
+    ids=["killed", "terminated", "Ctrl-C", "left"],
 )
+@pytest.mark.parametrize("forked", [True, False], ids=["forked", "programs"])
 def test_ranks_end_with_the_ui_however_it_ends(setup, number, rules, forked):
     """Those that never look at their socket too: the kernel ends them."""
     ui = Ui(setup.comfyui, fake_setup(*rules).argv, forked)
