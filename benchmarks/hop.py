@@ -2,7 +2,8 @@
 
 The pool, the client and the arena are the product's own, on two local ranks; only the ranks' model can be told to return its latent at
 once. ``back_to_back``: such evaluations one after another. ``between_forwards``: each follows a real forward, as in a run: cold caches,
-ranks that have just computed and a UI that has just slept.
+ranks that have just computed and a UI that has just slept. ``memory_only``: what reading the conditioning and copying the latent as often
+as an evaluation must takes by itself, in one process, beside nothing else.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ HEAD_AXES = (8, 28, 28)
 GOALS_MS = {"back_to_back": 1.0, "between_forwards": 2.0}
 PER_ROUND = {"back_to_back": 20, "between_forwards": 8}
 WARM_UP = 20
+COPIES = 4  # of the latent: into the arena, out of it, and the output's the same way back
 
 
 class Hops:
@@ -74,6 +76,25 @@ class Hops:
             hops.append(1e3 * self.evaluate(costs_nothing=True))
         return hops[WARM_UP:]
 
+    def memory_only(self, count: int) -> list[float]:
+        """Milliseconds; the conditioning is a new tensor each time, as it is in an evaluation."""
+        import torch
+
+        from ..parallel_runtime.wire.conditioning import same
+
+        here, there = torch.randn(2, *LATENT, generator=self._generator)
+
+        def all_of_it() -> None:
+            same(self._text, text)
+            for _ in range(COPIES):
+                there.copy_(here)
+
+        taken = []
+        for _ in range(WARM_UP + count):
+            text = self._text.clone()
+            taken.append(1e3 * timed(all_of_it))
+        return taken[WARM_UP:]
+
 
 def bench(options: Options) -> Iterator[Figure]:
     hops = Hops(options)
@@ -82,5 +103,7 @@ def bench(options: Options) -> Iterator[Figure]:
             measured = hops.milliseconds(PER_ROUND[case] * options.rounds, case == "between_forwards")
             yield Figure("hop", case, "hop_ms_p50", estimate(measured, lambda ms: percentile(ms, 0.50)), "ms", Goal(at_most=goal))
             yield Figure("hop", case, "hop_ms_p99", estimate(measured, lambda ms: percentile(ms, 0.99)), "ms")
+        alone = hops.memory_only(PER_ROUND["back_to_back"] * options.rounds)
+        yield Figure("hop", "memory_only", "hop_ms_p50", estimate(alone, lambda ms: percentile(ms, 0.50)), "ms")
     finally:
         hops.handle.close()

@@ -1,12 +1,13 @@
 """PipeFusion over two stages: its efficiency, how busy the stages are, what it sends, and what letting patches run ahead buys.
 
-A whole run of the stock sampler per measurement, through the product's own pool, against the same patches in turn in one process.
+A whole run of the stock sampler per measurement through the product's own pool, against the same patches in turn in one process.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
@@ -21,6 +22,7 @@ STAGES = 2
 PATCHES = (2, 4)
 TOKENS = 1024
 STEPS, WARM_UP = 28, 1
+SERIAL_STEPS = 8  # of a run in one process: the rest of its steps are like those after the first
 EFFICIENCY = {"free": 0.93, "single": None}
 BUSY = 0.95  # of what the pipeline's filling and draining leaves
 WEIGHTS_SLACK = 0.05
@@ -92,7 +94,7 @@ class Runs:
         self.single = self.free.clone()
         self.single.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "bench", lambda executor, *args, **kwargs: executor(*args, **kwargs))
 
-    def sample(self, model: Any) -> Any:
+    def sample(self, model: Any, steps: int, after_step: Callable[..., None] | None = None) -> Any:
         import comfy.sample
         import torch
 
@@ -106,17 +108,22 @@ class Runs:
         prompt = [[text, {"pooled_output": torch.randn(1, MODEL["vec_dim"], generator=generator)}]]
         with torch.inference_mode():
             noise = comfy.sample.prepare_noise(latent, 1)
-            return comfy.sample.sample(model, noise, self.steps, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True, seed=1)
+            how = (steps, 1.0, "euler", "simple", prompt, prompt, latent)
+            return comfy.sample.sample(model, noise, *how, callback=after_step, disable_pbar=True, seed=1)
 
-    def seconds(self, model: Any) -> float:
-        return timed(lambda: self.sample(model))
+    def in_one_process(self, model: Any) -> float:
+        """Seconds of a run, of which the first steps are timed: there each takes as long as the one before, once the warm-up is over."""
+        ends: list[float] = []
+        steps = min(self.steps, SERIAL_STEPS)
+        seconds = timed(lambda: self.sample(model, steps, lambda *_: ends.append(time.perf_counter())))
+        return seconds + (self.steps - steps) * (ends[-1] - ends[0]) / (steps - 1)
 
     def through(self, mode: str, seen: dict[str, list]) -> float:
         """0 in the processes that have no pool."""
         if self.handle is None:
             return 0.0
         os.sched_setaffinity(0, self.all_cores)  # as a UI is: the stages share the cores out
-        seconds = self.seconds(getattr(self, mode))
+        seconds = timed(lambda: self.sample(getattr(self, mode), self.steps))
         os.sched_setaffinity(0, self.own_cores)
         assert self.modes.pop().startswith(mode), "sampled in another mode"
         seen[mode].append(list(self.client.memory.figures.evaluations))
@@ -135,10 +142,10 @@ def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, co
     seen: dict[str, list] = {"free": [], "single": []}
     try:
         phases = {
-            "stock": Phase(lambda: runs.seconds(runs.stock), alone=True),
-            "alone": Phase(lambda: runs.seconds(runs.in_turn), alone=True),
+            "stock": Phase(lambda: runs.in_one_process(runs.stock), alone=True),
+            "alone": Phase(lambda: runs.in_one_process(runs.in_turn), alone=True),
             "free": Phase(lambda: runs.through("free", seen)),
-            "both": Phase(lambda: runs.seconds(runs.in_turn)),
+            "both": Phase(lambda: runs.in_one_process(runs.in_turn)),
             "single": Phase(lambda: runs.through("single", seen)),
         }
         result: dict[str, Any] = {"rounds": ranks.measure(phases, rounds)}

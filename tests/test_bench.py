@@ -209,7 +209,7 @@ def test_the_load_bench_runs(monkeypatch):
 
 
 def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_the_formula(monkeypatch, tmp_path):
-    for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 3, "EQUAL": {"heads": 2, "layers": 6}}.items():
+    for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 4, "SERIAL_STEPS": 3, "EQUAL": {"heads": 2, "layers": 6}}.items():
         monkeypatch.setattr(pipefusion, name, small)
     figures = {(figure.case, figure.metric): figure for figure in pipefusion.bench(Options(host=host(), rounds=1, pictures=tmp_path))}
     assert {path.name for path in tmp_path.iterdir()} == {"pipefusion-free-m2.png", "pipefusion-single-m2.png"}
@@ -223,7 +223,7 @@ def test_the_hop_bench_runs(monkeypatch):
     monkeypatch.setattr(hop, "PER_ROUND", {"back_to_back": 1, "between_forwards": 1})
     monkeypatch.setattr(hop, "WARM_UP", 1)
     figures = {(figure.case, figure.metric) for figure in hop.bench(Options(host=host(), rounds=1))}
-    assert figures == {(case, f"hop_ms_{share}") for case in hop.GOALS_MS for share in ("p50", "p99")}
+    assert figures == {(case, f"hop_ms_{share}") for case in hop.GOALS_MS for share in ("p50", "p99")} | {("memory_only", "hop_ms_p50")}
 
 
 def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
