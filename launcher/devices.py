@@ -71,6 +71,12 @@ class Placement:
         return min(share, int(limit)) if limit.isdigit() and int(limit) else share
 
 
+def fewer(layout: Layout, devices: int) -> str:
+    """What to set so that a layout needs no more than so many devices."""
+    stages = layout.pipefusion
+    return f"set ulysses to {devices // stages}" if 1 < stages <= devices else "lower the degree"
+
+
 def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -> Placement:
     """``wanted`` is ``auto``, ``cpu`` or a list such as ``cuda:0,cuda:2`` or ``cuda:0,node1/cuda:0``.
 
@@ -81,7 +87,8 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
     if names == ["auto"]:
         names = [gpu.name for gpu in gpus[:size]] if gpus else ["cpu"]
         if gpus and len(names) < size:
-            raise LayoutError(f"{layout.equation()}, {count(len(gpus), 'GPU')}: lower the degree, or list devices to share (backend gloo).")
+            here, remedy = count(len(gpus), "GPU"), fewer(layout, len(gpus))
+            raise LayoutError(f"{layout.equation()}, {here}: {remedy}, or list devices to share (backend gloo).")
     if names == ["cpu"]:
         names = ["cpu"] * size
     if len(names) != size:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ..parallel_runtime.errors import LayoutError, ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused, RunCancelled
+from ..parallel_runtime.errors import LayoutError, ModelError, NoRoom, OutOfMemory, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..parallel_runtime.wire.arena import Arena
 from ..parallel_runtime.wire.channel import ChannelClosed
 from ..parallel_runtime.wire.messages import Close, Done, Failed, Forward, Memory, Ready, Request
@@ -290,8 +290,11 @@ class WorkerPool:
             for key, _ in self._selector.select(POLL_S):
                 self._receive(key.data)
             failed = any(isinstance(answer, Failed) for answers in self._answers.values() for answer in answers.values())
-            if failed and deadline is None and (lockstep or cancel is not None):
+            if failed and deadline is None and lockstep:
                 deadline = time.monotonic() + OTHERS_WAIT_S
+            elif failed and deadline is None and cancel is not None:  # the other stages leave what is on its way to them
+                self.arena.board.cancel(cancel)
+                deadline = time.monotonic() + CANCEL_WAIT_S
             if not cancelled and interrupted():
                 cancelled = True
                 if cancel is None:
@@ -376,13 +379,17 @@ class WorkerPool:
         )
 
     def _rejected(self, failures: dict[int, Failed], lockstep: bool, uneven: bool) -> PipeMeshError:
-        """If the ranks agree on where they are the pool goes on: all answered, and in lockstep all failed. Else it is torn down."""
+        """If the ranks agree on where they are the pool goes on: all answered, and in lockstep all failed. Else it is torn down.
+
+        Stages are in lockstep only within: what one rank alone failed of, but for room that all ranks of a stage ask for together.
+        """
         rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
         log.debug("rank %d: %s", rank, failure.trace)
         agree = len(failures) == self.size and self.placement.backend == "gloo"  # nccl may hold exchanges that only some have issued
-        warm = not self._owed and not uneven and (agree or not lockstep)
-        if failure.kind == "refused" and warm:
-            return Refused(failure.text)
+        together = failure.kind in ("room", "refused") or self.placement.layout.ulysses == 1 or self.placement.backend == "gloo"
+        warm = not self._owed and not uneven and (agree or (together and not lockstep))
+        if failure.kind in ("room", "refused") and warm:
+            return (NoRoom if failure.kind == "room" else Refused)(failure.text)
         if failure.kind == "memory":
             memory = failure.memory
             cause = (failure.text.splitlines() or ["no details"])[0]  # a bare MemoryError has no text

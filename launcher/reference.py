@@ -39,6 +39,9 @@ class InOneProcess:
     def collect(self, ticket: torch.Tensor) -> torch.Tensor:
         return ticket
 
+    def make_room(self) -> bool:
+        return False
+
     def abandon(self) -> None:
         pass
 

@@ -39,7 +39,8 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 node_id="PipeMeshKSampler",
                 display_name="KSampler (PipeMesh)",
                 category=CATEGORY,
-                description="The stock KSampler, its model computed by a pool of workers. Same seed, same image.",
+                description="The stock KSampler, its model computed by a pool of workers. "
+                "Same seed, same image; under pipefusion nearly the same.",
                 search_aliases=["sampler", "multi gpu", "parallel"],
                 inputs=[
                     common["model"],
@@ -71,7 +72,8 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 node_id="PipeMeshKSamplerAdvanced",
                 display_name="KSampler Advanced (PipeMesh)",
                 category=CATEGORY,
-                description="The stock KSampler (Advanced), its model computed by a pool of workers. Same seed, same image.",
+                description="The stock KSampler (Advanced), its model computed by a pool of workers. "
+                "Same seed, same image; under pipefusion nearly the same.",
                 search_aliases=["sampler", "multi gpu", "parallel"],
                 inputs=[
                     common["model"],

@@ -65,7 +65,7 @@ def pool_inputs() -> list[io.Input]:
             "warm_up",
             default=1,
             min=1,
-            max=100,
+            max=10000,
             optional=True,
             advanced=True,
             tooltip="With pipefusion above 1: how many first evaluations of the model are whole and exact. "

@@ -13,6 +13,10 @@ class Refused(PipeMeshError):
     """Something that cannot be honoured in parallel (an in-block patch, a model without a plan), by name."""
 
 
+class NoRoom(Refused):
+    """Memory that a run will need is not free; nothing of it was begun."""
+
+
 class ModelError(PipeMeshError):
     """A model or an input that every rank rejected alike; the pool stays usable."""
 

@@ -35,13 +35,13 @@ def cpus(ranks: int) -> Placement:
 
 
 class Pools:
-    """``pools(ranks, rule, ...)`` is a pool of fake ranks that is ready; all are closed in the end."""
+    """``pools(ranks, rule, ...)`` is a pool of fake ranks that is ready, so many or placed so; all are closed in the end."""
 
     def __init__(self):
         self._made: list[WorkerPool] = []
 
-    def __call__(self, ranks: int, *rules: str, **setup) -> WorkerPool:
-        pool = WorkerPool(cpus(ranks), fake_setup(*rules, **setup))
+    def __call__(self, ranks: int | Placement, *rules: str, **setup) -> WorkerPool:
+        pool = WorkerPool(cpus(ranks) if isinstance(ranks, int) else ranks, fake_setup(*rules, **setup))
         self._made.append(pool)
         pool.start()
         return pool
@@ -53,6 +53,13 @@ class Pools:
 
 def call(pool: WorkerPool, kind: str, interrupted=lambda: False, **more) -> list:
     return pool.call(MAKE[kind](pool.next_request()), (), interrupted, **more)
+
+
+def through(pool: WorkerPool) -> list:
+    """An evaluation submitted to stages, and collected."""
+    number = pool.next_request()
+    pool.submit(MAKE["Forward"](number))
+    return pool.collect(number)
 
 
 def handled(pool: WorkerPool, kind: str = "Release") -> list[str]:

@@ -168,6 +168,40 @@ def cannot_read_its_input(_usp):
     engine.Engine._input, engine.Engine._forward = input_, noted_forward
 
 
+def must_receive_ahead(usp):
+    """Nothing is broken: a second stage that the first is far ahead of falls over if it had not posted a receive it could have."""
+    slow_stage(usp)
+    forward, real = stage_module().StageForward, stage_module().StageForward._come_in
+    seen = set()
+
+    def come_in(self, tokens):
+        assert self._part not in seen or len(self._link._posted) == 1, "received late"
+        seen.add(self._part)
+        return real(self, tokens)
+
+    forward._come_in = come_in
+
+
+def receives_late(usp):
+    """The receive of a patch is posted when it is wanted."""
+    must_receive_ahead(usp)
+    stage_module().StageForward._expect_next = lambda self: None
+
+
+def patches_its_own_weights(_usp):
+    """Nothing is broken: a stage falls over if it patches weights of other stages' blocks, or leaves out its own."""
+    from pipemesh.parallel_runtime.worker.resident import ResidentModel
+
+    real = ResidentModel.patch
+
+    def patch(self, patches_id, patches, *rest):
+        real(self, patches_id, patches, *rest)
+        own = set(patches) & {name for name, _ in self.patcher.model.named_parameters()}
+        assert set(self._unpatched) == own and 0 < len(own) < len(patches), (len(self._unpatched), len(own), len(patches))
+
+    ResidentModel.patch = patch
+
+
 def no_memory(_usp):
     no_memory_on_ranks(range(99))
 
@@ -176,20 +210,29 @@ def no_memory_on_rank_1(_usp):
     no_memory_on_ranks([1])
 
 
-def no_memory_on_ranks(ranks):
+def no_memory_before_a_slow_stage(usp):
+    slow_stage(usp)
+    no_memory_on_ranks([0])
+
+
+def no_memory_beside_another_model(_usp):
+    no_memory_on_ranks(range(99), lambda engine: len(engine._models) > 1)
+
+
+def no_memory_on_ranks(ranks, when=lambda engine: True):
     from pipemesh.parallel_runtime.wire.messages import Memory
     from pipemesh.parallel_runtime.worker import engine
 
     real = engine.Engine._ask_memory
-    engine.Engine._ask_memory = lambda self: Memory(0, 1 << 30, 0) if self._rank in ranks else real(self)
+    engine.Engine._ask_memory = lambda self: Memory(0, 1 << 30, 0) if self._rank in ranks and when(self) else real(self)
 
 
 def counts_what_it_keeps(_usp):
-    """Nothing is broken: a stage falls over if its keys and values are not what it reserved, or not of this run."""
+    """Nothing is broken: a stage falls over if its keys and values are not what it reserved, not of this run, or not where they were."""
     from pipemesh.parallel_runtime.worker import engine
 
     forward, reserve, run = stage_module().StageForward, engine.Engine.reserve, stage_module().StageForward.run
-    reserved = {}
+    reserved, places = {}, {}
 
     def counted_reserve(self, nbytes):
         method = self._models[self._model].method
@@ -197,10 +240,12 @@ def counts_what_it_keeps(_usp):
         reserve(self, nbytes)
 
     def counted_run(self, call, arguments, number, part):
+        assert part.run == self._part.run or not self._buffers, "kept beyond its run"
         out = run(self, call, arguments, number, part)
         kept = {}
-        for (branch, _layer), buffer in self._buffers.items():
+        for (branch, layer), buffer in self._buffers.items():
             kept[branch] = kept.get(branch, 0) + buffer.numel() * buffer.element_size()
+            assert places.setdefault((part.run, branch, layer), buffer.data_ptr()) == buffer.data_ptr(), "made anew within a run"
         assert kept == reserved[part.run], (kept, reserved)
         return out
 
@@ -269,7 +314,7 @@ def break_at_every_load(named_in):
     """What was broken for the model before is whole again."""
     from pipemesh.parallel_runtime.comm import ring
     from pipemesh.parallel_runtime.methods import pipefusion, shards, usp
-    from pipemesh.parallel_runtime.worker import engine
+    from pipemesh.parallel_runtime.worker import engine, resident
 
     real = engine.Engine._load
 
@@ -284,7 +329,8 @@ def break_at_every_load(named_in):
         real(self, message, segments)
 
     engine.Engine._load = load
-    owners = (usp, shards, ring, pipefusion, usp.SequenceParallel, shards.Shards, shards.Joint, pipefusion.StageForward, engine.Engine)
+    classes = (usp.SequenceParallel, shards.Shards, shards.Joint, pipefusion.StageForward, engine.Engine, resident.ResidentModel)
+    owners = (usp, shards, ring, pipefusion, *classes)
     whole = [(owner, dict(vars(owner))) for owner in owners]
 
 

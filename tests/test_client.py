@@ -6,8 +6,8 @@ from pipemesh.parallel_runtime.client.host_model import Source
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.errors import OutOfMemory, RunCancelled
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.messages import Done, Forward, Load, Memory, Patch, Release
-from pipemesh.parallel_runtime.wire.tree import encode_tree
+from pipemesh.parallel_runtime.wire.messages import Done, Forward, Load, Memory, Part, Patch, Release
+from pipemesh.parallel_runtime.wire.tree import NotPlain, encode_tree
 
 
 class Ledger:
@@ -31,6 +31,9 @@ class Ledger:
     def settle(self, interrupted):
         pass
 
+    def submit(self, request):
+        self.asked.append((type(request).__name__, request.model))
+
     def call(self, request, fds=(), interrupted=lambda: False, right=lambda: True):
         if isinstance(request, Release) and interrupted():
             raise RunCancelled
@@ -43,6 +46,18 @@ class Ledger:
             self.models.append(request.model)
         output = encode_tree([0], lambda path, tensor: None)
         return [Done(request=request.request, memory=self.memory[0], output=output)] if right() else []
+
+
+def test_a_submission_that_cannot_be_written_leaves_no_room_taken():
+    pool = Ledger(room=2)
+    client = Client(pool, shares_weights=False)
+    load(client, "a")
+    first = pool.arena.take(1)
+    pool.arena.give(first, 1)
+    x = torch.zeros(1, 16, 64, 64)
+    with pytest.raises(NotPlain):
+        client.submit("a", "", {"x": x, "timestep": x, "transformer_options": {"thing": object()}}, ("cond",), Part(1, 0))
+    assert pool.arena.take(1) == first and not client.in_flight
 
 
 def load(client: Client, *models: str) -> None:

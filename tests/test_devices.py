@@ -70,6 +70,13 @@ def test_gpus_are_addressed_by_uuid():
     assert not CPU.is_gpu
 
 
+def test_a_pipeline_over_more_gpus_than_there_are_says_what_to_set():
+    with pytest.raises(LayoutError, match=r"^ulysses 2 x pipefusion 2 = 4 ranks, 2 GPUs: set ulysses to 1, or list devices to share"):
+        place(Layout(ulysses=2, pipefusion=2), "auto", "auto", GPUS[:2])
+    with pytest.raises(LayoutError, match=r"^pipefusion 3 = 3 ranks, 2 GPUs: lower the degree, or"):
+        place(Layout(pipefusion=3), "auto", "auto", GPUS[:2])
+
+
 @pytest.mark.parametrize(
     ("degree", "wanted", "backend", "gpus", "sentence"),
     [

@@ -432,6 +432,9 @@ def test_a_report_alone_says_the_next_move_and_hands_no_latent_on(server):
     assert "connect the sampler's LATENT" in server.run(nodes).error.message
 
 
+WIDGETS = {"INT": int, "FLOAT": (int, float), "STRING": str, "BOOLEAN": bool, "COMBO": str}
+
+
 @pytest.mark.parametrize("node_id", NODES)
 def test_every_node_has_tooltips_on_all_sockets_and_a_help_page(server, node_id):
     info = server.get(f"/object_info/{node_id}")[node_id]
@@ -443,7 +446,7 @@ def test_every_node_has_tooltips_on_all_sockets_and_a_help_page(server, node_id)
     assert f"# {info['display_name']}" in page
 
 
-def test_the_example_workflow_is_in_the_template_browser_and_uses_only_known_nodes(server):
+def test_the_example_workflow_is_in_the_template_browser_with_known_nodes_and_values_they_take(server):
     templates = server.get("/workflow_templates")["pipemesh"]
     assert templates
     known = server.get("/object_info")
@@ -451,6 +454,32 @@ def test_the_example_workflow_is_in_the_template_browser_and_uses_only_known_nod
         workflow = json.loads((Path(__file__).parents[1] / "example_workflows" / f"{name}.json").read_text())
         assert all(item["type"] in known or item["type"] in ("MarkdownNote", "Note") for item in workflow["nodes"])
         assert any(item["type"].startswith("PipeMesh") for item in workflow["nodes"])
+        for item in workflow["nodes"]:
+            if item["type"] in known:
+                takes, given = list(widgets(known[item["type"]])), item.get("widgets_values") or []
+                assert len(given) <= len(takes), item
+                for widget, value in zip(takes, given, strict=False):
+                    assert accepts(*widget, value), (item["type"], widget, value)
+
+
+def widgets(info):
+    """(name, type, options) in the order in which a saved workflow has their values; the frontend adds one behind every seed."""
+    for group, names in info["input_order"].items():
+        for name in names:
+            kind, options = (*info["input"][group][name], {})[:2]
+            if isinstance(kind, list):
+                kind, options = "COMBO", {**options, "options": kind}
+            if kind in WIDGETS and not options.get("forceInput"):
+                yield name, kind, options
+                if options.get("control_after_generate"):
+                    yield name, "COMBO", {"options": ["fixed", "increment", "decrement", "randomize"]}
+
+
+def accepts(name, kind, options, value):
+    if kind == "COMBO":  # model files are the user's own
+        return value in options["options"] or str(value).endswith(".safetensors")
+    number = kind in ("INT", "FLOAT")
+    return isinstance(value, WIDGETS[kind]) and (not number or options.get("min", value) <= value <= options.get("max", value))
 
 
 # -- two instances, and the end ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from pipemesh.launcher.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.launcher.tiny import random_tensor
 from pipemesh.parallel_runtime.client import modes, timelines
+from pipemesh.parallel_runtime.client.patchwise import branch_of
 from pipemesh.parallel_runtime.errors import ModelError
 
 from .models import run
@@ -46,7 +47,7 @@ def test_every_sampler_is_stock_when_warm_and_runs_free_if_it_acts_on_each_pixel
     assert torch.equal(run(patched().model, **options), truth)
     assert torch.equal(torch.get_rng_state(), state)
     free = name != "dpm_adaptive"
-    assert patched().mode == FREE if free else patched().modes.pop() == "single-timeline, because of the sampler dpm_adaptive_function"
+    assert patched().mode == FREE if free else patched().modes.pop() == "single-timeline, because of the sampler dpm_adaptive"
     stale = patched(warm_up=1)
     ours, in_step = run(stale.model, **options), run(together(stale.model), **options)
     assert (stale.modes.pop(0) == FREE) == free and stale.mode.startswith("single-timeline")
@@ -342,6 +343,18 @@ def named(mode, words):
     assert re.fullmatch(f"single-timeline, because of .*{words}.*", mode), mode
 
 
+def test_all_that_keeps_patches_together_is_named_at_once():
+    run(execute("nodes_model_advanced", "RescaleCFG", with_post_cfg(patched().model), 0.7), size=SIZE, cfg=3.0)
+    named(patched().mode, "rescale_cfg.* and .*foreign_post_cfg")
+
+
+def test_a_tensor_among_the_models_options_is_named():
+    model = patched().model.clone()
+    model.model_options["of_a_pack"] = torch.zeros(2)
+    run(model, size=SIZE)
+    named(patched().mode, "of_a_pack")
+
+
 @cache
 def control_net():
     """A tiny one of the host's own classes."""
@@ -379,6 +392,23 @@ def test_context_windows_are_named_and_stock_when_warm():
     named(ours.mode, "context_handler")
 
 
+def test_what_is_kept_of_one_window_or_region_is_not_seen_by_another(monkeypatch):
+    """The first evaluations of two windows, or regions, are exact, each of its own; else the second would see the keys of the first."""
+    case = Case("wan2.1-t2v", "ulysses1", "even", 5, 1.0, False, "euler")
+
+    def windowed(model):
+        return execute("nodes_context_windows", "ContextWindowsManual", model, 2, 1, "standard_static", 1, False, "pyramid", 2, False)
+
+    stale = Patched(stock_model(case.heads, family=case.family), warm_up=1)
+    truth = sample(windowed(stock_model(case.heads, family=case.family)), case, steps=1)
+    assert torch.equal(sample(windowed(stale.model), case, steps=1), truth)
+    options = {"size": SIZE, "steps": 1, "cfg": 3.0, "positive": conditioning(1, 13) + REGION}
+    assert torch.equal(run(patched(warm_up=1).model, **options), run(stock(), **options))
+    patched(warm_up=1).modes.clear()
+    monkeypatch.setattr("pipemesh.launcher.reference.branch_of", lambda options: branch_of({**options, "context_window": None}))
+    assert relative_error(sample(windowed(stale.model), case, steps=1), truth) > 100 * BOUND
+
+
 def test_samplers_of_other_packs_are_named_even_under_a_stock_name(monkeypatch):
     from comfy.k_diffusion import sampling
 
@@ -396,7 +426,7 @@ def test_samplers_of_other_packs_are_named_even_under_a_stock_name(monkeypatch):
 
     for sampler in (added(), replaced()):
         assert torch.equal(advanced(patched().model, sampler=sampler)[0]["samples"], advanced(stock(), sampler=sampler)[0]["samples"])
-        named(patched().mode, "the sampler sample_foreign")
+        named(patched().mode, "the sampler foreign")
 
 
 def test_what_reduces_over_the_latent_would_be_wrong_if_it_ran_free(monkeypatch):

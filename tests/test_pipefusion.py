@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from pipemesh.launcher.parity import BOUND, FAMILIES, Case, relative_error, sample, stock_model
+from pipemesh.launcher.parity import BF16_BOUNDS, BOUND, FAMILIES, Case, conditioning, relative_error, rms, sample, stock_model
 from pipemesh.launcher.reference import reference
 from pipemesh.nodes.report import _run
 from pipemesh.nodes.runtime import _last_run
@@ -13,10 +13,11 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 
 from .conftest import ALL, running_clients
-from .models import with_references
+from .models import run, with_references
 from .patched import SAMPLERS, together
 
 ALL_WARM = 9999
+BREAKS = ("rows_of_the_buffer", "anchors_are_kept", "text_is_dropped", "stale_message", "mask_of_all_queries")
 HEADS = 5  # and as many blocks at least: enough for four stages, uneven ones too
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)]  # degrees of pipefusion and ulysses
 PIPELINES = [  # every family in two stages, those of up to four ranks in turn; all of them where the environment asks for it
@@ -40,6 +41,7 @@ def truths():
         own_model = cache(lambda family, patches: reference(stock_model(HEADS, family=family), patches, 1))
         stock = cache(lambda case: sample(Truths.stock_model(case.family), case))
         patched = cache(lambda case, patches: sample(Truths.own_model(case.family, patches), case))
+        rounded = cache(lambda case, patches: sample(reference(stock_model(HEADS, torch.bfloat16), patches, 1), case))
 
     return Truths
 
@@ -149,6 +151,61 @@ def test_with_every_evaluation_warm_a_pipeline_is_stock(pipeline, truths, family
     assert relative_error(sample(pipeline(family, layout, layout[0], ALL_WARM), of), truths.stock(of)) <= BOUND
 
 
+@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (2, 2)], ids=str)
+def test_in_bf16_a_pipeline_is_as_far_from_the_truth_as_one_process(clients, truths, layout):
+    of, (stages, ulysses) = case(), layout
+    rounded = stock_model(HEADS, torch.bfloat16)
+    assert rounded.model.get_dtype_inference() == torch.bfloat16
+    ours = sample(parallelize(rounded, clients(ulysses, 1, stages), holds_ui_device=False, patching=Patching(4)), of)
+    truth = truths.patched(of, 4)
+    least, most = BF16_BOUNDS
+    assert least <= rms(ours - truth) / rms(truths.rounded(of, 4) - truth) <= most
+
+
+def with_patched_weights(model, strength=1.0):
+    """As LoRAs do: of every matrix, those of the ends included."""
+    generator = torch.Generator().manual_seed(3)
+    weights = model.model.diffusion_model.named_parameters()
+    differences = {
+        f"diffusion_model.{name}": ("diff", (0.02 * torch.randn(tensor.shape, generator=generator),))
+        for name, tensor in weights
+        if tensor.ndim == 2
+    }
+    clone = model.clone()
+    assert set(clone.add_patches(differences, strength)) == set(differences)
+    return clone
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (2, 2)], ids=str)
+def test_weight_patches_reach_every_stage_and_a_change_of_strength_reloads_nothing(pipeline, clients, truths, layout):
+    of, warm = case(), pipeline("flux", layout, 4, ALL_WARM)
+    sample(warm, of)
+    client = clients(layout[1], 1, layout[0])
+    loads = client.memory.loads
+    for strength in (1.0, -0.5):
+        stock = sample(with_patched_weights(truths.stock_model("flux"), strength), of)
+        assert relative_error(stock, truths.stock(of)) > 100 * BOUND
+        assert relative_error(sample(with_patched_weights(warm, strength), of), stock) <= BOUND
+    assert client.memory.loads == loads
+
+
+def test_a_stage_patches_the_weights_it_has_and_no_others(broken_pipeline, truths):
+    """Either rank holds it against its own blocks."""
+    of = case()
+    patched = sample(with_patched_weights(reference(stock_model(HEADS), 3, 1)), of)
+    model, _client = broken_pipeline("patches_its_own_weights")
+    assert relative_error(sample(with_patched_weights(model), of), patched) <= BOUND
+
+
+def test_the_next_patch_comes_in_while_one_is_computed(broken_pipeline, truths):
+    """The second stage holds it against what it could have posted."""
+    model, _client = broken_pipeline("must_receive_ahead")
+    assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= BOUND
+    model, _client = broken_pipeline("receives_late")
+    with pytest.raises(PoolFailed, match="received late"):
+        sample(model, case())
+
+
 def inputs_of(pipeline, truths, of, layout=(2, 1)):
     """The arguments of an evaluation, its branch, and what the serial forward makes of them."""
     asked = []
@@ -189,12 +246,12 @@ def test_a_mask_reaches_every_stage(pipeline, truths):
 
 
 def test_reference_latents_with_a_timestep_of_their_own_go_with_the_last_patch(pipeline, truths):
-    def run(model):
+    def edited(model):
         return with_references(model, "index_timestep_zero", 128, size=(5, 7))
 
-    stock, patched = run(truths.stock_model("flux2")), run(truths.own_model("flux2", 3))
-    assert relative_error(run(pipeline("flux2", (2, 1), 3, ALL_WARM)), stock) <= BOUND
-    assert relative_error(run(pipeline("flux2", (2, 1), 3)), patched) <= BOUND
+    stock, patched = edited(truths.stock_model("flux2")), edited(truths.own_model("flux2", 3))
+    assert relative_error(edited(pipeline("flux2", (2, 1), 3, ALL_WARM)), stock) <= BOUND
+    assert relative_error(edited(pipeline("flux2", (2, 1), 3)), patched) <= BOUND
 
 
 @pytest.mark.parametrize("family", ["flux", "sd3.5-medium", "wan2.1-t2v"])
@@ -203,6 +260,45 @@ def test_what_is_kept_is_what_was_reserved_for_it_and_of_this_run_alone(broken_p
     for of in (case(family), case(family, tokens="even")):
         model, _client = broken_pipeline("counts_what_it_keeps", family)
         assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+
+
+def test_what_a_run_kept_is_given_back_when_it_ends_however_it_ends(broken_pipeline, truths, monkeypatch):
+    """The ranks hold it against what they still have when the next one begins."""
+    import comfy.model_management as mm
+
+    (model, client), of = broken_pipeline("counts_what_it_keeps"), case()
+    sample(model, of)
+    with pytest.raises(mm.InterruptProcessingException):
+        with_callback(model, of, mm.interrupt_current_processing)
+    mm.interrupt_current_processing(False)
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+    monkeypatch.setattr(client, "end_run", lambda name: None)
+    sample(model, of)
+    with pytest.raises(PoolFailed, match="kept beyond its run"):
+        sample(model, of)
+
+
+MASK = torch.zeros(1, 1, 8, 10)
+MASK[..., 3:] = 1.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch": 2},
+        {"batch": 2, "negative": conditioning(2, 13)},
+        {"denoise": 0.5},
+        {"start_step": 1, "last_step": 3},
+        {"start_step": 1, "last_step": 4, "disable_noise": True, "force_full_denoise": True},
+        {"noise_mask": MASK},
+    ],
+    ids=["batch", "batch of equal prompts", "denoise", "to step 3", "from step 1", "noise mask"],
+)
+def test_what_samplers_nodes_can_ask_for_goes_through_the_stages(broken_pipeline, truths, options):
+    image = torch.randn(options.get("batch", 1), 16, 8, 10, generator=torch.Generator().manual_seed(2))
+    options = {"cfg": 3.0, "steps": 4, "latent": image, **options}
+    model, _client = broken_pipeline("counts_what_it_keeps")
+    assert relative_error(run(model, **options), run(truths.own_model("flux", 3), **options)) <= BOUND
 
 
 def test_a_second_run_keeps_nothing_of_the_first(pipeline, truths):
@@ -303,6 +399,52 @@ def test_a_cancel_with_every_patch_in_flight_leaves_the_pool_warm_and_the_next_r
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
 
 
+def test_stages_leave_the_patches_that_were_cancelled_before_they_came_to_them(broken_pipeline, truths, monkeypatch):
+    import comfy.model_management as mm
+
+    (model, client), of = broken_pipeline("slow_stage"), case()
+    client._ensure(lambda: False)
+    pool, left = client.memory.pool, []
+    pump = pool._crew.pump
+
+    def noted(rank):
+        said = list(pump(rank))
+        left.extend(rank for message in said if getattr(message, "cancelled", False))
+        return said
+
+    monkeypatch.setattr(pool._crew, "pump", noted)
+    with pytest.raises(mm.InterruptProcessingException):
+        with_callback(model, of, mm.interrupt_current_processing)
+    mm.interrupt_current_processing(False)
+    assert left.count(1) >= 3, "of six on their way to it, one of them at work"
+    assert client.memory.pool is pool and pool.idle
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+
+
+@pytest.mark.parametrize("number", [1, 2, 9], ids=["in the first", "in the second whole one", "with patches in flight"])
+@pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
+def test_a_cancel_at_any_evaluation_of_three_stages_leaves_the_pool_warm(pipeline, truths, clients, monkeypatch, wrap, number):
+    import comfy.model_management as mm
+
+    model, of, client = wrap(pipeline("flux", (3, 1), 4)), case(), clients(1, 1, 3)
+    sample(model, of)
+    pool, submit, asked = client.memory.pool, client.submit, []
+
+    def counted(*args):
+        asked.append(args)
+        if len(asked) == number:
+            mm.interrupt_current_processing()
+        return submit(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "submit", counted)
+        with pytest.raises(mm.InterruptProcessingException):
+            sample(model, of)
+    mm.interrupt_current_processing(False)
+    assert client.memory.pool is pool and pool.idle
+    assert relative_error(sample(model, of), truths.patched(of, 4)) <= BOUND
+
+
 def test_an_error_in_the_users_own_callback_ends_what_is_in_flight(pipeline, truths, clients):
     def fall_over():
         raise ZeroDivisionError
@@ -388,9 +530,9 @@ def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipelin
 def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline, truths):
     model, client = broken_pipeline("slow_stage")
     assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= BOUND
-    run = _last_run(client.memory.figures, "gloo")
-    assert "; the others wait for rank 1" in _run(run)
-    assert run["busy"][1] > 10 * run["busy"][0]
+    last = _last_run(client.memory.figures, "gloo")
+    assert "; the others wait for rank 1" in _run(last)
+    assert last["busy"][1] > 10 * last["busy"][0]
 
 
 def test_too_little_memory_for_keys_and_values_is_refused_with_figures_and_the_pool_goes_on(broken_pipeline):
@@ -398,6 +540,27 @@ def test_too_little_memory_for_keys_and_values_is_refused_with_figures_and_the_p
     with pytest.raises(Refused, match=r"needs [\d.]+ MiB for the keys and values of its blocks and 0\.0 MiB are free: add ranks"):
         sample(model, case())
     assert client.memory.pool.idle
+
+
+def test_a_stage_without_room_ends_the_others_at_once_and_the_pool_goes_on_however_slow_they_are(broken_pipeline, monkeypatch):
+    monkeypatch.setattr("pipemesh.launcher.pool.OTHERS_WAIT_S", 0.0)
+    model, client = broken_pipeline("no_memory_before_a_slow_stage")
+    for _ in range(2):
+        with pytest.raises(Refused, match=r"^Rank 0 needs [\d.]+ MiB for the keys and values"):
+            sample(model, case())
+        pool = client.memory.pool
+        assert pool.idle and pool.arena.board.cancelled_request == pool._requests - 1, "the last one was to forget the run"
+    assert client.memory.pool is pool
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
+def test_another_model_makes_room_for_keys_and_values_and_the_run_begins_again(broken_pipeline, truths, wrap):
+    other, client = broken_pipeline("no_memory_beside_another_model", "sd3")
+    sample(other, case("sd3"))
+    model, of = parallelize(truths.stock_model("flux"), client, holds_ui_device=False, patching=Patching(3)), case(sampler="dpmpp_2m_sde")
+    pool = client.memory.pool
+    assert relative_error(sample(wrap(model), of), truths.patched(of, 3)) <= BOUND
+    assert client.memory.pool is pool and not client.holds(other.remote.source.model)
 
 
 def test_one_rank_of_a_stage_that_has_too_little_memory_takes_the_others_with_it_and_the_pool_goes_on(broken_pipeline):
@@ -428,8 +591,17 @@ def test_all_warm_goes_red_when_a_stage_computes_with_what_came_before(broken_pi
     assert relative_error(sample(warm, case()), truths.stock(case())) > 100 * BOUND
 
 
-@pytest.mark.parametrize("mutation", ["rows_of_the_buffer", "anchors_are_kept", "text_is_dropped", "stale_message", "mask_of_all_queries"])
-def test_parity_goes_red_when_a_stage_breaks(broken_pipeline, truths, mutation):
-    model, _client = broken_pipeline(mutation)
-    of = case(mask=mutation.startswith("mask"))
+@pytest.mark.parametrize(
+    ("mutation", "family", "ulysses"),
+    [
+        *((mutation, "flux", ulysses) for mutation in BREAKS for ulysses in (1, 2)),
+        ("rows_of_the_buffer", "wan2.1-t2v", 1),
+        ("stale_message", "wan2.1-t2v", 2),
+        ("rows_of_the_buffer", "sd3.5-medium", 2),
+        ("text_is_dropped", "sd3.5-medium", 1),
+    ],
+)
+def test_parity_goes_red_when_a_stage_breaks(broken_pipeline, truths, mutation, family, ulysses):
+    model, _client = broken_pipeline(mutation, family, ulysses)
+    of = case(family, mask=mutation.startswith("mask"))
     assert relative_error(sample(model, of), truths.patched(of, 3)) > 100 * BOUND

@@ -19,7 +19,7 @@ from pipemesh.launcher.supervisor import LOG_LINES, Command, Supervisor
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 
-from .fake_pools import DEADLINE_S, assert_over, call, cpus, failing, fake_setup, gate, handled, inside, is_alive
+from .fake_pools import DEADLINE_S, assert_over, call, cpus, failing, fake_setup, gate, handled, inside, is_alive, through
 
 
 @pytest.fixture
@@ -255,6 +255,32 @@ def test_one_rank_that_fails_in_lockstep_takes_the_pool_with_it(brief):
         "Rank 1 on cpu failed while computing: RuntimeError: shapes do not match. Run again, a fresh pool will be started.\n"
         "Last lines of rank 1:\n  (none)"
     )
+
+
+def test_a_stage_that_fails_lets_the_others_leave_and_the_pool_stays_ready(started):
+    """They may have many seconds of work before them, with what the failed one sent in place of its hidden rows."""
+    pool = started(3, "0:Forward=error", "1:Forward=cancellable", "2:Forward=cancellable")
+    with pytest.raises(ModelError, match=r"^Rank 0 on cpu failed while computing"):
+        through(pool)
+    assert pool.state == "ready"
+    assert handled(pool) == ["Start Forward Release"] * 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "ulysses", "deed", "error"),
+    [
+        ("gloo", 2, "error", ModelError),  # had it left an exchange out, the others of its stage would not have answered
+        ("nccl", 1, "error", ModelError),
+        ("nccl", 2, "error", PoolFailed),
+        ("nccl", 2, "refuse", Refused),
+    ],
+)
+def test_one_rank_that_fails_within_a_stage_keeps_the_pool_only_where_no_exchange_may_be_left_over(started, backend, ulysses, deed, error):
+    placement = replace(place(Layout(ulysses=ulysses, pipefusion=2), "cpu", "gloo", ()), backend=backend)
+    pool = started(placement, f"0:Forward={deed}")
+    with pytest.raises(error) as caught:
+        through(pool)
+    assert type(caught.value) is error and pool.state == ("failed" if error is PoolFailed else "ready")
 
 
 def test_one_rank_out_of_memory_in_lockstep_takes_the_pool_with_it(brief):

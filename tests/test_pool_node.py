@@ -112,7 +112,7 @@ def test_every_run_says_how_it_is_sampled_and_the_last_one_is_kept(runtime, file
     parallel = runtime.parallelize(load(files["flux"]), runtime.choose(**STAGES))
     run(parallel)
     run(parallel, sampler="dpm_adaptive", steps=2)
-    modes = ["free-running", "single-timeline, because of the sampler dpm_adaptive_function"]
+    modes = ["free-running", "single-timeline, because of the sampler dpm_adaptive"]
     texts = [f"PipeMesh samples in patches, {mode}." for mode in modes]
     assert runtime.said == texts
     assert [message for message in caplog.messages if "samples in patches" in message] == [f"[PipeMesh] {text}" for text in texts]

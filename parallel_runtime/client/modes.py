@@ -88,8 +88,8 @@ MODEL_CONDS = {
 
 
 def why_single_timeline(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> str | None:
-    """What keeps the patches of this run together, named; None: nothing does."""
-    return next(_objections(sampler, guider, model_options, noise), None)
+    """All that keeps the patches of this run together, named; None: nothing does."""
+    return " and ".join(dict.fromkeys(_objections(sampler, guider, model_options, noise))) or None
 
 
 def one_by_one(patcher: Any, conds: Sequence[Sequence[Mapping[str, Any]] | None], model_options: Mapping[str, Any]) -> bool:
@@ -123,7 +123,8 @@ def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise:
 def _of_sampler(sampler: Any) -> Iterator[str]:
     function = getattr(sampler, "sampler_function", None)
     if type(sampler) is not comfy.samplers.KSAMPLER or _qualified(function) not in SAMPLER_FUNCTIONS:
-        yield f"the sampler {getattr(function, '__name__', type(sampler).__name__)}"
+        name = getattr(function, "__name__", type(function or sampler).__name__)
+        yield f"the sampler {name.removeprefix('sample_').removesuffix('_function')}"
     for name, value in getattr(sampler, "extra_options", {}).items():
         if name not in FUNCTIONS_OF_SIGMA and not is_plain(value):
             yield f"the sampler's option {name} ({patch_name(value)})"
@@ -131,7 +132,7 @@ def _of_sampler(sampler: Any) -> Iterator[str]:
 
 def _of_model_options(model_options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in model_options.items():
-        if name not in MODEL_OPTIONS and value:
+        if name not in MODEL_OPTIONS and is_set(value):
             yield _named(name, value)
     options = model_options.get("transformer_options", {})
     for kind, wrapper in _foreign_wrappers(options):
@@ -162,6 +163,11 @@ def _of_cond(side: str, cond: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} on the {side} conditioning"
     for name in sorted(cond.get("model_conds", {}).keys() - MODEL_CONDS):
         yield f"{name} in the {side} conditioning"
+
+
+def is_set(value: Any) -> bool:
+    """Not None, False or empty; a tensor is."""
+    return isinstance(value, torch.Tensor) or bool(value)
 
 
 def _named(name: str, value: Any) -> str:

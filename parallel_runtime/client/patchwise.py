@@ -17,11 +17,11 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from greenlet import getcurrent
 
-from ..errors import PoolFailed
+from ..errors import NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid
 from .modes import WRAPPER_KEY, one_by_one, why_single_timeline
-from .timelines import Asked, Branch, Cond, Engine, Timeline, free_run, in_flight_together
+from .timelines import Asked, Branch, Cond, Engine, RandomState, Timeline, free_run, in_flight_together
 
 log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
@@ -50,6 +50,7 @@ class Patchwise:
         self._warm_up = warm_up
         self._notice = notice
         self._counts: Counter[Branch] = Counter()
+        self._begun = False  # whether the sampler has seen an output of this run
 
     def attach(self, patcher: Any) -> None:
         """Its wrappers, to a clone of the MODEL."""
@@ -64,6 +65,7 @@ class Patchwise:
     def begin_run(self) -> None:
         """Between runs, never inside one: what the engine keeps is void."""
         self._counts.clear()
+        self._begun = False
         self._engine.begin_run()
 
     def sampler_sample(
@@ -72,17 +74,32 @@ class Patchwise:
         """A SAMPLER_SAMPLE wrapper."""
         self._text = text_tokens(guider.conds) if self._text_is_a_stream else 0
         reason = why_single_timeline(executor.class_obj, guider, extra_args["model_options"], noise)
-        if reason is not None:
-            self._notice(f"single-timeline, because of {reason}")
+        self._notice(f"single-timeline, because of {reason}" if reason else FREE_RUNNING)
+
+        def once() -> torch.Tensor:
             return executor(guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar)
-        self._notice(FREE_RUNNING)
 
         def sampler(own_callback: Any, first: bool) -> torch.Tensor:
             quiet = disable_pbar or not first
             return executor(guider, sigmas, dict(extra_args), own_callback, noise, latent_image, denoise_mask, quiet)
 
-        grid, patches = self._cut(noise.shape)
-        return free_run(sampler, self._engine, grid, patches, self._warm_up, callback, noise.device)
+        def free() -> torch.Tensor:
+            grid, patches = self._cut(noise.shape)
+            return free_run(sampler, self._engine, grid, patches, self._warm_up, callback, noise.device)
+
+        return self._making_room(once if reason else free, noise.device)
+
+    def _making_room(self, run: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+        """``run``; from its beginning again where there was no room for its first evaluation and something else can be released."""
+        random = RandomState(device)
+        while True:
+            try:
+                return run()
+            except (NoRoom, OutOfMemory):
+                if self._begun or not self._engine.make_room():
+                    raise
+            random.restore()
+            self.begin_run()
 
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper."""
@@ -112,8 +129,10 @@ class Patchwise:
         forgotten = self._engine.forgot()
         if isinstance(timeline, Timeline):
             if forgotten:
-                raise PoolFailed("The workers lost what they keep of this run, its patches cannot go on: run again.")
-            return timeline.evaluate(asked)
+                raise PoolFailed("ComfyUI unloaded the model in the middle of its run, whose patches cannot go on without it: run again.")
+            outputs = timeline.evaluate(asked)
+            self._begun = True
+            return outputs
         if forgotten:
             self._counts.clear()  # warm again
         try:
@@ -122,6 +141,7 @@ class Patchwise:
         except BaseException:
             self._engine.abandon()
             raise
+        self._begun = True
         return [sum(others, first) for first, *others in outputs]
 
     def _patches_of(self, arguments: dict[str, Any], branch: Branch) -> Sequence[Patch | None]:

@@ -47,5 +47,8 @@ class Pipeline:
     def collect(self, ticket: Ticket) -> torch.Tensor:
         return self._client.collect(ticket, interrupted)
 
+    def make_room(self) -> bool:
+        return self._client.make_room(self._model)
+
     def abandon(self) -> None:
         self._client.abandon()

@@ -20,7 +20,7 @@ from ..occupancy import Span
 from ..stages import share_out, slowest
 from ..wire.arena import Arena, Frame
 from ..wire.conditioning import ConditioningCache
-from ..wire.messages import Adopt, Done, Fetch, Forward, Load, Memory, Part, Patch, Release
+from ..wire.messages import Adopt, Done, Fetch, Forget, Forward, Load, Memory, Part, Patch, Release
 from ..wire.segment import Segment, TensorRef, aligned, dtype_name, mib, pack
 from ..wire.tree import decode_tree, encode_tree
 from .host_model import Source
@@ -210,10 +210,8 @@ class Client:
             try:
                 return attempt()
             except OutOfMemory:
-                others = [name for name in held.patches if name != model]
-                if not others:
+                if not self.make_room(model):
                     raise
-                self.release(others[0])
 
     def _load(self, held: PoolMemory, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
         tree: dict[str, Any] = {"factory": source.factory, "args": source.args, "index": source.index, "file": source.file}
@@ -295,6 +293,22 @@ class Client:
             except PoolFailed as error:  # what was to be freed went with the pool; the host's memory manager must not fall over it
                 log.warning("[PipeMesh] %s", error)
 
+    def end_run(self, model: str) -> None:
+        """Of a pipeline: what its stages keep of the run is void, and its memory free for what comes next, in other programs too."""
+        if self.holds(model) and not self.in_flight:
+            held = self.memory
+            try:
+                held.pool.call(Forget(request=held.pool.next_request(), model=model))
+            except PoolFailed as error:  # it went with the pool; whatever the run ended with is to be told
+                log.warning("[PipeMesh] %s", error)
+
+    def make_room(self, model: str) -> bool:
+        """Releases the model that was not used for longest, but ``model``. False: there is no other."""
+        others = [name for name in self.memory.patches if name != model] if self.memory else []
+        if others:
+            self.release(others[0])
+        return bool(others)
+
     # -- evaluations -------------------------------------------------------------------------------------------------
 
     def forward(self, model: str, patches_id: str, arguments: dict[str, Any], branch: tuple, interrupted: Callable[[], bool]) -> Any:
@@ -359,9 +373,13 @@ class Client:
             return frame.put(tensor) if path.partition("/")[0] in changing else held.conditioning.put(branch, path, tensor)
 
         latent = next(iter(arguments.values()))
-        out = frame.blank(aligned(latent.numel() * 4))
-        with one_thread():
-            tree = encode_tree(arguments, put)
+        try:
+            out = frame.blank(aligned(latent.numel() * 4))
+            with one_thread():
+                tree = encode_tree(arguments, put)
+        except BaseException:  # nobody else knows of the frame yet
+            frame.release()
+            raise
         number = held.pool.next_request()
         ticket = Ticket(number, model, frame, latent.device, began, part)
         held.tickets.append(ticket)

@@ -165,6 +165,12 @@ class RemotePatcher(ModelPatcher):
             self.remote.sampling.begin_run()
         super().pre_run()
 
+    def cleanup(self) -> None:
+        """The host calls it after every run, however it ended."""
+        if self.remote.sampling is not None:
+            self.remote.client.end_run(self.remote.source.model)
+        super().cleanup()
+
     def _share_out(self) -> None:
         if self.remote.sampling is not None:
             self.remote.client.share_out(self.remote.source.model, self.remote.stages)

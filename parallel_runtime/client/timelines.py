@@ -49,6 +49,9 @@ class Engine(Protocol):
     def collect(self, ticket: Any) -> torch.Tensor:
         """The output, full shape, zero outside the patch."""
 
+    def make_room(self) -> bool:
+        """Frees memory that something else has. False: nothing has."""
+
     def abandon(self) -> None:
         """Nobody will collect what was submitted."""
 

@@ -20,7 +20,7 @@ from torch import nn
 from ..comm.exchange import Stopped
 from ..comm.sequence import SequenceComm
 from ..comm.stages import StageLink
-from ..errors import ModelError, Refused
+from ..errors import ModelError, NoRoom
 from ..families.plan import Blocks, TokenPlan
 from ..layout import Split
 from ..patches import Patch
@@ -40,7 +40,7 @@ class Watch(Protocol):
         """What the next message asks for, if it is here already."""
 
     def reserve(self, nbytes: int) -> None:
-        """Raises Refused where so much is not free."""
+        """Raises NoRoom where so much is not free."""
 
 
 class StageLeft(BaseException):
@@ -89,8 +89,12 @@ class StageForward(SequenceParallel):
     each has those of its own heads.
     """
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, stage: Stage, comm: SequenceComm, link: StageLink, watch: Watch):
+    def __init__(
+        self, model: nn.Module, plan: TokenPlan, stage: Stage, comm: SequenceComm, link: StageLink, watch: Watch, clocked: bool = True
+    ):
+        """``clocked``: whether to take the time of every block."""
         super().__init__(model, plan, comm, watch.tick)
+        self._clock_limit = CLOCKED if clocked else 0
         self._stage = stage
         self._link = link
         self._watch = watch
@@ -190,9 +194,13 @@ class StageForward(SequenceParallel):
             self._link.expect(count + 1, dtype, device)
 
     def _entering_own(self, group: Blocks) -> Callable:
+        """A stage of one rank leaves here what was cancelled: attention tells it late on CUDA, and many patches may be on their way."""
+
         def hook(_block: nn.Module, _args: tuple, arguments: dict[str, Any]) -> None:
             tokens = [arguments[name] for name in group.tokens]
             self._hidden = (sum(t.numel() for t in tokens), tokens[0].dtype, tokens[0].device)
+            if self._comm.size == 1:
+                self._comm.stop.decide(self._comm.stop.wish(torch.empty(0)))
 
         return hook
 
@@ -206,10 +214,10 @@ class StageForward(SequenceParallel):
         self._on_progress()
 
     def _clock(self, block: int) -> None:
-        """Called before and after an own block. Of the first few evaluations: on CUDA it waits for the device."""
-        if self._patch is not None and self._clocked[self._part] <= CLOCKED:
+        """Called before and after an own block. Of the first few evaluations: on CUDA it waits for what was computed, not for messages."""
+        if self._patch is not None and self._clocked[self._part] <= self._clock_limit:
             if self._hidden is not None and self._hidden[2].type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.current_stream().synchronize()
             now = time.perf_counter()
             self.block_s[block] = now - self.block_s[block] if block in self.block_s else now
 
@@ -253,14 +261,14 @@ class StageForward(SequenceParallel):
     def _reserve(self, like: torch.Tensor, tokens: int) -> None:
         """Before a branch's first attention; all ranks of the stage must call it.
 
-        Raises Refused where this rank has no room for the keys and values of all layers, Stopped where another one has none.
+        Raises NoRoom where this rank has none for the keys and values of all layers, Stopped where another one has none.
         """
         alone = self._second_layers * sum(self._rows.totals[stream] for stream in self._plan.alone)
         rows = self._stage.size * tokens + alone
         refusal = None
         try:
             self._watch.reserve(2 * like.shape[0] * like.shape[1] * rows * like.shape[3] * like.element_size())
-        except Refused as error:
+        except NoRoom as error:
             refusal = error
         group, nothing = self._comm.ulysses, like.new_empty(0)
         if group.size > 1:

@@ -77,6 +77,13 @@ class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     model: str
 
 
+class Forget(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A run of a pipeline is over: what its stages keep of it is void, and the memory free."""
+
+    request: int
+    model: str
+
+
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """What of an evaluation a pipeline is to compute. ``patch`` (start, size, last): image tokens; None is all of them.
 
@@ -149,7 +156,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """``link``: of the messages that a stage takes and sends for every patch, whether none, all or only some have gone through."""
 
     request: int
-    kind: Literal["memory", "refused", "error"]
+    kind: Literal["memory", "room", "refused", "error"]  # room: so much is not free, and nothing was begun
     phase: str
     text: str
     trace: str
@@ -196,9 +203,17 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-ToRank = Start | Load | Patch | Adopt | Release | Forward | Fetch | Close
+ToRank = Start | Load | Patch | Adopt | Release | Forget | Forward | Fetch | Close
 FromRank = Ready | Done | Failed
-Request = Load | Patch | Adopt | Release | Forward | Fetch
+Request = Load | Patch | Adopt | Release | Forget | Forward | Fetch
 ToHost = Open | Load | Patch | Adopt | Release | Forward | Fetch | Close
 FromHost = Said | Beat | Ended | Denied
-PHASE = {Load: "loading", Patch: "patching", Adopt: "patching", Release: "releasing", Forward: "computing", Fetch: "writing"}
+PHASE = {
+    Load: "loading",
+    Patch: "patching",
+    Adopt: "patching",
+    Release: "releasing",
+    Forget: "releasing",
+    Forward: "computing",
+    Fetch: "writing",
+}

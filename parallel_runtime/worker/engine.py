@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from ..checkpoint import File, check_copy, check_file
 from ..comm.exchange import Stopped
 from ..comm.hosts import HostComm
-from ..errors import PipeMeshError, Refused
+from ..errors import NoRoom, PipeMeshError, Refused
 from ..memory import give_back_freed, host_memory
 from ..wire.arena import Board
 from ..wire.channel import Channel
-from ..wire.messages import PHASE, Adopt, Close, Done, Failed, Fetch, Forward, Load, Memory, Part, Patch, Request
+from ..wire.messages import PHASE, Adopt, Close, Done, Failed, Fetch, Forget, Forward, Load, Memory, Part, Patch, Request
 from ..wire.segment import Segment, TensorRef, dtype_name, mib
 from ..wire.tree import decode_tree, encode_tree
 from .host_bridge import build_from_state, call_factory, find_here
@@ -39,6 +39,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text or "out of memory" in text)
     )
+
+
+def kind_of(error: Exception) -> str:
+    """``Failed.kind``."""
+    if is_out_of_memory(error):
+        return "memory"
+    if isinstance(error, NoRoom):
+        return "room"
+    return "refused" if isinstance(error, PipeMeshError) else "error"
 
 
 class Engine:
@@ -77,15 +86,10 @@ class Engine:
         return message.part if isinstance(message, Forward) and message.model == self._model else None
 
     def reserve(self, nbytes: int) -> None:
-        """Raises Refused where this rank's device has not so much free, even without what other models keep of their last run."""
+        """Raises NoRoom where this rank's device has not so much free."""
         free = self.memory().free
         if nbytes > free:
-            for name, model in self._models.items():
-                if name != self._model:
-                    model.method.forget()
-            free = self.memory().free
-        if nbytes > free:
-            raise Refused(
+            raise NoRoom(
                 f"Rank {self._rank} needs {mib(nbytes)} for the keys and values of its blocks and {mib(free)} are free: "
                 "add ranks, make the image or the batch smaller, or free memory."
             )
@@ -114,7 +118,7 @@ class Engine:
         except Stopped:
             return Done(request=message.request, memory=self.memory(), cancelled=True)
         except Exception as error:  # noqa: BLE001
-            kind = "memory" if is_out_of_memory(error) else "refused" if isinstance(error, PipeMeshError) else "error"
+            kind = kind_of(error)
             if kind == "memory" and self._device.type == "cuda":
                 torch.cuda.empty_cache()
             return Failed(
@@ -145,6 +149,8 @@ class Engine:
             self._patch(message, segments)
         elif isinstance(message, Adopt):
             self._models[message.model].adopt()
+        elif isinstance(message, Forget):
+            self._forget(message.model)
         else:
             self._release(message.model)
         return Done(request=message.request, memory=self.memory())
@@ -180,6 +186,15 @@ class Engine:
             model.method.detach()
         del model
         self._versions.clear()
+        self._give_back()
+
+    def _forget(self, name: str) -> None:
+        if name in self._models:
+            self._models[name].method.forget()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """What is free in this process becomes free for others: on its GPU the UI decodes images, and text encoders wait."""
         give_back_freed()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -51,7 +51,8 @@ class ResidentModel:
         if stage is None:
             self.method = SequenceParallel(self.diffusion_model, plan, seat.sequence, watch.tick)
         else:
-            self.method = StageForward(self.diffusion_model, plan, stage, seat.sequence, seat.link, watch)
+            clocked = not stages  # else they were cut by what was clocked, or by hand
+            self.method = StageForward(self.diffusion_model, plan, stage, seat.sequence, seat.link, watch, clocked)
 
     def patch(
         self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None
