@@ -26,6 +26,7 @@ from .crew import Crew, HostSetup
 from .devices import Placement
 from .hosts import FINISH_S, HostMissing, RemoteHost, join, net_for, new_meeting
 from .supervisor import NEVER_STARTED
+from .watch import Watch
 
 log = logging.getLogger("pipemesh")
 
@@ -220,10 +221,10 @@ class WorkerPool:
         with self._lock:
             if self.state in ("failed", "closed"):
                 return
-            if self._owed:
-                self.arena.board.cancel(self._requests)
             with contextlib.suppress(PipeMeshError):  # whoever abandons has an error to tell already
-                self.settle()
+                if self._owed:
+                    self.arena.board.cancel(self._requests)
+                    self._gather(None, lambda: False, cancel=self._requests, tolerate=True)
             self._answers.clear()
             self._rest()
 
@@ -285,16 +286,16 @@ class WorkerPool:
         """
         watch = Watch(self.arena.board.progress, self._setup.stall_s)
         deadline = None
-        cancelled = failed = False
+        cancelled, failed = False, []
         while number in self._owed or ((number is None or failed) and self._owed):
             for key, _ in self._selector.select(POLL_S):
                 self._receive(key.data)
-            failed = any(isinstance(answer, Failed) for answers in self._answers.values() for answer in answers.values())
-            if failed and deadline is None and lockstep:
-                deadline = time.monotonic() + OTHERS_WAIT_S
-            elif failed and deadline is None and cancel is not None:  # the other stages leave what is on its way to them
-                self.arena.board.cancel(cancel)
-                deadline = time.monotonic() + CANCEL_WAIT_S
+            failed = [answer for answers in self._answers.values() for answer in answers.values() if isinstance(answer, Failed)]
+            if failed and deadline is None and (lockstep or cancel is not None):
+                will_answer = not lockstep and all(answer.link == "all" for answer in failed)
+                deadline = time.monotonic() + (CANCEL_WAIT_S if will_answer else OTHERS_WAIT_S)
+                if not lockstep:  # the other stages leave what is on its way to them
+                    self.arena.board.cancel(cancel)
             if not cancelled and interrupted():
                 cancelled = True
                 if cancel is None:
@@ -310,7 +311,7 @@ class WorkerPool:
         failures = {rank: answer for answers in reversed(collected) for rank, answer in answers.items() if isinstance(answer, Failed)}
         uneven = any(map(self._out_of_step, collected))
         if failures and (self._owed or not tolerate or uneven):
-            raise self._rejected(failures, lockstep, uneven)
+            raise self._rejected(failures, lockstep, uneven, staged=cancel is not None and not lockstep)
         if cancelled or number in self._owed or (number is None and self._owed):
             raise RunCancelled("The run was cancelled.")
         return [answer for _, answer in sorted(collected[0].items())] if collected else []
@@ -378,16 +379,16 @@ class WorkerPool:
             rank,
         )
 
-    def _rejected(self, failures: dict[int, Failed], lockstep: bool, uneven: bool) -> PipeMeshError:
+    def _rejected(self, failures: dict[int, Failed], lockstep: bool, uneven: bool, staged: bool) -> PipeMeshError:
         """If the ranks agree on where they are the pool goes on: all answered, and in lockstep all failed. Else it is torn down.
 
-        Stages are in lockstep only within: what one rank alone failed of, but for room that all ranks of a stage ask for together.
+        ``staged``: an evaluation through stages, whose ranks are in lockstep within each; for room they ask together.
         """
         rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
         log.debug("rank %d: %s", rank, failure.trace)
         agree = len(failures) == self.size and self.placement.backend == "gloo"  # nccl may hold exchanges that only some have issued
-        together = failure.kind in ("room", "refused") or self.placement.layout.ulysses == 1 or self.placement.backend == "gloo"
-        warm = not self._owed and not uneven and (agree or (together and not lockstep))
+        alone = staged and self.placement.layout.ulysses > 1 and self.placement.backend == "nccl" and failure.kind in ("memory", "error")
+        warm = not self._owed and not uneven and (agree or not (lockstep or alone))
         if failure.kind in ("room", "refused") and warm:
             return (NoRoom if failure.kind == "room" else Refused)(failure.text)
         if failure.kind == "memory":
@@ -414,26 +415,6 @@ class WorkerPool:
 def stop_if(interrupted: Callable[[], bool]) -> None:
     if interrupted():
         raise RunCancelled("The run was cancelled.")
-
-
-class Watch:
-    """Judges hangs by progress counters: a slow rank that still counts is healthy; one that waits for another is not counted alone."""
-
-    def __init__(self, progress: Callable[[int], int], stall_s: float, clock: Callable[[], float] = time.monotonic):
-        self._progress = progress
-        self._stall_s = stall_s
-        self._clock = clock
-        self._seen: dict[int, int] = {}
-        self._changed = clock()
-
-    def stalled(self, ranks: Sequence[int]) -> int | None:
-        """The rank that is furthest behind if none of ``ranks`` has moved for ``stall_s``, else None."""
-        seen = {rank: self._progress(rank) for rank in ranks}
-        if seen != self._seen:
-            self._seen, self._changed = seen, self._clock()
-        if seen and self._clock() - self._changed > self._stall_s:
-            return min(seen, key=seen.get)
-        return None
 
 
 class PoolHandle:

@@ -21,8 +21,9 @@ from PIL.Image import Image
 from ..launcher.devices import Placement, place, visible_gpus
 from ..launcher.hosts import between_hosts, check_rendezvous
 from ..launcher.pool import HostSetup, PoolKeeper
-from ..parallel_runtime.client.remote_model import Client, Evaluation, RunFigures
+from ..parallel_runtime.client.remote_model import Client
 from ..parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
+from ..parallel_runtime.client.run_figures import Evaluation, RunFigures
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.occupancy import busy_shares

@@ -14,7 +14,7 @@ class Refused(PipeMeshError):
 
 
 class NoRoom(Refused):
-    """Memory that a run will need is not free; nothing of it was begun."""
+    """Memory that a run will need is not free."""
 
 
 class ModelError(PipeMeshError):

@@ -104,6 +104,27 @@ def broken(setup, tmp_path_factory):
         yield client
 
 
+@pytest.fixture(scope="module")
+def truths():
+    from .pipelines import Truths
+
+    return Truths()
+
+
+@pytest.fixture(scope="module")
+def pipeline(clients, truths):
+    from .pipelines import pipelines
+
+    return pipelines(clients, truths)
+
+
+@pytest.fixture
+def broken_pipeline(broken, truths):
+    from .pipelines import broken_pipelines
+
+    return broken_pipelines(broken, truths)
+
+
 @pytest.fixture
 def ranks(tmp_path, setup):
     """layout, task of rank_main.py -> what each of that many real ranks says."""

@@ -14,8 +14,9 @@ import pytest
 from pipemesh.launcher import pool as pool_module
 from pipemesh.launcher.crew import KEEP_MEMORY, rank_environment
 from pipemesh.launcher.devices import Device, place
-from pipemesh.launcher.pool import Watch, WorkerPool
+from pipemesh.launcher.pool import WorkerPool
 from pipemesh.launcher.supervisor import LOG_LINES, Command, Supervisor
+from pipemesh.launcher.watch import Watch
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -281,6 +282,13 @@ def test_one_rank_that_fails_within_a_stage_keeps_the_pool_only_where_no_exchang
     with pytest.raises(error) as caught:
         through(pool)
     assert type(caught.value) is error and pool.state == ("failed" if error is PoolFailed else "ready")
+
+
+def test_a_model_that_does_not_fit_one_rank_keeps_the_pool_under_nccl_too(started):
+    pool = started(replace(cpus(2), backend="nccl"), "0:Load=memory")
+    with pytest.raises(OutOfMemory):
+        call(pool, "Load")
+    assert pool.state == "ready"
 
 
 def test_one_rank_out_of_memory_in_lockstep_takes_the_pool_with_it(brief):

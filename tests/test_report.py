@@ -4,7 +4,7 @@ import pytest
 from pipemesh.launcher.devices import place
 from pipemesh.nodes.report import NO_POOL, report_text
 from pipemesh.nodes.runtime import _last_run
-from pipemesh.parallel_runtime.client.remote_model import Evaluation, RunFigures
+from pipemesh.parallel_runtime.client.run_figures import Evaluation, RunFigures
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import Part
 

@@ -77,7 +77,7 @@ class Patchwise:
         self._notice(f"single-timeline, because of {reason}" if reason else FREE_RUNNING)
 
         def once() -> torch.Tensor:
-            return executor(guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar)
+            return executor(guider, sigmas, dict(extra_args), callback, noise, latent_image, denoise_mask, disable_pbar)
 
         def sampler(own_callback: Any, first: bool) -> torch.Tensor:
             quiet = disable_pbar or not first
@@ -129,7 +129,7 @@ class Patchwise:
         forgotten = self._engine.forgot()
         if isinstance(timeline, Timeline):
             if forgotten:
-                raise PoolFailed("ComfyUI unloaded the model in the middle of its run, whose patches cannot go on without it: run again.")
+                raise PoolFailed("The model was unloaded, or its workers lost, while its patches were on their way: run again.")
             outputs = timeline.evaluate(asked)
             self._begun = True
             return outputs

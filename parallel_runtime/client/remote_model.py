@@ -8,22 +8,23 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
-from ..occupancy import Span
+from ..errors import ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused
 from ..stages import share_out, slowest
 from ..wire.arena import Arena, Frame
 from ..wire.conditioning import ConditioningCache
 from ..wire.messages import Adopt, Done, Fetch, Forget, Forward, Load, Memory, Part, Patch, Release
-from ..wire.segment import Segment, TensorRef, aligned, dtype_name, mib, pack
+from ..wire.parcel import Parcel
+from ..wire.segment import Segment, TensorRef, aligned, dtype_name, mib
 from ..wire.tree import decode_tree, encode_tree
 from .host_model import Source
+from .run_figures import RunFigures, measured
 
 T = TypeVar("T")
 log = logging.getLogger("pipemesh")
@@ -56,30 +57,6 @@ class Handle(Protocol):
     def live(self) -> Pool | None: ...
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Measured of one evaluation, or of a part of it in a pipeline, whose parts overlap: seconds around it in the UI since ``began``, and
-    the slowest rank's share of them. ``spans``: every rank's.
-    """
-
-    seconds: float
-    hop_s: float
-    exchange_s: float
-    sent_bytes: int
-    began: float = 0.0
-    part: Part | None = None
-    spans: tuple[Span, ...] = ()
-
-
-@dataclass
-class RunFigures:
-    """Of one run, for the report; which may ask at any moment, so an evaluation is added whole."""
-
-    began_s: float = field(default_factory=time.time)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    mode: str = ""  # how a pipeline samples
-
-
 class PoolMemory:
     """What one live pool holds, as the UI knows it; made anew with every new pool."""
 
@@ -107,6 +84,7 @@ class Client:
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
         self._abandoned: list[str] = []
         self._runs = count(1)
+        self._in_run: set[str] = set()
         self._seconds: defaultdict[str, defaultdict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))  # by block and patch
         self._balanced: dict[str, tuple[int, ...]] = {}  # model -> blocks of each stage by these costs
         self._stages: dict[str, tuple[int, ...]] = {}  # likewise, as they are to be
@@ -176,7 +154,8 @@ class Client:
     def next_run(self) -> int:
         return next(self._runs)
 
-    def begin_run(self) -> None:
+    def begin_run(self, model: str) -> None:
+        self._in_run.add(model)
         if self.memory is not None:
             self.memory.conditioning.begin_run()
             self.memory.figures = RunFigures()
@@ -210,7 +189,7 @@ class Client:
             try:
                 return attempt()
             except OutOfMemory:
-                if not self.make_room(model):
+                if not self.make_room(model, of_runs=True):
                     raise
 
     def _load(self, held: PoolMemory, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
@@ -294,17 +273,26 @@ class Client:
                 log.warning("[PipeMesh] %s", error)
 
     def end_run(self, model: str) -> None:
-        """Of a pipeline: what its stages keep of the run is void, and its memory free for what comes next, in other programs too."""
-        if self.holds(model) and not self.in_flight:
-            held = self.memory
+        """What ranks keep of the run is void, and its memory free for what comes next, in other programs too.
+
+        Ranks that are still at what was cancelled are not waited for: they forget when the next run begins. Raises nothing: what the run
+        ended with is to be told.
+        """
+        self._in_run.discard(model)
+        held = self.memory
+        if held is not None and model in held.patches and held.pool.stages > 1 and held.pool.idle:
             try:
                 held.pool.call(Forget(request=held.pool.next_request(), model=model))
-            except PoolFailed as error:  # it went with the pool; whatever the run ended with is to be told
+            except PipeMeshError as error:
                 log.warning("[PipeMesh] %s", error)
 
-    def make_room(self, model: str) -> bool:
-        """Releases the model that was not used for longest, but ``model``. False: there is no other."""
-        others = [name for name in self.memory.patches if name != model] if self.memory else []
+    def make_room(self, model: str, of_runs: bool = False) -> bool:
+        """Releases the model that was not used for longest, but ``model``, and none that is in a run unless ``of_runs``.
+
+        False: there is no such model.
+        """
+        spared = {model} if of_runs else {model, *self._in_run}
+        others = [name for name in self.memory.patches if name not in spared] if self.memory else []
         if others:
             self.release(others[0])
         return bool(others)
@@ -469,19 +457,6 @@ class Ticket:
     part: Part
 
 
-def measured(began: float, replies: list[Done], part: Part | None = None) -> Evaluation:
-    seconds = time.perf_counter() - began
-    return Evaluation(
-        seconds=seconds,
-        hop_s=seconds - max(reply.compute_s for reply in replies),
-        exchange_s=max(reply.exchange_s for reply in replies),
-        sent_bytes=max(reply.sent_bytes for reply in replies),
-        began=began,
-        part=part,
-        spans=tuple(Span(reply.began_s, reply.began_s + reply.compute_s, reply.exchange_s) for reply in replies),
-    )
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Copies of a megabyte gain nothing from more, and torch's waiting threads spin on the cores that CPU ranks need."""
@@ -491,21 +466,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-class Parcel:
-    """A tree whose tensors lie one after another in a segment of their own: for what is sent once, not per evaluation."""
-
-    def __init__(self, tree: Any):
-        tensors: list[torch.Tensor] = []
-        offset = 0
-
-        def put(_path: str, tensor: torch.Tensor) -> TensorRef:
-            nonlocal offset
-            tensors.append(tensor)
-            ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype))
-            offset += aligned(ref.nbytes)
-            return ref
-
-        self.tree = encode_tree(tree, put)
-        self.segment, _refs = pack("parcel", tensors)

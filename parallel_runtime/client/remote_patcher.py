@@ -158,7 +158,7 @@ class RemotePatcher(ModelPatcher):
         except Refused:
             self.remote.client.release(self.remote.source.model)
             raise
-        self.remote.client.begin_run()
+        self.remote.client.begin_run(self.remote.source.model)
         self._share_out()
         self.remote.free = self.remote.client.free_memory()
         if self.remote.sampling is not None:
@@ -167,8 +167,7 @@ class RemotePatcher(ModelPatcher):
 
     def cleanup(self) -> None:
         """The host calls it after every run, however it ended."""
-        if self.remote.sampling is not None:
-            self.remote.client.end_run(self.remote.source.model)
+        self.remote.client.end_run(self.remote.source.model)
         super().cleanup()
 
     def _share_out(self) -> None:

@@ -1,0 +1,65 @@
+"""Models sampled by pipelines and by what they are held against, and what tests do in the middle of a run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import comfy.sample
+import torch
+from pipemesh.launcher.parity import Case, sample, stock_model
+from pipemesh.launcher.reference import reference
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+
+ALL_WARM = 9999
+HEADS = 5  # and as many blocks at least: enough for four stages, uneven ones too
+
+
+def case(family="flux", sampler="euler", cfg=4.0, tokens="odd", mask=False) -> Case:
+    return Case(family, "ulysses1", tokens, HEADS, cfg, mask, sampler)
+
+
+class Truths:
+    """What one process computes: stock, and the reference in so many patches. Each made once."""
+
+    def __init__(self):
+        self.stock_model = cache(lambda family: stock_model(HEADS, family=family))
+        self.own_model = cache(lambda family, patches: reference(stock_model(HEADS, family=family), patches, 1))
+        self.stock = cache(lambda case: sample(self.stock_model(case.family), case))
+        self.patched = cache(lambda case, patches: sample(self.own_model(case.family, patches), case))
+        self.rounded = cache(lambda case, patches: sample(reference(stock_model(HEADS, torch.bfloat16), patches, 1), case))
+
+
+def pipelines(clients, truths):
+    """(family, (pipefusion, ulysses), patches, warm_up) -> a MODEL sampled by a pool of that layout."""
+
+    def make(family, layout, patches, warm_up=1, notice=lambda mode: None):
+        stages, ulysses = layout
+        patching = Patching(patches, warm_up)
+        return parallelize(truths.stock_model(family), clients(ulysses, 1, stages), 0.0, patching, notice)
+
+    return make
+
+
+def broken_pipelines(broken, truths):
+    """A mutation -> a pipeline that has it, of two stages, and its client."""
+
+    def make(mutation, family="flux", ulysses=1):
+        client = broken(mutation, ulysses, 1, 2)
+        return parallelize(truths.stock_model(family), client, holds_ui_device=False, patching=Patching(3)), client
+
+    return make
+
+
+def with_callback(model, of, act, at_step=1):
+    """Samples; ``act`` is called when all patches have come to a step: the others are on their way then."""
+
+    def callback(step, x0, x, total):
+        if step == at_step:
+            act()
+
+    real = comfy.sample.sample
+    try:
+        comfy.sample.sample = lambda *args, **kwargs: real(*args, callback=callback, **kwargs)
+        return sample(model, of)
+    finally:
+        comfy.sample.sample = real

@@ -1,0 +1,208 @@
+"""Pipelines in which something goes wrong: what is told, whether the pool goes on, and that the next run is right."""
+
+from dataclasses import replace
+
+import pytest
+from pipemesh.launcher.parity import BOUND, relative_error, sample
+from pipemesh.nodes.report import _run
+from pipemesh.nodes.runtime import _last_run
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.errors import PoolFailed, Refused
+
+from .conftest import running_clients
+from .patched import advanced, together
+from .pipelines import case, with_callback
+
+
+@pytest.fixture(scope="module")
+def clients(setup):
+    """Pools of this module: a dozen ranks, which would take the room of others."""
+    with running_clients(setup) as client:
+        yield client
+
+
+def test_a_cancel_with_every_patch_in_flight_leaves_the_pool_warm_and_the_next_run_right(pipeline, truths, clients, monkeypatch):
+    import comfy.model_management as mm
+
+    model, of = pipeline("flux", (2, 1), 3), case()
+    sample(model, of)
+    client = clients(1, 1, 2)
+    pool, pids = client.memory.pool, client.memory.pool.pids
+    flying, abandon = [], client.abandon
+    monkeypatch.setattr(client, "abandon", lambda: (flying.append(len(client.memory.tickets)), abandon()))
+    with pytest.raises(mm.InterruptProcessingException):
+        with_callback(model, of, mm.interrupt_current_processing)
+    mm.interrupt_current_processing(False)
+    assert max(flying) >= 3 * 2, "every patch of both prompts"
+    assert client.memory.pool is pool and pool.pids == pids and pool.idle and not client.memory.tickets
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+
+
+def test_stages_leave_the_patches_that_were_cancelled_before_they_came_to_them(broken_pipeline, truths, monkeypatch):
+    import comfy.model_management as mm
+
+    (model, client), of = broken_pipeline("slow_stage"), case()
+    client._ensure(lambda: False)
+    pool, left = client.memory.pool, []
+    pump = pool._crew.pump
+
+    def noted(rank):
+        said = list(pump(rank))
+        left.extend(rank for message in said if getattr(message, "cancelled", False))
+        return said
+
+    monkeypatch.setattr(pool._crew, "pump", noted)
+    with pytest.raises(mm.InterruptProcessingException):
+        with_callback(model, of, mm.interrupt_current_processing)
+    mm.interrupt_current_processing(False)
+    assert left.count(1) >= 3, "of six on their way to it, one of them at work"
+    assert client.memory.pool is pool and pool.idle
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+
+
+@pytest.mark.parametrize("number", [1, 2, 9], ids=["in the first", "in the second whole one", "with patches in flight"])
+@pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
+def test_a_cancel_at_any_evaluation_of_three_stages_leaves_the_pool_warm(pipeline, truths, clients, monkeypatch, wrap, number):
+    import comfy.model_management as mm
+
+    model, of, client = wrap(pipeline("flux", (3, 1), 4)), case(), clients(1, 1, 3)
+    sample(model, of)
+    pool, submit, asked = client.memory.pool, client.submit, []
+
+    def counted(*args):
+        asked.append(args)
+        if len(asked) == number:
+            mm.interrupt_current_processing()
+        return submit(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "submit", counted)
+        with pytest.raises(mm.InterruptProcessingException):
+            sample(model, of)
+    mm.interrupt_current_processing(False)
+    assert client.memory.pool is pool and pool.idle
+    assert relative_error(sample(model, of), truths.patched(of, 4)) <= BOUND
+
+
+def test_an_error_in_the_users_own_callback_ends_what_is_in_flight(pipeline, truths, clients):
+    def fall_over():
+        raise ZeroDivisionError
+
+    model, of = pipeline("flux", (2, 1), 3), case()
+    with pytest.raises(ZeroDivisionError):
+        with_callback(model, of, fall_over)
+    assert clients(1, 1, 2).memory.pool.idle
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+
+
+@pytest.fixture(scope="module")
+def doomed(setup):
+    """A pool to be killed."""
+    with running_clients(setup) as clients:
+        yield clients(1, 1, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(doomed, truths, rank):
+    import psutil
+
+    model, of = parallelize(truths.stock_model("flux"), doomed, holds_ui_device=False, patching=Patching(3)), case()
+    with pytest.raises(PoolFailed, match=f"^Rank {rank} on cpu was killed"):
+        with_callback(model, of, lambda: psutil.Process(doomed.memory.pool.pids[rank]).kill())
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+
+
+@pytest.mark.parametrize(
+    ("mutation", "words"),
+    [
+        ("falls_over", "failed while computing: ZeroDivisionError: made"),
+        ("cannot_read_its_input", r"ran out of memory while computing .*"),
+        ("has_no_memory_left", r"ran out of memory while computing .*: use more ranks, a smaller image or batch, or free memory"),
+    ],
+)
+def test_a_stage_that_fails_before_its_message_came_takes_the_pool_with_it(broken_pipeline, mutation, words):
+    """Else the next patch would find the message of this one."""
+    model, client = broken_pipeline(mutation)
+    with pytest.raises(PoolFailed, match=rf"^Rank 1 on cpu {words}. Run again, a fresh pool"):
+        sample(model, case())
+    assert client.memory is None
+
+
+def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
+    """As it does for a VAE or a ControlNet that needs the room."""
+    of, client = case(), clients(1, 1, 2)
+    for wrap, whole in ((lambda model: model, 2), (together, 4)):
+        model = wrap(pipeline("flux", (2, 1), 3))
+        name = model.remote.source.model
+        sample(model, of)
+        loads = client.memory.loads
+        ours = with_callback(model, of, lambda name=name: client.release(name))
+        parts = [one.part for one in client.memory.figures.evaluations]
+        assert sum(part.patch is None for part in parts) == whole
+        if whole == 2:  # patches were in flight: it stays until the last of them is back
+            assert relative_error(ours, truths.patched(of, 3)) <= BOUND
+            assert client.memory.loads == loads and not client.holds(name)
+        else:
+            assert client.memory.loads == loads + 1 and bool(ours.isfinite().all())
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipeline, ulysses):
+    model, client = broken_pipeline("hangs_at_its_door", ulysses=ulysses)
+    client._ensure(lambda: False)
+    client.memory.pool._setup = replace(client.memory.pool._setup, stall_s=2.0)
+    with pytest.raises(PoolFailed, match=r"^Rank 0 on cpu made no progress for 2 s while computing: run again"):
+        sample(model, case())
+
+
+def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline, truths):
+    model, client = broken_pipeline("slow_stage")
+    assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= BOUND
+    last = _last_run(client.memory.figures, "gloo")
+    assert "; the others wait for rank 1" in _run(last)
+    assert last["busy"][1] > 10 * last["busy"][0]
+
+
+def test_too_little_memory_for_keys_and_values_is_refused_with_figures_and_the_pool_goes_on(broken_pipeline):
+    model, client = broken_pipeline("no_memory")
+    with pytest.raises(Refused, match=r"needs [\d.]+ MiB for the keys and values of its blocks and 0\.0 MiB are free: add ranks"):
+        sample(model, case())
+    assert client.memory.pool.idle
+
+
+def test_a_stage_without_room_ends_the_others_at_once_and_the_pool_goes_on_however_slow_they_are(broken_pipeline, monkeypatch):
+    monkeypatch.setattr("pipemesh.launcher.pool.OTHERS_WAIT_S", 0.0)
+    model, client = broken_pipeline("no_memory_before_a_slow_stage")
+    for _ in range(2):
+        with pytest.raises(Refused, match=r"^Rank 0 needs [\d.]+ MiB for the keys and values"):
+            sample(model, case())
+        pool = client.memory.pool
+        assert pool.idle and pool.arena.board.cancelled_request == pool._requests - 1, "the last one was to forget the run"
+    assert client.memory.pool is pool
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
+def test_another_model_makes_room_for_keys_and_values_and_the_run_begins_again(broken_pipeline, truths, wrap):
+    """From random numbers as they were: this sampler draws from torch's own before its first evaluation."""
+    import comfy.samplers
+
+    def churned(model):
+        return advanced(model, sampler=comfy.samplers.ksampler("heun", {"s_churn": 2.0}))[0]["samples"]
+
+    other, client = broken_pipeline("no_memory_beside_another_model", "sd3")
+    sample(other, case("sd3"))
+    pool, run = client.memory.pool, client.memory.figures.evaluations[-1].part.run
+    model = parallelize(truths.stock_model("flux"), client, holds_ui_device=False, patching=Patching(3))
+    assert relative_error(churned(wrap(model)), churned(truths.own_model("flux", 3))) <= BOUND
+    assert {one.part.run for one in client.memory.figures.evaluations} == {run + 2}, "what was kept of the first attempt is void"
+    assert client.memory.pool is pool and not client.holds(other.remote.source.model)
+
+
+def test_one_rank_of_a_stage_that_has_too_little_memory_takes_the_others_with_it_and_the_pool_goes_on(broken_pipeline):
+    model, client = broken_pipeline("no_memory_on_rank_1", ulysses=2)
+    for _ in range(2):
+        with pytest.raises(Refused, match=r"^Rank 1 needs [\d.]+ MiB for the keys and values"):
+            sample(model, case())
+        pool = client.memory.pool
+        assert pool.idle
+    assert client.memory.pool is pool
