@@ -310,4 +310,23 @@ def test_memory_the_host_counts_is_what_the_pool_holds_on_its_device(files, clie
     assert parallel.loaded_size() == 0
     elsewhere = parallelize(load(files["flux"]), client, holds_ui_device=False)
     assert elsewhere.model_size() == elsewhere.loaded_size() == 0
-    assert elsewhere.memory_required([1, 16, 64, 64]) == 0
+
+
+def test_the_host_makes_room_for_one_ranks_share_of_the_activations_on_its_device(files, client, monkeypatch):
+    import comfy.sampler_helpers
+
+    estimated, real = [], comfy.sampler_helpers.estimate_memory
+
+    def noted(model, shape, conds):
+        estimated.append(real(model, shape, conds)[0])
+        return real(model, shape, conds)
+
+    stock = load(files["flux"])
+    here, elsewhere = (parallelize(stock, client, holds_ui_device=holds) for holds in (True, False))
+    run(here)  # the pool is up
+    monkeypatch.setattr(comfy.sampler_helpers, "estimate_memory", noted)
+    for model in (stock, here, parallelize(here, client, holds_ui_device=True), elsewhere):
+        run(model, batch=2)
+    whole, shared, again, none = estimated
+    assert client.memory.pool.size == 2 and whole > 0
+    assert shared == again == whole / 2 and none == 0

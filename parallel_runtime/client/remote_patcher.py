@@ -16,6 +16,7 @@ import comfy.model_management
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 
 from ..checkpoint import check_mapped
 from ..errors import Refused
@@ -36,6 +37,7 @@ from .host_model import (
     state_source,
 )
 from .interrupt import interrupted, interrupting
+from .modes import WRAPPER_KEY
 from .patchwise import Patchwise, branch_of
 from .pipeline import Pipeline
 from .remote_model import Client
@@ -85,12 +87,12 @@ class RemotePatcher(ModelPatcher):
     def loaded_size(self) -> int:
         return self._share() if self._on_ui_device() and self._resident() else 0
 
-    def memory_required(self, input_shape: Any) -> float:
-        """Only one rank's share of the activations: text encoder and VAE are not evicted for what the other ranks hold. A stage computes
-        whole evaluations too, the first ones."""
+    @property
+    def share_of_activations(self) -> float:
+        """On the UI's device. A stage computes whole evaluations too, the first ones."""
         if not self._on_ui_device():
-            return 0
-        return super().memory_required(input_shape) / (self.ranks if self.remote.sampling is None else 1)
+            return 0.0
+        return 1 / self.ranks if self.remote.sampling is None else 1.0
 
     def get_free_memory(self, device: torch.device) -> int:
         """Asked for when the host decides whether cond and uncond fit one batch: the ranks' memory at the begin of the run decides, not the
@@ -214,6 +216,12 @@ class RemotePatcher(ModelPatcher):
         return self.remote.client.forward(self.remote.source.model, self.patches_id, arguments, branch, interrupted)
 
 
+def prepare_sampling(executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
+    """A PREPARE_SAMPLING wrapper: the host makes room for one rank's share of the activations, which it estimates from this shape alone.
+    Text encoder and VAE are not unloaded for what the other ranks hold."""
+    return executor(model, [noise_shape[0] * model.share_of_activations, *noise_shape[1:]], conds, *args, **kwargs)
+
+
 class RemoteForward:
     """Stands where the transformer's own forward was, for as long as its patcher is the one loaded."""
 
@@ -252,6 +260,8 @@ def parallelize(
         sampling = Patchwise(pipeline, patcher.model.diffusion_model.patch_size, plan, patching.patches, patching.warm_up, notice)
     remote = Remote(client, source, holds_ui_device, sampling, patching.stages if patching else ())
     made = remote_clone(patcher, remote)
+    made.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY)
+    made.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY, prepare_sampling)
     Patchwise.detach(made)
     if sampling is not None:
         sampling.attach(made)
