@@ -189,21 +189,35 @@ def weights(model: Any, client: Any) -> dict[str, float]:
     return {"weights_share": max(held) / models / whole, "ends_share": 1 - in_blocks / whole}
 
 
-def weights_of_equal_blocks(comfyui: str) -> dict[str, float]:
-    """Of a Wan, whose blocks are all of one kind: stages that are equally fast are equally large."""
+def weights_of(model: Any, family: str, comfyui: str, stages: tuple[int, ...] = ()) -> dict[str, float]:
+    """After two runs in stages, cut as said, or the second time by what the first one measured."""
     from ..launcher.parity import Case, sample
-    from ..launcher.random_models import wan_patcher
     from ..parallel_runtime.client.remote_patcher import Patching, parallelize
 
     handle, client = pool_of_stages(comfyui)
     try:
-        model = wan_patcher(heads=EQUAL["heads"], layers=EQUAL["layers"])
-        parallel = parallelize(model, client, 0.0, Patching(STAGES, WARM_UP))
-        for _ in range(2):  # the second is cut by what the first measured
-            sample(parallel, Case("wan2.1-t2v", "pipefusion", "even", EQUAL["heads"], 1.0, False, "euler"), steps=STEPS)
+        parallel = parallelize(model, client, 0.0, Patching(STAGES, WARM_UP, stages))
+        for _ in range(2):
+            sample(parallel, Case(family, "pipefusion", "even", 0, 1.0, False, "euler"), steps=STEPS)
         return weights(model.model.diffusion_model, client)
     finally:
         handle.close()
+
+
+def weights_of_equal_blocks(comfyui: str) -> dict[str, float]:
+    """Of a Wan, whose blocks are all of one kind: stages that are equally fast are equally large."""
+    from ..launcher.random_models import wan_patcher
+
+    return weights_of(wan_patcher(heads=EQUAL["heads"], layers=EQUAL["layers"]), "wan2.1-t2v", comfyui)
+
+
+def weights_cut_by_hand(comfyui: str) -> dict[str, float]:
+    """Of the bench's Flux, its double blocks on one stage and twice as many single ones, half as large, on the other."""
+    from ..launcher.tiny import build_flux_patcher, flux_config
+    from .forwards import MODEL
+
+    stages = (MODEL["double_blocks"], MODEL["single_blocks"])
+    return weights_of(build_flux_patcher(flux_config(**MODEL)), "flux", comfyui, stages)
 
 
 def bench(options: Options) -> Iterator[Figure]:
@@ -213,6 +227,7 @@ def bench(options: Options) -> Iterator[Figure]:
         by_rank = run(options.host, 2, "pipefusion:measure", **arguments)
         yield from figures(f"m{patches}_{TOKENS}", patches, by_rank)
     yield weights_share("equal_blocks", weights_of_equal_blocks(str(options.host.comfyui)))
+    yield weights_share("cut_by_hand", weights_cut_by_hand(str(options.host.comfyui)))
 
 
 def figures(case: str, patches: int, by_rank: Sequence[dict[str, Any]]) -> Iterator[Figure]:

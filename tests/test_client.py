@@ -18,6 +18,7 @@ class Ledger:
         self.room, self.short, self.writer, self.stages = room, short, 0, 1
         self.models: list[str] = []
         self.asked: list[tuple[str, str]] = []
+        self.submitted: list[Forward] = []
 
     def live(self):
         return self
@@ -32,7 +33,10 @@ class Ledger:
         pass
 
     def submit(self, request):
-        self.asked.append((type(request).__name__, request.model))
+        self.submitted.append(request)
+
+    def abandon(self):
+        pass
 
     def call(self, request, fds=(), interrupted=lambda: False, right=lambda: True):
         if isinstance(request, Release) and interrupted():
@@ -58,6 +62,31 @@ def test_a_submission_that_cannot_be_written_leaves_no_room_taken():
     with pytest.raises(NotPlain):
         client.submit("a", "", {"x": x, "timestep": x, "transformer_options": {"thing": object()}}, ("cond",), Part(1, 0))
     assert pool.arena.take(1) == first and not client.in_flight
+
+
+def test_patches_in_flight_share_what_was_written_of_their_evaluation_until_the_last_is_back():
+    pool = Ledger(room=2)
+    client = Client(pool, shares_weights=False)
+    load(client, "a")
+    x, residual = torch.zeros(1, 16, 8, 8), torch.zeros(1, 1 << 20)
+
+    def evaluation():
+        return {"x": x, "timestep": x[0, 0, 0, :1], "context": x, "control": {"input": [residual]}}
+
+    def submit(arguments):
+        client.submit("a", "", arguments, ("cond",), Part(1, 0, (0, 4, False)))
+        return pool.arena._allocator.end
+
+    one = evaluation()
+    taken = [submit(arguments) for arguments in (one, one, evaluation())]
+    assert taken[1] - taken[0] < residual.nbytes < taken[2] - taken[1]
+    trees = [message.arguments for message in pool.submitted]
+    assert trees[0] == trees[1] != trees[2]
+    client.abandon()
+    assert not client.in_flight
+    for _ in range(3):
+        assert submit(evaluation()) == taken[2], "nothing was given back"
+        client.abandon()
 
 
 def load(client: Client, *models: str) -> None:

@@ -182,10 +182,11 @@ def inputs_of(pipeline, truths, of, layout=(2, 1)):
 
 @pytest.mark.parametrize("family, layout", PIPELINES)
 def test_with_constant_inputs_every_evaluation_equals_the_serial_forward(pipeline, truths, family, layout):
-    of = case(family, cfg=1.0, tokens="even" if layout[0] == 4 else "odd")  # even: as many lines as the most patches
+    of = case(family, cfg=1.0, tokens="odd" if layout[0] == 2 else "even")  # even: as many lines as the most patches
     arguments, branch, truth = inputs_of(pipeline, truths, of, layout)
     for patches in patches_of(layout):
         constant = pipeline(family, layout, patches).remote.sampling
+        assert len(constant._cut(next(iter(arguments.values())).shape)[1]) == patches
         with torch.inference_mode():
             constant.begin_run()
             for _ in range(3):

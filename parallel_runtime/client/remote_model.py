@@ -348,34 +348,48 @@ class Client:
     def submit(self, model: str, patches_id: str, arguments: dict[str, Any], branch: tuple, part: Part) -> Ticket:
         """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of submission, or ``abandon``.
 
-        Raises PoolFailed.
+        Patches of the same ``arguments`` that are in flight together share what was written of them. Raises PoolFailed.
         """
         held = self._memory if self.in_flight else self.memory
         if held is None:
             raise PoolFailed("The pool was lost in the middle of a run: run again, a fresh one will be started.")
         began = time.perf_counter()
+        latent = next(iter(arguments.values()))
+        written = next((other.written for other in held.tickets if other.written.arguments is arguments), None)
+        frame = Frame(held.pool.arena)
+        try:
+            out = frame.blank(aligned(latent.numel() * 4))
+            written = written or self._write(held, arguments, branch)
+        except BaseException:  # nobody else knows of the frame yet
+            frame.release()
+            raise
+        ticket = Ticket(held.pool.next_request(), model, written, frame, latent.device, began, part)
+        held.tickets.append(ticket)
+        request = Forward(
+            request=ticket.number,
+            model=model,
+            patches_id=patches_id,
+            arguments=written.tree,
+            arena_bytes=held.pool.arena.nbytes,
+            out=out,
+            part=part,
+        )
+        held.pool.submit(request)
+        return ticket
+
+    def _write(self, held: PoolMemory, arguments: dict[str, Any], branch: tuple) -> Written:
         changing = {*list(arguments)[:2], "control", "transformer_options"}
         frame = Frame(held.pool.arena)
 
         def put(path: str, tensor: torch.Tensor) -> TensorRef:
             return frame.put(tensor) if path.partition("/")[0] in changing else held.conditioning.put(branch, path, tensor)
 
-        latent = next(iter(arguments.values()))
         try:
-            out = frame.blank(aligned(latent.numel() * 4))
             with one_thread():
-                tree = encode_tree(arguments, put)
-        except BaseException:  # nobody else knows of the frame yet
+                return Written(arguments, encode_tree(arguments, put), frame)
+        except BaseException:
             frame.release()
             raise
-        number = held.pool.next_request()
-        ticket = Ticket(number, model, frame, latent.device, began, part)
-        held.tickets.append(ticket)
-        nbytes = held.pool.arena.nbytes
-        held.pool.submit(
-            Forward(request=number, model=model, patches_id=patches_id, arguments=tree, arena_bytes=nbytes, out=out, part=part)
-        )
-        return ticket
 
     def collect(self, ticket: Ticket, interrupted: Callable[[], bool]) -> torch.Tensor:
         """The output as an own tensor. Raises RunCancelled, ModelError, Refused, OutOfMemory, PoolFailed."""
@@ -385,8 +399,7 @@ class Client:
         if written.needs_bytes:
             raise ModelError(f"The output takes {mib(written.needs_bytes)}, more than the latent that went in: set pipefusion to 1.")
         output = decode_tree(written.output, lambda ref: held.pool.arena.segment.tensor(ref).to(ticket.device, copy=True))
-        held.tickets.remove(ticket)
-        ticket.frame.release()
+        self._done_with(held, ticket)
         self._part(held)
         self._learn(ticket.model, ticket.part, replies)
         held.figures.evaluations.append(measured(ticket.began, replies, ticket.part))
@@ -435,14 +448,28 @@ class Client:
         held = self._memory
         if held is not None and held.tickets:
             held.pool.abandon()
-            for ticket in held.tickets:
-                ticket.frame.release()
-            held.tickets.clear()
+            for ticket in list(held.tickets):
+                self._done_with(held, ticket)
             self._part(held)
+
+    def _done_with(self, held: PoolMemory, ticket: Ticket) -> None:
+        held.tickets.remove(ticket)
+        ticket.out.release()
+        if not any(other.written is ticket.written for other in held.tickets):
+            ticket.written.frame.release()
 
     def _part(self, held: PoolMemory) -> None:
         while held.parting and not held.tickets:
             self.release(held.parting.pop())
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """The arguments of an evaluation as they lie in the arena."""
+
+    arguments: dict[str, Any]
+    tree: bytes
+    frame: Frame
 
 
 @dataclass(frozen=True, eq=False)
@@ -451,7 +478,8 @@ class Ticket:
 
     number: int
     model: str
-    frame: Frame
+    written: Written
+    out: Frame
     device: torch.device
     began: float
     part: Part
