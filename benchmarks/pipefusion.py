@@ -212,7 +212,7 @@ def weights_of_equal_blocks(comfyui: str) -> dict[str, float]:
 
 
 def weights_cut_by_hand(comfyui: str) -> dict[str, float]:
-    """Of the bench's Flux, its double blocks on one stage and twice as many single ones, half as large, on the other."""
+    """Of the bench's Flux, its double blocks on one stage and twice as many single ones, less than half as large each, on the other."""
     from ..launcher.tiny import build_flux_patcher, flux_config
     from .forwards import MODEL
 

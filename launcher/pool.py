@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -309,9 +309,10 @@ class WorkerPool:
                 raise self._stalled(stalled)
         collected = [self._answers.pop(one, {}) for one in ([number] if number is not None and not failed else list(self._answers))]
         failures = {rank: answer for answers in reversed(collected) for rank, answer in answers.items() if isinstance(answer, Failed)}
-        uneven = any(map(self._out_of_step, collected))
+        staged = cancel is not None and not lockstep
+        uneven = any(map(self._out_of_step, collected)) or (staged and self._alone_in_its_stage(failures.values()))
         if failures and (self._owed or not tolerate or uneven):
-            raise self._rejected(failures, lockstep, uneven, staged=cancel is not None and not lockstep)
+            raise self._rejected(failures, lockstep, uneven)
         if cancelled or number in self._owed or (number is None and self._owed):
             raise RunCancelled("The run was cancelled.")
         return [answer for _, answer in sorted(collected[0].items())] if collected else []
@@ -379,16 +380,12 @@ class WorkerPool:
             rank,
         )
 
-    def _rejected(self, failures: dict[int, Failed], lockstep: bool, uneven: bool, staged: bool) -> PipeMeshError:
-        """If the ranks agree on where they are the pool goes on: all answered, and in lockstep all failed. Else it is torn down.
-
-        ``staged``: an evaluation through stages, whose ranks are in lockstep within each; for room they ask together.
-        """
+    def _rejected(self, failures: dict[int, Failed], lockstep: bool, uneven: bool) -> PipeMeshError:
+        """If the ranks agree on where they are the pool goes on: all answered, and in lockstep all failed. Else it is torn down."""
         rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
         log.debug("rank %d: %s", rank, failure.trace)
         agree = len(failures) == self.size and self.placement.backend == "gloo"  # nccl may hold exchanges that only some have issued
-        alone = staged and self.placement.layout.ulysses > 1 and self.placement.backend == "nccl" and failure.kind in ("memory", "error")
-        warm = not self._owed and not uneven and (agree or not (lockstep or alone))
+        warm = not self._owed and not uneven and (agree or not lockstep)
         if failure.kind in ("room", "refused") and warm:
             return (NoRoom if failure.kind == "room" else Refused)(failure.text)
         if failure.kind == "memory":
@@ -405,6 +402,14 @@ class WorkerPool:
         if warm:
             return ModelError(f"{sentence.rstrip('.')}. Check what is connected to this node; the workers are ready for the next run.")
         return self._fail(f"{sentence.rstrip('.')}. Run again, a fresh pool will be started.", rank)
+
+    def _alone_in_its_stage(self, failures: Iterable[Failed]) -> bool:
+        """Whether a rank may have left out an exchange that others of its stage have issued: nccl lets them answer all the same.
+
+        For room, and for what they refuse, the ranks of a stage agree.
+        """
+        several = self.placement.layout.ulysses > 1 and self.placement.backend == "nccl"
+        return several and any(failure.kind in ("memory", "error") for failure in failures)
 
     def _out_of_step(self, answers: dict[int, Done | Failed]) -> bool:
         """Whether, in one request, a stage may have left a message in its link, where the next patch would find it."""

@@ -90,6 +90,12 @@ def held_on(choice: Choice, device: str) -> float:
     return sum(sizes[stage] for stage in here) / sum(sizes)
 
 
+def computed_on(choice: Choice, device: str) -> float:
+    """The part of an evaluation's activations that ``device`` holds; each stage computes whole ones, the first."""
+    layout = choice.placement.layout
+    return sum(one.name == device for one in choice.placement.devices) / (layout.ulysses * layout.ring)
+
+
 class Runtime:
     """``show`` is given what the node that samples is to say of itself."""
 
@@ -132,8 +138,9 @@ class Runtime:
             shares = whole and not placement.devices[0].is_gpu and not placement.other_hosts
             self._clients[placement] = Client(self._keeper.handle(placement), shares_weights=shares)
         client = self._clients[placement]
-        held = held_on(choice, str(comfy.model_management.get_torch_device()))
-        return parallelize(model, client, held, choice.patching, partial(self._sampled, client))
+        device = str(comfy.model_management.get_torch_device())
+        held, computed = held_on(choice, device), computed_on(choice, device)
+        return parallelize(model, client, held, choice.patching, partial(self._sampled, client), computed)
 
     def _sampled(self, client: Client, mode: str) -> None:
         """A run in patches begins."""

@@ -6,8 +6,8 @@ from pipemesh.parallel_runtime.client.host_model import Source
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.errors import OutOfMemory, RunCancelled
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.messages import Done, Forward, Load, Memory, Part, Patch, Release
-from pipemesh.parallel_runtime.wire.tree import NotPlain, encode_tree
+from pipemesh.parallel_runtime.wire.messages import Done, Forget, Forward, Load, Memory, Part, Patch, Release
+from pipemesh.parallel_runtime.wire.tree import NotPlain, decode_tree, encode_tree
 
 
 class Ledger:
@@ -37,6 +37,9 @@ class Ledger:
 
     def abandon(self):
         pass
+
+    def collect(self, number, interrupted):
+        return [Done(request=number, memory=self.memory[0], output=encode_tree([0], lambda path, tensor: None))]
 
     def call(self, request, fds=(), interrupted=lambda: False, right=lambda: True):
         if isinstance(request, Release) and interrupted():
@@ -77,16 +80,67 @@ def test_patches_in_flight_share_what_was_written_of_their_evaluation_until_the_
         client.submit("a", "", arguments, ("cond",), Part(1, 0, (0, 4, False)))
         return pool.arena._allocator.end
 
+    def is_free(place):
+        offset = pool.arena.take(place.nbytes)
+        pool.arena.give(offset, place.nbytes)
+        return offset == place.offset
+
     one = evaluation()
     taken = [submit(arguments) for arguments in (one, one, evaluation())]
     assert taken[1] - taken[0] < residual.nbytes < taken[2] - taken[1]
     trees = [message.arguments for message in pool.submitted]
     assert trees[0] == trees[1] != trees[2]
+    place = place_of(residual, pool.submitted[0])
+    for ticket in list(client.memory.tickets[:2]):
+        assert not is_free(place), "one of the two is on its way"
+        client.collect(ticket, lambda: False)
+    assert is_free(place)
     client.abandon()
-    assert not client.in_flight
-    for _ in range(3):
-        assert submit(evaluation()) == taken[2], "nothing was given back"
+    ends = []
+    for _ in range(8):
+        pair = evaluation()
+        ends += [submit(pair), submit(pair)]
         client.abandon()
+    assert len(set(ends)) == 1, "not all was given back"
+
+
+def place_of(tensor, request):
+    """Where it lies in the arena, by its size."""
+    places = []
+    decode_tree(request.arguments, lambda ref: places.append(ref) or tensor)
+    return next(place for place in places if place.nbytes == tensor.nbytes)
+
+
+def test_a_model_that_is_in_a_run_is_no_room_for_another_one_in_it():
+    pool = Ledger(room=3)
+    client = Client(pool, shares_weights=False)
+    load(client, "a", "b")
+    client.begin_run("b")
+    assert not client.make_room("a") and client.holds("b")
+    client.end_run("b")
+    assert client.make_room("a") and not client.holds("b")
+
+
+def test_the_end_of_a_run_asks_nothing_of_ranks_that_are_still_at_what_was_cancelled():
+    pool = Ledger(room=1)
+    pool.stages = 2
+    client = Client(pool, shares_weights=False)
+    load(client, "a")
+    client.end_run("a")
+    assert pool.asked[-1] == ("Forget", "a")
+    pool.idle = False
+    before = list(pool.asked)
+    client.end_run("a")
+    assert pool.asked == before
+
+
+def test_the_end_of_a_run_hides_nothing_that_the_run_ended_with(caplog):
+    pool = Ledger(room=1, short=Forget)
+    pool.stages = 2
+    client = Client(pool, shares_weights=False)
+    load(client, "a")
+    client.end_run("a")
+    assert pool.asked[-1] == ("Forget", "a") and "full" in caplog.text
 
 
 def load(client: Client, *models: str) -> None:

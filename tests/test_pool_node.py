@@ -159,29 +159,29 @@ def test_weight_patches_reach_the_stages_that_hold_the_weights(runtime, files):
 
 
 @pytest.mark.parametrize(
-    ("layout", "names", "stages", "part"),
+    ("layout", "names", "stages", "part", "computed"),
     [
-        (Layout(ulysses=2), ("cuda:0", "cuda:1"), None, 1.0),
-        (Layout(ulysses=2), ("cuda:1", "cuda:0"), None, 1.0),
-        (Layout(ulysses=2), ("cuda:1", "cuda:2"), None, 0.0),
-        (Layout(ulysses=2), ("cuda:0", "cuda:0"), None, 1.0),
-        (Layout(pipefusion=4), ("cuda:1", "cuda:2", "cuda:3", "cuda:0"), (), 0.25),
-        (Layout(pipefusion=2), ("cuda:0", "cuda:0"), (), 1.0),
-        (Layout(pipefusion=2), ("cuda:0", "cuda:1"), (1, 4), 0.2),
-        (Layout(ulysses=2, pipefusion=2), ("cuda:1", "cuda:1", "cuda:0", "cuda:0"), (1, 4), 0.8),
+        (Layout(ulysses=2), ("cuda:0", "cuda:1"), None, 1.0, 0.5),
+        (Layout(ulysses=2), ("cuda:1", "cuda:0"), None, 1.0, 0.5),
+        (Layout(ulysses=2), ("cuda:1", "cuda:2"), None, 0.0, 0.0),
+        (Layout(ulysses=2), ("cuda:0", "cuda:0"), None, 1.0, 1.0),
+        (Layout(ulysses=2, ring=2), ("cuda:0", "cuda:0", "cuda:1", "cuda:1"), None, 1.0, 0.5),
+        (Layout(pipefusion=4), ("cuda:1", "cuda:2", "cuda:3", "cuda:0"), (), 0.25, 1.0),
+        (Layout(pipefusion=2), ("cuda:0", "cuda:0"), (), 1.0, 2.0),
+        (Layout(pipefusion=2), ("cuda:0", "cuda:1"), (1, 4), 0.2, 1.0),
+        (Layout(ulysses=2, pipefusion=2), ("cuda:1", "cuda:1", "cuda:0", "cuda:0"), (1, 4), 0.8, 1.0),
     ],
 )
-def test_whichever_ranks_compute_on_the_uis_device_their_part_is_counted(layout, names, stages, part):
-    from pipemesh.nodes.runtime import Choice, held_on
+def test_whichever_ranks_compute_on_the_uis_device_their_part_is_counted(layout, names, stages, part, computed):
+    from pipemesh.nodes.runtime import Choice, computed_on, held_on
 
     placement = Placement(layout=layout, devices=tuple(map(Device, names)), backend="gloo")
-    assert held_on(Choice(placement, None if stages is None else Patching(3, stages=stages)), "cuda:0") == part
+    choice = Choice(placement, None if stages is None else Patching(3, stages=stages))
+    assert held_on(choice, "cuda:0") == part and computed_on(choice, "cuda:0") == computed
 
 
-def test_the_host_counts_a_stages_part_of_the_weights_and_all_of_its_activations(files, client, requests):
-    assert client.memory.pool.size == 2 and parallelize(load(files["flux"]), client, holds_ui_device=1.0).share_of_activations == 0.5
+def test_the_host_counts_a_stages_part_of_the_weights(files, client, requests):
     model = load(files["flux"])
     whole = parallelize(model, client, holds_ui_device=1.0)
     stage = parallelize(model, client, holds_ui_device=0.5, patching=Patching(3))
     assert 0 < stage.model_size() == whole.model_size() // 2
-    assert stage.share_of_activations == 1.0

@@ -8,7 +8,6 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -25,6 +24,7 @@ from ..wire.segment import Segment, TensorRef, aligned, dtype_name, mib
 from ..wire.tree import decode_tree, encode_tree
 from .host_model import Source
 from .run_figures import RunFigures, measured
+from .tickets import Ticket, Written
 
 T = TypeVar("T")
 log = logging.getLogger("pipemesh")
@@ -150,6 +150,11 @@ class Client:
     def in_flight(self) -> bool:
         """Whether something was submitted and not collected."""
         return self._memory is not None and bool(self._memory.tickets)
+
+    def settle(self, interrupted: Callable[[], bool]) -> None:
+        """What ranks still owe of a cancelled request is not taken for an answer to what comes next."""
+        if self.memory is not None:
+            self.memory.pool.settle(interrupted)
 
     def next_run(self) -> int:
         return next(self._runs)
@@ -461,28 +466,6 @@ class Client:
     def _part(self, held: PoolMemory) -> None:
         while held.parting and not held.tickets:
             self.release(held.parting.pop())
-
-
-@dataclass(frozen=True, eq=False)
-class Written:
-    """The arguments of an evaluation as they lie in the arena."""
-
-    arguments: dict[str, Any]
-    tree: bytes
-    frame: Frame
-
-
-@dataclass(frozen=True, eq=False)
-class Ticket:
-    """Of a submission: its request, and the arena's memory that it holds until it is collected."""
-
-    number: int
-    model: str
-    written: Written
-    out: Frame
-    device: torch.device
-    began: float
-    part: Part
 
 
 @contextmanager

@@ -57,11 +57,18 @@ class Remote:
     """What all clones of one parallelized MODEL share."""
 
     def __init__(
-        self, client: Client, source: Source, holds_ui_device: float, sampling: Patchwise | None = None, stages: tuple[int, ...] = ()
+        self,
+        client: Client,
+        source: Source,
+        holds_ui_device: float,
+        activations: float,
+        sampling: Patchwise | None = None,
+        stages: tuple[int, ...] = (),
     ):
         self.client = client
         self.source = source
         self.holds_ui_device = holds_ui_device  # the part of the weights that ranks on the UI's own device hold
+        self.activations = activations  # likewise, of what a whole evaluation computes
         self.sampling = sampling  # in patches, where the pool is a pipeline
         self.stages = stages  # how many blocks each has, where the user says so
         self.free: int | None = None  # the ranks' memory when the run began
@@ -87,13 +94,6 @@ class RemotePatcher(ModelPatcher):
     def loaded_size(self) -> int:
         return self._share() if self._on_ui_device() and self._resident() else 0
 
-    @property
-    def share_of_activations(self) -> float:
-        """On the UI's device. A stage computes whole evaluations too, the first ones."""
-        if not self._on_ui_device():
-            return 0.0
-        return 1 / self.ranks if self.remote.sampling is None else 1.0
-
     def get_free_memory(self, device: torch.device) -> int:
         """Asked for when the host decides whether cond and uncond fit one batch: the ranks' memory at the begin of the run decides, not the
         UI's. Batches that changed within a run would be other branches to a pipeline."""
@@ -108,11 +108,6 @@ class RemotePatcher(ModelPatcher):
 
     def _resident(self) -> bool:
         return self.remote.client.holds(self.remote.source.model)
-
-    @property
-    def ranks(self) -> int:
-        memory = self.remote.client.memory
-        return memory.pool.size if memory else 1
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
         """Puts the remote forward in place and brings the pool to this clone's weights. Raises Refused, ModelError, PoolFailed."""
@@ -193,6 +188,7 @@ class RemotePatcher(ModelPatcher):
         patched = any(key.startswith(PREFIX) for key in (*self.patches, *hook_patches))
         self.patches_id = f"{self.patches_uuid.hex}{hook_id}{content_id(objects)}" if patched or objects else ""
         client, model = self.remote.client, self.remote.source.model
+        client.settle(interrupted)
         if client.ready_for(model, self.patches_id):
             return
         client.load(self.remote.source, lambda: state_source(self), interrupted)
@@ -217,9 +213,9 @@ class RemotePatcher(ModelPatcher):
 
 
 def prepare_sampling(executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
-    """A PREPARE_SAMPLING wrapper: the host makes room for one rank's share of the activations, which it estimates from this shape alone.
-    Text encoder and VAE are not unloaded for what the other ranks hold."""
-    return executor(model, [noise_shape[0] * model.share_of_activations, *noise_shape[1:]], conds, *args, **kwargs)
+    """A PREPARE_SAMPLING wrapper: the host estimates activations from this shape (and from reference latents, which are counted whole), and
+    text encoder and VAE are not unloaded for what ranks on other devices hold."""
+    return executor(model, [noise_shape[0] * model.remote.activations, *noise_shape[1:]], conds, *args, **kwargs)
 
 
 class RemoteForward:
@@ -242,11 +238,12 @@ def parallelize(
     holds_ui_device: float,
     patching: Patching | None = None,
     notice: Callable[[str], None] = lambda mode: None,
+    activations: float = 1.0,
 ) -> RemotePatcher:
     """A clone of a stock MODEL that computes in the client's pool. Nothing is started or loaded before it is sampled.
 
-    ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold. ``patching``: for a pool that is a pipeline;
-    ``notice`` is told how each run is sampled.
+    ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold; ``activations``: of what an evaluation computes.
+    ``patching``: for a pool that is a pipeline; ``notice`` is told how each run is sampled.
     Raises Refused for a model without a token plan, ModelError for a checkpoint that is gone.
     """
     plan = require_plan(patcher.model.diffusion_model)
@@ -258,7 +255,7 @@ def parallelize(
     if patching is not None:
         pipeline = Pipeline(client, source.model)
         sampling = Patchwise(pipeline, patcher.model.diffusion_model.patch_size, plan, patching.patches, patching.warm_up, notice)
-    remote = Remote(client, source, holds_ui_device, sampling, patching.stages if patching else ())
+    remote = Remote(client, source, holds_ui_device, activations, sampling, patching.stages if patching else ())
     made = remote_clone(patcher, remote)
     made.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY)
     made.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY, prepare_sampling)
