@@ -254,8 +254,13 @@ def counts_what_it_keeps(_usp):
 
 def rows_of_the_buffer(_usp):
     """A patch's keys and values are written one row too far."""
-    pipefusion, real = stage_module(), stage_module().Joint.rank_major
-    pipefusion.Joint.rank_major = lambda self: (real(self) + (self.total < self.whole)) % self.whole
+    pipefusion, real = stage_module(), stage_module().Joint.ranges
+
+    def ranges(self):
+        of_a_patch = self.total < self.whole
+        return [(begin + (1 if begin + size < self.whole else -1) * of_a_patch, size) for begin, size in real(self)]
+
+    pipefusion.Joint.ranges = ranges
 
 
 def anchors_are_kept(_usp):
@@ -301,7 +306,7 @@ def stale_message(_usp):
 
 def mask_of_all_queries(_usp):
     """Every patch takes the mask's first rows."""
-    stage_module().StageForward._own_queries = lambda self, mask, rows, heads, tokens: mask[..., : len(rows), :]
+    stage_module().StageForward._own_queries = lambda self, mask, heads, joint: mask[..., : joint.total, :]
 
 
 def stage_module():

@@ -235,17 +235,19 @@ class StageForward(SequenceParallel):
         self._comm.stop.decide(flag)
         q_BhgD, *kv = qkv
         own = heads.sizes[self._comm.ulysses.rank]
-        rows = self._rows.once(joint, ("rows",), lambda: joint.rank_major().to(q_BhgD.device))
         layer, self._layer = self._layer, self._layer + 1
         if layer == 0 and self._first:
             self._reserve(q_BhgD, joint.whole)
         if not own:
             return q_BhgD
         buffer = self._buffer(layer, q_BhgD, joint.whole)
-        for place, new in zip(buffer, kv, strict=True):
-            place.index_copy_(2, rows, new)
+        at = 0
+        for begin, size in joint.ranges():
+            for place, new in zip(buffer, kv, strict=True):
+                place.narrow(2, begin, size).copy_(new.narrow(2, at, size))
+            at += size
         if mask is not None:
-            mask = self._rows.once(mask, ("queries", own), lambda: self._own_queries(mask, rows, heads, joint.whole))
+            mask = self._rows.once(mask, ("queries", own), lambda: self._own_queries(mask, heads, joint))
         return attention(q_BhgD, *buffer, own, mask, skip_reshape=True, skip_output_reshape=True, **kwargs)
 
     def _buffer(self, layer: int, like: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -278,10 +280,10 @@ class StageForward(SequenceParallel):
         if refusal is not None:
             raise refusal
 
-    def _own_queries(self, mask: torch.Tensor, rows: torch.Tensor, heads: Split, tokens: int) -> torch.Tensor:
+    def _own_queries(self, mask: torch.Tensor, heads: Split, joint: Joint) -> torch.Tensor:
         """The rows of a host mask ((L, L), (B, L, L), (B, 1 or H, 1 or L, L)) whose queries are here, for the own heads."""
-        if mask.ndim > 1 and mask.shape[-2] == tokens:
-            mask = mask.index_select(-2, rows)
+        if mask.ndim > 1 and mask.shape[-2] == joint.whole:
+            mask = mask.index_select(-2, joint.rank_major().to(mask.device))
         if mask.ndim == 4 and mask.shape[1] == heads.total > 1:
             mask = mask[:, self._own_heads(heads)]
         return mask

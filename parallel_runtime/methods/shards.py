@@ -108,6 +108,7 @@ class Joint:
         for stream, split in zip(streams, splits, strict=True):
             self.owned.append((self.carried, split.sizes[shards.rank]))
             self.carried += shards.carried[stream][1]
+        self._ranges: list[tuple[int, int]] | None = None
         self._order: torch.Tensor | None = None
 
     @property
@@ -125,7 +126,10 @@ class Joint:
         return self.carried != self.counts[self._shards.rank]
 
     def drop_anchors(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat([tensor.narrow(dim, start, size) for start, size in self.owned], dim) if self.carries_anchor else tensor
+        if not self.carries_anchor:
+            return tensor
+        parts = [tensor.narrow(dim, start, size) for start, size in self.owned if size] or [tensor.narrow(dim, 0, 0)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def put_back(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """The inverse of ``drop_anchors``, with zeros in anchor rows."""
@@ -138,18 +142,22 @@ class Joint:
             out.narrow(dim, start, size).copy_(rows)
         return out
 
-    def rank_major(self) -> torch.Tensor:
-        """(total,): position in rank-major order -> position in the host's order of all tokens there are."""
-        if self._order is None:
-            rows = []
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """(begin, size) in the host's order of all tokens there are, of every rank's part of every stream, in rank-major order."""
+        if self._ranges is None:
+            self._ranges = []
             for rank in range(len(self.counts)):
                 offset = 0
                 for stream in self._streams:
                     split = self._shards.splits[stream]
-                    begin = offset + self._shards.parts[stream][0] + split.starts[rank]
-                    rows.append(torch.arange(begin, begin + split.sizes[rank]))
+                    self._ranges.append((offset + self._shards.parts[stream][0] + split.starts[rank], split.sizes[rank]))
                     offset += self._shards.totals[stream]
-            self._order = torch.cat(rows)
+        return self._ranges
+
+    def rank_major(self) -> torch.Tensor:
+        """(total,): position in rank-major order -> position in the host's order of all tokens there are."""
+        if self._order is None:
+            self._order = torch.cat([torch.arange(begin, begin + size) for begin, size in self.ranges()])
         return self._order
 
 
