@@ -55,11 +55,13 @@ class Ranks:
         self._barrier = dist.barrier  # waits on a socket: an idle rank takes no time from the others
 
     def measure(self, phases: Mapping[str, Phase], rounds: int) -> list[dict[str, float]]:
-        """Per round, the seconds of each phase in which this rank took part. The first rounds are warm-up and dropped."""
+        """Per round, the seconds of each phase in which this rank took part. The first rounds are warm-up and dropped, fewer where that
+        would be most of them."""
         measured = []
-        for index in range(WARM_UP + rounds):
+        warm_up = min(WARM_UP, rounds - 1)
+        for index in range(warm_up + rounds):
             if self.rank == 0 and sys.stderr.isatty():
-                print(f"\rround {index + 1} of {WARM_UP + rounds} ", end="", file=sys.stderr, flush=True)
+                print(f"\rround {index + 1} of {warm_up + rounds} ", end="", file=sys.stderr, flush=True)
             measured.append({})
             for name, phase in phases.items():
                 self._barrier()
@@ -68,7 +70,7 @@ class Ranks:
             self._barrier()
         if self.rank == 0 and sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        return measured[WARM_UP:]
+        return measured[warm_up:]
 
 
 def timed(call: Callable[[], Any]) -> float:

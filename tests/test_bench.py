@@ -211,12 +211,14 @@ def test_the_load_bench_runs(monkeypatch):
 def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_the_formula(monkeypatch, tmp_path):
     for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 4, "SERIAL_STEPS": 3, "EQUAL": {"heads": 2, "layers": 6}}.items():
         monkeypatch.setattr(pipefusion, name, small)
+    if not ALL:
+        monkeypatch.setattr(pipefusion, "weights_cut_by_hand", pipefusion.weights_of_equal_blocks)
     figures = {(figure.case, figure.metric): figure for figure in pipefusion.bench(Options(host=host(), rounds=1, pictures=tmp_path))}
     assert {path.name for path in tmp_path.iterdir()} == {"pipefusion-free-m2.png", "pipefusion-single-m2.png"}
     assert {case for case, metric in figures if metric == "efficiency"} == {"free_m2_320", "single_m2_320"}
     assert figures["free_m2_320", "bytes_per_step"].met and figures["single_m2_320", "bytes_per_step"].met
     assert 0 < figures["free_m2_320", "occupancy"].estimate.value <= 1
-    assert figures["cut_by_hand", "weights_share"].met
+    assert not ALL or figures["cut_by_hand", "weights_share"].met
     assert 0.5 < figures["equal_blocks", "weights_share"].estimate.value < 0.9  # with so few steps the blocks' times are rough
 
 

@@ -110,7 +110,7 @@ def test_with_every_evaluation_warm_a_pipeline_is_stock(pipeline, truths, family
     assert relative_error(sample(pipeline(family, layout, layout[0], ALL_WARM), of), truths.stock(of)) <= BOUND
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 1), (2, 2), (3, 1)] if ALL else [(2, 1), (2, 2)], ids=str)
 def test_in_bf16_a_pipeline_is_as_far_from_the_truth_as_one_process(clients, truths, layout):
     of, (stages, ulysses) = case(), layout
     rounded = stock_model(HEADS, torch.bfloat16)
@@ -135,7 +135,7 @@ def with_patched_weights(model, strength=1.0):
     return clone
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 1), (2, 2), (3, 1)] if ALL else [(2, 1), (2, 2)], ids=str)
 def test_weight_patches_reach_every_stage_and_a_change_of_strength_reloads_nothing(pipeline, clients, truths, layout):
     of, warm = case(), pipeline("flux", layout, 4, ALL_WARM)
     sample(warm, of)
@@ -344,7 +344,8 @@ def test_all_warm_goes_red_when_a_stage_computes_with_what_came_before(broken_pi
 @pytest.mark.parametrize(
     ("mutation", "family", "ulysses"),
     [
-        *((mutation, "flux", ulysses) for mutation in BREAKS for ulysses in (1, 2)),
+        *((mutation, "flux", 1) for mutation in BREAKS),
+        *((mutation, "flux", 2) for mutation in (BREAKS if ALL else BREAKS[:1])),
         ("rows_of_the_buffer", "wan2.1-t2v", 1),
         ("stale_message", "wan2.1-t2v", 2),
         ("rows_of_the_buffer", "sd3.5-medium", 2),

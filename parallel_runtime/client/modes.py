@@ -72,7 +72,7 @@ GUIDERS = {
     "comfy_extras.nodes_custom_sampler.Guider_Basic",
     "comfy_extras.nodes_custom_sampler.Guider_DualCFG",
 }
-MODEL_OPTIONS = {"transformer_options", "to_load_options", "disable_cfg1_optimization"}
+MODEL_OPTIONS = {"transformer_options", "to_load_options", "disable_cfg1_optimization", "registered_hooks"}  # the last: of hooks on conds
 OBJECT_PATCHES = {"model_sampling"}
 COND_LEVERS = {"area", "mask", "gligen", "control", "hooks", "default"}  # what get_area_and_mult and _calc_cond_batch act on
 MODEL_CONDS = {
