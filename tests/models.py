@@ -1,7 +1,9 @@
 """Stock MODELs from tiny files, and how tests sample them."""
 
+import inspect
+
 import torch
-from pipemesh.launcher.parity import conditioning
+from pipemesh.launcher.parity import conditioning, sample
 
 
 def run(model, seed=7, steps=3, cfg=1.0, sampler="euler", positive=None, negative=None, size=(8, 10), batch=1, **kwargs):
@@ -50,6 +52,26 @@ def with_references(model, method, channels, size=(10, 14)):
         return comfy.sample.sample(
             model, comfy.sample.prepare_noise(latent, 3), 3, 1.0, "euler", "simple", text, text, latent, disable_pbar=True, seed=3
         )
+
+
+def asked_of(patcher, case):
+    """A stock transformer's forward, and the arguments its sampler gives it in the first steps of a case."""
+    module = patcher.model.diffusion_model
+    name = "_forward" if hasattr(type(module), "_forward") else "forward"
+    forward = getattr(module, name)
+    signature = inspect.signature(forward)
+    asked = []
+
+    def spy(*args, **kwargs):
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+        arguments.update(arguments.pop("kwargs", {}))
+        asked.append(arguments)
+        return forward(*args, **kwargs)
+
+    setattr(module, name, spy)
+    sample(patcher, case, steps=2)
+    delattr(module, name)
+    return forward, asked
 
 
 def evaluate(model, comm, size=(13, 12)):

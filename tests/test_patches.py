@@ -1,16 +1,17 @@
 """A patch through the model with stale neighbours: exact where nothing is stale, fresh again after as many rounds as layers."""
 
-import inspect
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.launcher.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.launcher.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.methods.patches import PatchForward
 from pipemesh.parallel_runtime.patches import TokenGrid
+
+from .models import asked_of
 
 CASES = [
     Case("flux", "ulysses1", "odd", 5, 1.0, True, "euler"),
@@ -30,20 +31,7 @@ class Model:
     def __init__(self, case: Case):
         patcher = stock_model(case.heads, family=case.family)
         self.module = patcher.model.diffusion_model
-        name = "_forward" if hasattr(type(self.module), "_forward") else "forward"
-        self.forward = getattr(self.module, name)
-        signature = inspect.signature(self.forward)
-        self.asked: list[dict] = []
-
-        def spy(*args, **kwargs):
-            arguments = dict(signature.bind(*args, **kwargs).arguments)
-            arguments.update(arguments.pop("kwargs", {}))
-            self.asked.append(arguments)
-            return self.forward(*args, **kwargs)
-
-        setattr(self.module, name, spy)
-        sample(patcher, case, steps=2)
-        delattr(self.module, name)
+        self.forward, self.asked = asked_of(patcher, case)
         self.method = PatchForward(self.module, plan_for(type(self.module)))
 
     @torch.inference_mode()

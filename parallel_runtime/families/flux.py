@@ -24,5 +24,6 @@ FLUX = TokenPlan(
         ),
     ),
     leave=Leave(path="final_layer", stream="img", ranges=(Ranges(arg="modulation_dims", stream="img"),)),
+    positions=("pe_embedder",),
     control={"input": "img", "output": "img"},
 )

@@ -74,7 +74,7 @@ class TokenPlan:
     """``models``: host classes as ``module:Class``, exactly these. ``streams``: in the order in which attention sees them.
 
     ``alone``: streams that blocks also attend over by themselves. ``control``: key of the control dict -> the stream its residuals
-    (B, L, C) are added to.
+    (B, L, C) are added to. ``positions``: modules whose output depends on the positions of tokens and on nothing else.
     """
 
     family: str
@@ -83,4 +83,5 @@ class TokenPlan:
     blocks: tuple[Blocks, ...]
     leave: Leave
     alone: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
     control: Mapping[str, str] = field(default_factory=dict)

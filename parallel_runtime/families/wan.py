@@ -20,4 +20,5 @@ WAN = TokenPlan(
         ),
     ),
     leave=Leave(path="head", stream="img", along=(Along(arg="e", dim=1, streams=IMG, repeated=True),)),
+    positions=("rope_embedder",),
 )

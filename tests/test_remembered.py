@@ -1,0 +1,107 @@
+"""What is the same for every patch of a run is made once, and made anew where anything about it is different."""
+
+from dataclasses import astuple
+from itertools import count
+
+import pytest
+import torch
+from pipemesh.benchmarks.forwards import standin
+from pipemesh.launcher.parity import Case, relative_error, stock_model
+from pipemesh.parallel_runtime.comm.stages import StageLink
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.pipefusion import StageForward, blocks_of
+from pipemesh.parallel_runtime.methods.remembered import KEPT, Remembered
+from pipemesh.parallel_runtime.patches import TokenGrid
+from pipemesh.parallel_runtime.stages import Stage
+from pipemesh.parallel_runtime.wire.messages import Part
+
+from .models import asked_of
+
+
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.asked, self.factor = [], 2
+
+    def forward(self, positions):
+        self.asked.append(positions)
+        return self.factor * positions
+
+
+@pytest.fixture
+def twice():
+    return Twice()
+
+
+def test_equal_positions_are_embedded_once_and_others_anew(twice):
+    Remembered(twice)
+    first = torch.arange(6.0).reshape(2, 3)
+    for positions in (first, first.clone(), first + 1, first[:1], first.int(), first.clone()):
+        assert torch.equal(twice(positions), 2 * positions)
+    assert len(twice.asked) == 4
+
+
+def test_positions_that_are_written_to_afterwards_are_not_taken_for_what_they_were(twice):
+    Remembered(twice)
+    positions = torch.arange(3.0)
+    twice(positions)
+    positions += 1
+    assert torch.equal(twice(positions), torch.tensor([2.0, 4.0, 6.0]))
+
+
+def test_no_more_is_kept_than_a_forward_asks_for_in_turn(twice):
+    Remembered(twice)
+    for index in range(KEPT + 1):
+        twice(torch.full((2,), float(index)))
+    twice(torch.zeros(2))
+    assert len(twice.asked) == KEPT + 2
+
+
+def test_what_is_forgotten_is_made_anew_and_a_detached_module_is_as_it_was(twice):
+    remembered = Remembered(twice)
+    twice(torch.ones(2))
+    remembered.forget()
+    twice.factor = 3
+    assert torch.equal(twice(torch.ones(2)), torch.full((2,), 3.0))
+    remembered.detach()
+    assert "forward" not in vars(twice)
+
+
+class Rank:
+    """What a stage asks of a rank, of one that has nothing else to do."""
+
+    def tick(self):
+        pass
+
+    def next_part(self):
+        return None
+
+    def reserve(self, nbytes):
+        pass
+
+
+@pytest.mark.parametrize("family", ["flux", "wan2.1-t2v"])
+def test_a_stage_embeds_positions_once_in_a_run_and_anew_in_the_next(family, monkeypatch):
+    case = Case(family, "ulysses1", "odd", 4, 1.0, False, "euler")
+    patcher = stock_model(case.heads, family=case.family)
+    model = patcher.model.diffusion_model
+    forward, (arguments, *_) = asked_of(patcher, case)
+    with torch.inference_mode():
+        truth = forward(**arguments)
+    plan = plan_for(type(model))
+    (path,) = plan.positions
+    embedder, made = type(model.get_submodule(path)), []
+    monkeypatch.setattr(embedder, "forward", lambda self, ids, real=embedder.forward: made.append(ids) or real(self, ids))
+    blocks = len(list(blocks_of(model, plan)))
+    link = StageLink(None, None, on_host=True)
+    stage = StageForward(model, plan, Stage(0, blocks, blocks), standin(Layout(), 0), link, Rank())
+    numbers = count(1)
+    grid = TokenGrid.of(next(iter(arguments.values())).shape, model.patch_size)
+    for run in (1, 2):
+        with torch.inference_mode():
+            whole = stage.run(forward, arguments, next(numbers), Part(run, 0))
+            parts = [stage.run(forward, arguments, next(numbers), Part(run, 0, astuple(patch))) for patch in grid.cut(3)]
+        assert relative_error(whole, truth) < 1e-6 and relative_error(sum(parts), truth) < 1e-5
+        assert len(made) == run
+    stage.detach()
