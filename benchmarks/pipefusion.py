@@ -22,7 +22,7 @@ STAGES = 2
 PATCHES = (2, 4)
 TOKENS = 1024
 STEPS, WARM_UP = 28, 1
-SERIAL_STEPS = 8  # of a run in one process: the rest of its steps are like those after the first
+TIMED_STEPS = 8  # of a run in which every step waits for all of the one before: the rest of its steps are like those after the first
 EFFICIENCY = {"free": 0.93, "single": None}
 BUSY = 0.95  # of what the pipeline's filling and draining leaves
 WEIGHTS_SLACK = 0.05
@@ -111,10 +111,11 @@ class Runs:
             how = (steps, 1.0, "euler", "simple", prompt, prompt, latent)
             return comfy.sample.sample(model, noise, *how, callback=after_step, disable_pbar=True, seed=1)
 
-    def in_one_process(self, model: Any) -> float:
-        """Seconds of a run, of which the first steps are timed: there each takes as long as the one before, once the warm-up is over."""
+    def step_by_step(self, model: Any) -> float:
+        """Seconds of a run, of which the first steps are timed: in one process and in single-timeline each takes as long as the one before,
+        once the warm-up is over."""
         ends: list[float] = []
-        steps = min(self.steps, SERIAL_STEPS)
+        steps = min(self.steps, TIMED_STEPS)
         seconds = timed(lambda: self.sample(model, steps, lambda *_: ends.append(time.perf_counter())))
         return seconds + (self.steps - steps) * (ends[-1] - ends[0]) / (steps - 1)
 
@@ -123,7 +124,7 @@ class Runs:
         if self.handle is None:
             return 0.0
         os.sched_setaffinity(0, self.all_cores)  # as a UI is: the stages share the cores out
-        seconds = timed(lambda: self.sample(getattr(self, mode), self.steps))
+        seconds = timed(lambda: self.sample(self.free, self.steps)) if mode == "free" else self.step_by_step(self.single)
         os.sched_setaffinity(0, self.own_cores)
         assert self.modes.pop().startswith(mode), "sampled in another mode"
         seen[mode].append(list(self.client.memory.figures.evaluations))
@@ -142,10 +143,10 @@ def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, co
     seen: dict[str, list] = {"free": [], "single": []}
     try:
         phases = {
-            "stock": Phase(lambda: runs.in_one_process(runs.stock), alone=True),
-            "alone": Phase(lambda: runs.in_one_process(runs.in_turn), alone=True),
+            "stock": Phase(lambda: runs.step_by_step(runs.stock), alone=True),
+            "alone": Phase(lambda: runs.step_by_step(runs.in_turn), alone=True),
             "free": Phase(lambda: runs.through("free", seen)),
-            "both": Phase(lambda: runs.in_one_process(runs.in_turn)),
+            "both": Phase(lambda: runs.step_by_step(runs.in_turn)),
             "single": Phase(lambda: runs.through("single", seen)),
         }
         result: dict[str, Any] = {"rounds": ranks.measure(phases, rounds)}

@@ -209,7 +209,7 @@ def test_the_load_bench_runs(monkeypatch):
 
 
 def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_the_formula(monkeypatch, tmp_path):
-    for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 4, "SERIAL_STEPS": 3, "EQUAL": {"heads": 2, "layers": 6}}.items():
+    for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 4, "TIMED_STEPS": 3, "EQUAL": {"heads": 2, "layers": 6}}.items():
         monkeypatch.setattr(pipefusion, name, small)
     if not ALL:
         monkeypatch.setattr(pipefusion, "weights_cut_by_hand", pipefusion.weights_of_equal_blocks)
