@@ -1,6 +1,7 @@
 """PipeFusion over two stages: its efficiency, how busy the stages are, what it sends, and what letting patches run ahead buys.
 
-A whole run of the stock sampler per measurement through the product's own pool, against the same patches in turn in one process.
+Runs of the stock sampler through the product's own pool, against the same patches in turn in one process. Free-running is measured whole;
+of the others, in which every step takes as long as the one before, the first steps.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def figures_of(evaluations: Sequence[Any]) -> dict[str, float]:
     by_evaluation = [list(group) for _, group in groupby(enumerate(patched), key=lambda item: sum(first[: item[0] + 1]))]
     return {
         "occupancy": min(busy_shares([one.spans for one in patched])),
-        "bubble_ms": 1e3 * max(idle_s) / sum(first),
+        "bubble_ms": 1e3 * max(idle_s) / max(1, sum(first) - 1),
         "sent_bytes": median(sum(one.sent_bytes for _, one in group) for group in by_evaluation),
     }
 

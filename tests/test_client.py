@@ -104,6 +104,24 @@ def test_patches_in_flight_share_what_was_written_of_their_evaluation_until_the_
     assert len(set(ends)) == 1, "not all was given back"
 
 
+@pytest.mark.parametrize("through_stages", [False, True], ids=["whole", "in patches"])
+def test_residuals_are_sent_to_be_read_in_place_and_nothing_else_is(through_stages):
+    pool = Ledger(room=2)
+    client = Client(pool, shares_weights=False)
+    load(client, "a")
+    x = torch.zeros(1, 16, 8, 8)
+    arguments = {"x": x, "timestep": x[0, 0, 0, :1], "context": x[:, :3], "control": {"input": [torch.zeros(1, 5, 4)]}}
+    if through_stages:
+        client.submit("a", "", arguments, ("cond",), Part(1, 0, (0, 4, False)))
+    else:
+        pool.call = lambda request, *args, call=pool.call, **kwargs: pool.submitted.append(request) or call(request)
+        client.forward("a", "", arguments, ("cond",), lambda: False)
+    refs = []
+    decode_tree(pool.submitted[-1].arguments, lambda ref: refs.append(ref) or x)
+    assert [ref.shape for ref in refs if ref.in_place] == [(1, 5, 4)] and len(refs) == 4
+    client.abandon()
+
+
 def place_of(tensor, request):
     """Where it lies in the arena, by its size."""
     places = []

@@ -48,7 +48,9 @@ def test_sd3_control_residuals_are_sharded_with_their_tokens(bench):
         clone.set_model_unet_function_wrapper(wrapper)
         return clone
 
+    as_given = residual.clone()
     truth = sample(with_control(bench.stock(5, "sd3")), case)
+    assert torch.equal(residual, as_given), "the host writes to residuals: ranks read them in place"
     assert relative_error(truth, bench.truth(case)) > 1e-2
     assert relative_error(sample(with_control(bench.parallel(5, (2, 2), "sd3")), case), truth) <= BOUND
 

@@ -64,7 +64,7 @@ def test_what_is_forgotten_is_made_anew_and_a_detached_module_is_as_it_was(twice
     remembered.forget()
     twice.factor = 3
     assert torch.equal(twice(torch.ones(2)), torch.full((2,), 3.0))
-    remembered.detach()
+    remembered.remove()
     assert "forward" not in vars(twice)
 
 
@@ -105,3 +105,4 @@ def test_a_stage_embeds_positions_once_in_a_run_and_anew_in_the_next(family, mon
         assert relative_error(whole, truth) < 1e-6 and relative_error(sum(parts), truth) < 1e-5
         assert len(made) == run
     stage.detach()
+    assert "forward" not in vars(model.get_submodule(path))

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -30,6 +31,7 @@ T = TypeVar("T")
 log = logging.getLogger("pipemesh")
 
 WORTH_IT = 0.95  # stages are cut anew where the slowest one gets faster than by this
+CONTROL = "control"  # the argument that brings a ControlNet's residuals
 ABSENT = "absent"  # in place of a patches id: not loaded by every rank, as far as the UI knows
 
 
@@ -308,18 +310,16 @@ class Client:
         """One evaluation. ``arguments`` by name, the first two change with every evaluation; returns the leader's output as own tensors."""
         held = self._ensure(interrupted)
         began = time.perf_counter()
-        changing = {*list(arguments)[:2], "control", "transformer_options"}
         expected: list[Callable[[], bool]] = []
         replies: list[Done] = []
         with one_thread(), held.pool.arena.frame() as frame:
 
-            def put(path: str, tensor: torch.Tensor) -> TensorRef:
-                if path.partition("/")[0] in changing:
-                    return frame.put(tensor)
+            def expect(path: str, tensor: torch.Tensor) -> TensorRef:
                 ref, right = held.conditioning.expect(branch, path, tensor)
                 expected.append(right)
                 return ref
 
+            put = putting(arguments, frame, expect)
             x = next(iter(arguments.values()))
             out = frame.blank(sum(aligned(t.numel() * 4) for t in (x if isinstance(x, list) else [x])))
 
@@ -383,12 +383,8 @@ class Client:
         return ticket
 
     def _write(self, held: PoolMemory, arguments: dict[str, Any], branch: tuple) -> Written:
-        changing = {*list(arguments)[:2], "control", "transformer_options"}
         frame = Frame(held.pool.arena)
-
-        def put(path: str, tensor: torch.Tensor) -> TensorRef:
-            return frame.put(tensor) if path.partition("/")[0] in changing else held.conditioning.put(branch, path, tensor)
-
+        put = putting(arguments, frame, partial(held.conditioning.put, branch))
         try:
             with one_thread():
                 return Written(arguments, encode_tree(arguments, put), frame)
@@ -466,6 +462,19 @@ class Client:
     def _part(self, held: PoolMemory) -> None:
         while held.parting and not held.tickets:
             self.release(held.parting.pop())
+
+
+def putting(
+    arguments: dict[str, Any], frame: Frame, rest: Callable[[str, torch.Tensor], TensorRef]
+) -> Callable[[str, torch.Tensor], TensorRef]:
+    """What writes the tensors of ``arguments``: into ``frame`` what may be another one in every evaluation, by ``rest`` what may not."""
+    changing = {*list(arguments)[:2], CONTROL, "transformer_options"}
+
+    def put(path: str, tensor: torch.Tensor) -> TensorRef:
+        argument = path.partition("/")[0]
+        return frame.put(tensor, in_place=argument == CONTROL) if argument in changing else rest(path, tensor)
+
+    return put
 
 
 @contextmanager

@@ -74,7 +74,8 @@ class TokenPlan:
     """``models``: host classes as ``module:Class``, exactly these. ``streams``: in the order in which attention sees them.
 
     ``alone``: streams that blocks also attend over by themselves. ``control``: key of the control dict -> the stream its residuals
-    (B, L, C) are added to. ``positions``: modules whose output depends on the positions of tokens and on nothing else.
+    (B, L, C) are added to; between its blocks, the host only reads them. ``positions``: modules whose output depends on the positions of
+    tokens and on nothing else.
     """
 
     family: str

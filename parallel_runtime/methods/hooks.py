@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..families.plan import Along, Blocks, Leave, Ranges, TokenPlan
+from .remembered import Remembered
 from .shards import Rows
 
 
@@ -27,6 +28,7 @@ class TokenHooks(ABC):
         self._control: dict[str, list] | None = None
         self._shared_attention = False
         self._handles = []
+        self._remembered: list[Remembered] = []
         first = True
         for group in plan.blocks:
             for block in model.get_submodule(group.path):
@@ -45,9 +47,18 @@ class TokenHooks(ABC):
             self._handles.append(local.register_forward_hook(lambda *_: self._share_attention(True)))
 
     def detach(self) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._remembered):
             handle.remove()
         self._handles.clear()
+        self._remembered.clear()
+
+    def _remember_positions(self, model: nn.Module) -> None:
+        """For methods that compute in patches: the same positions are embedded once. ``_forget_positions`` follows between runs."""
+        self._remembered = [Remembered(model.get_submodule(path)) for path in self._plan.positions]
+
+    def _forget_positions(self) -> None:
+        for remembered in self._remembered:
+            remembered.forget()
 
     def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of one evaluation's forward, ready to be called here."""
@@ -94,14 +105,32 @@ class TokenHooks(ABC):
     def _enter(self, group: Blocks, arguments: dict[str, Any]) -> None:
         lengths = {stream: arguments[arg].shape[1] for arg, (stream,) in group.tokens.items()}
         self._rows = self._choose_rows({stream: lengths[stream] for stream in self._plan.streams})
+        if self._control:
+            self._bring_control(self._control, arguments[next(iter(group.tokens))].device)
+            self._control = None  # the forward has it: what was brought goes with the forward
         if self._rows is None:
             return
         for arg, streams in group.tokens.items():
             arguments[arg] = self._rows.slice(arguments[arg], 1, streams)
-        for key, stream in self._plan.control.items() if self._control else ():
-            start, size = self._rows.carried[stream]
-            if self._control.get(key) is not None:
-                self._control[key] = [None if rows is None else rows[:, start : start + size] for rows in self._control[key]]
+
+    def _bring_control(self, control: dict[str, list], device: torch.device) -> None:
+        """Of a ControlNet's residuals the rows carried, to where the tokens are; all others stay where they lie. A residual that stands in
+        several places, as hosts repeat those of a net with fewer blocks, is brought once."""
+        brought: dict[tuple, torch.Tensor] = {}
+
+        def bring(rows: torch.Tensor, own: slice) -> torch.Tensor:
+            key = (rows.data_ptr(), rows.shape, rows.stride(), rows.dtype, own.start, own.stop)
+            if key not in brought:
+                brought[key] = rows[:, own].to(device)
+            return brought[key]
+
+        for key, stream in self._plan.control.items():
+            own = slice(None)
+            if self._rows is not None:
+                start, size = self._rows.carried[stream]
+                own = slice(start, start + size)
+            if control.get(key) is not None:
+                control[key] = [None if rows is None else bring(rows, own) for rows in control[key]]
 
     def _localize(self, arguments: dict[str, Any], along: Sequence[Along], ranges: Sequence[Ranges]) -> None:
         if self._rows is None:

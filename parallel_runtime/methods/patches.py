@@ -26,6 +26,7 @@ class PatchForward(TokenHooks):
 
     def __init__(self, model: nn.Module, plan: TokenPlan):
         super().__init__(model, plan)
+        self._remember_positions(model)
         self._image = plan.leave.stream
         self._buffers: dict[tuple[Hashable, int], torch.Tensor] = {}  # (branch, layer) -> (2, B, H, L, D)
         self._branch: Hashable = None
@@ -36,6 +37,7 @@ class PatchForward(TokenHooks):
 
     def reset(self) -> None:
         self._buffers.clear()
+        self._forget_positions()
 
     @property
     def image_tokens(self) -> int:

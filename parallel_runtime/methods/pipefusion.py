@@ -26,7 +26,6 @@ from ..layout import Split
 from ..patches import Patch
 from ..stages import Stage
 from ..wire.messages import Part
-from .remembered import Remembered
 from .shards import Joint, Shards
 from .usp import SequenceParallel
 
@@ -103,7 +102,7 @@ class StageForward(SequenceParallel):
         self._filled: set[int] = set()  # branches with a whole evaluation in this run
         self._first = False  # whether this is one
         self._clocked: Counter[Part] = Counter()  # how often the blocks' time was taken for each patch of this run
-        self._remembered = [Remembered(model.get_submodule(path)) for path in plan.positions]
+        self._remember_positions(model)
         own = [(container[place], group) for index, (container, place, group) in enumerate(blocks_of(model, plan)) if stage.owns(index)]
         self._second_layers = sum(has(block, group.second) for block, group in own)
         self._layer = 0
@@ -168,13 +167,7 @@ class StageForward(SequenceParallel):
         self._counts.clear()
         self._clocked.clear()
         self._buffers.clear()
-        for remembered in self._remembered:
-            remembered.forget()
-
-    def detach(self) -> None:
-        super().detach()
-        for remembered in self._remembered:
-            remembered.detach()
+        self._forget_positions()
 
     @property
     def link(self) -> str:

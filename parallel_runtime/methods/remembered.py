@@ -11,7 +11,7 @@ KEPT = 4  # positions that a forward asks for in turn: of its branches, of the p
 
 
 class Remembered:
-    """Stands in for a module's ``forward`` of one tensor until ``detach``: what was made of an equal one is handed out again.
+    """Stands in for a module's ``forward`` of one tensor until ``remove``: what was made of an equal one is handed out again.
 
     The result must not be written to. Equality is of values: hosts build the positions anew for every forward.
     """
@@ -33,5 +33,5 @@ class Remembered:
     def forget(self) -> None:
         self._kept.clear()
 
-    def detach(self) -> None:
+    def remove(self) -> None:
         del self._module.forward

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from msgspec.structs import replace
 
 from ..errors import SharedMemoryFull
 from .segment import Segment, TensorRef, aligned, dtype_name
@@ -157,13 +158,13 @@ class Frame:
         self._taken: list[TensorRef] = []
         self._seen: dict[tuple, tuple[TensorRef, torch.Tensor]] = {}
 
-    def put(self, tensor: torch.Tensor) -> TensorRef:
+    def put(self, tensor: torch.Tensor, in_place: bool = False) -> TensorRef:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in self._seen:
             ref = self._arena.put(tensor)
             self._taken.append(ref)
             self._seen[key] = (ref, tensor)  # the tensor is kept so that its address is not handed out again
-        return self._seen[key][0]
+        return replace(self._seen[key][0], in_place=in_place)
 
     def blank(self, nbytes: int) -> TensorRef:
         ref = self._arena.blank(nbytes)

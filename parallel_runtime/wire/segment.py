@@ -16,12 +16,16 @@ ALIGN = 64
 
 
 class TensorRef(msgspec.Struct, frozen=True, array_like=True):
-    """Where a contiguous tensor lies in a segment. ``version`` names content that stays unchanged; 0 means volatile."""
+    """Where a contiguous tensor lies in a segment. ``version`` names content that stays unchanged; 0 means volatile.
+
+    ``in_place``: a rank reads it where it lies and takes the rows it needs; nobody writes to it.
+    """
 
     offset: int
     shape: tuple[int, ...]
     dtype: str
     version: int = 0
+    in_place: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -236,8 +236,11 @@ class Engine:
         self._spread.update(ref.version for ref in new.values() if ref.version)
 
     def _input(self, ref: TensorRef) -> torch.Tensor:
-        """Conditioning is moved to the device once; what changes with every evaluation is copied, so that a model may write to it."""
+        """Conditioning is moved to the device once; what changes with every evaluation is copied, so that a model may write to it, but for
+        what is read in place: the method takes the rows it needs."""
         view = self._arena.tensor(ref)
+        if ref.in_place:
+            return view
         if not ref.version:
             return view.to(self._device, copy=True)
         if self._device.type == "cpu":
