@@ -1,21 +1,27 @@
 """A ControlNet's residuals are as large as all hidden states together: a rank takes the rows it computes, and no others."""
 
 import weakref
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pipemesh.benchmarks.forwards import standin
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan
+from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.patches import PatchForward
+from pipemesh.parallel_runtime.methods.pipefusion import StageForward, leave_out
 from pipemesh.parallel_runtime.patches import Patch
+from pipemesh.parallel_runtime.stages import Stage
 from pipemesh.parallel_runtime.wire.arena import Arena
+from pipemesh.parallel_runtime.wire.messages import Part
 from pipemesh.parallel_runtime.worker.engine import Engine
 
 PLAN = TokenPlan(
     family="plain",
     models=(),
     streams=("img",),
-    blocks=(Blocks(path="blocks", tokens={"x": ("img",)}),),
+    blocks=(Blocks(path="blocks", tokens={"x": ("img",)}, control="output"),),
     leave=Leave(path="head", stream="img"),
     control={"output": "img"},
 )
@@ -28,16 +34,20 @@ class Block(torch.nn.Module):
 
 
 class Plain(torch.nn.Module):
-    """Adds the residuals as hosts do: read where the blocks are run."""
+    """Adds the residuals as hosts do: read where the blocks are run, each behind its block."""
 
-    def __init__(self):
+    def __init__(self, blocks=1):
         super().__init__()
-        self.blocks = torch.nn.ModuleList([Block()])
+        self.blocks = torch.nn.ModuleList([Block() for _ in range(blocks)])
         self.head = Block()
 
     def forward(self, x, control, transformer_options):
-        x = self.blocks[0](x)
-        self.added = control["output"]
+        self.control = control
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            self.added = control["output"]
+            if index < len(self.added) and self.added[index] is not None:
+                x = x + self.added[index]
         return self.head(x)
 
 
@@ -46,7 +56,7 @@ def test_a_rank_brings_the_rows_it_computes_to_its_device_and_leaves_the_others_
     model = Plain()
     method = PatchForward(model, PLAN)
     residual, other = torch.randn(1, ROWS, 2), torch.randn(1, ROWS, 2)
-    control = {"output": [residual, None, other, residual.view_as(residual)], "middle": [residual]}
+    control = {"output": [residual, None, other, residual.view_as(residual)], "middle": [residual]}  # of more blocks than there are
     arguments = {"x": torch.zeros(1, ROWS, 2), "control": control, "transformer_options": {}}
     model(**method.begin_patch(arguments, "cond", patch))
     assert torch.equal(model.added[0], residual[:, rows]) and model.added[1] is None and torch.equal(model.added[2], other[:, rows])
@@ -70,7 +80,7 @@ def test_what_was_brought_goes_with_the_forward():
     model(**arguments)
     brought = weakref.ref(model.added[0])
     assert torch.equal(brought(), residual[:, 3:7])
-    del arguments, model.added
+    del arguments, model.added, model.control
     assert brought() is None
 
 
@@ -88,3 +98,54 @@ def test_what_is_read_in_place_is_not_copied_whole_and_all_else_that_changes_is(
         assert device == "meta" or torch.equal(whole, tensor)
     del in_place
     arena.close()
+
+
+class Pipe:
+    """A link within one process."""
+
+    seconds = sent_bytes = 0
+
+    def __init__(self):
+        self.hidden = None
+
+    def begin(self):
+        pass
+
+    def expect(self, *of):
+        pass
+
+    def receive(self, number, *of):
+        return self.hidden
+
+    def send(self, number, hidden):
+        self.hidden = hidden
+
+
+class Rank:
+    """What a stage asks of a rank, of one that has nothing else to do."""
+
+    def tick(self):
+        pass
+
+    def next_part(self):
+        return None
+
+    def reserve(self, nbytes):
+        pass
+
+
+@pytest.mark.parametrize("cuts", [(1, 3), (2, 3), (3, 3)], ids=str)
+def test_a_stage_brings_the_residuals_that_it_adds_and_together_they_add_all(cuts):
+    residuals = [torch.full((1, ROWS, 2), 10.0**power) for power in range(4)]
+    arguments = {"x": torch.zeros(1, ROWS, 2), "control": {"output": residuals}, "transformer_options": {}}
+    with torch.inference_mode():
+        whole = Plain(4)(**arguments)
+        pipe, brought = Pipe(), []
+        for first, end in pairwise((0, *sorted({*cuts}), 4)):
+            model, stage = Plain(4), Stage(first, end, 4)
+            leave_out(model, PLAN, stage)
+            forward = StageForward(model, PLAN, stage, standin(Layout(), 0), pipe, Rank())
+            out = forward.run(model, arguments, 1, Part(1, 0))
+            brought += [index for index, rows in enumerate(model.control["output"]) if rows is not None]
+    assert torch.equal(out, whole) and whole.unique().item() == 1111
+    assert sorted(brought) == [0, 1, 2, 3], "each by one stage"

@@ -3,9 +3,14 @@
 from types import SimpleNamespace
 
 import comfy.model_management as mm
+import comfy.samplers
 import pytest
 import torch
-from pipemesh.parallel_runtime.client.patchwise import Patchwise, host_makes_room
+from comfy.patcher_extension import WrappersMP
+from pipemesh.launcher.parity import Case, sample, stock_model
+from pipemesh.parallel_runtime.client.host_room import host_makes_room, used_by
+from pipemesh.parallel_runtime.client.modes import known_guider
+from pipemesh.parallel_runtime.client.patchwise import Patchwise
 from pipemesh.parallel_runtime.errors import NoRoom, OutOfMemory
 from pipemesh.parallel_runtime.families import PLANS
 
@@ -46,7 +51,7 @@ class Patcher:
 
 @pytest.fixture
 def held(monkeypatch):
-    """Makes the host hold these, and nothing else."""
+    """Makes the host hold these, and nothing else; each gives 1000 bytes back where it goes."""
     monkeypatch.setattr(mm, "get_free_memory", lambda *args, **kwargs: (0, 0) if kwargs.get("torch_free_too") else 0)
     monkeypatch.setattr(mm, "soft_empty_cache", lambda *args: None)
 
@@ -56,23 +61,44 @@ def held(monkeypatch):
             one.real_model = lambda patcher=patcher: patcher.model
             one.model_finalizer = SimpleNamespace(detach=lambda: None)
         monkeypatch.setattr(mm, "current_loaded_models", loaded)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 * sum(patcher.unloaded for patcher in patchers), 10000))
 
     return hold
 
 
+def sampled_on(device=GPU, part=0.5):
+    return Patcher(device, remote=SimpleNamespace(holds_ui_device=part))
+
+
+def guider_of(patcher, *loaded, kind=comfy.samplers.CFGGuider):
+    guider = object.__new__(kind)
+    guider.model_patcher, guider.loaded_models = patcher, list(loaded)
+    return guider
+
+
 def test_the_host_unloads_what_the_run_does_not_use_and_nothing_else(held):
-    encoder, control, sampled, elsewhere = Patcher(), Patcher(), Patcher(remote="pool"), Patcher(OTHER_GPU)
-    held(encoder, control, sampled, elsewhere)
-    guider = SimpleNamespace(model_patcher=sampled, loaded_models=[control.clone()])
+    encoder, control, sampled, elsewhere, wrapped = Patcher(), Patcher(), sampled_on(), Patcher(OTHER_GPU), Patcher()
+    sampled.model_patches_models = lambda: [wrapped.clone()]
+    held(encoder, control, sampled, elsewhere, wrapped)
+    guider = guider_of(sampled, control.clone())
     assert host_makes_room(guider)
-    assert encoder.unloaded and not (control.unloaded or sampled.unloaded or elsewhere.unloaded)
+    assert encoder.unloaded and not any(used.unloaded for used in (control, sampled, elsewhere, wrapped))
     assert not host_makes_room(guider), "there is nothing left"
+
+
+class ForeignGuider(comfy.samplers.CFGGuider):
+    pass
 
 
 @pytest.mark.parametrize(
     "guider",
-    [SimpleNamespace(model_patcher=Patcher(CPU), loaded_models=[]), SimpleNamespace(model_patcher=Patcher(GPU))],
-    ids=["on a CPU", "it is not known what is used"],
+    [
+        guider_of(sampled_on(CPU)),
+        guider_of(sampled_on(part=0)),
+        guider_of(Patcher()),
+        guider_of(sampled_on(), kind=ForeignGuider),
+    ],
+    ids=["on a CPU", "no rank is there", "another model's run", "it is not known what is used"],
 )
 def test_nothing_is_unloaded_where_that_helps_nobody_or_may_break_the_run(held, guider):
     encoder = Patcher(guider.model_patcher.load_device)
@@ -81,24 +107,44 @@ def test_nothing_is_unloaded_where_that_helps_nobody_or_may_break_the_run(held, 
     assert not encoder.unloaded
 
 
-@pytest.mark.parametrize("error", [NoRoom, OutOfMemory])
-def test_the_run_begins_again_from_the_same_random_numbers_until_nothing_can_make_room(held, error):
-    encoder, sampled = Patcher(), Patcher(remote="pool")
-    held(encoder, sampled)
-    began = []
-    engine = SimpleNamespace(make_room=lambda: False, begin_run=lambda: began.append("anew"))
-    patchwise = Patchwise(engine, 2, PLANS[0], patches=3, warm_up=1)
-    guider = SimpleNamespace(model_patcher=sampled, loaded_models=[])
-    drawn = []
+def test_the_hosts_guider_tells_inside_a_run_what_models_it_loaded_beside_the_sampled_one():
+    model, seen = stock_model(4), []
+    watched = model.clone()
 
-    def run():
+    def wrapper(executor, guider, *args, **kwargs):
+        seen.append((known_guider(guider), guider.model_patcher is watched, list(used_by(guider))))
+        return executor(guider, *args, **kwargs)
+
+    watched.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, "test", wrapper)
+    sample(watched, Case("flux", "ulysses1", "even", 4, 1.0, False, "euler"), steps=1)
+    assert seen == [(True, True, [])]
+
+
+@pytest.mark.parametrize("error", [NoRoom, OutOfMemory])
+def test_the_run_begins_again_from_the_same_random_numbers_and_the_host_is_asked_once(held, error):
+    encoder, sampled = Patcher(), sampled_on()
+    held(encoder, sampled)
+    began, drawn = [], []
+    others = ["another model of the pool"]
+    engine = SimpleNamespace(make_room=lambda: bool(others and others.pop()), begin_run=lambda: began.append("anew"))
+    patchwise = Patchwise(engine, 2, PLANS[0], patches=3, warm_up=1)
+
+    def run(enough=3):
         drawn.append(torch.randn(3))
-        if not encoder.unloaded or len(drawn) > 2:
+        if len(drawn) < enough:
             raise error("no room")
         return drawn[-1]
 
-    assert patchwise._making_room(run, guider, CPU) is drawn[1]
-    assert torch.equal(*drawn) and began == ["anew"]
+    assert patchwise._making_room(run, guider_of(sampled), CPU) is drawn[2]
+    assert encoder.unloaded and began == ["anew", "anew"]
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[1], drawn[2])
+
+    def brings_its_encoder_back():
+        encoder.unloaded = False
+        held(encoder, sampled)
+        return run(enough=100)
+
+    drawn.clear()
     with pytest.raises(error):
-        patchwise._making_room(run, guider, CPU)
-    assert len(drawn) == 3
+        patchwise._making_room(brings_its_encoder_back, guider_of(sampled), CPU)
+    assert len(drawn) == 2, "for ever"

@@ -105,7 +105,7 @@ def one_by_one(patcher: Any, conds: Sequence[Sequence[Mapping[str, Any]] | None]
 
 def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> Iterator[str]:
     yield from _of_sampler(sampler)
-    if _qualified(type(guider)) not in GUIDERS:
+    if not known_guider(guider):
         yield f"the guider {type(guider).__name__}"
     if noise.ndim not in (4, 5):
         yield f"packed latents of shape {tuple(noise.shape)}"
@@ -173,6 +173,11 @@ def is_set(value: Any) -> bool:
 def _named(name: str, value: Any) -> str:
     functions = value if isinstance(value, list) else [value]
     return f"{name} ({', '.join(patch_name(function) for function in functions)})"
+
+
+def known_guider(guider: Any) -> bool:
+    """It samples one model, and nothing happens in it but what stands in the host's own code."""
+    return _qualified(type(guider)) in GUIDERS
 
 
 def _qualified(thing: Any) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import comfy.model_management as mm
 import torch
 from comfy.patcher_extension import WrappersMP
 from greenlet import getcurrent
@@ -21,12 +20,12 @@ from greenlet import getcurrent
 from ..errors import NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid
+from .host_room import host_makes_room
 from .modes import WRAPPER_KEY, one_by_one, why_single_timeline
 from .timelines import Asked, Branch, Cond, Engine, RandomState, Timeline, free_run, in_flight_together
 
 log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
-ALL_OF_IT = 1e30  # bytes; as the host itself writes it
 
 
 class Patchwise:
@@ -92,15 +91,19 @@ class Patchwise:
         return self._making_room(once if reason else free, guider, noise.device)
 
     def _making_room(self, run: Callable[[], torch.Tensor], guider: Any, device: torch.device) -> torch.Tensor:
-        """``run``; from its beginning again where there was no room for its first evaluation and something else can be released: another
-        model of the pool, then what the host holds on its own GPU."""
-        random = RandomState(device)
+        """``run``; from its beginning again where there was no room for its first evaluation and something else can be released: other
+        models of the pool, then, once, what the host holds on its own GPU."""
+        random, host_asked = RandomState(device), False
         while True:
             try:
                 return run()
             except (NoRoom, OutOfMemory):
-                if self._begun or not (self._engine.make_room() or host_makes_room(guider)):
+                if self._begun:
                     raise
+                if not self._engine.make_room():
+                    if host_asked or not host_makes_room(guider):
+                        raise
+                    host_asked = True
             random.restore()
             self.begin_run()
 
@@ -156,23 +159,6 @@ class Patchwise:
     def _cut(self, shape: torch.Size) -> tuple[TokenGrid, tuple[Patch, ...]]:
         grid = TokenGrid.of(shape, self._patch_size)
         return grid, grid.cut(self._patches, self._text)
-
-
-def host_makes_room(guider: Any) -> bool:
-    """Unloads what the host holds on its GPU and this run does not use, such as a text encoder. False: there was nothing of the kind.
-
-    The host keeps free what an evaluation computes (PREPARE_SAMPLING), and does not know of keys and values.
-    """
-    device, used = guider.model_patcher.load_device, getattr(guider, "loaded_models", None)
-    if device.type == "cpu" or used is None:  # on a CPU it would lie in the same memory; where it is not known what is used, all is
-        return False
-    keep = [held for held in mm.current_loaded_models if is_used(held.model, used)]
-    return bool(mm.free_memory(ALL_OF_IT, device, keep))
-
-
-def is_used(patcher: Any, used: Sequence[Any]) -> bool:
-    """Models of pools are: what a pool can do without, it has released before."""
-    return patcher is not None and (hasattr(patcher, "remote") or any(patcher.is_clone(other) for other in used))
 
 
 def text_tokens(conds: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> int:

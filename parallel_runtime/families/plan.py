@@ -43,6 +43,7 @@ class Blocks:
 
     ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules of a block whose attention looks at
     something every rank has whole (cross-attention). ``second``: of a block that has one, the attention over the plan's ``alone`` streams.
+    ``control``: key of the control dict whose residuals the host adds behind these blocks, one behind each.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Blocks:
     local: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()
     second: str = ""
+    control: str = ""
 
     def __post_init__(self) -> None:
         if not self.returns:

@@ -10,7 +10,13 @@ SD3 = TokenPlan(
     models=("comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",),
     streams=("context", "x"),
     blocks=(
-        Blocks(path="joint_blocks", tokens={"context": ("context",), "x": ("x",)}, positional=("context", "x"), second="x_block.attn2"),
+        Blocks(
+            path="joint_blocks",
+            tokens={"context": ("context",), "x": ("x",)},
+            positional=("context", "x"),
+            second="x_block.attn2",
+            control="output",
+        ),
     ),
     leave=Leave(path="final_layer", stream="x"),
     alone=("x",),

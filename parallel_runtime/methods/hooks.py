@@ -130,7 +130,13 @@ class TokenHooks(ABC):
                 start, size = self._rows.carried[stream]
                 own = slice(start, start + size)
             if control.get(key) is not None:
-                control[key] = [None if rows is None else bring(rows, own) for rows in control[key]]
+                control[key] = [
+                    bring(rows, own) if rows is not None and self._adds(key, behind) else None for behind, rows in enumerate(control[key])
+                ]
+
+    def _adds(self, key: str, behind: int) -> bool:
+        """Whether the residual that the host adds behind that block of its container is anybody's business here."""
+        return True
 
     def _localize(self, arguments: dict[str, Any], along: Sequence[Along], ranges: Sequence[Ranges]) -> None:
         if self._rows is None:

@@ -105,6 +105,8 @@ class StageForward(SequenceParallel):
         self._remember_positions(model)
         own = [(container[place], group) for index, (container, place, group) in enumerate(blocks_of(model, plan)) if stage.owns(index)]
         self._second_layers = sum(has(block, group.second) for block, group in own)
+        added = range(stage.first - 1, stage.end - (not stage.closes))  # what is added behind the last own block, the next stage adds
+        self._residuals = {(group.control, place) for index, (_, place, group) in enumerate(blocks_of(model, plan)) if index in added}
         self._layer = 0
         self._counts: dict[Part | None, tuple[int, torch.dtype, torch.device]] = {}  # what came in of each part of this run
         self._number, self._part, self._patch = 0, Part(0, 0), None
@@ -222,6 +224,9 @@ class StageForward(SequenceParallel):
                 torch.cuda.current_stream().synchronize()
             now = time.perf_counter()
             self.block_s[block] = now - self.block_s[block] if block in self.block_s else now
+
+    def _adds(self, key: str, behind: int) -> bool:
+        return (key, behind) in self._residuals
 
     # -- the rows of a patch -----------------------------------------------------------------------------------------
 
