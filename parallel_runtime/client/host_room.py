@@ -23,7 +23,8 @@ ALL_OF_IT = 1e30  # bytes; as the host itself writes it
 def host_makes_room(guider: Any) -> bool:
     """Inside a run of ``guider``: unloads from the UI's GPU what this run does not use. False: there is not more room than before.
 
-    So it is where no rank computes on that GPU, on a CPU, and for guiders that may use models which nobody knows of.
+    So it is where no rank computes on that GPU, on a CPU, and for guiders that may use models which nobody knows of. Models of wrappers
+    that do not tell of them (``models()``) are not known to the host either.
     """
     patcher = guider.model_patcher
     device, remote = patcher.load_device, getattr(patcher, "remote", None)

@@ -88,3 +88,8 @@ class TokenPlan:
     alone: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
     control: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        behind = {group.control for group in self.blocks if group.control}
+        if behind != set(self.control):  # in a pipeline, residuals of no stage would silently be left out
+            raise ValueError(f"{self.family}: control has {sorted(self.control)}, its blocks {sorted(behind)}")
