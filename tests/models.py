@@ -54,6 +54,19 @@ def with_references(model, method, channels, size=(10, 14)):
         )
 
 
+class IdleRank:
+    """What a stage asks of a rank, of one that has nothing else to do."""
+
+    def tick(self):
+        pass
+
+    def next_part(self):
+        return None
+
+    def reserve(self, nbytes):
+        pass
+
+
 def asked_of(patcher, case):
     """A stock transformer's forward, and the arguments its sampler gives it in the first steps of a case."""
     module = patcher.model.diffusion_model

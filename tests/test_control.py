@@ -17,6 +17,8 @@ from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Part
 from pipemesh.parallel_runtime.worker.engine import Engine
 
+from .models import IdleRank
+
 PLAN = TokenPlan(
     family="plain",
     models=(),
@@ -121,19 +123,6 @@ class Pipe:
         self.hidden = hidden
 
 
-class Rank:
-    """What a stage asks of a rank, of one that has nothing else to do."""
-
-    def tick(self):
-        pass
-
-    def next_part(self):
-        return None
-
-    def reserve(self, nbytes):
-        pass
-
-
 @pytest.mark.parametrize("cuts", [(1, 3), (2, 3), (3, 3)], ids=str)
 def test_a_stage_brings_the_residuals_that_it_adds_and_together_they_add_all(cuts):
     residuals = [torch.full((1, ROWS, 2), 10.0**power) for power in range(4)]
@@ -144,7 +133,7 @@ def test_a_stage_brings_the_residuals_that_it_adds_and_together_they_add_all(cut
         for first, end in pairwise((0, *sorted({*cuts}), 4)):
             model, stage = Plain(4), Stage(first, end, 4)
             leave_out(model, PLAN, stage)
-            forward = StageForward(model, PLAN, stage, standin(Layout(), 0), pipe, Rank())
+            forward = StageForward(model, PLAN, stage, standin(Layout(), 0), pipe, IdleRank())
             out = forward.run(model, arguments, 1, Part(1, 0))
             brought += [index for index, rows in enumerate(model.control["output"]) if rows is not None]
     assert torch.equal(out, whole) and whole.unique().item() == 1111

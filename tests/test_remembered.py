@@ -16,7 +16,7 @@ from pipemesh.parallel_runtime.patches import TokenGrid
 from pipemesh.parallel_runtime.stages import Stage
 from pipemesh.parallel_runtime.wire.messages import Part
 
-from .models import asked_of
+from .models import IdleRank, asked_of
 
 
 class Twice(torch.nn.Module):
@@ -68,19 +68,6 @@ def test_what_is_forgotten_is_made_anew_and_a_detached_module_is_as_it_was(twice
     assert "forward" not in vars(twice)
 
 
-class Rank:
-    """What a stage asks of a rank, of one that has nothing else to do."""
-
-    def tick(self):
-        pass
-
-    def next_part(self):
-        return None
-
-    def reserve(self, nbytes):
-        pass
-
-
 @pytest.mark.parametrize("family", ["flux", "wan2.1-t2v"])
 def test_a_stage_embeds_positions_once_in_a_run_and_anew_in_the_next(family, monkeypatch):
     case = Case(family, "ulysses1", "odd", 4, 1.0, False, "euler")
@@ -95,7 +82,7 @@ def test_a_stage_embeds_positions_once_in_a_run_and_anew_in_the_next(family, mon
     monkeypatch.setattr(embedder, "forward", lambda self, ids, real=embedder.forward: made.append(ids) or real(self, ids))
     blocks = len(list(blocks_of(model, plan)))
     link = StageLink(None, None, on_host=True)
-    stage = StageForward(model, plan, Stage(0, blocks, blocks), standin(Layout(), 0), link, Rank())
+    stage = StageForward(model, plan, Stage(0, blocks, blocks), standin(Layout(), 0), link, IdleRank())
     numbers = count(1)
     grid = TokenGrid.of(next(iter(arguments.values())).shape, model.patch_size)
     for run in (1, 2):
