@@ -218,7 +218,7 @@ def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_t
     assert {case for case, metric in figures if metric == "efficiency"} == {"free_m2_320", "single_m2_320"}
     assert figures["free_m2_320", "bytes_per_step"].met and figures["single_m2_320", "bytes_per_step"].met
     assert 0 < figures["free_m2_320", "occupancy"].estimate.value <= 1
-    assert not ALL or figures["cut_by_hand", "weights_share"].met
+    assert figures["cut_by_hand", "weights_share"].met
     assert 0.5 < figures["equal_blocks", "weights_share"].estimate.value < 0.9  # with so few steps the blocks' times are rough
 
 

@@ -25,7 +25,6 @@ PLAN = TokenPlan(
     streams=("img",),
     blocks=(Blocks(path="blocks", tokens={"x": ("img",)}, control="output"),),
     leave=Leave(path="head", stream="img"),
-    control={"output": "img"},
 )
 ROWS, PATCH = 10, Patch(3, 4, False)
 

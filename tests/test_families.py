@@ -1,7 +1,5 @@
 """What single families bring along besides tokens; that each is exact under every method is in test_parity.py."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from pipemesh.launcher.parity import BOUND, FAMILIES, Bench, Case, conditioning, latent_shape, relative_error, sample
@@ -16,15 +14,6 @@ def bench(clients):
 def test_every_plan_is_tried_by_a_family_of_the_parity_command(bench):
     models = [bench.stock(heads[0], family).model.diffusion_model for family, (heads, _masks) in FAMILIES.items()]
     assert {plan_for(type(model)).family for model in models} == {plan.family for plan in PLANS}
-
-
-def test_residuals_that_no_block_adds_are_no_plan():
-    with pytest.raises(ValueError, match="output"):
-        replace(plan_for_family("sd3"), control={"input": "x", "output": "x"})
-
-
-def plan_for_family(family):
-    return next(plan for plan in PLANS if plan.family == family)
 
 
 def test_a_subclass_of_a_model_with_a_plan_has_none_of_its_own():

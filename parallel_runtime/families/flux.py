@@ -27,5 +27,4 @@ FLUX = TokenPlan(
     ),
     leave=Leave(path="final_layer", stream="img", ranges=(Ranges(arg="modulation_dims", stream="img"),)),
     positions=("pe_embedder",),
-    control={"input": "img", "output": "img"},
 )

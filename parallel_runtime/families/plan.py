@@ -7,7 +7,7 @@ Shape legend: B batch, L tokens, H heads, D head dim, C channels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,8 @@ class Blocks:
 
     ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules of a block whose attention looks at
     something every rank has whole (cross-attention). ``second``: of a block that has one, the attention over the plan's ``alone`` streams.
-    ``control``: key of the control dict whose residuals the host adds behind these blocks, one behind each.
+    ``control``: key of the control dict whose residuals (B, L, C) the host adds to the stream that leaves, one behind each of these
+    blocks; it only reads them.
     """
 
     path: str
@@ -75,9 +76,8 @@ class Leave:
 class TokenPlan:
     """``models``: host classes as ``module:Class``, exactly these. ``streams``: in the order in which attention sees them.
 
-    ``alone``: streams that blocks also attend over by themselves. ``control``: key of the control dict -> the stream its residuals
-    (B, L, C) are added to; between its blocks, the host only reads them. ``positions``: modules whose output depends on the positions of
-    tokens and on nothing else.
+    ``alone``: streams that blocks also attend over by themselves. ``positions``: modules whose output depends on the positions of tokens
+    and on nothing else.
     """
 
     family: str
@@ -87,9 +87,3 @@ class TokenPlan:
     leave: Leave
     alone: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
-    control: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        behind = {group.control for group in self.blocks if group.control}
-        if behind != set(self.control):  # in a pipeline, residuals of no stage would silently be left out
-            raise ValueError(f"{self.family}: control has {sorted(self.control)}, its blocks {sorted(behind)}")

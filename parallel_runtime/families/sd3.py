@@ -20,5 +20,4 @@ SD3 = TokenPlan(
     ),
     leave=Leave(path="final_layer", stream="x"),
     alone=("x",),
-    control={"output": "x"},
 )

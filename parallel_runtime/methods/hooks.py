@@ -116,22 +116,22 @@ class TokenHooks(ABC):
     def _bring_control(self, control: dict[str, list], device: torch.device) -> None:
         """Of a ControlNet's residuals the rows carried, to where the tokens are; all others stay where they lie. A residual that stands in
         several places, as hosts repeat those of a net with fewer blocks, is brought once."""
+        own = slice(None)
+        if self._rows is not None:
+            start, size = self._rows.carried[self._plan.leave.stream]
+            own = slice(start, start + size)
         brought: dict[tuple, torch.Tensor] = {}
 
-        def bring(rows: torch.Tensor, own: slice) -> torch.Tensor:
-            key = (rows.data_ptr(), rows.shape, rows.stride(), rows.dtype, own.start, own.stop)
+        def bring(rows: torch.Tensor) -> torch.Tensor:
+            key = (rows.data_ptr(), rows.shape, rows.stride(), rows.dtype)
             if key not in brought:
                 brought[key] = rows[:, own].to(device)
             return brought[key]
 
-        for key, stream in self._plan.control.items():
-            own = slice(None)
-            if self._rows is not None:
-                start, size = self._rows.carried[stream]
-                own = slice(start, start + size)
+        for key in {group.control for group in self._plan.blocks}:
             if control.get(key) is not None:
                 control[key] = [
-                    bring(rows, own) if rows is not None and self._adds(key, behind) else None for behind, rows in enumerate(control[key])
+                    bring(rows) if rows is not None and self._adds(key, behind) else None for behind, rows in enumerate(control[key])
                 ]
 
     def _adds(self, key: str, behind: int) -> bool:
