@@ -7,7 +7,9 @@ NEEDS_COMFYUI = (0, 30, 0)
 
 
 def check_host() -> None:
-    """Raises ImportError with the next move when this ComfyUI is too old or a dependency is missing."""
+    """Raises ImportError with the next move when this ComfyUI is too old or a dependency is
+    missing.
+    """
     from importlib.util import find_spec
     from pathlib import Path
 

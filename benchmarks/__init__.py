@@ -1,1 +1,3 @@
-"""The measurements behind ``python3 -m launcher bench``: one module per name, each with ``run(options) -> figures``."""
+"""The measurements behind ``python3 -m launcher bench``: one module per name, each with
+``run(options) -> figures``.
+"""

@@ -1,7 +1,9 @@
-"""diffusers' Flux with the weights and inputs of ComfyUI's, whole or under diffusers' own context parallel: the peer of ``bench peers``.
+"""diffusers' Flux with the weights and inputs of ComfyUI's, whole or under diffusers' own context
+parallel: the peer of ``bench peers``.
 
-Names and orders as in diffusers@0.42.1 (models/transformers/transformer_flux.py) and comfy/ldm/flux/model.py@0.30.0.
-L: tokens of the image; P: numbers in one of them (16 channels of a patch of 2 x 2).
+Names and orders as in diffusers@0.42.1 (models/transformers/transformer_flux.py) and
+comfy/ldm/flux/model.py@0.30.0. L: tokens of the image; P: numbers in one of them (16 channels of a
+patch of 2 x 2).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-# ComfyUI's modules -> diffusers'. Several of them: each has its own rows of the fused one, `hidden` for q, k, v and the rest for the MLP.
+# ComfyUI's modules -> diffusers'. Several of them: each has its own rows of the fused one, `hidden`
+# for q, k, v and the rest for the MLP.
 ENDS = {
     "img_in": ("x_embedder",),
     "txt_in": ("context_embedder",),
@@ -61,7 +64,9 @@ def diffusers_modules(module: str) -> tuple[str, ...]:
 
 
 def diffusers_weights(weights: Mapping[str, torch.Tensor], hidden: int) -> dict[str, torch.Tensor]:
-    """ComfyUI's Flux under diffusers' names: the same memory, but for the final modulation, whose halves change places."""
+    """ComfyUI's Flux under diffusers' names: the same memory, but for the final modulation, whose
+    halves change places.
+    """
     converted = {}
     for key, tensor in weights.items():
         module, kind = key.rsplit(".", 1)
@@ -75,7 +80,9 @@ def diffusers_weights(weights: Mapping[str, torch.Tensor], hidden: int) -> dict[
 
 
 class DiffusersFlux:
-    """The evaluation that ``model`` makes of ``arguments``, from tokens to tokens: packing a latent into them is the pipeline's there."""
+    """The evaluation that ``model`` makes of ``arguments``, from tokens to tokens: packing a latent
+    into them is the pipeline's there.
+    """
 
     def __init__(self, model: nn.Module, arguments: Mapping[str, Any]):
         from diffusers import FluxTransformer2DModel
@@ -106,10 +113,12 @@ class DiffusersFlux:
         }
 
     def parallelize(self, ulysses: int) -> None:
-        """For good; every rank must call it. The backend is diffusers' default, torch's ``scaled_dot_product_attention``.
+        """For good; every rank must call it. The backend is diffusers' default, torch's
+        ``scaled_dot_product_attention``.
 
-        diffusers takes the rank modulo the number of accelerators for the index of its device, which it then only records: without an
-        accelerator it divides by zero there, so that number is one here.
+        diffusers takes the rank modulo the number of accelerators for the index of its device,
+        which it then only records: without an accelerator it divides by zero there, so that number
+        is one here.
         """
         from diffusers import ContextParallelConfig
 

@@ -1,4 +1,6 @@
-"""What a bench reports, and the statistics behind it: medians over interleaved rounds, bootstrap intervals, goals."""
+"""What a bench reports, and the statistics behind it: medians over interleaved rounds, bootstrap
+intervals, goals.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from ..launcher.host import Host
+    from ..launcher.comfyui.find import ComfyInstall
 
 Sample = TypeVar("Sample")
 Round = dict[str, float]  # phase -> seconds, all measured one right after another
@@ -32,7 +34,9 @@ def exactly(value: float) -> Estimate:
 
 
 def estimate(samples: Sequence[Sample], statistic: Callable[[Sequence[Sample]], float], seed: int = 0) -> Estimate:
-    """``statistic`` with its bootstrap interval. A sample is resampled whole, so what was measured in one round stays together."""
+    """``statistic`` with its bootstrap interval. A sample is resampled whole, so what was measured
+    in one round stays together.
+    """
     draw = random.Random(seed)
     drawn = sorted(statistic(draw.choices(samples, k=len(samples))) for _ in range(DRAWS))
     return Estimate(statistic(samples), percentile(drawn, (1 - LEVEL) / 2), percentile(drawn, (1 + LEVEL) / 2))
@@ -96,6 +100,6 @@ def number(value: float) -> str:
 class Options:
     """What every bench is run with."""
 
-    host: Host
+    host: ComfyInstall
     rounds: int = 25
     pictures: Path | None = None  # the folder that those benches write to which can be looked at

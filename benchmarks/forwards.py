@@ -1,7 +1,9 @@
-"""The bench's model and the ways to run one forward of it: whole, one shard of it without the other ranks, in parallel.
+"""The bench's model and the ways to run one forward of it: whole, one shard of it without the other
+ranks, in parallel.
 
-A Flux of 24 blocks, so that the ends do not dominate, with heads of 128 as in files. It is narrow (hidden 256 against 3072 of the released
-ones), so a rank computes little for each byte it exchanges: the harder case.
+A Flux of 24 blocks, so that the ends do not dominate, with heads of 128 as in files. It is narrow
+(hidden 256 against 3072 of the released ones), so a rank computes little for each byte it
+exchanges: the harder case.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import torch
 
 from ..launcher.tiny import build_flux_patcher, flux_config
 from ..parallel_runtime.comm.exchange import Exchange, StopFlag
+from ..parallel_runtime.comm.mesh import SequenceComm
 from ..parallel_runtime.comm.ring import Ring
-from ..parallel_runtime.comm.sequence import SequenceComm
 from ..parallel_runtime.families import plan_for
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.methods.usp import SequenceParallel
@@ -26,7 +28,9 @@ TEXT_TOKENS, ROW_TOKENS = 64, 64
 
 
 class Forwards:
-    """One evaluation of ``tokens`` tokens, text included, at batch 1 in fp32. ``whole`` and ``through`` return its seconds."""
+    """One evaluation of ``tokens`` tokens, text included, at batch 1 in fp32. ``whole`` and
+    ``through`` return its seconds.
+    """
 
     def __init__(self, tokens: int):
         assert tokens % ROW_TOKENS == 0 and tokens > TEXT_TOKENS
@@ -49,7 +53,9 @@ class Forwards:
 
     @contextmanager
     def parallel(self, comm: SequenceComm) -> Iterator[Callable[[], torch.Tensor]]:
-        """The same evaluation under sequence parallelism as this rank of the grid; rank 0 has its result."""
+        """The same evaluation under sequence parallelism as this rank of the grid; rank 0 has its
+        result.
+        """
         method = SequenceParallel(self.model, self._plan, comm)
         try:
             yield lambda: self.model._forward(**method.begin(self.arguments))
@@ -65,13 +71,15 @@ class Forwards:
 
 
 class StandinExchange(Exchange):
-    """Makes one process any rank of a group: packs, unpacks and counts like the real exchange, but moves nothing.
+    """Makes one process any rank of a group: packs, unpacks and counts like the real exchange, but
+    moves nothing.
 
-    What it receives are ordinary numbers (normal deviates: no zeros, no NaN, no denormals, which would change the speed of arithmetic).
+    What it receives are ordinary numbers (normal deviates: no zeros, no NaN, no denormals, which
+    would change the speed of arithmetic).
     """
 
     def __init__(self, rank: int, size: int):
-        super().__init__(None, rank, size, on_host=False)
+        super().__init__(None, rank, size, via_cpu=False)
 
     def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return ordinary(self._buffers.get((use, dtype, device)), super()._buffer(use, count, dtype, device))
@@ -88,7 +96,7 @@ class StandinRing(Ring):
     """The same for a ring."""
 
     def __init__(self, index: int, size: int):
-        super().__init__(None, range(size), index, on_host=False)
+        super().__init__(None, range(size), index, via_cpu=False)
 
     def _buffer(self, slot: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return ordinary(self._buffers.get((slot, dtype, device)), super()._buffer(slot, count, dtype, device))
@@ -99,7 +107,9 @@ class StandinRing(Ring):
 
 
 def ordinary(before: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
-    """``buffer``, filled with normal deviates unless it is part of the one that was there ``before``."""
+    """``buffer``, filled with normal deviates unless it is part of the one that was there
+    ``before``.
+    """
     same = before is not None and before.data_ptr() == buffer.data_ptr()
     return buffer if same else buffer.normal_()
 

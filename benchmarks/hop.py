@@ -1,9 +1,11 @@
-"""What an evaluation costs beside the model: the UI's time around ``Client.forward`` when the model itself costs nothing.
+"""What an evaluation costs beside the model: the UI's time around ``Client.forward`` when the model
+itself costs nothing.
 
-The pool, the client and the arena are the product's own, on two local ranks; only the ranks' model can be told to return its latent at
-once. ``back_to_back``: such evaluations one after another. ``between_forwards``: each follows a real forward, as in a run: cold caches,
-ranks that have just computed and a UI that has just slept. ``memory_only``: what reading the conditioning and copying the latent as often
-as an evaluation must takes by itself, in one process, beside nothing else.
+The pool, the client and the arena are the product's own, on two local ranks; only the ranks' model
+can be told to return its latent at once. ``back_to_back``: such evaluations one after another.
+``between_forwards``: each follows a real forward, as in a run: cold caches, ranks that have just
+computed and a UI that has just slept. ``memory_only``: what reading the conditioning and copying
+the latent as often as an evaluation must takes by itself, in one process, beside nothing else.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ class Hops:
     def __init__(self, options: Options):
         import torch
 
-        from ..launcher.devices import place
-        from ..launcher.pool import HostSetup, PoolHandle
+        from ..launcher.pool.devices import place
+        from ..launcher.pool.pool import PoolHandle, RankSetup
         from ..launcher.tiny import build_flux_patcher, flux_config
-        from ..parallel_runtime.client.host_model import state_source
         from ..parallel_runtime.client.remote_model import Client
         from ..parallel_runtime.client.remote_patcher import parallelize
+        from ..parallel_runtime.comfy_bridge.source import state_source
         from ..parallel_runtime.layout import Layout
 
         argv = (sys.executable, str(Path(__file__).with_name("hop_rank.py")), "{fd}", "{parent}")
-        setup = HostSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True}, argv=argv)
+        setup = RankSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True}, argv=argv)
         self.handle = PoolHandle(place(Layout(ulysses=RANKS), "cpu", "gloo", ()), setup)
         self._client = Client(self.handle, shares_weights=True)
         stock = build_flux_patcher(flux_config(heads=RANKS, axes_dim=HEAD_AXES, context_dim=TEXT[-1], **FLUX_BLOCKS))
@@ -55,7 +57,9 @@ class Hops:
         self._pooled = torch.randn(1, 32, generator=self._generator)
 
     def evaluate(self, costs_nothing: bool) -> float:
-        """Seconds in the UI. As under ComfyUI, every tensor is a new one, the conditioning equal to the one before."""
+        """Seconds in the UI. As under ComfyUI, every tensor is a new one, the conditioning equal to
+        the one before.
+        """
         import torch
 
         arguments = {
@@ -80,7 +84,7 @@ class Hops:
         """Milliseconds; the conditioning is a new tensor each time, as it is in an evaluation."""
         import torch
 
-        from ..parallel_runtime.wire.conditioning import same
+        from ..parallel_runtime.client.conditioning import same
 
         here, there = torch.randn(2, *LATENT, generator=self._generator)
 

@@ -1,6 +1,8 @@
-"""The script a rank of the hop's pool starts as: the product's own rank, whose model can be told to cost nothing.
+"""The script a rank of the hop's pool starts as: the product's own rank, whose model can be told to
+cost nothing.
 
-An evaluation with ``costs_nothing`` in its transformer options returns its latent at once; any other runs the model.
+An evaluation with ``costs_nothing`` in its transformer options returns its latent at once; any
+other runs the model.
 """
 
 import sys
@@ -15,7 +17,7 @@ def main() -> None:
     from package import register_package
 
     register_package(ROOT)
-    from pipemesh.launcher import worker_main
+    from pipemesh.launcher.pool import worker_main
     from pipemesh.parallel_runtime.worker import resident
 
     stock = resident.ResidentModel.forward

@@ -1,8 +1,10 @@
-"""What a pool costs before its first step: the seconds until two ranks are ready, and the memory of two ranks over that of one.
+"""What a pool costs before its first step: the seconds until two ranks are ready, and the memory of
+two ranks over that of one.
 
-A cold start is a ComfyUI's first pool, a restart every later one. Memory is the proportional set size (a page mapped by n processes counts
-1/n in each) of the ranks and of the process they are forked from, after a load and a forward, from a file of about 5 GB. ``rss_ratio``
-holds all that they have; ``model_ratio`` only what the model added to them as they were before.
+A cold start is a ComfyUI's first pool, a restart every later one. Memory is the proportional set
+size (a page mapped by n processes counts 1/n in each) of the ranks and of the process they are
+forked from, after a load and a forward, from a file of about 5 GB. ``rss_ratio`` holds all that
+they have; ``model_ratio`` only what the model added to them as they were before.
 """
 
 from __future__ import annotations
@@ -35,16 +37,18 @@ class Loads:
         self.first_pool()
 
     def first_pool(self) -> None:
-        """As in a ComfyUI that has just been started: there is nothing yet that ranks could be forked from."""
-        from ..launcher.fork_server import ForkServer
-        from ..launcher.pool import HostSetup
+        """As in a ComfyUI that has just been started: there is nothing yet that ranks could be
+        forked from.
+        """
+        from ..launcher.pool.fork_server import ForkServer
+        from ..launcher.pool.pool import RankSetup
 
         self._server = ForkServer()
-        self._setup = HostSetup(comfyui=self._comfyui, comfy_args={"cpu": True}, start=self._server.start)
+        self._setup = RankSetup(comfyui=self._comfyui, comfy_args={"cpu": True}, start=self._server.start)
 
     def handle(self, ranks: int) -> Any:
-        from ..launcher.devices import place
-        from ..launcher.pool import PoolHandle
+        from ..launcher.pool.devices import place
+        from ..launcher.pool.pool import PoolHandle
         from ..parallel_runtime.layout import Layout
 
         return PoolHandle(place(Layout(ulysses=ranks), "cpu", "gloo", ()), self._setup)
@@ -61,8 +65,10 @@ class Loads:
             handle.close()
 
     def memory(self, ranks: int, model: Any) -> dict[str, int]:
-        """Bytes of all processes together: ``base`` before the model, ``loaded`` after one step of sampling."""
-        from ..launcher.parity import Case, sample
+        """Bytes of all processes together: ``base`` before the model, ``loaded`` after one step of
+        sampling.
+        """
+        from ..launcher.commands.parity import Case, sample
         from ..parallel_runtime.client.remote_model import Client
         from ..parallel_runtime.client.remote_patcher import parallelize
 

@@ -1,6 +1,8 @@
-"""Several processes that run the same rounds in lockstep: each phase of a round by all of them at once, or by one while the others block.
+"""Several processes that run the same rounds in lockstep: each phase of a round by all of them at
+once, or by one while the others block.
 
-A phase is a function that returns the seconds it took. ``run`` starts the processes from a bench; ``Ranks`` is what each of them sees.
+A phase is a function that returns the seconds it took. ``run`` starts the processes from a bench;
+``Ranks`` is what each of them sees.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ..parallel_runtime.errors import PipeMeshError
 from .figures import Round
 
 if TYPE_CHECKING:
-    from ..launcher.host import Host
+    from ..launcher.comfyui.find import ComfyInstall
 
 WARM_UP = 2
 SCRIPT = Path(__file__).with_name("lockstep_main.py")
@@ -41,7 +43,9 @@ class Ranks:
     """One of the processes. All must call ``measure`` alike."""
 
     def __init__(self, store: str, rank: int, size: int, cores: Sequence[int] = ()):
-        """``cores``: all that the bench may use; where given, this process keeps to its share of them, as a CPU rank does."""
+        """``cores``: all that the bench may use; where given, this process keeps to its share of
+        them, as a CPU rank does.
+        """
         import torch.distributed as dist
 
         self.all_cores = cores
@@ -55,8 +59,9 @@ class Ranks:
         self._barrier = dist.barrier  # waits on a socket: an idle rank takes no time from the others
 
     def measure(self, phases: Mapping[str, Phase], rounds: int) -> list[dict[str, float]]:
-        """Per round, the seconds of each phase in which this rank took part. The first rounds are warm-up and dropped, fewer where that
-        would be most of them."""
+        """Per round, the seconds of each phase in which this rank took part. The first rounds are
+        warm-up and dropped, fewer where that would be most of them.
+        """
         measured = []
         warm_up = min(WARM_UP, rounds - 1)
         for index in range(warm_up + rounds):
@@ -79,12 +84,13 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def run(host: Host, size: int, function: str, **arguments: Any) -> list[Any]:
-    """``function`` (``module:name`` below this package) in ``size`` processes of one thread each, as ``function(ranks, **arguments)``.
+def run(host: ComfyInstall, size: int, function: str, **arguments: Any) -> list[Any]:
+    """``function`` (``module:name`` below this package) in ``size`` processes of one thread each,
+    as ``function(ranks, **arguments)``.
 
     Returns what each returned, by rank. Raises PipeMeshError if one of them failed.
     """
-    from ..launcher.crew import KEEP_MEMORY
+    from ..launcher.pool.crew import KEEP_MEMORY
 
     environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder, ExitStack() as stack:

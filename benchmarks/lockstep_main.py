@@ -1,4 +1,6 @@
-"""The script a process of ``lockstep.run`` starts as: ``lockstep_main.py PARENT_PID WORD``. One thread, ComfyUI on the CPU."""
+"""The script a process of ``lockstep.run`` starts as: ``lockstep_main.py PARENT_PID WORD``. One
+thread, ComfyUI on the CPU.
+"""
 
 import importlib
 import json
@@ -15,7 +17,7 @@ def main() -> None:
     register_package(root)
     word = json.loads(sys.argv[2])
     sys.path[0] = word["comfyui"]
-    from pipemesh.launcher.worker_main import die_with_parent
+    from pipemesh.launcher.pool.worker_main import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
     import comfy.cli_args

@@ -1,4 +1,6 @@
-"""PipeMesh against diffusers' own context parallel: the same Flux, weights and inputs, in the same rounds of the same processes."""
+"""PipeMesh against diffusers' own context parallel: the same Flux, weights and inputs, in the same
+rounds of the same processes.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,16 @@ def ratio(ours: str, theirs: str) -> Callable[[Sequence[Round]], float]:
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference, in units of the output's scale (its standard deviation), as parity counts it."""
+    """The largest difference, in units of the output's scale (its standard deviation), as parity
+    counts it.
+    """
     return float((ours - theirs).abs().max() / theirs.std())
 
 
 def attend_with_sdpa() -> None:
-    """As ComfyUI does on GPUs and diffusers everywhere; on a CPU ComfyUI would choose a slower way. To be called before any model."""
+    """As ComfyUI does on GPUs and diffusers everywhere; on a CPU ComfyUI would choose a slower way.
+    To be called before any model.
+    """
     import comfy.cli_args
 
     comfy.cli_args.args.use_pytorch_cross_attention = True
@@ -52,7 +58,7 @@ def attend_with_sdpa() -> None:
 def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     attend_with_sdpa()
     from ..parallel_runtime.comm.cores import giving_way, keep_to
-    from ..parallel_runtime.comm.sequence import connect
+    from ..parallel_runtime.comm.mesh import connect
     from ..parallel_runtime.layout import Layout
     from .diffusers_flux import DiffusersFlux
     from .forwards import Forwards
@@ -61,7 +67,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     peer, parallel_peer, placed_peer = (DiffusersFlux(forwards.model, forwards.arguments) for _ in range(3))
     parallel_peer.parallelize(ranks.size)
     with giving_way():
-        comm = connect(Layout(ulysses=ranks.size).mesh(), ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
+        comm = connect(Layout(ulysses=ranks.size).mesh(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
         placed_peer.parallelize(ranks.size)
 
     def theirs() -> float:

@@ -1,7 +1,9 @@
-"""PipeFusion over two stages: its efficiency, how busy the stages are, what it sends, and what letting patches run ahead buys.
+"""PipeFusion over two stages: its efficiency, how busy the stages are, what it sends, and what
+letting patches run ahead buys.
 
-Runs of the stock sampler through the product's own pool, against the same patches in turn in one process. Free-running is measured whole;
-of the others, in which every step takes as long as the one before, the first steps.
+Runs of the stock sampler through the product's own pool, against the same patches in turn in one
+process. Free-running is measured whole; of the others, in which every step takes as long as the one
+before, the first steps.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def patch_tax(rounds: Sequence[Round]) -> float:
 
 
 def formula_bytes(patches: int, tokens: int, hidden: int, item_bytes: int, batch: int = 1) -> float:
-    """Over a boundary in one evaluation: every token once, and one token of text for each patch but the first."""
+    """Over a boundary in one evaluation: every token once, and one token of text for each patch but
+    the first.
+    """
     return batch * (tokens + patches - 1) * hidden * item_bytes
 
 
@@ -56,22 +60,24 @@ def ideal_occupancy(patches: int) -> float:
 
 def pool_of_stages(comfyui: str) -> tuple[Any, Any]:
     """A handle of the product's own pool, not started yet, and its client."""
-    from ..launcher.devices import place
-    from ..launcher.pool import HostSetup, PoolHandle
+    from ..launcher.pool.devices import place
+    from ..launcher.pool.pool import PoolHandle, RankSetup
     from ..parallel_runtime.client.remote_model import Client
     from ..parallel_runtime.layout import Layout
 
-    setup = HostSetup(comfyui=comfyui, comfy_args={"cpu": True})
+    setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
     handle = PoolHandle(place(Layout(pipefusion=STAGES), "cpu", "gloo", ()), setup)
     return handle, Client(handle, shares_weights=False)
 
 
 class Runs:
-    """One process of the bench: the sampler over the model whole, over its patches in turn, and, in the first, over a pool."""
+    """One process of the bench: the sampler over the model whole, over its patches in turn, and, in
+    the first, over a pool.
+    """
 
     def __init__(self, ranks: Ranks, patches: int, tokens: int, steps: int, comfyui: str):
-        from ..launcher.reference import reference
         from ..launcher.tiny import build_flux_patcher, flux_config
+        from ..parallel_runtime.client.in_process import reference
         from .forwards import MODEL
 
         config = flux_config(**MODEL)
@@ -99,7 +105,7 @@ class Runs:
         import comfy.sample
         import torch
 
-        from ..launcher.parity import VEC_DIM
+        from ..launcher.commands.parity import VEC_DIM
         from .forwards import MODEL, ROW_TOKENS, TEXT_TOKENS
 
         assert MODEL["vec_dim"] == VEC_DIM
@@ -113,8 +119,9 @@ class Runs:
             return comfy.sample.sample(model, noise, *how, callback=after_step, disable_pbar=True, seed=1)
 
     def step_by_step(self, model: Any) -> float:
-        """Seconds of a run, of which the first steps are timed: in one process and in single-timeline each takes as long as the one before,
-        once the warm-up is over."""
+        """Seconds of a run, of which the first steps are timed: in one process and in
+        single-timeline each takes as long as the one before, once the warm-up is over.
+        """
         ends: list[float] = []
         steps = min(self.steps, TIMED_STEPS)
         seconds = timed(lambda: self.sample(model, steps, lambda *_: ends.append(time.perf_counter())))
@@ -133,7 +140,7 @@ class Runs:
 
     def draw(self, folder: str, case: str, seen: dict[str, list]) -> None:
         """Of the last run in each mode."""
-        from ..nodes.timeline import timeline
+        from ..nodes.report.picture import timeline
 
         for mode, runs in seen.items():
             timeline([f"stage {stage}" for stage in range(STAGES)], runs[-1]).save(Path(folder, f"pipefusion-{mode}-{case}.png"))
@@ -180,7 +187,7 @@ def figures_of(evaluations: Sequence[Any]) -> dict[str, float]:
 def weights(model: Any, client: Any) -> dict[str, float]:
     """The share of the model that the fuller stage holds, and that of what is in no block."""
     from ..parallel_runtime.families import plan_for
-    from ..parallel_runtime.methods.pipefusion import blocks_of
+    from ..parallel_runtime.methods.pipefusion.stage import blocks_of
 
     whole, in_blocks = (
         sum(tensor.nbytes for part in parts for tensor in part.parameters())
@@ -193,7 +200,7 @@ def weights(model: Any, client: Any) -> dict[str, float]:
 
 def weights_of(model: Any, family: str, comfyui: str, stages: tuple[int, ...] = ()) -> dict[str, float]:
     """After two runs in stages, cut as said, or the second time by what the first one measured."""
-    from ..launcher.parity import Case, sample
+    from ..launcher.commands.parity import Case, sample
     from ..parallel_runtime.client.remote_patcher import Patching, parallelize
 
     handle, client = pool_of_stages(comfyui)
@@ -207,14 +214,18 @@ def weights_of(model: Any, family: str, comfyui: str, stages: tuple[int, ...] = 
 
 
 def weights_of_equal_blocks(comfyui: str) -> dict[str, float]:
-    """Of a Wan, whose blocks are all of one kind: stages that are equally fast are equally large."""
+    """Of a Wan, whose blocks are all of one kind: stages that are equally fast are equally
+    large.
+    """
     from ..launcher.random_models import wan_patcher
 
     return weights_of(wan_patcher(heads=EQUAL["heads"], layers=EQUAL["layers"]), "wan2.1-t2v", comfyui)
 
 
 def weights_cut_by_hand(comfyui: str) -> dict[str, float]:
-    """Of the bench's Flux, its double blocks on one stage and twice as many single ones, less than half as large each, on the other."""
+    """Of the bench's Flux, its double blocks on one stage and twice as many single ones, less than
+    half as large each, on the other.
+    """
     from ..launcher.tiny import build_flux_patcher, flux_config
     from .forwards import MODEL
 

@@ -1,4 +1,6 @@
-"""Sequence parallelism, Ulysses and ring: its efficiency, its plain speed-up, what sharding itself costs, and the bytes it sends."""
+"""Sequence parallelism, Ulysses and ring: its efficiency, its plain speed-up, what sharding itself
+costs, and the bytes it sends.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ EFFICIENCY = {1024: 0.88, 4096: 0.95}  # tokens -> goal
 
 
 def efficiency(rounds: Sequence[Round]) -> float:
-    """The same shards in turn, without communication, against the parallel run and what the cores can give."""
+    """The same shards in turn, without communication, against the parallel run and what the cores
+    can give.
+    """
     return typical(rounds, "shards") / (typical(rounds, "parallel") * capacity(rounds))
 
 
@@ -33,14 +37,16 @@ def exchange_share(rounds: Sequence[Round]) -> float:
 
 
 def formula_bytes(ulysses: int, ring: int, tokens: int, hidden: int, blocks: int, item_bytes: int, batch: int = 1) -> float:
-    """Sent by one rank in one evaluation: q, k, v and the output within a ulysses group, then k and v around the ring."""
+    """Sent by one rank in one evaluation: q, k, v and the output within a ulysses group, then k and
+    v around the ring.
+    """
     own = batch * tokens * hidden * blocks * item_bytes / (ulysses * ring)
     return own * (4 * (ulysses - 1) / ulysses + 2 * (ring - 1))
 
 
 def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> dict[str, Any]:
     from ..parallel_runtime.comm.cores import giving_way
-    from ..parallel_runtime.comm.sequence import connect
+    from ..parallel_runtime.comm.mesh import connect
     from ..parallel_runtime.layout import Layout
     from .forwards import Forwards, standin
 
@@ -48,7 +54,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
     layout = Layout(ulysses=ulysses, ring=ring)
     forwards = Forwards(tokens)
     with giving_way():
-        comm = connect(layout.mesh(), ranks.rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
+        comm = connect(layout.mesh(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
     standins = [standin(layout, rank) for rank in range(ranks.size)]
     exchanges: list[float] = []
 

@@ -1,7 +1,7 @@
 """The command line: `python3 -m launcher COMMAND`, from the root of a checkout.
 
-`host` needs the standard library only. Every other command runs in the host's python: this process finds or installs the host and
-starts itself again there, with PIPEMESH_HOST set.
+`host` needs the standard library only. Every other command runs in the host's python: this process
+finds or installs the host and starts itself again there, with PIPEMESH_HOST set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ python3 -m launcher COMMAND [options]
 PIPEMESH_COMFYUI names a ComfyUI of your own, PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for the one installed here.
 """
 ROOT = Path(__file__).resolve().parent.parent
-INSIDE = ("doctor", "demo", "bench", "parity", "node")
+INSIDE = {  # command -> the module whose main(argv, host) it is
+    "doctor": "launcher.commands.doctor",
+    "demo": "launcher.commands.demo",
+    "bench": "benchmarks.command",
+    "parity": "launcher.commands.parity",
+    "node": "launcher.pool.leader",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     command, *rest = argv
     if command == "host":
-        from .host import main as host_main
+        from .comfyui.find import main as host_main
 
         return host_main(rest)
     if command not in (*INSIDE, "test"):
@@ -48,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start_in_host(command: str, rest: Sequence[str]) -> int:
-    from .host import ensure_host, missing_modules
-    from .install import LaunchError
+    from .comfyui.find import ensure_host, missing_modules
+    from .comfyui.install import LaunchError
 
     host = ensure_host()
     env = {**os.environ, "PIPEMESH_HOST": host.to_json()}
@@ -70,16 +76,18 @@ def replace_process(command: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def run_inside(command: str, rest: Sequence[str], record: str) -> int:
-    """In the host's python: the pack as `pipemesh`, ComfyUI's modules first; its `nodes` must not be ours."""
+    """In the host's python: the pack as `pipemesh`, ComfyUI's modules first; its `nodes` must not
+    be ours.
+    """
     from .package import register_package
 
     register_package(ROOT)
-    host_module = importlib.import_module("pipemesh.launcher.host")
+    host_module = importlib.import_module("pipemesh.launcher.comfyui.find")
     errors = importlib.import_module("pipemesh.parallel_runtime.errors")
-    host = host_module.Host.from_json(record)
+    host = host_module.ComfyInstall.from_json(record)
     sys.path[:] = [host.comfyui, *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
     try:
-        return importlib.import_module(f"pipemesh.launcher.{command}").main(list(rest), host)
+        return importlib.import_module(f"pipemesh.{INSIDE[command]}").main(list(rest), host)
     except (errors.PipeMeshError, host_module.LaunchError) as error:
         print(f"pipemesh: {error}", file=sys.stderr)
         return 1
@@ -87,7 +95,7 @@ def run_inside(command: str, rest: Sequence[str], record: str) -> int:
 
 def guarded_main(argv: Sequence[str]) -> int:
     """`main`, with the user's errors as one sentence and no traceback."""
-    from .install import LaunchError
+    from .comfyui.install import LaunchError
 
     try:
         return main(argv)

@@ -1,6 +1,7 @@
 """Makes the checkout importable under one fixed name, whatever its folder is called.
 
-ComfyUI names a pack by its path; commands, tests and worker processes say `pipemesh`. Standard library only.
+ComfyUI names a pack by its path; commands, tests and worker processes say `pipemesh`. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ NAME = "pipemesh"
 
 
 def register_package(root: str | Path) -> None:
-    """Puts the package `pipemesh` into `sys.modules` without running the pack's own __init__.py, which is ComfyUI's entry."""
+    """Puts the package `pipemesh` into `sys.modules` without running the pack's own __init__.py,
+    which is ComfyUI's entry.
+    """
     if NAME not in sys.modules:
         spec = ModuleSpec(NAME, None, is_package=True)
         spec.submodule_search_locations = [str(root)]

@@ -1,4 +1,6 @@
-"""Host models of every family with a plan, with random weights, odd head counts and no file behind them: for tests and parity."""
+"""Host models of every family with a plan, with random weights, odd head counts and no file behind
+them: for tests and parity.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def random_patcher(family: type, unet_config: Mapping[str, Any], seed: int = 0) 
 
 
 def flux2_patcher(heads: int = 5) -> ModelPatcher:
-    """Flux 2's form: modulation shared by all blocks, gated MLPs, no biases, four position axes, text padded to 512 tokens."""
+    """Flux 2's form: modulation shared by all blocks, gated MLPs, no biases, four position axes,
+    text padded to 512 tokens.
+    """
     import comfy.supported_models
 
     config = {
@@ -50,7 +54,9 @@ def flux2_patcher(heads: int = 5) -> ModelPatcher:
 
 
 def wan_patcher(*, model_type: str = "t2v", per_frame: bool = False, heads: int = 5, layers: int = 5) -> ModelPatcher:
-    """Wan 2.1 (t2v, i2v), or with ``per_frame`` the 2.2 5B form: 48 channels, one timestep per latent frame under a mask."""
+    """Wan 2.1 (t2v, i2v), or with ``per_frame`` the 2.2 5B form: 48 channels, one timestep per
+    latent frame under a mask.
+    """
     import comfy.supported_models
 
     channels = 48 if per_frame else 16
@@ -77,7 +83,9 @@ def wan_patcher(*, model_type: str = "t2v", per_frame: bool = False, heads: int 
 
 
 def sd3_patcher(*, medium: bool = False, depth: int = 3) -> ModelPatcher:
-    """SD3, or with ``medium`` the 3.5 medium form: normalised q and k, a second self-attention in the first blocks. Heads = depth."""
+    """SD3, or with ``medium`` the 3.5 medium form: normalised q and k, a second self-attention in
+    the first blocks. Heads = depth.
+    """
     import comfy.supported_models
 
     config = {

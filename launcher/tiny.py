@@ -1,8 +1,10 @@
-"""Tiny random-weight Flux models and LoRAs that ComfyUI's own loaders accept, for the demo, the tests and the bench.
+"""Tiny random-weight Flux models and LoRAs that ComfyUI's own loaders accept, for the demo, the
+tests and the bench.
 
-A file is written tensor by tensor, so its size is bounded by the disk, not by memory. Every tensor has its own generator, seeded by
-(seed, name): a model is the same whatever is written before it, and adding blocks leaves the others as they were.
-Layout of the keys: black-forest-labs' flux1 files, which ComfyUI detects (comfy/model_detection.py@0.30.0: heads = hidden / 128).
+A file is written tensor by tensor, so its size is bounded by the disk, not by memory. Every tensor
+has its own generator, seeded by (seed, name): a model is the same whatever is written before it,
+and adding blocks leaves the others as they were. Layout of the keys: black-forest-labs' flux1
+files, which ComfyUI detects (comfy/model_detection.py@0.30.0: heads = hidden / 128).
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def flux_config(
     vec_dim: int = 32,
     guidance: bool = False,
 ) -> dict[str, Any]:
-    """The `unet_config` of a Flux with any number of heads and any head size (`sum(axes_dim)`); files only know head size 128."""
+    """The `unet_config` of a Flux with any number of heads and any head size (`sum(axes_dim)`);
+    files only know head size 128.
+    """
     return {
         "image_model": "flux",
         "in_channels": 16,
@@ -100,7 +104,9 @@ def flux_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Weights N(0, 1 / fan_in), norm scales N(1, 0.1), biases N(0, 0.02): activations and modulation stay of order 1."""
+    """Weights N(0, 1 / fan_in), norm scales N(1, 0.1), biases N(0, 0.02): activations and
+    modulation stay of order 1.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     noise = torch.randn(shape, generator=generator)
     if name.endswith(".scale"):
@@ -120,7 +126,9 @@ def write_flux(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Path:
-    """A Flux file for UNETLoader; `hidden` is a multiple of 128, the head size of every Flux file."""
+    """A Flux file for UNETLoader; `hidden` is a multiple of 128, the head size of every Flux
+    file.
+    """
     if hidden <= 0 or hidden % sum(FILE_AXES_DIM):
         raise ValueError(f"hidden must be a multiple of {sum(FILE_AXES_DIM)}, the head size of Flux files; got {hidden}")
     config = flux_config(
@@ -137,8 +145,9 @@ def write_flux(
 def write_lora(
     path: str | Path, flux_path: str | Path, *, rank: int = 4, seed: int = 1, size: float = 0.5, targets: Sequence[str] = LORA_TARGETS
 ) -> Path:
-    """A LoRA for LoraLoaderModelOnly on every layer of `flux_path` that ends in one of `targets`; at strength 1 a layer's weights change
-    by `size` times their own scale."""
+    """A LoRA for LoraLoaderModelOnly on every layer of `flux_path` that ends in one of `targets`;
+    at strength 1 a layer's weights change by `size` times their own scale.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     with safe_open(flux_path, framework="pt") as flux:
         for key in flux.keys():
@@ -161,7 +170,9 @@ def write_lora(
 
 
 def build_flux_patcher(unet_config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> ModelPatcher:
-    """A stock MODEL without a file (`cached_patcher_init` is None); the same weights as `write_flux` of the same shapes and seed."""
+    """A stock MODEL without a file (`cached_patcher_init` is None); the same weights as
+    `write_flux` of the same shapes and seed.
+    """
     import comfy.model_management
     import comfy.supported_models
     from comfy.model_patcher import ModelPatcher
@@ -178,7 +189,9 @@ def build_flux_patcher(unet_config: Mapping[str, Any], seed: int = 0, dtype: tor
 
 
 def _write_safetensors(path: Path, shapes: Shapes, dtype: torch.dtype, make: Callable[[str, tuple[int, ...]], torch.Tensor]) -> Path:
-    """Format: 8 bytes of header length, the JSON header padded to 8 bytes, the tensors one after another (safetensors 0.4)."""
+    """Format: 8 bytes of header length, the JSON header padded to 8 bytes, the tensors one after
+    another (safetensors 0.4).
+    """
     header: dict[str, dict[str, Any]] = {}
     end = 0
     for name, shape in shapes.items():

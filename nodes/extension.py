@@ -11,7 +11,7 @@ from server import PromptServer
 
 from .ksampler import sampler_nodes
 from .pool import pool_nodes
-from .report import report_node
+from .report.node import report_node
 from .runtime import Runtime, host_setup
 
 

@@ -1,4 +1,6 @@
-"""KSampler and KSampler Advanced with a pool: the stock nodes' own sockets and code, on a parallelized MODEL."""
+"""KSampler and KSampler Advanced with a pool: the stock nodes' own sockets and code, on a
+parallelized MODEL.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""PipeMesh Pool and PipeMesh Parallelize. Nothing is started here: the pool comes up when the MODEL is first sampled."""
+"""PipeMesh Pool and PipeMesh Parallelize. Nothing is started here: the pool comes up when the MODEL
+is first sampled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The pools of this ComfyUI and the clients that talk to them: made once per server, handed to every node."""
+"""The pools of this ComfyUI and the clients that talk to them: made once per server, handed to
+every node.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from PIL.Image import Image
 
-from ..launcher.devices import Placement, place, visible_gpus
-from ..launcher.hosts import between_hosts, check_rendezvous
-from ..launcher.pool import HostSetup, PoolKeeper
+from ..launcher.pool.devices import Placement, place, visible_gpus
+from ..launcher.pool.pool import PoolKeeper, RankSetup
+from ..launcher.pool.remote_machine import between_hosts, check_rendezvous
 from ..parallel_runtime.client.remote_model import Client
 from ..parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from ..parallel_runtime.client.run_figures import Evaluation, RunFigures
@@ -28,7 +30,7 @@ from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.occupancy import busy_shares
 from ..parallel_runtime.wire.tree import is_plain
-from .timeline import timeline
+from .report.picture import timeline
 
 DEFAULT_STALL_S = 300.0
 log = logging.getLogger("pipemesh")
@@ -36,20 +38,24 @@ log = logging.getLogger("pipemesh")
 
 @dataclass(frozen=True)
 class Choice:
-    """What PipeMesh Pool hands out. The placement alone says which pool: another ``patching`` needs no other ranks."""
+    """What PipeMesh Pool hands out. The placement alone says which pool: another ``patching`` needs
+    no other ranks.
+    """
 
     placement: Placement
     patching: Patching | None = None
 
 
 def plain_args(args: dict[str, Any]) -> dict[str, Any]:
-    """The parsed arguments of this ComfyUI that a rank takes over; ``fast`` is a set of enum members and goes by value."""
+    """The parsed arguments of this ComfyUI that a rank takes over; ``fast`` is a set of enum
+    members and goes by value.
+    """
     plain = {name: value for name, value in args.items() if is_plain(value)}
     return {**plain, "fast": [feature.value for feature in args.get("fast") or ()]}
 
 
-def host_setup() -> HostSetup:
-    return HostSetup(
+def rank_setup() -> RankSetup:
+    return RankSetup(
         comfyui=str(Path(comfy.__path__[0]).parent),
         comfy_args=plain_args(vars(comfy.cli_args.args)),
         stall_s=float(os.environ.get("PIPEMESH_STALL_S", DEFAULT_STALL_S)),
@@ -58,7 +64,8 @@ def host_setup() -> HostSetup:
 
 
 def choose_patching(layout: Layout, patches: int, warm_up: int, blocks: str) -> Patching | None:
-    """``patches`` 0: one more than stages, so that every stage has one while another is in the UI. None where there are no stages.
+    """``patches`` 0: one more than stages, so that every stage has one while another is in the UI.
+    None where there are no stages.
 
     Raises LayoutError.
     """
@@ -83,7 +90,9 @@ def blocks_of_stages(text: str) -> tuple[int, ...]:
 
 
 def held_on(choice: Choice, device: str) -> float:
-    """The part of a model's weights that ``device`` holds: an estimate for stages, whose blocks differ in size."""
+    """The part of a model's weights that ``device`` holds: an estimate for stages, whose blocks
+    differ in size.
+    """
     layout, stages = choice.placement.layout, choice.patching.stages if choice.patching else ()
     sizes = stages or (1,) * layout.pipefusion
     here = {layout.coordinates(rank)["pipefusion"] for rank, one in enumerate(choice.placement.devices) if one.name == device}
@@ -91,7 +100,9 @@ def held_on(choice: Choice, device: str) -> float:
 
 
 def computed_on(choice: Choice, device: str) -> float:
-    """The part of an evaluation's activations that ``device`` holds; each stage computes whole ones, the first."""
+    """The part of an evaluation's activations that ``device`` holds; each stage computes whole
+    ones, the first.
+    """
     layout = choice.placement.layout
     return sum(one.name == device for one in choice.placement.devices) / (layout.ulysses * layout.ring)
 
@@ -99,7 +110,7 @@ def computed_on(choice: Choice, device: str) -> float:
 class Runtime:
     """``show`` is given what the node that samples is to say of itself."""
 
-    def __init__(self, setup: HostSetup, show: Callable[[str], None] = lambda text: None):
+    def __init__(self, setup: RankSetup, show: Callable[[str], None] = lambda text: None):
         self._setup = setup
         self._show = show
         self._keeper = PoolKeeper(setup)
@@ -158,12 +169,15 @@ class Runtime:
         return True
 
     def report(self, only: Choice | None = None) -> dict[str, Any]:
-        """Plain data about every pool, or about ``only`` one: state, ranks, resident models, the last run's figures."""
+        """Plain data about every pool, or about ``only`` one: state, ranks, resident models, the
+        last run's figures.
+        """
         return {"pools": [self._report(placement, client) for placement, client in self._clients_of(only)]}
 
     def timeline(self, only: Choice | None = None) -> Image | None:
-        """A picture of the last run, of all pools or of ``only`` one's. None unless it was one in patches, over gloo:
-        NCCL works beside the clock that ranks look at."""
+        """A picture of the last run, of all pools or of ``only`` one's. None unless it was one in
+        patches, over gloo: NCCL works beside the clock that ranks look at.
+        """
         clients = self._clients_of(only)
         ran = [(client.memory.figures, placement) for placement, client in clients if client.memory and client.memory.figures.evaluations]
         if not ran:
@@ -197,7 +211,9 @@ class Runtime:
 
 
 def _last_run(figures: RunFigures, backend: str) -> dict[str, Any] | None:
-    """Times are medians. NCCL's messages run beside the clock that ranks look at, so what they take is not known: None."""
+    """Times are medians. NCCL's messages run beside the clock that ranks look at, so what they take
+    is not known: None.
+    """
     evaluations = list(figures.evaluations)
     if not evaluations:
         return None
@@ -220,8 +236,10 @@ def _last_run(figures: RunFigures, backend: str) -> dict[str, Any] | None:
 
 
 def _last_run_in_patches(began_s: float, mode: str, submitted: list[Evaluation], timed: bool) -> dict[str, Any]:
-    """Of what was submitted: patches, which overlap, and whole evaluations. So the time of an evaluation is a mean over the run, and how
-    much of it was exchange or the hop is not known: None."""
+    """Of what was submitted: patches, which overlap, and whole evaluations. So the time of an
+    evaluation is a mean over the run, and how much of it was exchange or the hop is not known:
+    None.
+    """
     patches = [one.part for one in submitted if one.part.patch is not None]
     whole = len(submitted) - len(patches)
     evaluations = whole + sum(part.patch[0] == 0 for part in patches)

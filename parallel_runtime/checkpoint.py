@@ -1,4 +1,6 @@
-"""A checkpoint on disk, told apart by path, size and time of change. UI and ranks map the same file and must see the same content."""
+"""A checkpoint on disk, told apart by path, size and time of change. UI and ranks map the same file
+and must see the same content.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def check_file(file: File | None) -> None:
 
 
 def check_copy(path: str, size: int) -> None:
-    """On another host, where the same file has a time of its own. Raises Refused if it is missing there or of another size."""
+    """On another host, where the same file has a time of its own. Raises Refused if it is missing
+    there or of another size.
+    """
     host = socket.gethostname()
     try:
         found = os.stat(path).st_size
@@ -45,7 +49,9 @@ def check_copy(path: str, size: int) -> None:
 
 
 def check_mapped(file: File | None) -> None:
-    """While it is mapped. Raises Refused if it was overwritten in place; a deleted or replaced one lives on for who has it mapped."""
+    """While it is mapped. Raises Refused if it was overwritten in place; a deleted or replaced one
+    lives on for who has it mapped.
+    """
     if file is None:
         return
     try:

@@ -10,7 +10,9 @@ class LayoutError(PipeMeshError, ValueError):
 
 
 class Refused(PipeMeshError):
-    """Something that cannot be honoured in parallel (an in-block patch, a model without a plan), by name."""
+    """Something that cannot be honoured in parallel (an in-block patch, a model without a plan), by
+    name.
+    """
 
 
 class NoRoom(Refused):
@@ -26,7 +28,9 @@ class OutOfMemory(ModelError):
 
 
 class PoolFailed(PipeMeshError):
-    """A rank died, hung or ran out of memory; the pool is gone and the next run starts a fresh one."""
+    """A rank died, hung or ran out of memory; the pool is gone and the next run starts a fresh
+    one.
+    """
 
 
 class SharedMemoryFull(PipeMeshError):

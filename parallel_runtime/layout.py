@@ -1,6 +1,7 @@
 """The grid of ranks, and how a sequence or a set of heads is split over one axis.
 
-Degrees are what is asked for, sizes what is. Axes, innermost first: ulysses, ring, pipefusion (later: cfg, data).
+Degrees are what is asked for, sizes what is. Axes, innermost first: ulysses, ring, pipefusion
+(later: cfg, data).
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Layout:
         return tuple(tuple(self.group("ulysses", rank) for rank in self.group("ring", first)) for first in self.group("pipefusion", 0))
 
     def grid(self, names: Sequence[str] = ()) -> str:
-        """A row per ring index, or per stage, its ulysses ranks side by side, each followed by its name (for example its device's)."""
+        """A row per ring index, or per stage, its ulysses ranks side by side, each followed by its
+        name (for example its device's).
+        """
         cells = [f"{rank:3d} {name}".rstrip() for rank, name in zip_longest(range(self.world_size), names, fillvalue="")]
         width = max(map(len, cells))
         axis = "stage" if self.pipefusion > 1 else "ring"
@@ -71,7 +74,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Split:
-    """An uneven, contiguous split of ``total`` items over ``parts`` ranks; the first ranks get one more."""
+    """An uneven, contiguous split of ``total`` items over ``parts`` ranks; the first ranks get one
+    more.
+    """
 
     sizes: tuple[int, ...]
 
@@ -90,7 +95,9 @@ class Split:
 
 
 def clip_ranges(ranges: list, start: int, size: int, offset: int = 0) -> list[tuple]:
-    """The parts of ``(begin, end, *rest)`` ranges over rows [start, start + size), renumbered from ``offset``."""
+    """The parts of ``(begin, end, *rest)`` ranges over rows [start, start + size), renumbered from
+    ``offset``.
+    """
     clipped = []
     for begin, end, *rest in ranges:
         low, high = max(begin, start), min(end, start + size)

@@ -7,7 +7,9 @@ from itertools import islice
 
 
 def host_memory() -> tuple[int, int]:
-    """(available, total) bytes. Not what is free: mapped checkpoints fill the page cache, which gives way."""
+    """(available, total) bytes. Not what is free: mapped checkpoints fill the page cache, which
+    gives way.
+    """
     with open("/proc/meminfo", encoding="ascii") as lines:
         first = [line.split() for line in islice(lines, 3)]  # MemTotal, MemFree, MemAvailable
     return int(first[2][1]) << 10, int(first[0][1]) << 10

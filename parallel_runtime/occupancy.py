@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """When a rank was at work on an evaluation, by its host's monotonic clock, and how long it waited for others meanwhile."""
+    """When a rank was at work on an evaluation, by its host's monotonic clock, and how long it
+    waited for others meanwhile.
+    """
 
     began_s: float
     ended_s: float
@@ -25,7 +27,9 @@ class Span:
 
 
 def busy_shares(submissions: Sequence[Sequence[Span]]) -> list[float]:
-    """Of each rank, the share of the time from the first to the last of these submissions in which it computed."""
+    """Of each rank, the share of the time from the first to the last of these submissions in which
+    it computed.
+    """
     ranks = list(zip(*submissions, strict=True))
     if not ranks:
         return []

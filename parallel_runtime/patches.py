@@ -1,6 +1,8 @@
-"""An image or a video cut into patches: contiguous runs of token lines, and the latent pixels they stand for.
+"""An image or a video cut into patches: contiguous runs of token lines, and the latent pixels they
+stand for.
 
-A line is one row of tokens of one frame. Tokens come frame by frame, row by row, as every family here has them.
+A line is one row of tokens of one frame. Tokens come frame by frame, row by row, as every family
+here has them.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from .layout import Split
 
 @dataclass(frozen=True)
 class Patch:
-    """Image tokens [start, start + size). The first patch carries the text as well, the others one anchor token of it: host blocks cannot
-    view an empty stream. An anchor's keys and values are nobody's. The last one also has what the host puts behind the image."""
+    """Image tokens [start, start + size). The first patch carries the text as well, the others one
+    anchor token of it: host blocks cannot view an empty stream. An anchor's keys and values are
+    nobody's. The last one also has what the host puts behind the image.
+    """
 
     start: int
     size: int
@@ -31,7 +35,9 @@ class Patch:
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """A latent (B, C, H, W) or (B, C, T, H, W) of ``extent`` pixels (without B, C), a token for each box of ``edges``; the host pads."""
+    """A latent (B, C, H, W) or (B, C, T, H, W) of ``extent`` pixels (without B, C), a token for
+    each box of ``edges``; the host pads.
+    """
 
     extent: tuple[int, ...]
     edges: tuple[int, ...]
@@ -59,7 +65,8 @@ class TokenGrid:
     def cut(self, patches: int, ahead: int = 0) -> tuple[Patch, ...]:
         """``patches`` of them, fewer where there are fewer lines, as even as whole lines go.
 
-        ``ahead``: tokens that are computed with the first one, which has so many fewer: every stage waits for the longest patch.
+        ``ahead``: tokens that are computed with the first one, which has so many fewer: every stage
+        waits for the longest patch.
         """
         count, width = min(self.lines, patches), self.counts[-1]
         extra = round(ahead / width)

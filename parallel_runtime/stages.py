@@ -51,7 +51,8 @@ def slowest(costs: Sequence[float], stages: Sequence[Stage]) -> float:
 
 
 def share_out(costs: Sequence[float], stages: int) -> tuple[Stage, ...]:
-    """Every stage has a block at least, and the slowest one is as fast as can be; of equal ways, the one with early borders.
+    """Every stage has a block at least, and the slowest one is as fast as can be; of equal ways,
+    the one with early borders.
 
     Raises LayoutError where there are more stages than blocks.
     """

@@ -1,4 +1,6 @@
-"""The pack as ``pipemesh``, ComfyUI on the CPU, and pools that are started once and shared by the whole run."""
+"""The pack as ``pipemesh``, ComfyUI on the CPU, and pools that are started once and shared by the
+whole run.
+"""
 
 import json
 import os
@@ -36,9 +38,9 @@ def pytest_configure():
 
 @pytest.fixture(scope="session")
 def setup():
-    from pipemesh.launcher.pool import HostSetup
+    from pipemesh.launcher.pool.pool import RankSetup
 
-    return HostSetup(comfyui=COMFYUI, comfy_args={"cpu": True})
+    return RankSetup(comfyui=COMFYUI, comfy_args={"cpu": True})
 
 
 @pytest.fixture
@@ -61,8 +63,8 @@ def clients(setup):
 @contextmanager
 def running_clients(setup):
     """As ``clients``, with pools of their own that end here."""
-    from pipemesh.launcher.devices import place
-    from pipemesh.launcher.pool import PoolHandle
+    from pipemesh.launcher.pool.devices import place
+    from pipemesh.launcher.pool.pool import PoolHandle
     from pipemesh.parallel_runtime.client.remote_model import Client
     from pipemesh.parallel_runtime.layout import Layout
 
@@ -84,7 +86,9 @@ def running_clients(setup):
 
 @pytest.fixture(scope="module")
 def broken(setup, tmp_path_factory):
-    """(mutation, ulysses, ring, pipefusion) -> a Client of a running CPU pool of that layout whose ranks have it."""
+    """(mutation, ulysses, ring, pipefusion) -> a Client of a running CPU pool of that layout whose
+    ranks have it.
+    """
     from pipemesh.parallel_runtime.client.remote_model import Client
 
     mutation_file = tmp_path_factory.mktemp("mutation") / "name"
@@ -128,9 +132,9 @@ def broken_pipeline(broken, truths):
 @pytest.fixture
 def ranks(tmp_path, setup):
     """layout, task of rank_main.py -> what each of that many real ranks says."""
-    from pipemesh.launcher.crew import rank_environment
-    from pipemesh.launcher.devices import Device
-    from pipemesh.launcher.supervisor import Command
+    from pipemesh.launcher.pool.crew import rank_environment
+    from pipemesh.launcher.pool.devices import Device
+    from pipemesh.launcher.pool.supervisor import Command
 
     def ask(layout, task: str) -> list:
         command = (sys.executable, str(ROOT / "tests" / "rank_main.py"), str(ROOT), COMFYUI, str(tmp_path / "store"))
@@ -191,7 +195,9 @@ def requests(client, monkeypatch):
 
 @pytest.fixture
 def pair(files, client):
-    """The stock MODEL of a file and its parallel twin; the twin has its own stock object, as in a graph with two loaders."""
+    """The stock MODEL of a file and its parallel twin; the twin has its own stock object, as in a
+    graph with two loaders.
+    """
     from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 
     from .models import load

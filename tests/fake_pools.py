@@ -7,12 +7,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pipemesh.launcher.devices import Placement, place
-from pipemesh.launcher.pool import HostSetup, WorkerPool
-from pipemesh.launcher.supervisor import process_of_its_own
+from pipemesh.launcher.pool.devices import Placement, place
+from pipemesh.launcher.pool.pool import RankSetup, WorkerPool
+from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.wire.messages import Forward, Load, Patch, Release
+from pipemesh.parallel_runtime.wire.messages import Forward, Load, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.segment import TensorRef
 
 FAKE = str(Path(__file__).with_name("fake_worker.py"))
@@ -20,14 +20,14 @@ DEADLINE_S = 60.0  # only ever reached by a test that fails
 OUT = TensorRef(4096, (64,), "uint8")
 MAKE = {
     "Load": lambda number: Load(request=number, model="m", source=b""),
-    "Patch": lambda number: Patch(request=number, model="m", patches_id="p", payload=b""),
+    "SetWeightPatches": lambda number: SetWeightPatches(request=number, model="m", patches_id="p", payload=b""),
     "Release": lambda number: Release(request=number, model="m"),
     "Forward": lambda number: Forward(request=number, model="m", patches_id="", arguments=b"", arena_bytes=0, out=OUT),
 }
 
 
-def fake_setup(*rules: str, stall_s: float = DEADLINE_S) -> HostSetup:
-    return HostSetup(comfyui="", stall_s=stall_s, argv=(sys.executable, FAKE, "{fd}", "{parent}", *rules), start=process_of_its_own)
+def fake_setup(*rules: str, stall_s: float = DEADLINE_S) -> RankSetup:
+    return RankSetup(comfyui="", stall_s=stall_s, argv=(sys.executable, FAKE, "{fd}", "{parent}", *rules), start=process_of_its_own)
 
 
 def cpus(ranks: int) -> Placement:
@@ -35,7 +35,9 @@ def cpus(ranks: int) -> Placement:
 
 
 class Pools:
-    """``pools(ranks, rule, ...)`` is a pool of fake ranks that is ready, so many or placed so; all are closed in the end."""
+    """``pools(ranks, rule, ...)`` is a pool of fake ranks that is ready, so many or placed so; all
+    are closed in the end.
+    """
 
     def __init__(self):
         self._made: list[WorkerPool] = []
@@ -87,7 +89,9 @@ def is_alive(pid: int) -> bool:
 
 
 def failing(ranks: int, *rules: str, kind: str, first: str = "Release", **setup) -> str:
-    """The sentence of a pool that fails in a request of this kind; checks that nothing of it is left."""
+    """The sentence of a pool that fails in a request of this kind; checks that nothing of it is
+    left.
+    """
     pool = WorkerPool(cpus(ranks), fake_setup(*rules, **setup))
     pool.start()
     call(pool, first)

@@ -1,8 +1,10 @@
-"""A rank without torch or ComfyUI: speaks the channel as the wire's schema says, and misbehaves where a rule tells it to.
+"""A rank without torch or ComfyUI: speaks the channel as the wire's schema says, and misbehaves
+where a rule tells it to.
 
-``fake_worker.py SOCKET_FD PARENT_PID RULE...``. A rule ``RANK:MESSAGE=DEED`` says what this rank does with such a message
-(``*``: any rank, any message; the last rule that fits wins, no rule means ``answer``). The board is written as ``wire/arena.py``
-lays it out; its word 1, unused there, is a gate that a test opens.
+``fake_worker.py SOCKET_FD PARENT_PID RULE...``. A rule ``RANK:MESSAGE=DEED`` says what this rank
+does with such a message (``*``: any rank, any message; the last rule that fits wins, no rule means
+``answer``). The board is written as ``wire/arena.py`` lays it out; its word 1, unused there, is a
+gate that a test opens.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BOARD_BYTES, LINE_BYTES, GATE = 4096, 64, 8
 PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing", "releasing")
-PHASE = {"Start": "importing", "Load": "loading", "Patch": "patching", "Adopt": "patching", "Release": "releasing", "Forward": "computing"}
+PHASE = {
+    "Start": "importing",
+    "Load": "loading",
+    "SetWeightPatches": "patching",
+    "Adopt": "patching",
+    "Release": "releasing",
+    "Forward": "computing",
+}
 MEMORY = [3 << 20, 4 << 20, 1 << 20]  # free, total, model
 TICK_S = 0.01
 
@@ -80,7 +89,7 @@ class Rank:
             getattr(self, deed.replace("-", "_"))(message)
             self.board.enter("waiting")
 
-    # -- deeds -------------------------------------------------------------------------------------------------------
+    # -- deeds
 
     def answer(self, message: dict, **fields) -> None:
         """``output`` tells the test what this rank has handled so far."""
@@ -174,7 +183,7 @@ class Rank:
     def garbage(self, message: dict) -> None:
         self.send({"type": "Nonsense", "request": message.get("request", 0)})
 
-    # ----------------------------------------------------------------------------------------------------------------
+    # --
 
     def fail(self, message: dict, kind: str, text: str) -> None:
         where = {"request": message["request"], "phase": PHASE[message["type"]]}
@@ -198,7 +207,7 @@ def main() -> None:
 
     sys.path.pop(0)
     register_package(ROOT)
-    from pipemesh.launcher.worker_main import die_with_parent
+    from pipemesh.launcher.pool.worker_main import die_with_parent
     from pipemesh.parallel_runtime.wire.channel import Channel, ChannelClosed
 
     die_with_parent(int(sys.argv[2]))

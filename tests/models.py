@@ -3,7 +3,7 @@
 import inspect
 
 import torch
-from pipemesh.launcher.parity import conditioning, sample
+from pipemesh.launcher.commands.parity import conditioning, sample
 
 
 def run(model, seed=7, steps=3, cfg=1.0, sampler="euler", positive=None, negative=None, size=(8, 10), batch=1, **kwargs):
@@ -68,7 +68,9 @@ class IdleRank:
 
 
 def asked_of(patcher, case):
-    """A stock transformer's forward, and the arguments its sampler gives it in the first steps of a case."""
+    """A stock transformer's forward, and the arguments its sampler gives it in the first steps of a
+    case.
+    """
     module = patcher.model.diffusion_model
     name = "_forward" if hasattr(type(module), "_forward") else "forward"
     forward = getattr(module, name)

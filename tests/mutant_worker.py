@@ -1,4 +1,5 @@
-"""A rank with one thing broken, whatever FILE names when a model is loaded: ``mutant_worker.py FILE SOCKET_FD PARENT_PID``.
+"""A rank with one thing broken, whatever FILE names when a model is loaded: ``mutant_worker.py FILE
+SOCKET_FD PARENT_PID``.
 
 Shows that the parity suite can go red.
 """
@@ -61,7 +62,9 @@ def pe_slice(usp):
 
 
 def uneven_split(usp):
-    """Tokens are split as if they divided: parts begin where even ones would, though the first are longer."""
+    """Tokens are split as if they divided: parts begin where even ones would, though the first are
+    longer.
+    """
     from pipemesh.parallel_runtime.methods import shards
 
     class AsIfEven(shards.Split):
@@ -79,7 +82,9 @@ def lse_merge(usp):
 
 
 def ring_order(usp):
-    """Blocks of two ranks that have as many tokens are taken for each other's: the mask's columns no longer fit the keys."""
+    """Blocks of two ranks that have as many tokens are taken for each other's: the mask's columns
+    no longer fit the keys.
+    """
     from pipemesh.parallel_runtime.comm import ring
 
     real = ring.Block
@@ -146,7 +151,7 @@ def has_no_memory_left(usp):
 
 def cannot_read_its_input(_usp):
     """The last stage, of the second patch."""
-    from pipemesh.parallel_runtime.worker import engine
+    from pipemesh.parallel_runtime.worker import rank_loop as engine
 
     real = engine.Engine._input
     patches = set()
@@ -169,7 +174,9 @@ def cannot_read_its_input(_usp):
 
 
 def must_receive_ahead(usp):
-    """Nothing is broken: a second stage that the first is far ahead of falls over if it had not posted a receive it could have."""
+    """Nothing is broken: a second stage that the first is far ahead of falls over if it had not
+    posted a receive it could have.
+    """
     slow_stage(usp)
     forward, real = stage_module().StageForward, stage_module().StageForward._come_in
     seen = set()
@@ -189,7 +196,9 @@ def receives_late(usp):
 
 
 def patches_its_own_weights(_usp):
-    """Nothing is broken: a stage falls over if it patches weights of other stages' blocks, or leaves out its own."""
+    """Nothing is broken: a stage falls over if it patches weights of other stages' blocks, or
+    leaves out its own.
+    """
     from pipemesh.parallel_runtime.worker.resident import ResidentModel
 
     real = ResidentModel.patch
@@ -221,15 +230,17 @@ def no_memory_beside_another_model(_usp):
 
 def no_memory_on_ranks(ranks, when=lambda engine: True):
     from pipemesh.parallel_runtime.wire.messages import Memory
-    from pipemesh.parallel_runtime.worker import engine
+    from pipemesh.parallel_runtime.worker import rank_loop as engine
 
     real = engine.Engine._ask_memory
     engine.Engine._ask_memory = lambda self: Memory(0, 1 << 30, 0) if self._rank in ranks and when(self) else real(self)
 
 
 def counts_what_it_keeps(_usp):
-    """Nothing is broken: a stage falls over if its keys and values are not what it reserved, not of this run, or not where they were."""
-    from pipemesh.parallel_runtime.worker import engine
+    """Nothing is broken: a stage falls over if its keys and values are not what it reserved, not of
+    this run, or not where they were.
+    """
+    from pipemesh.parallel_runtime.worker import rank_loop as engine
 
     forward, reserve, run = stage_module().StageForward, engine.Engine.reserve, stage_module().StageForward.run
     reserved, places = {}, {}
@@ -264,7 +275,9 @@ def rows_of_the_buffer(_usp):
 
 
 def anchors_are_kept(_usp):
-    """The keys of the one text token that a patch carries for the host's sake are taken for the text's first."""
+    """The keys of the one text token that a patch carries for the host's sake are taken for the
+    text's first.
+    """
     pipefusion, real = stage_module(), stage_module().StageForward._choose_rows
 
     def choose_rows(self, totals):
@@ -318,8 +331,10 @@ def stage_module():
 def break_at_every_load(named_in):
     """What was broken for the model before is whole again."""
     from pipemesh.parallel_runtime.comm import ring
-    from pipemesh.parallel_runtime.methods import pipefusion, shards, usp
-    from pipemesh.parallel_runtime.worker import engine, resident
+    from pipemesh.parallel_runtime.methods import shards, usp
+    from pipemesh.parallel_runtime.methods.pipefusion import stage as pipefusion
+    from pipemesh.parallel_runtime.worker import rank_loop as engine
+    from pipemesh.parallel_runtime.worker import resident
 
     real = engine.Engine._load
 
@@ -346,5 +361,5 @@ if __name__ == "__main__":
 
     register_package(LAUNCHER.parent)
     break_at_every_load(mutation_file)
-    sys.argv[0] = str(LAUNCHER / "worker_main.py")
+    sys.argv[0] = str(LAUNCHER / "pool" / "worker_main.py")
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -10,11 +10,11 @@ import comfy.supported_models
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
-from pipemesh.launcher.parity import CONTEXT_DIM, VEC_DIM, conditioning
+from pipemesh.launcher.commands.parity import CONTEXT_DIM, VEC_DIM, conditioning
 from pipemesh.launcher.random_models import random_patcher
-from pipemesh.launcher.reference import reference
 from pipemesh.launcher.tiny import build_flux_patcher, flux_config
 from pipemesh.parallel_runtime.client import timelines
+from pipemesh.parallel_runtime.client.in_process import reference
 
 FREE = "free-running"
 ALL_WARM = 9999
@@ -54,7 +54,9 @@ def patched(patches=3, warm_up=ALL_WARM, fill=False):
 
 @pytest.fixture
 def one_cond_at_a_time(monkeypatch):
-    """As the host has it where memory is short: then stock's arithmetic is that of conds in flight one by one, to the last bit."""
+    """As the host has it where memory is short: then stock's arithmetic is that of conds in flight
+    one by one, to the last bit.
+    """
     monkeypatch.setattr(ModelPatcher, "get_free_memory", lambda self, device: 0)
 
 

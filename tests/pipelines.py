@@ -1,4 +1,6 @@
-"""Models sampled by pipelines and by what they are held against, and what tests do in the middle of a run."""
+"""Models sampled by pipelines and by what they are held against, and what tests do in the middle of
+a run.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from functools import cache
 
 import comfy.sample
 import torch
-from pipemesh.launcher.parity import Case, sample, stock_model
-from pipemesh.launcher.reference import reference
+from pipemesh.launcher.commands.parity import Case, sample, stock_model
+from pipemesh.parallel_runtime.client.in_process import reference
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 
 ALL_WARM = 9999
@@ -30,7 +32,9 @@ class Truths:
 
 
 def pipelines(clients, truths):
-    """(family, (pipefusion, ulysses), patches, warm_up) -> a MODEL sampled by a pool of that layout."""
+    """(family, (pipefusion, ulysses), patches, warm_up) -> a MODEL sampled by a pool of that
+    layout.
+    """
 
     def make(family, layout, patches, warm_up=1, notice=lambda mode: None):
         stages, ulysses = layout
@@ -51,7 +55,9 @@ def broken_pipelines(broken, truths):
 
 
 def with_callback(model, of, act, at_step=1):
-    """Samples; ``act`` is called when all patches have come to a step: the others are on their way then."""
+    """Samples; ``act`` is called when all patches have come to a step: the others are on their way
+    then.
+    """
 
     def callback(step, x0, x, total):
         if step == at_step:

@@ -1,4 +1,6 @@
-"""A rank without a pool: ``rank_main.py ROOT COMFYUI STORE RANK ULYSSES RING TASK`` joins the others over gloo, prints what it saw."""
+"""A rank without a pool: ``rank_main.py ROOT COMFYUI STORE RANK ULYSSES RING TASK`` joins the
+others over gloo, prints what it saw.
+"""
 
 import json
 import os
@@ -18,8 +20,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from pipemesh.benchmarks.forwards import Forwards, StandinExchange, StandinRing, standin  # noqa: E402
 from pipemesh.parallel_runtime.comm.exchange import Exchange  # noqa: E402
+from pipemesh.parallel_runtime.comm.mesh import connect  # noqa: E402
 from pipemesh.parallel_runtime.comm.ring import Ring  # noqa: E402
-from pipemesh.parallel_runtime.comm.sequence import connect  # noqa: E402
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan  # noqa: E402
 from pipemesh.parallel_runtime.layout import Layout  # noqa: E402
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel  # noqa: E402
@@ -28,7 +30,9 @@ torch.set_num_threads(1)
 
 
 def calls(layout, comm):
-    """The collective calls and bytes of one evaluation, by the real groups and by their stand-ins."""
+    """The collective calls and bytes of one evaluation, by the real groups and by their
+    stand-ins.
+    """
     seen = []
 
     def watch(cls, name, describe):
@@ -92,7 +96,7 @@ def grouped(_layout, comm):
 
 layout = Layout(ulysses=int(ulysses), ring=int(ring))
 dist.init_process_group("gloo", store=dist.FileStore(store, layout.world_size), rank=int(rank), world_size=layout.world_size)
-groups = connect(layout.mesh(), int(rank), device_type="cpu", on_host=False, wants_stop=lambda: False)
+groups = connect(layout.mesh(), int(rank), device_type="cpu", via_cpu=False, wants_stop=lambda: False)
 with torch.inference_mode():
     print(json.dumps({"calls": calls, "grouped": grouped}[task](layout, groups)), flush=True)
 dist.barrier()

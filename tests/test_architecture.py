@@ -1,4 +1,6 @@
-"""The house rules that a machine can check: which way imports point, where ComfyUI may be touched, how long things may get."""
+"""The house rules that a machine can check: which way imports point, where ComfyUI may be touched,
+how long things may get.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,20 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "__init__.py",
     "nodes/",
     "parallel_runtime/client/",
-    "parallel_runtime/worker/",
-    "launcher/bench.py",
+    "parallel_runtime/comfy_bridge/",
     "launcher/demo_nodes/",
-    "launcher/parity.py",
+    "launcher/commands/parity.py",
     "launcher/random_models.py",
-    "launcher/reference.py",
     "launcher/tiny.py",
 )
-BEFORE_THE_HOST = ("launcher/__init__.py", "launcher/__main__.py", "launcher/host.py", "launcher/install.py", "launcher/package.py")
-SCRIPTS = ("launcher/fork_server_main.py", "launcher/worker_main.py")  # started by path, so they cannot import relatively
+BEFORE_THE_HOST = (
+    "launcher/__init__.py",
+    "launcher/__main__.py",
+    "launcher/comfyui/find.py",
+    "launcher/comfyui/install.py",
+    "launcher/package.py",
+)
+SCRIPTS = ("launcher/pool/fork_server_main.py", "launcher/pool/worker_main.py")  # started by path, so they cannot import relatively
 RUNTIME = "parallel_runtime"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 100
@@ -168,7 +174,7 @@ def test_the_file_keeps_the_house_rules(file: Path) -> None:
         ("parallel_runtime/mesh.py", "import nodes", "only the bridge modules"),
         ("nodes/pool.py", "from launcher.pool import Pool", "absolute name"),
         ("launcher/demo.py", "import pipemesh.launcher.host", "absolute name"),
-        ("launcher/install.py", "import requests", "standard library only"),
+        ("launcher/comfyui/install.py", "import requests", "standard library only"),
         ("nodes/pool.py", "\n" * 501, "at most 500"),
         ("tests/test_pool.py", "def long():\n" + "    pass\n" * 100, "long has 101 lines"),
         ("nodes/pool.py", "class A:\n    async def long(self):\n" + "        pass\n" * 100, "long has 101 lines"),
@@ -186,7 +192,7 @@ def test_a_broken_rule_is_found_and_named(path: str, source: str, says: str) -> 
         ("nodes/pool.py", "import nodes\nfrom comfy_api.latest import io\nfrom ..launcher.pool import Pool\nfrom .report import Report"),
         ("launcher/pool.py", "import torch\nfrom ..parallel_runtime.wire import messages\nfrom ..parallel_runtime.client import session"),
         ("parallel_runtime/client/session.py", "import comfy.utils\nfrom ..wire import arena\nfrom ..errors import Refused"),
-        ("parallel_runtime/worker/engine.py", "import comfy\nfrom ..wire.arena import Arena\nfrom ..families import FAMILIES"),
+        ("parallel_runtime/comfy_bridge/source.py", "import comfy\nfrom ..wire.arena import Arena\nfrom ..families import FAMILIES"),
         ("parallel_runtime/families/flux.py", "import torch\nfrom .plan import Plan\nfrom . import plan\nfrom ..errors import Refused"),
         ("parallel_runtime/families/__init__.py", "from .flux import FLUX\nfrom .plan import Plan"),
         ("parallel_runtime/comm/ring.py", "import math\nimport torch\nfrom .exchange import swap\nfrom .. import errors"),
@@ -199,4 +205,4 @@ def test_what_the_rules_allow_passes(path: str, source: str) -> None:
 
 
 def test_no_checked_file_is_missed() -> None:
-    assert {"launcher/host.py", "tests/test_architecture.py"} <= {file.relative_to(ROOT).as_posix() for file in project_files()}
+    assert {"launcher/comfyui/find.py", "tests/test_architecture.py"} <= {file.relative_to(ROOT).as_posix() for file in project_files()}

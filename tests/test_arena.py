@@ -34,7 +34,7 @@ def largest_file(nbytes: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# -- segments ------------------------------------------------------------------------------------------------------------
+# -- segments
 
 
 def test_a_segment_that_grows_keeps_its_refs_and_its_old_views():
@@ -128,7 +128,7 @@ def test_a_closed_arena_gives_its_memory_back_with_the_last_view():
     assert (arena.board.phase(3), arena.board.progress(3)) == ("computing", 7 << 32)
 
 
-# -- arena ---------------------------------------------------------------------------------------------------------------
+# -- arena
 
 
 def test_an_arena_that_cannot_grow_says_so_and_stays_usable():

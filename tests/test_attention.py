@@ -1,4 +1,6 @@
-"""Kernels that return LSE, and the merge: attention over parts of the keys equals attention over all of them."""
+"""Kernels that return LSE, and the merge: attention over parts of the keys equals attention over
+all of them.
+"""
 
 import math
 from types import SimpleNamespace
@@ -37,7 +39,9 @@ def truth(q, k, v, mask):
 
 
 def in_parts(q, k, v, mask, cuts):
-    """Attention over ``cuts`` consecutive keys at a time, merged one part after another, as a ring does."""
+    """Attention over ``cuts`` consecutive keys at a time, merged one part after another, as a ring
+    does.
+    """
     partial, offset = None, 0
     for size in cuts:
         part = slice(offset, offset + size)
@@ -160,7 +164,7 @@ def test_bias_rows_for_the_efficient_kernel_begin_aligned_and_are_held_once(shap
     assert bias.untyped_storage().nbytes() == 4 * kernels.ALIGN * math.prod(shape[:-1])
 
 
-# -- which kernel ------------------------------------------------------------------------------------------------------
+# -- which kernel
 
 FLASH_3, FLASH_2 = kernels.FLASH_PACKAGES
 TURING, AMPERE, ADA, HOPPER, BLACKWELL = (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)
@@ -196,7 +200,9 @@ def test_what_flash_does_not_take_goes_to_a_kernel_that_does():
 @pytest.mark.parametrize("package", kernels.FLASH_PACKAGES)
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_flash_attn_is_called_as_its_packages_want_it(monkeypatch, package, scale):
-    """Tokens before heads; version 2 returns the probabilities too, version 3 did not always take the word for it."""
+    """Tokens before heads; version 2 returns the probabilities too, version 3 did not always take
+    the word for it.
+    """
     q, k, v = make(3, 2, 3, 5, 7, 16)
 
     def in_version_2(q, k, v, dropout_p=0.0, softmax_scale=None, return_attn_probs=False):

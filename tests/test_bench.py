@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pipemesh.benchmarks import command as bench
 from pipemesh.benchmarks import hop, load, pipefusion, sp
 from pipemesh.benchmarks.capacity import capacity
 from pipemesh.benchmarks.figures import Estimate, Figure, Goal, Options, estimate, exactly, number, percentile
 from pipemesh.benchmarks.forwards import StandinExchange, StandinRing
 from pipemesh.benchmarks.lockstep import Phase, Ranks, merge
-from pipemesh.launcher import bench
-from pipemesh.launcher.host import Host
+from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
-from pipemesh.parallel_runtime.comm.sequence import SequenceComm
+from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 
 from .conftest import ALL
 from .models import evaluate
@@ -106,7 +106,7 @@ def test_a_phase_for_one_is_run_by_the_ranks_in_turn():
     assert rounds == [{"alone": 1.0, "both": 2.0}, {"both": 2.0}] * 2
 
 
-# -- the stand-in ----------------------------------------------------------------------------------------------------
+# -- the stand-in
 
 
 class WatchedStandin(StandinExchange):
@@ -121,7 +121,7 @@ class WatchedStandin(StandinExchange):
 
 @pytest.fixture(scope="module")
 def tiny():
-    from pipemesh.launcher.parity import stock_model
+    from pipemesh.launcher.commands.parity import stock_model
 
     return stock_model(heads=5).model.diffusion_model
 
@@ -142,7 +142,7 @@ def test_the_standin_receives_ordinary_numbers(tiny):
         assert received[-1] == 0  # the last rank's flag: nobody wishes to stop
 
 
-# -- the command -----------------------------------------------------------------------------------------------------
+# -- the command
 
 
 class Bench:
@@ -194,7 +194,7 @@ def test_every_name_is_a_module_with_a_bench(name):
 
 
 def host():
-    return Host.from_json(os.environ["PIPEMESH_HOST"])
+    return ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
 
 
 def test_the_load_bench_runs(monkeypatch):

@@ -2,16 +2,18 @@
 
 import pytest
 import torch
-from pipemesh.parallel_runtime.client.host_model import Source
 from pipemesh.parallel_runtime.client.remote_model import Client
+from pipemesh.parallel_runtime.comfy_bridge.source import Source
 from pipemesh.parallel_runtime.errors import OutOfMemory, RunCancelled
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.messages import Done, Forget, Forward, Load, Memory, Part, Patch, Release
+from pipemesh.parallel_runtime.wire.messages import Done, Forget, Forward, Load, Memory, Part, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import NotPlain, decode_tree, encode_tree
 
 
 class Ledger:
-    """A pool of one rank with room for ``room`` models; ``short`` names a kind of request that needs one place more."""
+    """A pool of one rank with room for ``room`` models; ``short`` names a kind of request that
+    needs one place more.
+    """
 
     def __init__(self, room: int, short: type = Load):
         self.arena, self.memory, self.state, self.size, self.idle = Arena(), [Memory(1, 2, 3)], "ready", 1, True
@@ -177,7 +179,7 @@ def test_the_least_recently_used_model_makes_room_for_another():
 
 
 def test_weight_patches_and_forwards_without_room_release_other_models_and_go_on():
-    for short, ask in ((Patch, patch), (Forward, forward)):
+    for short, ask in ((SetWeightPatches, patch), (Forward, forward)):
         pool = Ledger(room=2, short=short)
         client = Client(pool, shares_weights=False)
         load(client, "a", "b", "c")

@@ -1,4 +1,6 @@
-"""The groups through a rank are those of the layout, and what travels between them: how many messages, and when."""
+"""The groups through a rank are those of the layout, and what travels between them: how many
+messages, and when.
+"""
 
 from types import SimpleNamespace
 
@@ -6,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipemesh.benchmarks.forwards import StandinExchange, StandinRing, standin
-from pipemesh.launcher.parity import stock_model
+from pipemesh.launcher.commands.parity import stock_model
 from pipemesh.parallel_runtime.comm import ring as ring_module
+from pipemesh.parallel_runtime.comm.mesh import connect
 from pipemesh.parallel_runtime.comm.ring import Ring
-from pipemesh.parallel_runtime.comm.sequence import connect
 from pipemesh.parallel_runtime.layout import Layout
 
 from .models import evaluate
 
-# -- one mesh ----------------------------------------------------------------------------------------------------------
+# -- one mesh
 
 PLACES = [(Layout(ulysses=u, ring=r), rank) for u, r in ((2, 3), (3, 2), (4, 1), (1, 3)) for rank in range(u * r)]
 
@@ -26,7 +28,7 @@ def joined():
 
     def join(layout, rank):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-        return connect(layout.mesh(), rank, device_type="cpu", on_host=False, wants_stop=lambda: False)
+        return connect(layout.mesh(), rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
 
     yield join
     dist.destroy_process_group()
@@ -51,7 +53,7 @@ def test_the_stand_in_of_a_rank_stands_where_the_grid_shows_it(layout, rank):
     assert (comm.ulysses.size, comm.ring.size, comm.size) == (layout.ulysses, layout.ring, layout.world_size)
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
+# -- messages
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def test_the_next_block_is_on_its_way_while_the_current_one_is_computed_with(mon
 
     monkeypatch.setattr(ring_module.dist, "P2POp", lambda op, tensor, peer, group: SimpleNamespace(op=op, tensor=tensor))
     monkeypatch.setattr(ring_module.dist, "batch_isend_irecv", batch)
-    ring = Ring(None, range(size), 0, on_host=False)
+    ring = Ring(None, range(size), 0, via_cpu=False)
     for number, block in enumerate(ring.walk(torch.full((2, 1, 1, 3, 4), -1.0), [3] * size, torch.zeros(1))):
         assert block.source == -number % size
         events.append(f"computed {number}")

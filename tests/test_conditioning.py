@@ -1,9 +1,11 @@
-"""Conditioning crosses once: recognised by content, told apart by content, evicted between runs only."""
+"""Conditioning crosses once: recognised by content, told apart by content, evicted between runs
+only.
+"""
 
 import pytest
 import torch
+from pipemesh.parallel_runtime.client.conditioning import RECENT, ConditioningCache
 from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, Arena, Board
-from pipemesh.parallel_runtime.wire.conditioning import RECENT, ConditioningCache
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 
 from .test_wire import descriptors
@@ -24,7 +26,9 @@ def cache(arena):
 
 
 def text(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A new tensor of the same content for the same seed, as the host makes one for every evaluation."""
+    """A new tensor of the same content for the same seed, as the host makes one for every
+    evaluation.
+    """
     return torch.randn(shape or (1, 16, 8), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 

@@ -1,4 +1,6 @@
-"""A ControlNet's residuals are as large as all hidden states together: a rank takes the rows it computes, and no others."""
+"""A ControlNet's residuals are as large as all hidden states together: a rank takes the rows it
+computes, and no others.
+"""
 
 import weakref
 from itertools import pairwise
@@ -9,13 +11,13 @@ import torch
 from pipemesh.benchmarks.forwards import standin
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods.patches import PatchForward
-from pipemesh.parallel_runtime.methods.pipefusion import StageForward, leave_out
+from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
+from pipemesh.parallel_runtime.methods.pipefusion.stage import StageForward, leave_out
 from pipemesh.parallel_runtime.patches import Patch
 from pipemesh.parallel_runtime.stages import Stage
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Part
-from pipemesh.parallel_runtime.worker.engine import Engine
+from pipemesh.parallel_runtime.worker.rank_loop import Engine
 
 from .models import IdleRank
 

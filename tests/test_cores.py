@@ -1,4 +1,6 @@
-"""Ranks that share a CPU keep off each other's cores, and their message threads do not interrupt them."""
+"""Ranks that share a CPU keep off each other's cores, and their message threads do not interrupt
+them.
+"""
 
 import os
 import threading

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 from PIL import Image
-from pipemesh.launcher import demo
-from pipemesh.launcher.host import Host
-from pipemesh.launcher.install import LaunchError
+from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.launcher.comfyui.install import LaunchError
+from pipemesh.launcher.commands import demo
 
 ROWS = (
     "time per step",
@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch):
     """The demo with a model of a few blocks."""
     monkeypatch.setattr(demo, "Size", partial(demo.Size, hidden=128, double_blocks=1, single_blocks=1, pixels=64))
     terminated = signal.getsignal(signal.SIGTERM)
-    yield lambda: demo.main(["--steps", "2", "--keep", str(tmp_path)], Host.from_json(os.environ["PIPEMESH_HOST"]))
+    yield lambda: demo.main(["--steps", "2", "--keep", str(tmp_path)], ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]))
     signal.signal(signal.SIGTERM, terminated)
 
 

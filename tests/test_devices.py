@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.launcher.devices import Device, Placement, place, visible_gpus
+from pipemesh.launcher.pool.devices import Device, Placement, place, visible_gpus
 from pipemesh.parallel_runtime.comm.cores import share_of_cores
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout

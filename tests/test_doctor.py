@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from pipemesh.launcher import doctor
-from pipemesh.launcher.doctor import Device, Facts, Finding, Package, can_run, findings, report
-from pipemesh.launcher.host import Host
+from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.launcher.commands import doctor
+from pipemesh.launcher.commands.doctor import Device, Facts, Finding, Package, can_run, findings, report
 
 NEEDED = (Package("greenlet", "3.2"), Package("msgspec", "0.20"), Package("safetensors", "0.6"))
 CPU = Facts(
@@ -101,7 +101,7 @@ def test_the_page_holds_every_finding_and_fits_one_screen() -> None:
 
 
 def test_this_machine_can_be_looked_at_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    host = Host("/opt/python", "/opt/ComfyUI", "0.30.0", base="")
+    host = ComfyInstall("/opt/python", "/opt/ComfyUI", "0.30.0", base="")
     status = doctor.main([], host)
     assert "/opt/ComfyUI (your own)" in capsys.readouterr().out
     assert doctor.main(["--json"], host) == status

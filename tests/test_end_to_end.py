@@ -1,4 +1,6 @@
-"""A real ComfyUI server, spoken to as a browser would: the pack's nodes, the pool behind them, cancel, faults, two instances."""
+"""A real ComfyUI server, spoken to as a browser would: the pack's nodes, the pool behind them,
+cancel, faults, two instances.
+"""
 
 import json
 import os
@@ -12,12 +14,12 @@ import psutil
 import pytest
 import torch
 from PIL import Image
-from pipemesh.launcher.demo import node
-from pipemesh.launcher.host import Host
-from pipemesh.launcher.parity import BOUND, relative_error
-from pipemesh.launcher.server import ComfyServer
+from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.launcher.comfyui.server import ComfyServer
+from pipemesh.launcher.commands.demo import node
+from pipemesh.launcher.commands.parity import BOUND, relative_error
 from pipemesh.launcher.tiny import write_flux, write_lora
-from pipemesh.nodes.timeline import FOOT, ROW, WIDTH
+from pipemesh.nodes.report.picture import FOOT, ROW, WIDTH
 from safetensors.torch import load_file
 
 from .conftest import ALL
@@ -29,7 +31,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def host():
-    return Host.from_json(os.environ["PIPEMESH_HOST"])
+    return ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,9 @@ def graph(
     between=(),
     unet="flux",
 ):
-    """A stock workflow, with ``parallel`` through PipeMesh Parallelize; ``between``: nodes from the loader to the sampler."""
+    """A stock workflow, with ``parallel`` through PipeMesh Parallelize; ``between``: nodes from the
+    loader to the sampler.
+    """
     model = ["flux", 0]
     nodes = {
         "flux": node("UNETLoader", unet_name=f"{unet}.safetensors", weight_dtype="default"),
@@ -147,7 +151,9 @@ def pids(server):
 
 
 def wait_for_phase(server, phase, of=all):
-    """Asks until ``of`` a live pool's ranks are in ``phase``; each question is answered by the server, so this is no busy sleep."""
+    """Asks until ``of`` a live pool's ranks are in ``phase``; each question is answered by the
+    server, so this is no busy sleep.
+    """
     deadline = time.monotonic() + 30
     while not any(of(rank["pid"] and rank["phase"] == phase for rank in pool["ranks"]) for pool in server.get("/pipemesh/report")["pools"]):
         assert time.monotonic() < deadline, f"no pool was seen {phase}"
@@ -158,7 +164,7 @@ def truth(server):
     return latent(server, graph("truth", parallel=False))[0]
 
 
-# -- the same result ---------------------------------------------------------------------------------------------------
+# -- the same result
 
 
 def test_cancel_while_the_pool_starts_and_the_next_run_is_right(server, truth):
@@ -227,7 +233,7 @@ def test_a_lora_strength_changed_between_two_queued_prompts_needs_no_reload(serv
     assert (pids(server), live_pool(server)["loads"]) == ([rank["pid"] for rank in before["ranks"]], before["loads"])
 
 
-# -- in patches -------------------------------------------------------------------------------------------------------
+# -- in patches
 
 
 def test_a_pipeline_is_exact_while_it_warms_up_says_how_it_samples_and_gives_the_same_twice(server, truth):
@@ -261,7 +267,7 @@ def test_a_pipeline_is_exact_while_it_warms_up_says_how_it_samples_and_gives_the
     assert same == ranks
 
 
-# -- cancel ------------------------------------------------------------------------------------------------------------
+# -- cancel
 
 
 def test_cancel_inside_a_forward_leaves_the_pool_warm(server, truth):
@@ -312,7 +318,7 @@ def test_cancel_while_loading_leaves_the_pool_warm(server):
     assert pids(server) == [rank["pid"] for rank in before["ranks"]]
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory
 
 
 def test_free_reaches_the_pool(server, truth):
@@ -342,7 +348,7 @@ def test_a_node_that_runs_out_of_memory_frees_what_the_pool_holds(server, truth)
     assert relative_error(latent(server, graph("after_memory"))[0], truth) <= BOUND
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors
 
 
 @pytest.mark.parametrize(
@@ -394,7 +400,7 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh
     assert not any(psutil.pid_exists(pid) for pid in before)
 
 
-# -- what a user sees of the nodes ------------------------------------------------------------------------------------
+# -- what a user sees of the nodes
 
 
 NODES = ("PipeMeshPool", "PipeMeshParallelize", "PipeMeshKSampler", "PipeMeshKSamplerAdvanced", "PipeMeshReport")
@@ -463,7 +469,9 @@ def test_the_example_workflow_is_in_the_template_browser_with_known_nodes_and_va
 
 
 def widgets(info):
-    """(name, type, options) in the order in which a saved workflow has their values; the frontend adds one behind every seed."""
+    """(name, type, options) in the order in which a saved workflow has their values; the frontend
+    adds one behind every seed.
+    """
     for group, names in info["input_order"].items():
         for name in names:
             kind, options = (*info["input"][group][name], {})[:2]
@@ -482,7 +490,7 @@ def accepts(name, kind, options, value):
     return isinstance(value, WIDGETS[kind]) and (not number or options.get("min", value) <= value <= options.get("max", value))
 
 
-# -- two instances, and the end ----------------------------------------------------------------------------------------
+# -- two instances, and the end
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL] if ALL else [signal.SIGKILL], ids=lambda sign: sign.name)

@@ -1,4 +1,6 @@
-"""What ComfyUI does first with the pack: import it, whatever its folder is called, and ask for its extension."""
+"""What ComfyUI does first with the pack: import it, whatever its folder is called, and ask for its
+extension.
+"""
 
 import asyncio
 import importlib.util

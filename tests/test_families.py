@@ -1,8 +1,10 @@
-"""What single families bring along besides tokens; that each is exact under every method is in test_parity.py."""
+"""What single families bring along besides tokens; that each is exact under every method is in
+test_parity.py.
+"""
 
 import pytest
 import torch
-from pipemesh.launcher.parity import BOUND, FAMILIES, Bench, Case, conditioning, latent_shape, relative_error, sample
+from pipemesh.launcher.commands.parity import BOUND, FAMILIES, Bench, Case, conditioning, latent_shape, relative_error, sample
 from pipemesh.parallel_runtime.families import PLANS, plan_for
 
 

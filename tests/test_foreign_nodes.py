@@ -1,11 +1,13 @@
-"""Other people's nodes on a parallelized MODEL: what they hang on it works, or is refused by name."""
+"""Other people's nodes on a parallelized MODEL: what they hang on it works, or is refused by
+name.
+"""
 
 import pytest
 import torch
-from pipemesh.launcher.parity import BOUND, conditioning, relative_error
+from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.launcher.tiny import write_flux
-from pipemesh.parallel_runtime.client.host_model import PREFIX
 from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
+from pipemesh.parallel_runtime.comfy_bridge.source import PREFIX
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 
 from .models import load, run

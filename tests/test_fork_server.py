@@ -1,4 +1,6 @@
-"""Ranks that are forks: what a process of its own would do, from a process that has imported once."""
+"""Ranks that are forks: what a process of its own would do, from a process that has imported
+once.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pipemesh.launcher.crew import start_as
-from pipemesh.launcher.fork_server import PRELOADED, ForkServer
-from pipemesh.launcher.fork_server_main import holds_a_gpu, open_files
-from pipemesh.launcher.pool import PoolHandle, WorkerPool
-from pipemesh.launcher.supervisor import NEVER_STARTED, Command, Supervisor, process_of_its_own
+from pipemesh.launcher.pool.crew import start_as
+from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
+from pipemesh.launcher.pool.fork_server_main import holds_a_gpu, open_files
+from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
+from pipemesh.launcher.pool.supervisor import NEVER_STARTED, Command, Supervisor, process_of_its_own
 from pipemesh.parallel_runtime.errors import PoolFailed
 
 from .fake_pools import DEADLINE_S, cpus, fake_setup, is_alive
@@ -201,7 +203,9 @@ def test_a_pool_says_that_its_ranks_could_not_be_forked_and_how_to_do_without():
 
 
 def has_imported_fractions(folder: Path, library: str) -> bool:
-    """Whether a rank of a server that also imports ``library``, which lies in ``folder``, is a fork of a process that has."""
+    """Whether a rank of a server that also imports ``library``, which lies in ``folder``, is a fork
+    of a process that has.
+    """
     server = ForkServer(preloaded=(library, "fractions"))
     (folder / "script.py").write_text("import sys; print('fractions' in sys.modules)")
     env = {**os.environ, "PYTHONPATH": str(folder)}

@@ -1,4 +1,6 @@
-"""The host: found, installed, repaired, shared, and refused in one sentence. No network: pip, venv and git are played by a fake."""
+"""The host: found, installed, repaired, shared, and refused in one sentence. No network: pip, venv
+and git are played by a fake.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from pipemesh.launcher import host, install
-from pipemesh.launcher.host import Host, ensure_host, link_checkout
-from pipemesh.launcher.install import Console, LaunchError, Tools
+from pipemesh.launcher.comfyui import find as host
+from pipemesh.launcher.comfyui import install
+from pipemesh.launcher.comfyui.find import ComfyInstall, ensure_host, link_checkout
+from pipemesh.launcher.comfyui.install import Console, LaunchError, Tools
 
 ROOT = Path(__file__).resolve().parent.parent
 PLENTY = 100 * 10**9
@@ -46,7 +49,9 @@ def write_sdist(folder: Path, scratch: Path) -> None:
 
 @dataclass
 class FakeCommands:
-    """Plays the commands of an install: writes what they would leave behind, and fails or pauses where the test says so."""
+    """Plays the commands of an install: writes what they would leave behind, and fails or pauses
+    where the test says so.
+    """
 
     scratch: Path
     fail: dict[str, str] = field(default_factory=dict)
@@ -87,7 +92,7 @@ class Desk:
         self.commands = FakeCommands(self.folder / "fake")
         self.env = {"PIPEMESH_CACHE": str(self.folder / "cache")}
 
-    def ensure(self, root: Path = ROOT, run: Callable[..., int] | None = None) -> Host:
+    def ensure(self, root: Path = ROOT, run: Callable[..., int] | None = None) -> ComfyInstall:
         tools = Tools(console=Console(self.screen.append), run=run or self.commands, free_bytes=lambda _: self.free, env=self.env)
         return ensure_host(root, tools)
 
@@ -193,7 +198,7 @@ def test_a_second_install_at_once_says_that_it_waits_and_then_installs_nothing(d
 
     screen: list[str] = []
     desk.commands.before["install"] = hold
-    hosts: list[Host] = []
+    hosts: list[ComfyInstall] = []
     first = threading.Thread(target=lambda: hosts.append(desk.ensure()))
     first.start()
     assert first_is_busy.wait(30)
@@ -334,7 +339,7 @@ def test_off_a_terminal_the_live_line_shows_every_15_s_and_on_one_it_stays_in_pl
 # --- the user's own ComfyUI ---
 
 
-def own_host(comfyui: Path, has_torch: Sequence[str], env: dict[str, str] | None = None, lacks: Sequence[str] = ()) -> Host:
+def own_host(comfyui: Path, has_torch: Sequence[str], env: dict[str, str] | None = None, lacks: Sequence[str] = ()) -> ComfyInstall:
     def missing(python: str, modules: Sequence[str]) -> tuple[str, ...] | None:
         return tuple(lacks) if python in has_torch else ("torch",)
 
@@ -357,7 +362,7 @@ def test_the_users_own_comfyui_runs_on_its_own_python(tmp_path: Path, place: str
     comfyui = write_tree(tmp_path / "ComfyUI")
     inside = install.venv_python(tmp_path / place) if place.endswith("/") else tmp_path / place / "python.exe"
     python = add_python(inside)
-    assert own_host(comfyui, [python, sys.executable]) == Host(python, str(comfyui), "0.30.0", base="")
+    assert own_host(comfyui, [python, sys.executable]) == ComfyInstall(python, str(comfyui), "0.30.0", base="")
 
 
 def test_a_named_python_settles_it(tmp_path: Path) -> None:
@@ -402,7 +407,7 @@ def test_a_checkout_in_a_comfyuis_custom_nodes_runs_on_that_comfyui(tmp_path: Pa
     comfyui = write_tree(tmp_path / "ComfyUI")
     root = make_checkout(comfyui / "custom_nodes" / "pipemesh")
     made = ensure_host(root, Tools(run=refuse_to_run, env={}), lambda python, modules: ())
-    assert made == Host(sys.executable, str(comfyui), "0.30.0", base="")
+    assert made == ComfyInstall(sys.executable, str(comfyui), "0.30.0", base="")
 
 
 def test_missing_modules_are_found_out_without_importing_them() -> None:

@@ -1,4 +1,6 @@
-"""A pool over two hosts: network namespaces on this machine, leaders started by torchrun, ComfyUI's sampling in one of them."""
+"""A pool over two hosts: network namespaces on this machine, leaders started by torchrun, ComfyUI's
+sampling in one of them.
+"""
 
 import os
 import select
@@ -13,11 +15,11 @@ from pathlib import Path
 import comfy.model_management
 import psutil
 import pytest
-from pipemesh.launcher.crew import start_as
-from pipemesh.launcher.devices import place
-from pipemesh.launcher.hosts import NODE_COMMAND, RemoteHost, open_store, store_key
-from pipemesh.launcher.parity import BOUND, Bench, Case, relative_error
-from pipemesh.launcher.pool import PoolHandle, WorkerPool
+from pipemesh.launcher.commands.parity import BOUND, Bench, Case, relative_error
+from pipemesh.launcher.pool.crew import start_as
+from pipemesh.launcher.pool.devices import place
+from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
+from pipemesh.launcher.pool.remote_machine import NODE_COMMAND, RemoteMachine, open_store, store_key
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed
@@ -63,7 +65,9 @@ def torchrun(namespace: str, name: str, log: Path, is_host: int) -> subprocess.P
 
 @pytest.fixture(scope="module")
 def leaders(hosts, tmp_path_factory):
-    """torchrun on both hosts. This machine's name means neither address, so the host of the rendezvous is told that it is."""
+    """torchrun on both hosts. This machine's name means neither address, so the host of the
+    rendezvous is told that it is.
+    """
     logs = [tmp_path_factory.mktemp("leaders") / name for name in ("near", "far")]
     started = [
         torchrun(hosts.near, "near", logs[0], is_host=1),
@@ -87,7 +91,9 @@ def truths(leaders, files):
 
 @pytest.fixture
 def handle(setup, hosts, leaders):
-    """ComfyUI's end, on the near host: what is called here runs in its namespace, and so does the process that ranks are forked from."""
+    """ComfyUI's end, on the near host: what is called here runs in its namespace, and so does the
+    process that ranks are forked from.
+    """
     setup = replace(setup, rendezvous=RENDEZVOUS, secret=SECRET, lost_s=LOST_S, start=start_as({}))
     handle = PoolHandle(place(Layout(ulysses=2), "cpu,far/cpu", "gloo", ()), setup)
     with inside(hosts.near):
@@ -145,7 +151,7 @@ def forks(process: psutil.Process) -> bool:
     return "fork_server_main.py" in " ".join(process.cmdline())
 
 
-def listened_to(host: RemoteHost) -> list:
+def listened_to(host: RemoteMachine) -> list:
     """What its ranks say from now on."""
     said, pump = [], host.pump
 

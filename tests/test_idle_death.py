@@ -1,10 +1,12 @@
-"""A rank that dies while nobody runs anything, and a load that is cancelled: neither may cost the user a run."""
+"""A rank that dies while nobody runs anything, and a load that is cancelled: neither may cost the
+user a run.
+"""
 
 import psutil
 import pytest
-from pipemesh.launcher.devices import place
-from pipemesh.launcher.parity import BOUND, Bench, Case
-from pipemesh.launcher.pool import PoolHandle
+from pipemesh.launcher.commands.parity import BOUND, Bench, Case
+from pipemesh.launcher.pool.devices import place
+from pipemesh.launcher.pool.pool import PoolHandle
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.errors import RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
@@ -58,6 +60,6 @@ def test_a_load_that_was_cancelled_can_be_released_and_done_again(client):
 
 
 def _state(parallel):
-    from pipemesh.parallel_runtime.client.host_model import state_source
+    from pipemesh.parallel_runtime.comfy_bridge.source import state_source
 
     return state_source(parallel)

@@ -89,7 +89,9 @@ LISTS = st.lists(st.tuples(ROWS, ROWS, st.sampled_from("abc")), max_size=6)
 @settings(deadline=None)
 @given(LISTS, ROWS, ROWS, ROWS)
 def test_clipped_ranges_name_the_same_tokens_as_before(ranges, start, size, offset):
-    """Token by token: what covered row r of the whole covers row r - start + offset of the part, in the same order."""
+    """Token by token: what covered row r of the whole covers row r - start + offset of the part, in
+    the same order.
+    """
     clipped = clip_ranges(ranges, start, size, offset)
     for row in range(start, start + size):
         before = [rest for begin, end, *rest in ranges if begin <= row < end]

@@ -1,4 +1,6 @@
-"""Translations of the nodes: every language says everything, about nothing else, in a form that ComfyUI's frontend can read."""
+"""Translations of the nodes: every language says everything, about nothing else, in a form that
+ComfyUI's frontend can read.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +17,7 @@ def nodes():
     """What the nodes' own schemas say, in the form of a nodeDefs.json."""
     from pipemesh.nodes.ksampler import sampler_nodes
     from pipemesh.nodes.pool import pool_nodes
-    from pipemesh.nodes.report import report_node
+    from pipemesh.nodes.report.node import report_node
 
     never_asked = None  # a schema needs no runtime
     classes = (*pool_nodes(never_asked), *sampler_nodes(never_asked), report_node(never_asked))
@@ -23,7 +25,9 @@ def nodes():
 
 
 def said_by(info):
-    """An output has a name to translate only where it is not that of its type, which the frontend translates."""
+    """An output has a name to translate only where it is not that of its type, which the frontend
+    translates.
+    """
     sockets = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
     outputs = zip(info["output"], info["output_name"], info["output_tooltips"], strict=True)
     return {
@@ -49,7 +53,9 @@ def leaves(tree, path=""):
 
 
 def test_english_is_what_the_schemas_say(nodes):
-    """The frontend shows the file instead of the schema, so a text that is changed in a node is to be changed here too."""
+    """The frontend shows the file instead of the schema, so a text that is changed in a node is to
+    be changed here too.
+    """
     assert translation("en") == nodes
 
 

@@ -1,4 +1,6 @@
-"""Attention masks of every form the hosts give, cut for ranks: against brute force, and through real ranks against stock."""
+"""Attention masks of every form the hosts give, cut for ranks: against brute force, and through
+real ranks against stock.
+"""
 
 import math
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.launcher.parity import BOUND, Bench, relative_error
+from pipemesh.launcher.commands.parity import BOUND, Bench, relative_error
 from pipemesh.parallel_runtime.methods.shards import Shards, part_of_mask, permute_mask
 
 from .models import run
@@ -16,7 +18,9 @@ FORMS = ("LL", "BLL", "B1LL", "BHLL", "B11L")
 
 
 def make_mask(form, kind, total, batch=2, heads=HEADS, seed=0):
-    """Additive masks have a number of their own in every place; ``open`` ones close part of the keys, never a token's own."""
+    """Additive masks have a number of their own in every place; ``open`` ones close part of the
+    keys, never a token's own.
+    """
     shape = [{"B": batch, "H": heads, "L": total, "1": 1}[axis] for axis in form]
     if kind == "numbered":
         return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
@@ -31,7 +35,9 @@ def everywhere(mask, batch, heads, queries, keys):
 
 
 def rank_major(totals, ranks):
-    """Position in rank-major order -> position in the host's order: all streams' parts of rank 0, then of rank 1, and so on."""
+    """Position in rank-major order -> position in the host's order: all streams' parts of rank 0,
+    then of rank 1, and so on.
+    """
     starts = [sum(totals[:index]) for index in range(len(totals))]
     parts = [[start + rows for rows in torch.arange(total).tensor_split(ranks)] for start, total in zip(starts, totals, strict=True)]
     return torch.cat([stream[rank] for rank in range(ranks) for stream in parts]).tolist()
@@ -65,7 +71,7 @@ def test_a_part_of_a_mask_says_of_every_query_key_and_head_what_the_whole_says(t
                 assert torch.equal(here[:, head, query, key], whole[:, h, q, k])
 
 
-# -- through real ranks ------------------------------------------------------------------------------------------------
+# -- through real ranks
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,9 @@ TOKENS = 13 + 4 * 5
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["ulysses2", "ring2"])
 @pytest.mark.parametrize(("form", "kind"), [("B1LL", "bool"), ("BHLL", "additive"), ("BHLL", "bool"), ("B11L", "additive")])
 def test_masks_of_every_form_are_exact_through_two_ranks(bench, layout, form, kind):
-    """The host turns a boolean mask of a prompt into numbers before its model sees it, and so do the ranks."""
+    """The host turns a boolean mask of a prompt into numbers before its model sees it, and so do
+    the ranks.
+    """
     mask = make_mask(form, kind, TOKENS, batch=1)
     stock = masked(bench.stock(HEADS), mask)
     assert relative_error(stock, run(bench.stock(HEADS))) > 1e-2

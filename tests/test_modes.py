@@ -1,4 +1,6 @@
-"""Stock samplers and nodes under patches, in one process: what may run free does, the rest is named, and warm both are stock's own."""
+"""Stock samplers and nodes under patches, in one process: what may run free does, the rest is
+named, and warm both are stock's own.
+"""
 
 import re
 from functools import cache, partial
@@ -7,14 +9,15 @@ import comfy.samplers
 import comfy.supported_models
 import pytest
 import torch
-from pipemesh.launcher.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.launcher.tiny import random_tensor
-from pipemesh.parallel_runtime.client import modes, timelines
+from pipemesh.parallel_runtime.client import separable as modes
+from pipemesh.parallel_runtime.client import timelines
 from pipemesh.parallel_runtime.client.patchwise import branch_of
 from pipemesh.parallel_runtime.errors import ModelError
 
 from .models import run
-from .patched import (
+from .patched import (  # noqa: F401
     ALL_WARM,
     FLUX,
     FREE,
@@ -26,8 +29,8 @@ from .patched import (
     custom,
     execute,
     latent,
-    models_let_go,  # noqa: F401
-    one_cond_at_a_time,  # noqa: F401
+    models_let_go,
+    one_cond_at_a_time,
     patched,
     stock,
     together,
@@ -35,7 +38,7 @@ from .patched import (
 
 pytestmark = pytest.mark.usefixtures("one_cond_at_a_time")
 
-# -- samplers --------------------------------------------------------------------------------------------------------
+# -- samplers
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -68,7 +71,7 @@ def test_samplers_that_draw_from_torchs_own_generator_draw_as_stock_does(options
     assert patched().mode == FREE and relative_error(mixed, truth) > 100 * BOUND, "the timelines' random numbers are not kept apart"
 
 
-# -- what runs free --------------------------------------------------------------------------------------------------
+# -- what runs free
 
 MASK = {"latent": latent(), "noise_mask": torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(2)).round()}
 RANGES = [[tensor, {**extras, "start_percent": n / 2, "end_percent": (n + 1) / 2}] for n in (0, 1) for tensor, extras in conditioning(n, 9)]
@@ -269,7 +272,7 @@ def test_an_inpainting_model_with_its_conditioning_runs_free():
     stale.modes.clear()
 
 
-# -- what is kept together -------------------------------------------------------------------------------------------
+# -- what is kept together
 
 
 def foreign_post_cfg(args):
@@ -393,7 +396,9 @@ def test_context_windows_are_named_and_stock_when_warm():
 
 
 def test_what_is_kept_of_one_window_or_region_is_not_seen_by_another(monkeypatch):
-    """The first evaluations of two windows, or regions, are exact, each of its own; else the second would see the keys of the first."""
+    """The first evaluations of two windows, or regions, are exact, each of its own; else the second
+    would see the keys of the first.
+    """
 
     def windowed(model):
         made = execute("nodes_context_windows", "ContextWindowsManual", model, 2, 1, "standard_static", 1, False, "pyramid", 2, False)
@@ -405,7 +410,9 @@ def test_what_is_kept_of_one_window_or_region_is_not_seen_by_another(monkeypatch
     options = {"size": SIZE, "steps": 1, "cfg": 3.0, "positive": conditioning(1, 13) + REGION}
     assert torch.equal(run(patched(warm_up=1).model, **options), run(stock(), **options))
     patched(warm_up=1).modes.clear()
-    monkeypatch.setattr("pipemesh.launcher.reference.branch_of", lambda options: branch_of({**options, "context_window": None}))
+    monkeypatch.setattr(
+        "pipemesh.parallel_runtime.client.in_process.branch_of", lambda options: branch_of({**options, "context_window": None})
+    )
     assert relative_error(windowed(stale.model), truth) > 100 * BOUND
 
 

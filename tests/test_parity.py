@@ -1,4 +1,6 @@
-"""Stock ComfyUI against the pool on the same seed, through ``comfy.sample.sample``. Shown able to fail by broken ranks."""
+"""Stock ComfyUI against the pool on the same seed, through ``comfy.sample.sample``. Shown able to
+fail by broken ranks.
+"""
 
 import json
 import os
@@ -7,9 +9,9 @@ from itertools import combinations
 
 import pytest
 import torch
-from pipemesh.launcher import parity
-from pipemesh.launcher.host import Host
-from pipemesh.launcher.parity import (
+from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.launcher.commands import parity
+from pipemesh.launcher.commands.parity import (
     BF16_BOUNDS,
     BOUND,
     Bench,
@@ -84,7 +86,9 @@ def test_parity_goes_red_when_a_rank_breaks(broken, bench, mutation, case):
 
 
 def in_bf16():
-    """One case of each way to share a sequence: on CPUs bf16 takes five times as long. All of them by ``parity --bf16``."""
+    """One case of each way to share a sequence: on CPUs bf16 takes five times as long. All of them
+    by ``parity --bf16``.
+    """
     first = {}
     for case in cover_of(FLUX):
         first.setdefault(case.method, case)
@@ -129,14 +133,14 @@ def test_flux_2_is_exact_with_a_second_timestep_for_its_references(bench, layout
     assert relative_error(ours, truth) <= BOUND
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command
 
 
 @pytest.mark.parametrize(("error", "status"), [(BOUND / 2, 0), (BOUND * 2, 1), (float("nan"), 1)])
 def test_the_command_fails_on_every_error_that_is_not_within_the_bound(monkeypatch, capsys, error, status):
     monkeypatch.setattr(Bench, "error", lambda self, case: error)
     argv = ["--family", "sd3", "--method", "ring2", "--cover", "--json"]
-    assert parity.main(argv, Host.from_json(os.environ["PIPEMESH_HOST"])) == status
+    assert parity.main(argv, ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])) == status
     lines = capsys.readouterr().out.splitlines()
     assert lines and all(json.loads(line)["ok"] is (status == 0) for line in lines)
 
@@ -145,7 +149,7 @@ def test_the_command_samples_with_stock_and_with_a_pool_of_its_own(monkeypatch, 
     argv = ["--family", "sd3", "--method", "ulysses2", "--cover", "--json"]
     case = parity.chosen(argv)[1][0]
     monkeypatch.setattr(parity, "tested_cases", lambda: [case])
-    assert parity.main(argv, Host.from_json(os.environ["PIPEMESH_HOST"])) == 0
+    assert parity.main(argv, ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert said and all(0 < line["error"] <= BOUND and line["method"] == "ulysses2" for line in said)
 

@@ -1,4 +1,6 @@
-"""A patch through the model with stale neighbours: exact where nothing is stale, fresh again after as many rounds as layers."""
+"""A patch through the model with stale neighbours: exact where nothing is stale, fresh again after
+as many rounds as layers.
+"""
 
 from itertools import pairwise
 
@@ -6,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.launcher.parity import BOUND, Case, relative_error, stock_model
+from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.methods.patches import PatchForward
+from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.patches import TokenGrid
 
 from .models import asked_of
@@ -71,7 +73,9 @@ def test_with_constant_inputs_every_patch_equals_the_serial_forward(model, patch
 
 
 def test_after_a_change_stale_rows_are_fresh_again_in_as_many_rounds_as_there_are_layers(model):
-    """The first layer's keys and values depend on the input alone, each further layer's on one layer before."""
+    """The first layer's keys and values depend on the input alone, each further layer's on one
+    layer before.
+    """
     first, second = model.asked[:2]
     truth = model.serial(second)
     model.warm(first)

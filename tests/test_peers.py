@@ -1,4 +1,6 @@
-"""The peer has our weights and none of its own, its figures are ratios of the right phases, and it computes what ComfyUI does."""
+"""The peer has our weights and none of its own, its figures are ratios of the right phases, and it
+computes what ComfyUI does.
+"""
 
 import importlib.metadata
 import os
@@ -90,7 +92,7 @@ def test_the_figures_are_those_of_the_definition(monkeypatch):
     assert [metric for metric, figure in figures.items() if not figure.met] == ["serial_difference"]
 
 
-# -- with diffusers --------------------------------------------------------------------------------------------------
+# -- with diffusers
 
 
 def test_the_peer_computes_what_comfyui_does(flux):
@@ -112,8 +114,8 @@ def test_the_peer_computes_what_comfyui_does(flux):
 def test_two_ranks_of_either_give_the_same():
     pytest.importorskip("diffusers")
     from pipemesh.benchmarks.lockstep import run
-    from pipemesh.launcher.host import Host
+    from pipemesh.launcher.comfyui.find import ComfyInstall
 
-    first, _ = run(Host.from_json(os.environ["PIPEMESH_HOST"]), 2, "peers:measure", tokens=128, rounds=1)
+    first, _ = run(ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]), 2, "peers:measure", tokens=128, rounds=1)
     assert set(first["rounds"][0]) == {"ours", "theirs", "theirs_placed", "ours_alone", "theirs_alone"}
     assert first["max_difference"] < 2e-5 and first["serial_difference"] < 2e-5

@@ -1,9 +1,11 @@
-"""PipeFusion through real pools: what the stages compute is what one process computes, whatever their number."""
+"""PipeFusion through real pools: what the stages compute is what one process computes, whatever
+their number.
+"""
 
 import pytest
 import torch
-from pipemesh.launcher.parity import BF16_BOUNDS, BOUND, FAMILIES, conditioning, relative_error, rms, sample, stock_model
-from pipemesh.launcher.reference import reference
+from pipemesh.launcher.commands.parity import BF16_BOUNDS, BOUND, FAMILIES, conditioning, relative_error, rms, sample, stock_model
+from pipemesh.parallel_runtime.client.in_process import reference
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, Refused
 
@@ -81,7 +83,9 @@ def test_every_sampler_through_two_stages_is_the_reference_and_stock_when_warm(p
 
 
 def test_warm_up_counts_evaluations_not_steps(pipeline, clients, truths):
-    """heun evaluates twice in a step: three whole ones are a step and a half, for each of the two prompts."""
+    """heun evaluates twice in a step: three whole ones are a step and a half, for each of the two
+    prompts.
+    """
     of = case(sampler="heun")
     ours = sample(pipeline("flux", (2, 1), 3, warm_up=3), of)
     parts = [one.part for one in clients(1, 1, 2).memory.figures.evaluations]

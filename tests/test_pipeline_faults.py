@@ -1,10 +1,12 @@
-"""Pipelines in which something goes wrong: what is told, whether the pool goes on, and that the next run is right."""
+"""Pipelines in which something goes wrong: what is told, whether the pool goes on, and that the
+next run is right.
+"""
 
 from dataclasses import replace
 
 import pytest
-from pipemesh.launcher.parity import BOUND, relative_error, sample
-from pipemesh.nodes.report import _run
+from pipemesh.launcher.commands.parity import BOUND, relative_error, sample
+from pipemesh.nodes.report.node import _run
 from pipemesh.nodes.runtime import _last_run
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
@@ -174,7 +176,7 @@ def test_too_little_memory_for_keys_and_values_is_refused_with_figures_and_the_p
 
 
 def test_a_stage_without_room_ends_the_others_at_once_and_the_pool_goes_on_however_slow_they_are(broken_pipeline, monkeypatch):
-    monkeypatch.setattr("pipemesh.launcher.pool.OTHERS_WAIT_S", 0.0)
+    monkeypatch.setattr("pipemesh.launcher.pool.pool.OTHERS_WAIT_S", 0.0)
     model, client = broken_pipeline("no_memory_before_a_slow_stage")
     for _ in range(2):
         with pytest.raises(Refused, match=r"^Rank 0 needs [\d.]+ MiB for the keys and values"):
@@ -186,7 +188,9 @@ def test_a_stage_without_room_ends_the_others_at_once_and_the_pool_goes_on_howev
 
 @pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
 def test_another_model_makes_room_for_keys_and_values_and_the_run_begins_again(broken_pipeline, truths, wrap):
-    """From random numbers as they were: this sampler draws from torch's own before its first evaluation."""
+    """From random numbers as they were: this sampler draws from torch's own before its first
+    evaluation.
+    """
     import comfy.samplers
 
     def churned(model):

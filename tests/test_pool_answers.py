@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from pipemesh.launcher import pool as pool_module
-from pipemesh.launcher.crew import KEEP_MEMORY, rank_environment
-from pipemesh.launcher.devices import Device, place
-from pipemesh.launcher.pool import WorkerPool
-from pipemesh.launcher.supervisor import LOG_LINES, Command, Supervisor
-from pipemesh.launcher.watch import Watch
+from pipemesh.launcher.pool import pool as pool_module
+from pipemesh.launcher.pool.crew import KEEP_MEMORY, rank_environment
+from pipemesh.launcher.pool.devices import Device, place
+from pipemesh.launcher.pool.pool import WorkerPool
+from pipemesh.launcher.pool.supervisor import LOG_LINES, Command, Supervisor
+from pipemesh.launcher.pool.watch import Watch
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -29,7 +29,7 @@ def brief(monkeypatch):
     monkeypatch.setattr(pool_module, "OTHERS_WAIT_S", 0.2)
 
 
-# -- a request that turns out to be wrong while ranks compute ------------------------------------------------------------
+# -- a request that turns out to be wrong while ranks compute
 
 
 def test_ranks_leave_a_request_that_turns_out_to_be_wrong_and_take_the_next(started):
@@ -70,7 +70,7 @@ def test_an_error_while_that_is_asked_calls_the_ranks_back(started):
     assert handled(pool) == ["Start Forward Release"] * 2
 
 
-# -- a rank that cannot go on --------------------------------------------------------------------------------------------
+# -- a rank that cannot go on
 
 
 def failing_start(ranks: int, *rules: str, argv: tuple[str, ...] = (), **settings) -> str:
@@ -111,7 +111,7 @@ def test_a_rank_that_hangs_at_start_is_named():
     assert failing_start(2, "1:Start=hang", stall_s=0.5).startswith("Rank 1 on cpu made no progress for 0.5 s while importing: run again")
 
 
-@pytest.mark.parametrize(("kind", "phase"), [("Load", "loading"), ("Patch", "patching"), ("Forward", "computing")])
+@pytest.mark.parametrize(("kind", "phase"), [("Load", "loading"), ("SetWeightPatches", "patching"), ("Forward", "computing")])
 def test_a_rank_that_dies_is_named_with_device_phase_and_last_lines(kind, phase):
     sentence = failing(2, f"1:{kind}=die", "0:Forward=hang", kind=kind)
     first, second, *lines = sentence.split("\n")
@@ -168,7 +168,9 @@ def test_a_rank_that_neither_answers_nor_ticks_is_named():
 
 
 def test_the_rank_that_is_behind_is_named_where_others_wait_for_it():
-    """Rank 0 counts on for a second, then waits as a rank in a collective does; rank 1 has hung from the start."""
+    """Rank 0 counts on for a second, then waits as a rank in a collective does; rank 1 has hung
+    from the start.
+    """
     sentence = failing(3, "*:Forward=tick-then-hang", "1:Forward=hang", kind="Forward", stall_s=0.5)
     assert sentence.startswith("Rank 1 on cpu made no progress")
 
@@ -209,7 +211,7 @@ def test_hangs_are_judged_by_counters_alone():
     assert watch.stalled([]) is None
 
 
-# -- a request that is rejected ------------------------------------------------------------------------------------------
+# -- a request that is rejected
 
 
 @pytest.mark.parametrize("kind", ["Load", "Forward"])
@@ -259,7 +261,9 @@ def test_one_rank_that_fails_in_lockstep_takes_the_pool_with_it(brief):
 
 
 def test_a_stage_that_fails_lets_the_others_leave_and_the_pool_stays_ready(started):
-    """They may have many seconds of work before them, with what the failed one sent in place of its hidden rows."""
+    """They may have many seconds of work before them, with what the failed one sent in place of its
+    hidden rows.
+    """
     pool = started(3, "0:Forward=error", "1:Forward=cancellable", "2:Forward=cancellable")
     with pytest.raises(ModelError, match=r"^Rank 0 on cpu failed while computing"):
         through(pool)
@@ -302,7 +306,9 @@ def test_memory_is_named_before_the_errors_it_causes_in_other_ranks(brief):
 
 
 def test_a_rank_that_dies_is_named_before_the_errors_it_causes_in_other_ranks():
-    """Rank 0's error (its peer is gone) is there first; rank 1's end is noticed while the others are waited for."""
+    """Rank 0's error (its peer is gone) is there first; rank 1's end is noticed while the others
+    are waited for.
+    """
     assert failing(2, "0:Forward=error", "1:Forward=slow-then-die", kind="Forward").startswith("Rank 1 on cpu ended with exit status 3")
 
 
@@ -322,7 +328,7 @@ def test_ranks_that_disagree_about_a_forward_are_not_used_again():
     assert sentence.startswith("Rank 1 on cpu failed while computing: RuntimeError: shapes do not match. Run again")
 
 
-# -- processes -----------------------------------------------------------------------------------------------------------
+# -- processes
 
 
 def test_a_rank_sees_its_own_gpu_by_uuid_and_nothing_that_breaks_it(monkeypatch):

@@ -1,4 +1,6 @@
-"""Real ranks that die, hang, run out of memory or lose their checkpoint: one sentence each, and the next run is right."""
+"""Real ranks that die, hang, run out of memory or lose their checkpoint: one sentence each, and the
+next run is right.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
-from pipemesh.launcher.parity import BOUND, conditioning, relative_error
-from pipemesh.launcher.pool import PoolHandle, WorkerPool
+from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
 from pipemesh.launcher.tiny import write_flux
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
@@ -25,7 +27,9 @@ from .test_pool_leaks import Holdings
 
 
 class Once(threading.Thread):
-    """Acts the moment ``happens()``: what a test does to a rank while its own thread waits for that rank."""
+    """Acts the moment ``happens()``: what a test does to a rank while its own thread waits for that
+    rank.
+    """
 
     def __init__(self, happens, act):
         super().__init__(daemon=True)
@@ -45,7 +49,9 @@ class Once(threading.Thread):
 
 @pytest.fixture(scope="module")
 def before(truth, setup):
-    """What this process holds once there has been a pool: the process that ranks are forked from stays."""
+    """What this process holds once there has been a pool: the process that ranks are forked from
+    stays.
+    """
     handle = PoolHandle(cpus(1), setup)
     handle.ensure()
     handle.close()
@@ -198,7 +204,9 @@ OUT_OF_MEMORY = (
 
 
 def test_every_rank_out_of_memory_is_one_sentence_and_the_same_pool_goes_on(handle, parallel, truth):
-    """The arena has grown by more than the ranks may map: all are refused alike, and follow it when they may."""
+    """The arena has grown by more than the ranks may map: all are refused alike, and follow it when
+    they may.
+    """
     assert is_right(parallel, truth)
     pool = handle.live()
     sentence = OUT_OF_MEMORY.format(0, r"\[Errno 12\] Cannot allocate memory")
@@ -240,7 +248,9 @@ def test_the_rank_that_hangs_inside_a_forward_is_named_not_the_one_that_waits_fo
     board, stopped = pool.arena.board, psutil.Process(pool.pids[1])
 
     def stopped_while_computing() -> bool:
-        """Stops rank 1 until it has stopped between two exchanges, with rank 0 waiting in the second."""
+        """Stops rank 1 until it has stopped between two exchanges, with rank 0 waiting in the
+        second.
+        """
         if not in_forward(pool, 1):
             return False
         stopped.suspend()
@@ -269,12 +279,14 @@ def test_after_all_of_this_nothing_is_left_in_the_ui(handle, parallel, truth, be
     assert Holdings.now() == before
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------------
+# -- checkpoints
 
 
 @pytest.fixture
 def own(tmp_path, clients):
-    """A checkpoint that may come to harm, its MODEL made parallel on the shared pool, and its stock picture."""
+    """A checkpoint that may come to harm, its MODEL made parallel on the shared pool, and its stock
+    picture.
+    """
     path = write_flux(tmp_path / "own.safetensors", hidden=128, double_blocks=1, single_blocks=1, seed=len(str(tmp_path)))
     truth = picture(load(path))
     return path, parallelize(load(path), clients(2), holds_ui_device=False), truth

@@ -1,4 +1,6 @@
-"""Nothing is left behind: descriptors, shared memory, threads and processes, however a pool or its UI ends."""
+"""Nothing is left behind: descriptors, shared memory, threads and processes, however a pool or its
+UI ends.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from pipemesh.launcher.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
-from pipemesh.launcher.pool import WorkerPool
+from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelled
 
@@ -55,7 +57,7 @@ def link(path: str) -> str:
         return ""
 
 
-# -- the UI process ------------------------------------------------------------------------------------------------------
+# -- the UI process
 
 
 def closed(pool: WorkerPool) -> None:
@@ -120,20 +122,20 @@ def test_a_worker_that_cannot_be_started_leaves_nothing_in_the_ui():
 
 
 def test_a_finished_call_leaves_nothing_in_the_ui():
-    pool = WorkerPool(cpus(2), fake_setup("*:Patch=error"))
+    pool = WorkerPool(cpus(2), fake_setup("*:SetWeightPatches=error"))
     pool.start()
     before = Holdings.now()
     held = os.memfd_create("test")
     for _ in range(50):
         call(pool, "Forward")
         with pytest.raises(ModelError):
-            call(pool, "Patch")
+            call(pool, "SetWeightPatches")
     os.close(held)
     assert Holdings.now() == before
     pool.close()
 
 
-# -- 200 runs ------------------------------------------------------------------------------------------------------------
+# -- 200 runs
 
 CASE = Case("flux", "ulysses2", "odd", 5, 1.0, False, "euler")
 KEY = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
@@ -206,7 +208,7 @@ def test_two_hundred_runs_leave_nothing_in_the_ui_and_nothing_in_the_ranks(clien
     assert relative_error(sample(model, CASE), truth) <= BOUND
 
 
-# -- the end of the UI ---------------------------------------------------------------------------------------------------
+# -- the end of the UI
 
 UI = """
 import json, signal, sys
@@ -217,12 +219,12 @@ from package import register_package
 register_package(root)
 from pipemesh.launcher.devices import place
 from pipemesh.launcher.fork_server import ForkServer
-from pipemesh.launcher.pool import HostSetup, PoolKeeper
+from pipemesh.launcher.pool import RankSetup, PoolKeeper
 from pipemesh.launcher.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.layout import Layout
 
 fakes = {"argv": tuple(argv), "start": ForkServer(preloaded=()).start if forked else process_of_its_own} if argv else {}
-keeper = PoolKeeper(HostSetup(comfyui=comfyui, comfy_args={"cpu": True}, **fakes))
+keeper = PoolKeeper(RankSetup(comfyui=comfyui, comfy_args={"cpu": True}, **fakes))
 handle = keeper.handle(place(Layout(ulysses=2), "cpu", "gloo", ()))
 print(json.dumps(handle.ensure().pids), flush=True)
 asked = [json.loads(sys.stdin.readline() or sys.exit())]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pipemesh.launcher import pool as pool_module
-from pipemesh.launcher.devices import Device, Placement, place
-from pipemesh.launcher.pool import STATES, PoolHandle, PoolKeeper, WorkerPool
+from pipemesh.launcher.pool import pool as pool_module
+from pipemesh.launcher.pool.devices import Device, Placement, place
+from pipemesh.launcher.pool.pool import STATES, PoolHandle, PoolKeeper, WorkerPool
 from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -24,7 +24,7 @@ def brief(monkeypatch):
     monkeypatch.setattr(pool_module, "CANCEL_WAIT_S", 0.2)
 
 
-# -- states --------------------------------------------------------------------------------------------------------------
+# -- states
 
 
 @pytest.mark.parametrize(("before", "after"), list(product(STATES, STATES)))
@@ -91,7 +91,7 @@ def test_more_ranks_than_the_board_has_lines_for_are_refused_with_the_equation()
         cpus(64)
 
 
-# -- cancel --------------------------------------------------------------------------------------------------------------
+# -- cancel
 
 
 def test_a_run_cancelled_before_it_is_sent_never_reaches_the_ranks(started):
@@ -173,7 +173,7 @@ def test_cancel_while_starting_ends_every_rank():
     assert not any(map(is_alive, pool.pids))
 
 
-# -- close ---------------------------------------------------------------------------------------------------------------
+# -- close
 
 
 def close_twice(pool: WorkerPool) -> None:
@@ -265,7 +265,7 @@ def test_a_second_threads_close_waits_for_the_call(started):
     assert pool.state == "closed"
 
 
-# -- handles and the keeper ----------------------------------------------------------------------------------------------
+# -- handles and the keeper
 
 
 @pytest.fixture

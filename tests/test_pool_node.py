@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from pipemesh.launcher.devices import Device, Placement
-from pipemesh.launcher.parity import BOUND, relative_error
+from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.launcher.pool.devices import Device, Placement
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.layout import Layout
 

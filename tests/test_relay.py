@@ -1,4 +1,6 @@
-"""A leader and its fake ranks on the loopback interface: what passes through, and what goes wrong, by name."""
+"""A leader and its fake ranks on the loopback interface: what passes through, and what goes wrong,
+by name.
+"""
 
 import errno
 import os
@@ -16,11 +18,15 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from pipemesh.launcher.crew import Crew
-from pipemesh.launcher.devices import Device, place
-from pipemesh.launcher.hosts import (
+from pipemesh.launcher.comfyui.install import LaunchError
+from pipemesh.launcher.pool.crew import Crew
+from pipemesh.launcher.pool.devices import Device, place
+from pipemesh.launcher.pool.leader import Session, accept, listen, placement_here, register, require_torchrun
+from pipemesh.launcher.pool.leader import main as node_main
+from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
+from pipemesh.launcher.pool.remote_machine import (
     NODE_COMMAND,
-    HostMissing,
+    MachineMissing,
     between_hosts,
     check_rendezvous,
     interface_of,
@@ -29,17 +35,13 @@ from pipemesh.launcher.hosts import (
     node_command,
     store_key,
 )
-from pipemesh.launcher.install import LaunchError
-from pipemesh.launcher.node import Session, accept, listen, placement_here, register, require_torchrun
-from pipemesh.launcher.node import main as node_main
-from pipemesh.launcher.pool import PoolHandle, WorkerPool
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
-from pipemesh.parallel_runtime.wire.link import PARCEL, PIECE_BYTES, Link, SecretRefused, notice_loss, prove
-from pipemesh.parallel_runtime.wire.messages import Forward, FromHost, Load, Open, Release, ToHost
+from pipemesh.parallel_runtime.wire.messages import Forward, FromMachine, Load, Open, Release, ToMachine
 from pipemesh.parallel_runtime.wire.segment import Segment, pack
+from pipemesh.parallel_runtime.wire.tcp import PARCEL, PIECE_BYTES, Link, SecretRefused, notice_loss, prove
 
 from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled
 from .test_arena import largest_file
@@ -103,7 +105,7 @@ def far_pids():
     return [child.pid for child in psutil.Process().children() if "fake_worker.py" in " ".join(child.cmdline())]
 
 
-# -- what passes through -------------------------------------------------------------------------------------------------
+# -- what passes through
 
 
 def test_ranks_on_another_host_answer_as_those_here_do(leader):
@@ -125,7 +127,7 @@ def test_a_far_ranks_phase_is_seen_on_the_board(leader):
 
 def ends():
     one, other = socket.socketpair()
-    return Link(one, FromHost), Link(other, ToHost)
+    return Link(one, FromMachine), Link(other, ToMachine)
 
 
 def test_what_a_descriptor_holds_arrives_as_a_segment_of_its_own():
@@ -208,7 +210,7 @@ def test_a_link_that_is_closed_says_so():
         theirs.receive()
 
 
-# -- the secret ----------------------------------------------------------------------------------------------------------
+# -- the secret
 
 
 def shake(secret_here: str, secret_there: str) -> list[str]:
@@ -253,7 +255,7 @@ def test_another_secret_is_refused_and_nothing_is_started(leader):
     assert (pool.state, far_pids()) == ("failed", [])
 
 
-# -- what goes wrong, by name --------------------------------------------------------------------------------------------
+# -- what goes wrong, by name
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,8 @@ def test_a_pool_node_says_when_it_is_queued_that_hosts_cannot_be_reached():
 def test_a_host_that_has_not_joined_is_told_the_command(leader):
     far = leader()
     with pytest.raises(
-        HostMissing, match=r"^Host other has not joined .*: run there, in the checkout: TORCH\S+ torchrun .* -m launcher node --name other$"
+        MachineMissing,
+        match=r"^Host other has not joined .*: run there, in the checkout: TORCH\S+ torchrun .* -m launcher node --name other$",
     ):
         join("other", (1,), far.setup, Arena().board)
 
@@ -290,14 +293,15 @@ def test_a_host_that_has_not_joined_is_told_the_command(leader):
 def test_a_host_that_has_left_is_told_the_command(leader):
     far = leader(name="left")
     far.close()
-    with pytest.raises(HostMissing, match=r"^Host left does not answer at 127.* --name left$"):
+    with pytest.raises(MachineMissing, match=r"^Host left does not answer at 127.* --name left$"):
         join("left", (1,), far.setup, Arena().board)
 
 
 def test_a_rendezvous_that_is_not_there_is_named():
     setup = replace(fake_setup(), rendezvous="127.0.0.1:9", secret=SECRET, lost_s=0.5)
     with pytest.raises(
-        HostMissing, match=r"^Nothing answers at the rendezvous 127\.0\.0\.1:9 .*: run on every host, in the checkout: .* -m launcher node$"
+        MachineMissing,
+        match=r"^Nothing answers at the rendezvous 127\.0\.0\.1:9 .*: run on every host, in the checkout: .* -m launcher node$",
     ):
         join("far", (1,), setup, Arena().board)
 
@@ -399,7 +403,7 @@ def test_cancel_while_tensors_are_on_their_way_ends_the_pool_and_the_next_run_ha
     segment.close()
 
 
-# -- small things --------------------------------------------------------------------------------------------------------
+# -- small things
 
 
 @pytest.mark.parametrize("value", ["130", "1", "-5", "5s", "nan"])
@@ -425,7 +429,7 @@ def test_a_port_in_use_is_named():
 
 def test_the_interface_of_an_address():
     assert interface_of("127.0.0.1") == "lo"
-    with pytest.raises(HostMissing, match=r"set GLOO_SOCKET_IFNAME"):
+    with pytest.raises(MachineMissing, match=r"set GLOO_SOCKET_IFNAME"):
         interface_of("203.0.113.7")
 
 

@@ -1,4 +1,6 @@
-"""What is the same for every patch of a run is made once, and made anew where anything about it is different."""
+"""What is the same for every patch of a run is made once, and made anew where anything about it is
+different.
+"""
 
 from dataclasses import astuple
 from itertools import count
@@ -6,12 +8,12 @@ from itertools import count
 import pytest
 import torch
 from pipemesh.benchmarks.forwards import standin
-from pipemesh.launcher.parity import Case, relative_error, stock_model
-from pipemesh.parallel_runtime.comm.stages import StageLink
+from pipemesh.launcher.commands.parity import Case, relative_error, stock_model
+from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods.pipefusion import StageForward, blocks_of
-from pipemesh.parallel_runtime.methods.remembered import KEPT, Remembered
+from pipemesh.parallel_runtime.methods.pipefusion.rope_cache import KEPT, Remembered
+from pipemesh.parallel_runtime.methods.pipefusion.stage import StageForward, blocks_of
 from pipemesh.parallel_runtime.patches import TokenGrid
 from pipemesh.parallel_runtime.stages import Stage
 from pipemesh.parallel_runtime.wire.messages import Part
@@ -81,7 +83,7 @@ def test_a_stage_embeds_positions_once_in_a_run_and_anew_in_the_next(family, mon
     embedder, made = type(model.get_submodule(path)), []
     monkeypatch.setattr(embedder, "forward", lambda self, ids, real=embedder.forward: made.append(ids) or real(self, ids))
     blocks = len(list(blocks_of(model, plan)))
-    link = StageLink(None, None, on_host=True)
+    link = StageLink(None, None, via_cpu=True)
     stage = StageForward(model, plan, Stage(0, blocks, blocks), standin(Layout(), 0), link, IdleRank())
     numbers = count(1)
     grid = TokenGrid.of(next(iter(arguments.values())).shape, model.patch_size)

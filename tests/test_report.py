@@ -1,8 +1,10 @@
-"""The report's text, from made figures; the node and the figures themselves are tested on a running server."""
+"""The report's text, from made figures; the node and the figures themselves are tested on a running
+server.
+"""
 
 import pytest
-from pipemesh.launcher.devices import place
-from pipemesh.nodes.report import NO_POOL, report_text
+from pipemesh.launcher.pool.devices import place
+from pipemesh.nodes.report.node import NO_POOL, report_text
 from pipemesh.nodes.runtime import _last_run
 from pipemesh.parallel_runtime.client.run_figures import Evaluation, RunFigures
 from pipemesh.parallel_runtime.layout import Layout
@@ -136,7 +138,9 @@ def test_the_stage_that_others_wait_for_is_named(busy, words):
 
 
 def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed_over_the_run():
-    """Two branches, each whole once and then in three patches that overlap, the last ones of a context window of another shape."""
+    """Two branches, each whole once and then in three patches that overlap, the last ones of a
+    context window of another shape.
+    """
     cuts = [None, (0, 4, False), (4, 4, False), (8, 4, True)]
     parts = [Part(1, branch, cut) for cut in cuts for branch in (0, 1)] + [Part(1, 2, (0, 9, False)), Part(1, 2, (9, 9, True))]
     run = RunFigures(

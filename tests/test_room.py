@@ -1,4 +1,6 @@
-"""Where a run finds no room for what it keeps, what nobody uses makes room, and the run begins again as if nothing had been."""
+"""Where a run finds no room for what it keeps, what nobody uses makes room, and the run begins
+again as if nothing had been.
+"""
 
 from types import SimpleNamespace
 
@@ -7,10 +9,10 @@ import comfy.samplers
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from pipemesh.launcher.parity import Case, sample, stock_model
-from pipemesh.parallel_runtime.client.host_room import host_makes_room, used_by
-from pipemesh.parallel_runtime.client.modes import known_guider
+from pipemesh.launcher.commands.parity import Case, sample, stock_model
 from pipemesh.parallel_runtime.client.patchwise import Patchwise
+from pipemesh.parallel_runtime.client.separable import known_guider
+from pipemesh.parallel_runtime.comfy_bridge.free_gpu import host_makes_room, used_by
 from pipemesh.parallel_runtime.errors import NoRoom, OutOfMemory
 from pipemesh.parallel_runtime.families import PLANS
 

@@ -1,4 +1,6 @@
-"""What crosses between hosts by broadcast: the right bytes, to every host, conditioning once; and the model file each host has."""
+"""What crosses between hosts by broadcast: the right bytes, to every host, conditioning once; and
+the model file each host has.
+"""
 
 import os
 import subprocess
@@ -9,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.parallel_runtime.checkpoint import check_copy
+from pipemesh.parallel_runtime.comfy_bridge.prepare import call_factory, find_here
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.tree import encode_tree
-from pipemesh.parallel_runtime.worker.engine import Engine
-from pipemesh.parallel_runtime.worker.host_bridge import call_factory, find_here
+from pipemesh.parallel_runtime.worker.rank_loop import Engine
 
 ROOT = Path(__file__).resolve().parent.parent
 JOIN = """
@@ -25,11 +27,11 @@ sys.path.pop(0)
 register_package(sys.argv[1])
 import torch
 import torch.distributed as dist
-from pipemesh.parallel_runtime.comm.hosts import HostComm
+from pipemesh.parallel_runtime.comm.hosts import MachineComm
 
 rank, hosts = int(sys.argv[3]), list(map(int, sys.argv[4]))
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], len(hosts)), rank=rank, world_size=len(hosts))
-comm = HostComm(hosts, rank)
+comm = MachineComm(hosts, rank)
 """
 OWN_ARENAS = """
 for number in range(3):
@@ -96,7 +98,7 @@ def test_conditioning_goes_once_and_what_changes_goes_every_time():
     arena.close()
 
 
-# -- the model file ------------------------------------------------------------------------------------------------------
+# -- the model file
 
 
 def test_a_file_is_found_at_the_same_path_or_in_this_comfyuis_models(tmp_path, monkeypatch):

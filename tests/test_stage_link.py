@@ -1,5 +1,7 @@
-"""The link between stages over a transport that buffers nothing: whatever the order in which ranks get to run, no stage waits for ever, and
-every patch comes out once, in the order of submission, with what all stages made of it."""
+"""The link between stages over a transport that buffers nothing: whatever the order in which ranks
+get to run, no stage waits for ever, and every patch comes out once, in the order of submission,
+with what all stages made of it.
+"""
 
 from collections import defaultdict, deque
 from dataclasses import dataclass
@@ -9,8 +11,8 @@ import torch
 from greenlet import getcurrent, greenlet
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.parallel_runtime.comm import stages
-from pipemesh.parallel_runtime.comm.stages import CHUNK_BYTES, IN_FLIGHT, StageLink
+from pipemesh.parallel_runtime.comm import stage_link as stages
+from pipemesh.parallel_runtime.comm.stage_link import CHUNK_BYTES, IN_FLIGHT, StageLink
 
 
 class Work:
@@ -23,7 +25,9 @@ class Work:
 
 
 class Network:
-    """A send is done when the other end has taken it, and not before. Called as torch.distributed, from a stage's greenlet."""
+    """A send is done when the other end has taken it, and not before. Called as torch.distributed,
+    from a stage's greenlet.
+    """
 
     def __init__(self):
         self._sends = defaultdict(deque)
@@ -46,15 +50,16 @@ class Network:
 
 
 class StageRun(greenlet):
-    """What a stage does with its link: for every patch one receive and one send. ``early``: the patches whose receive is posted while the
-    one before is computed."""
+    """What a stage does with its link: for every patch one receive and one send. ``early``: the
+    patches whose receive is posted while the one before is computed.
+    """
 
     def __init__(self, pipeline, stage):
         super().__init__(self._run)
         self.stage = stage
         self._pipeline = pipeline
         last = len(pipeline.early) - 1
-        self.link = StageLink(stage - 1 if stage else None, stage + 1 if stage < last else None, on_host=True)
+        self.link = StageLink(stage - 1 if stage else None, stage + 1 if stage < last else None, via_cpu=True)
 
     def _run(self):
         pipeline, link = self._pipeline, self.link

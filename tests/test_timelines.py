@@ -5,21 +5,21 @@ import gc
 import pytest
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
-from pipemesh.launcher.parity import BOUND, conditioning, relative_error
-from pipemesh.launcher.reference import InOneProcess
+from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client import timelines
-from pipemesh.parallel_runtime.client.modes import one_by_one
+from pipemesh.parallel_runtime.client.in_process import InOneProcess
+from pipemesh.parallel_runtime.client.separable import must_run_conds_in_sequence
 
 from .models import run
-from .patched import (
+from .patched import (  # noqa: F401
     FREE,
     SIZE,
     Patched,
     advanced,
     alive_timelines,
     built,
-    models_let_go,  # noqa: F401
-    one_cond_at_a_time,  # noqa: F401
+    models_let_go,
+    one_cond_at_a_time,
     patched,
     stock,
     together,
@@ -114,7 +114,7 @@ def queue(monkeypatch):
         made.append(Queue(*args))
         return made[-1]
 
-    monkeypatch.setattr("pipemesh.launcher.reference.InOneProcess", engine)
+    monkeypatch.setattr("pipemesh.parallel_runtime.client.in_process.InOneProcess", engine)
     ours = Patched(built(), 3, 1)
     return ours, made[0]
 
@@ -240,8 +240,10 @@ def test_a_region_and_the_negative_that_the_host_makes_for_it_are_kept_apart(que
 @pytest.mark.parametrize("name", ["hooks", "default"])
 def test_conds_with_weights_of_their_own_or_that_fill_gaps_go_one_by_one(name):
     patcher = type("Patcher", (), {"object_patches": {}})
-    assert one_by_one(patcher, [[{name: object()}], [{}]], {}) and one_by_one(patcher, [None, [{}, {name: object()}]], {})
-    assert not one_by_one(patcher, [[{}], [{name: None}]], {})
+    assert must_run_conds_in_sequence(patcher, [[{name: object()}], [{}]], {}) and must_run_conds_in_sequence(
+        patcher, [None, [{}, {name: object()}]], {}
+    )
+    assert not must_run_conds_in_sequence(patcher, [[{}], [{name: None}]], {})
 
 
 @pytest.mark.parametrize(

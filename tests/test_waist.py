@@ -1,4 +1,6 @@
-"""A stock MODEL in, a stock MODEL out: what ComfyUI and other nodes do to a MODEL reaches the pool, and nothing else changes."""
+"""A stock MODEL in, a stock MODEL out: what ComfyUI and other nodes do to a MODEL reaches the pool,
+and nothing else changes.
+"""
 
 import gc
 import json
@@ -8,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipemesh.launcher.parity import BOUND, conditioning, relative_error, stock_model
+from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error, stock_model
 from pipemesh.launcher.tiny import write_flux
-from pipemesh.parallel_runtime.client.host_model import PREFIX
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.comfy_bridge.source import PREFIX
 
 from .models import load, run, with_lora
 
-# -- a run -----------------------------------------------------------------------------------------------------------
+# -- a run
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,9 @@ def test_conditioning_crosses_once_per_run_and_not_again_for_the_same_prompt(pai
 
 
 def test_conditioning_that_changes_between_evaluations_of_one_branch_is_never_the_one_before(pair, client, requests, monkeypatch):
-    """As a foreign pack may do it: same cond, other content at every step. The ranks begin with what they had and are called back."""
+    """As a foreign pack may do it: same cond, other content at every step. The ranks begin with
+    what they had and are called back.
+    """
     from comfy.ldm.flux.model import Flux
 
     stock, parallel = pair
@@ -96,7 +100,7 @@ def test_a_cancel_between_steps_is_the_hosts_interrupt_and_the_next_run_is_right
     assert client.memory.pool.pids == pids
 
 
-# -- weights ---------------------------------------------------------------------------------------------------------
+# -- weights
 
 
 UI_MEMORY = """
@@ -109,7 +113,7 @@ import comfy.cli_args
 comfy.cli_args.args.cpu = True
 import comfy.sd
 from pipemesh.launcher.devices import place
-from pipemesh.launcher.pool import HostSetup, PoolHandle
+from pipemesh.launcher.pool import RankSetup, PoolHandle
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.layout import Layout
@@ -120,7 +124,7 @@ def anonymous_bytes():
     with open("/proc/self/smaps_rollup") as rollup:
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Anonymous:"))
 
-handle = PoolHandle(place(Layout(ulysses=1), "cpu", "gloo", ()), HostSetup(comfyui={comfyui!r}, comfy_args={{"cpu": True}}))
+handle = PoolHandle(place(Layout(ulysses=1), "cpu", "gloo", ()), RankSetup(comfyui={comfyui!r}, comfy_args={{"cpu": True}}))
 client = Client(handle, shares_weights=True)
 run(parallelize(comfy.sd.load_diffusion_model({small!r}), client, True), steps=1)
 before = anonymous_bytes()
@@ -156,7 +160,7 @@ def test_a_change_of_lora_strength_reapplies_patches_without_reloading(pair, fil
     requests.clear()
     for strength in (1.0, 0.5):
         assert relative_error(run(with_lora(parallel, files, strength)), run(with_lora(stock, files, strength))) <= BOUND
-    assert requests["Patch"] == 2 and requests["Load"] == requests["Release"] == 0
+    assert requests["SetWeightPatches"] == 2 and requests["Load"] == requests["Release"] == 0
 
 
 def test_toggling_a_lora_and_going_stock_and_back_releases_nothing(pair, files, requests):
@@ -238,7 +242,9 @@ def test_free_reaches_the_pool_and_the_next_run_loads_again(pair, client, reques
 
 
 def test_free_reaches_the_pool_when_the_samplers_own_clone_is_gone(files, client, requests):
-    """A sampler node parallelizes its input itself: after the run only the loader's stock MODEL is left."""
+    """A sampler node parallelizes its input itself: after the run only the loader's stock MODEL is
+    left.
+    """
     import comfy.model_management as mm
 
     stock = load(files["flux"])

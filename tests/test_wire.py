@@ -37,7 +37,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-# -- trees ---------------------------------------------------------------------------------------------------------------
+# -- trees
 
 
 @st.composite
@@ -163,7 +163,7 @@ def test_what_a_tree_was_read_from_is_let_go_at_once():
         gc.enable()
 
 
-# -- channel -------------------------------------------------------------------------------------------------------------
+# -- channel
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""What demo and test workflows need beyond stock nodes; a pack of its own, loaded by the demo's and the tests' ComfyUI only."""
+"""What demo and test workflows need beyond stock nodes; a pack of its own, loaded by the demo's and
+the tests' ComfyUI only.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class DemoConditioning(io.ComfyNode):
 
 
 class DemoSaveLatent(io.ComfyNode):
-    """Writes NAME.safetensors with the tensor `latent`, bit for bit, into ComfyUI's output folder."""
+    """Writes NAME.safetensors with the tensor `latent`, bit for bit, into ComfyUI's output
+    folder.
+    """
 
     @classmethod
     def define_schema(cls) -> io.Schema:

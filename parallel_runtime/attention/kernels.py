@@ -1,9 +1,12 @@
-"""Attention kernels that return the log-sum-exp of their scores, and the exact merge of partial outputs.
+"""Attention kernels that return the log-sum-exp of their scores, and the exact merge of partial
+outputs.
 
-Legend: B batch, H heads, Q query tokens, K key tokens, D head dim. ``lse`` is (B, H, Q) in fp32; a query that may look at none of the keys
-given has out = 0 and lse = -inf, so that it does not count in a merge. Every kernel holds scores and their sums in fp32 whatever q's dtype,
-so a host that asks for that precision has it. Sources: FlashAttention (arXiv 2205.14135, section 3.1) for the merge, torch 2.11's aten
-kernels (native_functions.yaml), flash-attn 2/3 (flash_attn_func, return_attn_probs).
+Legend: B batch, H heads, Q query tokens, K key tokens, D head dim. ``lse`` is (B, H, Q) in fp32; a
+query that may look at none of the keys given has out = 0 and lse = -inf, so that it does not count
+in a merge. Every kernel holds scores and their sums in fp32 whatever q's dtype, so a host that asks
+for that precision has it. Sources: FlashAttention (arXiv 2205.14135, section 3.1) for the merge,
+torch 2.11's aten kernels (native_functions.yaml), flash-attn 2/3 (flash_attn_func,
+return_attn_probs).
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | Non
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys, whose exp(scores) add up to ``weight * exp(level)``. Not one number, since beside a level of -1e9
-    fp32 keeps nothing of log(weight). ``level`` (B, H, Q) in fp32; ``weight`` the same, or the number of keys.
+    """Attention over some of the keys, whose exp(scores) add up to ``weight * exp(level)``. Not one
+    number, since beside a level of -1e9 fp32 keeps nothing of log(weight). ``level`` (B, H, Q) in
+    fp32; ``weight`` the same, or the number of keys.
     """
 
     out: torch.Tensor
@@ -47,9 +51,10 @@ def partial_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: t
 def merge(first: Partial, second: Partial) -> Partial:
     """The attention over both sets of keys, in fp32.
 
-    A row that one large number closes everywhere (-1e9, the smallest of the dtype) comes out as in one softmax over all keys: their mean.
-    Inexact are only rows whose largest score is such a number while other keys are closed by a larger one or by -inf: a kernel's lse does
-    not tell how many keys of its part have the largest score, so parts weigh by all their keys.
+    A row that one large number closes everywhere (-1e9, the smallest of the dtype) comes out as in
+    one softmax over all keys: their mean. Inexact are only rows whose largest score is such a
+    number while other keys are closed by a larger one or by -inf: a kernel's lse does not tell how
+    many keys of its part have the largest score, so parts weigh by all their keys.
     """
     level = torch.maximum(first.level, second.level)
     a, b = (share(part, level) for part in (first, second))
@@ -64,7 +69,8 @@ def share(part: Partial, level: torch.Tensor) -> torch.Tensor:
 
 
 def attention_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None = None) -> OutLse:
-    """``q`` (B, H, Q, D), ``k`` and ``v`` (B, H, K, D), ``mask`` additive or boolean: (Q, K), (B, Q, K) or (B, 1 or H, 1 or Q, K).
+    """``q`` (B, H, Q, D), ``k`` and ``v`` (B, H, K, D), ``mask`` additive or boolean: (Q, K), (B,
+    Q, K) or (B, 1 or H, 1 or Q, K).
 
     Returns out (B, H, Q, D) in q's dtype and lse (B, H, Q).
     """
@@ -81,7 +87,9 @@ def attention_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
 
 
 def without_blind_rows(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> OutLse:
-    """Kernels differ in what they return for a query that may look at nothing; here it is 0 and -inf."""
+    """Kernels differ in what they return for a query that may look at nothing; here it is 0 and
+    -inf.
+    """
     blind = (mask == -math.inf).all(-1)
     return torch.where(blind.unsqueeze(-1), 0.0, out).to(out.dtype), torch.where(blind, -math.inf, lse)
 
@@ -89,7 +97,9 @@ def without_blind_rows(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor)
 def choose(
     device: str, dtype: torch.dtype, dim: int, masked: bool, capability: tuple[int, int] = (0, 0), installed: Collection[str] = ()
 ) -> Kernel:
-    """The fastest kernel that takes this. ``capability``: of a CUDA device; ``installed``: of FLASH_PACKAGES."""
+    """The fastest kernel that takes this. ``capability``: of a CUDA device; ``installed``: of
+    FLASH_PACKAGES.
+    """
     if device == "cpu":
         return cpu_flash
     if device != "cuda" or dim % 8:
@@ -130,7 +140,9 @@ def cuda_efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
 
 
 def aligned_bias(mask: torch.Tensor, q: torch.Tensor, keys: int) -> torch.Tensor:
-    """(B, H, Q, K) with rows that begin at multiples of ALIGN elements; of B, H and Q it holds as many as the mask has."""
+    """(B, H, Q, K) with rows that begin at multiples of ALIGN elements; of B, H and Q it holds as
+    many as the mask has.
+    """
     bias = q.new_empty(*mask.shape[:-1], -(-keys // ALIGN) * ALIGN)[..., :keys]
     return bias.copy_(mask).expand(*q.shape[:3], keys)
 

@@ -1,8 +1,10 @@
-"""Sampling in patches: how the evaluations of one MODEL become patches, whatever computes them (PipeFusion, arXiv 2405.14430).
+"""Sampling in patches: how the evaluations of one MODEL become patches, whatever computes them
+(PipeFusion, arXiv 2405.14430).
 
-Free-running where ``modes`` allows it, one sampler run per patch; else single-timeline: every evaluation's patches are collected before
-the sampler goes on. The first evaluations of every branch are whole and exact in both. Positive and negative conds are evaluations of their
-own, in flight together.
+Free-running where ``modes`` allows it, one sampler run per patch; else single-timeline: every
+evaluation's patches are collected before the sampler goes on. The first evaluations of every branch
+are whole and exact in both. Positive and negative conds are evaluations of their own, in flight
+together.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from greenlet import getcurrent
 
+from ..comfy_bridge.free_gpu import host_makes_room
 from ..errors import NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid
-from .host_room import host_makes_room
-from .modes import WRAPPER_KEY, one_by_one, why_single_timeline
+from .separable import WRAPPER_KEY, must_run_conds_in_sequence, why_single_timeline
 from .timelines import Asked, Branch, Cond, Engine, RandomState, Timeline, free_run, in_flight_together
 
 log = logging.getLogger("pipemesh")
@@ -29,9 +31,11 @@ FREE_RUNNING = "free-running"
 
 
 class Patchwise:
-    """Of one MODEL; ``patch_size`` and ``plan`` its transformer's, ``patches`` and ``warm_up`` what the user asked for.
+    """Of one MODEL; ``patch_size`` and ``plan`` its transformer's, ``patches`` and ``warm_up`` what
+    the user asked for.
 
-    ``notice`` is told the mode of every run, with what keeps the patches together if something does.
+    ``notice`` is told the mode of every run, with what keeps the patches together if something
+    does.
     """
 
     def __init__(
@@ -91,8 +95,10 @@ class Patchwise:
         return self._making_room(once if reason else free, guider, noise.device)
 
     def _making_room(self, run: Callable[[], torch.Tensor], guider: Any, device: torch.device) -> torch.Tensor:
-        """``run``; from its beginning again where there was no room for its first evaluation and something else can be released: other
-        models of the pool, then, once, what the host holds on its own GPU."""
+        """``run``; from its beginning again where there was no room for its first evaluation and
+        something else can be released: other models of the pool, then, once, what the host holds on
+        its own GPU.
+        """
         random, host_asked = RandomState(device), False
         while True:
             try:
@@ -110,7 +116,7 @@ class Patchwise:
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper."""
         present = [index for index, cond in enumerate(conds) if cond is not None]
-        if len(present) < 2 or one_by_one(model.current_patcher, conds, model_options):
+        if len(present) < 2 or must_run_conds_in_sequence(model.current_patcher, conds, model_options):
             return executor(model, conds, x, timestep, model_options)
 
         def alone(index: int) -> torch.Tensor:
@@ -122,7 +128,9 @@ class Patchwise:
         return [by_index[index] if index in by_index else torch.zeros_like(x) for index in range(len(conds))]
 
     def evaluate(self, arguments: dict[str, Any], branch: tuple, weights: str = "") -> torch.Tensor:
-        """One evaluation of the sampler, within a timeline or not. ``weights``: the id of the weight patches it is computed under."""
+        """One evaluation of the sampler, within a timeline or not. ``weights``: the id of the
+        weight patches it is computed under.
+        """
         latent = next(iter(arguments.values()))
         asked = (arguments, Branch((*branch, tuple(latent.shape)), weights))
         cond = getcurrent()
@@ -132,7 +140,7 @@ class Patchwise:
 
     def _evaluate(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
         timeline = getcurrent()
-        forgotten = self._engine.forgot()
+        forgotten = self._engine.restart_if_reloaded()
         if isinstance(timeline, Timeline):
             if forgotten:
                 raise PoolFailed("The model was unloaded, or its workers lost, while its patches were on their way: run again.")
@@ -168,7 +176,8 @@ def text_tokens(conds: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> int:
 
 
 def branch_of(transformer_options: dict[str, Any]) -> tuple:
-    """What tells the conds of a run apart, windows of a long video included: what is kept of one must not be seen by another.
+    """What tells the conds of a run apart, windows of a long video included: what is kept of one
+    must not be seen by another.
 
     The host gives the negative that it makes for a region the region's own id.
     """

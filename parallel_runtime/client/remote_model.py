@@ -1,4 +1,6 @@
-"""One model as the pool holds it: loaded once, patched when its weight patches change, called once per evaluation."""
+"""One model as the pool holds it: loaded once, patched when its weight patches change, called once
+per evaluation.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,22 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ..comfy_bridge.source import Source
 from ..errors import ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused
 from ..stages import share_out, slowest
 from ..wire.arena import Arena, Frame
-from ..wire.conditioning import ConditioningCache
-from ..wire.messages import Adopt, Done, Fetch, Forget, Forward, Load, Memory, Part, Patch, Release
+from ..wire.messages import Adopt, Done, Fetch, Forget, Forward, Load, Memory, Part, Release, SetWeightPatches
 from ..wire.parcel import Parcel
 from ..wire.segment import Segment, TensorRef, aligned, dtype_name, mib
 from ..wire.tree import decode_tree, encode_tree
-from .host_model import Source
+from .conditioning import ConditioningCache
 from .run_figures import RunFigures, measured
 from .tickets import Ticket, Written
 
 T = TypeVar("T")
 log = logging.getLogger("pipemesh")
 
-WORTH_IT = 0.95  # stages are cut anew where the slowest one gets faster than by this
+MAX_RECUT_RATIO = 0.95  # stages are cut anew where the slowest one gets faster than by this
 CONTROL = "control"  # the argument that brings a ControlNet's residuals
 ABSENT = "absent"  # in place of a patches id: not loaded by every rank, as far as the UI knows
 
@@ -78,7 +80,9 @@ class Client:
     """The UI's view of one pool handle, shared by every model that runs on it."""
 
     def __init__(self, handle: Handle, shares_weights: bool):
-        """``shares_weights``: the ranks live in one host's memory, so patched weights are computed once and mapped by all."""
+        """``shares_weights``: the ranks live in one host's memory, so patched weights are computed
+        once and mapped by all.
+        """
         self._handle = handle
         self._shares_weights = shares_weights
         self._memory: PoolMemory | None = None
@@ -106,11 +110,13 @@ class Client:
         self._sweep()
         return self._memory
 
-    # -- who uses a model --------------------------------------------------------------------------------------------
+    # -- who uses a model
 
     def use(self, host_model: Any, describe: Callable[[], Source]) -> Source:
-        """``host_model`` is the UI's own model object: for as long as a loader's output lives, the pool's copy is worth keeping, however
-        many clones, LoRA strengths and sampler runs come and go; and it stays the file it was when it was first described."""
+        """``host_model`` is the UI's own model object: for as long as a loader's output lives, the
+        pool's copy is worth keeping, however many clones, LoRA strengths and sampler runs come and
+        go; and it stays the file it was when it was first described.
+        """
         if host_model not in self._sources:
             source = self._sources[host_model] = describe()
             self._users[source.model] += 1
@@ -118,7 +124,9 @@ class Client:
         return self._sources[host_model]
 
     def _abandon(self, model: str) -> None:
-        """Called by the garbage collector, so from anywhere, even amid a request: then the model is released later."""
+        """Called by the garbage collector, so from anywhere, even amid a request: then the model is
+        released later.
+        """
         self._users[model] -= 1
         if not self._users[model]:
             self._abandoned.append(model)
@@ -132,7 +140,9 @@ class Client:
                 self.release(model)
 
     def ready_for(self, model: str, patches_id: str) -> bool:
-        """Whether every rank holds ``model`` under these patches; the model counts as used from now."""
+        """Whether every rank holds ``model`` under these patches; the model counts as used from
+        now.
+        """
         if not self.holds(model) or self.memory.patches[model] != patches_id:
             return False
         self.memory.patches[model] = self.memory.patches.pop(model)
@@ -154,7 +164,9 @@ class Client:
         return self._memory is not None and bool(self._memory.tickets)
 
     def settle(self, interrupted: Callable[[], bool]) -> None:
-        """What ranks still owe of a cancelled request is not taken for an answer to what comes next."""
+        """What ranks still owe of a cancelled request is not taken for an answer to what comes
+        next.
+        """
         if self.memory is not None:
             self.memory.pool.settle(interrupted)
 
@@ -171,10 +183,12 @@ class Client:
         if self.memory is not None:
             self.memory.figures.mode = mode
 
-    # -- weights -----------------------------------------------------------------------------------------------------
+    # -- weights
 
     def load(self, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
-        """Starts the pool if need be. ``state`` is asked for only when the model has no factory and no rank holds it."""
+        """Starts the pool if need be. ``state`` is asked for only when the model has no factory and
+        no rank holds it.
+        """
         held = self._ensure(interrupted)
         if held.patches.get(source.model, ABSENT) != ABSENT:
             return
@@ -191,7 +205,9 @@ class Client:
         self._making_room(held, source.model, attempt)
 
     def _making_room(self, held: PoolMemory, model: str, attempt: Callable[[], T]) -> T:
-        """``attempt``; where the ranks ran out of memory, again after each other model is released, least recently used first."""
+        """``attempt``; where the ranks ran out of memory, again after each other model is released,
+        least recently used first.
+        """
         while True:
             try:
                 return attempt()
@@ -214,7 +230,9 @@ class Client:
     def patch(
         self, model: str, patches_id: str, patches: dict, objects: dict, weights: dict[str, torch.Tensor], interrupted: Callable[[], bool]
     ) -> None:
-        """Brings every rank to ``patches_id``. ``weights``: the UI's tensors of the patched keys, for their shapes and dtypes."""
+        """Brings every rank to ``patches_id``. ``weights``: the UI's tensors of the patched keys,
+        for their shapes and dtypes.
+        """
         held = self._ensure(interrupted)
         self._making_room(held, model, lambda: self._patch(held, model, patches_id, patches, objects, weights, interrupted))
         held.patches[model] = patches_id
@@ -234,7 +252,7 @@ class Client:
         parcel = Parcel({"patches": patches, "objects": objects})
         shared, place = self._shared_weights(held, list(patches), weights) if patches and self._shares_weights else (None, None)
         try:
-            request = Patch(
+            request = SetWeightPatches(
                 request=held.pool.next_request(),
                 model=model,
                 patches_id=patches_id,
@@ -252,7 +270,9 @@ class Client:
     def _shared_weights(
         self, held: PoolMemory, keys: list[str], weights: dict[str, torch.Tensor]
     ) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:
-        """Where each patched weight goes, and which rank computes it: largest first, always to the least loaded rank."""
+        """Where each patched weight goes, and which rank computes it: largest first, always to the
+        least loaded rank.
+        """
         loads = [0] * held.pool.size
         shared, offset = {}, 0
         for key in sorted(keys, key=lambda key: (-weights[key].numel(), key)):
@@ -264,7 +284,8 @@ class Client:
         return shared, Segment.create("patched", max(offset, 1))
 
     def release(self, model: str) -> None:
-        """Frees a model's weights in every rank, once nothing is in flight. The checkpoint's pages stay in the page cache.
+        """Frees a model's weights in every rank, once nothing is in flight. The checkpoint's pages
+        stay in the page cache.
 
         A cancel does not stop it: what the UI forgets, the ranks must not keep.
         """
@@ -280,10 +301,11 @@ class Client:
                 log.warning("[PipeMesh] %s", error)
 
     def end_run(self, model: str) -> None:
-        """What ranks keep of the run is void, and its memory free for what comes next, in other programs too.
+        """What ranks keep of the run is void, and its memory free for what comes next, in other
+        programs too.
 
-        Ranks that are still at what was cancelled are not waited for: they forget when the next run begins. Raises nothing: what the run
-        ended with is to be told.
+        Ranks that are still at what was cancelled are not waited for: they forget when the next run
+        begins. Raises nothing: what the run ended with is to be told.
         """
         self._in_run.discard(model)
         held = self.memory
@@ -294,7 +316,8 @@ class Client:
                 log.warning("[PipeMesh] %s", error)
 
     def make_room(self, model: str, of_runs: bool = False) -> bool:
-        """Releases the model that was not used for longest, but ``model``, and none that is in a run unless ``of_runs``.
+        """Releases the model that was not used for longest, but ``model``, and none that is in a
+        run unless ``of_runs``.
 
         False: there is no such model.
         """
@@ -304,10 +327,12 @@ class Client:
             self.release(others[0])
         return bool(others)
 
-    # -- evaluations -------------------------------------------------------------------------------------------------
+    # -- evaluations
 
     def forward(self, model: str, patches_id: str, arguments: dict[str, Any], branch: tuple, interrupted: Callable[[], bool]) -> Any:
-        """One evaluation. ``arguments`` by name, the first two change with every evaluation; returns the leader's output as own tensors."""
+        """One evaluation. ``arguments`` by name, the first two change with every evaluation;
+        returns the leader's output as own tensors.
+        """
         held = self._ensure(interrupted)
         began = time.perf_counter()
         expected: list[Callable[[], bool]] = []
@@ -348,12 +373,14 @@ class Client:
         held.figures.evaluations.append(measured(began, replies))
         return output
 
-    # -- evaluations through a pipeline ------------------------------------------------------------------------------
+    # -- evaluations through a pipeline
 
     def submit(self, model: str, patches_id: str, arguments: dict[str, Any], branch: tuple, part: Part) -> Ticket:
-        """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of submission, or ``abandon``.
+        """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of
+        submission, or ``abandon``.
 
-        Patches of the same ``arguments`` that are in flight together share what was written of them. Raises PoolFailed.
+        Patches of the same ``arguments`` that are in flight together share what was written of
+        them. Raises PoolFailed.
         """
         held = self._memory if self.in_flight else self.memory
         if held is None:
@@ -393,7 +420,9 @@ class Client:
             raise
 
     def collect(self, ticket: Ticket, interrupted: Callable[[], bool]) -> torch.Tensor:
-        """The output as an own tensor. Raises RunCancelled, ModelError, Refused, OutOfMemory, PoolFailed."""
+        """The output as an own tensor. Raises RunCancelled, ModelError, Refused, OutOfMemory,
+        PoolFailed.
+        """
         held = self._memory
         replies = held.pool.collect(ticket.number, interrupted)
         written = replies[held.pool.writer]
@@ -414,16 +443,20 @@ class Client:
                     self._seconds[model][block, part.branch, part.patch].append(seconds)
 
     def _costs_of(self, model: str) -> list[float]:
-        """Of every block in order: what all patches of an evaluation take in it. Medians, since a rank may lose its core now and then."""
+        """Of every block in order: what all patches of an evaluation take in it. Medians, since a
+        rank may lose its core now and then.
+        """
         costs: defaultdict[int, float] = defaultdict(float)
         for (block, *_patch), seconds in self._seconds[model].items():
             costs[block] += median(seconds)
         return [cost for _, cost in sorted(costs.items())]
 
     def share_out(self, model: str, asked: tuple[int, ...]) -> None:
-        """Between runs: how many blocks each stage has from now on; where nothing is ``asked``, by what they were measured to cost.
+        """Between runs: how many blocks each stage has from now on; where nothing is ``asked``, by
+        what they were measured to cost.
 
-        A model that is cut otherwise is released, and loaded again, from the page cache, when it is next used.
+        A model that is cut otherwise is released, and loaded again, from the page cache, when it is
+        next used.
         """
         self._stages[model] = asked or self._balance(model)
         if asked:
@@ -433,14 +466,15 @@ class Client:
             self.release(model)
 
     def _balance(self, model: str) -> tuple[int, ...]:
-        """By what the first run measured, and by that alone: stages that followed every run would be loaded again and again.
+        """By what the first run measured, and by that alone: stages that followed every run would
+        be loaded again and again.
 
         Empty before it, and where as many blocks each are as good.
         """
         held = self.memory
         if model not in self._balanced and held is not None and (costs := self._costs_of(model)):
             even, best = (share_out(of, held.pool.stages) for of in ([1.0] * len(costs), costs))
-            worth_it = slowest(costs, best) < WORTH_IT * slowest(costs, even)
+            worth_it = slowest(costs, best) < MAX_RECUT_RATIO * slowest(costs, even)
             self._balanced[model] = tuple(stage.size for stage in best) if worth_it else ()
         return self._balanced.get(model, ())
 
@@ -467,7 +501,9 @@ class Client:
 def putting(
     arguments: dict[str, Any], frame: Frame, rest: Callable[[str, torch.Tensor], TensorRef]
 ) -> Callable[[str, torch.Tensor], TensorRef]:
-    """What writes the tensors of ``arguments``: into ``frame`` what may be another one in every evaluation, by ``rest`` what may not."""
+    """What writes the tensors of ``arguments``: into ``frame`` what may be another one in every
+    evaluation, by ``rest`` what may not.
+    """
     changing = {*list(arguments)[:2], CONTROL, "transformer_options"}
 
     def put(path: str, tensor: torch.Tensor) -> TensorRef:
@@ -479,7 +515,9 @@ def putting(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Copies of a megabyte gain nothing from more, and torch's waiting threads spin on the cores that CPU ranks need."""
+    """Copies of a megabyte gain nothing from more, and torch's waiting threads spin on the cores
+    that CPU ranks need.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,7 +1,8 @@
 """A stock MODEL in, a stock MODEL out: a ModelPatcher whose weights and forward are in the pool.
 
-It loads nothing in the UI. The host's own object-patch mechanism puts the remote ``_forward`` in place when this patcher is loaded and
-takes it away when another clone of the same model is, so whatever reaches the model (any sampler, guider or wrapper) meets the right one.
+It loads nothing in the UI. The host's own object-patch mechanism puts the remote ``_forward`` in
+place when this patcher is loaded and takes it away when another clone of the same model is, so
+whatever reaches the model (any sampler, guider or wrapper) meets the right one.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ..checkpoint import check_mapped
-from ..errors import Refused
-from .host_model import (
+from ..comfy_bridge.interrupt import interrupted, interrupting
+from ..comfy_bridge.source import (
     PREFIX,
     Source,
     content_id,
@@ -36,17 +37,18 @@ from .host_model import (
     require_plan,
     state_source,
 )
-from .interrupt import interrupted, interrupting
-from .modes import WRAPPER_KEY
+from ..errors import Refused
+from .patch_backend import Pipeline
 from .patchwise import Patchwise, branch_of
-from .pipeline import Pipeline
 from .remote_model import Client
+from .separable import WRAPPER_KEY
 
 
 @dataclass(frozen=True)
 class Patching:
-    """How a pipeline samples: into how many ``patches``, how many first evaluations of every cond are whole and exact, and how many blocks
-    each stage has (empty: balanced)."""
+    """How a pipeline samples: into how many ``patches``, how many first evaluations of every cond
+    are whole and exact, and how many blocks each stage has (empty: balanced).
+    """
 
     patches: int
     warm_up: int = 1
@@ -75,7 +77,9 @@ class Remote:
 
 
 class RemotePatcher(ModelPatcher):
-    """Made by ``parallelize``; ``clone()`` keeps the class, so LoRA, ModelSampling and the rest chain as usual."""
+    """Made by ``parallelize``; ``clone()`` keeps the class, so LoRA, ModelSampling and the rest
+    chain as usual.
+    """
 
     remote: Remote
     hook_set: tuple[str, dict] = ("", {})
@@ -86,7 +90,7 @@ class RemotePatcher(ModelPatcher):
         made.hook_set = self.hook_set
         return made
 
-    # -- what the host's memory manager sees -------------------------------------------------------------------------
+    # -- what the host's memory manager sees
 
     def model_size(self) -> int:
         return self._share() if self._on_ui_device() else 0
@@ -95,8 +99,10 @@ class RemotePatcher(ModelPatcher):
         return self._share() if self._on_ui_device() and self._resident() else 0
 
     def get_free_memory(self, device: torch.device) -> int:
-        """Asked for when the host decides whether cond and uncond fit one batch: the ranks' memory at the begin of the run decides, not the
-        UI's. Batches that changed within a run would be other branches to a pipeline."""
+        """Asked for when the host decides whether cond and uncond fit one batch: the ranks' memory
+        at the begin of the run decides, not the UI's. Batches that changed within a run would be
+        other branches to a pipeline.
+        """
         return super().get_free_memory(device) if self.remote.free is None else self.remote.free
 
     def _share(self) -> int:
@@ -110,12 +116,15 @@ class RemotePatcher(ModelPatcher):
         return self.remote.client.holds(self.remote.source.model)
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
-        """Puts the remote forward in place and brings the pool to this clone's weights. Raises Refused, ModelError, PoolFailed."""
+        """Puts the remote forward in place and brings the pool to this clone's weights. Raises
+        Refused, ModelError, PoolFailed.
+        """
         refuse_foreign_levers(self)
         refuse_in_block_patches(self.model_options["transformer_options"])
         before = self.loaded_size()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
-            # Weights that the stock path left on the device or patched belong to the shared model: give them back.
+            # Weights that the stock path left on the device or patched belong to the shared model:
+            # give them back.
             self.unpatch_model(self.offload_device, unpatch_weights=self.model.model_loaded_weight_memory > 0 or bool(self.backup))
             self.patch_model(load_weights=False)
         self._share_out()
@@ -134,22 +143,28 @@ class RemotePatcher(ModelPatcher):
             self.object_patches = own
 
     def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
-        """The pool parks the whole model (its pages stay in the page cache); reports what the UI's device gets back."""
+        """The pool parks the whole model (its pages stay in the page cache); reports what the UI's
+        device gets back.
+        """
         freed = self.loaded_size()
         if freed:
             self.remote.client.release(self.remote.source.model)
         return freed
 
     def detach(self, unpatch_all: bool = True) -> Any:
-        """With ``unpatch_all`` the host really frees memory; without, it only switches between clones and nothing is released."""
+        """With ``unpatch_all`` the host really frees memory; without, it only switches between
+        clones and nothing is released.
+        """
         if unpatch_all:
             self.remote.client.release(self.remote.source.model)
         return super().detach(unpatch_all)
 
-    # -- a run -------------------------------------------------------------------------------------------------------
+    # -- a run
 
     def pre_run(self) -> None:
-        """Raises Refused where the checkpoint was overwritten while the ranks had it mapped: then they hold some of each file."""
+        """Raises Refused where the checkpoint was overwritten while the ranks had it mapped: then
+        they hold some of each file.
+        """
         try:
             check_mapped(self.remote.source.file)
         except Refused:
@@ -172,7 +187,9 @@ class RemotePatcher(ModelPatcher):
             self.remote.client.share_out(self.remote.source.model, self.remote.stages)
 
     def patch_hooks(self, hooks: Any) -> None:
-        """Scheduled weight patches: the combined set is applied in the pool before the next evaluation."""
+        """Scheduled weight patches: the combined set is applied in the pool before the next
+        evaluation.
+        """
         self.hook_set = ("", {}) if hooks is None else (uuid.uuid4().hex, self.get_combined_hook_patches(hooks))
         self.current_hooks = hooks
 
@@ -182,7 +199,9 @@ class RemotePatcher(ModelPatcher):
 
     @interrupting
     def _bring_up(self) -> None:
-        """The model is loaded in every rank, under exactly this clone's weight patches and object patches."""
+        """The model is loaded in every rank, under exactly this clone's weight patches and object
+        patches.
+        """
         hook_id, hook_patches = self.hook_set
         objects = plain_objects(self.object_patches)
         patched = any(key.startswith(PREFIX) for key in (*self.patches, *hook_patches))
@@ -201,7 +220,9 @@ class RemotePatcher(ModelPatcher):
 
     @interrupting
     def evaluate(self, arguments: dict[str, Any]) -> Any:
-        """One evaluation in the pool. Brings it up again first if it failed, was closed or serves another clone."""
+        """One evaluation in the pool. Brings it up again first if it failed, was closed or serves
+        another clone.
+        """
         options = arguments.get("transformer_options", {})
         branch = branch_of(options)
         arguments = {**arguments, "transformer_options": plain_options(options)}
@@ -213,13 +234,17 @@ class RemotePatcher(ModelPatcher):
 
 
 def prepare_sampling(executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
-    """A PREPARE_SAMPLING wrapper: the host estimates activations from this shape (and from reference latents, which are counted whole), and
-    text encoder and VAE are not unloaded for what ranks on other devices hold."""
+    """A PREPARE_SAMPLING wrapper: the host estimates activations from this shape (and from
+    reference latents, which are counted whole), and text encoder and VAE are not unloaded for what
+    ranks on other devices hold.
+    """
     return executor(model, [noise_shape[0] * model.remote.activations, *noise_shape[1:]], conds, *args, **kwargs)
 
 
 class RemoteForward:
-    """Stands where the transformer's own forward was, for as long as its patcher is the one loaded."""
+    """Stands where the transformer's own forward was, for as long as its patcher is the one
+    loaded.
+    """
 
     def __init__(self, patcher: RemotePatcher, name: str):
         self._patcher = weakref.ref(patcher)
@@ -240,11 +265,13 @@ def parallelize(
     notice: Callable[[str], None] = lambda mode: None,
     activations: float = 1.0,
 ) -> RemotePatcher:
-    """A clone of a stock MODEL that computes in the client's pool. Nothing is started or loaded before it is sampled.
+    """A clone of a stock MODEL that computes in the client's pool. Nothing is started or loaded
+    before it is sampled.
 
-    ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold; ``activations``: of what an evaluation computes.
-    ``patching``: for a pool that is a pipeline; ``notice`` is told how each run is sampled.
-    Raises Refused for a model without a token plan, ModelError for a checkpoint that is gone.
+    ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
+    ``activations``: of what an evaluation computes. ``patching``: for a pool that is a pipeline;
+    ``notice`` is told how each run is sampled. Raises Refused for a model without a token plan,
+    ModelError for a checkpoint that is gone.
     """
     plan = require_plan(patcher.model.diffusion_model)
     if isinstance(patcher, RemotePatcher) and patcher.remote.client is client and patching is None:
@@ -275,8 +302,10 @@ def remote_clone(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
 
 
 def stand_in(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
-    """The host's memory manager turns from a patcher that is gone to its parent. A sampler node's own clone is gone after its run; this
-    parent, kept by the loader's output, still tells what the pool holds and takes an unload to it."""
+    """The host's memory manager turns from a patcher that is gone to its parent. A sampler node's
+    own clone is gone after its run; this parent, kept by the loader's output, still tells what the
+    pool holds and takes an unload to it.
+    """
     root = patcher
     while root.parent is not None and root.parent.model is patcher.model:  # a clone with a LoRA may be gone as soon
         root = root.parent

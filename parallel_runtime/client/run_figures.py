@@ -11,8 +11,9 @@ from ..wire.messages import Done, Part
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measured of one evaluation, or of a part of it in a pipeline, whose parts overlap: seconds around it in the UI since ``began``, and
-    the slowest rank's share of them. ``spans``: every rank's.
+    """Measured of one evaluation, or of a part of it in a pipeline, whose parts overlap: seconds
+    around it in the UI since ``began``, and the slowest rank's share of them. ``spans``: every
+    rank's.
     """
 
     seconds: float

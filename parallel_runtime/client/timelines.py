@@ -1,9 +1,10 @@
 """A stock sampler run once per patch, so that a pipeline of stages never drains between steps.
 
-Each timeline is a greenlet in which the same sampler code runs on the full-shape latent, with random numbers of its own; only its patch's
-pixels are meaningful. It is left at every evaluation and entered again with the output, always in the order of patches, so that what is
-computed depends neither on timing nor on the number of stages. Right only where everything between the sampler and the transformer acts on
-each pixel by itself: ``modes`` decides.
+Each timeline is a greenlet in which the same sampler code runs on the full-shape latent, with
+random numbers of its own; only its patch's pixels are meaningful. It is left at every evaluation
+and entered again with the output, always in the order of patches, so that what is computed depends
+neither on timing nor on the number of stages. Right only where everything between the sampler and
+the transformer acts on each pixel by itself: ``modes`` decides.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Callback = Callable[[int, torch.Tensor, torch.Tensor, int], Any]
 
 @dataclass(frozen=True)
 class Branch:
-    """Which cond an evaluation is of. ``weights``, the id of the weight patches it is computed under, may change in mid-run, by hooks."""
+    """Which cond an evaluation is of. ``weights``, the id of the weight patches it is computed
+    under, may change in mid-run, by hooks.
+    """
 
     conds: tuple[Hashable, ...]
     weights: str = field(default="", compare=False)
@@ -40,11 +43,15 @@ class Engine(Protocol):
     def begin_run(self) -> None:
         """What it keeps of the run before is void."""
 
-    def forgot(self) -> bool:
-        """Whether what it kept of this run is gone. Then the run begins anew as far as it is concerned."""
+    def restart_if_reloaded(self) -> bool:
+        """Whether what it kept of this run is gone. Then the run begins anew as far as it is
+        concerned.
+        """
 
     def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> Any:
-        """Starts one patch of an evaluation, or all of it (exact, and what later patches see of their neighbours). Returns a ticket."""
+        """Starts one patch of an evaluation, or all of it (exact, and what later patches see of
+        their neighbours). Returns a ticket.
+        """
 
     def collect(self, ticket: Any) -> torch.Tensor:
         """The output, full shape, zero outside the patch."""
@@ -119,7 +126,9 @@ class Timeline(greenlet):
 
 
 class Cond(greenlet):
-    """One cond of an evaluation: left where it waits for the transformer, so that another one can come to it as well."""
+    """One cond of an evaluation: left where it waits for the transformer, so that another one can
+    come to it as well.
+    """
 
     def __init__(self, run: Callable[[], Any]):
         super().__init__(run)
@@ -131,7 +140,9 @@ class Cond(greenlet):
 
 
 def in_flight_together(runs: Sequence[Callable[[], Any]], evaluate: Callable[[Sequence[Asked]], list[torch.Tensor]]) -> list[Any]:
-    """What ``runs`` return. Each goes on to what it asks of the transformer before ``evaluate`` is called for all of them."""
+    """What ``runs`` return. Each goes on to what it asks of the transformer before ``evaluate`` is
+    called for all of them.
+    """
     conds = [Cond(run) for run in runs]
     try:
         left_with = [cond.switch() for cond in conds]
@@ -157,8 +168,9 @@ def free_run(
 ) -> torch.Tensor:
     """The samples, each patch's pixels from its own timeline. ``patches``: all of the ``grid``.
 
-    ``sampler`` takes its callback and whether it is the first, and runs to its end. ``warm_up``: as many first evaluations of every branch
-    are whole. ``callback`` sees every step once, when the last patch has come to it.
+    ``sampler`` takes its callback and whether it is the first, and runs to its end. ``warm_up``: as
+    many first evaluations of every branch are whole. ``callback`` sees every step once, when the
+    last patch has come to it.
     """
     return FreeRun(engine, grid, patches, warm_up, device).run(sampler, callback)
 

@@ -1,9 +1,11 @@
 """Which cores a rank computes on where ranks share a CPU, and how its threads take turns there.
 
-gloo moves messages on a thread of its own. Left to the scheduler, three things make an exchange between two computing ranks last 2 to 10 ms
-instead of 0.3: the thread is put behind the other rank's computation and waits for the next tick (4 ms at 250 Hz) while its own core is
-idle; it interrupts its own rank in the middle of a send, whose lock it then spins for until a tick; or a tick puts it there. Found with
-``perf sched``; what each half of the remedy brings is in docs/BENCHMARKS.md.
+gloo moves messages on a thread of its own. Left to the scheduler, three things make an exchange
+between two computing ranks last 2 to 10 ms instead of 0.3: the thread is put behind the other
+rank's computation and waits for the next tick (4 ms at 250 Hz) while its own core is idle; it
+interrupts its own rank in the middle of a send, whose lock it then spins for until a tick; or a
+tick puts it there. Found with ``perf sched``; what each half of the remedy brings is in
+docs/BENCHMARKS.md.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ GIVE_WAY = 10  # about a tenth of a computing thread's weight: enough to move me
 
 
 def share_of_cores(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """An equal run of ``cores`` for each rank; one each, in turn, where there are more ranks than cores."""
+    """An equal run of ``cores`` for each rank; one each, in turn, where there are more ranks than
+    cores.
+    """
     each = len(cores) // ranks
     return tuple(cores[rank * each : (rank + 1) * each]) if each else (cores[rank % len(cores)],)
 
 
 def keep_to(cores: Sequence[int]) -> None:
-    """For a CPU rank: all threads it has, and those it starts, stay on ``cores``. Linux only; () changes nothing."""
+    """For a CPU rank: all threads it has, and those it starts, stay on ``cores``. Linux only; ()
+    changes nothing.
+    """
     for thread in threads() if cores else ():
         with suppress(OSError):  # it has ended, or this process may not use those cores any more: slower, not wrong
             os.sched_setaffinity(thread, cores)
@@ -30,7 +36,9 @@ def keep_to(cores: Sequence[int]) -> None:
 
 @contextmanager
 def giving_way() -> Iterator[None]:
-    """Threads started inside do not interrupt the others of this process, and mostly run when those wait. Linux only."""
+    """Threads started inside do not interrupt the others of this process, and mostly run when those
+    wait. Linux only.
+    """
     before = threads()
     yield
     for thread in threads() - before:

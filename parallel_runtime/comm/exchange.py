@@ -1,7 +1,8 @@
-"""An uneven all-to-all of tensors among the ranks of one group, with a flag riding along; and what the flag is for.
+"""An uneven all-to-all of tensors among the ranks of one group, with a flag riding along; and what
+the flag is for.
 
-Each rank's wish to stop travels as one extra element behind every message of attention, so that all ranks learn of it at the same
-attention and leave at the same block.
+Each rank's wish to stop travels as one extra element behind every message of attention, so that all
+ranks learn of it at the same attention and leave at the same block.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ Shape = tuple[int, ...]
 
 
 class Stopped(BaseException):
-    """Every rank has agreed to leave the forward here. Not an Exception: host code catches those around attention."""
+    """Every rank has agreed to leave the forward here. Not an Exception: host code catches those
+    around attention.
+    """
 
 
 class StopFlag:
-    """The wish is taken once per attention, carried through its messages, and decided on when every rank's has arrived.
+    """The wish is taken once per attention, carried through its messages, and decided on when every
+    rank's has arrived.
 
-    On CUDA the flag is read ``LOOK_AHEAD`` attentions later, so that the host does not wait for the device.
+    On CUDA the flag is read ``LOOK_AHEAD`` attentions later, so that the host does not wait for the
+    device.
     """
 
     def __init__(self, wants_stop: Callable[[], bool]):
@@ -59,13 +64,15 @@ class StopFlag:
 
 
 class Exchange:
-    """All ranks of ``group`` must make the same calls in the same order. ``rank`` and ``size`` are within the group."""
+    """All ranks of ``group`` must make the same calls in the same order. ``rank`` and ``size`` are
+    within the group.
+    """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, on_host: bool):
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool):
         self.rank = rank
         self.size = size
         self._group = group
-        self._on_host = on_host
+        self._on_host = via_cpu
         self._buffers: dict[tuple, torch.Tensor] = {}
         self.seconds = 0.0
         self.sent_bytes = 0
@@ -77,10 +84,11 @@ class Exchange:
     def all_to_all(
         self, chunks: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Shape], flag: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """``chunks[j]`` are the tensors for rank j, sent one after another; returns what rank i sent, in ``shapes[i]``.
+        """``chunks[j]`` are the tensors for rank j, sent one after another; returns what rank i
+        sent, in ``shapes[i]``.
 
-        The own chunk is not moved: its place in the result is empty. Results are views of a buffer that the next exchange reuses.
-        ``flag`` (1,) comes back as the largest of the group's.
+        The own chunk is not moved: its place in the result is empty. Results are views of a buffer
+        that the next exchange reuses. ``flag`` (1,) comes back as the largest of the group's.
         """
         first = next(tensor for chunk in chunks for tensor in chunk)
         device = torch.device("cpu") if self._on_host else first.device
@@ -115,7 +123,8 @@ class Exchange:
         if dist.get_backend(self._group) != "gloo":
             dist.all_to_all_single(receiving, sending, receive_sizes, send_sizes, group=self._group)
             return
-        # gloo runs a collective on a thread of its own and a plain send on the caller's: two switches of threads fewer at every exchange.
+        # gloo runs a collective on a thread of its own and a plain send on the caller's: two
+        # switches of threads fewer at every exchange.
         works, pieces = [], zip(receiving.split(receive_sizes), sending.split(send_sizes), strict=True)
         for rank, (incoming, outgoing) in enumerate(pieces):
             if rank != self.rank:

@@ -1,6 +1,8 @@
-"""Keys and values passed around a ring of ranks, the next block on its way while the current one is computed with.
+"""Keys and values passed around a ring of ranks, the next block on its way while the current one is
+computed with.
 
-Source: Ring Attention (arXiv 2310.01889). K and V travel as one message, with the origin's wish to stop as one extra element.
+Source: Ring Attention (arXiv 2310.01889). K and V travel as one message, with the origin's wish to
+stop as one extra element.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ class Block:
 
 
 class Ring:
-    """All ranks of ``group`` must walk the ring together. ``ranks`` are its members' global ranks in ring order."""
+    """All ranks of ``group`` must walk the ring together. ``ranks`` are its members' global ranks
+    in ring order.
+    """
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], index: int, *, on_host: bool):
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], index: int, *, via_cpu: bool):
         self.index = index
         self.size = len(ranks)
         self._group = group
         self._next = ranks[(index + 1) % self.size]
         self._previous = ranks[(index - 1) % self.size]
-        self._on_host = on_host
+        self._on_host = via_cpu
         self._buffers: dict[tuple, torch.Tensor] = {}
         self.seconds = 0.0
         self.sent_bytes = 0
@@ -42,7 +46,8 @@ class Ring:
     def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: torch.Tensor) -> Iterator[Block]:
         """Yields every rank's block, the own one first, and must be walked to its end.
 
-        ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring; ``flag`` (1,): this rank's wish to stop.
+        ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring; ``flag`` (1,): this rank's
+        wish to stop.
         """
         shape = list(kv.shape)
         device = torch.device("cpu") if self._on_host else kv.device
@@ -74,7 +79,9 @@ class Ring:
         return dist.batch_isend_irecv(operations)
 
     def _buffer(self, slot: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Three are in turn: what is sent, what is computed with (the same, or the own block) and what arrives."""
+        """Three are in turn: what is sent, what is computed with (the same, or the own block) and
+        what arrives.
+        """
         key = (slot, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < count:
             self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self._on_host and torch.cuda.is_available())

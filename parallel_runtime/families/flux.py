@@ -1,4 +1,6 @@
-"""Flux 1 and Flux 2 (comfy/ldm/flux/model.py@0.30.0): text and image apart in the double blocks, joined in the single ones."""
+"""Flux 1 and Flux 2 (comfy/ldm/flux/model.py@0.30.0): text and image apart in the double blocks,
+joined in the single ones.
+"""
 
 from .plan import Along, Blocks, Leave, Ranges, TokenPlan
 

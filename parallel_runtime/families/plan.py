@@ -1,7 +1,9 @@
-"""The vocabulary of token plans: where tokens enter a model's blocks, which arguments run along them, where they leave.
+"""The vocabulary of token plans: where tokens enter a model's blocks, which arguments run along
+them, where they leave.
 
-A plan declares; it copies nothing of the model. Module hooks and the host's ``optimized_attention_override`` apply it.
-Shape legend: B batch, L tokens, H heads, D head dim, C channels.
+A plan declares; it copies nothing of the model. Module hooks and the host's
+``optimized_attention_override`` apply it. Shape legend: B batch, L tokens, H heads, D head dim, C
+channels.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Along:
-    """An argument with one row per token along ``dim``, over the given streams one after another. Same order for all blocks.
+    """An argument with one row per token along ``dim``, over the given streams one after another.
+    Same order for all blocks.
 
-    ``repeated``: the argument may have fewer rows (one per frame, say), which the host repeats over equal runs of tokens; the runs are
-    rounded up where they do not divide, as in comfy/ldm/wan/model.py:repeat_e@0.30.0.
+    ``repeated``: the argument may have fewer rows (one per frame, say), which the host repeats over
+    equal runs of tokens; the runs are rounded up where they do not divide, as in
+    comfy/ldm/wan/model.py:repeat_e@0.30.0.
     """
 
     arg: str
@@ -28,7 +32,8 @@ class Along:
 class Ranges:
     """An argument that lists ``(begin, end, ...)`` token ranges of ``stream``.
 
-    ``after`` names a stream of the same tensor that comes first: the host shifts the ranges by its local length, except a begin of 0.
+    ``after`` names a stream of the same tensor that comes first: the host shifts the ranges by its
+    local length, except a begin of 0.
     """
 
     arg: str
@@ -38,13 +43,15 @@ class Ranges:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """A container of consecutive blocks. ``tokens``: argument -> the streams it holds, at dim 1 (B, L, C). ``returns``: those arguments in
-    the order in which a block returns them, where it is not that of ``tokens``.
+    """A container of consecutive blocks. ``tokens``: argument -> the streams it holds, at dim 1 (B,
+    L, C). ``returns``: those arguments in the order in which a block returns them, where it is not
+    that of ``tokens``.
 
-    ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules of a block whose attention looks at
-    something every rank has whole (cross-attention). ``second``: of a block that has one, the attention over the plan's ``alone`` streams.
-    ``control``: key of the control dict whose residuals (B, L, C) the host adds to the stream that leaves, one behind each of these
-    blocks; it only reads them.
+    ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules of a
+    block whose attention looks at something every rank has whole (cross-attention).
+    ``self_attention_2``: of a block that has one, the attention over the plan's
+    ``also_attend_alone`` streams. ``control``: key of the control dict whose residuals (B, L, C)
+    the host adds to the stream that leaves, one behind each of these blocks; it only reads them.
     """
 
     path: str
@@ -54,7 +61,7 @@ class Blocks:
     positional: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()
-    second: str = ""
+    self_attention_2: str = ""
     control: str = ""
 
     def __post_init__(self) -> None:
@@ -64,7 +71,9 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """The module after whose output (B, L, C) the tokens of ``stream`` are gathered: the last cheap point."""
+    """The module after whose output (B, L, C) the tokens of ``stream`` are gathered: the last cheap
+    point.
+    """
 
     path: str
     stream: str
@@ -74,10 +83,11 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlan:
-    """``models``: host classes as ``module:Class``, exactly these. ``streams``: in the order in which attention sees them.
+    """``models``: host classes as ``module:Class``, exactly these. ``streams``: in the order in
+    which attention sees them.
 
-    ``alone``: streams that blocks also attend over by themselves. ``positions``: modules whose output depends on the positions of tokens
-    and on nothing else.
+    ``also_attend_alone``: streams that blocks also attend over by themselves. ``positions``:
+    modules whose output depends on the positions of tokens and on nothing else.
     """
 
     family: str
@@ -85,5 +95,5 @@ class TokenPlan:
     streams: tuple[str, ...]
     blocks: tuple[Blocks, ...]
     leave: Leave
-    alone: tuple[str, ...] = ()
+    also_attend_alone: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()

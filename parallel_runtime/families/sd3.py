@@ -1,4 +1,5 @@
-"""SD3 and SD3.5 (comfy/ldm/modules/diffusionmodules/mmdit.py@0.30.0): context and image joined at attention in every block.
+"""SD3 and SD3.5 (comfy/ldm/modules/diffusionmodules/mmdit.py@0.30.0): context and image joined at
+attention in every block.
 
 SD3.5 medium attends over the image tokens a second time, alone. The last block returns no context.
 """
@@ -14,10 +15,10 @@ SD3 = TokenPlan(
             path="joint_blocks",
             tokens={"context": ("context",), "x": ("x",)},
             positional=("context", "x"),
-            second="x_block.attn2",
+            self_attention_2="x_block.attn2",
             control="output",
         ),
     ),
     leave=Leave(path="final_layer", stream="x"),
-    alone=("x",),
+    also_attend_alone=("x",),
 )

@@ -1,4 +1,5 @@
-"""Wan 2.1 and 2.2 (comfy/ldm/wan/model.py@0.30.0): video tokens alone in the blocks, text through cross-attention.
+"""Wan 2.1 and 2.2 (comfy/ldm/wan/model.py@0.30.0): video tokens alone in the blocks, text through
+cross-attention.
 
 The 5B model may modulate per frame: ``e`` has one row per frame then, else one.
 """

@@ -1,1 +1,3 @@
-"""Ways to run one model on several ranks: each attaches to a model by its token plan, and detaches without a trace."""
+"""Ways to run one model on several ranks: each attaches to a model by its token plan, and detaches
+without a trace.
+"""

@@ -1,5 +1,5 @@
-"""A token plan applied to a model: hooks that let its blocks run on some rows of every stream. What rows, and what attention sees, is a
-method's business.
+"""A token plan applied to a model: hooks that let its blocks run on some rows of every stream. What
+rows, and what attention sees, is a method's business.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..families.plan import Along, Blocks, Leave, Ranges, TokenPlan
-from .remembered import Remembered
+from .pipefusion.rope_cache import Remembered
 from .shards import Rows
 
 
@@ -53,7 +53,9 @@ class TokenHooks(ABC):
         self._remembered.clear()
 
     def _remember_positions(self, model: nn.Module) -> None:
-        """For methods that compute in patches: the same positions are embedded once. ``_forget_positions`` follows between runs."""
+        """For methods that compute in patches: the same positions are embedded once.
+        ``_forget_positions`` follows between runs.
+        """
         self._remembered = [Remembered(model.get_submodule(path)) for path in self._plan.positions]
 
     def _forget_positions(self) -> None:
@@ -69,21 +71,27 @@ class TokenHooks(ABC):
         options = {**arguments.get("transformer_options", {}), "optimized_attention_override": self._attend}
         return {**arguments, "transformer_options": options, **({"control": self._control} if self._control else {})}
 
-    # -- what a method decides ---------------------------------------------------------------------------------------
+    # -- what a method decides
 
     @abstractmethod
     def _choose_rows(self, totals: Mapping[str, int]) -> Rows | None:
-        """Asked once per evaluation, with the tokens of each stream; None: all of them, nothing is cut."""
+        """Asked once per evaluation, with the tokens of each stream; None: all of them, nothing is
+        cut.
+        """
 
     @abstractmethod
     def _attend(self, attention: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask=None, *args, **kwargs):
-        """The host's ``optimized_attention_override``; a method's to compute only where ``_shared_attention`` and the rows are cut."""
+        """The host's ``optimized_attention_override``; a method's to compute only where
+        ``_shared_attention`` and the rows are cut.
+        """
 
     @abstractmethod
     def _left(self, out_BlC: torch.Tensor) -> torch.Tensor | None:
-        """The leaving stream's output for the rows carried -> for all its rows; None leaves it as it is."""
+        """The leaving stream's output for the rows carried -> for all its rows; None leaves it as
+        it is.
+        """
 
-    # -- tokens in ---------------------------------------------------------------------------------------------------
+    # -- tokens in
 
     def _share_attention(self, shared: bool) -> None:
         self._shared_attention = shared
@@ -114,8 +122,10 @@ class TokenHooks(ABC):
             arguments[arg] = self._rows.slice(arguments[arg], 1, streams)
 
     def _bring_control(self, control: dict[str, list], device: torch.device) -> None:
-        """Of a ControlNet's residuals the rows carried, to where the tokens are; all others stay where they lie. A residual that stands in
-        several places, as hosts repeat those of a net with fewer blocks, is brought once."""
+        """Of a ControlNet's residuals the rows carried, to where the tokens are; all others stay
+        where they lie. A residual that stands in several places, as hosts repeat those of a net
+        with fewer blocks, is brought once.
+        """
         own = slice(None)
         if self._rows is not None:
             start, size = self._rows.carried[self._plan.leave.stream]
@@ -135,7 +145,9 @@ class TokenHooks(ABC):
                 ]
 
     def _adds(self, key: str, behind: int) -> bool:
-        """Whether the residual that the host adds behind that block of its container is anybody's business here."""
+        """Whether the residual that the host adds behind that block of its container is anybody's
+        business here.
+        """
         return True
 
     def _localize(self, arguments: dict[str, Any], along: Sequence[Along], ranges: Sequence[Ranges]) -> None:
@@ -165,8 +177,9 @@ def split_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def binder(module: nn.Module, positional: Sequence[str] = ()) -> Callable[[tuple, dict], dict[str, Any]]:
-    """(args, kwargs) -> all arguments by name. ``positional`` names those of a forward that takes ``*args``. A stub takes what the block
-    takes that it ``stands_for``."""
+    """(args, kwargs) -> all arguments by name. ``positional`` names those of a forward that takes
+    ``*args``. A stub takes what the block takes that it ``stands_for``.
+    """
     signature = inspect.signature(getattr(module, "stands_for", type(module)).forward)
 
     def bind(args: tuple, kwargs: dict) -> dict[str, Any]:

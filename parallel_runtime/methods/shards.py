@@ -1,7 +1,9 @@
-"""How one evaluation's tokens are split over the ranks of a sequence. Pure arithmetic on sizes and indices.
+"""How one evaluation's tokens are split over the ranks of a sequence. Pure arithmetic on sizes and
+indices.
 
-Rows of a rank: what it computes, [stream 0 | stream 1 | ...], each stream an uneven contiguous part. Rank-major order: rank 0's rows of all
-streams, then rank 1's, and so on; it is the order in which attention sees tokens after an exchange.
+Rows of a rank: what it computes, [stream 0 | stream 1 | ...], each stream an uneven contiguous
+part. Rank-major order: rank 0's rows of all streams, then rank 1's, and so on; it is the order in
+which attention sees tokens after an exchange.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from ..layout import Split, clip_ranges
 
 
 class Rows:
-    """The part of each stream that is computed here: ``carried`` (start, size) of its ``totals`` rows, streams in the plan's order."""
+    """The part of each stream that is computed here: ``carried`` (start, size) of its ``totals``
+    rows, streams in the plan's order.
+    """
 
     def __init__(self, totals: Mapping[str, int], carried: Mapping[str, tuple[int, int]]):
         self.totals = totals
@@ -34,7 +38,9 @@ class Rows:
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
     def along(self, tensor: torch.Tensor, item: Along) -> torch.Tensor:
-        """The rows carried of an argument that runs along tokens. Raises ModelError where the plan does not fit the model."""
+        """The rows carried of an argument that runs along tokens. Raises ModelError where the plan
+        does not fit the model.
+        """
         rows, total = tensor.shape[item.dim], sum(self.totals[stream] for stream in item.streams)
         if rows == 1:
             return tensor
@@ -61,7 +67,9 @@ class Rows:
         return [(0, shift, *rest) for rest in reaches_front] + clip_ranges(stream_ranges, start, size, offset=shift)
 
     def once(self, value: Any, key: tuple, make: Callable[[], Any]) -> Any:
-        """``make()`` for the first block that brings this very object, remembered for the other blocks of the evaluation."""
+        """``make()`` for the first block that brings this very object, remembered for the other
+        blocks of the evaluation.
+        """
         full_key = (id(value), *key)
         if full_key not in self._made:
             self._made[full_key] = (value, make())
@@ -69,7 +77,8 @@ class Rows:
 
 
 class Shards(Rows):
-    """The streams of one evaluation, seen from one rank of ``size``: each split evenly over them, as far as it goes.
+    """The streams of one evaluation, seen from one rank of ``size``: each split evenly over them,
+    as far as it goes.
 
     ``parts``: where only a part (start, size) of the streams is computed at all.
     """
@@ -83,8 +92,9 @@ class Shards(Rows):
         self._joint: dict[tuple[str, ...], Joint] = {}
 
     def _carried(self, stream: str, total: int) -> tuple[int, int]:
-        """A rank that owns none carries row 0 as an anchor: host blocks cannot view an empty stream. Anchors never take part in attention
-        or in the result."""
+        """A rank that owns none carries row 0 as an anchor: host blocks cannot view an empty
+        stream. Anchors never take part in attention or in the result.
+        """
         split = self.splits[stream]
         own = (self.parts[stream][0] + split.starts[self.rank], split.sizes[self.rank])
         return own if own[1] else (0, min(1, total))
@@ -143,7 +153,9 @@ class Joint:
         return out
 
     def ranges(self) -> Sequence[tuple[int, int]]:
-        """(begin, size) in the host's order of all tokens there are, of every rank's part of every stream, in rank-major order."""
+        """(begin, size) in the host's order of all tokens there are, of every rank's part of every
+        stream, in rank-major order.
+        """
         if self._ranges is None:
             self._ranges = []
             for rank in range(len(self.counts)):
@@ -155,14 +167,18 @@ class Joint:
         return self._ranges
 
     def rank_major(self) -> torch.Tensor:
-        """(total,): position in rank-major order -> position in the host's order of all tokens there are."""
+        """(total,): position in rank-major order -> position in the host's order of all tokens
+        there are.
+        """
         if self._order is None:
             self._order = torch.cat([torch.arange(begin, begin + size) for begin, size in self.ranges()])
         return self._order
 
 
 def permute_mask(mask: torch.Tensor, joint: Joint) -> torch.Tensor:
-    """A host mask ((L, L), (B, L, L), (B, 1 or H, 1 or L, L)) in rank-major token order. Raises ModelError if it is of another length."""
+    """A host mask ((L, L), (B, L, L), (B, 1 or H, 1 or L, L)) in rank-major token order. Raises
+    ModelError if it is of another length.
+    """
     order = joint.rank_major().to(mask.device)
     if mask.shape[-1] == joint.total:
         mask = mask.index_select(-1, order)

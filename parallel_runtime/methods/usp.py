@@ -1,9 +1,12 @@
-"""Sequence parallelism through a token plan: Ulysses x ring (USP, arXiv 2405.07719), exact for any token count, head count and mask.
+"""Sequence parallelism through a token plan: Ulysses x ring (USP, arXiv 2405.07719), exact for any
+token count, head count and mask.
 
-Every rank runs the blocks on its own rows of every stream. At attention, the ranks of a ulysses group exchange heads for tokens
-(arXiv 2309.14509), then the keys and values of each group travel around the ring and partial outputs are merged by log-sum-exp.
+Every rank runs the blocks on its own rows of every stream. At attention, the ranks of a ulysses
+group exchange heads for tokens (arXiv 2309.14509), then the keys and values of each group travel
+around the ring and partial outputs are merged by log-sum-exp.
 
-Legend: B batch, H heads, h heads of one rank, L all tokens, g tokens of one ulysses group, l tokens of one rank, D head dim, C channels.
+Legend: B batch, H heads, h heads of one rank, L all tokens, g tokens of one ulysses group, l tokens
+of one rank, D head dim, C channels.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 from torch import nn
 
 from ..attention.kernels import Partial, merge, partial_attention
-from ..comm.sequence import SequenceComm
+from ..comm.mesh import SequenceComm
 from ..errors import ModelError
 from ..families.plan import TokenPlan
 from ..layout import Split
@@ -25,13 +28,15 @@ from .shards import Joint, Shards, part_of_mask, permute_mask
 
 
 class SequenceParallel(TokenHooks):
-    """Attached to one model. All ranks of the sequence must run the same evaluations in the same order.
+    """Attached to one model. All ranks of the sequence must run the same evaluations in the same
+    order.
 
-    ``on_progress`` is told of every block and before every message, so that a rank that waits for another has come further than that one.
+    ``on_progress`` is told of every block and before every message, so that a rank that waits for
+    another has come further than that one.
     """
 
     _rows: Shards | None
-    link = "all"  # no message waits for a later evaluation
+    messages_done = "all"  # no message waits for a later evaluation
     block_s: Mapping[int, float] = {}  # blocks are not timed
 
     def __init__(self, model: nn.Module, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None):
@@ -57,10 +62,12 @@ class SequenceParallel(TokenHooks):
         if self._comm.size == 1:
             self._comm.stop.decide(self._comm.stop.wish(torch.empty(0)))
 
-    # -- attention ---------------------------------------------------------------------------------------------------
+    # -- attention
 
     def _attend(self, attention: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask=None, *args, **kwargs):
-        """The host's ``optimized_attention_override``; attention outside the plan's blocks is local and passes through."""
+        """The host's ``optimized_attention_override``; attention outside the plan's blocks is local
+        and passes through.
+        """
         if self._rows is None or not self._shared_attention:
             return attention(q, k, v, heads, mask, *args, **kwargs)
         if args:
@@ -91,7 +98,7 @@ class SequenceParallel(TokenHooks):
 
     def _joint_of(self, rows: int) -> Joint:
         """The streams that attend together, told by how many rows this rank has of them."""
-        for streams in (self._plan.streams, *((stream,) for stream in self._plan.alone)):
+        for streams in (self._plan.streams, *((stream,) for stream in self._plan.also_attend_alone)):
             if self._rows.joint(streams).carried == rows:
                 return self._rows.joint(streams)
         raise ModelError(
@@ -106,7 +113,9 @@ class SequenceParallel(TokenHooks):
     def _heads_for_tokens(
         self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint
     ) -> tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]:
-        """3 x (B, H, l, D) -> 3 x (B, h, g, D), tokens in rank-major order; and the ulysses group's wish to stop."""
+        """3 x (B, H, l, D) -> 3 x (B, h, g, D), tokens in rank-major order; and the ulysses group's
+        wish to stop.
+        """
         exchange = self._comm.ulysses
         qkv = [joint.drop_anchors(t, 2) for t in qkv]
         flag = self._comm.stop.wish(qkv[0])
@@ -129,7 +138,9 @@ class SequenceParallel(TokenHooks):
         return out, flag
 
     def _at_once(self, attention: Callable, qkv: torch.Tensor, mask: torch.Tensor | None, heads: Split, joint: Joint, kwargs: dict):
-        """(3, B, h, L, D) -> (B, h, L, D) by the host's own attention: one ulysses group has all tokens."""
+        """(3, B, h, L, D) -> (B, h, L, D) by the host's own attention: one ulysses group has all
+        tokens.
+        """
         own = heads.sizes[self._comm.ulysses.rank]
         if not own:
             return qkv[0]
@@ -143,7 +154,9 @@ class SequenceParallel(TokenHooks):
         return slice(heads.starts[rank], heads.starts[rank] + heads.sizes[rank])
 
     def _around_the_ring(self, qkv, mask, heads: Split, joint: Joint, flag: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """(3, B, h, g, D) -> (B, h, g, D), attending to every group's keys in turn; the wishes to stop travel with them."""
+        """(3, B, h, g, D) -> (B, h, g, D), attending to every group's keys in turn; the wishes to
+        stop travel with them.
+        """
         ring, group = self._comm.ring, self._comm.ulysses.size
         keys = [sum(joint.counts[index * group : (index + 1) * group]) for index in range(ring.size)]
         starts = list(accumulate(keys, initial=0))
@@ -180,10 +193,12 @@ class SequenceParallel(TokenHooks):
             out.narrow(2, start, size).copy_(piece.transpose(1, 2))
         return joint.put_back(out, 1)
 
-    # -- tokens out --------------------------------------------------------------------------------------------------
+    # -- tokens out
 
     def _left(self, out_BlC: torch.Tensor) -> torch.Tensor | None:
-        """All rows of the leaving stream on rank 0; other ranks return a blank of the same shape."""
+        """All rows of the leaving stream on rank 0; other ranks return a blank of the same
+        shape.
+        """
         exchange = self._comm.world
         if exchange.size == 1:
             return None

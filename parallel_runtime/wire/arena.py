@@ -1,7 +1,8 @@
 """The arena: one segment per pool, mapped by the UI and by every local rank.
 
-Its first page is the board: word 0 holds the request to cancel, and each rank has a line of its own with a
-progress counter and its phase. Everything else is handed out by a first-fit allocator that lives in the UI alone.
+Its first page is the board: word 0 holds the request to cancel, and each rank has a line of its own
+with a progress counter and its phase. Everything else is handed out by a first-fit allocator that
+lives in the UI alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", 
 
 
 class Board:
-    """Single-writer words: the UI writes the cancel word, each rank its own line. Readable from any process at any time."""
+    """Single-writer words: the UI writes the cancel word, each rank its own line. Readable from any
+    process at any time.
+    """
 
     def __init__(self, segment: Segment):
         self._words = segment.tensor(TensorRef(0, (BOARD_BYTES // 8,), dtype_name(torch.int64))).numpy()
@@ -42,7 +45,9 @@ class Board:
         self._words[LINE_WORDS * (rank + 1)] += steps
 
     def enter(self, rank: int, phase: str, request: int = 0) -> None:
-        """Every request starts the counter at a place of its own, so that ranks at work on the same one can be compared."""
+        """Every request starts the counter at a place of its own, so that ranks at work on the same
+        one can be compared.
+        """
         line = LINE_WORDS * (rank + 1)
         self._words[line + 1] = PHASES.index(phase)
         self._words[line] = request << 32 if request else self._words[line] + 1
@@ -64,7 +69,9 @@ class Board:
 
 
 class Allocator:
-    """First fit over [start, end); ``end`` moves out when nothing fits. Pure bookkeeping, sizes in bytes."""
+    """First fit over [start, end); ``end`` moves out when nothing fits. Pure bookkeeping, sizes in
+    bytes.
+    """
 
     def __init__(self, start: int):
         self.end = start

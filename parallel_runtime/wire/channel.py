@@ -1,4 +1,6 @@
-"""Length-framed, schema-checked messages over an inherited socket pair; descriptors ride along (SCM_RIGHTS)."""
+"""Length-framed, schema-checked messages over an inherited socket pair; descriptors ride along
+(SCM_RIGHTS).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class ChannelClosed(ConnectionError):
 
 
 class Channel:
-    """One end. ``incoming`` is the union of message types this end accepts; anything else raises msgspec.ValidationError."""
+    """One end. ``incoming`` is the union of message types this end accepts; anything else raises
+    msgspec.ValidationError.
+    """
 
     def __init__(self, sock: socket.socket, incoming: Any):
         self._sock = sock
@@ -40,13 +44,17 @@ class Channel:
             raise ChannelClosed("the other side closed the channel") from error
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Blocks for one whole message; returns it with the descriptors it carried, which the caller owns."""
+        """Blocks for one whole message; returns it with the descriptors it carried, which the
+        caller owns.
+        """
         while (message := self._take()) is None:
             self._fill()
         return message
 
     def pump(self) -> list[tuple[Any, list[int]]]:
-        """Reads once (the socket must be readable) and returns the messages that are whole by now."""
+        """Reads once (the socket must be readable) and returns the messages that are whole by
+        now.
+        """
         self._fill()
         messages = []
         while (message := self._take()) is not None:

@@ -10,7 +10,9 @@ from .segment import TensorRef
 
 
 class Meeting(msgspec.Struct, frozen=True, array_like=True):
-    """Where the ranks of a pool over several hosts meet: torchrun's store, and a name of the pool's own in it."""
+    """Where the ranks of a pool over several hosts meet: torchrun's store, and a name of the pool's
+    own in it.
+    """
 
     address: str
     port: int
@@ -18,10 +20,12 @@ class Meeting(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """First word to a rank; carries the arena's and the rendezvous store's descriptors, in this order.
+    """First word to a rank; carries the arena's and the rendezvous store's descriptors, in this
+    order.
 
-    ``cores``: where a CPU rank computes; empty for a rank on a GPU. ``hosts``: a number for each rank's host, 0 for ComfyUI's own; empty
-    where that is the only one. Then there is a ``meeting`` instead of the store.
+    ``cores``: where a CPU rank computes; empty for a rank on a GPU. ``hosts``: a number for each
+    rank's host, 0 for ComfyUI's own; empty where that is the only one. Then there is a ``meeting``
+    instead of the store.
     """
 
     rank: int
@@ -42,7 +46,8 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Build a model. ``source`` is a tree: a factory to call, or a configuration and a state dict.
 
-    Its tensors lie in the segment carried. ``stages``: how many blocks each stage of a pipeline has; empty: as many each.
+    Its tensors lie in the segment carried. ``stages``: how many blocks each stage of a pipeline
+    has; empty: as many each.
     """
 
     request: int
@@ -51,11 +56,12 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stages: tuple[int, ...] = ()
 
 
-class Patch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SetWeightPatches(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Weight patches and object patches of a model, replacing earlier ones.
 
-    ``payload`` is the tree ``{"patches", "objects"}``. Carries the segment of its tensors and, where ranks share memory for patched
-    weights, a second one; ``shared`` says where each patched weight goes in it and which rank computes it.
+    ``payload`` is the tree ``{"patches", "objects"}``. Carries the segment of its tensors and,
+    where ranks share memory for patched weights, a second one; ``shared`` says where each patched
+    weight goes in it and which rank computes it.
     """
 
     request: int
@@ -85,7 +91,8 @@ class Forget(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """What of an evaluation a pipeline is to compute. ``patch`` (start, size, last): image tokens; None is all of them.
+    """What of an evaluation a pipeline is to compute. ``patch`` (start, size, last): image tokens;
+    None is all of them.
 
     What is kept of a ``branch`` lives for one ``run``.
     """
@@ -96,8 +103,9 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that has the output writes it into ``out`` if it fits,
-    else keeps it for a Fetch."""
+    """One evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that has the
+    output writes it into ``out`` if it fits, else keeps it for a Fetch.
+    """
 
     request: int
     model: str
@@ -134,10 +142,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """``output`` is a tree, of the rank that has it; ``needs_bytes`` > 0 asks for a Fetch into a place of that size.
+    """``output`` is a tree, of the rank that has it; ``needs_bytes`` > 0 asks for a Fetch into a
+    place of that size.
 
-    ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were taken.
-    ``compute_s``: since ``began_s`` (of the host's monotonic clock), ``exchange_s`` of them spent waiting for other ranks' messages.
+    ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
+    taken. ``compute_s``: since ``began_s`` (of the host's monotonic clock), ``exchange_s`` of them
+    spent waiting for other ranks' messages.
     """
 
     request: int
@@ -153,7 +163,9 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """``link``: of the messages that a stage takes and sends for every patch, whether none, all or only some have gone through."""
+    """``messages_done``: of the messages that a stage takes and sends for every patch, whether
+    none, all or only some have gone through.
+    """
 
     request: int
     kind: Literal["memory", "room", "refused", "error"]  # room: so much is not free, and nothing was begun
@@ -161,11 +173,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     text: str
     trace: str
     memory: Memory
-    link: Literal["none", "some", "all"] = "all"
+    messages_done: Literal["none", "some", "all"] = "all"
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """First word to another host's leader: the pool whose ranks on ``host`` it is to start. ``devices`` of all ranks, by name."""
+    """First word to another host's leader: the pool whose ranks on ``host`` it is to start.
+    ``devices`` of all ranks, by name.
+    """
 
     host: str
     degrees: dict[str, int]
@@ -190,7 +204,9 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A rank's process is gone. ``status`` is negative for a signal, None where it only closed its connection."""
+    """A rank's process is gone. ``status`` is negative for a signal, None where it only closed its
+    connection.
+    """
 
     rank: int
     status: int | None
@@ -203,14 +219,14 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-ToRank = Start | Load | Patch | Adopt | Release | Forget | Forward | Fetch | Close
+ToRank = Start | Load | SetWeightPatches | Adopt | Release | Forget | Forward | Fetch | Close
 FromRank = Ready | Done | Failed
-Request = Load | Patch | Adopt | Release | Forget | Forward | Fetch
-ToHost = Open | Load | Patch | Adopt | Release | Forward | Fetch | Close
-FromHost = Said | Beat | Ended | Denied
+Request = Load | SetWeightPatches | Adopt | Release | Forget | Forward | Fetch
+ToMachine = Open | Load | SetWeightPatches | Adopt | Release | Forward | Fetch | Close
+FromMachine = Said | Beat | Ended | Denied
 PHASE = {
     Load: "loading",
-    Patch: "patching",
+    SetWeightPatches: "patching",
     Adopt: "patching",
     Release: "releasing",
     Forget: "releasing",

@@ -11,7 +11,9 @@ from .tree import encode_tree
 
 
 class Parcel:
-    """A tree whose tensors lie one after another in a segment of their own: for what is sent once, not per evaluation."""
+    """A tree whose tensors lie one after another in a segment of their own: for what is sent once,
+    not per evaluation.
+    """
 
     def __init__(self, tree: Any):
         tensors: list[torch.Tensor] = []

@@ -16,7 +16,8 @@ ALIGN = 64
 
 
 class TensorRef(msgspec.Struct, frozen=True, array_like=True):
-    """Where a contiguous tensor lies in a segment. ``version`` names content that stays unchanged; 0 means volatile.
+    """Where a contiguous tensor lies in a segment. ``version`` names content that stays unchanged;
+    0 means volatile.
 
     ``in_place``: a rank reads it where it lies and takes the rows it needs; nobody writes to it.
     """
@@ -53,7 +54,9 @@ def mib(nbytes: float) -> str:
 
 
 class Segment:
-    """A memfd mapped into this process. Views keep the mapping alive; ``close`` gives the descriptor back."""
+    """A memfd mapped into this process. Views keep the mapping alive; ``close`` gives the
+    descriptor back.
+    """
 
     def __init__(self, fd: int, nbytes: int):
         self.fd = fd
@@ -62,7 +65,9 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> Segment:
-        """Raises SharedMemoryFull when the system has no room: pages are reserved here, not at first touch."""
+        """Raises SharedMemoryFull when the system has no room: pages are reserved here, not at
+        first touch.
+        """
         if not hasattr(os, "memfd_create"):
             raise PipeMeshError("This system has no memfd_create, which PipeMesh needs for shared memory: run on Linux.")
         fd = os.memfd_create(f"pipemesh-{name}", os.MFD_CLOEXEC)
@@ -74,7 +79,9 @@ class Segment:
             raise
 
     def grow(self, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> None:
-        """Makes room; refs stay valid, old views too (they keep the older mapping of the same pages)."""
+        """Makes room; refs stay valid, old views too (they keep the older mapping of the same
+        pages).
+        """
         if nbytes > self.nbytes:
             reserve(self.fd, self.nbytes, nbytes - self.nbytes, allocate)
             self.follow(nbytes)
@@ -98,7 +105,9 @@ class Segment:
         return ref
 
     def unmap(self) -> None:
-        """Nothing can be read or written here any more; existing views stay. A mapping holds a descriptor of its own."""
+        """Nothing can be read or written here any more; existing views stay. A mapping holds a
+        descriptor of its own.
+        """
         self._mapping = b""
 
     def close(self) -> None:

@@ -1,6 +1,8 @@
-"""Trees of tensors and plain data as msgpack bytes. Nothing else crosses the border, and nothing is pickled.
+"""Trees of tensors and plain data as msgpack bytes. Nothing else crosses the border, and nothing is
+pickled.
 
-Leaves: None, bool, int, float, str, bytes, torch.dtype, tensors (as TensorRef). Nodes: list, tuple, dict with str or int keys.
+Leaves: None, bool, int, float, str, bytes, torch.dtype, tensors (as TensorRef). Nodes: list, tuple,
+dict with str or int keys.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class NotPlain(TypeError):
 
 
 def encode_tree(tree: Any, put: Callable[[str, torch.Tensor], TensorRef]) -> bytes:
-    """``put`` stores a tensor found at a path (such as ``control/input/0``) and says where. Raises NotPlain."""
+    """``put`` stores a tensor found at a path (such as ``control/input/0``) and says where. Raises
+    NotPlain.
+    """
     return _encode(_flatten(tree, "", put))
 
 
@@ -75,7 +79,9 @@ def decode_tree(data: bytes, get: Callable[[TensorRef], torch.Tensor]) -> Any:
 
 
 class _Reader:
-    """Reads extensions. No closure: one that names itself lives, with all that ``get`` holds, until the garbage collector comes."""
+    """Reads extensions. No closure: one that names itself lives, with all that ``get`` holds, until
+    the garbage collector comes.
+    """
 
     def __init__(self, get: Callable[[TensorRef], torch.Tensor]):
         self._get = get

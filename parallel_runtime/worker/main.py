@@ -1,4 +1,6 @@
-"""A rank's life: first word, imports, rendezvous, then the engine's loop until the UI closes the channel."""
+"""A rank's life: first word, imports, rendezvous, then the engine's loop until the UI closes the
+channel.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from ..wire.tree import decode_tree
 
 
 def watch_parent(channel: Channel) -> None:
-    """The UI's end of the socket closes when the UI is gone, however it went; a rank deep in a collective must go too."""
+    """The UI's end of the socket closes when the UI is gone, however it went; a rank deep in a
+    collective must go too.
+    """
     poller = select.poll()
     poller.register(channel.fileno(), select.POLLHUP)
 
@@ -41,15 +45,15 @@ def run(channel: Channel) -> None:
     if start.cores:
         keep_to(start.cores)
 
-    from .host_bridge import prepare
+    from ..comfy_bridge.prepare import prepare
 
     prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor))
     import torch
     import torch.distributed as dist
 
-    from ..comm.hosts import HostComm
+    from ..comm.machines import MachineComm
     from ..layout import Layout
-    from .engine import Engine
+    from .rank_loop import Engine
     from .seat import take_seat
 
     torch.set_num_threads(start.threads)
@@ -67,12 +71,12 @@ def run(channel: Channel) -> None:
                 store = dist.PrefixStore(start.meeting.name, dist.TCPStore(start.meeting.address, start.meeting.port))
             timeout = timedelta(seconds=start.timeout_s)
             dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout)
-        hosts = HostComm(start.hosts, start.rank) if start.hosts else None
+        hosts = MachineComm(start.hosts, start.rank) if start.hosts else None
         seat = take_seat(
             layout,
             start.rank,
             device_type="cuda" if start.backend == "nccl" else "cpu",
-            on_host=start.backend == "gloo" and device.type == "cuda",
+            via_cpu=start.backend == "gloo" and device.type == "cuda",
             wants_stop=lambda: engine.wants_stop(),
             tick=lambda steps: board.tick(start.rank, steps),
         )

@@ -1,4 +1,6 @@
-"""A model that a rank holds: its weights, its weight patches, the parallel method attached to it."""
+"""A model that a rank holds: its weights, its weight patches, the parallel method attached to
+it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,14 @@ from typing import Any
 
 import torch
 
+from ..comfy_bridge.prepare import rebuild_patches, settle_weights
 from ..errors import Refused
 from ..families import plan_for
-from ..methods.pipefusion import StageForward, Watch, blocks_of, leave_out
+from ..methods.pipefusion.stage import StageForward, Watch, blocks_of, leave_out
 from ..methods.usp import SequenceParallel
 from ..stages import cut, share_out
 from ..wire.messages import Part
 from ..wire.segment import Segment, TensorRef
-from .host_bridge import rebuild_patches, settle_weights
 from .seat import Seat
 
 
@@ -24,9 +26,11 @@ def parameter_slot(model: torch.nn.Module, key: str) -> tuple[torch.nn.Module, s
 
 
 class ResidentModel:
-    """``patcher`` is the host's own ModelPatcher; its weights are on this rank's device, in a pipeline those of its own blocks.
+    """``patcher`` is the host's own ModelPatcher; its weights are on this rank's device, in a
+    pipeline those of its own blocks.
 
-    ``stages``: how many blocks each stage has; empty: as many each. Raises LayoutError where that cannot be.
+    ``stages``: how many blocks each stage has; empty: as many each. Raises LayoutError where that
+    cannot be.
     """
 
     def __init__(self, patcher: Any, device: torch.device, seat: Seat, watch: Watch, stages: Sequence[int] = ()):
@@ -57,7 +61,9 @@ class ResidentModel:
     def patch(
         self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None
     ) -> None:
-        """Replaces all weight patches. With ``shared``, this rank computes its own keys into ``segment``; ``adopt`` follows."""
+        """Replaces all weight patches. With ``shared``, this rank computes its own keys into
+        ``segment``; ``adopt`` follows.
+        """
         self.unpatch()
         model = self.patcher.model
         self.patcher.patches = {key: value for key, value in rebuild_patches(patches).items() if self._has(key)}

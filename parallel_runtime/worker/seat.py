@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..comm.sequence import SequenceComm, connect
-from ..comm.stages import StageLink
+from ..comm.mesh import SequenceComm, connect
+from ..comm.stage_link import StageLink
 from ..layout import Layout
 
 STAGE_STEPS = 1 << 20  # of progress: more than a stage makes in one request
@@ -14,7 +14,9 @@ STAGE_STEPS = 1 << 20  # of progress: more than a stage makes in one request
 
 @dataclass(frozen=True)
 class Seat:
-    """``sequence``: who shares tokens with this rank; ``link``: the stages before and after it, where the ranks are a pipeline."""
+    """``sequence``: who shares tokens with this rank; ``link``: the stages before and after it,
+    where the ranks are a pipeline.
+    """
 
     layout: Layout
     rank: int
@@ -41,16 +43,17 @@ class Seat:
 
 
 def take_seat(
-    layout: Layout, rank: int, *, device_type: str, on_host: bool, wants_stop: Callable[[], bool], tick: Callable[[int], None]
+    layout: Layout, rank: int, *, device_type: str, via_cpu: bool, wants_stop: Callable[[], bool], tick: Callable[[int], None]
 ) -> Seat:
     """Every rank must call it, after init_process_group where there are several.
 
-    A rank that waits for the stage before it has come further than every rank of that stage, however many steps theirs takes.
+    A rank that waits for the stage before it has come further than every rank of that stage,
+    however many steps theirs takes.
     """
-    sequence = connect(layout.mesh(), rank, device_type=device_type, on_host=on_host, wants_stop=wants_stop)
+    sequence = connect(layout.mesh(), rank, device_type=device_type, via_cpu=via_cpu, wants_stop=wants_stop)
     if layout.pipefusion == 1:
         return Seat(layout, rank, sequence)
     stages = layout.group("pipefusion", rank)
     here = stages.index(rank)
     before, after = (stages[here - 1] if here else None), (stages[here + 1] if here + 1 < len(stages) else None)
-    return Seat(layout, rank, sequence, StageLink(before, after, on_host=on_host, before_waiting=lambda: tick(here * STAGE_STEPS)))
+    return Seat(layout, rank, sequence, StageLink(before, after, via_cpu=via_cpu, before_waiting=lambda: tick(here * STAGE_STEPS)))

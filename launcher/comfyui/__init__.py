@@ -1,0 +1,1 @@
+"""The ComfyUI that commands run on: found, installed, started."""

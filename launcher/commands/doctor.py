@@ -1,0 +1,276 @@
+"""One page about this machine: what works, what does not, and the remedy. Facts are gathered at the
+edge; what they mean is pure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import mmap
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..comfyui.find import ComfyInstall
+
+GIB = 2**30
+ROOMY_SHM_BYTES = GIB
+ROOMY_MEMORY_BYTES = 4 * GIB
+NEEDED_PACKAGES = ("greenlet", "msgspec", "safetensors")
+OPTIONAL_PACKAGES = ("flash-attn", "yunchang")
+GPU_NODES = {"/dev/nvidiactl": "NVIDIA", "/dev/dxg": "WSL", "/dev/kfd": "AMD"}
+
+Level = Literal["works", "limited", "blocked"]
+MARKS: dict[Level, str] = {"works": "ok  ", "limited": "note", "blocked": "STOP"}
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Package:
+    name: str
+    version: str  # empty where it is not installed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    python: str
+    executable: str
+    platform: str
+    cores: int
+    memory_available_bytes: int | None
+    shm_free_bytes: int | None
+    memfd: bool
+    torch: str  # empty where torch does not import; then `torch_error` says why
+    torch_error: str = ""
+    torch_build: str = "CPU"
+    backends: tuple[str, ...] = ()
+    gpu_driver: str = ""
+    devices: tuple[Device, ...] = ()
+    pairs_without_peer_access: tuple[tuple[int, int], ...] = ()
+    packages: tuple[Package, ...] = ()
+    comfyui: str = ""
+    comfyui_version: str = ""
+    base: str = ""
+
+    def has(self, package: str) -> bool:
+        return any(found.name == package and found.version for found in self.packages)
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+def findings(facts: Facts) -> tuple[Finding, ...]:
+    return (*about_torch(facts), *about_packages(facts), *about_devices(facts), *about_cores(facts), *about_memory(facts))
+
+
+def about_torch(facts: Facts) -> tuple[Finding, ...]:
+    if not facts.torch:
+        return (
+            Finding(
+                "blocked",
+                f"torch does not import: {facts.torch_error}.",
+                f"reinstall it for {facts.executable}, or run `python3 -m launcher host` without PIPEMESH_COMFYUI for a host that has it",
+            ),
+        )
+    if "gloo" not in facts.backends:
+        return (
+            Finding(
+                "blocked",
+                f"torch {facts.torch} was built without torch.distributed's gloo, which every rank needs.",
+                "install the torch wheel of the Python package registry or of pytorch.org",
+            ),
+        )
+    return ()
+
+
+def about_packages(facts: Facts) -> tuple[Finding, ...]:
+    found = tuple(
+        Finding("blocked", f"{name} is not installed.", f"{facts.executable} -m pip install {name}")
+        for name in NEEDED_PACKAGES
+        if not facts.has(name)
+    )
+    if facts.devices and not facts.has("flash-attn"):
+        text = "flash-attn is not installed: attention runs on torch's own kernels."
+        return (*found, Finding("limited", text, f"{facts.executable} -m pip install flash-attn, if you want it"))
+    return found
+
+
+def about_devices(facts: Facts) -> tuple[Finding, ...]:
+    count = len(facts.devices)
+    if count == 0 and facts.gpu_driver:
+        text = f"There is an {facts.gpu_driver} GPU driver, but this torch ({facts.torch_build}) sees no GPU."
+        return (Finding("limited", text, "install the torch build for it, and see that CUDA_VISIBLE_DEVICES does not hide it"),)
+    if count == 0:
+        return (Finding("limited", "No GPU: the ranks run on the CPU over gloo, to try and to test.", "use a machine with GPUs for speed"),)
+    if count == 1:
+        text = "One GPU: several ranks can share it over gloo (through host memory), to test; nothing gets faster."
+        return (Finding("limited", text, "add a GPU for speed"),)
+    if "nccl" not in facts.backends:
+        text = f"{count} GPUs, one rank each, over gloo: without NCCL every exchange goes through host memory."
+        return (Finding("limited", text, "use Linux and a torch with NCCL (RCCL on AMD) for speed"),)
+    works = Finding("works", f"{count} GPUs, one rank each, over NCCL.")
+    if not facts.pairs_without_peer_access:
+        return (works,)
+    pairs = ", ".join(f"{a}-{b}" for a, b in facts.pairs_without_peer_access)
+    text = f"GPUs without peer access to each other: {pairs}; what they exchange goes through host memory."
+    return (works, Finding("limited", text, "put GPUs of one switch or NVLink bridge into a pool, where you can choose"))
+
+
+def about_cores(facts: Facts) -> tuple[Finding, ...]:
+    if not facts.torch or facts.devices:
+        return ()
+    if facts.cores == 1:
+        return (Finding("limited", "One core: two ranks on the CPU take turns, so the demo shows no speed-up.", "use two cores or more"),)
+    return (Finding("works", f"Up to {facts.cores} ranks on the CPU over gloo, one core each."),)
+
+
+def about_memory(facts: Facts) -> tuple[Finding, ...]:
+    found: list[Finding] = []
+    if facts.memfd:
+        found.append(Finding("works", "Shared memory between the UI and the ranks: memfd."))
+    else:
+        found.append(Finding("blocked", "No memfd here: the UI and the ranks cannot share memory.", "run on Linux, and allow memfd_create"))
+    if len(facts.devices) > 1 and facts.shm_free_bytes is not None and facts.shm_free_bytes < ROOMY_SHM_BYTES:
+        text = f"/dev/shm has {gib(facts.shm_free_bytes)} free, and NCCL's exchanges within a host use it."
+        found.append(Finding("limited", text, "make it 1 GiB or more (Docker: --shm-size=1g, or --ipc=host)"))
+    if facts.memory_available_bytes is not None and facts.memory_available_bytes < ROOMY_MEMORY_BYTES:
+        text = f"{gib(facts.memory_available_bytes)} of memory are available: a model may not fit beside ComfyUI."
+        found.append(Finding("limited", text, "close other programs, or add memory"))
+    return tuple(found)
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"
+
+
+def report(facts: Facts, found: Sequence[Finding]) -> str:
+    optional = ", ".join(f"{package.name} {package.version or 'not found'}" for package in facts.packages)
+    memory = "unknown" if facts.memory_available_bytes is None else f"{gib(facts.memory_available_bytes)} available"
+    shm = "none" if facts.shm_free_bytes is None else f"{gib(facts.shm_free_bytes)} free"
+    lines = [
+        f"Python    {facts.python}  {facts.executable}",
+        f"Platform  {facts.platform}, {facts.cores} core{'s' * (facts.cores > 1)}",
+        f"ComfyUI   {facts.comfyui_version}  {facts.comfyui} ({'installed by PipeMesh' if facts.base else 'your own'})",
+        f"torch     {facts.torch or 'does not import'} ({facts.torch_build}), backends: {', '.join(facts.backends) or 'none'}",
+        *(f"GPU {index}     {device.name}, {gib(device.memory_bytes)}" for index, device in enumerate(facts.devices)),
+        *([] if facts.devices else ["GPU       none"]),
+        f"Packages  {optional}",
+        f"Memory    {memory}; /dev/shm {shm}; memfd {'works' if facts.memfd else 'does not work'}",
+        "",
+    ]
+    for finding in found:
+        lines.append(f"{MARKS[finding.level]}  {finding.text}")
+        if finding.remedy:
+            lines.append(f"      -> {finding.remedy}")
+    lines += ["", "PipeMesh can run here." if can_run(found) else "PipeMesh cannot run here until what is marked STOP is mended."]
+    return "\n".join(lines)
+
+
+def can_run(found: Sequence[Finding]) -> bool:
+    return all(finding.level != "blocked" for finding in found)
+
+
+def gather(host: ComfyInstall) -> Facts:
+    return Facts(
+        python=platform.python_version(),
+        executable=sys.executable,
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_available_bytes=memory_available_bytes(),
+        shm_free_bytes=shm_free_bytes(),
+        memfd=memfd_works(),
+        gpu_driver=next((maker for node, maker in GPU_NODES.items() if Path(node).exists()), ""),
+        packages=tuple(Package(name, package_version(name)) for name in (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES)),
+        comfyui=host.comfyui,
+        comfyui_version=host.version,
+        base=host.base,
+        **torch_facts(),
+    )
+
+
+def torch_facts() -> dict[str, Any]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError) as error:  # OSError: a library that torch loads is missing or broken
+        return {"torch": "", "torch_error": str(error).splitlines()[0] if str(error) else type(error).__name__}
+    cuda = torch.cuda
+    count = cuda.device_count() if cuda.is_available() else 0
+    properties = [cuda.get_device_properties(index) for index in range(count)]
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    return {
+        "torch": torch.__version__,
+        "torch_build": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
+        "backends": tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)),
+        "devices": tuple(Device(device.name, device.total_memory) for device in properties),
+        "pairs_without_peer_access": tuple((a, b) for a, b in pairs if not cuda.can_device_access_peer(a, b)),
+    }
+
+
+def package_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown" if importlib.util.find_spec(name.replace("-", "_")) else ""
+
+
+def memfd_works() -> bool:
+    if not hasattr(os, "memfd_create"):
+        return False
+    try:
+        descriptor = os.memfd_create("pipemesh-doctor")
+    except OSError:
+        return False
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as mapped:
+            mapped[0] = 1
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def shm_free_bytes() -> int | None:
+    try:
+        shm = os.statvfs("/dev/shm")
+    except (OSError, AttributeError):
+        return None
+    return shm.f_bavail * shm.f_frsize
+
+
+def memory_available_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def main(argv: Sequence[str], host: ComfyInstall) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launcher doctor", description="What works here, what does not, and the remedy.")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    options = parser.parse_args(argv)
+    facts = gather(host)
+    found = findings(facts)
+    if options.json:
+        print(json.dumps({"facts": asdict(facts), "findings": [asdict(finding) for finding in found], "works": can_run(found)}))
+    else:
+        print(report(facts, found))
+    return 0 if can_run(found) else 1

@@ -1,0 +1,1 @@
+"""Pools of worker processes: their life, on this machine and on others."""

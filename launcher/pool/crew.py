@@ -1,0 +1,178 @@
+"""The ranks of one host: their processes, and a channel to each. ComfyUI's pool has one; on every
+other host its leader has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...parallel_runtime.wire.channel import Channel
+from ...parallel_runtime.wire.messages import FromRank, Meeting, Start
+from ...parallel_runtime.wire.segment import Segment
+from ...parallel_runtime.wire.tree import encode_tree
+from .devices import Device, Placement
+from .fork_server import ForkServer
+from .supervisor import Command, Supervisor, process_of_its_own
+
+COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # hangs are judged by progress counters; a collective's own clock would end slow, healthy runs
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
+SECRET_VARIABLE, FORK_VARIABLE = "PIPEMESH_SECRET", "PIPEMESH_FORK"
+log = logging.getLogger("pipemesh")
+
+
+def start_as(environ: Mapping[str, str]) -> Callable[[Command], Any]:
+    """How ranks are started: forked, unless PIPEMESH_FORK says 0."""
+    return process_of_its_own if environ.get(FORK_VARIABLE) == "0" else ForkServer(tuple(KEEP_MEMORY)).start
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """What a rank must know of this ComfyUI to compute as it does. ``argv``: how a rank is started
+    (tests put fakes here), by ``start``.
+
+    ``rendezvous`` (HOST:PORT, torchrun's) and ``secret`` are for pools over several hosts;
+    ``lost_s``: silence after which one is lost.
+    """
+
+    comfyui: str
+    comfy_args: dict[str, Any] = field(default_factory=dict)
+    stall_s: float = 300.0
+    rendezvous: str = ""
+    secret: str = field(default="", repr=False)
+    lost_s: float = 5.0
+    argv: tuple[str, ...] = (sys.executable, str(Path(__file__).with_name("worker_main.py")), "{fd}", "{parent}")
+    start: Callable[[Command], Any] = field(default_factory=lambda: start_as(os.environ))
+
+
+@dataclass(frozen=True)
+class Net:
+    """Where the ranks of several hosts meet, and this host's way there."""
+
+    meeting: Meeting
+    interface: str
+
+
+def rank_environment(device: Device, backend: str, environ: dict[str, str], interface: str = "") -> dict[str, str]:
+    """The starting process's environment without what breaks a rank: allocator choices, other
+    launchers' ranks, hidden GPUs.
+
+    A CPU rank keeps the memory of its activations between layers (glibc): fresh pages cost it a
+    quarter of a forward. At most 1 GiB of it, which goes back to the system when a model is
+    released. ``interface``: by which other hosts are reached.
+    """
+    scrubbed = {*ALLOCATOR_VARIABLES, *LAUNCHER_VARIABLES, SECRET_VARIABLE, "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+    env = {key: value for key, value in environ.items() if key not in scrubbed and not key.startswith(LAUNCHER_PREFIXES)}
+    if not device.is_gpu:
+        env = {**KEEP_MEMORY, **env}
+    env["CUDA_VISIBLE_DEVICES"] = device.uuid if device.is_gpu else ""
+    if backend == "gloo" or interface:
+        env["GLOO_SOCKET_IFNAME"] = interface or "lo"
+    if interface:
+        env = {"NCCL_SOCKET_IFNAME": interface, **env}
+    return env
+
+
+class Crew:
+    """The ranks of ``placement`` on ``host``. Not started until ``start``."""
+
+    def __init__(self, placement: Placement, host: str, setup: RankSetup):
+        self.ranks = placement.ranks_on(host)
+        self.channels: dict[int, Channel] = {}
+        self._placement = placement
+        self._setup = setup
+        self._supervisor: Supervisor | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return dict(zip(self.ranks, self._supervisor.pids, strict=False)) if self._supervisor else {}
+
+    def start(self, arena: Segment, net: Net | None) -> None:
+        """Starts the processes and says the first word to each. Raises OSError.
+
+        A socket's other end is then open in its rank alone: a death shows.
+        """
+        store = os.memfd_create("pipemesh-store", os.MFD_CLOEXEC)
+        theirs: list[socket.socket] = []
+        try:
+            for rank in self.ranks:
+                ours, other = socket.socketpair()
+                theirs.append(other)
+                self.channels[rank] = Channel(ours, FromRank)
+            commands = [self._command(rank, sock, net) for rank, sock in zip(self.ranks, theirs, strict=True)]
+            self._supervisor = Supervisor(commands, self._setup.start)
+            self._supervisor.start()
+            for rank, channel in self.channels.items():
+                channel.send(self._first_word(rank, arena.nbytes, net), [arena.fd, store])
+        finally:
+            os.close(store)
+            for other in theirs:
+                other.close()
+
+    def _command(self, rank: int, sock: socket.socket, net: Net | None) -> Command:
+        interface = net.interface if net else ""
+        env = rank_environment(self._placement.devices[rank], self._placement.backend, dict(os.environ), interface)
+        return Command(self._setup.argv, env, sock.fileno())
+
+    def _first_word(self, rank: int, arena_bytes: int, net: Net | None) -> Start:
+        device = self._placement.devices[rank]
+        return Start(
+            rank=rank,
+            degrees=self._placement.layout.degrees(),
+            device="cuda:0" if device.is_gpu else "cpu",
+            backend=self._placement.backend,
+            threads=self._placement.threads(rank),
+            cores=self._placement.cores(rank),
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+            comfyui=self._setup.comfyui,
+            comfy_args=encode_tree({**self._setup.comfy_args, **({} if device.is_gpu else {"cpu": True})}, no_tensor),
+            arena_bytes=arena_bytes,
+            log_level=logging.WARNING if log.getEffectiveLevel() >= logging.INFO else logging.DEBUG,
+            hosts=self._placement.hosts,
+            meeting=net.meeting if net else None,
+        )
+
+    def pump(self, rank: int) -> list[Any]:
+        return [message for message, _fds in self.channels[rank].pump()]
+
+    def tail(self, rank: int) -> list[str]:
+        return self._supervisor.tail(self.ranks.index(rank))
+
+    def exit_of(self, rank: int, wait_s: float) -> int | None:
+        """The exit status (negative: a signal), or None if the rank still runs after ``wait_s``."""
+        return self._supervisor.exit_of(self.ranks.index(rank), wait_s)
+
+    def ended(self, rank: int) -> bool:
+        return self._supervisor.ended(self.ranks.index(rank))
+
+    def stop(self, grace_s: float) -> None:
+        """Waits ``grace_s`` for the ranks to leave by themselves, then ends them. Safe if they were
+        never started.
+        """
+        if self._supervisor is not None:
+            self._supervisor.stop(grace_s)
+        for channel in self.channels.values():
+            channel.close()
+        self.channels.clear()
+
+
+def no_tensor(path: str, _tensor: Any) -> Any:
+    raise TypeError(f"{path} is a tensor")

@@ -1,0 +1,42 @@
+"""The script a rank starts as: ``worker_main.py SOCKET_FD PARENT_PID``. Dies with its parent,
+imports the pack as ``pipemesh``.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
+    root = Path(__file__).resolve().parents[2]
+    own = [str(root / "launcher"), str(root / "launcher" / "pool")]  # the folder of package.py, and this script's
+    sys.path.insert(0, own[0])
+    from package import register_package
+
+    register_package(root)
+    sys.path[:] = [entry for entry in sys.path if str(Path(entry or ".").resolve()) not in own]
+    from pipemesh.parallel_runtime.wire.channel import Channel
+    from pipemesh.parallel_runtime.wire.messages import ToRank
+    from pipemesh.parallel_runtime.worker.main import run
+
+    run(Channel(socket.socket(fileno=int(sys.argv[1])), ToRank))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # nothing of value is left, and tearing down an interpreter full of extensions takes longer than starting over
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A picture of when the stages of a pipeline were at work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from PIL import Image, ImageDraw, ImageFont
+
+from ...parallel_runtime.client.run_figures import Evaluation
+
+WIDTH, ROW, BAR, MARGIN, FOOT = 1000, 44, 30, 10, 48
+FONT, LEGEND = 22, 118  # a node shows it at less than half its size
+WHITE, INK, WHOLE = "#ffffff", "#222222", "#8a8f98"
+PATCHES = ("#2a78d6", "#e8833a", "#3a9d5d", "#b04ac0", "#c9a227", "#1fa3a3")
+
+
+def timeline(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.Image | None:
+    """A row per rank, a bar for every patch, at the times when the rank computed it. None of a run
+    that was not in patches.
+    """
+    parts = [one.part for one in evaluations if one.part is not None]
+    if not parts:
+        return None
+    spans = [span for one in evaluations for span in one.spans]
+    begin, end = min(span.came_in_s for span in spans), max(span.ended_s for span in spans)
+    font = ImageFont.load_default(FONT)
+    first = bars_from(names)
+    scale = (WIDTH - MARGIN - first) / (end - begin)
+    starts = sorted({part.patch[0] for part in parts if part.patch})
+    colours = {start: PATCHES[index % len(PATCHES)] for index, start in enumerate(starts)}
+    image = Image.new("RGB", (WIDTH, ROW * len(names) + FOOT), WHITE)
+    draw = ImageDraw.Draw(image)
+    for row, name in enumerate(names):
+        top = ROW * row + 8
+        draw.text((MARGIN, top + BAR / 2), name, INK, font, anchor="lm")
+        for one, part in zip(evaluations, parts, strict=True):
+            left, width = first + (one.spans[row].came_in_s - begin) * scale, one.spans[row].busy_s * scale
+            colour = colours[part.patch[0]] if part.patch else WHOLE
+            draw.rectangle((left, top, left + max(0, width - 1), top + BAR), colour)
+    foot = image.height - 20
+    named = [(colour, f"patch {index}") for index, colour in enumerate(colours.values())]
+    if len(named) > len(PATCHES):
+        named = [(WHITE, f"{len(named)} patches, colours in turn")]
+    for index, (colour, label) in enumerate([(WHOLE, "whole"), *named]):
+        left = MARGIN + LEGEND * index
+        draw.rectangle((left, foot - 9, left + 18, foot + 9), colour)
+        draw.text((left + 26, foot), label, INK, font, anchor="lm")
+    draw.text((WIDTH - MARGIN, foot), f"{end - begin:.2f} s", INK, font, anchor="rm")
+    return image
+
+
+def bars_from(names: Sequence[str]) -> int:
+    """Where the bars begin: behind the longest name."""
+    return 2 * MARGIN + math.ceil(max(map(ImageFont.load_default(FONT).getlength, names)))

@@ -1,0 +1,116 @@
+"""Conditioning crosses once per run: later evaluations name it.
+
+The host makes new tensors for every evaluation, so a tensor is recognised by its content: first
+against what the same branch sent last (on its own device), and by a full hash only when that
+misses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from ..wire.arena import Arena
+from ..wire.segment import TensorRef
+
+memcmp = ctypes.CDLL(None).memcmp
+memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+RECENT = 4  # context windows alternate between a few slices under one branch
+
+
+@dataclass(frozen=True)
+class Entry:
+    ref: TensorRef
+    copy: torch.Tensor | None  # on the sender's device; none where that is the CPU, which sees the arena
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same; on the CPU bit by bit, in a quarter
+    of ``torch.equal``'s time.
+    """
+    if one.device.type != "cpu" or not (one.is_contiguous() and other.is_contiguous()):
+        return torch.equal(one, other)
+    return memcmp(one.data_ptr(), other.data_ptr(), one.numel() * one.element_size()) == 0
+
+
+def cache_key(branch: tuple, name: str, tensor: torch.Tensor) -> tuple:
+    return (branch, name, tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+class ConditioningCache:
+    """Lives in the UI; ranks keep what a ``version`` names. Keeps at most ``limit_bytes`` between
+    runs.
+    """
+
+    def __init__(self, arena: Arena, limit_bytes: int = 256 << 20):
+        self._arena = arena
+        self._limit_bytes = limit_bytes
+        self._versions = count(1)
+        self._entries: OrderedDict[tuple, Entry] = OrderedDict()
+        self._recent: dict[tuple, list[Entry]] = {}
+        self._surprising: set[tuple] = set()  # keys whose tensor once was not the one sent last
+        self.uploads = 0
+
+    def expect(self, branch: tuple, name: str, tensor: torch.Tensor) -> tuple[TensorRef, Callable[[], bool]]:
+        """What this branch sent last, unseen, and how to find out whether ``tensor`` is that: to be
+        asked while ranks compute with it.
+
+        Where it was wrong once in a run, the answer is ``put``'s.
+        """
+        key = cache_key(branch, name, tensor)
+        recent = self._recent.get(key)
+        if not recent or key in self._surprising:
+            return self.put(branch, name, tensor), lambda: True
+        last = recent[0]
+
+        def right() -> bool:
+            if same(self._content(last), tensor):
+                return True
+            self._surprising.add(key)
+            return False
+
+        return last.ref, right
+
+    def put(self, branch: tuple, name: str, tensor: torch.Tensor) -> TensorRef:
+        """``branch`` tells conds apart (their uuids); ``name`` is the argument's path."""
+        key = cache_key(branch, name, tensor)
+        recent = self._recent.setdefault(key, [])
+        for entry in recent:
+            if same(self._content(entry), tensor):
+                return entry.ref
+        entry = self._find_or_store(tensor)
+        recent.insert(0, entry)
+        del recent[RECENT:]
+        return entry.ref
+
+    def _find_or_store(self, tensor: torch.Tensor) -> Entry:
+        local = tensor.detach().to("cpu").contiguous()
+        digest = hashlib.blake2b(local.flatten().view(torch.uint8).numpy(), digest_size=16).digest()
+        key = (digest, tuple(tensor.shape), tensor.dtype, tensor.device)
+        if key not in self._entries:
+            ref = self._arena.put(local, version=next(self._versions))
+            self.uploads += 1
+            self._entries[key] = Entry(ref, None if tensor.device.type == "cpu" else tensor.detach().clone())
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def _content(self, entry: Entry) -> torch.Tensor:
+        """Views are made anew each time: a kept one would keep a closed arena's memory."""
+        return self._arena.segment.tensor(entry.ref) if entry.copy is None else entry.copy
+
+    def begin_run(self) -> None:
+        """Between runs only: what is evicted here may have been named by the evaluation before."""
+        self._recent.clear()
+        self._surprising.clear()
+        held = sum(entry.ref.nbytes for entry in self._entries.values())
+        while held > self._limit_bytes:
+            _, entry = self._entries.popitem(last=False)
+            held -= entry.ref.nbytes
+            self._arena.give(entry.ref.offset, entry.ref.nbytes)

@@ -1,0 +1,69 @@
+"""What a pipeline has to compute: the plain loop over (evaluation, patch) in one process, on the
+host's own model, under its own samplers.
+
+A rank count occurs nowhere in it, so what a pipeline computes does not depend on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+
+from ..comfy_bridge.source import forward_binder, forward_patch, require_plan
+from ..families.plan import TokenPlan
+from ..methods.pipefusion.reference import PatchForward
+from ..patches import Patch
+from .patchwise import Patchwise, branch_of
+from .timelines import Branch
+
+
+class InOneProcess:
+    """An engine that computes at once."""
+
+    def __init__(self, model: torch.nn.Module, plan: TokenPlan, forward: Callable[..., torch.Tensor]):
+        self.method = PatchForward(model, plan)
+        self._forward = forward
+
+    def begin_run(self) -> None:
+        self.method.reset()
+
+    def restart_if_reloaded(self) -> bool:
+        return False
+
+    def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> torch.Tensor:
+        return self._forward(**self.method.begin_patch(arguments, branch, patch))
+
+    def collect(self, ticket: torch.Tensor) -> torch.Tensor:
+        return ticket
+
+    def make_room(self) -> bool:
+        return False
+
+    def abandon(self) -> None:
+        pass
+
+
+def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callable[[str], None] = lambda mode: None) -> ModelPatcher:
+    """A clone that samples in patches. The model object is its own from now on: nothing else may
+    sample with it.
+    """
+    model = patcher.model.diffusion_model
+    name = forward_patch(model)
+    plan = require_plan(model)
+    engine = InOneProcess(model, plan, getattr(model, name.rpartition(".")[2]))
+    sampling = Patchwise(engine, model.patch_size, plan, patches, warm_up, notice)
+    bind = forward_binder(model, name)
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        arguments = bind(args, kwargs)
+        return sampling.evaluate(arguments, branch_of(arguments.get("transformer_options", {})))
+
+    made = patcher.clone()
+    made.add_object_patch(name, forward)
+    sampling.attach(made)
+    made.add_callback(CallbacksMP.ON_PRE_RUN, lambda _patcher: sampling.begin_run())
+    return made

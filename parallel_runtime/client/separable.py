@@ -1,0 +1,191 @@
+"""Whether a run may let its patches run ahead of each other: only what is known to act on each
+pixel by itself.
+
+Everything between the sampler and the transformer's forward is looked at, and what is not on a list
+here is named. Read: comfy/samplers.py, comfy/k_diffusion/sampling.py,
+comfy/extra_samplers/uni_pc.py @ ComfyUI 0.30.0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import comfy.samplers
+import torch
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ..comfy_bridge.source import PREFIX, patch_name
+from ..wire.tree import is_plain
+
+WRAPPER_KEY = "pipemesh"
+HOST = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
+K_DIFFUSION_SAMPLERS = {
+    "ddpm",
+    "deis",
+    "dpm_2",
+    "dpm_2_ancestral",
+    "dpmpp_2m",
+    "dpmpp_2m_cfg_pp",
+    "dpmpp_2m_sde",
+    "dpmpp_2m_sde_gpu",
+    "dpmpp_2m_sde_heun",
+    "dpmpp_2m_sde_heun_gpu",
+    "dpmpp_2s_ancestral",
+    "dpmpp_2s_ancestral_cfg_pp",
+    "dpmpp_3m_sde",
+    "dpmpp_3m_sde_gpu",
+    "dpmpp_sde",
+    "dpmpp_sde_gpu",
+    "er_sde",
+    "euler",
+    "euler_ancestral",
+    "euler_ancestral_cfg_pp",
+    "euler_cfg_pp",
+    "exp_heun_2_x0",
+    "exp_heun_2_x0_sde",
+    "gradient_estimation",
+    "gradient_estimation_cfg_pp",
+    "heun",
+    "heunpp2",
+    "ipndm",
+    "ipndm_v",
+    "lcm",
+    "lms",
+    "res_multistep",
+    "res_multistep_ancestral",
+    "res_multistep_ancestral_cfg_pp",
+    "res_multistep_cfg_pp",
+    "sa_solver",
+    "sa_solver_pece",
+    "seeds_2",
+    "seeds_3",
+}
+SAMPLER_FUNCTIONS = {
+    *(f"comfy.k_diffusion.sampling.sample_{name}" for name in K_DIFFUSION_SAMPLERS),
+    "comfy.extra_samplers.uni_pc.sample_unipc",
+    "comfy.extra_samplers.uni_pc.sample_unipc_bh2",
+    "comfy.samplers.ksampler.<locals>.dpm_fast_function",
+}
+FUNCTIONS_OF_SIGMA = {"noise_scaler", "tau_func"}  # samplers' options that never see a latent
+GUIDERS = {
+    "comfy.samplers.CFGGuider",
+    "comfy_extras.nodes_custom_sampler.Guider_Basic",
+    "comfy_extras.nodes_custom_sampler.Guider_DualCFG",
+}
+MODEL_OPTIONS = {"transformer_options", "to_load_options", "disable_cfg1_optimization", "registered_hooks"}  # the last: of hooks on conds
+OBJECT_PATCHES = {"model_sampling"}
+COND_LEVERS = {"area", "mask", "gligen", "control", "hooks", "default"}  # what get_area_and_mult and _calc_cond_batch act on
+MODEL_CONDS = {
+    "attention_mask",
+    "c_concat",
+    "c_crossattn",
+    "clip_fea",
+    "denoise_mask",
+    "guidance",
+    "y",
+    *("context_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),  # tokens behind the image's
+}
+
+
+def why_single_timeline(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> str | None:
+    """All that keeps the patches of this run together, named; None: nothing does."""
+    return " and ".join(dict.fromkeys(_objections(sampler, guider, model_options, noise))) or None
+
+
+def must_run_conds_in_sequence(patcher: Any, conds: Sequence[Sequence[Mapping[str, Any]] | None], model_options: Mapping[str, Any]) -> bool:
+    """Whether something between the batch of conds and the transformer may keep a state, or another
+    one's weights, from cond to cond.
+    """
+    options = model_options.get("transformer_options", {})
+    hooked = any(cond.get(name) for conds_of_one in conds if conds_of_one for cond in conds_of_one for name in ("hooks", "default"))
+    around = (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+    wrapped = any(kind in around for kind, _ in _foreign_wrappers(options))
+    told = any(_told_of_every_evaluation(options))
+    replaced = any(not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches)
+    return hooked or wrapped or told or replaced or "model_function_wrapper" in model_options
+
+
+def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> Iterator[str]:
+    yield from _of_sampler(sampler)
+    if not known_guider(guider):
+        yield f"the guider {type(guider).__name__}"
+    if noise.ndim not in (4, 5):
+        yield f"packed latents of shape {tuple(noise.shape)}"
+    for side, conds in guider.conds.items():
+        for cond in conds or ():
+            yield from _of_cond(side, cond)
+    yield from _of_model_options(model_options)
+    for name, value in guider.model_patcher.object_patches.items():
+        if name.startswith(PREFIX):
+            continue  # below the waist
+        if name not in OBJECT_PATCHES or not _qualified(type(value)).startswith(("comfy.", "comfy_extras.")):
+            yield f"the object patch {name} ({patch_name(value)})"
+
+
+def _of_sampler(sampler: Any) -> Iterator[str]:
+    function = getattr(sampler, "sampler_function", None)
+    if type(sampler) is not comfy.samplers.KSAMPLER or _qualified(function) not in SAMPLER_FUNCTIONS:
+        name = getattr(function, "__name__", type(function or sampler).__name__)
+        yield f"the sampler {name.removeprefix('sample_').removesuffix('_function')}"
+    for name, value in getattr(sampler, "extra_options", {}).items():
+        if name not in FUNCTIONS_OF_SIGMA and not is_plain(value):
+            yield f"the sampler's option {name} ({patch_name(value)})"
+
+
+def _of_model_options(model_options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in model_options.items():
+        if name not in MODEL_OPTIONS and is_set(value):
+            yield _named(name, value)
+    options = model_options.get("transformer_options", {})
+    for kind, wrapper in _foreign_wrappers(options):
+        yield f"the {kind} wrapper {patch_name(wrapper)}"
+    for callback in _told_of_every_evaluation(options):
+        yield f"the {CallbacksMP.ON_PREPARE_STATE} callback {patch_name(callback)}"
+    for name, value in options.items():
+        if name not in ("wrappers", "callbacks") and not is_plain(value):
+            yield _named(name, value)
+
+
+def _foreign_wrappers(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(kind, wrapper) of all but our own."""
+    for kind, by_key in options.get("wrappers", {}).items():
+        for key, wrappers in by_key.items():
+            if key != WRAPPER_KEY:
+                yield from ((kind, wrapper) for wrapper in wrappers)
+
+
+def _told_of_every_evaluation(options: Mapping[str, Any]) -> Iterator[Any]:
+    for callbacks in options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values():
+        yield from callbacks
+
+
+def _of_cond(side: str, cond: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted(COND_LEVERS & cond.keys()):
+        if cond[name] is not None and cond[name] is not False:
+            yield f"{name} on the {side} conditioning"
+    for name in sorted(cond.get("model_conds", {}).keys() - MODEL_CONDS):
+        yield f"{name} in the {side} conditioning"
+
+
+def is_set(value: Any) -> bool:
+    """Not None, False or empty; a tensor is."""
+    return isinstance(value, torch.Tensor) or bool(value)
+
+
+def _named(name: str, value: Any) -> str:
+    functions = value if isinstance(value, list) else [value]
+    return f"{name} ({', '.join(patch_name(function) for function in functions)})"
+
+
+def known_guider(guider: Any) -> bool:
+    """It samples one model, and nothing happens in it but what stands in the host's own code."""
+    return _qualified(type(guider)) in GUIDERS
+
+
+def _qualified(thing: Any) -> str:
+    """As an import has it: a server loads the host's extra nodes under their paths."""
+    kind = thing if hasattr(thing, "__qualname__") else type(thing)
+    module = kind.__module__.removeprefix(HOST + os.sep).replace(os.sep, ".")
+    return f"{module}.{kind.__qualname__}"

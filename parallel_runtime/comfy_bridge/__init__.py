@@ -1,0 +1,1 @@
+"""Both ends of every format shared with ComfyUI, side by side."""
