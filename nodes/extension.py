@@ -12,7 +12,7 @@ from server import PromptServer
 from .ksampler import sampler_nodes
 from .pool import pool_nodes
 from .report.node import report_node
-from .runtime import Runtime, host_setup
+from .runtime import Runtime, rank_setup
 
 
 def show_on_node(text: str) -> None:
@@ -24,7 +24,7 @@ def show_on_node(text: str) -> None:
 
 class PipeMeshExtension(ComfyExtension):
     def __init__(self) -> None:
-        self._runtime = Runtime(host_setup(), show_on_node)
+        self._runtime = Runtime(rank_setup(), show_on_node)
 
     async def on_load(self) -> None:
         @PromptServer.instance.routes.get("/pipemesh/report")
