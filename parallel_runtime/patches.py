@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +32,18 @@ class Patch:
     @property
     def first(self) -> bool:
         return self.start == 0
+
+
+class Part(NamedTuple):
+    """The part of an evaluation that one request computes. ``run`` and ``branch`` (cond, uncond)
+    say which K/V buffers it uses; ranks keep those of one run at a time.
+
+    ``patch``: (start, size, last) of its image tokens, None for all tokens.
+    """
+
+    run: int
+    branch: int
+    patch: tuple[int, int, bool] | None = None
 
 
 @dataclass(frozen=True)

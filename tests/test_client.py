@@ -5,8 +5,9 @@ import torch
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.comfy_bridge.source import Source
 from pipemesh.parallel_runtime.errors import OutOfMemory, RunCancelled
+from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.messages import Done, Forget, Forward, Load, Memory, Part, Release, SetWeightPatches
+from pipemesh.parallel_runtime.wire.messages import Done, Forget, Forward, Load, Memory, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import NotPlain, decode_tree, encode_tree
 
 

@@ -13,10 +13,9 @@ from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.methods.pipefusion.stage import StageForward, leave_out
-from pipemesh.parallel_runtime.patches import Patch
+from pipemesh.parallel_runtime.patches import Part, Patch
 from pipemesh.parallel_runtime.stages import Stage
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.messages import Part
 from pipemesh.parallel_runtime.worker.rank_loop import Engine
 
 from .models import IdleRank

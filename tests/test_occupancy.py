@@ -8,7 +8,7 @@ from pipemesh.benchmarks import pipefusion
 from pipemesh.nodes.report.picture import BAR, FOOT, MARGIN, PATCHES, ROW, WHITE, WHOLE, WIDTH, bars_from, timeline
 from pipemesh.parallel_runtime.client.run_figures import Evaluation
 from pipemesh.parallel_runtime.occupancy import Span, busy_shares
-from pipemesh.parallel_runtime.wire.messages import Part
+from pipemesh.parallel_runtime.patches import Part
 
 NAMES = ["0 cpu", "1 node1/cuda:0"]
 RUN = [(Span(0, 4, 0), Span(0, 9, 3)), (Span(4, 8, 0), Span(9, 13, 1))]  # rank 1 takes 6, then 3 of the seconds from 0 to 13

@@ -14,9 +14,8 @@ from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.pipefusion.rope_cache import KEPT, Remembered
 from pipemesh.parallel_runtime.methods.pipefusion.stage import StageForward, blocks_of
-from pipemesh.parallel_runtime.patches import TokenGrid
+from pipemesh.parallel_runtime.patches import Part, TokenGrid
 from pipemesh.parallel_runtime.stages import Stage
-from pipemesh.parallel_runtime.wire.messages import Part
 
 from .models import IdleRank, asked_of
 

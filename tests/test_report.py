@@ -8,7 +8,7 @@ from pipemesh.nodes.report.node import NO_POOL, report_text
 from pipemesh.nodes.runtime import _last_run
 from pipemesh.parallel_runtime.client.run_figures import Evaluation, RunFigures
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.wire.messages import Part
+from pipemesh.parallel_runtime.patches import Part
 
 GIB = 2**30
 

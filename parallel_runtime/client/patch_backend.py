@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ..comfy_bridge.interrupt import interrupted, interrupting
-from ..patches import Patch
-from ..wire.messages import Part
+from ..patches import Part, Patch
 from .remote_model import Client, Ticket
 from .timelines import Branch
 

@@ -19,9 +19,10 @@ import torch
 
 from ..comfy_bridge.source import Source
 from ..errors import ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused
+from ..patches import Part
 from ..stages import share_out, slowest
 from ..wire.arena import Arena, Frame
-from ..wire.messages import Adopt, Done, Fetch, Forget, Forward, Load, Memory, Part, Release, SetWeightPatches
+from ..wire.messages import Adopt, Done, Fetch, Forget, Forward, Load, Memory, Release, SetWeightPatches
 from ..wire.parcel import Parcel
 from ..wire.segment import Segment, TensorRef, aligned, dtype_name, mib
 from ..wire.tree import decode_tree, encode_tree

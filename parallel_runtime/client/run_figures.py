@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from ..occupancy import Span
-from ..wire.messages import Done, Part
+from ..patches import Part
+from ..wire.messages import Done
 
 
 @dataclass(frozen=True)

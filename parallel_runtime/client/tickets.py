@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ..patches import Part
 from ..wire.arena import Frame
-from ..wire.messages import Part
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from ..patches import Part
 from .segment import TensorRef
 
 
@@ -88,18 +89,6 @@ class Forget(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     request: int
     model: str
-
-
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """What of an evaluation a pipeline is to compute. ``patch`` (start, size, last): image tokens;
-    None is all of them.
-
-    What is kept of a ``branch`` lives for one ``run``.
-    """
-
-    run: int
-    branch: int
-    patch: tuple[int, int, bool] | None = None
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):

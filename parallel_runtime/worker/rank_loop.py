@@ -21,9 +21,10 @@ from ..comm.exchange import Stopped
 from ..comm.machines import MachineComm
 from ..errors import NoRoom, PipeMeshError, Refused
 from ..memory import give_back_freed, host_memory
+from ..patches import Part
 from ..wire.arena import Board
 from ..wire.channel import Channel
-from ..wire.messages import PHASE, Adopt, Close, Done, Failed, Fetch, Forget, Forward, Load, Memory, Part, Request, SetWeightPatches
+from ..wire.messages import PHASE, Adopt, Close, Done, Failed, Fetch, Forget, Forward, Load, Memory, Request, SetWeightPatches
 from ..wire.segment import Segment, TensorRef, dtype_name, mib
 from ..wire.tree import decode_tree, encode_tree
 from .resident import ResidentModel

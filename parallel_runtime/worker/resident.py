@@ -14,8 +14,8 @@ from ..errors import Refused
 from ..families import plan_for
 from ..methods.pipefusion.stage import StageForward, Watch, blocks_of, leave_out
 from ..methods.usp import SequenceParallel
+from ..patches import Part
 from ..stages import cut, share_out
-from ..wire.messages import Part
 from ..wire.segment import Segment, TensorRef
 from .seat import Seat
 

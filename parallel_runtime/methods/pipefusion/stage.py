@@ -26,9 +26,8 @@ from ...comm.stage_link import StageLink
 from ...errors import ModelError, NoRoom
 from ...families.plan import Blocks, TokenPlan
 from ...layout import Split
-from ...patches import Patch
+from ...patches import Part, Patch
 from ...stages import Stage
-from ...wire.messages import Part
 from ..shards import Joint, Shards
 from ..usp import SequenceParallel
 
