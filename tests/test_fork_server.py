@@ -29,7 +29,7 @@ from pipemesh.parallel_runtime.errors import PoolFailed
 from .fake_pools import DEADLINE_S, cpus, fake_setup, is_alive
 from .test_pool_leaks import Holdings
 
-LAUNCHER = Path(__file__).resolve().parent.parent / "launcher"
+SCRIPTS = Path(__file__).resolve().parent.parent / "launcher" / "pool"
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_a_rank_that_is_not_forked_yet_can_be_ended_at_once_and_is_never_seen(se
 
 DIE_WITH_PARENT = f"""
 import socket, sys, threading
-sys.path.insert(0, {str(LAUNCHER)!r})
+sys.path.insert(0, {str(SCRIPTS)!r})
 from worker_main import die_with_parent
 die_with_parent(int(sys.argv[1]))
 socket.socket(fileno=int(sys.argv[2])).send(b"x")
@@ -166,9 +166,10 @@ threading.Event().wait()
 
 def test_ranks_end_with_their_server_and_the_next_has_another(server, run):
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        supervisor = run(DIE_WITH_PARENT, "{parent}", "{fd}", fd=theirs.fileno())
-        assert ours.recv(1) == b"x"
+    with ours:
+        with theirs:
+            supervisor = run(DIE_WITH_PARENT, "{parent}", "{fd}", fd=theirs.fileno())
+        assert ours.recv(1) == b"x", supervisor.tail(0)
         rank = psutil.Process(*supervisor.pids)
     old = rank.ppid()
     assert old in server.pids
