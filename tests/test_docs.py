@@ -1,0 +1,186 @@
+"""What the documents name exists: paths, commands, options, environment variables, routes, links.
+
+Runs without ComfyUI. A rule is a function from a document's text to sentences, so that each can be
+shown to fail.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "docs" / "REFERENCE.md"
+DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
+CODE = ("launcher", "parallel_runtime", "nodes", "benchmarks", "tests/conftest.py", "__init__.py")
+SUFFIXES = (".py", ".md", ".js", ".json", ".svg", ".png", ".toml", ".txt")
+COMFYUI_FILES = ("main.py", "server.py", "nodes.py", "extra_model_paths.yaml")
+COMFYUI_FOLDERS = ("comfy/", "custom_nodes", "models")
+SOCKET_TYPES = {"PIPEMESH_POOL"}  # of the nodes; no environment variable
+TOO_LONG = 100
+PAGE_LINES = 75
+NOT_WRAPPED_YET = {"MULTI_NODE.md"}
+
+Rule = Callable[[str, Path], Iterator[str]]
+
+FENCE = re.compile(r"^```.*?^```", re.S | re.M)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+VARIABLE = re.compile(r"\bPIPEMESH_[A-Z][A-Z_]*[A-Z]\b")
+COMMAND = re.compile(r"python3? -m launcher ([a-z]+)")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+ROUTE = re.compile(r"(?<!github\.com)/pipemesh/[a-z.]+")
+ADDED_OPTION = re.compile(r'add_argument\(\s*"(--[a-z0-9-]+)"')
+ADDED_ROUTE = re.compile(r'"(/pipemesh/[a-z./]+)"')
+
+
+@cache
+def repository() -> frozenset[str]:
+    """Every file and folder of the checkout that git would keep, as paths from its root."""
+    command = ("git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard")
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    files = [name for name in listed if (ROOT / name).exists()]
+    folders = {parent.as_posix() for name in files for parent in Path(name).parents}
+    return frozenset((*files, *folders))
+
+
+@cache
+def code() -> str:
+    """The text of every module that is not a test."""
+    files = [file for name in CODE for file in ([ROOT / name] if name.endswith(".py") else sorted((ROOT / name).rglob("*.py")))]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+@cache
+def commands() -> frozenset[str]:
+    """The commands that the launcher's own usage lists."""
+    usage = subprocess.run([sys.executable, "-m", "launcher", "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return frozenset(re.findall(r"^  ([a-z]+) {2,}\S", usage, re.M))
+
+
+def variables_of_code() -> set[str]:
+    return set(VARIABLE.findall(code())) - SOCKET_TYPES
+
+
+def paths_exist(text: str, _document: Path) -> Iterator[str]:
+    """A code span that looks like a path of the repository is one, from the root or as the end of a
+    path.
+    """
+    for span in SPAN.findall(FENCE.sub("", text)):
+        if looks_like_a_path(span) and not any(path == span.rstrip("/") or path.endswith(f"/{span.rstrip('/')}") for path in repository()):
+            yield f"`{span}` is no file or folder of the repository"
+
+
+def looks_like_a_path(span: str) -> bool:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", span) or span in COMFYUI_FILES or span.startswith(COMFYUI_FOLDERS):
+        return False
+    first = span.partition("/")[0]
+    return span.endswith(SUFFIXES) or ("/" in span and first in repository())
+
+
+def commands_exist(text: str, _document: Path) -> Iterator[str]:
+    for command in COMMAND.findall(text):
+        if command not in commands():
+            yield f"`python3 -m launcher {command}` is no command of the launcher"
+
+
+def variables_exist(text: str, _document: Path) -> Iterator[str]:
+    for name in sorted(set(VARIABLE.findall(text)) - SOCKET_TYPES - variables_of_code()):
+        yield f"{name} is read nowhere in the code"
+
+
+def routes_exist(text: str, _document: Path) -> Iterator[str]:
+    for route in ROUTE.findall(text):
+        if route.rstrip(".") not in ADDED_ROUTE.findall(code()):
+            yield f"{route} is no route of the extension"
+
+
+def links_resolve(text: str, document: Path) -> Iterator[str]:
+    """Relative links lead to a file, and their anchor to a heading of it."""
+    for target in LINK.findall(FENCE.sub("", text)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (document.parent / name).resolve() if name else document
+        if not file.exists():
+            yield f"the link {target} leads nowhere"
+        elif anchor and anchor not in anchors(text if file == document else file.read_text(encoding="utf-8")):
+            yield f"the link {target} leads to no heading"
+
+
+def anchors(text: str) -> set[str]:
+    """The names that a forge gives to the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def lines_wrap(text: str, document: Path) -> Iterator[str]:
+    """At 100 columns, except tables, pictures, code and addresses."""
+    if document.name in NOT_WRAPPED_YET:
+        return
+    outside = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
+    for number, line in enumerate(outside.splitlines(), 1):
+        if len(line) > TOO_LONG and not line.lstrip().startswith(("|", "![")) and "://" not in line and not line.startswith("    "):
+            yield f"line {number} has {len(line)} columns, at most {TOO_LONG}"
+
+
+RULES = (paths_exist, commands_exist, variables_exist, routes_exist, links_resolve, lines_wrap)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.relative_to(ROOT).as_posix())
+def test_the_document_keeps_the_rules(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert [broken for rule in RULES for broken in rule(text, document)] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "says"),
+    [
+        (paths_exist, "See `parallel_runtime/nowhere.py`.", "`parallel_runtime/nowhere.py` is no file"),
+        (paths_exist, "See `launcher/nowhere/`.", "`launcher/nowhere/` is no file"),
+        (paths_exist, "See `nowhere.py`.", "`nowhere.py` is no file"),
+        (commands_exist, "```\npython3 -m launcher dance\n```", "`python3 -m launcher dance` is no command"),
+        (variables_exist, "Set `PIPEMESH_NOTHING`.", "PIPEMESH_NOTHING is read nowhere"),
+        (routes_exist, "Open `/pipemesh/nothing`.", "/pipemesh/nothing is no route"),
+        (links_resolve, "[There](NOWHERE.md)", "NOWHERE.md leads nowhere"),
+        (links_resolve, "# Here\n[there](#nowhere)", "#nowhere leads to no heading"),
+        (lines_wrap, "word " * 21, "line 1 has 105 columns"),
+    ],
+)
+def test_a_broken_rule_is_found_and_named(rule: Rule, text: str, says: str) -> None:
+    (sentence,) = rule(text, ROOT / "README.md")
+    assert says in sentence
+
+
+def test_what_the_rules_allow_passes() -> None:
+    text = (
+        "# Two words\n[Here](#two-words), [there](docs/REFERENCE.md), `layout.py`, `launcher/pool/`, `comfy/model.py`,\n"
+        "`PIPEMESH_POOL`, `python3 -m launcher demo`, `PIPEMESH_STALL_S`, `/pipemesh/report`.\n"
+        f"| {'a table ' * 20} |\n```\n{'code ' * 30}\n```\nhttps://example.org/{'x' * 100}\n"
+    )
+    assert [broken for rule in RULES for broken in rule(text, ROOT / "README.md")] == []
+
+
+def test_the_reference_has_every_environment_variable() -> None:
+    assert variables_of_code() - set(VARIABLE.findall(REFERENCE.read_text(encoding="utf-8"))) == set()
+
+
+def test_the_reference_has_every_command_and_option() -> None:
+    text = REFERENCE.read_text(encoding="utf-8")
+    section = text.partition("## Commands")[2].partition("\n## ")[0]
+    assert {command for command in commands() if f"`{command}" not in section} == set()
+    assert set(ADDED_OPTION.findall(code())) == set(OPTION.findall(section))
+
+
+def test_the_reference_has_every_route() -> None:
+    assert set(ADDED_ROUTE.findall(code())) <= set(ROUTE.findall(REFERENCE.read_text(encoding="utf-8")))
+
+
+def test_the_architecture_is_one_page() -> None:
+    assert len((ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= PAGE_LINES
