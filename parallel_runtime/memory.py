@@ -1,4 +1,4 @@
-"""The host's memory: what there is, and giving back what was freed."""
+"""The machine's memory: how much there is, and how freed blocks go back to it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import ctypes
 from itertools import islice
 
 
-def host_memory() -> tuple[int, int]:
-    """(available, total) bytes. Not what is free: mapped checkpoints fill the page cache, which
-    gives way.
+def system_memory() -> tuple[int, int]:
+    """(available, total) bytes. Available is more than free: the page cache, full of mapped
+    checkpoints, gives way.
     """
     with open("/proc/meminfo", encoding="ascii") as lines:
         first = [line.split() for line in islice(lines, 3)]  # MemTotal, MemFree, MemAvailable
@@ -16,7 +16,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def give_back_freed() -> None:
-    """glibc keeps freed blocks of many MiB in its heap; this returns them to the system."""
+    """Returns freed blocks to the system: glibc keeps many MiB of them in its heap."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -7,7 +7,7 @@ import torch
 from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.launcher.tiny import write_flux
 from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
-from pipemesh.parallel_runtime.comfy_bridge.source import PREFIX
+from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 
 from .models import load, run

@@ -12,7 +12,7 @@ from comfy.patcher_extension import WrappersMP
 from pipemesh.launcher.commands.parity import Case, sample, stock_model
 from pipemesh.parallel_runtime.client.patchwise import Patchwise
 from pipemesh.parallel_runtime.client.separable import known_guider
-from pipemesh.parallel_runtime.comfy_bridge.free_gpu import host_makes_room, used_by
+from pipemesh.parallel_runtime.comfy_bridge.free_gpu import unload_unused, used_by
 from pipemesh.parallel_runtime.errors import NoRoom, OutOfMemory
 from pipemesh.parallel_runtime.families import PLANS
 
@@ -78,14 +78,18 @@ def guider_of(patcher, *loaded, kind=comfy.samplers.CFGGuider):
     return guider
 
 
+def frees(guider):
+    return unload_unused(guider, is_known=known_guider(guider))
+
+
 def test_the_host_unloads_what_the_run_does_not_use_and_nothing_else(held):
     encoder, control, sampled, elsewhere, wrapped = Patcher(), Patcher(), sampled_on(), Patcher(OTHER_GPU), Patcher()
     sampled.model_patches_models = lambda: [wrapped.clone()]
     held(encoder, control, sampled, elsewhere, wrapped)
     guider = guider_of(sampled, control.clone())
-    assert host_makes_room(guider)
+    assert frees(guider)
     assert encoder.unloaded and not any(used.unloaded for used in (control, sampled, elsewhere, wrapped))
-    assert not host_makes_room(guider), "there is nothing left"
+    assert not frees(guider), "there is nothing left"
 
 
 class ForeignGuider(comfy.samplers.CFGGuider):
@@ -105,7 +109,7 @@ class ForeignGuider(comfy.samplers.CFGGuider):
 def test_nothing_is_unloaded_where_that_helps_nobody_or_may_break_the_run(held, guider):
     encoder = Patcher(guider.model_patcher.load_device)
     held(encoder, guider.model_patcher)
-    assert not host_makes_room(guider)
+    assert not frees(guider)
     assert not encoder.unloaded
 
 

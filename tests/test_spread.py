@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.parallel_runtime.checkpoint import check_copy
-from pipemesh.parallel_runtime.comfy_bridge.prepare import call_factory, find_here
+from pipemesh.parallel_runtime.comfy_bridge.source import call_factory, find_here
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.tree import encode_tree

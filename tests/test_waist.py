@@ -13,7 +13,7 @@ import torch
 from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error, stock_model
 from pipemesh.launcher.tiny import write_flux
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.comfy_bridge.source import PREFIX
+from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 
 from .models import load, run, with_lora
 

@@ -13,7 +13,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
-from ..comfy_bridge.source import forward_binder, forward_patch, require_plan
+from ..comfy_bridge.forward import forward_binder, forward_patch
+from ..comfy_bridge.guard import require_plan
 from ..families.plan import TokenPlan
 from ..methods.pipefusion.reference import PatchForward
 from ..patches import Patch

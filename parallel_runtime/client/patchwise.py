@@ -19,11 +19,11 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from greenlet import getcurrent
 
-from ..comfy_bridge.free_gpu import host_makes_room
+from ..comfy_bridge.free_gpu import unload_unused
 from ..errors import NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid
-from .separable import WRAPPER_KEY, must_run_conds_in_sequence, why_single_timeline
+from .separable import WRAPPER_KEY, known_guider, must_run_conds_in_sequence, why_single_timeline
 from .timelines import Asked, Branch, Cond, Engine, RandomState, Timeline, free_run, in_flight_together
 
 log = logging.getLogger("pipemesh")
@@ -107,7 +107,7 @@ class Patchwise:
                 if self._begun:
                     raise
                 if not self._engine.make_room():
-                    if host_asked or not host_makes_room(guider):
+                    if host_asked or not unload_unused(guider, is_known=known_guider(guider)):
                         raise
                     host_asked = True
             random.restore()

@@ -20,23 +20,13 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ..checkpoint import check_mapped
+from ..comfy_bridge.forward import PREFIX, forward_binder, forward_patch
+from ..comfy_bridge.guard import refuse_foreign_levers, refuse_in_block_patches, require_plan
 from ..comfy_bridge.interrupt import interrupted, interrupting
-from ..comfy_bridge.source import (
-    PREFIX,
-    Source,
-    content_id,
-    describe_source,
-    forward_binder,
-    forward_patch,
-    map_weights,
-    plain_objects,
-    plain_options,
-    plain_patches,
-    refuse_foreign_levers,
-    refuse_in_block_patches,
-    require_plan,
-    state_source,
-)
+from ..comfy_bridge.options import plain_options
+from ..comfy_bridge.source import Source, describe_source, state_source
+from ..comfy_bridge.weight_patches import content_id, pack_patches, plain_objects
+from ..comfy_bridge.weights import map_weights
 from ..errors import Refused
 from .patch_backend import Pipeline
 from .patchwise import Patchwise, branch_of
@@ -214,7 +204,7 @@ class RemotePatcher(ModelPatcher):
         if client.ready_for(model, self.patches_id):
             return
         keys = sorted(key for key in {*self.patches, *hook_patches} if key.startswith(PREFIX))
-        patches = plain_patches({key: [*self.patches.get(key, []), *hook_patches.get(key, [])] for key in keys})
+        patches = pack_patches({key: [*self.patches.get(key, []), *hook_patches.get(key, [])] for key in keys})
         weights = {key: comfy.utils.get_attr(self.model, key) for key in keys}
         client.patch(model, self.patches_id, patches, objects, weights, interrupted)
 

@@ -16,7 +16,8 @@ import comfy.samplers
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ..comfy_bridge.source import PREFIX, patch_name
+from ..comfy_bridge.forward import PREFIX
+from ..comfy_bridge.guard import patch_name
 from ..wire.tree import is_plain
 
 WRAPPER_KEY = "pipemesh"

@@ -1,1 +1,5 @@
-"""Both ends of every format shared with ComfyUI, side by side."""
+"""The formats that the pack shares with ComfyUI, both ends of each side by side.
+
+The UI's process and the ranks import these files. A rank imports them before ComfyUI's arguments
+are set (``prepare``), so what a rank uses imports ``comfy`` inside its functions.
+"""

@@ -1,7 +1,7 @@
-"""Room on the UI's GPU, where the first rank often is too, from models that ComfyUI has left there.
+"""Unloads what ComfyUI left on the UI's GPU, where the first rank often is too.
 
 ComfyUI keeps free what an evaluation computes (PREPARE_SAMPLING), and knows nothing of what stages
-keep: with a text encoder beside them they may find none. Read: comfy/model_management.py,
+keep: with a text encoder beside them they may find no room. Read: comfy/model_management.py,
 comfy/samplers.py, comfy/sampler_helpers.py @ ComfyUI 0.30.0.
 """
 
@@ -14,24 +14,23 @@ from typing import Any
 import comfy.model_management as mm
 import torch
 
-from ..client.separable import known_guider
 from ..wire.segment import mib
 
 log = logging.getLogger("pipemesh")
-ALL_OF_IT = 1e30  # bytes; as the host itself writes it
+ALL_OF_IT = 1e30  # bytes; as ComfyUI itself writes it
 
 
-def host_makes_room(guider: Any) -> bool:
-    """Inside a run of ``guider``: unloads from the UI's GPU what this run does not use. False:
-    there is not more room than before.
+def unload_unused(guider: Any, *, is_known: bool) -> bool:
+    """Inside a run of ``guider``: unloads the models that the run does not use from the UI's GPU.
+    Returns whether there is more room than before.
 
-    So it is where no rank computes on that GPU, on a CPU, and for guiders that may use models which
-    nobody knows of. Models of wrappers that do not tell of them (``models()``) are not known to the
-    host either.
+    ``is_known``: every model that such a guider uses can be asked for (``used_by``). Where it is
+    not, or no rank computes on that GPU, or it is a CPU, nothing is unloaded. Models of wrappers
+    without ``models()`` are not known to ComfyUI either.
     """
     patcher = guider.model_patcher
     device, remote = patcher.load_device, getattr(patcher, "remote", None)
-    if device.type != "cuda" or remote is None or not remote.holds_ui_device or not known_guider(guider):
+    if device.type != "cuda" or remote is None or not remote.holds_ui_device or not is_known:
         return False
     before = free_on(device)
     used = list(used_by(guider))
@@ -44,12 +43,12 @@ def host_makes_room(guider: Any) -> bool:
 
 
 def free_on(device: torch.device) -> int:
-    """As every process sees it: what the UI's torch keeps for itself is not."""
+    """Free bytes as every process sees them: what the UI's torch caches counts as taken."""
     return torch.cuda.mem_get_info(device)[0]
 
 
 def used_by(guider: Any) -> Iterator[Any]:
-    """Patchers of the models that a known guider's run uses beside the one that is sampled."""
+    """Patchers of the models that a known guider's run uses beside the sampled one."""
     yield from guider.loaded_models
     for patcher in (guider.model_patcher, *guider.loaded_models):
         if hasattr(patcher, "model_patches_models"):
@@ -57,5 +56,7 @@ def used_by(guider: Any) -> Iterator[Any]:
 
 
 def is_one_of(patcher: Any, used: list[Any]) -> bool:
-    """Models of pools are: what a pool can do without, it has released before."""
+    """True for a clone of one of ``used``, and for models of pools: a pool has released what it can
+    before ComfyUI is asked.
+    """
     return patcher is not None and (hasattr(patcher, "remote") or any(patcher.is_clone(other) for other in used))

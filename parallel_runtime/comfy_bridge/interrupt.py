@@ -1,4 +1,4 @@
-"""ComfyUI's cancel, as the pool is asked about it and as the host is told of it."""
+"""ComfyUI's cancel: asked for while the pool works, and raised where a request was cancelled."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ..errors import RunCancelled
 
 
 def interrupted() -> bool:
+    """True if the user pressed cancel."""
     return comfy.model_management.processing_interrupted()
 
 
 def interrupting(call: Callable) -> Callable:
-    """A cancelled request becomes the host's own interrupt, which is a BaseException."""
+    """Decorates a call so that RunCancelled becomes ComfyUI's own interrupt, a BaseException."""
 
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

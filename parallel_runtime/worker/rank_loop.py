@@ -16,11 +16,11 @@ import torch
 from msgspec.structs import replace
 
 from ..checkpoint import File, check_copy, check_file
-from ..comfy_bridge.prepare import build_from_state, call_factory, find_here
+from ..comfy_bridge.source import build_from_state, call_factory, find_here
 from ..comm.exchange import Stopped
 from ..comm.machines import MachineComm
 from ..errors import NoRoom, PipeMeshError, Refused
-from ..memory import give_back_freed, host_memory
+from ..memory import give_back_freed, system_memory
 from ..patches import Part
 from ..wire.arena import Board
 from ..wire.channel import Channel
@@ -301,7 +301,7 @@ class Engine:
             free, total = torch.cuda.mem_get_info(self._device)
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             return Memory(free + cached, total, held)
-        return Memory(*host_memory(), held)
+        return Memory(*system_memory(), held)
 
 
 def map_segments(fds: list[int]) -> list[Segment]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..comfy_bridge.prepare import rebuild_patches, settle_weights
+from ..comfy_bridge.weight_patches import unpack_patches
+from ..comfy_bridge.weights import settle_weights
 from ..errors import Refused
 from ..families import plan_for
 from ..methods.pipefusion.stage import StageForward, Watch, blocks_of, leave_out
@@ -66,7 +67,7 @@ class ResidentModel:
         """
         self.unpatch()
         model = self.patcher.model
-        self.patcher.patches = {key: value for key, value in rebuild_patches(patches).items() if self._has(key)}
+        self.patcher.patches = {key: value for key, value in unpack_patches(patches).items() if self._has(key)}
         for name, value in objects.items():
             holder, attribute = _resolve(model, name)
             self._unpatched_objects[name] = getattr(holder, attribute)

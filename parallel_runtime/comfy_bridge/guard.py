@@ -1,0 +1,68 @@
+"""What the pool cannot honour of a MODEL, refused by name with the next move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import Refused
+from ..families import PLANS, plan_for
+from ..families.plan import TokenPlan
+from ..wire.tree import is_plain
+
+
+def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
+    """The token plan of a transformer. Raises Refused where there is none."""
+    plan = plan_for(type(diffusion_model))
+    if plan is None:
+        families = ", ".join(plan.family for plan in PLANS)
+        name = type(diffusion_model).__name__
+        raise Refused(f"{name} has no token plan (families with one: {families}): leave PipeMesh Parallelize out for this model.")
+    return plan
+
+
+def patch_name(value: Any) -> str:
+    """Module and name of a function, or of an object's class, for an error message."""
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return f"{getattr(kind, '__module__', '?')}.{kind.__qualname__}"
+
+
+def refuse_in_block_patches(transformer_options: dict[str, Any]) -> None:
+    """Raises Refused for callables that must run inside the transformer, naming the first.
+
+    The transformer's blocks run in the ranks, which have no code of other packs.
+    """
+    patches, replacements = transformer_options.get("patches", {}), transformer_options.get("patches_replace", {})
+    found = [(f"patches/{kind}", patch) for kind, items in patches.items() for patch in items]
+    found += [(f"patches_replace/{kind}", patch) for kind, blocks in replacements.items() for patch in blocks.values()]
+    if "optimized_attention_override" in transformer_options:
+        found.append(("optimized_attention_override", transformer_options["optimized_attention_override"]))
+    if found:
+        kind, patch = found[0]
+        raise Refused(
+            f"The patch {patch_name(patch)} ({kind}) runs inside the model's blocks and cannot run in the pool: "
+            "remove the node that adds it, or PipeMesh."
+        )
+
+
+def refuse_foreign_levers(patcher: Any) -> None:
+    """Raises Refused for what other nodes set on a MODEL beside patches and options, naming it."""
+    found = {
+        "bypass injections": patcher.injections,
+        "weight wrappers": patcher.weight_wrapper_patches,
+        "MultiGPU CFG Split clones": patcher.additional_models.get("multigpu"),
+    }
+    for what, content in found.items():
+        if content:
+            raise Refused(f"This MODEL carries {what}, which the pool cannot honour: remove the node that adds them, or PipeMesh.")
+
+
+def refuse_state(patcher: Any) -> None:
+    """Raises Refused for a model that cannot be rebuilt from its configuration and state dict."""
+    config = patcher.model.model_config
+    if config.custom_operations is not None or getattr(config, "quant_config", None) is not None or not is_plain(config.unet_config):
+        raise Refused(
+            f"{type(patcher.model.diffusion_model).__name__} from this loader cannot be sent to the pool (custom or quantised operations): "
+            "load it with a stock loader, or leave PipeMesh Parallelize out."
+        )

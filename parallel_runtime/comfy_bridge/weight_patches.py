@@ -1,0 +1,97 @@
+"""Weight patches and object patches of a MODEL as plain data, and back.
+
+``pack_patches`` runs in the UI, ``unpack_patches`` in a rank. Read: comfy/model_patcher.py
+(add_patches), comfy/lora.py (calculate_weight) @ ComfyUI 0.30.0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import Refused
+from ..wire.segment import TensorRef, dtype_name
+from ..wire.tree import encode_tree, is_plain
+from .forward import PREFIX
+from .guard import patch_name
+
+
+def pack_patches(patches: dict[str, Iterable[tuple]]) -> dict[str, list]:
+    """ComfyUI's weight patches as trees of tensors and plain data, those below the transformer.
+
+    Raises Refused for one that carries a function.
+    """
+    import comfy.weight_adapter
+
+    def packed(key: str, value: Any) -> list:
+        if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
+            return ["adapter", type(value).__name__, value.weights]
+        if isinstance(value, list):
+            weight, convert = value[0]
+            return ["merge", convert(weight), [entry(key, item) for item in value[1:]]]
+        return ["raw", value]
+
+    def entry(key: str, item: tuple) -> list:
+        strength, value, strength_model, offset, function = item
+        if function is not None:
+            name = patch_name(function)
+            raise Refused(
+                f"The weight patch of {key} carries the function {name}, which cannot run in the pool: remove the node that adds it."
+            )
+        return [strength, packed(key, value), strength_model, offset]
+
+    return {key: [entry(key, item) for item in items] for key, items in patches.items() if key.startswith(PREFIX)}
+
+
+def unpack_patches(patches: dict[str, list]) -> dict[str, list[tuple]]:
+    """The inverse of ``pack_patches``."""
+    import comfy.weight_adapter
+
+    def value(kind: str, *content: Any) -> Any:
+        if kind == "adapter":
+            name, weights = content
+            return getattr(comfy.weight_adapter, name)(set(), weights)
+        if kind == "merge":
+            weight, rest = content
+            return [(weight, lambda tensor, **_: tensor), *(entry(item) for item in rest)]
+        return content[0]
+
+    def entry(item: list) -> tuple:
+        strength, packed, strength_model, offset = item
+        return (strength, value(*packed), strength_model, offset, None)
+
+    return {key: [entry(item) for item in items] for key, items in patches.items()}
+
+
+def plain_objects(object_patches: dict[str, Any]) -> dict[str, Any]:
+    """The object patches below the transformer. Raises Refused, naming one that is not plain
+    data.
+    """
+    objects = {key: value for key, value in object_patches.items() if key.startswith(PREFIX)}
+    for key, value in objects.items():
+        if not is_plain(value):
+            raise Refused(
+                f"The object patch {key} ({patch_name(value)}) is code and cannot run in the pool: "
+                "remove the node that adds it, or PipeMesh."
+            )
+    return objects
+
+
+def content_id(objects: dict[str, Any]) -> str:
+    """A name for object patches: equal for equal content, "" for none.
+
+    It hashes values, not addresses, because an address is handed out again.
+    """
+    if not objects:
+        return ""
+    content = hashlib.blake2b(digest_size=8)
+
+    def put(_path: str, tensor: torch.Tensor) -> TensorRef:
+        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return TensorRef(0, tuple(tensor.shape), dtype_name(tensor.dtype))
+
+    content.update(encode_tree(objects, put))
+    return f"|{content.hexdigest()}"
