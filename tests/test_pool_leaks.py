@@ -217,10 +217,10 @@ root, comfyui, argv, forked = json.loads(sys.argv[1])
 sys.path[:0] = [root + "/launcher", comfyui]
 from package import register_package
 register_package(root)
-from pipemesh.launcher.devices import place
-from pipemesh.launcher.fork_server import ForkServer
-from pipemesh.launcher.pool import RankSetup, PoolKeeper
-from pipemesh.launcher.supervisor import process_of_its_own
+from pipemesh.launcher.pool.devices import place
+from pipemesh.launcher.pool.fork_server import ForkServer
+from pipemesh.launcher.pool.pool import RankSetup, PoolKeeper
+from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.layout import Layout
 
 fakes = {"argv": tuple(argv), "start": ForkServer(preloaded=()).start if forked else process_of_its_own} if argv else {}
@@ -233,7 +233,7 @@ import comfy.cli_args
 comfy.cli_args.args.cpu = True
 import torch
 torch.set_num_threads(1)
-from pipemesh.launcher.parity import Bench, Case
+from pipemesh.launcher.commands.parity import Bench, Case
 from pipemesh.parallel_runtime.client.remote_model import Client
 
 bench = Bench(lambda *layout: Client(handle, shares_weights=True))

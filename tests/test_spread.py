@@ -27,7 +27,7 @@ sys.path.pop(0)
 register_package(sys.argv[1])
 import torch
 import torch.distributed as dist
-from pipemesh.parallel_runtime.comm.hosts import MachineComm
+from pipemesh.parallel_runtime.comm.machines import MachineComm
 
 rank, hosts = int(sys.argv[3]), list(map(int, sys.argv[4]))
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], len(hosts)), rank=rank, world_size=len(hosts))

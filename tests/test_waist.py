@@ -112,8 +112,8 @@ sys.path.insert(0, {comfyui!r})
 import comfy.cli_args
 comfy.cli_args.args.cpu = True
 import comfy.sd
-from pipemesh.launcher.devices import place
-from pipemesh.launcher.pool import RankSetup, PoolHandle
+from pipemesh.launcher.pool.devices import place
+from pipemesh.launcher.pool.pool import RankSetup, PoolHandle
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.layout import Layout
