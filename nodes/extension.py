@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from io import BytesIO
 
 from aiohttp import web
@@ -29,7 +30,7 @@ class PipeMeshExtension(ComfyExtension):
     async def on_load(self) -> None:
         @PromptServer.instance.routes.get("/pipemesh/report")
         async def report(_request: web.Request) -> web.Response:
-            return web.json_response(self._runtime.report())
+            return web.json_response(asdict(self._runtime.report()))
 
         @PromptServer.instance.routes.get("/pipemesh/timeline.png")
         async def timeline(_request: web.Request) -> web.Response:

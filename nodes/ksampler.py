@@ -4,14 +4,19 @@ parallelized MODEL.
 
 from __future__ import annotations
 
+from typing import Any
+
 import comfy.samplers
+from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-import nodes as host_nodes
+import nodes
 
 from .pool import CATEGORY, POOL_TOOLTIP, Pool
 from .runtime import Runtime
+from .settings import Choice
 
+host_nodes: Any = nodes  # ComfyUI's; a type checker takes this folder for it
 SEED = {"default": 0, "min": 0, "max": 0xFFFFFFFFFFFFFFFF, "control_after_generate": True}
 SEED_TOOLTIP = "The random seed used for creating the noise. The same seed gives the same image as the stock sampler."
 
@@ -57,14 +62,9 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
             )
 
         @classmethod
-        def execute(
-            cls, model, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise=1.0, pool=None
-        ) -> io.NodeOutput:
+        def execute(cls, model: ModelPatcher, pool: Choice | None = None, **settings: Any) -> io.NodeOutput:
             remote = runtime.parallelize(model, pool)
-            sampled = host_nodes.KSampler().sample(
-                remote, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise=denoise
-            )
-            return io.NodeOutput(*sampled)
+            return io.NodeOutput(*host_nodes.KSampler().sample(remote, **settings))
 
     class PipeMeshKSamplerAdvanced(io.ComfyNode):
         @classmethod
@@ -96,7 +96,7 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
             )
 
         @classmethod
-        def execute(cls, model, pool=None, **settings) -> io.NodeOutput:
+        def execute(cls, model: ModelPatcher, pool: Choice | None = None, **settings: Any) -> io.NodeOutput:
             remote = runtime.parallelize(model, pool)
             return io.NodeOutput(*host_nodes.KSamplerAdvanced().sample(remote, **settings))
 

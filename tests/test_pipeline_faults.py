@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from pipemesh.launcher.commands.parity import BOUND, relative_error, sample
-from pipemesh.nodes.report.node import _run
-from pipemesh.nodes.runtime import _last_run
+from pipemesh.nodes.report.figures import last_run
+from pipemesh.nodes.report.text import run_text
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 
@@ -163,9 +163,10 @@ def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipelin
 def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline, truths):
     model, client = broken_pipeline("slow_stage")
     assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= BOUND
-    last = _last_run(client.memory.figures, "gloo")
-    assert "; the others wait for rank 1" in _run(last)
-    assert last["busy"][1] > 10 * last["busy"][0]
+    ran = client.memory.figures
+    last = last_run(ran.began_s, ran.mode, ran.evaluations, "gloo")
+    assert "; the others wait for rank 1" in run_text(last)
+    assert last.busy[1] > 10 * last.busy[0]
 
 
 def test_too_little_memory_for_keys_and_values_is_refused_with_figures_and_the_pool_goes_on(broken_pipeline):

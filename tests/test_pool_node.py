@@ -1,5 +1,7 @@
 """PipeMesh Pool: what it hands out, what it refuses, and what changes without another pool."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, relative_error
@@ -27,7 +29,7 @@ def node():
     [
         ({"devices": "cpu,cpu,cpu"}, "pipefusion 2 = 2 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank."),
         ({"ring": 2}, "pipefusion 2 with ring 2: within a stage use ulysses, and set ring to 1."),
-        ({"pipefusion": 0}, "pipefusion 0 is not a degree: choose 1 or more."),
+        ({"pipefusion": 0}, "pipefusion 0 is out of range: choose 1 to 32."),
         (
             {"pipefusion": 4, "patches": 2},
             "patches 2, pipefusion 4: some stages would always wait, choose at least as many patches as stages.",
@@ -86,12 +88,12 @@ def runtime(one_runtime):
 
 
 def only_pool(runtime, choice=None):
-    (pool,) = runtime.report(choice)["pools"]
+    (pool,) = asdict(runtime.report(choice))["pools"]
     return pool
 
 
 def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_takes_them(runtime, files):
-    had = sum(pool["loads"] for pool in runtime.report()["pools"])
+    had = sum(pool.loads for pool in runtime.report().pools)
     model = load(files["flux"])
     three, four = (runtime.choose(**STAGES, patches=patches) for patches in (3, 4))
     parallel = runtime.parallelize(model, three)
@@ -173,11 +175,11 @@ def test_weight_patches_reach_the_stages_that_hold_the_weights(runtime, files):
     ],
 )
 def test_whichever_ranks_compute_on_the_uis_device_their_part_is_counted(layout, names, stages, part, computed):
-    from pipemesh.nodes.runtime import Choice, computed_on, held_on
+    from pipemesh.nodes.settings import Choice
 
     placement = Placement(layout=layout, devices=tuple(map(Device, names)), backend="gloo")
     choice = Choice(placement, None if stages is None else Patching(3, stages=stages))
-    assert held_on(choice, "cuda:0") == part and computed_on(choice, "cuda:0") == computed
+    assert choice.held_on("cuda:0") == part and choice.computed_on("cuda:0") == computed
 
 
 def test_the_host_counts_a_stages_part_of_the_weights(files, client, requests):

@@ -1,46 +1,54 @@
-"""The report's text, from made figures; the node and the figures themselves are tested on a running
+"""Figures of made runs, and the report's text of made figures; the node is tested on a running
 server.
 """
 
+import json
+from dataclasses import asdict, replace
+
 import pytest
 from pipemesh.launcher.pool.devices import place
-from pipemesh.nodes.report.node import NO_POOL, report_text
-from pipemesh.nodes.runtime import _last_run
-from pipemesh.parallel_runtime.client.run_figures import Evaluation, RunFigures
+from pipemesh.nodes.report.figures import InPatches, LastRun, MemoryFigures, PoolFigures, RankFigures, Report, last_run
+from pipemesh.nodes.report.text import NO_POOL, report_text
+from pipemesh.parallel_runtime.client.run_figures import Evaluation
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 
 GIB = 2**30
 
 
-def pool(*, began=1.0, ulysses=2, ring=2, state="ready", ran=True, **changes):
+RUN = LastRun(
+    began=1.0,
+    evaluations=6,
+    step_ms_mean=320.0,
+    step_ms_p50=312.44,
+    hop_ms_p50=1.071,
+    exchange_ms_p50=38.0,
+    exchange_share=0.1234,
+    bytes_per_evaluation=4 << 20,
+)
+UNKNOWN = dict.fromkeys(("step_ms_p50", "hop_ms_p50", "exchange_ms_p50", "exchange_share"))
+
+
+def pool(*, ulysses=2, ring=2, state="ready", ran=True, **changes):
     layout = Layout(ulysses=ulysses, ring=ring)
     devices = [f"cuda:{rank}" for rank in range(layout.world_size)]
-    memory = {"free": 10 * GIB, "total": 24 * GIB, "model": 300 << 20}
-    last_run = {
-        "began": began,
-        "in_patches": None,
-        "busy": [],
-        "evaluations": 6,
-        "step_ms_mean": 320.0,
-        "step_ms_p50": 312.44,
-        "hop_ms_p50": 1.071,
-        "exchange_ms_p50": 38.0,
-        "exchange_share": 0.1234,
-        "bytes_per_evaluation": 4 << 20,
-    }
-    return {
-        "state": state,
-        "layout": layout.equation(),
-        "grid": layout.grid(devices),
-        "backend": "gloo",
-        "ranks": [{"rank": rank, "device": name, "pid": 1, "phase": "waiting", "memory": memory} for rank, name in enumerate(devices)],
-        "models": ["flux"],
-        "loads": 3,
-        "patches": 5,
-        "conditioning_uploads": 7,
-        "last_run": (last_run | changes) if ran else None,
-    }
+    memory = MemoryFigures(10 * GIB, 24 * GIB, 300 << 20)
+    return PoolFigures(
+        state=state,
+        layout=layout.equation(),
+        grid=layout.grid(devices),
+        backend="gloo",
+        ranks=tuple(RankFigures(rank, name, 1, "waiting", memory) for rank, name in enumerate(devices)),
+        models=("flux",),
+        loads=3,
+        patches=5,
+        conditioning_uploads=7,
+        last_run=replace(RUN, **changes) if ran else None,
+    )
+
+
+def text_of(*pools, asked=None):
+    return report_text(Report(pools), asked)
 
 
 def said(text):
@@ -49,7 +57,7 @@ def said(text):
 
 
 def test_the_text_says_everything_that_is_known_of_the_last_run():
-    text = report_text({"pools": [pool()]})
+    text = text_of(pool())
     assert said(text) == [
         "ulysses 2 x ring 2 = 4 ranks, gloo, ready",
         "ring 0: 0 cuda:0 1 cuda:1",
@@ -73,37 +81,36 @@ def test_the_text_says_everything_that_is_known_of_the_last_run():
 
 
 def test_tables_line_up_in_a_monospaced_font():
-    _head, run, held, memory = report_text({"pools": [pool(ulysses=12, ring=1)]}).split("\n\n")
+    _head, run, held, memory = text_of(pool(ulysses=12, ring=1)).split("\n\n")
     for table in (run.splitlines()[1:], held.splitlines()[1:], memory.splitlines()):
         assert len({len(line) for line in table}) == 1
 
 
 def test_of_several_pools_the_one_that_ran_last_is_shown_and_the_others_are_named():
-    text = report_text({"pools": [pool(began=5.0, ulysses=3, ring=1), pool(began=2.0), pool(ulysses=1, ring=1, state="closed", ran=False)]})
+    text = text_of(pool(began=5.0, ulysses=3, ring=1), pool(began=2.0), pool(ulysses=1, ring=1, state="closed", ran=False))
     assert text.startswith("ulysses 3 = 3 ranks")
     assert said(text)[-2:] == ["Another pool: ulysses 2 x ring 2 = 4 ranks, ready", "Another pool: ulysses 1 = 1 rank, closed"]
 
 
 def test_before_anything_was_sampled_one_sentence_says_the_next_move():
-    assert report_text({"pools": []}) == NO_POOL
-    text = report_text({"pools": [pool(state="failed", ran=False)]})
+    assert text_of() == NO_POOL
+    text = text_of(pool(state="failed", ran=False))
     assert "ulysses 2 x ring 2 = 4 ranks is failed" in text and "run a sampler on it" in text and "\n" not in text
 
 
 def test_a_pool_that_sampled_nothing_is_named_with_what_to_connect():
     asked = place(Layout(ulysses=3), "cpu", "gloo", ())
-    text = report_text({"pools": []}, asked)
+    text = text_of(asked=asked)
     assert (
         text.startswith("The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing: connect the same PipeMesh Pool")
         and "\n" not in text
     )
     assert "leave this node's pool open" in text and NO_POOL not in text
-    assert report_text({"pools": [pool()]}, asked) == report_text({"pools": [pool()]})
+    assert text_of(pool(), asked=asked) == text_of(pool())
 
 
 def test_what_is_not_known_is_said_and_no_figure_is_made_up():
-    closed = {"rank": 0, "device": "cuda:0", "pid": None, "phase": "closed", "memory": None}
-    text = report_text({"pools": [pool(exchange_share=None, evaluations=1) | {"ranks": [closed]}]})
+    text = text_of(replace(pool(exchange_share=None, evaluations=1), ranks=(RankFigures(0, "cuda:0"),)))
     assert "share of communication not measured with nccl" in said(text)
     assert "0 cuda:0 - - -" in said(text)
     assert "Last run: 1 evaluation" in said(text)
@@ -118,8 +125,7 @@ def test_what_is_not_known_is_said_and_no_figure_is_made_up():
     ],
 )
 def test_how_a_pipeline_sampled_is_said_without_figures_that_overlapping_patches_do_not_have(patches, mode, sentence):
-    unknown = dict.fromkeys(("step_ms_p50", "hop_ms_p50", "exchange_ms_p50", "exchange_share"))
-    text = report_text({"pools": [pool(in_patches={"mode": mode, "patches": patches, "whole": 2}, **unknown)]})
+    text = text_of(pool(in_patches=InPatches(mode, patches, 2), **UNKNOWN))
     assert said(text.split("\n\n")[1]) == [
         f"Last run: 6 evaluations, {sentence}",
         "of them whole (warm-up) 2",
@@ -133,8 +139,8 @@ def test_how_a_pipeline_sampled_is_said_without_figures_that_overlapping_patches
     [([0.931, 0.902], "ranks that computed 93%, 90%"), ([0.3, 0.98], "ranks that computed 30%, 98%; the others wait for rank 1")],
 )
 def test_the_stage_that_others_wait_for_is_named(busy, words):
-    run = {"in_patches": {"mode": "free-running", "patches": 3, "whole": 2}, "busy": busy}
-    assert said(report_text({"pools": [pool(**run)]}).split("\n\n")[1])[-1] == words
+    run = {"in_patches": InPatches("free-running", 3, 2), "busy": busy, **UNKNOWN}
+    assert said(text_of(pool(**run)).split("\n\n")[1])[-1] == words
 
 
 def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed_over_the_run():
@@ -143,21 +149,53 @@ def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed
     """
     cuts = [None, (0, 4, False), (4, 4, False), (8, 4, True)]
     parts = [Part(1, branch, cut) for cut in cuts for branch in (0, 1)] + [Part(1, 2, (0, 9, False)), Part(1, 2, (9, 9, True))]
-    run = RunFigures(
-        mode="free-running", evaluations=[Evaluation(0.5, 0.1, 0.1, 6, began=0.1 * number, part=part) for number, part in enumerate(parts)]
-    )
-    figures = _last_run(run, "gloo")
-    assert figures["in_patches"] == {"mode": "free-running", "patches": 3, "whole": 2}
-    assert (figures["evaluations"], figures["bytes_per_evaluation"]) == (5, 12)
-    assert figures["step_ms_mean"] == pytest.approx(280.0)
-    assert {name for name, value in figures.items() if value is None} == {"step_ms_p50", "hop_ms_p50", "exchange_ms_p50", "exchange_share"}
-    assert _last_run(RunFigures(evaluations=[Evaluation(0.1, 0.0, 0.0, 0)]), "gloo")["in_patches"] is None
+    run = [Evaluation(0.5, 0.1, 0.1, 6, began=0.1 * number, part=part) for number, part in enumerate(parts)]
+    figures = last_run(7.0, "free-running", run, "gloo")
+    assert (figures.began, figures.in_patches) == (7.0, InPatches("free-running", 3, 2))
+    assert (figures.evaluations, figures.bytes_per_evaluation) == (5, 12)
+    assert figures.step_ms_mean == pytest.approx(280.0)
+    assert {name for name, value in asdict(figures).items() if value is None} == UNKNOWN.keys()
+    assert last_run(7.0, "", [Evaluation(0.1, 0.0, 0.0, 0)], "gloo").in_patches is None
 
 
 def test_the_share_of_communication_is_of_the_whole_run_and_unknown_under_nccl():
-    run = RunFigures(evaluations=[Evaluation(0.1, 0.001, 0.05, 10), Evaluation(0.3, 0.003, 0.05, 30), Evaluation(0.2, 0.002, 0.05, 20)])
-    figures = _last_run(run, "gloo")
-    assert figures["exchange_share"] == pytest.approx(0.25)
-    assert (figures["step_ms_p50"], figures["hop_ms_p50"], figures["bytes_per_evaluation"]) == (200.0, 2.0, 30)
-    assert _last_run(run, "nccl")["exchange_share"] is None
-    assert _last_run(RunFigures(), "gloo") is None
+    run = [Evaluation(0.1, 0.001, 0.05, 10), Evaluation(0.3, 0.003, 0.05, 30), Evaluation(0.2, 0.002, 0.05, 20)]
+    figures = last_run(7.0, "", run, "gloo")
+    assert figures.exchange_share == pytest.approx(0.25)
+    assert (figures.step_ms_p50, figures.hop_ms_p50, figures.bytes_per_evaluation) == (200.0, 2.0, 30)
+    assert last_run(7.0, "", run, "nccl").exchange_share is None
+    assert last_run(7.0, "", [], "gloo") is None
+
+
+def test_scripts_that_read_the_report_find_every_figure_under_its_name():
+    memory = {"free": 10 * GIB, "total": 24 * GIB, "model": 300 << 20}
+    whole = {
+        "began": 1.0,
+        "in_patches": None,
+        "busy": [],
+        "evaluations": 6,
+        "step_ms_mean": 320.0,
+        "step_ms_p50": 312.44,
+        "hop_ms_p50": 1.071,
+        "exchange_ms_p50": 38.0,
+        "exchange_share": 0.1234,
+        "bytes_per_evaluation": 4 << 20,
+    }
+    told = {
+        "state": "ready",
+        "layout": "ulysses 2 = 2 ranks",
+        "grid": "ring 0:   0 cuda:0   1 cuda:1",
+        "backend": "gloo",
+        "ranks": [{"rank": rank, "device": f"cuda:{rank}", "pid": 1, "phase": "waiting", "memory": memory} for rank in (0, 1)],
+        "models": ["flux"],
+        "loads": 3,
+        "patches": 5,
+        "conditioning_uploads": 7,
+        "last_run": whole,
+    }
+    in_patches = pool(ring=1, in_patches=InPatches("free-running", 3, 2), busy=(0.5, 0.25), **UNKNOWN)
+    patched = whole | UNKNOWN | {"in_patches": {"mode": "free-running", "patches": 3, "whole": 2}, "busy": [0.5, 0.25]}
+    pools = [pool(ring=1), in_patches, pool(ring=1, ran=False)]
+    assert json.dumps(asdict(Report(tuple(pools)))) == json.dumps(
+        {"pools": [told, told | {"last_run": patched}, told | {"last_run": None}]}
+    )

@@ -1,0 +1,129 @@
+"""The figures of a pool and of its last run: what the report's text shows and what GET
+/pipemesh/report answers with, under the same names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ...parallel_runtime.client.run_figures import Evaluation
+from ...parallel_runtime.occupancy import busy_shares
+from ...parallel_runtime.patches import Part
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes on a rank's device; ``model``: held by the rank's models."""
+
+    free: int
+    total: int
+    model: int
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    rank: int
+    device: str
+    pid: int | None = None
+    phase: str = "closed"
+    memory: MemoryFigures | None = None
+
+
+@dataclass(frozen=True)
+class InPatches:
+    """How a run under pipefusion was sampled. ``patches`` is 0 where it was all warm-up."""
+
+    mode: str
+    patches: int
+    whole: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastRun:
+    """Of one run. None is not known: NCCL's messages run beside the clock that ranks look at, and
+    patches overlap.
+    """
+
+    began: float
+    in_patches: InPatches | None = None
+    busy: tuple[float, ...] = ()
+    evaluations: int
+    step_ms_mean: float
+    step_ms_p50: float | None = None
+    hop_ms_p50: float | None = None
+    exchange_ms_p50: float | None = None
+    exchange_share: float | None = None
+    bytes_per_evaluation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolFigures:
+    """Of one pool. Counts are since it started; ``patches``: sets of weight patches."""
+
+    state: str
+    layout: str
+    grid: str
+    backend: str
+    ranks: tuple[RankFigures, ...]
+    models: tuple[str, ...] = ()
+    loads: int = 0
+    patches: int = 0
+    conditioning_uploads: int = 0
+    last_run: LastRun | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    pools: tuple[PoolFigures, ...]
+
+    @property
+    def latest(self) -> tuple[PoolFigures, LastRun] | None:
+        """The pool that began a run last, and that run."""
+        ran = [(pool, pool.last_run) for pool in self.pools if pool.last_run is not None]
+        return max(ran, key=lambda one: one[1].began, default=None)
+
+
+def last_run(began_s: float, mode: str, evaluations: Sequence[Evaluation], backend: str) -> LastRun | None:
+    """None of a run that has evaluated nothing."""
+    if not evaluations:
+        return None
+    parts = [(one, one.part) for one in evaluations if one.part is not None]
+    timed = backend != "nccl"
+    return in_patches(began_s, mode, parts, timed) if parts else whole(began_s, evaluations, timed)
+
+
+def whole(began_s: float, evaluations: Sequence[Evaluation], timed: bool) -> LastRun:
+    """Of evaluations that follow one another; ``timed``: it is known what exchanges took."""
+    step_s, exchange_s = sum(one.seconds for one in evaluations), sum(one.exchange_s for one in evaluations)
+    return LastRun(
+        began=began_s,
+        evaluations=len(evaluations),
+        step_ms_mean=1e3 * step_s / len(evaluations),
+        step_ms_p50=1e3 * median(one.seconds for one in evaluations),
+        hop_ms_p50=1e3 * median(one.hop_s for one in evaluations),
+        exchange_ms_p50=1e3 * median(one.exchange_s for one in evaluations) if timed else None,
+        exchange_share=exchange_s / step_s if timed else None,
+        bytes_per_evaluation=max(one.sent_bytes for one in evaluations),
+    )
+
+
+def in_patches(began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, Part]], timed: bool) -> LastRun:
+    """Of what was submitted under pipefusion: patches, which overlap, and whole evaluations. So the
+    time of an evaluation is a mean over the run.
+    """
+    cuts = [(part.branch, part.patch) for _, part in submitted if part.patch is not None]
+    whole = len(submitted) - len(cuts)
+    evaluations = whole + sum(patch[0] == 0 for _branch, patch in cuts)
+    by_branch = Counter(branch for branch, _patch in set(cuts))
+    run_s = max(one.began + one.seconds for one, _ in submitted) - min(one.began for one, _ in submitted)
+    return LastRun(
+        began=began_s,
+        in_patches=InPatches(mode, max(by_branch.values(), default=0), whole),
+        busy=tuple(busy_shares([one.spans for one, part in submitted if part.patch is not None])) if timed else (),
+        evaluations=evaluations,
+        step_ms_mean=1e3 * run_s / evaluations,
+        bytes_per_evaluation=round(sum(one.sent_bytes for one, _ in submitted) / evaluations),
+    )

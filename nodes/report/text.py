@@ -1,0 +1,101 @@
+"""The text of PipeMesh Report, from figures. Columns line up in a monospaced font."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...launcher.pool.devices import Placement
+from ...parallel_runtime.wire.segment import mib
+from .figures import InPatches, LastRun, PoolFigures, RankFigures, Report
+
+NO_POOL = (
+    "Nothing has been sampled by a pool yet: put PipeMesh Parallelize before the sampler, "
+    "connect the sampler's LATENT to this node and run."
+)
+WAITED_FOR = 1.2  # a rank that computed so many times as long as the least busy one makes it wait
+
+
+def report_text(report: Report, asked: Placement | None = None) -> str:
+    """Describes the pool that sampled last. Where none has, says how to get a report of the pool
+    ``asked`` for.
+    """
+    pools = report.pools
+    if report.latest is None:
+        return not_run_text(pools[-1]) if pools else unused_text(asked) if asked else NO_POOL
+    pool, run = report.latest
+    others = [f"Another pool: {other.layout}, {other.state}" for other in pools if other is not pool]
+    head = f"{pool.layout}, {pool.backend}, {pool.state}\n{pool.grid}"
+    parts = [head, run_text(run), held_text(pool), memory_text(pool.ranks)]
+    return "\n\n".join([*parts, *(["\n".join(others)] if others else [])])
+
+
+def unused_text(pool: Placement) -> str:
+    devices = ", ".join(dict.fromkeys(device.name for device in pool.devices))
+    return (
+        f"The pool {pool.layout.equation()} on {devices} ({pool.backend}) has sampled nothing: connect the same PipeMesh Pool to the "
+        "PipeMesh Parallelize before the sampler, or leave this node's pool open to see the pool that sampled last."
+    )
+
+
+def not_run_text(pool: PoolFigures) -> str:
+    return f"The pool {pool.layout} is {pool.state} and has no run to report: run a sampler on it, its LATENT connected to this node."
+
+
+def run_text(run: LastRun) -> str:
+    sent = ("sent per rank and evaluation", f"{run.bytes_per_evaluation / 2**20:.2f} MiB")
+    title = f"Last run: {run.evaluations} evaluation{'' if run.evaluations == 1 else 's'}"
+    if run.in_patches:
+        rows = [
+            ("of them whole (warm-up)", str(run.in_patches.whole)),
+            ("time per evaluation (mean)", f"{run.step_ms_mean:.1f} ms"),
+            sent,
+            *([("ranks that computed", busy_text(run.busy))] if run.busy else []),
+        ]
+        return "\n".join([f"{title}, {sampled_text(run.in_patches)}", *aligned(rows)])
+    rows = [
+        ("time per evaluation", f"{run.step_ms_p50:.1f} ms"),
+        ("share of communication", "not measured with nccl" if run.exchange_share is None else f"{100 * run.exchange_share:.1f} %"),
+        ("hop to the pool and back", f"{run.hop_ms_p50:.2f} ms"),
+        sent,
+    ]
+    return "\n".join([title if run.evaluations == 1 else f"{title}, times are medians", *aligned(rows)])
+
+
+def busy_text(shares: Sequence[float]) -> str:
+    """The share of the time in which each rank computed, and the rank that the others wait for."""
+    slowest = max(range(len(shares)), key=shares.__getitem__)
+    text = ", ".join(f"{share:.0%}" for share in shares)
+    return f"{text}; the others wait for rank {slowest}" if shares[slowest] > WAITED_FOR * min(shares) else text
+
+
+def sampled_text(run: InPatches) -> str:
+    return f"sampled in {run.patches} patches, {run.mode}" if run.patches else "sampled whole"
+
+
+def held_text(pool: PoolFigures) -> str:
+    rows = [
+        ("models it holds", str(len(pool.models))),
+        ("models loaded so far", str(pool.loads)),
+        ("weight patches so far", str(pool.patches)),
+        ("conditioning uploads so far", str(pool.conditioning_uploads)),
+    ]
+    return "\n".join(["Pool", *aligned(rows)])
+
+
+def memory_text(ranks: Sequence[RankFigures]) -> str:
+    rows = [("rank", "device", "models", "free", "total")]
+    for rank in ranks:
+        held = rank.memory
+        model, free, total = (size_text(held.model), size_text(held.free), size_text(held.total)) if held else ("-", "-", "-")
+        rows.append((str(rank.rank), rank.device, model, free, total))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def size_text(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else mib(nbytes)
+
+
+def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    width = max(len(value) for _name, value in rows)
+    return [f"  {name:30}{value:>{width}}" for name, value in rows]

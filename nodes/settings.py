@@ -1,0 +1,206 @@
+"""The inputs of PipeMesh Pool: what each takes, the check of all of them, and the choice they make.
+
+The node's sockets and the checks read the same definitions, because ComfyUI checks no value that
+comes over a link, and none that the node's own validation asks for. No process starts here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from reprlib import repr as short
+from typing import Any
+
+from ..launcher.pool.devices import Device, Placement, place
+from ..parallel_runtime.client.remote_patcher import Patching
+from ..parallel_runtime.errors import LayoutError
+from ..parallel_runtime.layout import Layout
+
+PLACED_BY = {"devices", "ulysses", "ring", "pipefusion"}  # inputs without which no rank has a device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Takes:
+    """What an input takes, for its socket and for its check."""
+
+    default: str | int
+    tooltip: str
+    optional: bool = False
+    advanced: bool | None = None
+
+    def check(self, name: str, value: object) -> None:
+        """Raises LayoutError."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakesText(Takes):
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, str):
+            raise LayoutError(f"{name} {short(value)} is no text: connect text, or type it in.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakesNumber(Takes):
+    least: int
+    most: int
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise LayoutError(f"{name} {short(value)} is no whole number: choose one from {self.least} to {self.most}.")
+        if not self.least <= value <= self.most:
+            raise LayoutError(f"{name} {short(value)} is out of range: choose {self.least} to {self.most}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakesOneOf(Takes):
+    options: tuple[str, ...]
+
+    def check(self, name: str, value: object) -> None:
+        if value not in self.options:
+            raise LayoutError(f"{name} {short(value)} is not known: choose {', '.join(self.options[:-1])} or {self.options[-1]}.")
+
+
+def text(default: str, tooltip: str, *, optional: bool = False, advanced: bool | None = None) -> str:
+    return field(default=default, metadata={"takes": TakesText(tooltip=tooltip, optional=optional, advanced=advanced, default=default)})
+
+
+def number(default: int, least: int, most: int, tooltip: str, *, optional: bool = False, advanced: bool | None = None) -> int:
+    takes = TakesNumber(tooltip=tooltip, optional=optional, advanced=advanced, default=default, least=least, most=most)
+    return field(default=default, metadata={"takes": takes})
+
+
+def one_of(options: tuple[str, ...], tooltip: str, *, advanced: bool | None = None) -> str:
+    """The first of ``options`` is the default."""
+    takes = TakesOneOf(tooltip=tooltip, advanced=advanced, default=options[0], options=options)
+    return field(default=options[0], metadata={"takes": takes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSettings:
+    """The inputs of PipeMesh Pool, in the order of its sockets. ``checked`` makes one."""
+
+    devices: str = text(
+        "auto",
+        "auto, cpu, or one device per rank: cuda:0,cuda:1. Another host's: node1/cuda:0. "
+        "The same GPU may be named twice with backend gloo.",
+    )
+    ulysses: int = number(2, 1, 32, "Ranks that share the tokens of one image (Ulysses sequence parallelism). Same result as on one GPU.")
+    ring: int = number(
+        1,
+        1,
+        32,
+        "Groups of ulysses ranks that pass keys and values around a ring. Ranks = ulysses x ring. Same result as on one GPU.",
+        optional=True,
+    )
+    pipefusion: int = number(
+        1,
+        1,
+        32,
+        "Stages that the model's blocks are shared out over; within a stage ulysses ranks share the tokens. "
+        "Ranks = ulysses x pipefusion, ring must be 1. Approximate: above 1 the image differs a little from that of one GPU.",
+        optional=True,
+    )
+    backend: str = one_of(
+        ("auto", "nccl", "gloo"),
+        "How ranks exchange data. auto: nccl where every rank has its own GPU, else gloo through host memory.",
+        advanced=True,
+    )
+    patches: int = number(
+        0,
+        0,
+        64,
+        "With pipefusion above 1: how many patches go through the stages one behind the other. 0: one more than stages.",
+        optional=True,
+        advanced=True,
+    )
+    warm_up: int = number(
+        1,
+        1,
+        10000,
+        "With pipefusion above 1: how many first evaluations of the model are whole and exact. "
+        "Evaluations, not steps: some samplers make several per step. More is closer to the image of one GPU, and slower.",
+        optional=True,
+        advanced=True,
+    )
+    stages: str = text(
+        "",
+        "With pipefusion above 1: how many of the model's blocks each stage gets, as in 20,37. "
+        "Empty: balanced by what the blocks are measured to cost.",
+        optional=True,
+        advanced=True,
+    )
+
+    @classmethod
+    def inputs(cls) -> dict[str, Takes]:
+        """By name, in the order of the sockets."""
+        return {one.name: one.metadata["takes"] for one in fields(cls)}
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> PoolSettings:
+        """The settings of these ``values``, defaults for those left out. Raises LayoutError."""
+        inputs = cls.inputs()
+        for name, value in values.items():
+            inputs[name].check(name, value)
+        return cls(**values)
+
+    def layout(self) -> Layout:
+        """Raises LayoutError."""
+        return Layout(ulysses=self.ulysses, ring=self.ring, pipefusion=self.pipefusion)
+
+    def place(self, gpus: tuple[Device, ...]) -> Placement:
+        """Raises LayoutError with the equation that fails."""
+        return place(self.layout(), self.devices, self.backend, gpus)
+
+    def patching(self) -> Patching | None:
+        """None where there are no stages. ``patches`` 0 is one more than stages, so that every
+        stage has one while another is in the UI.
+
+        Raises LayoutError.
+        """
+        stages, sizes = self.pipefusion, blocks_of_stages(self.stages)
+        if stages == 1:
+            return None
+        if sizes and len(sizes) != stages:
+            raise LayoutError(
+                f"stages {self.stages} are {len(sizes)}, pipefusion {stages}: write one number of blocks for each stage, or nothing."
+            )
+        if self.patches and self.patches < stages:
+            raise LayoutError(
+                f"patches {self.patches}, pipefusion {stages}: some stages would always wait, choose at least as many patches as stages."
+            )
+        return Patching(self.patches or stages + 1, self.warm_up, sizes)
+
+
+def blocks_of_stages(text: str) -> tuple[int, ...]:
+    """Raises LayoutError."""
+    numbers = [number.strip() for number in text.split(",")] if text.strip() else []
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        raise LayoutError(f"stages {text!r} is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing.")
+    return tuple(map(int, numbers))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What PipeMesh Pool hands out. The placement alone says which pool: another ``patching`` needs
+    no other ranks.
+    """
+
+    placement: Placement
+    patching: Patching | None = None
+
+    def held_on(self, device: str) -> float:
+        """The part of a model's weights that ``device`` holds: an estimate for stages, whose blocks
+        differ in size.
+        """
+        layout, stages = self.placement.layout, self.patching.stages if self.patching else ()
+        sizes = stages or (1,) * layout.pipefusion
+        here = {layout.coordinates(rank)["pipefusion"] for rank, one in enumerate(self.placement.devices) if one.name == device}
+        return sum(sizes[stage] for stage in here) / sum(sizes)
+
+    def computed_on(self, device: str) -> float:
+        """The part of an evaluation's activations that ``device`` holds. Every stage computes
+        those of a whole evaluation, as the first evaluations are whole.
+        """
+        layout = self.placement.layout
+        return sum(one.name == device for one in self.placement.devices) / (layout.ulysses * layout.ring)
