@@ -26,5 +26,5 @@ class Watch:
         if seen != self._seen:
             self._seen, self._changed = seen, self._clock()
         if seen and self._clock() - self._changed > self._stall_s:
-            return min(seen, key=seen.get)
+            return min(seen, key=lambda rank: seen[rank])
         return None

@@ -92,7 +92,7 @@ class ConditioningCache:
 
     def _find_or_store(self, tensor: torch.Tensor) -> Entry:
         local = tensor.detach().to("cpu").contiguous()
-        digest = hashlib.blake2b(local.flatten().view(torch.uint8).numpy(), digest_size=16).digest()
+        digest = hashlib.blake2b(local.flatten().view(torch.uint8).numpy().data, digest_size=16).digest()
         key = (digest, tuple(tensor.shape), tensor.dtype, tensor.device)
         if key not in self._entries:
             ref = self._arena.put(local, version=next(self._versions))

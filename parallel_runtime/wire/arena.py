@@ -58,7 +58,7 @@ class Board:
     def line(self, rank: int) -> tuple[int, int]:
         """Progress and phase, for the board of another host."""
         start = LINE_WORDS * (rank + 1)
-        return tuple(map(int, self._words[start : start + 2]))
+        return int(self._words[start]), int(self._words[start + 1])
 
     def copy_line(self, rank: int, line: tuple[int, int]) -> None:
         start = LINE_WORDS * (rank + 1)
