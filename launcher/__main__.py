@@ -54,10 +54,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start_in_host(command: str, rest: Sequence[str]) -> int:
-    from .comfyui.find import ensure_host, missing_modules
+    from .comfyui.find import ensure_comfyui, missing_modules
     from .comfyui.install import LaunchError
 
-    host = ensure_host()
+    host = ensure_comfyui()
     env = {**os.environ, "PIPEMESH_HOST": host.to_json()}
     if command != "test":
         return replace_process([host.python, "-m", "launcher", command, *rest], env)

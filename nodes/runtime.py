@@ -19,7 +19,7 @@ from PIL.Image import Image
 
 from ..launcher.pool.devices import Placement, place, visible_gpus
 from ..launcher.pool.pool import PoolHandle, PoolKeeper, RankSetup
-from ..launcher.pool.remote_machine import between_hosts, check_rendezvous
+from ..launcher.pool.remote_machine import between_machines, check_rendezvous
 from ..parallel_runtime.client.remote_model import Client
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.run_figures import RunFigures
@@ -47,7 +47,7 @@ def rank_setup() -> RankSetup:
         comfyui=str(Path(comfy.__path__[0]).parent),
         comfy_args=plain_args(vars(comfy.cli_args.args)),
         stall_s=float(os.environ.get("PIPEMESH_STALL_S", DEFAULT_STALL_S)),
-        **between_hosts(os.environ),
+        **between_machines(os.environ),
     )
 
 
@@ -66,8 +66,8 @@ class Runtime:
         """The choice that these inputs of PipeMesh Pool make. Raises LayoutError."""
         settings = PoolSettings.checked(values)
         placement = settings.place(visible_gpus(comfy.cli_args.args.cpu))
-        if placement.other_hosts:
-            check_rendezvous(self._setup, placement.other_hosts[0])
+        if placement.other_machines:
+            check_rendezvous(self._setup, placement.other_machines[0])
         return Choice(placement, settings.patching())
 
     def default_choice(self) -> Choice:
@@ -115,7 +115,7 @@ class Runtime:
     def _client(self, placement: Placement) -> Client:
         if placement not in self._clients:
             whole = placement.layout.pipefusion == 1
-            shares = whole and not placement.devices[0].is_gpu and not placement.other_hosts
+            shares = whole and not placement.devices[0].is_gpu and not placement.other_machines
             self._clients[placement] = Client(self._keeper.handle(placement), shares_weights=shares)
         return self._clients[placement]
 

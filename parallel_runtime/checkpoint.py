@@ -34,17 +34,18 @@ def check_file(file: File | None) -> None:
 
 
 def check_copy(path: str, size: int) -> None:
-    """On another host, where the same file has a time of its own. Raises Refused if it is missing
-    there or of another size.
+    """Raises Refused if the file is missing on this machine, or of another size than where ComfyUI
+    runs. Its time may differ: a copy has one of its own.
     """
-    host = socket.gethostname()
+    machine = socket.gethostname()
     try:
         found = os.stat(path).st_size
     except FileNotFoundError:
-        raise Refused(f"The checkpoint {path} is missing on host {host}: put it back or choose another in the loader node.") from None
+        raise Refused(f"The checkpoint {path} is missing on machine {machine}: put it back or choose another in the loader node.") from None
     if found != size:
         raise Refused(
-            f"The checkpoint {path} has {found} bytes on host {host} and {size} where ComfyUI runs: copy the same file to every host."
+            f"The checkpoint {path} has {found} bytes on machine {machine} and {size} where ComfyUI runs: "
+            "copy the same file to every machine."
         )
 
 

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a cable that can be cut."""
+"""Two machines on one computer: network namespaces joined by a cable that can be cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLONE_NEWNET = 0x40000000
 
 
 class NoNamespaces(Exception):
-    """This machine does not let us make them; says why."""
+    """This computer does not let us make them; says why."""
 
 
 def ip(*words: str) -> None:
@@ -23,7 +23,7 @@ def ip(*words: str) -> None:
         raise NoNamespaces(f"`ip {' '.join(words)}`: {done.stderr.strip()}")
 
 
-class TwoHosts:
+class TwoMachines:
     """``near`` has ComfyUI, at 10.77.0.1; ``far`` is at 10.77.0.2."""
 
     def __init__(self):
@@ -47,7 +47,7 @@ class TwoHosts:
         ip("-n", self.far, "link", "set", "far0", state)
 
     def pids(self, name: str) -> list[int]:
-        """Of the processes on that host."""
+        """Of the processes on that machine."""
         done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
         return list(map(int, done.stdout.split()))
 
@@ -58,7 +58,7 @@ class TwoHosts:
 
 @contextmanager
 def inside(name: str) -> Iterator[None]:
-    """This thread, and the threads and processes it starts, are on that host."""
+    """This thread, and the threads and processes it starts, are on that machine."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/thread-self/ns/net") as before, Path("/run/netns", name).open() as there:
 

@@ -43,21 +43,21 @@ def test_gloo_can_be_chosen_on_gpus():
     assert placed(2, backend="gloo") == (["cuda:0", "cuda:1"], "gloo")
 
 
-def test_ranks_on_other_hosts_are_placed_by_name_alone():
+def test_ranks_on_other_machines_are_placed_by_name_alone():
     placement = place(Layout(ulysses=4), "cuda:1,node1/cuda:0,node1/cuda:1,node-2.lan/cuda:0", "auto", GPUS)
     assert placement.backend == "nccl"
-    assert placement.other_hosts == ("node1", "node-2.lan")
-    assert placement.hosts == (0, 1, 1, 2)
-    assert [placement.ranks_on(host) for host in ("", "node1", "node-2.lan")] == [(0,), (1, 2), (3,)]
-    assert [(device.host, device.local_name, device.is_gpu) for device in placement.devices[:2]] == [
+    assert placement.other_machines == ("node1", "node-2.lan")
+    assert placement.machines == (0, 1, 1, 2)
+    assert [placement.ranks_on(machine) for machine in ("", "node1", "node-2.lan")] == [(0,), (1, 2), (3,)]
+    assert [(device.machine, device.local_name, device.is_gpu) for device in placement.devices[:2]] == [
         ("", "cuda:1", True),
         ("node1", "cuda:0", True),
     ]
     assert place(Layout(ulysses=2), "cpu,node1/cpu", "auto", GPUS).backend == "gloo"
-    assert place(Layout(ulysses=2), "cpu", "auto", ()).hosts == ()
+    assert place(Layout(ulysses=2), "cpu", "auto", ()).machines == ()
 
 
-def test_cores_are_shared_out_among_the_ranks_of_one_host(monkeypatch):
+def test_cores_are_shared_out_among_the_ranks_of_one_machine(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     placement = place(Layout(ulysses=3), "cpu,node1/cpu,node1/cpu", "auto", ())
     assert [len(placement.cores(rank)) for rank in range(3)] == [8, 4, 4]
@@ -90,16 +90,16 @@ def test_a_pipeline_over_more_gpus_than_there_are_says_what_to_set():
             "cuda:0,cuda:7",
             "auto",
             2,
-            "Device cuda:7 is not here: choose from cpu, cuda:0, cuda:1, or node1/cuda:0 of host node1.",
+            "Device cuda:7 is not here: choose from cpu, cuda:0, cuda:1, or node1/cuda:0 of machine node1.",
         ),
-        (1, "CPU0", "auto", 0, "Device CPU0 is not here: choose from cpu, or node1/cuda:0 of host node1."),
+        (1, "CPU0", "auto", 0, "Device CPU0 is not here: choose from cpu, or node1/cuda:0 of machine node1."),
         (2, "cpu,cuda:0", "auto", 2, "CPU and GPU ranks cannot be mixed (cpu, cuda:0): list one kind."),
         (
             2,
             "cpu,node1/gpu",
             "auto",
             2,
-            "Device node1/gpu is not here: choose from cpu, cuda:0, cuda:1, or node1/cuda:0 of host node1.",
+            "Device node1/gpu is not here: choose from cpu, cuda:0, cuda:1, or node1/cuda:0 of machine node1.",
         ),
         (2, "cpu,node1/cuda:0", "auto", 0, "CPU and GPU ranks cannot be mixed (cpu, node1/cuda:0): list one kind."),
         (
@@ -107,7 +107,7 @@ def test_a_pipeline_over_more_gpus_than_there_are_says_what_to_set():
             "node1/cpu,cpu",
             "auto",
             0,
-            "Rank 0 hands the result to ComfyUI and node1/cpu is on another host: list a device of this host first.",
+            "Rank 0 hands the result to ComfyUI and node1/cpu is on another machine: list a device of this one first.",
         ),
         (2, "cpu", "nccl", 2, "Backend nccl needs GPUs and the ranks are on the CPU: choose auto or gloo."),
         (2, "cuda:0,cuda:0", "nccl", 2, "Backend nccl needs 2 GPUs for ulysses 2 = 2 ranks, 1 listed: choose gloo to share one."),
@@ -163,6 +163,6 @@ def test_no_gpu_is_seen_where_comfyui_runs_on_the_cpu():
     assert visible_gpus(cpu_only=True) == ()
 
 
-def test_stages_share_one_host():
-    with pytest.raises(LayoutError, match=r"^pipefusion 2 = 2 ranks over several hosts: stages share one host, list devices of this"):
+def test_stages_share_one_machine():
+    with pytest.raises(LayoutError, match=r"^pipefusion 2 = 2 ranks over several machines: stages share one machine, list devices of this"):
         place(Layout(pipefusion=2), "cpu,node1/cpu", "gloo", ())

@@ -25,7 +25,6 @@ COMFYUI_FOLDERS = ("comfy/", "custom_nodes", "models")
 SOCKET_TYPES = {"PIPEMESH_POOL"}  # of the nodes; no environment variable
 TOO_LONG = 100
 PAGE_LINES = 75
-NOT_WRAPPED_YET = {"MULTI_NODE.md"}
 
 Rule = Callable[[str, Path], Iterator[str]]
 
@@ -122,8 +121,6 @@ def anchors(text: str) -> set[str]:
 
 def lines_wrap(text: str, document: Path) -> Iterator[str]:
     """At 100 columns, except tables, pictures, code and addresses."""
-    if document.name in NOT_WRAPPED_YET:
-        return
     outside = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     for number, line in enumerate(outside.splitlines(), 1):
         if len(line) > TOO_LONG and not line.lstrip().startswith(("|", "![")) and "://" not in line and not line.startswith("    "):

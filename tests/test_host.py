@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from pipemesh.launcher.comfyui import find as host
-from pipemesh.launcher.comfyui import install
-from pipemesh.launcher.comfyui.find import ComfyInstall, ensure_host, link_checkout
+from pipemesh.launcher.comfyui import find, install
+from pipemesh.launcher.comfyui.find import ComfyInstall, ensure_comfyui, link_checkout
 from pipemesh.launcher.comfyui.install import Console, LaunchError, Tools
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +93,7 @@ class Desk:
 
     def ensure(self, root: Path = ROOT, run: Callable[..., int] | None = None) -> ComfyInstall:
         tools = Tools(console=Console(self.screen.append), run=run or self.commands, free_bytes=lambda _: self.free, env=self.env)
-        return ensure_host(root, tools)
+        return ensure_comfyui(root, tools)
 
     def refusal(self) -> str:
         with pytest.raises(LaunchError) as caught:
@@ -138,7 +137,7 @@ def test_only_plain_files_of_the_comfyui_tree_are_unpacked(desk: Desk) -> None:
 def test_everything_is_resolved_in_one_call_so_that_the_torch_pins_hold(desk: Desk) -> None:
     made = desk.ensure()
     (call,) = (command for command in desk.commands.commands if "install" in command)
-    wanted = {*install.TORCH_PINS, *install.host_requirements(ROOT), str(Path(made.comfyui) / "requirements.txt")}
+    wanted = {*install.TORCH_PINS, *install.pack_requirements(ROOT), str(Path(made.comfyui) / "requirements.txt")}
     assert wanted <= set(call)
 
 
@@ -160,7 +159,7 @@ def test_other_requirements_get_a_host_of_their_own_and_the_old_one_is_named(des
     first = desk.ensure(make_checkout(desk.folder / "one"))
     second = desk.ensure(make_checkout(desk.folder / "two", "msgspec>=0.19"))
     assert second.base != first.base
-    assert host.other_installs(second) == (first.base,)
+    assert find.other_installs(second) == (first.base,)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -203,7 +202,7 @@ def test_a_second_install_at_once_says_that_it_waits_and_then_installs_nothing(d
     first.start()
     assert first_is_busy.wait(30)
     others = FakeCommands(desk.folder / "other")
-    second = ensure_host(ROOT, Tools(console=Console(write), run=others, free_bytes=lambda _: PLENTY, env=desk.env))
+    second = ensure_comfyui(ROOT, Tools(console=Console(write), run=others, free_bytes=lambda _: PLENTY, env=desk.env))
     first.join(30)
     assert hosts == [second]
     assert others.ran == []
@@ -339,12 +338,12 @@ def test_off_a_terminal_the_live_line_shows_every_15_s_and_on_one_it_stays_in_pl
 # --- the user's own ComfyUI ---
 
 
-def own_host(comfyui: Path, has_torch: Sequence[str], env: dict[str, str] | None = None, lacks: Sequence[str] = ()) -> ComfyInstall:
+def own_comfyui(comfyui: Path, has_torch: Sequence[str], env: dict[str, str] | None = None, lacks: Sequence[str] = ()) -> ComfyInstall:
     def missing(python: str, modules: Sequence[str]) -> tuple[str, ...] | None:
         return tuple(lacks) if python in has_torch else ("torch",)
 
     env = {"PIPEMESH_COMFYUI": str(comfyui), **(env or {})}
-    return ensure_host(ROOT, Tools(run=refuse_to_run, env=env), missing)
+    return ensure_comfyui(ROOT, Tools(run=refuse_to_run, env=env), missing)
 
 
 def refuse_to_run(*_: object) -> int:
@@ -362,57 +361,57 @@ def test_the_users_own_comfyui_runs_on_its_own_python(tmp_path: Path, place: str
     comfyui = write_tree(tmp_path / "ComfyUI")
     inside = install.venv_python(tmp_path / place) if place.endswith("/") else tmp_path / place / "python.exe"
     python = add_python(inside)
-    assert own_host(comfyui, [python, sys.executable]) == ComfyInstall(python, str(comfyui), "0.30.0", base="")
+    assert own_comfyui(comfyui, [python, sys.executable]) == ComfyInstall(python, str(comfyui), "0.30.0", base="")
 
 
 def test_a_named_python_settles_it(tmp_path: Path) -> None:
     comfyui = write_tree(tmp_path)
     add_python(install.venv_python(comfyui / "venv"))
-    assert own_host(comfyui, ["/opt/python"], {"PIPEMESH_PYTHON": "/opt/python"}).python == "/opt/python"
+    assert own_comfyui(comfyui, ["/opt/python"], {"PIPEMESH_PYTHON": "/opt/python"}).python == "/opt/python"
 
 
 def test_without_a_python_of_its_own_the_current_one_serves_if_it_has_torch(tmp_path: Path) -> None:
-    assert own_host(write_tree(tmp_path), [sys.executable]).python == sys.executable
+    assert own_comfyui(write_tree(tmp_path), [sys.executable]).python == sys.executable
 
 
 def test_no_python_with_torch_is_one_sentence_that_says_where_it_looked(tmp_path: Path) -> None:
     comfyui = write_tree(tmp_path)
     python = add_python(install.venv_python(comfyui / "venv"))
     with pytest.raises(LaunchError, match=re.escape(f"(looked at {python}, {sys.executable}): set PIPEMESH_PYTHON")):
-        own_host(comfyui, [])
+        own_comfyui(comfyui, [])
 
 
 def test_a_python_without_our_requirements_is_told_the_command(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"has no msgspec: run .* -m pip install -r .*requirements\.txt"):
-        own_host(write_tree(tmp_path), [sys.executable], lacks=["msgspec"])
+        own_comfyui(write_tree(tmp_path), [sys.executable], lacks=["msgspec"])
 
 
 def test_a_folder_without_comfyui_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"holds no ComfyUI: point it to the folder that has ComfyUI's main\.py"):
-        own_host(tmp_path, [])
+        own_comfyui(tmp_path, [])
 
 
 @pytest.mark.parametrize("version", ["0.29.7", "0.4.0", ""])
 def test_a_comfyui_too_old_is_one_sentence(tmp_path: Path, version: str) -> None:
     with pytest.raises(LaunchError, match=r"update it to 0\.30\.0 or newer"):
-        own_host(write_tree(tmp_path, version), [sys.executable])
+        own_comfyui(write_tree(tmp_path, version), [sys.executable])
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.31", "0.100.0"])
 def test_a_newer_comfyui_is_taken(tmp_path: Path, version: str) -> None:
-    assert own_host(write_tree(tmp_path, version), [sys.executable]).version == version
+    assert own_comfyui(write_tree(tmp_path, version), [sys.executable]).version == version
 
 
 def test_a_checkout_in_a_comfyuis_custom_nodes_runs_on_that_comfyui(tmp_path: Path) -> None:
     comfyui = write_tree(tmp_path / "ComfyUI")
     root = make_checkout(comfyui / "custom_nodes" / "pipemesh")
-    made = ensure_host(root, Tools(run=refuse_to_run, env={}), lambda python, modules: ())
+    made = ensure_comfyui(root, Tools(run=refuse_to_run, env={}), lambda python, modules: ())
     assert made == ComfyInstall(sys.executable, str(comfyui), "0.30.0", base="")
 
 
 def test_missing_modules_are_found_out_without_importing_them() -> None:
-    assert host.missing_modules(sys.executable, ("json", "no_such_module")) == ("no_such_module",)
-    assert host.missing_modules("/no/such/python", ("json",)) is None
+    assert find.missing_modules(sys.executable, ("json", "no_such_module")) == ("no_such_module",)
+    assert find.missing_modules("/no/such/python", ("json",)) is None
 
 
 # --- the link into custom_nodes ---
@@ -454,7 +453,7 @@ def test_a_folder_in_the_links_place_is_left_alone_and_named(comfyui: Path, tmp_
 def test_the_requirements_and_the_project_file_agree() -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert install.host_requirements(ROOT) == (*project["dependencies"], *project["optional-dependencies"]["test"])
+    assert install.pack_requirements(ROOT) == (*project["dependencies"], *project["optional-dependencies"]["test"])
 
 
 def test_comfyui_reads_the_project_file() -> None:

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from pipemesh.launcher.comfyui.install import LaunchError
 from pipemesh.launcher.pool.crew import Crew
 from pipemesh.launcher.pool.devices import Device, place
-from pipemesh.launcher.pool.leader import Session, accept, listen, placement_here, register, require_torchrun
+from pipemesh.launcher.pool.leader import LentRanks, accept, listen, placement_here, register, require_torchrun
 from pipemesh.launcher.pool.leader import main as node_main
 from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
 from pipemesh.launcher.pool.remote_machine import (
     NODE_COMMAND,
     MachineMissing,
-    between_hosts,
+    between_machines,
     check_rendezvous,
     interface_of,
     join,
@@ -108,7 +108,7 @@ def far_pids():
 # -- what passes through
 
 
-def test_ranks_on_another_host_answer_as_those_here_do(leader):
+def test_ranks_on_another_machine_answer_as_those_here_do(leader):
     with running(leader()) as pool:
         assert [reply.output for reply in call(pool, "Load")] == [b"Start Load"] * 3
         assert handled(pool, "Forward") == ["Start Load Forward"] * 3
@@ -166,21 +166,21 @@ def forward(arena_bytes: int) -> Forward:
 def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
     ours, theirs = ends()
     arena = Segment.create("arena", 4096)
-    session = Session(theirs, "127.0.0.1", fake_setup())
+    lent = LentRanks(theirs, "127.0.0.1", fake_setup())
     crew = Crew(spread(), "far", fake_setup())
-    session._request(crew, arena, forward(1 << 20), [])
+    lent._request(crew, arena, forward(1 << 20), [])
     assert arena.nbytes == 1 << 20
     with largest_file(1 << 20):
-        session._request(crew, arena, forward(2 << 20), [])
+        lent._request(crew, arena, forward(2 << 20), [])
     said = [ours.receive()[0] for _ in crew.ranks]
     assert [answer.rank for answer in said] == [1, 2]
     assert all(answer.message.text.startswith("Shared memory is full: ") for answer in said)
-    assert not session._owing  # or it would send beats to a ComfyUI that waits for nothing
+    assert not lent._owing  # or it would send beats to a ComfyUI that waits for nothing
     for end in (ours, theirs, arena):
         end.close()
 
 
-def test_a_far_host_without_room_for_a_model_says_so_and_reads_on(leader):
+def test_a_far_machine_without_room_for_a_model_says_so_and_reads_on(leader):
     with running(leader(), spread("cpu,far/cpu")) as pool:
         segment = Segment.create("model", 2 << 20)
         with (
@@ -194,9 +194,9 @@ def test_a_far_host_without_room_for_a_model_says_so_and_reads_on(leader):
 
 def test_a_session_that_fails_in_a_way_nobody_foresaw_closes_its_connection(monkeypatch):
     ours, theirs = ends()
-    monkeypatch.setattr(Session, "_serve", lambda session: 1 / 0)
+    monkeypatch.setattr(LentRanks, "_serve", lambda session: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        Session(theirs, "127.0.0.1", fake_setup()).run()
+        LentRanks(theirs, "127.0.0.1", fake_setup()).run()
     ours._sock.settimeout(DEADLINE_S)
     with pytest.raises(ChannelClosed, match=r"^it closed the connection$"):
         ours.receive()
@@ -250,7 +250,9 @@ def test_a_proof_sent_back_to_its_sender_is_refused():
 def test_another_secret_is_refused_and_nothing_is_started(leader):
     far = leader(secret="another secret, quite as long")
     pool = WorkerPool(spread(), far.setup)
-    with pytest.raises(PoolFailed, match=r"^Host far at 127\.0\.0\.1:\d+ refused the exchange of secrets .*: set the same PIPEMESH_SECRET"):
+    with pytest.raises(
+        PoolFailed, match=r"^Machine far at 127\.0\.0\.1:\d+ refused the exchange of secrets .*: set the same PIPEMESH_SECRET"
+    ):
         pool.start()
     assert (pool.state, far_pids()) == ("failed", [])
 
@@ -261,39 +263,39 @@ def test_another_secret_is_refused_and_nothing_is_started(leader):
 @pytest.mark.parametrize(
     ("rendezvous", "secret", "sentence"),
     [
-        ("", SECRET, "Host far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: start with PIPEMESH_RDZV=ADDRESS:PORT"),
-        ("somewhere", SECRET, "Host far is met at torchrun's rendezvous, and PIPEMESH_RDZV is somewhere: start with"),
-        ("10.0.0.1:29400", "short", "PIPEMESH_SECRET has 5 characters and hosts trust each other by it: start with the same"),
+        ("", SECRET, "Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: start with PIPEMESH_RDZV=ADDRESS:PORT"),
+        ("somewhere", SECRET, "Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is somewhere: start with"),
+        ("10.0.0.1:29400", "short", "PIPEMESH_SECRET has 5 characters and machines trust each other by it: start with the same"),
     ],
 )
-def test_a_setup_that_cannot_reach_other_hosts_is_refused(rendezvous, secret, sentence):
+def test_a_setup_that_cannot_reach_other_machines_is_refused(rendezvous, secret, sentence):
     with pytest.raises(LayoutError, match="^" + re.escape(sentence)):
         check_rendezvous(replace(fake_setup(), rendezvous=rendezvous, secret=secret), "far")
 
 
-def test_a_pool_node_says_when_it_is_queued_that_hosts_cannot_be_reached():
+def test_a_pool_node_says_when_it_is_queued_that_machines_cannot_be_reached():
     from pipemesh.nodes.runtime import Runtime
 
     sentence = Runtime(fake_setup()).check(devices="cpu,far/cpu", ulysses=2, backend="auto")
-    assert sentence.startswith("Host far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: ")
+    assert sentence.startswith("Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: ")
     reachable = replace(fake_setup(), rendezvous="10.0.0.1:29400", secret=SECRET)
     assert Runtime(reachable).check(devices="cpu,far/cpu", ulysses=2, backend="auto") is True
     assert Runtime(fake_setup()).check(devices="cpu", ulysses=2, backend="auto") is True
 
 
-def test_a_host_that_has_not_joined_is_told_the_command(leader):
+def test_a_machine_that_has_not_joined_is_told_the_command(leader):
     far = leader()
     with pytest.raises(
         MachineMissing,
-        match=r"^Host other has not joined .*: run there, in the checkout: TORCH\S+ torchrun .* -m launcher node --name other$",
+        match=r"^Machine other has not joined .*: run there, in the checkout: TORCH\S+ torchrun .* -m launcher node --name other$",
     ):
         join("other", (1,), far.setup, Arena().board)
 
 
-def test_a_host_that_has_left_is_told_the_command(leader):
+def test_a_machine_that_has_left_is_told_the_command(leader):
     far = leader(name="left")
     far.close()
-    with pytest.raises(MachineMissing, match=r"^Host left does not answer at 127.* --name left$"):
+    with pytest.raises(MachineMissing, match=r"^Machine left does not answer at 127.* --name left$"):
         join("left", (1,), far.setup, Arena().board)
 
 
@@ -301,23 +303,23 @@ def test_a_rendezvous_that_is_not_there_is_named():
     setup = replace(fake_setup(), rendezvous="127.0.0.1:9", secret=SECRET, lost_s=0.5)
     with pytest.raises(
         MachineMissing,
-        match=r"^Nothing answers at the rendezvous 127\.0\.0\.1:9 .*: run on every host, in the checkout: .* -m launcher node$",
+        match=r"^Nothing answers at the rendezvous 127\.0\.0\.1:9 .*: run on every machine, in the checkout: .* -m launcher node$",
     ):
         join("far", (1,), setup, Arena().board)
 
 
-def test_a_gpu_that_a_host_has_not_is_named():
+def test_a_gpu_that_a_machine_has_not_is_named():
     opening = Open(
-        host="far", degrees={"ulysses": 2}, devices=("cuda:0", "far/cuda:3"), backend="nccl", meeting="m", comfy_args=b"", arena_bytes=0
+        machine="far", degrees={"ulysses": 2}, devices=("cuda:0", "far/cuda:3"), backend="nccl", meeting="m", comfy_args=b"", arena_bytes=0
     )
     with pytest.raises(LayoutError, match=r"^It has no cuda:3: choose from cpu"):
         placement_here(opening)
 
 
-def test_what_another_host_has_not_is_named_in_comfyui(leader):
+def test_what_another_machine_has_not_is_named_in_comfyui(leader):
     placement = place(Layout(ulysses=2), "cuda:0,far/cuda:99", "nccl", (Device("cuda:0", "GPU-none"),))
     pool = WorkerPool(placement, leader().setup)
-    with pytest.raises(PoolFailed, match=r"^Host far cannot start its ranks: It has no cuda:99: choose from cpu"):
+    with pytest.raises(PoolFailed, match=r"^Machine far cannot start its ranks: It has no cuda:99: choose from cpu"):
         pool.start()
     assert (pool.state, far_pids()) == ("failed", [])
 
@@ -337,7 +339,7 @@ def test_a_far_rank_that_dies_is_named_not_the_one_here_that_fails_for_it(leader
         call(pool, "Forward")
 
 
-def test_a_far_host_that_rejects_what_all_reject_goes_on(leader):
+def test_a_far_machine_that_rejects_what_all_reject_goes_on(leader):
     with running(leader("*:Load=refuse")) as pool:
         with pytest.raises(Refused, match=r"^This cannot be done: do something else\.$"):
             call(pool, "Load")
@@ -347,11 +349,11 @@ def test_a_far_host_that_rejects_what_all_reject_goes_on(leader):
 def test_a_far_rank_that_hangs_is_named(leader):
     with running(leader("1:Load=hang")) as pool:
         pool._setup = replace(pool._setup, stall_s=0.5)
-        with pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu made no progress for 0\.5 s while loading: .*\n.*\n  \(on host far\)"):
+        with pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu made no progress for 0\.5 s while loading: .*\n.*\n  \(on machine far\)"):
             call(pool, "Load")
 
 
-def test_hosts_that_do_not_reach_each_other_are_told_what_to_open(leader):
+def test_machines_that_do_not_reach_each_other_are_told_what_to_open(leader):
     far = leader("1:Start=joining-hang")
     pool = WorkerPool(spread("cpu,far/cpu"), replace(far.setup, stall_s=3.0))
     with pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu made no progress for 3 s while joining: see that every port is open"):
@@ -363,20 +365,20 @@ def test_a_leader_that_ends_in_mid_run_is_named(leader):
 
         def lose() -> bool:
             if pool.state == "busy":
-                pool._hosts[0]._link._sock.shutdown(socket.SHUT_RDWR)
+                pool._machines[0]._link._sock.shutdown(socket.SHUT_RDWR)
             return False
 
         with pytest.raises(
-            PoolFailed, match=r"^Host far was lost while loading \(rank 1 on far/cpu, rank 2 on far/cpu; it closed the connection\): see"
+            PoolFailed, match=r"^Machine far was lost while loading \(rank 1 on far/cpu, rank 2 on far/cpu; it closed the connection\): see"
         ):
             call(pool, "Load", lose)
 
 
-def test_a_host_lost_between_runs_costs_no_run(leader):
+def test_a_machine_lost_between_runs_costs_no_run(leader):
     handle = PoolHandle(spread("cpu,far/cpu"), leader().setup)
     first = handle.ensure()
     assert handle.live() is first
-    first._hosts[0]._link._sock.shutdown(socket.SHUT_RDWR)
+    first._machines[0]._link._sock.shutdown(socket.SHUT_RDWR)
     assert handle.live() is None
     assert handled(handle.ensure()) == ["Start Release"] * 2
     handle.close()
@@ -397,7 +399,7 @@ def test_cancel_while_tensors_are_on_their_way_ends_the_pool_and_the_next_run_ha
     asked = []
     with pytest.raises(RunCancelled, match=r"^The run was cancelled\.$"):
         first.call(Load(request=1, model="m", source=b""), [segment.fd], lambda: asked.append(first.state) or asked.count("busy") == 3)
-    assert (first.state, first._hosts[0].fileno()) == ("closed", -1)
+    assert (first.state, first._machines[0].fileno()) == ("closed", -1)
     assert handled(handle.ensure()) == ["Start Release"] * 2
     handle.close()
     segment.close()
@@ -407,15 +409,15 @@ def test_cancel_while_tensors_are_on_their_way_ends_the_pool_and_the_next_run_ha
 
 
 @pytest.mark.parametrize("value", ["130", "1", "-5", "5s", "nan"])
-def test_a_time_after_which_a_host_is_lost_that_cannot_be_kept_is_refused(value):
+def test_a_time_after_which_a_machine_is_lost_that_cannot_be_kept_is_refused(value):
     with pytest.raises(LayoutError, match=rf"^PIPEMESH_LOST_S is {value}: set it to a number of seconds from 2 to 120\.$"):
-        between_hosts({"PIPEMESH_LOST_S": value})
+        between_machines({"PIPEMESH_LOST_S": value})
 
 
 @pytest.mark.parametrize("value", ["2", "120"])
 def test_the_kernel_keeps_every_time_that_is_accepted(value):
     with socket.socket() as sock:
-        notice_loss(sock, between_hosts({"PIPEMESH_LOST_S": value})["lost_s"])
+        notice_loss(sock, between_machines({"PIPEMESH_LOST_S": value})["lost_s"])
 
 
 def test_a_port_in_use_is_named():
@@ -449,10 +451,10 @@ def test_a_leader_that_can_take_no_connection_fails_so_that_torchrun_starts_it_a
 
 
 def test_the_manual_gives_the_command_that_errors_name():
-    """To every host the same, so none is named in it."""
+    """To every machine the same, so none is named in it."""
     manual = " ".join((ROOT / "docs" / "MULTI_NODE.md").read_text(encoding="utf-8").replace("\\\n", "").split())
     assert NODE_COMMAND.format(nodes=2, rendezvous="$PIPEMESH_RDZV") + " ```" in manual
-    assert node_command("$PIPEMESH_RDZV") == NODE_COMMAND.format(nodes="HOSTS", rendezvous="$PIPEMESH_RDZV")
+    assert node_command("$PIPEMESH_RDZV") == NODE_COMMAND.format(nodes="MACHINES", rendezvous="$PIPEMESH_RDZV")
     for flag in re.findall(r"\S+=\w+(?= )", NODE_COMMAND):
         assert manual.count(flag) >= 2, f"{flag} is not in the command for Slurm"
 
@@ -463,13 +465,13 @@ def test_the_manuals_script_for_slurm_is_a_script():
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_a_name_stays_with_its_host(store):
+def test_a_name_stays_with_its_machine(store):
     """Its leader may come back at another port."""
     for known in ("10.0.0.2:1000", "10.0.0.2:2000", "10.0.0.2:2000"):
         register(store, "taken", known)
         assert store.get(store_key("taken")).decode() == known
     with pytest.raises(
-        LaunchError, match=r"^taken is the host at 10\.0\.0\.2 already: give this one another --name, or start torchrun anew"
+        LaunchError, match=r"^taken is the machine at 10\.0\.0\.2 already: give this one another --name, or start torchrun anew"
     ):
         register(store, "taken", "10.0.0.3:2000")
     assert store.get(store_key("taken")).decode() == "10.0.0.2:2000"

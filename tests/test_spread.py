@@ -1,5 +1,5 @@
-"""What crosses between hosts by broadcast: the right bytes, to every host, conditioning once; and
-the model file each host has.
+"""What crosses between machines by broadcast: the right bytes, to every machine, conditioning once;
+and the model file each machine has.
 """
 
 import os
@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from pipemesh.parallel_runtime.comm.machines import MachineComm
 
-rank, hosts = int(sys.argv[3]), list(map(int, sys.argv[4]))
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], len(hosts)), rank=rank, world_size=len(hosts))
-comm = MachineComm(hosts, rank)
+rank, machines = int(sys.argv[3]), list(map(int, sys.argv[4]))
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], len(machines)), rank=rank, world_size=len(machines))
+comm = MachineComm(machines, rank)
 """
 OWN_ARENAS = """
 for number in range(3):
@@ -39,8 +39,8 @@ for number in range(3):
     comm.spread([arena[8:16], arena[32 + number : 40]][: number + 1] if number < 2 else [])
     print(rank, number, arena.unique().tolist(), int(arena[8]), int(arena[39]))
 """
-ONE_ARENA_PER_HOST = """
-arena = torch.from_file(f"{sys.argv[2]}-{hosts[rank]}", shared=True, size=64, dtype=torch.uint8)
+ONE_ARENA_PER_MACHINE = """
+arena = torch.from_file(f"{sys.argv[2]}-{machines[rank]}", shared=True, size=64, dtype=torch.uint8)
 seen = []
 for number in range(100):
     if rank == 0:
@@ -58,11 +58,13 @@ os._exit(0)  # as ranks do
 """
 
 
-def ranks_say(hosts: str, body: str, folder: Path) -> list[list[str]]:
-    """The lines of each rank. ``hosts``: the number of each one's host."""
+def ranks_say(machines: str, body: str, folder: Path) -> list[list[str]]:
+    """The lines of each rank. ``machines``: the number of each one's machine."""
     command = [sys.executable, "-c", JOIN + body + LEAVE, str(ROOT), str(folder / "store")]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    started = [subprocess.Popen([*command, str(rank), hosts], env=env, stdout=subprocess.PIPE, text=True) for rank in range(len(hosts))]
+    started = [
+        subprocess.Popen([*command, str(rank), machines], env=env, stdout=subprocess.PIPE, text=True) for rank in range(len(machines))
+    ]
     return [process.communicate(timeout=60)[0].splitlines() for process in started]
 
 
@@ -75,14 +77,14 @@ def test_leaders_receive_what_rank_0_has_and_nobody_elses_arena_is_touched(tmp_p
 
 
 def test_ranks_beside_a_leader_read_its_arena_when_it_is_filled(tmp_path):
-    assert ranks_say("0111", ONE_ARENA_PER_HOST, tmp_path) == [["True"]] * 4
+    assert ranks_say("0111", ONE_ARENA_PER_MACHINE, tmp_path) == [["True"]] * 4
 
 
 def test_conditioning_goes_once_and_what_changes_goes_every_time():
     arena = Arena()
     spread = []
-    hosts = SimpleNamespace(away=True, spread=lambda pieces: spread.append([piece.numel() for piece in pieces]))
-    engine = Engine(None, arena.segment, SimpleNamespace(rank=1), torch.device("cpu"), hosts)
+    machines = SimpleNamespace(away=True, spread=lambda pieces: spread.append([piece.numel() for piece in pieces]))
+    engine = Engine(None, arena.segment, SimpleNamespace(rank=1), torch.device("cpu"), machines)
     text, other = arena.put(torch.ones(6), version=1), arena.put(torch.ones(7), version=2)
     x, nothing = arena.put(torch.ones(5)), arena.put(torch.ones(0))
 
@@ -115,15 +117,17 @@ def test_a_file_is_found_at_the_same_path_or_in_this_comfyuis_models(tmp_path, m
         assert find_here(path) == path
 
 
-def test_on_another_host_the_size_decides(tmp_path):
+def test_on_another_machine_the_size_decides(tmp_path):
     file = tmp_path / "flux.safetensors"
     file.write_bytes(b"12345")
     check_copy(str(file), 5)
     with pytest.raises(
-        Refused, match=r"^The checkpoint .* has 5 bytes on host .* and 6 where ComfyUI runs: copy the same file to every host\.$"
+        Refused, match=r"^The checkpoint .* has 5 bytes on machine .* and 6 where ComfyUI runs: copy the same file to every machine\.$"
     ):
         check_copy(str(file), 6)
-    with pytest.raises(Refused, match=r"^The checkpoint /none is missing on host .*: put it back or choose another in the loader node\.$"):
+    with pytest.raises(
+        Refused, match=r"^The checkpoint /none is missing on machine .*: put it back or choose another in the loader node\.$"
+    ):
         check_copy("/none", 6)
 
 

@@ -53,7 +53,7 @@ def missing_modules(python: str, modules: Sequence[str]) -> tuple[str, ...] | No
     return tuple(found.stdout.split())
 
 
-def ensure_host(root: Path = ROOT, tools: Tools | None = None, missing: MissingModules = missing_modules) -> ComfyInstall:
+def ensure_comfyui(root: Path = ROOT, tools: Tools | None = None, missing: MissingModules = missing_modules) -> ComfyInstall:
     """The host of the checkout `root`: the user's own where there is one, else the cached one,
     installed first if need be.
 
@@ -62,8 +62,8 @@ def ensure_host(root: Path = ROOT, tools: Tools | None = None, missing: MissingM
     tools = tools or Tools()
     own = find_own(root, tools.env)
     if own:
-        return own_host(own, root, tools.env, missing)
-    return cached_host(ensure_installed(root, tools))
+        return own_comfyui(own, root, tools.env, missing)
+    return cached_comfyui(ensure_installed(root, tools))
 
 
 def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
@@ -77,7 +77,7 @@ def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
     return around if root.parent.name == "custom_nodes" and comfyui_version(around) else None
 
 
-def own_host(comfyui: Path, root: Path, env: Mapping[str, str], missing: MissingModules) -> ComfyInstall:
+def own_comfyui(comfyui: Path, root: Path, env: Mapping[str, str], missing: MissingModules) -> ComfyInstall:
     version = comfyui_version(comfyui)
     if _numbers(version) < _numbers(COMFYUI_VERSION):
         raise LaunchError(f"ComfyUI in {comfyui} is {version or 'too old to tell'}: update it to {COMFYUI_VERSION} or newer.")
@@ -109,7 +109,7 @@ def own_pythons(comfyui: Path, env: Mapping[str, str]) -> tuple[str, ...]:
     return (*(str(place) for place in places if place.exists()), sys.executable)
 
 
-def cached_host(install: Install) -> ComfyInstall:
+def cached_comfyui(install: Install) -> ComfyInstall:
     return ComfyInstall(str(install.python), str(install.comfyui), comfyui_version(install.comfyui), str(install.base))
 
 
@@ -149,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--link", action="store_true", help="link this checkout into your own ComfyUI's custom_nodes too")
     parser.add_argument("--json", action="store_true", help="print where the host is as JSON, and link nothing")
     options = parser.parse_args(argv)
-    host = ensure_host()
+    host = ensure_comfyui()
     if options.json:
         print(host.to_json())
         return 0

@@ -156,7 +156,7 @@ def cache_folder(env: Mapping[str, str]) -> Path:
     return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "pipemesh"
 
 
-def host_requirements(root: Path) -> tuple[str, ...]:
+def pack_requirements(root: Path) -> tuple[str, ...]:
     """What the host carries for us: requirements.txt and pyproject's `test` extra (tomllib comes
     with Python 3.11 only).
     """
@@ -205,7 +205,7 @@ def ensure_installed(root: Path, tools: Tools) -> Install:
     """The install that the checkout `root` asks for; made, finished or waited for when it is not
     there. Raises LaunchError.
     """
-    requirements = host_requirements(root)
+    requirements = pack_requirements(root)
     install = Install(cache_folder(tools.env) / "hosts" / install_key(requirements))
     if install.complete:
         return install

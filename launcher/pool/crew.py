@@ -1,5 +1,5 @@
-"""The ranks of one host: their processes, and a channel to each. ComfyUI's pool has one; on every
-other host its leader has.
+"""The ranks of one machine: their processes, and a channel to each. ComfyUI's pool has one; on
+every other machine its leader has.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RankSetup:
     """What a rank must know of this ComfyUI to compute as it does. ``argv``: how a rank is started
     (tests put fakes here), by ``start``.
 
-    ``rendezvous`` (HOST:PORT, torchrun's) and ``secret`` are for pools over several hosts;
+    ``rendezvous`` (ADDRESS:PORT, torchrun's) and ``secret`` are for pools over several machines;
     ``lost_s``: silence after which one is lost.
     """
 
@@ -65,7 +65,7 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class Net:
-    """Where the ranks of several hosts meet, and this host's way there."""
+    """Where the ranks of several machines meet, and this machine's way there."""
 
     meeting: Meeting
     interface: str
@@ -77,7 +77,7 @@ def rank_environment(device: Device, backend: str, environ: dict[str, str], inte
 
     A CPU rank keeps the memory of its activations between layers (glibc): fresh pages cost it a
     quarter of a forward. At most 1 GiB of it, which goes back to the system when a model is
-    released. ``interface``: by which other hosts are reached.
+    released. ``interface``: by which other machines are reached.
     """
     scrubbed = {*ALLOCATOR_VARIABLES, *LAUNCHER_VARIABLES, SECRET_VARIABLE, "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
     env = {key: value for key, value in environ.items() if key not in scrubbed and not key.startswith(LAUNCHER_PREFIXES)}
@@ -92,10 +92,10 @@ def rank_environment(device: Device, backend: str, environ: dict[str, str], inte
 
 
 class Crew:
-    """The ranks of ``placement`` on ``host``. Not started until ``start``."""
+    """The ranks of ``placement`` on ``machine``. Not started until ``start``."""
 
-    def __init__(self, placement: Placement, host: str, setup: RankSetup):
-        self.ranks = placement.ranks_on(host)
+    def __init__(self, placement: Placement, machine: str, setup: RankSetup):
+        self.ranks = placement.ranks_on(machine)
         self.channels: dict[int, Channel] = {}
         self._placement = placement
         self._setup = setup
@@ -146,7 +146,7 @@ class Crew:
             comfy_args=encode_tree({**self._setup.comfy_args, **({} if device.is_gpu else {"cpu": True})}, no_tensor),
             arena_bytes=arena_bytes,
             log_level=logging.WARNING if log.getEffectiveLevel() >= logging.INFO else logging.DEBUG,
-            hosts=self._placement.hosts,
+            machines=self._placement.machines,
             meeting=net.meeting if net else None,
         )
 

@@ -16,17 +16,17 @@ ELSEWHERE = re.compile(r"[\w.-]+/(cpu|cuda:\d+)")
 
 @dataclass(frozen=True)
 class Device:
-    """``name`` as the UI knows it (``cuda:1``, ``cpu``, on another host ``node1/cuda:1``).
+    """``name`` as the UI knows it (``cuda:1``, ``cpu``, on another machine ``node1/cuda:1``).
 
-    ``uuid`` addresses a GPU of this host whatever CUDA_VISIBLE_DEVICES says.
+    ``uuid`` addresses a GPU of this machine whatever CUDA_VISIBLE_DEVICES says.
     """
 
     name: str
     uuid: str = ""
 
     @property
-    def host(self) -> str:
-        """Empty for ComfyUI's own."""
+    def machine(self) -> str:
+        """Its name; empty for ComfyUI's own."""
         return self.name.rpartition("/")[0]
 
     @property
@@ -47,30 +47,32 @@ class Placement:
     backend: str
 
     @property
-    def other_hosts(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(device.host for device in self.devices if device.host))
+    def other_machines(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(device.machine for device in self.devices if device.machine))
 
     @property
-    def hosts(self) -> tuple[int, ...]:
-        """A number for each rank's host, 0 for ComfyUI's own; empty where that is the only one."""
-        names = ("", *self.other_hosts)
-        return tuple(names.index(device.host) for device in self.devices) if len(names) > 1 else ()
+    def machines(self) -> tuple[int, ...]:
+        """A number for each rank's machine, 0 for ComfyUI's own; empty where that is the only
+        one.
+        """
+        names = ("", *self.other_machines)
+        return tuple(names.index(device.machine) for device in self.devices) if len(names) > 1 else ()
 
-    def ranks_on(self, host: str) -> tuple[int, ...]:
-        return tuple(rank for rank, device in enumerate(self.devices) if device.host == host)
+    def ranks_on(self, machine: str) -> tuple[int, ...]:
+        return tuple(rank for rank, device in enumerate(self.devices) if device.machine == machine)
 
     def cores(self, rank: int) -> tuple[int, ...]:
-        """Of this process, which is on the rank's host, those that it has to itself; empty where it
-        computes on a GPU.
+        """Of this process, which is on the rank's machine, those that it has to itself; empty
+        where it computes on a GPU.
         """
-        here = self.ranks_on(self.devices[rank].host)
+        here = self.ranks_on(self.devices[rank].machine)
         return () if self.devices[rank].is_gpu else share_of_cores(own_cores(), here.index(rank), len(here))
 
     def threads(self, rank: int) -> int:
         """CPU threads of a rank: the cores of this process, or what OMP_NUM_THREADS leaves of them,
-        shared out among its host's ranks.
+        shared out among its machine's ranks.
         """
-        share = len(share_of_cores(own_cores(), 0, len(self.ranks_on(self.devices[rank].host))))
+        share = len(share_of_cores(own_cores(), 0, len(self.ranks_on(self.devices[rank].machine))))
         limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP takes one number per level of nesting
         return min(share, int(limit)) if limit.isdigit() and int(limit) else share
 
@@ -85,7 +87,7 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
     """``wanted`` is ``auto``, ``cpu`` or a list such as ``cuda:0,cuda:2`` or
     ``cuda:0,node1/cuda:0``.
 
-    What another host has is found out when the pool starts. Raises LayoutError with the equation
+    What another machine has is found out when the pool starts. Raises LayoutError with the equation
     that fails.
     """
     names = [name.strip() for name in wanted.split(",") if name.strip()] or ["auto"]
@@ -103,12 +105,12 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
     known |= {name: Device(name) for name in names if ELSEWHERE.fullmatch(name)}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise LayoutError(f"Device {unknown[0]} is not here: choose from {', '.join(known)}, or node1/cuda:0 of host node1.")
+        raise LayoutError(f"Device {unknown[0]} is not here: choose from {', '.join(known)}, or node1/cuda:0 of machine node1.")
     devices = tuple(known[name] for name in names)
-    if devices[0].host:
-        raise LayoutError(f"Rank 0 hands the result to ComfyUI and {names[0]} is on another host: list a device of this host first.")
-    if layout.pipefusion > 1 and any(device.host for device in devices):
-        raise LayoutError(f"{layout.equation()} over several hosts: stages share one host, list devices of this host only.")
+    if devices[0].machine:
+        raise LayoutError(f"Rank 0 hands the result to ComfyUI and {names[0]} is on another machine: list a device of this one first.")
+    if layout.pipefusion > 1 and any(device.machine for device in devices):
+        raise LayoutError(f"{layout.equation()} over several machines: stages share one machine, list devices of this one only.")
     if len({device.is_gpu for device in devices}) > 1:
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
     if size > MAX_RANKS:

@@ -1,6 +1,6 @@
-"""A host's leader: `torchrun ... -m launcher node`, once on every host.
+"""A machine's leader: `torchrun ... -m launcher node`, once on every machine.
 
-It lends the host to a ComfyUI elsewhere that holds the same secret: starts the ranks of a pool
+It lends the machine to a ComfyUI elsewhere that holds the same secret: starts the ranks of a pool
 there, hands every request on to them and their answers back, and ends them when the connection
 does. Each connection is one pool's.
 """
@@ -34,7 +34,7 @@ from ..comfyui.find import ComfyInstall
 from ..comfyui.install import LaunchError
 from .crew import Crew, RankSetup
 from .devices import ELSEWHERE, Device, Placement, visible_gpus
-from .remote_machine import MachineMissing, between_hosts, check_rendezvous, net_for, node_command, open_store, store_key
+from .remote_machine import MachineMissing, between_machines, check_rendezvous, net_for, node_command, open_store, store_key
 from .worker_main import die_with_parent
 
 BEAT_S = 1.0
@@ -43,8 +43,8 @@ STORE_TIMEOUT_S = 30.0
 log = logging.getLogger("pipemesh")
 
 
-class Session:
-    """One pool's ranks on this host."""
+class LentRanks:
+    """One pool's ranks on this machine."""
 
     def __init__(self, link: Link, own_address: str, setup: RankSetup):
         self._link = link
@@ -66,10 +66,10 @@ class Session:
     def _serve(self) -> None:
         opening, _fds = self._link.receive()
         if not isinstance(opening, Open):
-            raise LayoutError(f"The first word was {type(opening).__name__}: install the same version of PipeMesh on every host.")
+            raise LayoutError(f"The first word was {type(opening).__name__}: install the same version of PipeMesh on every machine.")
         placement = placement_here(opening)
         setup = replace(self._setup, comfy_args=decode_tree(opening.comfy_args, _no_tensors))
-        crew = Crew(placement, opening.host, setup)
+        crew = Crew(placement, opening.machine, setup)
         arena = Segment.create("arena", opening.arena_bytes)
         grace_s = 0.0
         try:
@@ -107,7 +107,7 @@ class Session:
                     send_all(crew, message)
                     return True
                 if isinstance(message, Open):
-                    raise LayoutError("A pool was opened twice: install the same version of PipeMesh on every host.")
+                    raise LayoutError("A pool was opened twice: install the same version of PipeMesh on every machine.")
                 self._request(crew, arena, message, fds)
             finally:
                 close_all(fds)
@@ -157,11 +157,11 @@ def shared_memory_full(request: int, error: SharedMemoryFull) -> Failed:
 
 
 def placement_here(opening: Open) -> Placement:
-    """The whole pool's placement, with the addresses of this host's GPUs. Raises LayoutError for
+    """The whole pool's placement, with the addresses of this machine's GPUs. Raises LayoutError for
     one that it has not.
     """
     devices = [Device(name) for name in opening.devices]
-    mine = [device for device in devices if device.host == opening.host]
+    mine = [device for device in devices if device.machine == opening.machine]
     gpus = {gpu.name: gpu.uuid for gpu in visible_gpus(cpu_only=not any(device.is_gpu for device in mine))}
     lacking = [device.local_name for device in mine if device.is_gpu and device.local_name not in gpus]
     if lacking:
@@ -186,7 +186,7 @@ def serve(sock: socket.socket, peer: str, setup: RankSetup) -> None:
     sock.settimeout(None)
     notice_loss(sock, setup.lost_s)
     log.info("[PipeMesh] %s opens a pool", peer)
-    Session(Link(sock, ToMachine), sock.getsockname()[0], setup).run()
+    LentRanks(Link(sock, ToMachine), sock.getsockname()[0], setup).run()
     log.info("[PipeMesh] the pool of %s is closed; waiting for the next", peer)
 
 
@@ -219,14 +219,15 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def register(store: Any, name: str, known: str) -> None:
-    """``known``: this leader's ADDRESS:PORT. Raises LaunchError where another host has the name."""
+    """``known``: this leader's ADDRESS:PORT. Raises LaunchError where another machine
+    has the name."""
     before = ""
     while (now := store.compare_set(store_key(name), before, known).decode()) != known:
         where = now.rpartition(":")[0]
         if where != known.rpartition(":")[0]:
             raise LaunchError(
-                f"{name} is the host at {where} already: give this one another --name, "
-                f"or start torchrun anew on every host if {name} has moved here."
+                f"{name} is the machine at {where} already: give this one another --name, "
+                f"or start torchrun anew on every machine if {name} has moved here."
             )
         before = now
 
@@ -238,15 +239,17 @@ def require_torchrun(environ: Mapping[str, str]) -> None:
 
 
 def main(argv: list[str], host: ComfyInstall) -> int:
-    parser = argparse.ArgumentParser(prog="torchrun ... -m launcher node", description="Lends this host to a ComfyUI on another.")
-    parser.add_argument("--name", default=socket.gethostname(), help="as in the pool's devices: NAME/cuda:0 (default: the host's name)")
+    parser = argparse.ArgumentParser(prog="torchrun ... -m launcher node", description="Lends this machine to a ComfyUI on another.")
+    parser.add_argument(
+        "--name", default=socket.gethostname(), help="as in the pool's devices: NAME/cuda:0 (default: the machine's own name)"
+    )
     parser.add_argument("--port", type=int, default=0, help="to listen on, for a firewall (default: any)")
     options = parser.parse_args(argv)
     if not ELSEWHERE.fullmatch(f"{options.name}/cpu"):
         raise LaunchError(f"{options.name!r} cannot be named in a list of devices: give a --name of letters, digits, dots and dashes.")
     require_torchrun(os.environ)
     die_with_parent(os.getppid())  # torchrun, which may be killed
-    setup = RankSetup(comfyui=host.comfyui, **between_hosts(os.environ))
+    setup = RankSetup(comfyui=host.comfyui, **between_machines(os.environ))
     address, port = check_rendezvous(setup, options.name)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:

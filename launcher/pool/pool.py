@@ -42,7 +42,7 @@ POLL_S = 0.05
 CANCEL_WAIT_S = 10.0
 OTHERS_WAIT_S = 3.0
 CLOSE_GRACE_S = 5.0
-CUT_S = 0.1  # a cancelled run returns within 0.5 s, whatever is still on its way to other hosts
+CUT_S = 0.1  # a cancelled run returns within 0.5 s, whatever is still on its way to other machines
 DEADLY = {
     signal.SIGKILL: "the system does this when memory runs out",
     signal.SIGBUS: "its checkpoint was cut short on disk, or shared memory ran out",
@@ -60,7 +60,7 @@ class WorkerPool:
         self.arena = Arena()
         self.memory: list[Memory] = []
         self._crew = Crew(placement, "", setup)
-        self._hosts: list[RemoteMachine] = []
+        self._machines: list[RemoteMachine] = []
         self._selector = selectors.DefaultSelector()
         self._requests = 0
         self._owed: dict[int, set[int]] = {}  # request -> ranks that have yet to answer it
@@ -81,7 +81,7 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """By rank; 0 for a rank on another host."""
+        """By rank; 0 for a rank on another machine."""
         pids = self._crew.pids
         return [pids.get(rank, 0) for rank in range(self.size)] if pids else []
 
@@ -113,19 +113,19 @@ class WorkerPool:
             log.info("[PipeMesh] %s ready in %.1f s", self.placement.layout.equation(), time.monotonic() - began)
 
     def _launch(self) -> None:
-        """Other hosts are asked first: one that is missing is named before any process starts
+        """Other machines are asked first: one that is missing is named before any process starts
         here.
         """
-        names = self.placement.other_hosts
+        names = self.placement.other_machines
         for name in names:
-            self._hosts.append(join(name, self.placement.ranks_on(name), self._setup, self.arena.board))
-            self._selector.register(self._hosts[-1], selectors.EVENT_READ, self._hosts[-1])
-        net = net_for(self._setup, self._hosts[0].own_address, new_meeting()) if names else None
+            self._machines.append(join(name, self.placement.ranks_on(name), self._setup, self.arena.board))
+            self._selector.register(self._machines[-1], selectors.EVENT_READ, self._machines[-1])
+        net = net_for(self._setup, self._machines[0].own_address, new_meeting()) if names else None
         self._crew.start(self.arena.segment, net)
         for rank, channel in self._crew.channels.items():
             self._selector.register(channel, selectors.EVENT_READ, rank)
-        for host in self._hosts:
-            host.open(self.placement, self._setup, net.meeting.name, self.arena.nbytes)
+        for machine in self._machines:
+            machine.open(self.placement, self._setup, net.meeting.name, self.arena.nbytes)
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Ends every rank and gives everything back. Safe in every state, any number of times."""
@@ -136,7 +136,7 @@ class WorkerPool:
                 self._enter("closed")
                 return
             if self.idle:
-                for end in (*self._hosts, *self._crew.channels.values()):
+                for end in (*self._machines, *self._crew.channels.values()):
                     with contextlib.suppress(ChannelClosed):  # gone already
                         end.send(Close())
             else:
@@ -144,10 +144,10 @@ class WorkerPool:
             self._tear_down(grace_s)
             self._enter("closed")
 
-    def _tear_down(self, grace_s: float, hosts_s: float = FINISH_S) -> None:
+    def _tear_down(self, grace_s: float, machines_s: float = FINISH_S) -> None:
         self._crew.stop(grace_s)
-        for host in self._hosts:
-            host.close(hosts_s)
+        for machine in self._machines:
+            machine.close(machines_s)
         self._selector.close()
         self.arena.close()
 
@@ -161,10 +161,10 @@ class WorkerPool:
         return PoolFailed(sentence)
 
     def lost_a_rank(self) -> bool:
-        """Whether a rank's process has ended, or a host is gone, although nobody closed the pool. A
-        host says nothing unasked but that.
+        """Whether a rank's process has ended, or a machine is gone, although nobody closed the
+        pool. A machine says nothing unasked but that.
         """
-        return any(map(self._crew.ended, self._crew.ranks)) or (self.idle and any(host.has_news() for host in self._hosts))
+        return any(map(self._crew.ended, self._crew.ranks)) or (self.idle and any(machine.has_news() for machine in self._machines))
 
     # -- requests
 
@@ -185,8 +185,8 @@ class WorkerPool:
         wrong, they leave it and [] is returned. Raises RunCancelled (the pool stays warm),
         ModelError or Refused (every rank rejected it, the pool stays warm), PoolFailed. A cancelled
         Forward is left early by all ranks at the same block; any other request is finished by them
-        and collected later. Only a cancel while tensors are still on their way to another host ends
-        the pool.
+        and collected later. Only a cancel while tensors are still on their way to another machine
+        ends the pool.
         """
         with self._lock:
             if self.state != "ready":
@@ -241,12 +241,12 @@ class WorkerPool:
             self._rest()
 
     def _post(self, request: Request, fds: Sequence[int], interrupted: Callable[[], bool] = lambda: False) -> None:
-        """A cancel in the middle of what goes to another host cuts the stream: the pool is
+        """A cancel in the middle of what goes to another machine cuts the stream: the pool is
         closed.
         """
         if self.state == "ready":
             self._enter("busy")
-        for source, end in (*((host, host) for host in self._hosts), *self._crew.channels.items()):
+        for source, end in (*((machine, machine) for machine in self._machines), *self._crew.channels.items()):
             try:
                 if isinstance(source, RemoteMachine):
                     end.send(request, fds, lambda: stop_if(interrupted))
@@ -259,7 +259,7 @@ class WorkerPool:
             except ChannelClosed as error:
                 raise self._gone(source, error) from None
             except OSError as error:
-                name = f"Host {source.name}" if isinstance(source, RemoteMachine) else self._where(source)
+                name = f"Machine {source.name}" if isinstance(source, RemoteMachine) else self._where(source)
                 raise self._fail(f"{name} could not be reached ({error}): run again to start a fresh pool.") from error
         self._owed[request.request] = set(range(self.size))
 
@@ -335,7 +335,7 @@ class WorkerPool:
         return [answer for _, answer in sorted(collected[0].items())] if collected else []
 
     def _receive(self, source: int | RemoteMachine) -> None:
-        """``source``: a rank of this host, or another host, which speaks for all of its ranks."""
+        """``source``: a rank of this machine, or another machine, which speaks for its ranks."""
         try:
             said = source.pump() if isinstance(source, RemoteMachine) else [(source, message) for message in self._crew.pump(source)]
         except ChannelClosed as error:
@@ -362,7 +362,7 @@ class WorkerPool:
         return f"Rank {rank} on {self.placement.devices[rank].name}"
 
     def _side_of(self, rank: int) -> Crew | RemoteMachine:
-        return next(side for side in (self._crew, *self._hosts) if rank in side.ranks)
+        return next(side for side in (self._crew, *self._machines) if rank in side.ranks)
 
     def _gone(self, source: int | RemoteMachine, error: ChannelClosed) -> PoolFailed:
         if not isinstance(source, RemoteMachine):
@@ -370,7 +370,7 @@ class WorkerPool:
         ranks = ", ".join(f"rank {rank} on {self.placement.devices[rank].name}" for rank in source.ranks)
         phase = self.arena.board.phase(source.ranks[0])
         return self._fail(
-            f"Host {source.name} was lost while {phase} ({ranks}; {error}): see that it is up, that the network reaches it "
+            f"Machine {source.name} was lost while {phase} ({ranks}; {error}): see that it is up, that the network reaches it "
             "and that torchrun runs there, then run again, a fresh pool will be started."
         )
 
@@ -389,10 +389,10 @@ class WorkerPool:
 
     def _stalled(self, rank: int) -> PoolFailed:
         phase = self.arena.board.phase(rank)
-        ports = "see that every port is open between the hosts, or set GLOO_SOCKET_IFNAME to the interface between them; "
+        ports = "see that every port is open between the machines, or set GLOO_SOCKET_IFNAME to the interface between them; "
         return self._fail(
             f"{self._where(rank)} made no progress for {self._setup.stall_s:g} s while {phase}: "
-            f"{ports if self._hosts and phase == 'joining' else ''}"
+            f"{ports if self._machines and phase == 'joining' else ''}"
             "run again, a fresh pool will be started (PIPEMESH_STALL_S sets the limit).",
             rank,
         )

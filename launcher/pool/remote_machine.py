@@ -1,5 +1,5 @@
-"""ComfyUI's end of another host: found through torchrun's rendezvous, spoken to over one connection
-that lasts as long as the pool.
+"""ComfyUI's end of another machine: found through torchrun's rendezvous, spoken to over one
+connection that lasts as long as the pool.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ NODE_COMMAND = (
 
 
 class MachineMissing(PipeMeshError):
-    """Another host's ranks cannot be had; the sentence says why."""
+    """Another machine's ranks cannot be had; the sentence says why."""
 
 
-def between_hosts(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of RankSetup that pools over several hosts need. Raises LayoutError."""
+def between_machines(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of RankSetup that pools over several machines need. Raises LayoutError."""
     return {
         "rendezvous": environ.get(RENDEZVOUS_VARIABLE, ""),
         "secret": environ.get(SECRET_VARIABLE, ""),
@@ -58,27 +58,27 @@ def lost_seconds(text: str) -> float:
     return seconds
 
 
-def check_rendezvous(setup: RankSetup, host: str) -> tuple[str, int]:
-    """The rendezvous as address and port. Raises LayoutError unless the setup says where hosts meet
-    and holds a secret.
+def check_rendezvous(setup: RankSetup, name: str) -> tuple[str, int]:
+    """The rendezvous as address and port. Raises LayoutError unless the setup says where
+    machines meet and holds a secret. ``name``: of the machine to be met.
     """
     address, _, port = setup.rendezvous.rpartition(":")
     if not (address and port.isdigit()):
         raise LayoutError(
-            f"Host {host} is met at torchrun's rendezvous, and {RENDEZVOUS_VARIABLE} is {setup.rendezvous or 'not set'}: "
+            f"Machine {name} is met at torchrun's rendezvous, and {RENDEZVOUS_VARIABLE} is {setup.rendezvous or 'not set'}: "
             f"start with {RENDEZVOUS_VARIABLE}=ADDRESS:PORT, the --rdzv-endpoint (docs/MULTI_NODE.md)."
         )
     if len(setup.secret) < SHORTEST_SECRET:
         raise LayoutError(
-            f"{SECRET_VARIABLE} has {len(setup.secret)} characters and hosts trust each other by it: "
-            f"start with the same {SECRET_VARIABLE} of at least {SHORTEST_SECRET} on every host."
+            f"{SECRET_VARIABLE} has {len(setup.secret)} characters and machines trust each other by it: "
+            f"start with the same {SECRET_VARIABLE} of at least {SHORTEST_SECRET} on every machine."
         )
     return address, int(port)
 
 
 def node_command(rendezvous: str, name: str = "") -> str:
-    """The same on every host unless it is for the one of that name."""
-    return NODE_COMMAND.format(nodes="HOSTS", rendezvous=rendezvous) + (f" --name {name}" if name else "")
+    """The same on every machine unless it is for the one of that name."""
+    return NODE_COMMAND.format(nodes="MACHINES", rendezvous=rendezvous) + (f" --name {name}" if name else "")
 
 
 def open_store(address: str, port: int, timeout_s: float) -> Any:
@@ -91,7 +91,7 @@ def open_store(address: str, port: int, timeout_s: float) -> Any:
 
 
 def store_key(name: str) -> str:
-    return f"pipemesh/hosts/{name}"
+    return f"pipemesh/machines/{name}"
 
 
 def new_meeting() -> str:
@@ -109,18 +109,18 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     raise MachineMissing(
-        f"No network interface here has {address} as its first address: set GLOO_SOCKET_IFNAME to the one between the hosts."
+        f"No network interface here has {address} as its first address: set GLOO_SOCKET_IFNAME to the one between the machines."
     )
 
 
 def net_for(setup: RankSetup, own_address: str, meeting: str) -> Net:
-    """``own_address``: by which this host speaks to the others."""
+    """``own_address``: by which this machine speaks to the others."""
     address, port = check_rendezvous(setup, own_address)
     return Net(Meeting(address, port, meeting), os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(own_address))
 
 
 def join(name: str, ranks: tuple[int, ...], setup: RankSetup, board: Board) -> RemoteMachine:
-    """Connects to the leader of host ``name``. Raises MachineMissing, and LayoutError where the
+    """Connects to the leader of machine ``name``. Raises MachineMissing, and LayoutError where the
     setup names no rendezvous.
     """
     address, port = check_rendezvous(setup, name)
@@ -130,22 +130,24 @@ def join(name: str, ranks: tuple[int, ...], setup: RankSetup, board: Board) -> R
     except RuntimeError as error:
         raise MachineMissing(
             f"Nothing answers at the rendezvous {setup.rendezvous} ({str(error).splitlines()[0]}): "
-            f"run on every host, in the checkout: {node_command(setup.rendezvous)}"
+            f"run on every machine, in the checkout: {node_command(setup.rendezvous)}"
         ) from error
     command = f"run there, in the checkout: {node_command(setup.rendezvous, name)}"
     if not known:
-        raise MachineMissing(f"Host {name} has not joined the rendezvous at {setup.rendezvous}: {command}")
+        raise MachineMissing(f"Machine {name} has not joined the rendezvous at {setup.rendezvous}: {command}")
     where, _, at = known.rpartition(":")
     try:
         sock = socket.create_connection((where, int(at)), timeout=setup.lost_s)
     except OSError as error:
-        raise MachineMissing(f"Host {name} does not answer at {known} ({error}): see that the network reaches it, or {command}") from error
+        raise MachineMissing(
+            f"Machine {name} does not answer at {known} ({error}): see that the network reaches it, or {command}"
+        ) from error
     try:
         prove(sock, setup.secret, b"ui")
     except OSError as error:
         sock.close()
         kind = "refused" if isinstance(error, SecretRefused) else "did not finish"
-        sentence = f"Host {name} at {known} {kind} the exchange of secrets ({error}): set the same {SECRET_VARIABLE} on every host."
+        sentence = f"Machine {name} at {known} {kind} the exchange of secrets ({error}): set the same {SECRET_VARIABLE} on every machine."
         raise MachineMissing(sentence) from error
     sock.settimeout(None)
     notice_loss(sock, setup.lost_s)
@@ -153,7 +155,7 @@ def join(name: str, ranks: tuple[int, ...], setup: RankSetup, board: Board) -> R
 
 
 class RemoteMachine:
-    """The ranks of one other host. What they write on their board is copied onto ComfyUI's."""
+    """The ranks of one other machine. What they write on their board is copied onto ComfyUI's."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], sock: socket.socket, board: Board):
         self.name = name
@@ -169,7 +171,7 @@ class RemoteMachine:
     def open(self, placement: Placement, setup: RankSetup, meeting: str, arena_bytes: int) -> None:
         """Has the leader start its ranks; each will say Ready. Raises MachineMissing."""
         opening = Open(
-            host=self.name,
+            machine=self.name,
             degrees=placement.layout.degrees(),
             devices=tuple(device.name for device in placement.devices),
             backend=placement.backend,
@@ -180,7 +182,7 @@ class RemoteMachine:
         try:
             self._link.send(opening)
         except ChannelClosed as error:
-            raise MachineMissing(f"Host {self.name} was lost before its ranks could start ({error}): run again.") from error
+            raise MachineMissing(f"Machine {self.name} was lost before its ranks could start ({error}): run again.") from error
 
     def send(self, message: Request | Close, fds: Any = (), before_piece: Callable[[], None] = lambda: None) -> None:
         """Once, for all ranks there. The board says at once what they were asked: the next word
@@ -197,7 +199,7 @@ class RemoteMachine:
         said: list[tuple[int, Any]] = []
         for message, _fds in self._link.pump():
             if isinstance(message, Denied):
-                raise MachineMissing(f"Host {self.name} cannot start its ranks: {message.text}")
+                raise MachineMissing(f"Machine {self.name} cannot start its ranks: {message.text}")
             if isinstance(message, Beat):
                 for rank, line in message.lines.items():
                     if rank in self.ranks:
@@ -222,7 +224,7 @@ class RemoteMachine:
         return self._ended[rank].status if rank in self._ended else None
 
     def tail(self, rank: int) -> list[str]:
-        return list(self._ended[rank].tail) if rank in self._ended else [f"(on host {self.name})"]
+        return list(self._ended[rank].tail) if rank in self._ended else [f"(on machine {self.name})"]
 
     def close(self, wait_s: float = FINISH_S) -> None:
         """The leader ends its ranks when the connection closes; it is given ``wait_s`` to say that

@@ -1,5 +1,5 @@
-"""What every host must have before its ranks begin: rank 0's host has it already, the leader of
-every other receives it by broadcast.
+"""Brings inputs to every machine before its ranks begin. Rank 0's machine has them already; the
+first rank of every other machine receives them by broadcast.
 """
 
 from __future__ import annotations
@@ -11,31 +11,40 @@ import torch.distributed as dist
 
 
 class MachineComm:
-    """Every rank must make it, after init_process_group. ``hosts``: a number for each rank's host,
-    that of rank 0 is ComfyUI's own.
+    """The groups of ranks that bring inputs from machine to machine. Every rank must make one,
+    after init_process_group.
 
-    Through host memory whatever the ranks compute on: what is broadcast lies in the arena.
+    ``machines``: a number for each rank's machine; that of rank 0 is ComfyUI's own. Broadcasts go
+    through CPU memory whatever the ranks compute on, because the inputs lie in the arena.
     """
 
-    def __init__(self, hosts: Sequence[int], rank: int):
-        members = {host: [other for other, place in enumerate(hosts) if place == host] for host in dict.fromkeys(hosts)}
-        self.away = hosts[rank] != hosts[0]
+    def __init__(self, machines: Sequence[int], rank: int):
+        members = {machine: [other for other, place in enumerate(machines) if place == machine] for machine in dict.fromkeys(machines)}
+        self.away = machines[rank] != machines[0]
         self._rank = rank
-        self._leads = members[hosts[rank]][0] == rank
-        self._leaders = dist.new_group([ranks[0] for ranks in members.values()], backend="gloo")
-        groups = {host: dist.new_group(ranks, backend="gloo") for host, ranks in members.items() if host != hosts[0] and len(ranks) > 1}
-        self._beside = groups.get(hosts[rank])
+        self._is_first = members[machines[rank]][0] == rank
+        self._firsts = gloo_group([ranks[0] for ranks in members.values()])
+        beside = {machine: gloo_group(ranks) for machine, ranks in members.items() if machine != machines[0] and len(ranks) > 1}
+        self._beside = beside.get(machines[rank])
 
     def spread(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Every rank must call it, with the same places of its own host's arena, as bytes. Returns
-        when they are filled on this host.
+        """Fills ``pieces``, places of this machine's arena as bytes, with what rank 0 has in the
+        same places. Every rank must call it.
         """
         sizes = [piece.numel() for piece in pieces]
-        if self._leads and sizes:
+        if self._is_first and sizes:
             parcel = torch.cat(list(pieces)) if self._rank == 0 else torch.empty(sum(sizes), dtype=torch.uint8)
-            dist.broadcast(parcel, src=0, group=self._leaders)
+            dist.broadcast(parcel, src=0, group=self._firsts)
             for piece, content in zip(pieces, parcel.split(sizes), strict=True):
                 if self.away:
                     piece.copy_(content)
         if self._beside is not None:
             dist.barrier(self._beside)
+
+
+def gloo_group(ranks: list[int]) -> dist.ProcessGroup | None:
+    """A group of these ranks, over gloo. Every rank must call it, in the same order; one that is
+    not in ``ranks`` has no use for what it returns.
+    """
+    group = dist.new_group(ranks, backend="gloo")
+    return group if isinstance(group, dist.ProcessGroup) else None

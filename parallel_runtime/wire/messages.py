@@ -11,8 +11,8 @@ from .segment import TensorRef
 
 
 class Meeting(msgspec.Struct, frozen=True, array_like=True):
-    """Where the ranks of a pool over several hosts meet: torchrun's store, and a name of the pool's
-    own in it.
+    """Where the ranks of a pool over several machines meet: torchrun's store, and a name of the
+    pool's own in it.
     """
 
     address: str
@@ -24,9 +24,9 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """First word to a rank; carries the arena's and the rendezvous store's descriptors, in this
     order.
 
-    ``cores``: where a CPU rank computes; empty for a rank on a GPU. ``hosts``: a number for each
-    rank's host, 0 for ComfyUI's own; empty where that is the only one. Then there is a ``meeting``
-    instead of the store.
+    ``cores``: where a CPU rank computes; empty for a rank on a GPU. ``machines``: a number for
+    each rank's machine, 0 for ComfyUI's own; empty where that is the only one. Where there are
+    several, ``meeting`` stands for the store.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     comfy_args: bytes
     arena_bytes: int
     log_level: int
-    hosts: tuple[int, ...] = ()
+    machines: tuple[int, ...] = ()
     meeting: Meeting | None = None
 
 
@@ -135,8 +135,8 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     place of that size.
 
     ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
-    taken. ``compute_s``: since ``began_s`` (of the host's monotonic clock), ``exchange_s`` of them
-    spent waiting for other ranks' messages.
+    taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``exchange_s`` of
+    them spent waiting for other ranks' messages.
     """
 
     request: int
@@ -166,11 +166,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """First word to another host's leader: the pool whose ranks on ``host`` it is to start.
+    """First word to another machine's leader: the pool whose ranks on ``machine`` it is to start.
     ``devices`` of all ranks, by name.
     """
 
-    host: str
+    machine: str
     degrees: dict[str, int]
     devices: tuple[str, ...]
     backend: Literal["gloo", "nccl"]

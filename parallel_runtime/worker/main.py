@@ -71,7 +71,7 @@ def run(channel: Channel) -> None:
                 store = dist.PrefixStore(start.meeting.name, dist.TCPStore(start.meeting.address, start.meeting.port))
             timeout = timedelta(seconds=start.timeout_s)
             dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout)
-        hosts = MachineComm(start.hosts, start.rank) if start.hosts else None
+        hosts = MachineComm(start.machines, start.rank) if start.machines else None
         seat = take_seat(
             layout,
             start.rank,

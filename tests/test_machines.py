@@ -1,5 +1,5 @@
-"""A pool over two hosts: network namespaces on this machine, leaders started by torchrun, ComfyUI's
-sampling in one of them.
+"""A pool over two machines, which are network namespaces here: leaders started by torchrun,
+ComfyUI's sampling in one of them.
 """
 
 import os
@@ -26,7 +26,7 @@ from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
 
 from .models import load, run, with_lora
-from .namespaces import NoNamespaces, TwoHosts, inside
+from .namespaces import NoNamespaces, TwoMachines, inside
 from .test_pool_faults import Once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,18 +38,18 @@ SENT = Case("flux", "ulysses2", "odd", 5, 1.0, False, "euler")  # a MODEL withou
 
 
 @pytest.fixture(scope="module")
-def hosts():
+def machines():
     try:
-        two = TwoHosts()
+        two = TwoMachines()
     except NoNamespaces as reason:
         pytest.skip(f"no network namespaces here: {reason}")
     yield two
     two.close()
 
 
-def torchrun(namespace: str, name: str, log: Path, is_host: int) -> subprocess.Popen:
-    """The command that errors name and docs/MULTI_NODE.md explains, on one of the hosts."""
-    command = NODE_COMMAND.format(nodes=2, rendezvous=RENDEZVOUS).replace("read_timeout=600", f"read_timeout=600,is_host={is_host}")
+def torchrun(namespace: str, name: str, log: Path, has_store: int) -> subprocess.Popen:
+    """The command that errors name and docs/MULTI_NODE.md explains, on one of the machines."""
+    command = NODE_COMMAND.format(nodes=2, rendezvous=RENDEZVOUS).replace("read_timeout=600", f"read_timeout=600,is_host={has_store}")
     variable, _torchrun, *options = command.split()
     env = {
         **os.environ,
@@ -64,17 +64,17 @@ def torchrun(namespace: str, name: str, log: Path, is_host: int) -> subprocess.P
 
 
 @pytest.fixture(scope="module")
-def leaders(hosts, tmp_path_factory):
-    """torchrun on both hosts. This machine's name means neither address, so the host of the
-    rendezvous is told that it is.
+def leaders(machines, tmp_path_factory):
+    """torchrun on both machines. This computer's name means neither address, so the one that has
+    the rendezvous is told that it is.
     """
     logs = [tmp_path_factory.mktemp("leaders") / name for name in ("near", "far")]
     started = [
-        torchrun(hosts.near, "near", logs[0], is_host=1),
-        torchrun(hosts.far, "far", logs[1], is_host=0),
+        torchrun(machines.near, "near", logs[0], has_store=1),
+        torchrun(machines.far, "far", logs[1], has_store=0),
     ]
     yield started
-    hosts.cable("up")  # torchrun tells its rendezvous that it leaves
+    machines.cable("up")  # torchrun tells its rendezvous that it leaves
     for process in started:
         process.send_signal(signal.SIGTERM)
     for process in started:
@@ -90,13 +90,13 @@ def truths(leaders, files):
 
 
 @pytest.fixture
-def handle(setup, hosts, leaders):
-    """ComfyUI's end, on the near host: what is called here runs in its namespace, and so does the
-    process that ranks are forked from.
+def handle(setup, machines, leaders):
+    """ComfyUI's end, on the near machine: what is called here runs in its namespace, and so does
+    the process that ranks are forked from.
     """
     setup = replace(setup, rendezvous=RENDEZVOUS, secret=SECRET, lost_s=LOST_S, start=start_as({}))
     handle = PoolHandle(place(Layout(ulysses=2), "cpu,far/cpu", "gloo", ()), setup)
-    with inside(hosts.near):
+    with inside(machines.near):
         yield handle
         handle.close()
 
@@ -108,7 +108,7 @@ def started(handle: PoolHandle) -> WorkerPool:
     return handle.ensure()
 
 
-def test_two_hosts_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_next_run_is_right(hosts, files, truths, handle):
+def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_next_run_is_right(machines, files, truths, handle):
     plain, patched = truths
     first = started(handle)
     client = Client(handle, shares_weights=False)
@@ -117,7 +117,7 @@ def test_two_hosts_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_nex
     assert relative_error(run(with_lora(model, files, 0.7)), patched) <= BOUND
     assert Bench(lambda *layout: client).error(SENT) <= BOUND
 
-    said = listened_to(first._hosts[0])
+    said = listened_to(first._machines[0])
     cancelling = Once(lambda: in_forward(first), comfy.model_management.interrupt_current_processing)
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         run(model, size=(128, 128), steps=20)
@@ -126,23 +126,23 @@ def test_two_hosts_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_nex
     assert first.idle
     assert [(rank, answer.cancelled) for rank, answer in said[-1:]] == [(1, True)]
 
-    far_ranks = [os.pidfd_open(pid) for pid in hosts.pids(hosts.far) if forks(psutil.Process(pid).parent())]
+    far_ranks = [os.pidfd_open(pid) for pid in machines.pids(machines.far) if forks(psutil.Process(pid).parent())]
     assert len(far_ranks) == 1
-    cutting = Once(lambda: in_forward(first), lambda: hosts.cable("down"))
+    cutting = Once(lambda: in_forward(first), lambda: machines.cable("down"))
     with pytest.raises(
-        PoolFailed, match=r"^Host far was lost while computing \(rank 1 on far/cpu; Connection timed out\): see that it is up"
+        PoolFailed, match=r"^Machine far was lost while computing \(rank 1 on far/cpu; Connection timed out\): see that it is up"
     ):
         run(model, size=(128, 128), steps=20)
     cutting.join()
     since_cut_s = time.monotonic() - cutting.acted_at
     assert since_cut_s < 3 * LOST_S
-    with pytest.raises(PoolFailed, match=r"^Host far does not answer at 10\.77\.0\.2:\d+ "):
+    with pytest.raises(PoolFailed, match=r"^Machine far does not answer at 10\.77\.0\.2:\d+ "):
         run(model)
-    for rank in far_ranks:  # on a host that nobody can tell
+    for rank in far_ranks:  # on a machine that nobody can tell
         assert select.select([rank], [], [], DEADLINE_S)[0]
         os.close(rank)
 
-    hosts.cable("up")
+    machines.cable("up")
     assert relative_error(run(model, cfg=2.0), plain) <= BOUND
     assert handle.live() is not first
 
@@ -151,15 +151,15 @@ def forks(process: psutil.Process) -> bool:
     return "fork_server_main.py" in " ".join(process.cmdline())
 
 
-def listened_to(host: RemoteMachine) -> list:
+def listened_to(machine: RemoteMachine) -> list:
     """What its ranks say from now on."""
-    said, pump = [], host.pump
+    said, pump = [], machine.pump
 
     def heard():
         said.extend(new := pump())
         return new
 
-    host.pump = heard
+    machine.pump = heard
     return said
 
 
