@@ -43,14 +43,17 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
         @classmethod
         def validate_inputs(
             cls,
-            devices: str = "auto",
-            ulysses: int = 2,
-            backend: str = "auto",
-            ring: int = 1,
-            pipefusion: int = 1,
-            patches: int = 0,
-            stages: str = "",
+            devices: str | None = PoolSettings.devices,
+            ulysses: int | None = PoolSettings.ulysses,
+            backend: str | None = PoolSettings.backend,
+            ring: int | None = PoolSettings.ring,
+            pipefusion: int | None = PoolSettings.pipefusion,
+            patches: int | None = PoolSettings.patches,
+            stages: str | None = PoolSettings.stages,
         ) -> bool | str:
+            """None is a linked input. ``warm_up`` is left to ComfyUI, as nothing else depends on
+            it.
+            """
             return runtime.check(
                 devices=devices, ulysses=ulysses, ring=ring, backend=backend, pipefusion=pipefusion, patches=patches, stages=stages
             )

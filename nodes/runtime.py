@@ -28,7 +28,7 @@ from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
 from .report.figures import MemoryFigures, PoolFigures, RankFigures, Report, last_run
 from .report.picture import timeline
-from .settings import Choice, PoolSettings
+from .settings import PLACED_BY, Choice, PoolSettings
 
 DEFAULT_STALL_S = 300.0
 log = logging.getLogger("pipemesh")
@@ -65,10 +65,7 @@ class Runtime:
     def choose(self, **values: Any) -> Choice:
         """The choice that these inputs of PipeMesh Pool make. Raises LayoutError."""
         settings = PoolSettings.checked(values)
-        placement = settings.place(visible_gpus(comfy.cli_args.args.cpu))
-        if placement.other_machines:
-            check_rendezvous(self._setup, placement.other_machines[0])
-        return Choice(placement, settings.patching())
+        return Choice(self._placed(settings), settings.patching())
 
     def default_choice(self) -> Choice:
         """All GPUs, or two ranks on the CPU."""
@@ -76,9 +73,16 @@ class Runtime:
         return Choice(place(Layout(ulysses=len(gpus) or 2), "auto", "auto", gpus))
 
     def check(self, **values: Any) -> bool | str:
-        """True, or the sentence to show, for a node's validation."""
+        """True, or the sentence that says why no choice can be made of these inputs. None is one
+        that is not known yet, as it is linked: ``choose`` will check it.
+        """
+        known = {name: value for name, value in values.items() if value is not None}
         try:
-            self.choose(**values)
+            settings = PoolSettings.checked(known)
+            settings.layout()
+            if not PLACED_BY & (values.keys() - known.keys()):
+                self._placed(settings)
+            settings.patching()
         except LayoutError as error:
             return str(error)
         return True
@@ -111,6 +115,13 @@ class Runtime:
             return None
         names = [f"{rank} {device.name}" for rank, device in enumerate(placement.devices)]
         return timeline(names, list(run.evaluations))
+
+    def _placed(self, settings: PoolSettings) -> Placement:
+        """Raises LayoutError."""
+        placement = settings.place(visible_gpus(comfy.cli_args.args.cpu))
+        if placement.other_machines:
+            check_rendezvous(self._setup, placement.other_machines[0])
+        return placement
 
     def _client(self, placement: Placement) -> Client:
         if placement not in self._clients:

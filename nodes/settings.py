@@ -16,6 +16,7 @@ from ..parallel_runtime.client.remote_patcher import Patching
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 
+MOST_DIGITS = 6  # of a number of blocks
 PLACED_BY = {"devices", "ulysses", "ring", "pipefusion"}  # inputs without which no rank has a device
 
 
@@ -174,10 +175,12 @@ class PoolSettings:
 
 def blocks_of_stages(text: str) -> tuple[int, ...]:
     """Raises LayoutError."""
-    numbers = [number.strip() for number in text.split(",")] if text.strip() else []
-    if not all(number.isdecimal() and int(number) for number in numbers):
-        raise LayoutError(f"stages {text!r} is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing.")
-    return tuple(map(int, numbers))
+    counts = [count.strip() for count in text.split(",")] if text.strip() else []
+    if not all(count.isdecimal() and len(count) <= MOST_DIGITS and int(count) for count in counts):
+        raise LayoutError(
+            f"stages {short(text)} is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing."
+        )
+    return tuple(map(int, counts))
 
 
 @dataclass(frozen=True)

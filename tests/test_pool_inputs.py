@@ -1,0 +1,130 @@
+"""What PipeMesh Pool refuses: when it is queued, through ComfyUI's own validation, and when it
+runs, where a linked input has its value.
+"""
+
+import asyncio
+
+import pytest
+from pipemesh.parallel_runtime.errors import LayoutError
+
+from .fake_pools import fake_setup
+
+INPUTS = {"devices": "cpu", "ulysses": 1, "ring": 1, "pipefusion": 2, "backend": "auto", "patches": 0, "warm_up": 1, "stages": ""}
+REFUSED = [
+    ({"devices": "cpu,cpu,cpu"}, "pipefusion 2 = 2 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank."),
+    ({"ring": 2}, "pipefusion 2 with ring 2: within a stage use ulysses, and set ring to 1."),
+    ({"pipefusion": 4, "patches": 2}, "patches 2, pipefusion 4: some stages would always wait, choose at least as many patches as stages."),
+    ({"stages": "9,10,3"}, "stages 9,10,3 are 3, pipefusion 2: write one number of blocks for each stage, or nothing."),
+    *(
+        ({"stages": text}, f"stages {text!r} is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing.")
+        for text in ("9,", "half,half", "0,19", "-1,20", "9.5,9.5")
+    ),
+    ({"ulysses": 33, "pipefusion": 1}, "ulysses 33 is out of range: choose 1 to 32."),
+    ({"ulysses": 0}, "ulysses 0 is out of range: choose 1 to 32."),
+    ({"ring": 33, "pipefusion": 1}, "ring 33 is out of range: choose 1 to 32."),
+    ({"pipefusion": 0}, "pipefusion 0 is out of range: choose 1 to 32."),
+    ({"patches": 65}, "patches 65 is out of range: choose 0 to 64."),
+    ({"backend": "mpi"}, "backend 'mpi' is not known: choose auto, nccl or gloo."),
+]
+UNLIKE = [  # what only a link can bring
+    ({"ulysses": 2.5}, "ulysses 2.5 is no whole number: choose one from 1 to 32."),
+    ({"ulysses": None}, "ulysses None is no whole number: choose one from 1 to 32."),
+    ({"patches": True}, "patches True is no whole number: choose one from 0 to 64."),
+    ({"warm_up": 0}, "warm_up 0 is out of range: choose 1 to 10000."),
+    ({"warm_up": -3}, "warm_up -3 is out of range: choose 1 to 10000."),
+    ({"backend": 1}, "backend 1 is not known: choose auto, nccl or gloo."),
+    ({"stages": 20}, "stages 20 is no text: connect text, or type it in."),
+    ({"stages": "9" * 5000 + ",1"}, "is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing."),
+]
+
+
+@pytest.fixture(scope="module")
+def node():
+    """Of a runtime that can start nothing."""
+    from pipemesh.nodes.pool import pool_nodes
+    from pipemesh.nodes.runtime import Runtime
+
+    return pool_nodes(Runtime(fake_setup()))[0]
+
+
+@pytest.fixture
+def complaints(node, monkeypatch):
+    """What ComfyUI has to say of these inputs when they are queued; a link is written as in a
+    prompt.
+    """
+    import execution
+
+    import nodes
+
+    class Source:
+        RETURN_TYPES, FUNCTION = ("*",), "run"
+
+        @classmethod
+        def INPUT_TYPES(cls):
+            return {"required": {}}
+
+    monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, "PipeMeshPool", node)
+    monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, "Source", Source)
+
+    def validated(**inputs):
+        prompt = {"1": {"class_type": "PipeMeshPool", "inputs": dict(inputs)}, "2": {"class_type": "Source", "inputs": {}}}
+        valid, errors, _ = asyncio.run(execution.validate_inputs("id", prompt, "1", {}))
+        assert valid == (not errors)
+        return {f"{error['message']}: {error['details']}".rpartition(" - ")[2] for error in errors}
+
+    return validated
+
+
+LINK = ["2", 0]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED)
+def test_what_cannot_be_is_refused_when_queued_with_one_sentence(complaints, changes, sentence):
+    assert complaints(**INPUTS | changes) == {sentence}
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [*REFUSED, *UNLIKE])
+def test_what_a_link_brings_is_refused_when_it_runs_with_the_same_sentence(node, changes, sentence):
+    with pytest.raises(LayoutError) as caught:
+        node.execute(**INPUTS | changes)
+    assert str(caught.value).endswith(sentence) and "\n" not in str(caught.value)
+
+
+def test_comfyui_checks_warm_up_itself(complaints):
+    assert complaints(**INPUTS | {"warm_up": 0}) == {"Value 0 smaller than min of 1: warm_up"}
+
+
+@pytest.mark.parametrize("linked", [*([name] for name in INPUTS), [*INPUTS]], ids=lambda names: "+".join(names))
+def test_linked_inputs_are_queued(complaints, linked):
+    assert complaints(**INPUTS | dict.fromkeys(linked, LINK)) == set()
+
+
+@pytest.mark.parametrize(
+    ("linked", "changes", "start"),
+    [
+        ("ulysses", {"backend": "mpi"}, "backend 'mpi' is not known"),
+        ("stages", {"ulysses": 33}, "ulysses 33 is out of range"),
+        ("devices", {"ring": 2}, "pipefusion 2 with ring 2"),
+        ("backend", {"devices": "cpu,cpu,cpu"}, "pipefusion 2 = 2 ranks, 3 devices listed"),
+        ("ulysses", {"pipefusion": 4, "patches": 2}, "patches 2, pipefusion 4"),
+        ("patches", {"stages": "9,10,3"}, "stages 9,10,3 are 3, pipefusion 2"),
+        ("pipefusion", {"stages": "9,"}, "stages '9,' is no list of block counts"),
+    ],
+)
+def test_what_can_never_be_is_refused_when_queued_whatever_a_link_brings(complaints, linked, changes, start):
+    (sentence,) = complaints(**INPUTS | changes | {linked: LINK})
+    assert sentence.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("linked", "changes"),
+    [
+        ("ulysses", {"devices": "cpu,cpu,cpu"}),
+        ("devices", {"ulysses": 3}),
+        ("pipefusion", {"ring": 2}),
+        ("pipefusion", {"stages": "9,10,3"}),
+        ("pipefusion", {"patches": 1}),
+    ],
+)
+def test_what_a_link_may_put_right_is_queued(complaints, linked, changes):
+    assert complaints(**INPUTS | changes | {linked: LINK}) == set()
