@@ -7,6 +7,7 @@ import torch
 from pipemesh.launcher.commands.parity import BOUND, relative_error
 from pipemesh.launcher.pool.devices import Device, Placement
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 
 from .fake_pools import fake_setup
@@ -134,6 +135,21 @@ def test_weight_patches_reach_the_stages_that_hold_the_weights(runtime, files):
     truth = run(stock)
     ours = run(runtime.parallelize(stock, runtime.choose(**STAGES, warm_up=100)))
     torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pipefusion", [1, 2])
+@pytest.mark.parametrize("shape", [(0, 16, 8, 8), (1, 16, 0, 8), (1, 16, 8, 0)])
+def test_an_empty_latent_is_refused_before_a_pool_starts(files, setup, pipefusion, shape):
+    from pipemesh.nodes.runtime import Runtime
+
+    runtime = Runtime(setup)
+    model = runtime.parallelize(load(files["flux"]), runtime.choose(**STAGES | {"ulysses": 3 - pipefusion, "pipefusion": pipefusion}))
+    with pytest.raises(Refused) as caught:
+        run(model, latent=torch.zeros(*shape))
+    assert str(caught.value) == (
+        f"The latent is empty ({' x '.join(map(str, shape))}): connect one with at least one image of at least one pixel."
+    )
+    assert only_pool(runtime)["state"] == "closed"
 
 
 @pytest.mark.parametrize(

@@ -226,8 +226,12 @@ class RemotePatcher(ModelPatcher):
 def prepare_sampling(executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
     """A PREPARE_SAMPLING wrapper: the host estimates activations from this shape (and from
     reference latents, which are counted whole), and text encoder and VAE are not unloaded for what
-    ranks on other devices hold.
+    ranks on other devices hold. Raises Refused for a latent without elements, which no model can
+    reshape.
     """
+    if 0 in noise_shape:
+        shape = " x ".join(map(str, noise_shape))
+        raise Refused(f"The latent is empty ({shape}): connect one with at least one image of at least one pixel.")
     return executor(model, [noise_shape[0] * model.remote.activations, *noise_shape[1:]], conds, *args, **kwargs)
 
 
