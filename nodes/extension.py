@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from io import BytesIO
 
@@ -13,7 +14,7 @@ from server import PromptServer
 from .ksampler import sampler_nodes
 from .pool import pool_nodes
 from .report.node import report_node
-from .runtime import Runtime, rank_setup
+from .runtime import Runtime
 
 
 def show_on_node(text: str) -> None:
@@ -25,7 +26,7 @@ def show_on_node(text: str) -> None:
 
 class PipeMeshExtension(ComfyExtension):
     def __init__(self) -> None:
-        self._runtime = Runtime(rank_setup(), show_on_node)
+        self._runtime = Runtime.of(os.environ, show_on_node)
 
     async def on_load(self) -> None:
         @PromptServer.instance.routes.get("/pipemesh/report")

@@ -5,8 +5,7 @@ node.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from PIL.Image import Image
 
+from ..launcher.pool.crew import stall_seconds
 from ..launcher.pool.devices import Placement, place, visible_gpus
 from ..launcher.pool.pool import PoolHandle, PoolKeeper, RankSetup
 from ..launcher.pool.remote_machine import between_machines, check_rendezvous
@@ -30,7 +30,6 @@ from .report.figures import MemoryFigures, PoolFigures, RankFigures, Report, las
 from .report.picture import timeline
 from .settings import PLACED_BY, Choice, PoolSettings
 
-DEFAULT_STALL_S = 300.0
 log = logging.getLogger("pipemesh")
 
 
@@ -42,25 +41,39 @@ def plain_args(args: dict[str, Any]) -> dict[str, Any]:
     return {**plain, "fast": [feature.value for feature in args.get("fast") or ()]}
 
 
-def rank_setup() -> RankSetup:
+def rank_setup(environ: Mapping[str, str]) -> RankSetup:
+    """What ranks must know of this ComfyUI. Raises LayoutError where a variable cannot be read."""
     return RankSetup(
         comfyui=str(Path(comfy.__path__[0]).parent),
         comfy_args=plain_args(vars(comfy.cli_args.args)),
-        stall_s=float(os.environ.get("PIPEMESH_STALL_S", DEFAULT_STALL_S)),
-        **between_machines(os.environ),
+        stall_s=stall_seconds(environ),
+        **between_machines(environ),
     )
 
 
 class Runtime:
     """The pools, by placement, and a client for each. ``show`` puts a line of text on the node that
     samples.
+
+    ``fault``: why no pool can be started. It is raised where one is to be, so that ComfyUI has the
+    nodes all the same.
     """
 
-    def __init__(self, setup: RankSetup, show: Callable[[str], None] = lambda text: None):
+    def __init__(self, setup: RankSetup, show: Callable[[str], None] = lambda text: None, fault: str = ""):
         self._setup = setup
+        self._fault = fault
         self._show = show
         self._keeper = PoolKeeper(setup)
         self._clients: dict[Placement, Client] = {}
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], show: Callable[[str], None]) -> Runtime:
+        """The runtime of a ComfyUI in this environment."""
+        try:
+            return cls(rank_setup(environ), show)
+        except LayoutError as error:
+            log.error("[PipeMesh] %s", error)
+            return cls(rank_setup({}), show, fault=str(error))
 
     def choose(self, **values: Any) -> Choice:
         """The choice that these inputs of PipeMesh Pool make. Raises LayoutError."""
@@ -89,8 +102,10 @@ class Runtime:
 
     def parallelize(self, model: ModelPatcher, choice: Choice | None) -> RemotePatcher:
         """A clone of ``model`` that the pool of this choice samples. A model that is parallelized
-        already keeps its pool where none is chosen.
+        already keeps its pool where none is chosen. Raises LayoutError, Refused, ModelError.
         """
+        if self._fault:
+            raise LayoutError(self._fault)
         if choice is None and isinstance(model, RemotePatcher):
             return model
         choice = choice or self.default_choice()
@@ -119,7 +134,7 @@ class Runtime:
     def _placed(self, settings: PoolSettings) -> Placement:
         """Raises LayoutError."""
         placement = settings.place(visible_gpus(comfy.cli_args.args.cpu))
-        if placement.other_machines:
+        if placement.other_machines and not self._fault:
             check_rendezvous(self._setup, placement.other_machines[0])
         return placement
 

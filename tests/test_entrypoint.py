@@ -60,6 +60,30 @@ def test_a_missing_dependency_is_named_with_the_command_that_installs_it(pack, m
         pack.check_host()
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("PIPEMESH_STALL_S", "abc", "PIPEMESH_STALL_S is abc: set it to a number of seconds from 1 to 86400."),
+        ("PIPEMESH_STALL_S", "0", "PIPEMESH_STALL_S is 0: set it to a number of seconds from 1 to 86400."),
+        ("PIPEMESH_STALL_S", "nan", "PIPEMESH_STALL_S is nan: set it to a number of seconds from 1 to 86400."),
+        ("PIPEMESH_LOST_S", "a minute", "PIPEMESH_LOST_S is a minute: set it to a number of seconds from 2 to 120."),
+    ],
+)
+def test_a_variable_that_cannot_be_read_is_told_when_a_pool_is_to_start_and_the_nodes_load(monkeypatch, caplog, variable, value, sentence):
+    from pipemesh.nodes.extension import PipeMeshExtension
+    from pipemesh.parallel_runtime.errors import LayoutError
+
+    monkeypatch.setenv(variable, value)
+    nodes = {node.GET_SCHEMA().node_id: node for node in asyncio.run(PipeMeshExtension().get_node_list())}
+    assert caplog.messages == [f"[PipeMesh] {sentence}"]
+    (choice,) = nodes["PipeMeshPool"].execute(devices="cpu,far/cpu", ulysses=2, backend="auto").result
+    assert "has sampled nothing" in nodes["PipeMeshReport"].execute(pool=choice).result[1]
+    for _ in range(2):
+        with pytest.raises(LayoutError) as caught:
+            nodes["PipeMeshParallelize"].execute(model=None, pool=choice)
+        assert str(caught.value) == sentence
+
+
 def test_importing_the_pack_alone_touches_neither_torch_nor_comfyui(tmp_path):
     import subprocess
 

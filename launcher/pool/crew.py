@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...parallel_runtime.errors import LayoutError
 from ...parallel_runtime.wire.channel import Channel
 from ...parallel_runtime.wire.messages import FromRank, Meeting, Start
 from ...parallel_runtime.wire.segment import Segment
@@ -35,13 +36,31 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
-SECRET_VARIABLE, FORK_VARIABLE = "PIPEMESH_SECRET", "PIPEMESH_FORK"
+SECRET_VARIABLE, FORK_VARIABLE, STALL_VARIABLE = "PIPEMESH_SECRET", "PIPEMESH_FORK", "PIPEMESH_STALL_S"
+DEFAULT_STALL_S, STALL_S_RANGE = 300.0, (1.0, COLLECTIVE_TIMEOUT_S)
 log = logging.getLogger("pipemesh")
 
 
 def start_as(environ: Mapping[str, str]) -> Callable[[Command], Any]:
     """How ranks are started: forked, unless PIPEMESH_FORK says 0."""
     return process_of_its_own if environ.get(FORK_VARIABLE) == "0" else ForkServer(tuple(KEEP_MEMORY)).start
+
+
+def seconds(environ: Mapping[str, str], variable: str, default: float, least_and_most: tuple[float, float]) -> float:
+    """The time limit that a variable of the environment sets. Raises LayoutError."""
+    text, (least, most) = environ.get(variable, str(default)), least_and_most
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = -1.0
+    if not least <= limit <= most:
+        raise LayoutError(f"{variable} is {text}: set it to a number of seconds from {least:.0f} to {most:.0f}.")
+    return limit
+
+
+def stall_seconds(environ: Mapping[str, str]) -> float:
+    """After how long without progress a rank counts as hanging. Raises LayoutError."""
+    return seconds(environ, STALL_VARIABLE, DEFAULT_STALL_S, STALL_S_RANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +74,7 @@ class RankSetup:
 
     comfyui: str
     comfy_args: dict[str, Any] = field(default_factory=dict)
-    stall_s: float = 300.0
+    stall_s: float = DEFAULT_STALL_S
     rendezvous: str = ""
     secret: str = field(default="", repr=False)
     lost_s: float = 5.0

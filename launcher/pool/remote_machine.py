@@ -20,7 +20,7 @@ from ...parallel_runtime.wire.channel import ChannelClosed
 from ...parallel_runtime.wire.messages import PHASE, Beat, Close, Denied, Ended, FromMachine, Meeting, Open, Request
 from ...parallel_runtime.wire.tcp import Link, SecretRefused, notice_loss, prove
 from ...parallel_runtime.wire.tree import encode_tree
-from .crew import SECRET_VARIABLE, Net, RankSetup, no_tensor
+from .crew import SECRET_VARIABLE, Net, RankSetup, no_tensor, seconds
 from .devices import Placement
 
 RENDEZVOUS_VARIABLE, LOST_VARIABLE = "PIPEMESH_RDZV", "PIPEMESH_LOST_S"
@@ -43,19 +43,8 @@ def between_machines(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "rendezvous": environ.get(RENDEZVOUS_VARIABLE, ""),
         "secret": environ.get(SECRET_VARIABLE, ""),
-        "lost_s": lost_seconds(environ.get(LOST_VARIABLE, str(DEFAULT_LOST_S))),
+        "lost_s": seconds(environ, LOST_VARIABLE, DEFAULT_LOST_S, LOST_S_RANGE),
     }
-
-
-def lost_seconds(text: str) -> float:
-    least, most = LOST_S_RANGE
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not least <= seconds <= most:
-        raise LayoutError(f"{LOST_VARIABLE} is {text}: set it to a number of seconds from {least:g} to {most:g}.")
-    return seconds
 
 
 def check_rendezvous(setup: RankSetup, name: str) -> tuple[str, int]:
