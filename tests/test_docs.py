@@ -35,6 +35,9 @@ VARIABLE = re.compile(r"\bPIPEMESH_[A-Z][A-Z_]*[A-Z]\b")
 COMMAND = re.compile(r"python3? -m launcher ([a-z]+)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 ROUTE = re.compile(r"(?<!github\.com)/pipemesh/[a-z.]+")
+MESSAGES = re.compile(r"^\|(?: What you read[^|]*)\|.*\n((?:\|.*\n?)+)", re.M)
+FILLED_IN = re.compile(r"\.\.\.|`[^`]*`|\bnode1\S*|\S*\d\S*")  # in a message: what the code puts there
+JOINED = re.compile(r'"\s*\n\s*f?"')  # where a string goes on in the next line
 ADDED_OPTION = re.compile(r'add_argument\(\s*"(--[a-z0-9-]+)"')
 ADDED_ROUTE = re.compile(r'"(/pipemesh/[a-z./]+)"')
 
@@ -100,6 +103,30 @@ def routes_exist(text: str, _document: Path) -> Iterator[str]:
             yield f"{route} is no route of the extension"
 
 
+def messages_exist(text: str, _document: Path) -> Iterator[str]:
+    """What a table says that users read is said by the code: half of the longest words without
+    numbers and names, at least.
+    """
+    for table in MESSAGES.findall(text):
+        for cell in re.findall(r"^\|([^|]*)\|", table, re.M):
+            for message in SPAN.findall(cell):
+                longest = max((piece.strip() for piece in FILLED_IN.split(message)), key=len)
+                if " " in longest and not any(half in sentences() for half in halves(longest.split())):
+                    yield f"no message of the code says `{longest}`"
+
+
+def halves(words: list[str]) -> list[str]:
+    """Every run of half of them, of two at least."""
+    size = max(2, len(words) // 2)
+    return [" ".join(words[start : start + size]) for start in range(len(words) - size + 1)]
+
+
+@cache
+def sentences() -> str:
+    """The code with its strings joined where they go on in the next line."""
+    return JOINED.sub("", code())
+
+
 def links_resolve(text: str, document: Path) -> Iterator[str]:
     """Relative links lead to a file, and their anchor to a heading of it."""
     for target in LINK.findall(FENCE.sub("", text)):
@@ -127,7 +154,7 @@ def lines_wrap(text: str, document: Path) -> Iterator[str]:
             yield f"line {number} has {len(line)} columns, at most {TOO_LONG}"
 
 
-RULES = (paths_exist, commands_exist, variables_exist, routes_exist, links_resolve, lines_wrap)
+RULES = (paths_exist, commands_exist, variables_exist, routes_exist, messages_exist, links_resolve, lines_wrap)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.relative_to(ROOT).as_posix())
@@ -145,6 +172,7 @@ def test_the_document_keeps_the_rules(document: Path) -> None:
         (commands_exist, "```\npython3 -m launcher dance\n```", "`python3 -m launcher dance` is no command"),
         (variables_exist, "Set `PIPEMESH_NOTHING`.", "PIPEMESH_NOTHING is read nowhere"),
         (routes_exist, "Open `/pipemesh/nothing`.", "/pipemesh/nothing is no route"),
+        (messages_exist, "| What you read |\n|---|\n| `Rank 1 sang loudly` |", "says `sang loudly`"),
         (links_resolve, "[There](NOWHERE.md)", "NOWHERE.md leads nowhere"),
         (links_resolve, "# Here\n[there](#nowhere)", "#nowhere leads to no heading"),
         (lines_wrap, "word " * 21, "line 1 has 105 columns"),
@@ -159,7 +187,8 @@ def test_what_the_rules_allow_passes() -> None:
     text = (
         "# Two words\n[Here](#two-words), [there](docs/REFERENCE.md), `layout.py`, `launcher/pool/`, `comfy/model.py`,\n"
         "`PIPEMESH_POOL`, `python3 -m launcher demo`, `PIPEMESH_STALL_S`, `/pipemesh/report`.\n"
-        f"| {'a table ' * 20} |\n```\n{'code ' * 30}\n```\nhttps://example.org/{'x' * 100}\n"
+        f"| {'a table ' * 20} |\n| What you read |\n|---|\n| `Rank 1 on cuda:1 ran out of memory` |\n"
+        f"```\n{'code ' * 30}\n```\nhttps://example.org/{'x' * 100}\n"
     )
     assert [broken for rule in RULES for broken in rule(text, ROOT / "README.md")] == []
 
