@@ -1,4 +1,4 @@
-"""The extension: its nodes and routes."""
+"""The extension that ComfyUI loads: its nodes and its routes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from .pool import pool_nodes
 from .report.node import report_node
 from .runtime import Runtime
 
+NOT_CACHED = {"Cache-Control": "no-store"}  # ComfyUI lets a browser keep a .png for a day
+NO_TIMELINE = "The last run was not in patches: set pipefusion above 1 on PipeMesh Pool and run."
+
 
 def show_on_node(text: str) -> None:
-    """Of the node that is executed, if one is."""
+    """Puts a line of text on the node that ComfyUI executes now."""
     executing = get_executing_context()
     if executing is not None:
         PromptServer.instance.send_progress_text(text, executing.node_id)
@@ -37,10 +40,10 @@ class PipeMeshExtension(ComfyExtension):
         async def timeline(_request: web.Request) -> web.Response:
             drawn = self._runtime.timeline()
             if drawn is None:
-                return web.Response(status=404, text="The last run was not in patches: set pipefusion above 1 on PipeMesh Pool and run.")
+                return web.Response(status=404, text=NO_TIMELINE, headers=NOT_CACHED)
             png = BytesIO()
             drawn.save(png, "PNG")
-            return web.Response(body=png.getvalue(), content_type="image/png")
+            return web.Response(body=png.getvalue(), content_type="image/png", headers=NOT_CACHED)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [*pool_nodes(self._runtime), *sampler_nodes(self._runtime), report_node(self._runtime)]

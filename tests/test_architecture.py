@@ -100,7 +100,6 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "launcher/random_models.py imports": BEING_SPLIT,
     "launcher/tiny.py imports": BEING_SPLIT,
     "benchmarks/pipefusion.py Runs": BEING_SPLIT,
-    "tests/test_end_to_end.py": BEING_SPLIT,
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 PACK = "pipemesh"

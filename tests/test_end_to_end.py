@@ -5,8 +5,8 @@ cancel, faults, two instances.
 import json
 import os
 import signal
-import time
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
@@ -15,18 +15,15 @@ import pytest
 import torch
 from PIL import Image
 from pipemesh.launcher.comfyui.find import ComfyInstall
-from pipemesh.launcher.comfyui.server import ComfyServer
 from pipemesh.launcher.commands.demo import node
 from pipemesh.launcher.commands.parity import BOUND, relative_error
 from pipemesh.launcher.tiny import write_flux, write_lora
 from pipemesh.nodes.report.picture import FOOT, ROW, WIDTH
-from safetensors.torch import load_file
 
 from .conftest import ALL
+from .served import LARGE, STEPS, accepts, graph, latent, linked, live_pool, pids, start, wait_for_phase, widgets
 
 TEXT = 3  # comfyui: protocol.BinaryEventTypes
-SMALL, LARGE = 128, 1024  # pixels: 64 and 4096 image tokens
-STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -42,121 +39,10 @@ def models(tmp_path_factory):
     return folder
 
 
-OUT_OF_MEMORY = """
-import torch
-
-class OutOfMemory:
-    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "run", True, "tests"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"samples": ("LATENT",)}}
-
-    def run(self, samples):
-        raise torch.cuda.OutOfMemoryError("Allocation on device")
-
-NODE_CLASS_MAPPINGS = {"TestOutOfMemory": OutOfMemory}
-"""
-
-
-def start(host, models):
-    server = ComfyServer(host, env={"OMP_NUM_THREADS": "1"})
-    (server.base / "custom_nodes").mkdir()
-    (server.base / "custom_nodes" / "out_of_memory.py").write_text(OUT_OF_MEMORY)
-    for folder, name in (("diffusion_models", "flux"), ("loras", "lora")):
-        target = server.models / folder / f"{name}.safetensors"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.symlink_to(models / f"{name}.safetensors")
-    return server
-
-
 @pytest.fixture(scope="module")
 def server(host, models):
     with start(host, models) as running:
         yield running
-
-
-def graph(
-    name,
-    *,
-    ranks=2,
-    parallel=True,
-    lora=None,
-    lora_after=False,
-    seed=5,
-    pixels=SMALL,
-    steps=STEPS,
-    sampler="KSampler",
-    between=(),
-    unet="flux",
-):
-    """A stock workflow, with ``parallel`` through PipeMesh Parallelize; ``between``: nodes from the
-    loader to the sampler.
-    """
-    model = ["flux", 0]
-    nodes = {
-        "flux": node("UNETLoader", unet_name=f"{unet}.safetensors", weight_dtype="default"),
-        "positive": node("PipeMeshDemoConditioning", seed=1, tokens=13, context_dim=64, vec_dim=32),
-        "negative": node("PipeMeshDemoConditioning", seed=2, tokens=7, context_dim=64, vec_dim=32),
-        "empty": node("EmptySD3LatentImage", width=pixels, height=pixels, batch_size=1),
-        "save": node("PipeMeshDemoSaveLatent", samples=["sampler", 0], name=name),
-    }
-
-    def with_lora(model):
-        nodes["lora"] = node("LoraLoaderModelOnly", model=model, lora_name="lora.safetensors", strength_model=lora)
-        return ["lora", 0]
-
-    if lora is not None and not lora_after:
-        model = with_lora(model)
-    for index, (class_type, inputs) in enumerate(between):
-        nodes[f"between{index}"] = node(class_type, model=model, **inputs)
-        model = [f"between{index}", 0]
-    if parallel:
-        nodes["pool"] = node("PipeMeshPool", devices="cpu", ulysses=ranks, backend="auto")
-        if sampler.startswith("PipeMesh"):
-            parallel_input = {"pool": ["pool", 0]}
-        else:
-            nodes["parallel"] = node("PipeMeshParallelize", model=model, pool=["pool", 0])
-            model, parallel_input = ["parallel", 0], {}
-    if lora is not None and lora_after:
-        model = with_lora(model)
-    common = {"model": model, "positive": ["positive", 0], "negative": ["negative", 0], "latent_image": ["empty", 0]}
-    common |= {"steps": steps, "cfg": 2.0, "sampler_name": "euler", "scheduler": "simple", **(parallel_input if parallel else {})}
-    if "Advanced" in sampler:
-        common |= {
-            "add_noise": "enable",
-            "noise_seed": seed,
-            "start_at_step": 0,
-            "end_at_step": 10000,
-            "return_with_leftover_noise": "disable",
-        }
-    else:
-        common |= {"seed": seed, "denoise": 1.0}
-    nodes["sampler"] = node(sampler, **common)
-    return nodes
-
-
-def latent(server, nodes, **kwargs):
-    result = server.run(nodes, **kwargs)
-    assert result.error is None, f"{result.error}\n{server.log_tail()}"
-    return load_file(server.output / f"{nodes['save']['inputs']['name']}.safetensors")["latent"], result
-
-
-def live_pool(server):
-    return next(pool for pool in server.get("/pipemesh/report")["pools"] if pool["state"] in ("ready", "busy"))
-
-
-def pids(server):
-    return [rank["pid"] for rank in live_pool(server)["ranks"]]
-
-
-def wait_for_phase(server, phase, of=all):
-    """Asks until ``of`` a live pool's ranks are in ``phase``; each question is answered by the
-    server, so this is no busy sleep.
-    """
-    deadline = time.monotonic() + 30
-    while not any(of(rank["pid"] and rank["phase"] == phase for rank in pool["ranks"]) for pool in server.get("/pipemesh/report")["pools"]):
-        assert time.monotonic() < deadline, f"no pool was seen {phase}"
 
 
 @pytest.fixture(scope="module")
@@ -250,8 +136,9 @@ def test_a_pipeline_is_exact_while_it_warms_up_says_how_it_samples_and_gives_the
         texts = [event.image for event in result.events if event.type == f"binary {TEXT}"]
         (shown,) = result.outputs["report"]["images"]
         query = urlencode({"filename": shown["filename"], "subfolder": shown["subfolder"], "type": shown["type"]})
-        pictures = [Image.open(urlopen(f"http://{server.address}/{path}")) for path in (f"view?{query}", "pipemesh/timeline.png")]
-        assert {picture.size for picture in pictures} == {(WIDTH, 2 * ROW + FOOT)}
+        answers = [urlopen(f"http://{server.address}/{path}") for path in (f"view?{query}", "pipemesh/timeline.png")]
+        assert {Image.open(answer).size for answer in answers} == {(WIDTH, 2 * ROW + FOOT)}
+        assert answers[1].headers["Cache-Control"] == "no-store", "a browser would show the picture of an earlier run"
         return ours, result.outputs["report"]["text"][0], texts, pids(server)
 
     whole, text, _, ranks = sampled("warm_pipeline", warm_up=100)
@@ -374,6 +261,24 @@ def test_impossible_degrees_are_refused_at_validation_with_the_equation(server):
     assert "ulysses 4 = 4 ranks, 3 devices listed" in error.message
 
 
+def test_numbers_and_texts_that_other_nodes_hold_choose_the_pool(server, truth):
+    nodes = linked(graph("linked"), devices="cpu", ulysses=2, ring=1, pipefusion=1, patches=0, warm_up=1, stages="")
+    assert relative_error(latent(server, nodes)[0], truth) <= BOUND
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"ulysses": 33}, "ulysses 33 is out of range: choose 1 to 32."),
+        ({"pipefusion": 2, "warm_up": 0}, "warm_up 0 is out of range: choose 1 to 10000."),
+        ({"ulysses": 4, "devices": "cpu,cpu,cpu"}, "ulysses 4 = 4 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank."),
+    ],
+)
+def test_what_other_nodes_hold_and_no_pool_can_be_is_refused_at_the_pool(server, values, sentence):
+    error = server.run(linked(graph("refused_link"), **values)).error
+    assert (error.kind, error.class_type, error.message) == ("failed", "PipeMeshPool", sentence)
+
+
 def test_an_in_block_patch_is_an_error_at_the_node_that_names_it(server, truth):
     skip = {"double_layers": "0", "single_layers": "0", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0, "rescaling_scale": 0.0}
     error = server.run(graph("slg", between=[("SkipLayerGuidanceDiT", skip)])).error
@@ -424,6 +329,9 @@ def test_the_report_shows_the_last_run_passes_the_latent_on_and_is_made_anew_eac
     _, executed = reported("report_1")  # not one node's inputs changed
     assert "report" in executed and "sampler" not in executed
     assert reported("report_2", pool=["pool", 0])[0].startswith("ulysses 2 = 2 ranks")
+    with pytest.raises(HTTPError) as missing:
+        urlopen(f"http://{server.address}/pipemesh/timeline.png")
+    assert (missing.value.code, missing.value.headers["Cache-Control"]) == (404, "no-store")
 
 
 def test_the_script_that_shows_the_text_on_the_node_reaches_the_browser(server):
@@ -436,9 +344,6 @@ def test_a_report_alone_says_the_next_move_and_hands_no_latent_on(server):
     assert "The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing" in server.run(nodes).outputs["report"]["text"][0]
     nodes["save"] = node("PipeMeshDemoSaveLatent", samples=["report", 0], name="none")
     assert "connect the sampler's LATENT" in server.run(nodes).error.message
-
-
-WIDGETS = {"INT": int, "FLOAT": (int, float), "STRING": str, "BOOLEAN": bool, "COMBO": str}
 
 
 @pytest.mark.parametrize("node_id", NODES)
@@ -466,28 +371,6 @@ def test_the_example_workflow_is_in_the_template_browser_with_known_nodes_and_va
                 assert len(given) <= len(takes), item
                 for widget, value in zip(takes, given, strict=False):
                     assert accepts(*widget, value), (item["type"], widget, value)
-
-
-def widgets(info):
-    """(name, type, options) in the order in which a saved workflow has their values; the frontend
-    adds one behind every seed.
-    """
-    for group, names in info["input_order"].items():
-        for name in names:
-            kind, options = (*info["input"][group][name], {})[:2]
-            if isinstance(kind, list):
-                kind, options = "COMBO", {**options, "options": kind}
-            if kind in WIDGETS and not options.get("forceInput"):
-                yield name, kind, options
-                if options.get("control_after_generate"):
-                    yield name, "COMBO", {"options": ["fixed", "increment", "decrement", "randomize"]}
-
-
-def accepts(name, kind, options, value):
-    if kind == "COMBO":  # model files are the user's own
-        return value in options["options"] or str(value).endswith(".safetensors")
-    number = kind in ("INT", "FLOAT")
-    return isinstance(value, WIDGETS[kind]) and (not number or options.get("min", value) <= value <= options.get("max", value))
 
 
 # -- two instances, and the end

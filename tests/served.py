@@ -1,0 +1,157 @@
+"""A real ComfyUI server for tests: what is installed in it, workflows as its API takes them, and
+questions to it.
+"""
+
+from __future__ import annotations
+
+import time
+
+from pipemesh.launcher.comfyui.server import ComfyServer
+from pipemesh.launcher.commands.demo import node
+from safetensors.torch import load_file
+
+SMALL, LARGE = 128, 1024  # pixels: 64 and 4096 image tokens
+STEPS = 3
+
+OUT_OF_MEMORY = """
+import torch
+
+class OutOfMemory:
+    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "run", True, "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"samples": ("LATENT",)}}
+
+    def run(self, samples):
+        raise torch.cuda.OutOfMemoryError("Allocation on device")
+
+NODE_CLASS_MAPPINGS = {"TestOutOfMemory": OutOfMemory}
+"""
+
+
+def start(host, models):
+    server = ComfyServer(host, env={"OMP_NUM_THREADS": "1"})
+    (server.base / "custom_nodes").mkdir()
+    (server.base / "custom_nodes" / "out_of_memory.py").write_text(OUT_OF_MEMORY)
+    for folder, name in (("diffusion_models", "flux"), ("loras", "lora")):
+        target = server.models / folder / f"{name}.safetensors"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(models / f"{name}.safetensors")
+    return server
+
+
+def graph(
+    name,
+    *,
+    ranks=2,
+    parallel=True,
+    lora=None,
+    lora_after=False,
+    seed=5,
+    pixels=SMALL,
+    steps=STEPS,
+    sampler="KSampler",
+    between=(),
+    unet="flux",
+):
+    """A stock workflow, with ``parallel`` through PipeMesh Parallelize; ``between``: nodes from the
+    loader to the sampler.
+    """
+    model = ["flux", 0]
+    nodes = {
+        "flux": node("UNETLoader", unet_name=f"{unet}.safetensors", weight_dtype="default"),
+        "positive": node("PipeMeshDemoConditioning", seed=1, tokens=13, context_dim=64, vec_dim=32),
+        "negative": node("PipeMeshDemoConditioning", seed=2, tokens=7, context_dim=64, vec_dim=32),
+        "empty": node("EmptySD3LatentImage", width=pixels, height=pixels, batch_size=1),
+        "save": node("PipeMeshDemoSaveLatent", samples=["sampler", 0], name=name),
+    }
+
+    def with_lora(model):
+        nodes["lora"] = node("LoraLoaderModelOnly", model=model, lora_name="lora.safetensors", strength_model=lora)
+        return ["lora", 0]
+
+    if lora is not None and not lora_after:
+        model = with_lora(model)
+    for index, (class_type, inputs) in enumerate(between):
+        nodes[f"between{index}"] = node(class_type, model=model, **inputs)
+        model = [f"between{index}", 0]
+    if parallel:
+        nodes["pool"] = node("PipeMeshPool", devices="cpu", ulysses=ranks, backend="auto")
+        if sampler.startswith("PipeMesh"):
+            parallel_input = {"pool": ["pool", 0]}
+        else:
+            nodes["parallel"] = node("PipeMeshParallelize", model=model, pool=["pool", 0])
+            model, parallel_input = ["parallel", 0], {}
+    if lora is not None and lora_after:
+        model = with_lora(model)
+    common = {"model": model, "positive": ["positive", 0], "negative": ["negative", 0], "latent_image": ["empty", 0]}
+    common |= {"steps": steps, "cfg": 2.0, "sampler_name": "euler", "scheduler": "simple", **(parallel_input if parallel else {})}
+    if "Advanced" in sampler:
+        common |= {
+            "add_noise": "enable",
+            "noise_seed": seed,
+            "start_at_step": 0,
+            "end_at_step": 10000,
+            "return_with_leftover_noise": "disable",
+        }
+    else:
+        common |= {"seed": seed, "denoise": 1.0}
+    nodes["sampler"] = node(sampler, **common)
+    return nodes
+
+
+def linked(nodes, **values):
+    """The same workflow, these inputs of its pool linked to nodes that hold the values."""
+    for name, value in values.items():
+        nodes[name] = node("PrimitiveInt" if isinstance(value, int) else "PrimitiveString", value=value)
+        nodes["pool"]["inputs"][name] = [name, 0]
+    return nodes
+
+
+def latent(server, nodes, **kwargs):
+    result = server.run(nodes, **kwargs)
+    assert result.error is None, f"{result.error}\n{server.log_tail()}"
+    return load_file(server.output / f"{nodes['save']['inputs']['name']}.safetensors")["latent"], result
+
+
+def live_pool(server):
+    return next(pool for pool in server.get("/pipemesh/report")["pools"] if pool["state"] in ("ready", "busy"))
+
+
+def pids(server):
+    return [rank["pid"] for rank in live_pool(server)["ranks"]]
+
+
+def wait_for_phase(server, phase, of=all):
+    """Asks until ``of`` a live pool's ranks are in ``phase``; each question is answered by the
+    server, so this is no busy sleep.
+    """
+    deadline = time.monotonic() + 30
+    while not any(of(rank["pid"] and rank["phase"] == phase for rank in pool["ranks"]) for pool in server.get("/pipemesh/report")["pools"]):
+        assert time.monotonic() < deadline, f"no pool was seen {phase}"
+
+
+WIDGETS = {"INT": int, "FLOAT": (int, float), "STRING": str, "BOOLEAN": bool, "COMBO": str}
+
+
+def widgets(info):
+    """(name, type, options) in the order in which a saved workflow has their values; the frontend
+    adds one behind every seed.
+    """
+    for group, names in info["input_order"].items():
+        for name in names:
+            kind, options = (*info["input"][group][name], {})[:2]
+            if isinstance(kind, list):
+                kind, options = "COMBO", {**options, "options": kind}
+            if kind in WIDGETS and not options.get("forceInput"):
+                yield name, kind, options
+                if options.get("control_after_generate"):
+                    yield name, "COMBO", {"options": ["fixed", "increment", "decrement", "randomize"]}
+
+
+def accepts(name, kind, options, value):
+    if kind == "COMBO":  # model files are the user's own
+        return value in options["options"] or str(value).endswith(".safetensors")
+    number = kind in ("INT", "FLOAT")
+    return isinstance(value, WIDGETS[kind]) and (not number or options.get("min", value) <= value <= options.get("max", value))
