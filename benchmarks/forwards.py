@@ -1,8 +1,8 @@
 """The bench's model and the ways to run one forward of it: whole, one shard of it without the other
 ranks, in parallel.
 
-A Flux of 24 blocks, so that the ends do not dominate, with heads of 128 as in files. It is narrow
-(hidden 256 against 3072 of the released ones), so a rank computes little for each byte it
+The model has 24 blocks, so that the ends do not dominate, and heads of 128 as in files. It is
+narrow (hidden 256 against 3072 of the released ones), so a rank computes little for each byte it
 exchanges: the harder case.
 """
 
@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from ..launcher.tiny import build_flux_patcher, flux_config
 from ..parallel_runtime.comm.exchange import Exchange, StopFlag
 from ..parallel_runtime.comm.mesh import SequenceComm
 from ..parallel_runtime.comm.ring import Ring
-from ..parallel_runtime.families import plan_for
+from ..parallel_runtime.families import plan_for, sample_with
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.methods.usp import SequenceParallel
 from .lockstep import timed
 
-MODEL = {"heads": 2, "double_blocks": 8, "single_blocks": 16, "context_dim": 64, "vec_dim": 32}
+SAMPLE, SIZE = sample_with("bench")
+CHANNELS = SAMPLE.latents["even"][1]
 TEXT_TOKENS, ROW_TOKENS = 64, 64
 
 
@@ -34,17 +34,16 @@ class Forwards:
 
     def __init__(self, tokens: int):
         assert tokens % ROW_TOKENS == 0 and tokens > TEXT_TOKENS
-        config = flux_config(**MODEL)
-        self.hidden, self.blocks = config["hidden_size"], config["depth"] + config["depth_single_blocks"]
-        self.model = build_flux_patcher(config).model.diffusion_model
+        self.hidden, self.blocks = SIZE.hidden, sum(SIZE.blocks)
+        self.model: Any = SAMPLE.form.random_model(SIZE).model.diffusion_model
         self._plan = plan_for(type(self.model))
         rows = (tokens - TEXT_TOKENS) // ROW_TOKENS
         generator = torch.Generator().manual_seed(0)
         self.arguments: dict[str, Any] = {
-            "x": torch.randn(1, 16, 2 * rows, 2 * ROW_TOKENS, generator=generator),
+            "x": torch.randn(1, CHANNELS, 2 * rows, 2 * ROW_TOKENS, generator=generator),
             "timestep": torch.tensor([0.5]),
-            "context": torch.randn(1, TEXT_TOKENS, MODEL["context_dim"], generator=generator),
-            "y": torch.randn(1, MODEL["vec_dim"], generator=generator),
+            "context": torch.randn(1, TEXT_TOKENS, SIZE.text_dim, generator=generator),
+            "y": torch.randn(1, SIZE.pooled_dim, generator=generator),
             "transformer_options": {},
         }
 

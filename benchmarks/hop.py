@@ -14,15 +14,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..parallel_runtime.families import sample_with
 from .figures import Figure, Goal, Options, estimate, percentile
 from .hop_rank import COSTS_NOTHING
 from .lockstep import timed
 
 RANKS = 2
-LATENT, TEXT = (1, 16, 128, 128), (1, 512, 4096)  # fp32: 1 MiB and 8 MiB
+LATENT = (1, 16, 128, 128)  # fp32: 1 MiB
 WORK_LATENT = (1, 16, 32, 32)  # of the real forwards, small enough for many of them
-FLUX_BLOCKS = {"double_blocks": 19, "single_blocks": 38}  # as many as released models have: what costs time per module shows
-HEAD_AXES = (8, 28, 28)
+SAMPLE, SIZE = sample_with("deep")  # with as many blocks as released models have: whatever costs time per module shows
+TEXT = (1, 512, SIZE.text_dim)  # fp32: 8 MiB
 GOALS_MS = {"back_to_back": 1.0, "between_forwards": 2.0}
 PER_ROUND = {"back_to_back": 20, "between_forwards": 8}
 WARM_UP = 20
@@ -37,7 +38,6 @@ class Hops:
 
         from ..launcher.pool.devices import place
         from ..launcher.pool.pool import PoolHandle, RankSetup
-        from ..launcher.tiny import build_flux_patcher, flux_config
         from ..parallel_runtime.client.remote_model import Client
         from ..parallel_runtime.client.remote_patcher import parallelize
         from ..parallel_runtime.comfy_bridge.source import state_source
@@ -47,14 +47,14 @@ class Hops:
         setup = RankSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True}, argv=argv)
         self.handle = PoolHandle(place(Layout(ulysses=RANKS), "cpu", "gloo", ()), setup)
         self._client = Client(self.handle, shares_weights=True)
-        stock = build_flux_patcher(flux_config(heads=RANKS, axes_dim=HEAD_AXES, context_dim=TEXT[-1], **FLUX_BLOCKS))
+        stock = SAMPLE.form.random_model(SIZE)
         self._patcher = parallelize(stock, self._client, holds_ui_device=False)  # the pool holds the model for as long as this lives
         self._model = self._patcher.remote.source.model
         self._client.load(self._patcher.remote.source, lambda: state_source(self._patcher), lambda: False)
         torch.set_num_threads(1)  # the sampler's arithmetic is on a GPU as a rule; here its waiting threads would spin on the ranks' cores
         self._generator = torch.Generator().manual_seed(0)
         self._text = torch.randn(TEXT, generator=self._generator)
-        self._pooled = torch.randn(1, 32, generator=self._generator)
+        self._pooled = torch.randn(1, SIZE.pooled_dim, generator=self._generator)
 
     def evaluate(self, costs_nothing: bool) -> float:
         """Seconds in the UI. As under ComfyUI, every tensor is a new one, the conditioning equal to

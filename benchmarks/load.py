@@ -18,12 +18,13 @@ from statistics import median
 from typing import Any
 
 from ..parallel_runtime.errors import PipeMeshError
+from ..parallel_runtime.families import sample_with
 from .figures import Figure, Goal, Options, estimate, exactly
 from .lockstep import timed
 
 RANKS = 2
 COLD_STARTS = 5
-FILE = {"hidden": 2048, "double_blocks": 2, "single_blocks": 16}  # 4.9 GiB in fp32, small for a released model
+SAMPLE, SIZE = sample_with("large")  # 4.9 GiB in fp32, small for a released model
 CASES = ("plain", "lora")
 DISK_BYTES, MEMORY_BYTES = 6 << 30, 16 << 30
 MIB = 1 << 20
@@ -77,7 +78,7 @@ class Loads:
             pids = handle.ensure().pids + self._server.pids
             base = sum(map(proportional_bytes, pids))
             remote = parallelize(model, Client(handle, shares_weights=True), holds_ui_device=False)
-            sample(remote, Case("flux", f"ulysses{ranks}", "even", 1, 1.0, False, "euler"), steps=1)
+            sample(remote, Case(SAMPLE.name, f"ulysses{ranks}", "even", SIZE.heads, 1.0, False, "euler"), steps=1)
             return {"base": base, "loaded": sum(map(proportional_bytes, pids))}
         finally:
             handle.close()
@@ -110,7 +111,7 @@ def bench(options: Options) -> Iterator[Figure]:
     import comfy.sd
     import comfy.utils
 
-    from ..launcher.tiny import write_flux, write_lora
+    from ..launcher.random_files import write_lora, write_model
 
     loads = Loads(options)
     pairs = [(loads.cold_start(), loads.restart()) for _ in range(COLD_STARTS)]
@@ -119,9 +120,10 @@ def bench(options: Options) -> Iterator[Figure]:
     yield Figure("load", f"{RANKS}_ranks", "restart_s", again, "s")
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder:
         require_room(folder)
-        flux = write_flux(Path(folder, "flux.safetensors"), **FILE)
-        lora = write_lora(Path(folder, "lora.safetensors"), flux)
-        stock = comfy.sd.load_diffusion_model(str(flux))
+        assert SAMPLE.form.file is not None, f"{SAMPLE.name} has no file form"
+        model = write_model(Path(folder, "model.safetensors"), SAMPLE.form, SIZE)
+        lora = write_lora(Path(folder, "lora.safetensors"), model, SAMPLE.form.file.lora_targets)
+        stock = comfy.sd.load_diffusion_model(str(model))
         patched, _ = comfy.sd.load_lora_for_models(stock, None, comfy.utils.load_torch_file(str(lora)), 1.0, 0.0)
         for case in CASES:
             one, two = (loads.memory(ranks, patched if case == "lora" else stock) for ranks in (1, RANKS))

@@ -1,4 +1,4 @@
-"""PipeMesh against diffusers' own context parallel: the same Flux, weights and inputs, in the same
+"""PipeMesh against diffusers' own context parallel: the same model, weights and inputs, in the same
 rounds of the same processes.
 """
 
@@ -60,11 +60,11 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     from ..parallel_runtime.comm.cores import giving_way, keep_to
     from ..parallel_runtime.comm.mesh import connect
     from ..parallel_runtime.layout import Layout
-    from .diffusers_flux import DiffusersFlux
+    from .diffusers_peer import DiffusersPeer
     from .forwards import Forwards
 
     forwards = Forwards(tokens)
-    peer, parallel_peer, placed_peer = (DiffusersFlux(forwards.model, forwards.arguments) for _ in range(3))
+    peer, parallel_peer, placed_peer = (DiffusersPeer(forwards.model, forwards.arguments) for _ in range(3))
     parallel_peer.parallelize(ranks.size)
     with giving_way():
         comm = connect(Layout(ulysses=ranks.size).mesh(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)

@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..parallel_runtime.families import sample_with
+from ..parallel_runtime.families.sample import Sample, Size
 from ..parallel_runtime.occupancy import busy_shares
 from .capacity import capacity
 from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
@@ -29,7 +31,7 @@ TIMED_STEPS = 8  # of a run in which every step waits for all of the one before:
 EFFICIENCY = {"free": 0.93, "single": None}
 BUSY = 0.95  # of what the pipeline's filling and draining leaves
 WEIGHTS_SLACK = 0.05
-EQUAL = {"heads": 16, "layers": 24}
+EQUAL = sample_with("equal")
 
 
 def efficiency(mode: str) -> Any:
@@ -76,19 +78,17 @@ class Runs:
     """
 
     def __init__(self, ranks: Ranks, patches: int, tokens: int, steps: int, comfyui: str):
-        from ..launcher.tiny import build_flux_patcher, flux_config
         from ..parallel_runtime.client.in_process import reference
-        from .forwards import MODEL
+        from .forwards import SAMPLE, SIZE
 
-        config = flux_config(**MODEL)
-        self.hidden = config["hidden_size"]
+        self.hidden = SIZE.hidden
         self.tokens, self.steps = tokens, steps
-        self.stock = build_flux_patcher(config)
-        self.in_turn = reference(build_flux_patcher(config), patches, WARM_UP)
+        self.stock = SAMPLE.form.random_model(SIZE)
+        self.in_turn = reference(SAMPLE.form.random_model(SIZE), patches, WARM_UP)
         self.handle = self.client = None
         self.own_cores, self.all_cores = os.sched_getaffinity(0), ranks.all_cores or os.sched_getaffinity(0)
         if ranks.rank == 0:
-            self._connect(build_flux_patcher(config), patches, comfyui)
+            self._connect(SAMPLE.form.random_model(SIZE), patches, comfyui)
 
     def _connect(self, stock: Any, patches: int, comfyui: str) -> None:
         from comfy.patcher_extension import WrappersMP
@@ -105,14 +105,12 @@ class Runs:
         import comfy.sample
         import torch
 
-        from ..launcher.commands.parity import VEC_DIM
-        from .forwards import MODEL, ROW_TOKENS, TEXT_TOKENS
+        from .forwards import CHANNELS, ROW_TOKENS, SIZE, TEXT_TOKENS
 
-        assert MODEL["vec_dim"] == VEC_DIM
         generator = torch.Generator().manual_seed(0)
-        latent = torch.zeros(1, 16, 2 * ((self.tokens - TEXT_TOKENS) // ROW_TOKENS), 2 * ROW_TOKENS)
-        text = torch.randn(1, TEXT_TOKENS, MODEL["context_dim"], generator=generator)
-        prompt = [[text, {"pooled_output": torch.randn(1, MODEL["vec_dim"], generator=generator)}]]
+        latent = torch.zeros(1, CHANNELS, 2 * ((self.tokens - TEXT_TOKENS) // ROW_TOKENS), 2 * ROW_TOKENS)
+        text = torch.randn(1, TEXT_TOKENS, SIZE.text_dim, generator=generator)
+        prompt = [[text, {"pooled_output": torch.randn(1, SIZE.pooled_dim, generator=generator)}]]
         with torch.inference_mode():
             noise = comfy.sample.prepare_noise(latent, 1)
             how = (steps, 1.0, "euler", "simple", prompt, prompt, latent)
@@ -198,39 +196,36 @@ def weights(model: Any, client: Any) -> dict[str, float]:
     return {"weights_share": max(held) / models / whole, "ends_share": 1 - in_blocks / whole}
 
 
-def weights_of(model: Any, family: str, comfyui: str, stages: tuple[int, ...] = ()) -> dict[str, float]:
+def weights_of(sample_of: Sample, size: Size, comfyui: str, stages: tuple[int, ...] = ()) -> dict[str, float]:
     """After two runs in stages, cut as said, or the second time by what the first one measured."""
     from ..launcher.commands.parity import Case, sample
     from ..parallel_runtime.client.remote_patcher import Patching, parallelize
 
     handle, client = pool_of_stages(comfyui)
     try:
+        model = sample_of.form.random_model(size)
         parallel = parallelize(model, client, 0.0, Patching(STAGES, WARM_UP, stages))
         for _ in range(2):
-            sample(parallel, Case(family, "pipefusion", "even", 0, 1.0, False, "euler"), steps=STEPS)
+            sample(parallel, Case(sample_of.name, "pipefusion", "even", size.heads, 1.0, False, "euler"), steps=STEPS)
         return weights(model.model.diffusion_model, client)
     finally:
         handle.close()
 
 
 def weights_of_equal_blocks(comfyui: str) -> dict[str, float]:
-    """Of a Wan, whose blocks are all of one kind: stages that are equally fast are equally
+    """Of a model whose blocks are all of one kind: stages that are equally fast are equally
     large.
     """
-    from ..launcher.random_models import wan_patcher
-
-    return weights_of(wan_patcher(heads=EQUAL["heads"], layers=EQUAL["layers"]), "wan2.1-t2v", comfyui)
+    return weights_of(*EQUAL, comfyui)
 
 
 def weights_cut_by_hand(comfyui: str) -> dict[str, float]:
-    """Of the bench's Flux, its double blocks on one stage and twice as many single ones, less than
-    half as large each, on the other.
+    """Of the bench's model, the blocks of its first container on one stage and twice as many, less
+    than half as large each, on the other.
     """
-    from ..launcher.tiny import build_flux_patcher, flux_config
-    from .forwards import MODEL
+    from .forwards import SAMPLE, SIZE
 
-    stages = (MODEL["double_blocks"], MODEL["single_blocks"])
-    return weights_of(build_flux_patcher(flux_config(**MODEL)), "flux", comfyui, stages)
+    return weights_of(SAMPLE, SIZE, comfyui, SIZE.blocks)
 
 
 def bench(options: Options) -> Iterator[Figure]:

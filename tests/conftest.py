@@ -163,13 +163,13 @@ def said_by(process):
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """Paths of tiny checkpoints, and of a LoRA of the first."""
-    from pipemesh.launcher.tiny import write_flux, write_lora
+    """Paths of small checkpoints, and of a LoRA of the first."""
+    from .models import write_lora, write_model
 
     folder = tmp_path_factory.mktemp("models")
-    flux = write_flux(folder / "flux.safetensors", hidden=256, double_blocks=2, single_blocks=2)
-    other = write_flux(folder / "other.safetensors", hidden=256, double_blocks=1, single_blocks=1, seed=5)
-    return {"flux": str(flux), "other": str(other), "lora": str(write_lora(folder / "lora.safetensors", flux, rank=4))}
+    model = write_model(folder / "model.safetensors", blocks=(2, 2))
+    other = write_model(folder / "other.safetensors", blocks=(1, 1), seed=5)
+    return {"model": str(model), "other": str(other), "lora": str(write_lora(folder / "lora.safetensors", model, rank=4))}
 
 
 @pytest.fixture
@@ -202,4 +202,4 @@ def pair(files, client):
 
     from .models import load
 
-    return load(files["flux"]), parallelize(load(files["flux"]), client, holds_ui_device=True)
+    return load(files["model"]), parallelize(load(files["model"]), client, holds_ui_device=True)

@@ -1,9 +1,23 @@
-"""Stock MODELs from tiny files, and how tests sample them."""
+"""Stock MODELs from small files, and how tests sample them."""
 
 import inspect
+from functools import partial
 
 import torch
+from pipemesh.launcher import random_files
 from pipemesh.launcher.commands.parity import conditioning, sample
+from pipemesh.parallel_runtime.families import FAMILIES, SAMPLES, sample_with
+from pipemesh.parallel_runtime.families.sample import Size
+
+VIDEO = next(name for name, one in SAMPLES.items() if len(one.latents["even"]) == 5)
+ATTENDS_TWICE = next(family.samples[-1].name for family in FAMILIES if family.plans[0].also_attend_alone)
+FORM = sample_with("demo")[0].form  # of a model that ComfyUI's loaders detect in a file
+write_lora = partial(random_files.write_lora, targets=FORM.file.lora_targets)
+
+
+def write_model(path, *, heads=2, blocks=(2, 2), form=FORM, **options):
+    """Write a file for ComfyUI's loaders, with its only head size."""
+    return random_files.write_model(path, form, Size(heads=heads, head_dim=form.file.head_dim, blocks=blocks), **options)
 
 
 def run(model, seed=7, steps=3, cfg=1.0, sampler="euler", positive=None, negative=None, size=(8, 10), batch=1, **kwargs):
@@ -90,7 +104,7 @@ def asked_of(patcher, case):
 
 
 def evaluate(model, comm, size=(13, 12)):
-    """One evaluation of parity's tiny Flux as this rank of a grid."""
+    """One evaluation of parity's plain model as this rank of a grid."""
     from pipemesh.parallel_runtime.families import plan_for
     from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 

@@ -6,22 +6,22 @@ from functools import cache, partial
 from pathlib import Path
 
 import comfy.samplers
-import comfy.supported_models
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
-from pipemesh.launcher.commands.parity import CONTEXT_DIM, VEC_DIM, conditioning
-from pipemesh.launcher.random_models import random_patcher
-from pipemesh.launcher.tiny import build_flux_patcher, flux_config
+from pipemesh.launcher.commands.parity import conditioning
 from pipemesh.parallel_runtime.client import timelines
 from pipemesh.parallel_runtime.client.in_process import reference
+from pipemesh.parallel_runtime.families.flux import FILE, guided_config
+from pipemesh.parallel_runtime.families.sample import Form, Size
 
 FREE = "free-running"
 ALL_WARM = 9999
 SIZE = (13, 10)  # 7 lines of 5 tokens, the last one padded by the host
 SAMPLERS = [name for name in comfy.samplers.SAMPLER_NAMES if name != "ar_video"]
-FLUX = flux_config(heads=2, axes_dim=(4, 6, 6), context_dim=CONTEXT_DIM, vec_dim=VEC_DIM, double_blocks=1, single_blocks=1, guidance=True)
-FILL = {**FLUX, "in_channels": 96, "out_channels": 16}  # image and mask beside the latent
+SMALL = Size(heads=2, head_dim=16, blocks=(1, 1))
+GUIDED = Form(config_class="Flux", config=guided_config, file=FILE)  # its guidance is a conditioning too
+FILL = Form(config_class="Flux", config=lambda size: {**guided_config(size), "in_channels": 96})  # image and mask beside the latent
 
 
 class Patched:
@@ -39,7 +39,7 @@ class Patched:
 
 
 def built(fill=False):
-    return random_patcher(comfy.supported_models.Flux, FILL) if fill else build_flux_patcher(FLUX)
+    return (FILL if fill else GUIDED).random_model(SMALL)
 
 
 @cache

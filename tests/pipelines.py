@@ -11,12 +11,13 @@ import torch
 from pipemesh.launcher.commands.parity import Case, sample, stock_model
 from pipemesh.parallel_runtime.client.in_process import reference
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.families import PLAIN
 
 ALL_WARM = 9999
 HEADS = 5  # and as many blocks at least: enough for four stages, uneven ones too
 
 
-def case(family="flux", sampler="euler", cfg=4.0, tokens="odd", mask=False) -> Case:
+def case(family=PLAIN, sampler="euler", cfg=4.0, tokens="odd", mask=False) -> Case:
     return Case(family, "ulysses1", tokens, HEADS, cfg, mask, sampler)
 
 
@@ -47,7 +48,7 @@ def pipelines(clients, truths):
 def broken_pipelines(broken, truths):
     """A mutation -> a pipeline that has it, of two stages, and its client."""
 
-    def make(mutation, family="flux", ulysses=1):
+    def make(mutation, family=PLAIN, ulysses=1):
         client = broken(mutation, ulysses, 1, 2)
         return parallelize(truths.stock_model(family), client, holds_ui_device=False, patching=Patching(3)), client
 

@@ -34,7 +34,7 @@ def start(host, models):
     server = ComfyServer(host, env={"OMP_NUM_THREADS": "1"})
     (server.base / "custom_nodes").mkdir()
     (server.base / "custom_nodes" / "out_of_memory.py").write_text(OUT_OF_MEMORY)
-    for folder, name in (("diffusion_models", "flux"), ("loras", "lora")):
+    for folder, name in (("diffusion_models", "model"), ("loras", "lora")):
         target = server.models / folder / f"{name}.safetensors"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(models / f"{name}.safetensors")
@@ -53,14 +53,14 @@ def graph(
     steps=STEPS,
     sampler="KSampler",
     between=(),
-    unet="flux",
+    unet="model",
 ):
     """A stock workflow, with ``parallel`` through PipeMesh Parallelize; ``between``: nodes from the
     loader to the sampler.
     """
-    model = ["flux", 0]
+    model = ["unet", 0]
     nodes = {
-        "flux": node("UNETLoader", unet_name=f"{unet}.safetensors", weight_dtype="default"),
+        "unet": node("UNETLoader", unet_name=f"{unet}.safetensors", weight_dtype="default"),
         "positive": node("PipeMeshDemoConditioning", seed=1, tokens=13, context_dim=64, vec_dim=32),
         "negative": node("PipeMeshDemoConditioning", seed=2, tokens=7, context_dim=64, vec_dim=32),
         "empty": node("EmptySD3LatentImage", width=pixels, height=pixels, batch_size=1),

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -18,6 +19,7 @@ from pipemesh.benchmarks.lockstep import Phase, Ranks, merge
 from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
+from pipemesh.parallel_runtime.families.sample import Size
 
 from .conftest import ALL
 from .models import evaluate
@@ -199,7 +201,7 @@ def host():
 
 def test_the_load_bench_runs(monkeypatch):
     """With a tiny file: its figures say nothing, but all of them come."""
-    monkeypatch.setattr(load, "FILE", {"hidden": 128, "double_blocks": 1, "single_blocks": 1})
+    monkeypatch.setattr(load, "SIZE", Size(heads=1, head_dim=128, blocks=(1, 1)))
     monkeypatch.setattr(load, "COLD_STARTS", 1)
     if not ALL:
         monkeypatch.setattr(load, "CASES", ("lora",))
@@ -209,7 +211,9 @@ def test_the_load_bench_runs(monkeypatch):
 
 
 def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_the_formula(monkeypatch, tmp_path):
-    for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 4, "TIMED_STEPS": 3, "EQUAL": {"heads": 2, "layers": 6}}.items():
+    sample, size = pipefusion.EQUAL
+    equal = sample, replace(size, heads=2, blocks=(6,))
+    for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 4, "TIMED_STEPS": 3, "EQUAL": equal}.items():
         monkeypatch.setattr(pipefusion, name, small)
     if not ALL:
         monkeypatch.setattr(pipefusion, "weights_cut_by_hand", lambda comfyui: {"weights_share": 0.5, "ends_share": 0.1})

@@ -11,6 +11,7 @@ from PIL import Image
 from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.comfyui.install import LaunchError
 from pipemesh.launcher.commands import demo
+from pipemesh.parallel_runtime.families.sample import Size
 
 ROWS = (
     "time per step",
@@ -26,7 +27,7 @@ PICTURES = ("stock.png", "pool.png", "contact_sheet.png")
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The demo with a model of a few blocks."""
-    monkeypatch.setattr(demo, "Size", partial(demo.Size, hidden=128, double_blocks=1, single_blocks=1, pixels=64))
+    monkeypatch.setattr(demo, "Workload", partial(demo.Workload, size=Size(heads=1, head_dim=128, blocks=(1, 1)), pixels=64))
     terminated = signal.getsignal(signal.SIGTERM)
     yield lambda: demo.main(["--steps", "2", "--keep", str(tmp_path)], ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]))
     signal.signal(signal.SIGTERM, terminated)
@@ -51,7 +52,7 @@ def test_the_demo_fails_where_the_latents_differ_and_still_leaves_the_pictures(r
         return demo.Sampled([0.1], torch.ones(1, 4, 8, 8).cumsum(-1) * factor, Image.new("RGB", (64, 64)))
 
     monkeypatch.setattr(demo, "ComfyServer", lambda *args, **kwargs: NoServer())
-    monkeypatch.setattr(demo, "Capacity", lambda python, ranks, size, real=demo.Capacity: real(python, 0, size))
+    monkeypatch.setattr(demo, "Capacity", lambda python, ranks, work, real=demo.Capacity: real(python, 0, work))
     monkeypatch.setattr(demo, "write_models", lambda *args: None)
     monkeypatch.setattr(demo, "sample_round", lambda *args: demo.Round(sampled(1.0), sampled(1.001)))
     monkeypatch.setattr(demo, "pool_report", lambda server: {})

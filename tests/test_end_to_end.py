@@ -17,10 +17,10 @@ from PIL import Image
 from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.commands.demo import node
 from pipemesh.launcher.commands.parity import BOUND, relative_error
-from pipemesh.launcher.tiny import write_flux, write_lora
 from pipemesh.nodes.report.picture import FOOT, ROW, WIDTH
 
 from .conftest import ALL
+from .models import write_lora, write_model
 from .served import LARGE, STEPS, accepts, graph, latent, linked, live_pool, pids, start, wait_for_phase, widgets
 
 TEXT = 3  # comfyui: protocol.BinaryEventTypes
@@ -34,8 +34,8 @@ def host():
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    flux = write_flux(folder / "flux.safetensors", hidden=256, double_blocks=2, single_blocks=4)
-    write_lora(folder / "lora.safetensors", flux)
+    model = write_model(folder / "model.safetensors", blocks=(2, 4))
+    write_lora(folder / "lora.safetensors", model)
     return folder
 
 
@@ -187,7 +187,7 @@ def test_cancel_between_steps_leaves_the_pool_warm(server, truth):
 
 
 def test_cancel_while_loading_leaves_the_pool_warm(server):
-    write_flux(server.models / "diffusion_models" / "many.safetensors", hidden=128, double_blocks=2, single_blocks=250)
+    write_model(server.models / "diffusion_models" / "many.safetensors", heads=1, blocks=(2, 250))
     expected, _ = latent(server, graph("many_stock", unet="many", parallel=False, steps=1))
     latent(server, graph("warm"))
     before = live_pool(server)

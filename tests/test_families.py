@@ -4,8 +4,12 @@ test_parity.py.
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, FAMILIES, Bench, Case, conditioning, latent_shape, relative_error, sample
-from pipemesh.parallel_runtime.families import PLANS, plan_for
+from pipemesh.launcher.commands.parity import BOUND, Bench, Case, conditioning, empty_latent, relative_error, sample
+from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
+from pipemesh.parallel_runtime.families.sample import Size
+
+from .models import with_references
+from .pipelines import ALL_WARM
 
 
 @pytest.fixture(scope="module")
@@ -13,9 +17,21 @@ def bench(clients):
     return Bench(clients)
 
 
-def test_every_plan_is_tried_by_a_family_of_the_parity_command(bench):
-    models = [bench.stock(heads[0], family).model.diffusion_model for family, (heads, _masks) in FAMILIES.items()]
-    assert {plan_for(type(model)).family for model in models} == {plan.family for plan in PLANS}
+def test_every_plan_is_tried_by_a_sample_of_its_family(bench):
+    for family in FAMILIES:
+        models = [bench.stock(sample.heads[0], sample.name).model.diffusion_model for sample in family.samples]
+        assert {plan_for(type(model)) for model in models} == set(family.plans)
+    assert len(SAMPLES) == sum(len(family.samples) for family in FAMILIES), "two samples have the same name"
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_samples_model_has_the_size_that_it_says(bench, name):
+    """Its blocks container by container, and the heads that attention is asked for."""
+    sample_, heads = SAMPLES[name], SAMPLES[name].heads[0]
+    size, model = sample_.tiny(heads), bench.stock(heads, name).model.diffusion_model
+    assert isinstance(size, Size) and size.heads == heads
+    assert tuple(len(model.get_submodule(group.path)) for group in plan_for(type(model)).blocks) == size.blocks
+    assert len(sample_.latents) == 2
 
 
 def test_a_subclass_of_a_model_with_a_plan_has_none_of_its_own():
@@ -29,7 +45,7 @@ def test_wans_timestep_of_a_given_frame_matters_so_that_dropping_it_would_show(b
     import comfy.sample
 
     case = Case("wan2.2-5b", "ulysses1", "odd", 5, 1.0, False, "euler")
-    latent = torch.zeros(latent_shape(case.family, case.tokens))
+    latent = empty_latent(case)
     noise, prompts = comfy.sample.prepare_noise(latent, 7), (conditioning(1, 13), conditioning(2, 7))
     with torch.inference_mode():
         plain = comfy.sample.sample(
@@ -57,13 +73,28 @@ def test_sd3_control_residuals_are_sharded_with_their_tokens(bench):
     assert relative_error(sample(with_control(bench.parallel(5, (2, 2), "sd3")), case), truth) <= BOUND
 
 
+@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 3)], ids=["ulysses2", "ulysses3", "ring3"])
+@pytest.mark.parametrize("method", ["offset", "index", "uxo"])
+def test_reference_latents_are_sharded_exactly(bench, layout, method):
+    truth = with_references(bench.stock(5), method, 16)
+    assert relative_error(with_references(bench.parallel(5, layout), method, 16), truth) <= BOUND
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (2, 2)], ids=["ulysses2", "ulysses3", "2x2"])
+@pytest.mark.parametrize("method", ["index", "index_timestep_zero"])
+def test_flux_2_is_exact_with_a_second_timestep_for_its_references(bench, layout, method):
+    truth = with_references(bench.stock(5, "flux2"), method, 128, size=(5, 7))
+    ours = with_references(bench.parallel(5, layout, "flux2"), method, 128, size=(5, 7))
+    assert relative_error(ours, truth) <= BOUND
+
+
 @pytest.mark.parametrize("method", ["ring2", "2x2"])
 def test_a_cancel_inside_a_forward_reaches_every_rank_of_the_grid(bench, clients, monkeypatch, method):
     import comfy.model_management as mm
     import comfy.sample
     from pipemesh.parallel_runtime.client import remote_patcher
 
-    case = Case("flux", method, "even", 12, 1.0, False, "euler")
+    case = Case(PLAIN, method, "even", 12, 1.0, False, "euler")
     parallel = bench.parallel(case.heads, case.layout)
     assert bench.error(case) <= BOUND
     pool = clients(*case.layout).memory.pool
@@ -81,3 +112,12 @@ def test_a_cancel_inside_a_forward_reaches_every_rank_of_the_grid(bench, clients
     monkeypatch.undo()
     assert bench.error(case) <= BOUND
     assert pool.pids == pids and pool.state == "ready"
+
+
+def test_reference_latents_with_a_timestep_of_their_own_go_with_the_last_patch(pipeline, truths):
+    def edited(model):
+        return with_references(model, "index_timestep_zero", 128, size=(5, 7))
+
+    stock, patched = edited(truths.stock_model("flux2")), edited(truths.own_model("flux2", 3))
+    assert relative_error(edited(pipeline("flux2", (2, 1), 3, ALL_WARM)), stock) <= BOUND
+    assert relative_error(edited(pipeline("flux2", (2, 1), 3)), patched) <= BOUND

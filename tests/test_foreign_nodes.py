@@ -5,12 +5,11 @@ name.
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
-from pipemesh.launcher.tiny import write_flux
 from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 
-from .models import load, run
+from .models import load, run, write_model
 
 
 def test_control_residuals_are_sharded_with_their_tokens(pair):
@@ -40,8 +39,8 @@ def test_easycache_works_before_or_after_and_skips_remote_calls(files, client, r
     def cached(model):
         return easycache.EasyCacheNode.execute(model, 0.5, 0.1, 0.95, False).result[0]
 
-    truth = run(cached(load(files["flux"])), steps=8)
-    model = load(files["flux"])
+    truth = run(cached(load(files["model"])), steps=8)
+    model = load(files["model"])
     parallel = parallelize(cached(model), client, True) if cache_first else cached(parallelize(model, client, True))
     requests.clear()
     assert relative_error(run(parallel, steps=8), truth) <= BOUND
@@ -76,13 +75,13 @@ def test_a_second_parallel_model_for_the_negative_prompt_runs_in_the_pool_too(fi
         with torch.inference_mode():
             return guider.sample(noise, torch.zeros_like(noise), comfy.samplers.sampler_object("euler"), sigmas, disable_pbar=True, seed=2)
 
-    truth = guided(load(files["flux"]), load(files["other"]))
-    first, second = (parallelize(load(files[name]), client, True) for name in ("flux", "other"))
+    truth = guided(load(files["model"]), load(files["other"]))
+    first, second = (parallelize(load(files[name]), client, True) for name in ("model", "other"))
     requests.clear()
     assert relative_error(guided(first, second), truth) <= BOUND
     assert requests["Forward"] == 6
     requests.clear()
-    assert relative_error(guided(load(files["flux"]), second), truth) <= BOUND, "a stock positive with a parallel negative"
+    assert relative_error(guided(load(files["model"]), second), truth) <= BOUND, "a stock positive with a parallel negative"
     assert requests["Forward"] == 3
 
 
@@ -158,7 +157,7 @@ def test_a_model_without_a_plan_is_refused_by_name(client):
 
 
 def test_a_missing_checkpoint_is_named(files, client, tmp_path):
-    path = write_flux(tmp_path / "gone.safetensors", hidden=128, double_blocks=1, single_blocks=1)
+    path = write_model(tmp_path / "gone.safetensors", heads=1, blocks=(1, 1))
     model = load(str(path))
     path.unlink()
     with pytest.raises(ModelError, match=r"gone\.safetensors is missing: put it back"):

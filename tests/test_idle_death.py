@@ -9,9 +9,10 @@ from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.pool import PoolHandle
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.errors import RunCancelled
+from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 
-CASE = Case("flux", "ulysses2", "odd", 5, 1.0, False, "euler")
+CASE = Case(PLAIN, "ulysses2", "odd", 5, 1.0, False, "euler")
 
 
 @pytest.fixture(scope="module")

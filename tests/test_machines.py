@@ -23,6 +23,7 @@ from pipemesh.launcher.pool.remote_machine import NODE_COMMAND, RemoteMachine, o
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed
+from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 
 from .models import load, run, with_lora
@@ -34,7 +35,7 @@ RENDEZVOUS = "10.77.0.1:29400"
 SECRET = "correct horse battery staple"
 LOST_S = 3.0
 DEADLINE_S = 60.0
-SENT = Case("flux", "ulysses2", "odd", 5, 1.0, False, "euler")  # a MODEL without a file: its weights are sent
+SENT = Case(PLAIN, "ulysses2", "odd", 5, 1.0, False, "euler")  # a MODEL without a file: its weights are sent
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def leaders(machines, tmp_path_factory):
 @pytest.fixture(scope="module")
 def truths(leaders, files):
     """What stock ComfyUI makes, computed while torchrun starts."""
-    stock = load(files["flux"])
+    stock = load(files["model"])
     return run(stock, cfg=2.0), run(with_lora(stock, files, 0.7))
 
 
@@ -112,7 +113,7 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     plain, patched = truths
     first = started(handle)
     client = Client(handle, shares_weights=False)
-    model = parallelize(load(files["flux"]), client, holds_ui_device=False)
+    model = parallelize(load(files["model"]), client, holds_ui_device=False)
     assert relative_error(run(model, cfg=2.0), plain) <= BOUND
     assert relative_error(run(with_lora(model, files, 0.7)), patched) <= BOUND
     assert Bench(lambda *layout: client).error(SENT) <= BOUND

@@ -4,25 +4,29 @@ named, and warm both are stock's own.
 
 import re
 from functools import cache, partial
+from itertools import cycle
 
 import comfy.samplers
 import comfy.supported_models
 import pytest
 import torch
+from pipemesh.launcher.commands import parity
 from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
-from pipemesh.launcher.tiny import random_tensor
 from pipemesh.parallel_runtime.client import separable as modes
 from pipemesh.parallel_runtime.client import timelines
 from pipemesh.parallel_runtime.client.patchwise import branch_of
 from pipemesh.parallel_runtime.errors import ModelError
+from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families.flux import guided_config
+from pipemesh.parallel_runtime.families.sample import random_tensor
 
-from .models import run
+from .models import VIDEO, run
 from .patched import (  # noqa: F401
     ALL_WARM,
-    FLUX,
     FREE,
     SAMPLERS,
     SIZE,
+    SMALL,
     Patched,
     advanced,
     alive_timelines,
@@ -134,17 +138,14 @@ def test_heights_need_not_divide_by_the_number_of_patches(size, patches):
     stale.modes.clear()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("flux2", "ulysses1", "odd", 5, 4.0, False, "euler"),
-        Case("sd3", "ulysses1", "odd", 5, 4.0, False, "dpmpp_2m_sde"),
-        Case("wan2.1-t2v", "ulysses1", "odd", 5, 4.0, False, "uni_pc"),
-        Case("wan2.1-i2v", "ulysses1", "even", 5, 1.0, False, "euler"),
-        Case("wan2.2-5b", "ulysses1", "odd", 5, 1.0, False, "heun"),
-    ],
-    ids=lambda case: case.family,
-)
+OTHERS = [  # each family and form with another sampler
+    Case(one.name, "ulysses1", "odd", one.heads[0], 4.0, False, sampler)
+    for one, sampler in zip(SAMPLES.values(), cycle(parity.SAMPLERS), strict=False)
+    if one.name != PLAIN
+]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.family)
 def test_every_family_runs_free(case):
     truth = sample(stock_model(case.heads, family=case.family), case)
     warm = Patched(stock_model(case.heads, family=case.family))
@@ -162,10 +163,10 @@ def test_frames_that_stand_behind_a_videos_own_run_free(key):
         [[text, {**extras, key: [frame] if key == "context_latents" else frame}] for text, extras in conditioning(n, 9)] for n in (1, 2)
     ]
     options = {"latent": torch.zeros(1, 16, 3, 5, 6), "positive": prompts[0], "negative": prompts[1], "cfg": 2.0, "steps": 4}
-    plain = stock_model(5, family="wan2.1-t2v")
+    plain = stock_model(5, family=VIDEO)
     truth = run(plain, **options)
     assert relative_error(run(plain, **{**options, "positive": conditioning(1, 9)}), truth) > 0.001, "the frame does nothing"
-    warm, stale = (Patched(stock_model(5, family="wan2.1-t2v"), warm_up=warm_up) for warm_up in (ALL_WARM, 1))
+    warm, stale = (Patched(stock_model(5, family=VIDEO), warm_up=warm_up) for warm_up in (ALL_WARM, 1))
     assert torch.equal(run(warm.model, **options), truth)
     assert warm.mode == FREE
     free, in_step = run(stale.model, **options), run(together(stale.model), **options)
@@ -365,7 +366,7 @@ def control_net():
     import comfy.ldm.flux.controlnet
     import comfy.ops
 
-    net = comfy.ldm.flux.controlnet.ControlNetFlux(dtype=torch.float32, operations=comfy.ops.disable_weight_init, **FLUX)
+    net = comfy.ldm.flux.controlnet.ControlNetFlux(dtype=torch.float32, operations=comfy.ops.disable_weight_init, **guided_config(SMALL))
     net.load_state_dict({name: random_tensor(name, tuple(tensor.shape), 3, torch.float32) for name, tensor in net.state_dict().items()})
     return comfy.controlnet.ControlNet(net, load_device=torch.device("cpu"), extra_conds=["y", "guidance"])
 
@@ -382,7 +383,7 @@ def test_a_controlnet_is_named_and_stock_when_warm():
 
 
 def test_context_windows_are_named_and_stock_when_warm():
-    case = Case("wan2.1-t2v", "ulysses1", "odd", 5, 4.0, False, "euler")
+    case = Case(VIDEO, "ulysses1", "odd", 5, 4.0, False, "euler")
     ours = Patched(stock_model(case.heads, family=case.family))
 
     def windowed(model):
@@ -404,8 +405,8 @@ def test_what_is_kept_of_one_window_or_region_is_not_seen_by_another(monkeypatch
         made = execute("nodes_context_windows", "ContextWindowsManual", model, 2, 1, "standard_static", 1, False, "pyramid", 2, False)
         return run(made, steps=1, latent=torch.zeros(1, 16, 5, 8, 6))
 
-    stale = Patched(stock_model(5, family="wan2.1-t2v"), warm_up=1)
-    truth = windowed(stock_model(5, family="wan2.1-t2v"))
+    stale = Patched(stock_model(5, family=VIDEO), warm_up=1)
+    truth = windowed(stock_model(5, family=VIDEO))
     assert torch.equal(windowed(stale.model), truth)
     options = {"size": SIZE, "steps": 1, "cfg": 3.0, "positive": conditioning(1, 13) + REGION}
     assert torch.equal(run(patched(warm_up=1).model, **options), run(stock(), **options))

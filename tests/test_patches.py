@@ -9,21 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
-from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.families import PLAIN, SAMPLES, plan_for
 from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.patches import TokenGrid
 
 from .models import asked_of
 
 CASES = [
-    Case("flux", "ulysses1", "odd", 5, 1.0, True, "euler"),
-    Case("flux", "ulysses1", "even", 12, 1.0, False, "euler"),
-    Case("flux2", "ulysses1", "odd", 5, 1.0, False, "euler"),
-    Case("sd3", "ulysses1", "odd", 5, 1.0, False, "euler"),
-    Case("sd3.5-medium", "ulysses1", "odd", 3, 1.0, False, "euler"),
-    Case("wan2.1-t2v", "ulysses1", "odd", 5, 1.0, False, "euler"),
-    Case("wan2.1-i2v", "ulysses1", "even", 5, 1.0, False, "euler"),
-    Case("wan2.2-5b", "ulysses1", "odd", 5, 1.0, False, "euler"),
+    Case(PLAIN, "ulysses1", "even", 12, 1.0, False, "euler"),
+    *(Case(one.name, "ulysses1", "odd", one.heads[-1], 1.0, one.masks is not None, "euler") for one in SAMPLES.values()),
 ]
 
 

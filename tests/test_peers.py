@@ -9,49 +9,50 @@ from pathlib import Path
 import pytest
 import torch
 from pipemesh.benchmarks import peers
-from pipemesh.benchmarks.diffusers_flux import DiffusersFlux, diffusers_weights
+from pipemesh.benchmarks.diffusers_peer import DiffusersPeer, diffusers_weights
 from pipemesh.benchmarks.figures import Options
-from pipemesh.launcher.tiny import build_flux_patcher, flux_config
+from pipemesh.benchmarks.forwards import SAMPLE
 from pipemesh.parallel_runtime.errors import PipeMeshError
+from pipemesh.parallel_runtime.families.sample import Size
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = flux_config(heads=3, axes_dim=(4, 6, 6), context_dim=20, vec_dim=12, double_blocks=2, single_blocks=3)
+FORM, SIZE = SAMPLE.form, Size(heads=3, head_dim=16, blocks=(2, 3), text_dim=20, pooled_dim=12)
 
 
 @pytest.fixture(scope="module")
-def flux():
-    return build_flux_patcher(CONFIG).model.diffusion_model
+def model():
+    return FORM.random_model(SIZE).model.diffusion_model
 
 
 @pytest.fixture(scope="module")
-def numbered(flux):
-    """The Flux's state with a number of its own in every place."""
+def numbered(model):
+    """The model's state with a number of its own in every place."""
     weights, total = {}, 0
-    for key, tensor in flux.state_dict().items():
+    for key, tensor in model.state_dict().items():
         weights[key] = torch.arange(total, total + tensor.numel()).view(tensor.shape)
         total += tensor.numel()
     return weights
 
 
-def test_every_number_of_the_weights_is_used_exactly_once(flux, numbered):
-    converted = diffusers_weights(numbered, flux.hidden_size)
+def test_every_number_of_the_weights_is_used_exactly_once(model, numbered):
+    converted = diffusers_weights(numbered, model.hidden_size)
     used = torch.cat([tensor.flatten() for tensor in converted.values()]).sort().values
     assert torch.equal(used, torch.arange(sum(tensor.numel() for tensor in numbered.values())))
 
 
-def test_every_name_and_place_is_that_of_comfyui_s_own_map(flux, numbered):
+def test_every_name_and_place_is_that_of_comfyui_s_own_map(model, numbered):
     import comfy.utils
 
-    sources = comfy.utils.flux_to_diffusers(CONFIG)
-    for name, tensor in diffusers_weights(numbered, flux.hidden_size).items():
+    sources = comfy.utils.flux_to_diffusers(FORM.config(SIZE))
+    for name, tensor in diffusers_weights(numbered, model.hidden_size).items():
         key, place, change, *_ = (*sources[name], None) if isinstance(sources[name], tuple) else (sources[name], None, None)
         expected = numbered[key].narrow(*place) if place else numbered[key]
         assert torch.equal(tensor, change(expected) if change else expected), name
 
 
-def test_the_peer_shares_the_memory_of_the_weights(flux):
-    weights = flux.state_dict()
-    converted = diffusers_weights(weights, flux.hidden_size)
+def test_the_peer_shares_the_memory_of_the_weights(model):
+    weights = model.state_dict()
+    converted = diffusers_weights(weights, model.hidden_size)
     ours = weights["single_blocks.1.linear1.weight"].untyped_storage().data_ptr()
     assert converted["single_transformer_blocks.1.proj_mlp.weight"].untyped_storage().data_ptr() == ours
 
@@ -95,7 +96,7 @@ def test_the_figures_are_those_of_the_definition(monkeypatch):
 # -- with diffusers
 
 
-def test_the_peer_computes_what_comfyui_does(flux):
+def test_the_peer_computes_what_comfyui_does(model):
     pytest.importorskip("diffusers")
     generator = torch.Generator().manual_seed(0)
     arguments = {
@@ -106,8 +107,8 @@ def test_the_peer_computes_what_comfyui_does(flux):
         "transformer_options": {},
     }
     with torch.inference_mode():
-        ours, _ = flux.process_img(flux._forward(**arguments))
-        theirs = DiffusersFlux(flux, arguments).evaluate()
+        ours, _ = model.process_img(model._forward(**arguments))
+        theirs = DiffusersPeer(model, arguments).evaluate()
     assert peers.distance(ours, theirs) < 2e-5
 
 

@@ -4,13 +4,14 @@ their number.
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BF16_BOUNDS, BOUND, FAMILIES, conditioning, relative_error, rms, sample, stock_model
+from pipemesh.launcher.commands.parity import BF16_BOUNDS, BOUND, conditioning, relative_error, rms, sample, stock_model
 from pipemesh.parallel_runtime.client.in_process import reference
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, Refused
+from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
 
 from .conftest import ALL, running_clients
-from .models import run, with_references
+from .models import ATTENDS_TWICE, VIDEO, run
 from .patched import SAMPLERS, together
 from .pipelines import ALL_WARM, HEADS, case, with_callback
 
@@ -19,7 +20,7 @@ LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)]  # degrees of pipefus
 PIPELINES = [  # every family in two stages, those of up to four ranks in turn; all of them where the environment asks for it
     pytest.param(family, layout, id="{}-pipefusion{}-ulysses{}".format(family, *layout))
     for place, layout in enumerate(LAYOUTS)
-    for number, family in enumerate(FAMILIES)
+    for number, family in enumerate(SAMPLES)
     if ALL or place == 0 or number % 3 == place - 1
 ]
 
@@ -37,7 +38,7 @@ def patches_of(layout):
 
 @pytest.mark.parametrize("family, layout", PIPELINES)
 def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages(pipeline, truths, family, layout):
-    patches = patches_of(layout)[list(FAMILIES).index(family) % 3]
+    patches = patches_of(layout)[list(SAMPLES).index(family) % 3]
     of = case(family, sampler="dpmpp_2m_sde", tokens="even" if patches % 2 or patches > 7 else "odd")
     assert relative_error(sample(pipeline(family, layout, patches), of), truths.patched(of, patches)) <= BOUND
     assert relative_error(truths.patched(of, patches), truths.stock(of)) > 100 * BOUND  # it is asynchronous
@@ -46,7 +47,7 @@ def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages
 def test_the_number_of_stages_does_not_change_the_result(pipeline, truths):
     of = case(tokens="even")
     for layout in ((2, 1), (3, 1), (4, 1), (2, 2)):
-        assert relative_error(sample(pipeline("flux", layout, 4), of), truths.patched(of, 4)) <= BOUND
+        assert relative_error(sample(pipeline(PLAIN, layout, 4), of), truths.patched(of, 4)) <= BOUND
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)], ids=str)
@@ -68,18 +69,18 @@ def test_control_residuals_reach_the_blocks_of_every_stage(pipeline, truths, lay
         return clone
 
     of = case()
-    stock = sample(with_control(truths.stock_model("flux")), of)
+    stock = sample(with_control(truths.stock_model(PLAIN)), of)
     assert relative_error(stock, truths.stock(of)) > 100 * BOUND
-    assert relative_error(sample(with_control(pipeline("flux", layout, 4, ALL_WARM)), of), stock) <= BOUND
-    patched = sample(with_control(truths.own_model("flux", 4)), of)
-    assert relative_error(sample(with_control(pipeline("flux", layout, 4)), of), patched) <= BOUND
+    assert relative_error(sample(with_control(pipeline(PLAIN, layout, 4, ALL_WARM)), of), stock) <= BOUND
+    patched = sample(with_control(truths.own_model(PLAIN, 4)), of)
+    assert relative_error(sample(with_control(pipeline(PLAIN, layout, 4)), of), patched) <= BOUND
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS if ALL else ["heun", "dpm_fast", "sa_solver_pece", "ddim"])
 def test_every_sampler_through_two_stages_is_the_reference_and_stock_when_warm(pipeline, truths, sampler):
     of = case(sampler=sampler, cfg=1.0 if sampler == "dpm_adaptive" else 4.0)
-    assert relative_error(sample(pipeline("flux", (2, 1), 3, ALL_WARM), of), truths.stock(of)) <= BOUND
-    assert relative_error(sample(pipeline("flux", (2, 1), 3), of), truths.patched(of, 3)) <= BOUND
+    assert relative_error(sample(pipeline(PLAIN, (2, 1), 3, ALL_WARM), of), truths.stock(of)) <= BOUND
+    assert relative_error(sample(pipeline(PLAIN, (2, 1), 3), of), truths.patched(of, 3)) <= BOUND
 
 
 def test_warm_up_counts_evaluations_not_steps(pipeline, clients, truths):
@@ -87,7 +88,7 @@ def test_warm_up_counts_evaluations_not_steps(pipeline, clients, truths):
     prompts.
     """
     of = case(sampler="heun")
-    ours = sample(pipeline("flux", (2, 1), 3, warm_up=3), of)
+    ours = sample(pipeline(PLAIN, (2, 1), 3, warm_up=3), of)
     parts = [one.part for one in clients(1, 1, 2).memory.figures.evaluations]
     assert sum(part.patch is None for part in parts) == 2 * 3
     assert relative_error(ours, sample(reference(stock_model(HEADS), 3, 3), of)) <= BOUND
@@ -99,8 +100,8 @@ def test_a_stage_holds_its_own_blocks_and_the_ends_and_nothing_else(pipeline, cl
     pool_of = clients(ulysses, 1, stages)
     for name in list(pool_of.memory.patches if pool_of.memory else ()):
         pool_of.release(name)
-    sample(pipeline("wan2.1-t2v", layout, 4), case("wan2.1-t2v"))
-    model = truths.stock_model("wan2.1-t2v").model.diffusion_model
+    sample(pipeline(VIDEO, layout, 4), case(VIDEO))
+    model = truths.stock_model(VIDEO).model.diffusion_model
     blocks = [sum(tensor.nbytes for tensor in block.parameters()) for block in model.blocks]
     ends = sum(tensor.nbytes for tensor in model.parameters()) - sum(blocks)
     held = [memory.model for memory in pool_of.memory.pool.memory]
@@ -141,12 +142,12 @@ def with_patched_weights(model, strength=1.0):
 
 @pytest.mark.parametrize("layout", [(2, 1), (2, 2), (3, 1)] if ALL else [(2, 1), (2, 2)], ids=str)
 def test_weight_patches_reach_every_stage_and_a_change_of_strength_reloads_nothing(pipeline, clients, truths, layout):
-    of, warm = case(), pipeline("flux", layout, 4, ALL_WARM)
+    of, warm = case(), pipeline(PLAIN, layout, 4, ALL_WARM)
     sample(warm, of)
     client = clients(layout[1], 1, layout[0])
     loads = client.memory.loads
     for strength in (1.0, -0.5):
-        stock = sample(with_patched_weights(truths.stock_model("flux"), strength), of)
+        stock = sample(with_patched_weights(truths.stock_model(PLAIN), strength), of)
         assert relative_error(stock, truths.stock(of)) > 100 * BOUND
         assert relative_error(sample(with_patched_weights(warm, strength), of), stock) <= BOUND
     assert client.memory.loads == loads
@@ -197,28 +198,19 @@ def test_with_constant_inputs_every_evaluation_equals_the_serial_forward(pipelin
                 assert relative_error(constant.evaluate(arguments, branch), truth) <= BOUND
 
 
-@pytest.mark.parametrize("family", ["flux", "wan2.1-t2v"])
+@pytest.mark.parametrize("family", [PLAIN, VIDEO])
 def test_masks_and_more_patches_than_lines_change_nothing_of_that(pipeline, truths, family):
-    of = case(family, mask=family == "flux")
+    of = case(family, mask=family == PLAIN)
     assert relative_error(sample(pipeline(family, (2, 1), 50), of), truths.patched(of, 50)) <= BOUND
 
 
 def test_a_mask_reaches_every_stage(pipeline, truths):
     of = case(mask=True)
     for layout in ((2, 1), (2, 2)):
-        assert relative_error(sample(pipeline("flux", layout, 3, ALL_WARM), of), truths.stock(of)) <= BOUND
+        assert relative_error(sample(pipeline(PLAIN, layout, 3, ALL_WARM), of), truths.stock(of)) <= BOUND
 
 
-def test_reference_latents_with_a_timestep_of_their_own_go_with_the_last_patch(pipeline, truths):
-    def edited(model):
-        return with_references(model, "index_timestep_zero", 128, size=(5, 7))
-
-    stock, patched = edited(truths.stock_model("flux2")), edited(truths.own_model("flux2", 3))
-    assert relative_error(edited(pipeline("flux2", (2, 1), 3, ALL_WARM)), stock) <= BOUND
-    assert relative_error(edited(pipeline("flux2", (2, 1), 3)), patched) <= BOUND
-
-
-@pytest.mark.parametrize("family", ["flux", "sd3.5-medium", "wan2.1-t2v"])
+@pytest.mark.parametrize("family", [PLAIN, ATTENDS_TWICE, VIDEO])
 def test_what_is_kept_is_what_was_reserved_for_it_and_of_this_run_alone(broken_pipeline, truths, family):
     """The ranks hold it against each other after every patch."""
     for of in (case(family), case(family, tokens="even")):
@@ -262,11 +254,11 @@ def test_what_samplers_nodes_can_ask_for_goes_through_the_stages(broken_pipeline
     image = torch.randn(options.get("batch", 1), 16, 8, 10, generator=torch.Generator().manual_seed(2))
     options = {"cfg": 3.0, "steps": 4, "latent": image, **options}
     model, _client = broken_pipeline("counts_what_it_keeps")
-    assert relative_error(run(model, **options), run(truths.own_model("flux", 3), **options)) <= BOUND
+    assert relative_error(run(model, **options), run(truths.own_model(PLAIN, 3), **options)) <= BOUND
 
 
 def test_a_second_run_keeps_nothing_of_the_first(pipeline, truths):
-    model, of = pipeline("flux", (2, 1), 3), case()
+    model, of = pipeline(PLAIN, (2, 1), 3), case()
     sample(model, case(tokens="even"), seed=8)
     first = sample(model, of)
     assert torch.equal(sample(model, of), first)
@@ -281,15 +273,15 @@ def test_a_second_run_keeps_nothing_of_the_first(pipeline, truths):
 def test_single_timeline_through_a_pipeline_is_the_reference_too(pipeline, truths, sampler, wrap, because):
     modes = []
     of = case(sampler=sampler, cfg=1.0 if sampler == "dpm_adaptive" else 4.0)  # it takes many steps
-    ours = sample(wrap(pipeline("flux", (2, 1), 3, notice=modes.append)), of)
+    ours = sample(wrap(pipeline(PLAIN, (2, 1), 3, notice=modes.append)), of)
     assert because in modes[0] and modes[0].startswith("single-timeline")
     assert relative_error(ours, truths.patched(of, 3)) <= BOUND
 
 
 def test_more_stages_than_blocks_are_refused_and_the_pool_goes_on(clients):
-    shallow = parallelize(stock_model(3, family="sd3"), clients(1, 1, 4), holds_ui_device=False, patching=Patching(4))
+    shallow = parallelize(stock_model(3, family=ATTENDS_TWICE), clients(1, 1, 4), holds_ui_device=False, patching=Patching(4))
     with pytest.raises(Refused, match=r"^pipefusion 4, and the model has 3 blocks: lower the degree"):
-        sample(shallow, case("sd3"))
+        sample(shallow, case(ATTENDS_TWICE))
     assert clients(1, 1, 4).memory.pool.idle
 
 
@@ -310,7 +302,7 @@ def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pi
 def test_stages_may_be_cut_as_the_user_says(clients, truths):
     client, of, held = clients(1, 1, 2), case(), []
     for number, stages in enumerate([(1, 3), (3, 1)]):
-        model = parallelize(truths.stock_model("flux"), client, holds_ui_device=False, patching=Patching(3, stages=stages))
+        model = parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3, stages=stages))
         for _ in range(2):
             loads = client.memory.loads if client.memory else 0
             assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
@@ -321,7 +313,7 @@ def test_stages_may_be_cut_as_the_user_says(clients, truths):
 
 def test_stages_that_are_not_the_models_blocks_are_refused_with_the_sum_and_the_pool_goes_on(clients, truths):
     client = clients(1, 1, 2)
-    model = parallelize(truths.stock_model("flux"), client, holds_ui_device=False, patching=Patching(3, stages=(4, 9)))
+    model = parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3, stages=(4, 9)))
     with pytest.raises(Refused, match=r"^stages 4,9 share out 13 blocks, and the model has 4: make the numbers add up to 4, or leave"):
         sample(model, case())
     assert client.memory.pool.idle
@@ -348,12 +340,12 @@ def test_all_warm_goes_red_when_a_stage_computes_with_what_came_before(broken_pi
 @pytest.mark.parametrize(
     ("mutation", "family", "ulysses"),
     [
-        *((mutation, "flux", 1) for mutation in BREAKS),
-        *((mutation, "flux", 2) for mutation in (BREAKS if ALL else BREAKS[:1])),
-        ("rows_of_the_buffer", "wan2.1-t2v", 1),
-        ("stale_message", "wan2.1-t2v", 2),
-        ("rows_of_the_buffer", "sd3.5-medium", 2),
-        ("text_is_dropped", "sd3.5-medium", 1),
+        *((mutation, PLAIN, 1) for mutation in BREAKS),
+        *((mutation, PLAIN, 2) for mutation in (BREAKS if ALL else BREAKS[:1])),
+        ("rows_of_the_buffer", VIDEO, 1),
+        ("stale_message", VIDEO, 2),
+        ("rows_of_the_buffer", ATTENDS_TWICE, 2),
+        ("text_is_dropped", ATTENDS_TWICE, 1),
     ],
 )
 def test_parity_goes_red_when_a_stage_breaks(broken_pipeline, truths, mutation, family, ulysses):

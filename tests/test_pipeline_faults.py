@@ -10,8 +10,10 @@ from pipemesh.nodes.report.figures import last_run
 from pipemesh.nodes.report.text import run_text
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
+from pipemesh.parallel_runtime.families import PLAIN
 
 from .conftest import ALL, running_clients
+from .models import ATTENDS_TWICE
 from .patched import advanced, together
 from .pipelines import case, with_callback
 
@@ -26,7 +28,7 @@ def clients(setup):
 def test_a_cancel_with_every_patch_in_flight_leaves_the_pool_warm_and_the_next_run_right(pipeline, truths, clients, monkeypatch):
     import comfy.model_management as mm
 
-    model, of = pipeline("flux", (2, 1), 3), case()
+    model, of = pipeline(PLAIN, (2, 1), 3), case()
     sample(model, of)
     client = clients(1, 1, 2)
     pool, pids = client.memory.pool, client.memory.pool.pids
@@ -70,7 +72,7 @@ FREE, SINGLE = (pytest.param(wrap, id=name) for wrap, name in ((lambda model: mo
 def test_a_cancel_at_any_evaluation_of_three_stages_leaves_the_pool_warm(pipeline, truths, clients, monkeypatch, wrap, number):
     import comfy.model_management as mm
 
-    model, of, client = wrap(pipeline("flux", (3, 1), 4)), case(), clients(1, 1, 3)
+    model, of, client = wrap(pipeline(PLAIN, (3, 1), 4)), case(), clients(1, 1, 3)
     sample(model, of)
     pool, submit, asked = client.memory.pool, client.submit, []
 
@@ -93,7 +95,7 @@ def test_an_error_in_the_users_own_callback_ends_what_is_in_flight(pipeline, tru
     def fall_over():
         raise ZeroDivisionError
 
-    model, of = pipeline("flux", (2, 1), 3), case()
+    model, of = pipeline(PLAIN, (2, 1), 3), case()
     with pytest.raises(ZeroDivisionError):
         with_callback(model, of, fall_over)
     assert clients(1, 1, 2).memory.pool.idle
@@ -111,7 +113,7 @@ def doomed(setup):
 def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(doomed, truths, rank):
     import psutil
 
-    model, of = parallelize(truths.stock_model("flux"), doomed, holds_ui_device=False, patching=Patching(3)), case()
+    model, of = parallelize(truths.stock_model(PLAIN), doomed, holds_ui_device=False, patching=Patching(3)), case()
     with pytest.raises(PoolFailed, match=f"^Rank {rank} on cpu was killed"):
         with_callback(model, of, lambda: psutil.Process(doomed.memory.pool.pids[rank]).kill())
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
@@ -137,7 +139,7 @@ def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
     """As it does for a VAE or a ControlNet that needs the room."""
     of, client = case(), clients(1, 1, 2)
     for wrap, whole in ((lambda model: model, 2), (together, 4)):
-        model = wrap(pipeline("flux", (2, 1), 3))
+        model = wrap(pipeline(PLAIN, (2, 1), 3))
         name = model.remote.source.model
         sample(model, of)
         loads = client.memory.loads
@@ -197,11 +199,11 @@ def test_another_model_makes_room_for_keys_and_values_and_the_run_begins_again(b
     def churned(model):
         return advanced(model, sampler=comfy.samplers.ksampler("heun", {"s_churn": 2.0}))[0]["samples"]
 
-    other, client = broken_pipeline("no_memory_beside_another_model", "sd3")
-    sample(other, case("sd3"))
+    other, client = broken_pipeline("no_memory_beside_another_model", ATTENDS_TWICE)
+    sample(other, case(ATTENDS_TWICE))
     pool, run = client.memory.pool, client.memory.figures.evaluations[-1].part.run
-    model = parallelize(truths.stock_model("flux"), client, holds_ui_device=False, patching=Patching(3))
-    assert relative_error(churned(wrap(model)), churned(truths.own_model("flux", 3))) <= BOUND
+    model = parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3))
+    assert relative_error(churned(wrap(model)), churned(truths.own_model(PLAIN, 3))) <= BOUND
     assert {one.part.run for one in client.memory.figures.evaluations} == {run + 2}, "what was kept of the first attempt is void"
     assert client.memory.pool is pool and not client.holds(other.remote.source.model)
 

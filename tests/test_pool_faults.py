@@ -16,12 +16,12 @@ import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
-from pipemesh.launcher.tiny import write_flux
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, SharedMemoryFull
 
 from .fake_pools import DEADLINE_S, cpus, is_alive
+from .models import write_model
 from .test_arena import largest_file
 from .test_pool_leaks import Holdings
 
@@ -73,7 +73,7 @@ def client(handle):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write_flux(tmp_path_factory.mktemp("faults") / "flux.safetensors", hidden=256, double_blocks=4, single_blocks=4)
+    return write_model(tmp_path_factory.mktemp("faults") / "model.safetensors", blocks=(4, 4))
 
 
 def load(path):
@@ -228,7 +228,7 @@ def test_one_rank_out_of_memory_inside_a_forward_is_named_and_the_next_run_is_ri
 
 
 def test_a_checkpoint_that_is_cut_short_under_a_rank_is_named_and_not_loaded_again(tmp_path, client, parallel, truth):
-    path = write_flux(tmp_path / "cut.safetensors", hidden=128, double_blocks=1, single_blocks=1)
+    path = write_model(tmp_path / "cut.safetensors", heads=1, blocks=(1, 1))
     model = parallelize(load(path), client, holds_ui_device=False)
     picture(model)
     size = path.stat().st_size
@@ -287,7 +287,7 @@ def own(tmp_path, clients):
     """A checkpoint that may come to harm, its MODEL made parallel on the shared pool, and its stock
     picture.
     """
-    path = write_flux(tmp_path / "own.safetensors", hidden=128, double_blocks=1, single_blocks=1, seed=len(str(tmp_path)))
+    path = write_model(tmp_path / "own.safetensors", heads=1, blocks=(1, 1), seed=len(str(tmp_path)))
     truth = picture(load(path))
     return path, parallelize(load(path), clients(2), holds_ui_device=False), truth
 
@@ -325,7 +325,7 @@ def test_a_checkpoint_that_changed_is_named_and_loaded_again_is_right(own, clien
     path, model, _ = own
     size = path.stat().st_size
     sentence = changed(path, str(size))
-    other = write_flux(path.with_suffix(".other"), hidden=128, double_blocks=1, single_blocks=1, seed=99)
+    other = write_model(path.with_suffix(".other"), heads=1, blocks=(1, 1), seed=99)
     other.replace(path)
     with pytest.raises(Refused, match=sentence):
         picture(model)
@@ -338,7 +338,7 @@ def test_a_checkpoint_overwritten_in_place_is_named_and_no_longer_held(own, clie
     client = clients(2)
     assert is_right(model, truth)
     sentence = changed(path, str(path.stat().st_size))
-    path.write_bytes(write_flux(path.with_suffix(".other"), hidden=128, double_blocks=1, single_blocks=1, seed=99).read_bytes())
+    path.write_bytes(write_model(path.with_suffix(".other"), heads=1, blocks=(1, 1), seed=99).read_bytes())
     with pytest.raises(Refused, match=sentence):
         picture(model)
     assert not client.holds(model.remote.source.model)
@@ -352,7 +352,7 @@ def test_a_checkpoint_that_changed_is_refused_however_often_its_model_is_paralle
     assert is_right(parallelize(stock, clients(2), holds_ui_device=False), picture(stock))
     sentence = changed(path, str(path.stat().st_size))
     clients(2).release(parallelize(stock, clients(2), holds_ui_device=False).remote.source.model)
-    write_flux(path.with_suffix(".other"), hidden=128, double_blocks=1, single_blocks=1, seed=99).replace(path)
+    write_model(path.with_suffix(".other"), heads=1, blocks=(1, 1), seed=99).replace(path)
     for _ in range(2):
         with pytest.raises(Refused, match=sentence):
             picture(parallelize(stock, clients(2), holds_ui_device=False))
@@ -363,7 +363,7 @@ def test_a_checkpoint_deleted_or_replaced_under_a_warm_pool_changes_nothing(own)
     assert is_right(model, truth)
     path.unlink()
     assert is_right(model, truth)
-    write_flux(path, hidden=128, double_blocks=1, single_blocks=1, seed=99)
+    write_model(path, heads=1, blocks=(1, 1), seed=99)
     assert is_right(model, truth)
 
 

@@ -22,6 +22,7 @@ from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relativ
 from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelled
+from pipemesh.parallel_runtime.families import PLAIN
 
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside
 
@@ -137,7 +138,7 @@ def test_a_finished_call_leaves_nothing_in_the_ui():
 
 # -- 200 runs
 
-CASE = Case("flux", "ulysses2", "odd", 5, 1.0, False, "euler")
+CASE = Case(PLAIN, "ulysses2", "odd", 5, 1.0, False, "euler")
 KEY = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
 MIB = 1 << 20
 
@@ -294,7 +295,7 @@ def side_by_side(setup):
 
 def test_two_instances_side_by_side_both_compute_right_at_once(side_by_side):
     assert len({process.pid for ui in side_by_side for process in ui.below}) == 2 * (2 + 1)
-    cases = [Case("flux", "ulysses2", "odd", 5, 4.0, False, "euler"), Case("flux", "ulysses2", "even", 12, 1.0, False, "heun")]
+    cases = [Case(PLAIN, "ulysses2", "odd", 5, 4.0, False, "euler"), Case(PLAIN, "ulysses2", "even", 12, 1.0, False, "heun")]
     for ui, case in zip(side_by_side, cases, strict=True):
         ui.ask(case)
         ui.ask(cases[0])

@@ -71,7 +71,7 @@ def only_pool(runtime, choice=None):
 
 def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_takes_them(runtime, files):
     had = sum(pool.loads for pool in runtime.report().pools)
-    model = load(files["flux"])
+    model = load(files["model"])
     three, four = (runtime.choose(**STAGES, patches=patches, stages="2,2") for patches in (3, 4))
     parallel = runtime.parallelize(model, three)
     run(parallel)
@@ -88,7 +88,7 @@ def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_ta
 
 def test_every_run_says_how_it_is_sampled_and_the_last_one_is_kept(runtime, files, caplog):
     caplog.set_level("INFO", "pipemesh")
-    parallel = runtime.parallelize(load(files["flux"]), runtime.choose(**STAGES))
+    parallel = runtime.parallelize(load(files["model"]), runtime.choose(**STAGES))
     run(parallel)
     run(parallel, sampler="dpm_adaptive", steps=2)
     modes = ["free-running", "single-timeline, because of the sampler dpm_adaptive"]
@@ -106,7 +106,7 @@ def test_weight_hooks_are_named_sampled_in_patches_all_the_same_and_stock_when_w
         hooks = comfy.hooks.create_hook_lora(comfy.utils.load_torch_file(files["lora"]), 0.8, 0.0)
         return [[tensor, {**extras, "hooks": hooks}] for tensor, extras in conditioning(1, 13)]
 
-    model = load(files["flux"])
+    model = load(files["model"])
     truth = run(model, positive=hooked(), cfg=2.0)
     for warm_up, whole in ((100, None), (1, 2)):
         ours = run(runtime.parallelize(model, runtime.choose(**STAGES, warm_up=warm_up)), positive=hooked(), cfg=2.0)
@@ -119,7 +119,7 @@ def test_weight_hooks_are_named_sampled_in_patches_all_the_same_and_stock_when_w
 
 
 def test_how_much_memory_ranks_have_free_is_the_same_all_through_a_run(runtime, files, monkeypatch):
-    parallel = runtime.parallelize(load(files["flux"]), runtime.choose(**STAGES))
+    parallel = runtime.parallelize(load(files["model"]), runtime.choose(**STAGES))
     run(parallel)
     asked = []
     monkeypatch.setattr(parallel.remote.client, "free_memory", lambda: asked.append(1) or 1 << 40)
@@ -131,7 +131,7 @@ def test_weight_patches_reach_the_stages_that_hold_the_weights(runtime, files):
     """Stages share no memory for patched weights: each has blocks of its own."""
     from .models import with_lora
 
-    stock = with_lora(load(files["flux"]), files, 1.0)
+    stock = with_lora(load(files["model"]), files, 1.0)
     truth = run(stock)
     ours = run(runtime.parallelize(stock, runtime.choose(**STAGES, warm_up=100)))
     torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-4)
@@ -143,7 +143,7 @@ def test_an_empty_latent_is_refused_before_a_pool_starts(files, setup, pipefusio
     from pipemesh.nodes.runtime import Runtime
 
     runtime = Runtime(setup)
-    model = runtime.parallelize(load(files["flux"]), runtime.choose(**STAGES | {"ulysses": 3 - pipefusion, "pipefusion": pipefusion}))
+    model = runtime.parallelize(load(files["model"]), runtime.choose(**STAGES | {"ulysses": 3 - pipefusion, "pipefusion": pipefusion}))
     with pytest.raises(Refused) as caught:
         run(model, latent=torch.zeros(*shape))
     assert str(caught.value) == (
@@ -175,7 +175,7 @@ def test_whichever_ranks_compute_on_the_uis_device_their_part_is_counted(layout,
 
 
 def test_the_host_counts_a_stages_part_of_the_weights(files, client, requests):
-    model = load(files["flux"])
+    model = load(files["model"])
     whole = parallelize(model, client, holds_ui_device=1.0)
     stage = parallelize(model, client, holds_ui_device=0.5, patching=Patching(3))
     assert 0 < stage.model_size() == whole.model_size() // 2

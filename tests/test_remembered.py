@@ -10,7 +10,7 @@ import torch
 from pipemesh.benchmarks.forwards import standin
 from pipemesh.launcher.commands.parity import Case, relative_error, stock_model
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
-from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.families import FAMILIES, plan_for
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.pipefusion.rope_cache import KEPT, Remembered
 from pipemesh.parallel_runtime.methods.pipefusion.stage import StageForward, blocks_of
@@ -69,7 +69,7 @@ def test_what_is_forgotten_is_made_anew_and_a_detached_module_is_as_it_was(twice
     assert "forward" not in vars(twice)
 
 
-@pytest.mark.parametrize("family", ["flux", "wan2.1-t2v"])
+@pytest.mark.parametrize("family", [family.samples[0].name for family in FAMILIES if family.plans[0].positions])
 def test_a_stage_embeds_positions_once_in_a_run_and_anew_in_the_next(family, monkeypatch):
     case = Case(family, "ulysses1", "odd", 4, 1.0, False, "euler")
     patcher = stock_model(case.heads, family=case.family)

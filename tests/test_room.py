@@ -14,7 +14,7 @@ from pipemesh.parallel_runtime.client.patchwise import Patchwise
 from pipemesh.parallel_runtime.client.separable import known_guider
 from pipemesh.parallel_runtime.comfy_bridge.free_gpu import unload_unused, used_by
 from pipemesh.parallel_runtime.errors import NoRoom, OutOfMemory
-from pipemesh.parallel_runtime.families import PLANS
+from pipemesh.parallel_runtime.families import PLAIN, PLANS
 
 GPU, OTHER_GPU, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 
@@ -122,7 +122,7 @@ def test_the_hosts_guider_tells_inside_a_run_what_models_it_loaded_beside_the_sa
         return executor(guider, *args, **kwargs)
 
     watched.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, "test", wrapper)
-    sample(watched, Case("flux", "ulysses1", "even", 4, 1.0, False, "euler"), steps=1)
+    sample(watched, Case(PLAIN, "ulysses1", "even", 4, 1.0, False, "euler"), steps=1)
     assert seen == [(True, True, [])]
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error, stock_model
-from pipemesh.launcher.tiny import write_flux
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 
-from .models import load, run, with_lora
+from .models import load, run, with_lora, write_model
 
 # -- a run
 
@@ -136,9 +135,10 @@ handle.close()
 
 
 def test_the_ui_loads_no_weights_and_keeps_no_private_copy(tmp_path, files, setup):
-    large = write_flux(tmp_path / "large.safetensors", hidden=512, double_blocks=4, single_blocks=4)
+    large = write_model(tmp_path / "large.safetensors", heads=4, blocks=(4, 4))
     root = Path(__file__).resolve().parent.parent
-    script = UI_MEMORY.format(root=str(root), launcher=str(root / "launcher"), comfyui=setup.comfyui, small=files["flux"], large=str(large))
+    paths = {"root": str(root), "launcher": str(root / "launcher"), "small": files["model"], "large": str(large)}
+    script = UI_MEMORY.format(comfyui=setup.comfyui, **paths)
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
     grown, loaded = json.loads(answer)
     assert grown <= 0.05 * large.stat().st_size
@@ -170,7 +170,7 @@ def test_toggling_a_lora_and_going_stock_and_back_releases_nothing(pair, files, 
     truth = run(parallel)
     patched = with_lora(parallel, files, 1.0)
     run(patched)
-    stock_of_same_file = load(files["flux"])
+    stock_of_same_file = load(files["model"])
     run(stock_of_same_file)
     again = run(parallel)
     run(patched)
@@ -179,9 +179,9 @@ def test_toggling_a_lora_and_going_stock_and_back_releases_nothing(pair, files, 
 
 
 def test_the_same_loader_output_serves_stock_and_pool_in_turn(files, client, requests):
-    model = load(files["flux"])
+    model = load(files["model"])
     parallel = parallelize(model, client, holds_ui_device=True)
-    truth = run(load(files["flux"]))
+    truth = run(load(files["model"]))
     for _ in range(2):
         assert relative_error(run(parallel), truth) <= BOUND
         assert model.model.diffusion_model._forward.__class__.__name__ == "RemoteForward"
@@ -194,7 +194,7 @@ def test_the_same_loader_output_serves_stock_and_pool_in_turn(files, client, req
 
 def test_merged_models_are_exact(files, client):
     """ModelMergeSimple puts whole weights of another model into the patches."""
-    stock, other = load(files["flux"]), load(files["flux"])
+    stock, other = load(files["model"]), load(files["model"])
     weights = {key: weight for key, weight in other.model_state_dict(PREFIX).items() if "weight" in key}
     other.add_patches({key: ("diff", (torch.full_like(weight, 0.01),)) for key, weight in weights.items()})
 
@@ -205,12 +205,12 @@ def test_merged_models_are_exact(files, client):
         return clone
 
     truth = run(merged(stock))
-    assert relative_error(run(merged(parallelize(load(files["flux"]), client, True))), truth) <= BOUND
+    assert relative_error(run(merged(parallelize(load(files["model"]), client, True))), truth) <= BOUND
 
 
 def test_two_models_stay_resident_and_switching_reloads_nothing(files, client, requests):
-    first, second = (parallelize(load(files[name]), client, holds_ui_device=True) for name in ("flux", "other"))
-    truths = run(load(files["flux"])), run(load(files["other"]))
+    first, second = (parallelize(load(files[name]), client, holds_ui_device=True) for name in ("model", "other"))
+    truths = run(load(files["model"])), run(load(files["other"]))
     for model, truth in zip((first, second), truths, strict=True):
         assert relative_error(run(model), truth) <= BOUND
     requests.clear()
@@ -247,7 +247,7 @@ def test_free_reaches_the_pool_when_the_samplers_own_clone_is_gone(files, client
     """
     import comfy.model_management as mm
 
-    stock = load(files["flux"])
+    stock = load(files["model"])
     truth = run(stock)
     mm.unload_all_models()
     for strength in (None, 0.7, 0.3):
@@ -275,7 +275,7 @@ def test_a_deep_copy_of_a_model_stands_for_itself(files, client):
 
 
 def test_going_stock_after_a_samplers_own_clone_is_gone_releases_nothing(files, client, requests):
-    stock = load(files["flux"])
+    stock = load(files["model"])
     parallel = parallelize(stock, client, holds_ui_device=True)
     ours = run(parallel)
     del parallel
@@ -306,7 +306,7 @@ def test_the_pool_keeps_a_model_for_as_long_as_its_loaders_output_lives(files, c
 
 
 def test_memory_the_host_counts_is_what_the_pool_holds_on_its_device(files, client):
-    parallel = parallelize(load(files["flux"]), client, holds_ui_device=True)
+    parallel = parallelize(load(files["model"]), client, holds_ui_device=True)
     client.release(parallel.remote.source.model)
     weights = sum(p.numel() * p.element_size() for p in parallel.model.diffusion_model.parameters())
     assert (parallel.model_size(), parallel.loaded_size()) == (weights, 0)
@@ -314,7 +314,7 @@ def test_memory_the_host_counts_is_what_the_pool_holds_on_its_device(files, clie
     assert parallel.loaded_size() == weights
     assert parallel.partially_unload(torch.device("cpu"), 1) == weights
     assert parallel.loaded_size() == 0
-    elsewhere = parallelize(load(files["flux"]), client, holds_ui_device=False)
+    elsewhere = parallelize(load(files["model"]), client, holds_ui_device=False)
     assert elsewhere.model_size() == elsewhere.loaded_size() == 0
 
 
@@ -327,7 +327,7 @@ def test_the_host_makes_room_for_the_activations_of_ranks_on_its_device_alone(fi
         estimated.append(real(model, shape, conds)[0])
         return real(model, shape, conds)
 
-    stock = load(files["flux"])
+    stock = load(files["model"])
     half, none = (parallelize(stock, client, holds_ui_device=True, activations=share) for share in (0.5, 0.0))
     monkeypatch.setattr(comfy.sampler_helpers, "estimate_memory", noted)
     for model in (stock, half, parallelize(half, client, holds_ui_device=True), none):

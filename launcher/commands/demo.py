@@ -1,7 +1,7 @@
 """`python3 -m launcher demo`: one stock workflow on a real ComfyUI server, by stock ComfyUI and
 then by a pool of ranks, side by side.
 
-A tiny random-weight Flux and a LoRA are written, ComfyUI is started headless, and the same graph is
+A small random model and a LoRA are written, ComfyUI is started headless, and the same graph is
 queued through its API. Where there are fewer GPUs than ranks everything runs on the CPU, and one
 core stands for one GPU: stock computes on one thread, and so does every rank.
 """
@@ -26,10 +26,12 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
+from ...parallel_runtime.families import sample_with
+from ...parallel_runtime.families.sample import FileForm, Form, Size
 from ..comfyui.find import ComfyInstall
 from ..comfyui.install import LaunchError
 from ..comfyui.server import ComfyServer, Graph
-from ..tiny import FILE_AXES_DIM, flux_config, flux_shapes, write_flux, write_lora
+from ..random_files import write_lora, write_model
 from .parity import BOUND, relative_error
 
 SEEDS = (1, 2, 3)  # of the rounds; the first loads and warms up and its times do not count
@@ -50,21 +52,25 @@ for _ in sys.stdin:
 """
 
 
+SAMPLE, SIZE = sample_with("demo")
+
+
 @dataclass(frozen=True)
-class Size:
+class Workload:
     """A model and an image for which a forward takes 0.3 to 1 s on one CPU core."""
 
-    hidden: int = 512
-    double_blocks: int = 4
-    single_blocks: int = 20
-    context_dim: int = 64
-    vec_dim: int = 32
+    size: Size = SIZE
     text_tokens: int = 77
     pixels: int = 320  # a side; 16 x 16 pixels are a token
 
     @property
-    def heads(self) -> int:
-        return self.hidden // sum(FILE_AXES_DIM)
+    def form(self) -> Form:
+        return SAMPLE.form
+
+    @property
+    def file(self) -> FileForm:
+        assert SAMPLE.form.file is not None, f"{SAMPLE.name} has no file form"
+        return SAMPLE.form.file
 
     @property
     def tokens(self) -> int:
@@ -72,14 +78,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        config = flux_config(
-            heads=self.heads,
-            double_blocks=self.double_blocks,
-            single_blocks=self.single_blocks,
-            context_dim=self.context_dim,
-            vec_dim=self.vec_dim,
-        )
-        return sum(math.prod(shape) for shape in flux_shapes(config).values())
+        return sum(math.prod(shape) for shape in self.file.shapes(self.form.config(self.size)).values())
 
 
 @dataclass(frozen=True)
@@ -108,17 +107,17 @@ class Round:
 def main(argv: list[str], host: ComfyInstall) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the `with` blocks below, so ComfyUI does not outlive the demo
-    size, out, ranks = Size(), options.keep.absolute(), options.ranks
+    work, out, ranks = Workload(), options.keep.absolute(), options.ranks
     out.mkdir(parents=True, exist_ok=True)
     on_cpu = torch.cuda.device_count() < ranks
     if on_cpu:
         print(f"Fewer GPUs than ranks here ({torch.cuda.device_count()} of {ranks}), so one CPU core stands for one GPU.")
-    with tempfile.TemporaryDirectory(prefix="pipemesh-demo-") as folder, Capacity(host.python, ranks if on_cpu else 0, size) as capacity:
+    with tempfile.TemporaryDirectory(prefix="pipemesh-demo-") as folder, Capacity(host.python, ranks if on_cpu else 0, work) as capacity:
         server = ComfyServer(host, base=Path(folder), log=out / "comfyui.log", cpu=on_cpu, env=ONE_THREAD, args=["--force-fp32"])
-        write_models(server.models, size)
+        write_models(server.models, work)
         say("Starting ComfyUI")
         with server:
-            rounds = [sample_round(server, seed, size, options.steps, pool_inputs(ranks, on_cpu), capacity) for seed in SEEDS]
+            rounds = [sample_round(server, seed, work, options.steps, pool_inputs(ranks, on_cpu), capacity) for seed in SEEDS]
             last_run = pool_report(server)
     difference = max(one.difference for one in rounds)
     print(table(rounds[1:], ranks, capacity.value, difference, last_run))
@@ -151,35 +150,28 @@ def say(text: str) -> None:
     print(f"{text} ...", flush=True)
 
 
-def write_models(folder: Path, size: Size) -> None:
-    say(f"Writing a random-weight Flux of {size.parameters / 1e6:.0f} M parameters in {size.double_blocks + size.single_blocks} blocks")
-    flux = write_flux(
-        folder / "diffusion_models" / "demo_flux.safetensors",
-        hidden=size.hidden,
-        double_blocks=size.double_blocks,
-        single_blocks=size.single_blocks,
-        context_dim=size.context_dim,
-        vec_dim=size.vec_dim,
-    )
-    write_lora(folder / "loras" / "demo_lora.safetensors", flux)
+def write_models(folder: Path, work: Workload) -> None:
+    say(f"Writing a random {SAMPLE.name} model of {work.parameters / 1e6:.0f} M parameters in {sum(work.size.blocks)} blocks")
+    model = write_model(folder / "diffusion_models" / "demo_model.safetensors", work.form, work.size)
+    write_lora(folder / "loras" / "demo_lora.safetensors", model, work.file.lora_targets)
 
 
 def pool_inputs(ranks: int, on_cpu: bool) -> dict[str, Any]:
     return {"devices": "cpu" if on_cpu else "auto", "ulysses": ranks, "backend": "auto"}
 
 
-def workflow(size: Size, steps: int, seed: int, name: str, pool: dict[str, Any] | None) -> Graph:
+def workflow(work: Workload, steps: int, seed: int, name: str, pool: dict[str, Any] | None) -> Graph:
     """A text-to-image graph of stock nodes; with `pool`, PipeMesh Parallelize stands before the
     KSampler and nothing else differs.
     """
-    prompt = {"tokens": size.text_tokens, "context_dim": size.context_dim, "vec_dim": size.vec_dim}
+    prompt = {"tokens": work.text_tokens, "context_dim": work.size.text_dim, "vec_dim": work.size.pooled_dim}
     sampling = {"steps": steps, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
     links = {"model": ["lora" if pool is None else "parallel", 0], "latent_image": ["empty", 0]}
     graph = {
-        "flux": node("UNETLoader", unet_name="demo_flux.safetensors", weight_dtype="default"),
-        "lora": node("LoraLoaderModelOnly", model=["flux", 0], lora_name="demo_lora.safetensors", strength_model=1.0),
+        "model": node("UNETLoader", unet_name="demo_model.safetensors", weight_dtype="default"),
+        "lora": node("LoraLoaderModelOnly", model=["model", 0], lora_name="demo_lora.safetensors", strength_model=1.0),
         "prompt": node("PipeMeshDemoConditioning", seed=0, **prompt),
-        "empty": node("EmptySD3LatentImage", width=size.pixels, height=size.pixels, batch_size=1),
+        "empty": node("EmptyLatentImage", width=work.pixels, height=work.pixels, batch_size=1),
         "sampler": node("KSampler", seed=seed, positive=["prompt", 0], negative=["prompt", 0], **sampling, **links),
         "save": node("PipeMeshDemoSaveLatent", samples=["sampler", 0], name=name),
     }
@@ -193,12 +185,12 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": class_type, "inputs": inputs}
 
 
-def sample_round(server: ComfyServer, seed: int, size: Size, steps: int, pool: dict[str, Any], capacity: Capacity) -> Round:
+def sample_round(server: ComfyServer, seed: int, work: Workload, steps: int, pool: dict[str, Any], capacity: Capacity) -> Round:
     purpose = "to load and warm up" if seed == SEEDS[0] else "measured"
     say(f"Round {seed} of {len(SEEDS)}, {purpose}: {steps} steps by stock ComfyUI, {steps} by the pool")
-    stock = sample(server, f"stock_{seed}", workflow(size, steps, seed, f"stock_{seed}", None))
+    stock = sample(server, f"stock_{seed}", workflow(work, steps, seed, f"stock_{seed}", None))
     capacity.take()
-    parallel = sample(server, f"pool_{seed}", workflow(size, steps, seed, f"pool_{seed}", pool))
+    parallel = sample(server, f"pool_{seed}", workflow(work, steps, seed, f"pool_{seed}", pool))
     capacity.take()
     return Round(stock, parallel)
 
@@ -235,9 +227,9 @@ class Capacity:
     with. 0 ranks: nothing is measured.
     """
 
-    def __init__(self, python: str, ranks: int, size: Size):
+    def __init__(self, python: str, ranks: int, work: Workload):
         self._ranks = ranks
-        self._command = [python, "-c", CAPACITY_WORKER, *map(str, (size.tokens, size.hidden, size.heads, CAPACITY_BLOCKS))]
+        self._command = [python, "-c", CAPACITY_WORKER, *map(str, (work.tokens, work.size.hidden, work.size.heads, CAPACITY_BLOCKS))]
         self._workers: list[subprocess.Popen[str]] = []
         self._rounds: list[tuple[float, float]] = []
 
@@ -266,9 +258,10 @@ class Capacity:
         return self._ranks * alone_s / together_s
 
     def _slowest_s(self, count: int) -> float:
-        for worker in self._workers[:count]:
+        asked = [(worker, worker.stdout) for worker in self._workers[:count] if worker.stdout is not None]
+        for worker, _ in asked:
             print(file=worker.stdin)
-        return max(float(worker.stdout.readline()) for worker in self._workers[:count])
+        return max(float(answer.readline()) for _, answer in asked)
 
 
 def table(rounds: Sequence[Round], ranks: int, capacity: float | None, difference: float, last_run: dict[str, Any]) -> str:

@@ -14,11 +14,15 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ...parallel_runtime.families import PLAIN, SAMPLES
+from ...parallel_runtime.families.sample import Masks
+
 if TYPE_CHECKING:
-    import torch
+    from comfy.model_patcher import ModelPatcher
 
     from ...parallel_runtime.client.remote_model import Client
     from ..comfyui.find import ComfyInstall
@@ -26,13 +30,12 @@ if TYPE_CHECKING:
 BOUND = 2e-5  # of the output's scale, fp32: 3e-7 of reordering grows to at most 8.7e-6 over a run
 BF16_BOUNDS = (0.8, 1.2)  # our distance from the fp32 truth over stock bf16's; far below 1, the ranks would not compute in bf16
 STEPS = 4
-CONTEXT_DIM, VEC_DIM = 64, 32
-FLUX2_TEXT = 512  # tokens: the host pads shorter texts
+TEXT_DIM, POOLED_DIM = 64, 32  # of the samples' tiny sizes
 
 
 @dataclass(frozen=True)
 class Case:
-    family: str
+    family: str  # the name of one of its samples
     method: str
     tokens: str  # "even" or "odd" numbers of image and text tokens
     heads: int
@@ -66,31 +69,24 @@ METHODS: Mapping[str, tuple[int, int]] = {
 }
 SAMPLERS = ("euler", "heun", "dpmpp_2m_sde", "uni_pc")
 TOKENS, CFGS = ("even", "odd"), (1.0, 4.0)
-FAMILIES: Mapping[str, tuple[tuple[int, ...], tuple[bool, ...]]] = {  # head counts to try, and whether masks exist
-    "flux": ((12, 5), (False, True)),  # 12 divides by every world size here, 5 by none
-    "flux2": ((5,), (False, True)),
-    "sd3": ((5,), (False,)),
-    "sd3.5-medium": ((3,), (False,)),
-    "wan2.1-t2v": ((5,), (False,)),
-    "wan2.1-i2v": ((5,), (False,)),
-    "wan2.2-5b": ((5,), (False,)),
-}
+COVERED = tuple(method for method in METHODS if method not in ("ulysses4", "ring4"))  # four ranks on two cores: 2x2 has both axes
 
 
 def full_product() -> list[Case]:
     return [
-        Case(family, *values)
-        for family, (heads, masks) in FAMILIES.items()
-        for values in itertools.product(METHODS, TOKENS, heads, CFGS, masks, SAMPLERS)
+        Case(sample.name, *values)
+        for sample in SAMPLES.values()
+        for values in itertools.product(METHODS, TOKENS, sample.heads, CFGS, (False, True) if sample.masks else (False,), SAMPLERS)
     ]
 
 
-def tested_cases() -> list[Case]:
-    """What the tests run: a cover of Flux, where head counts differ, and one of all other families
-    together.
+def cover() -> list[Case]:
+    """The cases that the tests run: a cover of the samples that have several head counts, and one
+    of all others together.
     """
-    cases = full_product()
-    return [case for flux in (True, False) for case in cover_of([case for case in cases if (case.family == "flux") == flux])]
+    cases = [case for case in full_product() if case.method in COVERED]
+    halves = [[case for case in cases if (len(SAMPLES[case.family].heads) > 1) == several] for several in (True, False)]
+    return [case for half in halves for case in cover_of(half)]
 
 
 def cover_of(cases: list[Case]) -> list[Case]:
@@ -112,67 +108,47 @@ def cover_of(cases: list[Case]) -> list[Case]:
     return cover
 
 
-def latent_shape(family: str, tokens: str) -> tuple[int, ...]:
-    """2x2 latent pixels make a token, except in Flux 2; the host pads odd sizes."""
-    if family == "flux2":
-        return (1, 128, 8, 6) if tokens == "even" else (1, 128, 5, 7)
-    if family.startswith("wan"):
-        channels = 48 if family == "wan2.2-5b" else 16
-        return (1, channels, 3, 8, 6) if tokens == "even" else (1, channels, 3, 5, 6)
-    return (1, 16, 16, 12) if tokens == "even" else (1, 16, 13, 18)
+def empty_latent(case: Case) -> torch.Tensor:
+    return torch.zeros(SAMPLES[case.family].latents[case.tokens])
 
 
-def masks_of(case: Case, texts: tuple[int, int], latent: torch.Tensor) -> tuple[list[torch.Tensor | None], tuple[int, int]]:
-    """One for each prompt, over its text and image tokens, and the image's token grid. The host
-    pads the text of Flux 2.
-    """
-    side = 1 if case.family == "flux2" else 2
-    grid = (-(-latent.shape[-2] // side), -(-latent.shape[-1] // side))
-    masks = []
-    for text in texts:
-        whole = FLUX2_TEXT if case.family == "flux2" else text
-        masks.append(attention_mask(7 + text, whole + grid[0] * grid[1]) if case.mask else None)
-    return masks, grid
+def attention_masks(masks: Masks, texts: tuple[int, int], latent: torch.Tensor) -> tuple[list[torch.Tensor], tuple[int, int]]:
+    """One mask for each prompt, over its text and image tokens, and the image's token grid."""
+    grid = (-(-latent.shape[-2] // masks.side), -(-latent.shape[-1] // masks.side))
+    return [attention_mask(7 + text, (masks.text or text) + grid[0] * grid[1]) for text in texts], grid
 
 
 def conditioning(seed: int, tokens: int, mask: torch.Tensor | None = None, image: tuple[int, int] = (0, 0)) -> list:
-    """``mask`` covers text and image tokens; the host takes it only together with the token grid of
-    the ``image``.
+    """A random prompt. ``mask`` covers text and image tokens; ComfyUI takes it only together with
+    the token grid of the ``image``.
     """
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
-    extras: dict[str, Any] = {"pooled_output": torch.randn(1, VEC_DIM, generator=generator)}
+    extras: dict[str, Any] = {"pooled_output": torch.randn(1, POOLED_DIM, generator=generator)}
     if mask is not None:
         extras |= {"attention_mask": mask, "attention_mask_img_shape": image}
-    return [[torch.randn(1, tokens, CONTEXT_DIM, generator=generator), extras]]
+    return [[torch.randn(1, tokens, TEXT_DIM, generator=generator), extras]]
 
 
 def attention_mask(seed: int, tokens: int, closed: float = 0.4) -> torch.Tensor:
-    """(1, L, L), additive: a random part of what each token may look at is closed, never a token
+    """(1, L, L), additive: a random part of what each token may look at is closed, never the token
     itself.
     """
-    import torch
-
     open_ = torch.rand(1, tokens, tokens, generator=torch.Generator().manual_seed(seed)) > closed
     open_ |= torch.eye(tokens, dtype=torch.bool)
     return torch.zeros(1, tokens, tokens).masked_fill(~open_, -10000.0)
 
 
-def sample(model: Any, case: Case, seed: int = 7, steps: int = STEPS) -> torch.Tensor:
-    """What ComfyUI's KSampler computes for this case on this MODEL."""
+def sample(model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS) -> torch.Tensor:
+    """Compute what ComfyUI's KSampler computes for this case on this MODEL."""
     import comfy.sample
-    import torch
 
-    latent = torch.zeros(latent_shape(case.family, case.tokens))
+    facts, latent = SAMPLES[case.family], empty_latent(case)
     texts = (16, 24) if case.tokens == "even" else (13, 7)
-    masks, grid = masks_of(case, texts, latent)
+    masks, grid = attention_masks(facts.masks, texts, latent) if case.mask and facts.masks else ([None, None], (0, 0))
     prompts = [conditioning(number, n, mask, grid) for number, n, mask in zip((1, 2), texts, masks, strict=True)]
-    options = {}
-    if case.family == "wan2.1-i2v":
-        prompts = [[[tensor, {**extras, **first_frame(latent)}] for tensor, extras in prompt] for prompt in prompts]
-    if case.family == "wan2.2-5b":  # the first frame is given: it has a timestep of its own
-        options["noise_mask"] = torch.tensor([0.0, 1.0, 1.0]).view(1, 1, 3, 1, 1).expand(1, 1, *latent.shape[2:])
+    if facts.prompt_extras is not None:
+        prompts = [[[tensor, {**extras, **facts.prompt_extras(latent)}] for tensor, extras in prompt] for prompt in prompts]
+    options = {"noise_mask": facts.noise_mask(latent)} if facts.noise_mask is not None else {}
     with torch.inference_mode():
         noise = comfy.sample.prepare_noise(latent, seed)
         return comfy.sample.sample(
@@ -180,35 +156,10 @@ def sample(model: Any, case: Case, seed: int = 7, steps: int = STEPS) -> torch.T
         )
 
 
-def first_frame(latent: torch.Tensor) -> dict[str, Any]:
-    """What an image-to-video node adds to a prompt: the frame as latent channels, and as a CLIP
-    vision embedding.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(4)
-    embedding = SimpleNamespace(penultimate_hidden_states=torch.randn(1, 9, 1280, generator=generator))
-    image = torch.randn(latent.shape, generator=generator)
-    return {"concat_latent_image": image, "concat_mask": torch.ones(1, 1, *latent.shape[2:]), "clip_vision_output": embedding}
-
-
-def stock_model(heads: int, dtype: torch.dtype | None = None, seed: int = 0, family: str = "flux") -> Any:
-    """A stock MODEL of a family with random weights and no file behind it."""
-    import torch
-
-    from ..random_models import flux2_patcher, sd3_patcher, wan_patcher
-    from ..tiny import build_flux_patcher, flux_config
-
-    if family == "flux":
-        config = flux_config(heads=heads, axes_dim=(4, 6, 6), context_dim=CONTEXT_DIM, vec_dim=VEC_DIM)
-        patcher = build_flux_patcher(config, seed, dtype or torch.float32)
-        patcher.model.manual_cast_dtype = None  # on a CPU the host would compute in fp32 whatever the weights are
-        return patcher
-    if family == "flux2":
-        return flux2_patcher(heads)
-    if family.startswith("sd3"):
-        return sd3_patcher(medium=family == "sd3.5-medium", depth=heads)
-    return wan_patcher(model_type=family[-3:] if family.endswith("2v") else "t2v", per_frame=family == "wan2.2-5b", heads=heads)
+def stock_model(heads: int, dtype: torch.dtype = torch.float32, seed: int = 0, family: str = PLAIN) -> ModelPatcher:
+    """A stock MODEL of a sample with random weights and no file behind it."""
+    facts = SAMPLES[family]
+    return facts.form.random_model(facts.tiny(heads), seed, dtype)
 
 
 def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
@@ -223,12 +174,12 @@ class Bench:
 
     def __init__(self, clients: Callable[..., Client]):
         self._clients = clients
-        self.stock = cache(lambda heads, family="flux": stock_model(heads, family=family))
-        self.stock_bf16 = cache(lambda heads: stock_model(heads, bf16()))
+        self.stock = cache(lambda heads, family=PLAIN: stock_model(heads, family=family))
+        self.stock_bf16 = cache(lambda heads, family=PLAIN: stock_model(heads, torch.bfloat16, family=family))
         self.truth = cache(lambda case: sample(self.stock(case.heads, case.family), case))
-        self._rounded = cache(lambda case: sample(self.stock_bf16(case.heads), case))
-        self.parallel = cache(lambda heads, layout, family="flux": self._parallel(self.stock(heads, family), layout))
-        self._parallel_bf16 = cache(lambda heads, layout: self._parallel(self.stock_bf16(heads), layout))
+        self._rounded = cache(lambda case: sample(self.stock_bf16(case.heads, case.family), case))
+        self.parallel = cache(lambda heads, layout, family=PLAIN: self._parallel(self.stock(heads, family), layout))
+        self._parallel_bf16 = cache(lambda heads, layout, family: self._parallel(self.stock_bf16(heads, family), layout))
 
     def _parallel(self, stock: Any, layout: tuple[int, int]) -> Any:
         from ...parallel_runtime.client.remote_patcher import parallelize
@@ -240,20 +191,12 @@ class Bench:
         return relative_error(sample(self.parallel(case.heads, case.layout, case.family), case), truth)
 
     def bf16_ratio(self, case: Case) -> float:
-        """Our bf16's distance from the fp32 truth over stock bf16's (root mean squares). Flux only,
-        its dtype forced.
-        """
+        """Our bf16's distance from the fp32 truth over stock bf16's (root mean squares)."""
         same = replace(case, method="ulysses1")
         truth, rounded = self.truth(same), self._rounded(same)
         stock_distance = rms(rounded - truth)
-        assert self.stock_bf16(case.heads).model.get_dtype_inference() == bf16()
-        return rms(sample(self._parallel_bf16(case.heads, case.layout), case) - truth) / stock_distance
-
-
-def bf16() -> torch.dtype:
-    import torch
-
-    return torch.bfloat16
+        assert self.stock_bf16(case.heads, case.family).model.get_dtype_inference() == torch.bfloat16
+        return rms(sample(self._parallel_bf16(case.heads, case.layout, case.family), case) - truth) / stock_distance
 
 
 def rms(tensor: torch.Tensor) -> float:
@@ -262,18 +205,21 @@ def rms(tensor: torch.Tensor) -> float:
 
 def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     """The options and the cases they select; exits with a sentence where that is none."""
-    parser = argparse.ArgumentParser(prog="python3 -m launcher parity", description=__doc__.split("\n")[0])
-    parser.add_argument("--family", choices=FAMILIES)
+    in_bf16 = [sample.name for sample in SAMPLES.values() if sample.bf16]
+    parser = argparse.ArgumentParser(prog="python3 -m launcher parity", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--family", choices=SAMPLES)
     parser.add_argument("--method", choices=METHODS)
     parser.add_argument("--ranks", type=int, choices=sorted({ulysses * ring for ulysses, ring in METHODS.values()}))
     parser.add_argument("--cover", action="store_true", help="only the pairwise cover that the tests run")
-    parser.add_argument("--bf16", action="store_true", help="Flux in bf16: its distance from the fp32 truth over stock bf16's")
+    parser.add_argument("--bf16", action="store_true", help=f"in bf16 ({', '.join(in_bf16)}): distance from the fp32 truth over stock's")
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args(argv)
-    if options.bf16 and options.family not in (None, "flux"):
-        parser.error(f"--bf16 measures Flux 1 alone, not --family {options.family}: choose --family flux or leave one of the two out")
-    family = "flux" if options.bf16 else options.family
-    of_family = [case for case in (tested_cases() if options.cover else full_product()) if family in (None, case.family)]
+    families = in_bf16 if options.bf16 else list(SAMPLES)
+    if options.family and options.family not in families:
+        only = " or ".join(families)
+        parser.error(f"--bf16 measures {only} alone, not --family {options.family}: choose --family {only} or leave one of the two out")
+    families = [options.family] if options.family else families
+    of_family = [case for case in (cover() if options.cover else full_product()) if case.family in families]
     cases = [case for case in of_family if options.ranks in (None, case.ranks) and options.method in (None, case.method)]
     if not cases:
         there = dict.fromkeys(f"--method {case.method} (--ranks {case.ranks})" for case in sorted(of_family, key=by_method))
@@ -290,7 +236,6 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     options, cases = chosen(argv)
 
     import comfy.cli_args
-    import torch
 
     comfy.cli_args.args.cpu = True
     torch.set_num_threads(1)

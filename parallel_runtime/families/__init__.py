@@ -1,14 +1,30 @@
-"""The registry of token plans: one file per family, one line here."""
+"""The registry of model families: one file per family, and its name in two lines here.
+
+Nothing outside this folder names a family: what is tried on all of them iterates ``SAMPLES``.
+"""
+
+from collections.abc import Mapping
 
 from .flux import FLUX
 from .plan import TokenPlan
+from .sample import Family, Sample, Size
 from .sd3 import SD3
 from .wan import WAN
 
-PLANS: tuple[TokenPlan, ...] = (FLUX, SD3, WAN)
+FAMILIES: tuple[Family, ...] = (FLUX, SD3, WAN)
+PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
+SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}
+PLAIN = next(iter(SAMPLES))  # for what any family will do
 
 
 def plan_for(model_class: type) -> TokenPlan | None:
-    """The plan of a host model class. A subclass has its own forward and so needs its own plan."""
+    """The plan of a ComfyUI model class. A subclass has its own forward and so needs its own
+    plan.
+    """
     name = f"{model_class.__module__}:{model_class.__qualname__}"
     return next((plan for plan in PLANS if name in plan.models), None)
+
+
+def sample_with(size: str) -> tuple[Sample, Size]:
+    """The first sample that has a larger size of that name, and the size."""
+    return next((sample, sample.larger[size]) for sample in SAMPLES.values() if size in sample.larger)

@@ -5,8 +5,9 @@ SD3.5 medium attends over the image tokens a second time, alone. The last block 
 """
 
 from .plan import Blocks, Leave, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
 
-SD3 = TokenPlan(
+PLAN = TokenPlan(
     family="sd3",
     models=("comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",),
     streams=("context", "x"),
@@ -21,4 +22,42 @@ SD3 = TokenPlan(
     ),
     leave=Leave(path="final_layer", stream="x"),
     also_attend_alone=("x",),
+)
+
+
+def tiny(heads: int) -> Size:
+    """A model of this family has as many blocks as heads, and heads of 64."""
+    return Size(heads=heads, head_dim=64, blocks=(heads,))
+
+
+def config(size: Size) -> Config:
+    return {
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": 2,
+        "depth": size.heads,
+        "input_size": None,
+        "adm_in_channels": size.pooled_dim,
+        "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": size.text_dim, "out_features": size.hidden}},
+        "num_patches": 1024,
+        "pos_embed_max_size": 32,
+        "pos_embed_scaling_factor": None,
+        "qk_norm": None,
+        "x_block_self_attn_layers": [],
+    }
+
+
+def medium_config(size: Size) -> Config:
+    """Normalised q and k, and a second self-attention in the first blocks."""
+    return {**config(size), "qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}
+
+
+LATENTS = {"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)}
+
+SD3 = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(name="sd3", form=Form(config_class="SD3", config=config), heads=(5,), tiny=tiny, latents=LATENTS),
+        Sample(name="sd3.5-medium", form=Form(config_class="SD3", config=medium_config), heads=(3,), tiny=tiny, latents=LATENTS),
+    ),
 )

@@ -4,11 +4,19 @@ cross-attention.
 The 5B model may modulate per frame: ``e`` has one row per frame then, else one.
 """
 
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
 from .plan import Along, Blocks, Leave, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
 
 IMG = ("img",)
 
-WAN = TokenPlan(
+PLAN = TokenPlan(
     family="wan",
     models=("comfy.ldm.wan.model:WanModel",),
     streams=IMG,
@@ -22,4 +30,79 @@ WAN = TokenPlan(
     ),
     leave=Leave(path="head", stream="img", along=(Along(arg="e", dim=1, streams=IMG, repeated=True),)),
     positions=("rope_embedder",),
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(5,))
+
+
+def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: str = "t2v") -> Config:
+    """``extra_channels`` stand beside those of the latent: a given image and its mask."""
+    return {
+        "image_model": "wan2.1",
+        "model_type": model_type,
+        "dim": size.hidden,
+        "ffn_dim": 96,
+        "num_heads": size.heads,
+        "num_layers": size.blocks[0],
+        "in_dim": channels + extra_channels,
+        "out_dim": channels,
+        "text_dim": size.text_dim,
+        "freq_dim": 32,
+        "patch_size": (1, 2, 2),
+        "window_size": (-1, -1),
+        "qk_norm": True,
+        "cross_attn_norm": True,
+        "eps": 1e-6,
+    }
+
+
+def first_frame(latent: torch.Tensor) -> dict[str, Any]:
+    """The extras that an image-to-video node adds to a prompt: the frame as latent channels, and as
+    a CLIP vision embedding.
+    """
+    generator = torch.Generator().manual_seed(4)
+    embedding = SimpleNamespace(penultimate_hidden_states=torch.randn(1, 9, 1280, generator=generator))
+    image = torch.randn(latent.shape, generator=generator)
+    return {"concat_latent_image": image, "concat_mask": torch.ones(1, 1, *latent.shape[2:]), "clip_vision_output": embedding}
+
+
+def given_frame(latent: torch.Tensor) -> torch.Tensor:
+    """A noise mask that keeps the first frame as it is, which so gets a timestep of its own."""
+    return torch.tensor([0.0, 1.0, 1.0]).view(1, 1, 3, 1, 1).expand(1, 1, *latent.shape[2:])
+
+
+def latents(channels: int) -> Mapping[str, tuple[int, ...]]:
+    return {"even": (1, channels, 3, 8, 6), "odd": (1, channels, 3, 5, 6)}
+
+
+WAN = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="wan2.1-t2v",
+            form=Form(config_class="WAN21_T2V", config=config),
+            heads=(5,),
+            tiny=tiny,
+            larger={"equal": Size(heads=16, head_dim=16, blocks=(24,))},
+            latents=latents(16),
+        ),
+        Sample(
+            name="wan2.1-i2v",
+            form=Form(config_class="WAN21_I2V", config=partial(config, extra_channels=20, model_type="i2v")),
+            heads=(5,),
+            tiny=tiny,
+            latents=latents(16),
+            prompt_extras=first_frame,
+        ),
+        Sample(
+            name="wan2.2-5b",
+            form=Form(config_class="WAN22_T2V", config=partial(config, channels=48)),
+            heads=(5,),
+            tiny=tiny,
+            latents=latents(48),
+            noise_mask=given_frame,
+        ),
+    ),
 )

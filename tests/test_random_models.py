@@ -1,23 +1,32 @@
-"""The tiny models: ComfyUI's own loaders take them, and everything in them matters."""
+"""Random models and their files: ComfyUI's own loaders take them, and everything in them
+matters.
+"""
 
 import pytest
 import torch
-from pipemesh.launcher.tiny import build_flux_patcher, flux_config, flux_shapes, write_flux, write_lora
+from pipemesh.launcher import random_files
+from pipemesh.parallel_runtime.families import SAMPLES
+from pipemesh.parallel_runtime.families.flux import guided_config
+from pipemesh.parallel_runtime.families.sample import Form, Size
 from safetensors.torch import load_file
 
+from .models import FORM, write_lora, write_model
+
 SEED = 5
+SIZE = Size(heads=2, head_dim=128, blocks=(2, 3))
+GUIDED = Form(config_class="Flux", config=guided_config, file=FORM.file)
 
 
 @pytest.fixture(scope="module")
-def flux_file(tmp_path_factory):
-    return write_flux(tmp_path_factory.mktemp("tiny") / "flux.safetensors", double_blocks=2, single_blocks=3, seed=SEED)
+def file(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "model.safetensors", blocks=(2, 3), seed=SEED)
 
 
 @pytest.fixture(scope="module")
-def patcher(flux_file):
+def patcher(file):
     import comfy.sd
 
-    return comfy.sd.load_diffusion_model(str(flux_file))
+    return comfy.sd.load_diffusion_model(str(file))
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +44,12 @@ def forward():
     return run
 
 
-def test_comfyui_detects_the_file(patcher, flux_file):
+def test_comfyui_detects_the_file(patcher, file):
     config = patcher.model.model_config.unet_config
-    expected = flux_config(heads=2, double_blocks=2, single_blocks=3)
+    expected = FORM.config(SIZE)
     assert {name: config[name] for name in expected} == expected
-    assert patcher.cached_patcher_init[1][0] == str(flux_file)
-    named = patcher.model.model_config.process_unet_state_dict(flux_shapes(expected))
+    assert patcher.cached_patcher_init[1][0] == str(file)
+    named = patcher.model.model_config.process_unet_state_dict(FORM.file.shapes(expected))
     assert {name: tuple(tensor.shape) for name, tensor in patcher.model.diffusion_model.state_dict().items()} == named
 
 
@@ -80,49 +89,55 @@ def test_positions_matter(patcher, forward, monkeypatch):
         assert (forward(patcher.model) - output).std() > 0.005
 
 
-def test_the_seed_decides_the_file(flux_file, tmp_path):
-    again = write_flux(tmp_path / "again.safetensors", double_blocks=2, single_blocks=3, seed=SEED)
-    other = write_flux(tmp_path / "other.safetensors", double_blocks=2, single_blocks=3, seed=SEED + 1)
-    assert again.read_bytes() == flux_file.read_bytes()
-    tensors, others = load_file(flux_file), load_file(other)
+def test_the_seed_decides_the_file(file, tmp_path):
+    again = write_model(tmp_path / "again.safetensors", blocks=(2, 3), seed=SEED)
+    other = write_model(tmp_path / "other.safetensors", blocks=(2, 3), seed=SEED + 1)
+    assert again.read_bytes() == file.read_bytes()
+    tensors, others = load_file(file), load_file(other)
     assert not any(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
-def test_no_two_layers_are_alike(flux_file):
-    tensors = list(load_file(flux_file).values())
+def test_no_two_layers_are_alike(file):
+    tensors = list(load_file(file).values())
     assert len({tensor.flatten()[:8].numpy().tobytes() for tensor in tensors}) == len(tensors)
 
 
-def test_more_blocks_leave_the_others_as_they_were(flux_file, tmp_path):
-    longer = load_file(write_flux(tmp_path / "longer.safetensors", double_blocks=2, single_blocks=4, seed=SEED))
-    assert all(torch.equal(tensor, longer[name]) for name, tensor in load_file(flux_file).items())
+def test_more_blocks_leave_the_others_as_they_were(file, tmp_path):
+    longer = load_file(write_model(tmp_path / "longer.safetensors", blocks=(2, 4), seed=SEED))
+    assert all(torch.equal(tensor, longer[name]) for name, tensor in load_file(file).items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_other_dtypes_are_the_same_weights_rounded(flux_file, tmp_path, dtype):
-    rounded = load_file(write_flux(tmp_path / "rounded.safetensors", double_blocks=2, single_blocks=3, dtype=dtype, seed=SEED))
-    assert all(torch.equal(tensor.to(dtype), rounded[name]) for name, tensor in load_file(flux_file).items())
+def test_other_dtypes_are_the_same_weights_rounded(file, tmp_path, dtype):
+    rounded = load_file(write_model(tmp_path / "rounded.safetensors", blocks=(2, 3), dtype=dtype, seed=SEED))
+    assert all(torch.equal(tensor.to(dtype), rounded[name]) for name, tensor in load_file(file).items())
 
 
-def test_guidance_makes_it_a_flux_dev(tmp_path, forward):
+def test_guidance_makes_it_the_guided_form(tmp_path, forward):
     import comfy.sd
     import comfy.supported_models
 
-    path = write_flux(tmp_path / "dev.safetensors", hidden=128, double_blocks=1, single_blocks=1, guidance=True)
+    path = write_model(tmp_path / "dev.safetensors", heads=1, blocks=(1, 1), form=GUIDED)
     patcher = comfy.sd.load_diffusion_model(str(path))
     assert type(patcher.model.model_config) is comfy.supported_models.Flux
     assert forward(patcher.model).isfinite().all()
 
 
-def test_a_hidden_size_that_no_file_can_have_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="multiple of 128"):
-        write_flux(tmp_path / "odd.safetensors", hidden=192)
+def test_a_head_size_that_no_file_can_have_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="heads of 16, but ComfyUI reads a file's heads as 128 wide"):
+        random_files.write_model(tmp_path / "odd.safetensors", FORM, Size(heads=2, head_dim=16, blocks=(1, 1)))
 
 
-def test_the_lora_reaches_every_block_and_changes_the_output(patcher, forward, flux_file, tmp_path):
+def test_a_form_without_a_file_form_is_refused(tmp_path):
+    form = next(sample.form for sample in SAMPLES.values() if sample.form.file is None)
+    with pytest.raises(ValueError, match="no file form is known"):
+        random_files.write_model(tmp_path / "none.safetensors", form, SIZE)
+
+
+def test_the_lora_reaches_every_block_and_changes_the_output(patcher, forward, file, tmp_path):
     import comfy.sd
 
-    lora = load_file(write_lora(tmp_path / "lora.safetensors", flux_file))
+    lora = load_file(write_lora(tmp_path / "lora.safetensors", file))
     patched, _ = comfy.sd.load_lora_for_models(patcher, None, lora, 1.0, 0.0)
     assert len(patched.patches) == len(lora) // 3 == 2 * 8 + 3 * 2
     before = forward(patcher.model)
@@ -133,19 +148,19 @@ def test_the_lora_reaches_every_block_and_changes_the_output(patcher, forward, f
     assert torch.equal(forward(patcher.model), before)
 
 
-def test_a_lora_without_targets_is_refused(flux_file, tmp_path):
+def test_a_lora_without_targets_is_refused(file, tmp_path):
     with pytest.raises(ValueError, match=r"ends in any of attn1"):
-        write_lora(tmp_path / "lora.safetensors", flux_file, targets=("attn1",))
+        write_lora(tmp_path / "lora.safetensors", file, targets=("attn1",))
 
 
 def test_a_patcher_without_a_file_holds_the_same_weights(patcher, forward):
-    built = build_flux_patcher(flux_config(double_blocks=2, single_blocks=3), SEED)
+    built = FORM.random_model(SIZE, SEED)
     assert built.cached_patcher_init is None
     assert torch.equal(forward(built.model), forward(patcher.model))
 
 
-@pytest.mark.parametrize(("heads", "axes_dim"), [(12, (4, 6, 6)), (5, (4, 6, 6)), (3, (8, 12, 12))])
-def test_any_number_of_heads_without_a_file(forward, heads, axes_dim):
-    built = build_flux_patcher(flux_config(heads=heads, axes_dim=axes_dim, guidance=True))
+@pytest.mark.parametrize(("heads", "head_dim"), [(12, 16), (5, 16), (3, 32)])
+def test_any_number_of_heads_without_a_file(forward, heads, head_dim):
+    built = GUIDED.random_model(Size(heads=heads, head_dim=head_dim, blocks=(2, 2)))
     assert built.model.diffusion_model.num_heads == heads
     assert 0.5 < forward(built.model).std() < 2

@@ -79,7 +79,7 @@ def diffusers_weights(weights: Mapping[str, torch.Tensor], hidden: int) -> dict[
     return converted
 
 
-class DiffusersFlux:
+class DiffusersPeer:
     """The evaluation that ``model`` makes of ``arguments``, from tokens to tokens: packing a latent
     into them is the pipeline's there.
     """

@@ -1,0 +1,141 @@
+"""The vocabulary of samples: small random models of a family, and the inputs they are tried with in
+place of a checkpoint and prompts.
+
+Every tensor of a random model has its own generator, seeded by (seed, name): a model is the same in
+whatever order its tensors are made, and more blocks leave the others as they were.
+``launcher/random_files.py`` writes the same model to a file, and the parity command samples it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .plan import TokenPlan
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+Config = dict[str, Any]  # a ``unet_config``: the arguments that ComfyUI builds a transformer with
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Draw weights from N(0, 1 / fan_in), norm scales from N(1, 0.1) and biases from N(0, 0.02):
+    activations and modulation stay of order 1.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith(".scale"):
+        return noise.mul_(0.1).add_(1.0).to(dtype)
+    return noise.mul_(shape[1] ** -0.5 if len(shape) == 2 else 0.02).to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """The size of a random model. ``blocks`` counts the blocks of each container of the plan;
+    ``text_dim`` and ``pooled_dim`` are the widths of a prompt's tokens and of its pooled vector.
+    """
+
+    heads: int
+    head_dim: int
+    blocks: tuple[int, ...]
+    text_dim: int = 64
+    pooled_dim: int = 32
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileForm:
+    """The tensors of a checkpoint file from which ComfyUI detects the model.
+
+    ``shapes``: a ``unet_config`` -> every tensor, under its name in a file. ``head_dim``: the only
+    head size that ComfyUI reads from files. ``lora_targets``: name endings of the layers that a
+    LoRA changes.
+    """
+
+    shapes: Callable[[Config], Shapes]
+    head_dim: int
+    lora_targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The shape of a random model. ``config_class`` names a class of ``comfy.supported_models``.
+
+    With a ``file`` the weights are drawn under the names that they have there, so that a model is
+    the same with and without one; else under those of the transformer's own state dict.
+    """
+
+    config_class: str
+    config: Callable[[Size], Config]
+    file: FileForm | None = None
+
+    def random_model(self, size: Size, seed: int = 0, dtype: torch.dtype = torch.float32) -> ModelPatcher:
+        """Build a stock MODEL that computes in ``dtype``; its ``cached_patcher_init`` is None."""
+        import comfy.model_management
+        import comfy.supported_models
+        from comfy.model_patcher import ModelPatcher
+
+        device, offload_device = comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
+        config = getattr(comfy.supported_models, self.config_class)(self.config(size))
+        config.unet_config.update(self.config(size))  # some classes put values of their own over those given
+        config.set_inference_dtype(dtype, None)  # no cast: ComfyUI computes in fp32 on CPUs, whatever the weights are
+        model = config.get_model({}, "").to(offload_device)
+        if self.file is not None:
+            shapes = self.file.shapes(self.config(size))
+        else:
+            shapes = {name: tuple(tensor.shape) for name, tensor in model.diffusion_model.state_dict().items()}
+        model.load_model_weights({name: random_tensor(name, shape, seed, dtype) for name, shape in shapes.items()}, "")
+        return ModelPatcher(model, load_device=device, offload_device=offload_device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masks:
+    """How ComfyUI lays out an attention mask over text and image tokens. ``side``: latent pixels
+    along a token's edge. ``text``: the tokens that ComfyUI pads shorter texts to, 0 for none.
+    """
+
+    side: int = 2
+    text: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One random model of a family, and its inputs. Every parity case, PipeFusion test and family
+    test is tried on every sample.
+
+    ``heads``: the head counts to try, and ``tiny``: head count -> the size to try it at. ``larger``
+    are sizes by the name of their use: ``demo``, and of the benches ``bench`` (24 blocks), ``deep``
+    (as many as released models), ``large`` (a file of gigabytes) and ``equal`` (blocks that all
+    take as long). ``latents``: a latent with an ``even`` and one with an ``odd`` number of tokens.
+    ``masks`` is None where ComfyUI takes no attention mask. ``prompt_extras``: an empty latent ->
+    what the family's nodes add to a prompt. ``noise_mask``: an empty latent -> the mask to sample
+    it under. ``bf16``: tried in bf16 too.
+    """
+
+    name: str
+    form: Form
+    heads: tuple[int, ...]
+    tiny: Callable[[int], Size]
+    latents: Mapping[str, tuple[int, ...]]
+    larger: Mapping[str, Size] = field(default_factory=dict)
+    masks: Masks | None = None
+    prompt_extras: Callable[[torch.Tensor], dict[str, Any]] | None = None
+    noise_mask: Callable[[torch.Tensor], torch.Tensor] | None = None
+    bf16: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """All that the project knows of a model family."""
+
+    plans: tuple[TokenPlan, ...]
+    samples: tuple[Sample, ...]
