@@ -74,5 +74,5 @@ def _write_safetensors(path: Path, shapes: Shapes, dtype: torch.dtype, make: Cal
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            file.write(memoryview(make(name, shape).contiguous().view(torch.uint8).numpy()))
+            file.write(make(name, shape).contiguous().view(torch.uint8).numpy().data)
     return path

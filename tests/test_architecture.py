@@ -85,6 +85,9 @@ MAX_CLASS_LINES, MAX_METHODS, MAX_FIELDS = 200, 15, 10
 BEING_SPLIT = "being split"
 EXCEPTIONS = {  # what breaks a rule all the same -> why
     "parallel_runtime/wire/messages.py Start": "the fields of a message are its schema",
+    "benchmarks/diffusers_peer.py families": "the peer is one model of another library",
+    "tests/test_families.py families": "tries what one family alone has",
+    "tests/test_architecture.py families": "sources that break the rules",
     "parallel_runtime/client/remote_model.py": BEING_SPLIT,
     "parallel_runtime/client/remote_model.py Client": BEING_SPLIT,
     "parallel_runtime/client/remote_patcher.py RemotePatcher": BEING_SPLIT,
@@ -97,13 +100,14 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "launcher/commands/doctor.py Facts": BEING_SPLIT,
     "launcher/pool/pool.py": BEING_SPLIT,
     "launcher/pool/pool.py WorkerPool": BEING_SPLIT,
-    "launcher/random_models.py imports": BEING_SPLIT,
-    "launcher/tiny.py imports": BEING_SPLIT,
     "benchmarks/pipefusion.py Runs": BEING_SPLIT,
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 PACK = "pipemesh"
 NAMED_MODULE = re.compile(rf"\b{PACK}((?:\.\w+)+)")
+FAMILIES = sorted({file.stem for file in (ROOT / RUNTIME / "families").glob("*.py")} - {"__init__", "plan", "sample"})
+NAMED_FAMILY = re.compile(rf"(?:(?<![a-zA-Z])(?i:{'|'.join(FAMILIES)})|(?<=[a-z])(?:{'|'.join(map(str.title, FAMILIES))}))(?![a-z])")
+NAMED_SAMPLE = re.compile(rf"[\"'](?:{'|'.join(FAMILIES)})[\d.]*(?:-\w+)?[\"']")
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ def imports_of(path: PurePosixPath, tree: ast.AST) -> Iterator[Import]:
 def violations(path: PurePosixPath, source: str) -> list[Violation]:
     """Every rule that ``source``, as the file ``path`` of the project, breaks."""
     tree = ast.parse(source)
-    found = [*length_violations(path, source, tree), *name_violations(path, source)]
+    found = [*length_violations(path, source, tree), *name_violations(path, source), *family_violations(path, source)]
     if path.parts[0] not in OTHER_CODE:
         for imported in imports_of(path, tree):
             found += [Violation(f"{path} imports", f"line {imported.line}: {text}") for text in import_violations(path, imported)]
@@ -226,6 +230,18 @@ def name_violations(path: PurePosixPath, source: str) -> Iterator[Violation]:
             parts = name.strip(".").split(".")
             if parts[0] in ROOTS and not is_module(parts):
                 yield Violation(str(path), f"line {number}: names {PACK}{name}, which is no module")
+
+
+def family_violations(path: PurePosixPath, source: str) -> Iterator[Violation]:
+    """Model families named outside their room: all else iterates the registry. Tests may speak of
+    ComfyUI's classes, and choose no sample by its name.
+    """
+    if str(path.parent) == f"{RUNTIME}families":
+        return
+    named = NAMED_SAMPLE if path.parts[0] == "tests" else NAMED_FAMILY
+    for number, line in enumerate(source.splitlines(), 1):
+        for name in named.findall(line):
+            yield Violation(f"{path} families", f"line {number}: names {name}, which only {RUNTIME}families does")
 
 
 def is_module(parts: list[str]) -> bool:
@@ -315,7 +331,7 @@ BROKEN = [
     ("parallel_runtime/worker/engine.py", "from .. import client", "meet only in wire"),
     ("parallel_runtime/comfy_bridge/source.py", "from ..client.session import Session", "it uses neither"),
     ("parallel_runtime/comfy_bridge/source.py", "from ..worker import seat", "it uses neither"),
-    ("parallel_runtime/comfy_bridge/source.py", "from ...launcher import tiny", "imports point one way"),
+    ("parallel_runtime/comfy_bridge/source.py", "from ...launcher import random_files", "imports point one way"),
     ("parallel_runtime/methods/pipefusion/stage.py", "from ...wire.messages import Part", "never hears of messages"),
     ("parallel_runtime/methods/usp.py", "from ..comfy_bridge.source import Source", "tensors and plans only"),
     ("parallel_runtime/methods/usp.py", "from ..worker.seat import Seat", "tensors and plans only"),
@@ -351,6 +367,10 @@ BROKEN = [
     ("launcher/pool.py", MANY_FIELDS, "11 fields, at most 10"),
     ("launcher/pool.py", MANY_ATTRIBUTES, "11 fields, at most 10"),
     ("benchmarks/sp.py", MANY_METHODS, "16 methods, at most 15"),
+    ("launcher/commands/demo.py", "def write_flux(): ...", "names flux, which only"),
+    ("nodes/pool.py", "# as Wan does it", "names Wan, which only"),
+    ("benchmarks/sp.py", "from x import DiffusersFlux", "names Flux, which only"),
+    ("tests/test_pool.py", "case = Case('sd3.5-medium', 5)", "names 'sd3.5-medium', which only"),
     ("tests/test_pool.py", f'SCRIPT = "from {PACK}.launcher.gone import Pool"', "which is no module"),
 ]
 
@@ -367,7 +387,7 @@ def test_a_broken_rule_is_found_and_named(path: str, source: str, says: str) -> 
     [
         ("nodes/pool.py", "import nodes\nfrom comfy_api.latest import io\nfrom ..launcher.pool import Pool\nfrom .report import Report"),
         ("launcher/pool.py", "import torch\nfrom ..parallel_runtime.wire import messages\nfrom ..parallel_runtime.client import session"),
-        ("launcher/commands/demo.py", "import comfy.sample\nfrom ..tiny import write_flux"),
+        ("launcher/commands/demo.py", "import comfy.sample\nfrom ..random_files import write_model"),
         ("parallel_runtime/client/session.py", "from ..comfy_bridge import source\nfrom ..wire import arena\nfrom ..errors import Refused"),
         (
             "parallel_runtime/client/in_process.py",
@@ -386,6 +406,8 @@ def test_a_broken_rule_is_found_and_named(path: str, source: str, says: str) -> 
         ("parallel_runtime/wire/messages.py", "import msgspec\nfrom ..patches import Part\nfrom .segment import TensorRef"),
         ("tests/test_pool.py", "import comfy\nfrom pipemesh.launcher import pool\nimport launcher\n" + MANY_METHODS),
         ("benchmarks/sp.py", "import comfy\nfrom ..launcher.pool import devices"),
+        ("launcher/pool.py", "def wants_stop(wanted, fluxes): ..."),
+        ("tests/test_pool.py", "from comfy.ldm.flux.model import Flux\nnode = 'FluxGuidance'"),
         ("__init__.py", "from comfy_api.latest import ComfyExtension\nfrom .nodes import extension"),
     ],
 )

@@ -11,14 +11,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .plan import TokenPlan
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 Config = dict[str, Any]  # a ``unet_config``: the arguments that ComfyUI builds a transformer with
 Shapes = Mapping[str, tuple[int, ...]]
@@ -78,8 +75,10 @@ class Form:
     config: Callable[[Size], Config]
     file: FileForm | None = None
 
-    def random_model(self, size: Size, seed: int = 0, dtype: torch.dtype = torch.float32) -> ModelPatcher:
-        """Build a stock MODEL that computes in ``dtype``; its ``cached_patcher_init`` is None."""
+    def random_model(self, size: Size, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+        """Build a stock MODEL (a ModelPatcher) that computes in ``dtype``; its
+        ``cached_patcher_init`` is None.
+        """
         import comfy.model_management
         import comfy.supported_models
         from comfy.model_patcher import ModelPatcher
