@@ -83,35 +83,38 @@ class PoolSettings:
 
     devices: str = text(
         "auto",
-        "auto, cpu, or one device per rank: cuda:0,cuda:1. Another host's: node1/cuda:0. "
+        "auto, cpu, or one device per rank: cuda:0,cuda:1. On another machine: node1/cuda:0. "
         "The same GPU may be named twice with backend gloo.",
     )
-    ulysses: int = number(2, 1, 32, "Ranks that share the tokens of one image (Ulysses sequence parallelism). Same result as on one GPU.")
+    ulysses: int = number(
+        2, 1, 32, "How many ranks share the tokens of one image (Ulysses sequence parallelism). Same result as on one GPU."
+    )
     ring: int = number(
         1,
         1,
         32,
-        "Groups of ulysses ranks that pass keys and values around a ring. Ranks = ulysses x ring. Same result as on one GPU.",
+        "How many groups of ulysses ranks pass keys and values around a ring. Ranks = ulysses x ring. Same result as on one GPU.",
         optional=True,
     )
     pipefusion: int = number(
         1,
         1,
         32,
-        "Stages that the model's blocks are shared out over; within a stage ulysses ranks share the tokens. "
+        "How many stages share the model's blocks; within a stage ulysses ranks share the tokens. "
         "Ranks = ulysses x pipefusion, ring must be 1. Approximate: above 1 the image differs a little from that of one GPU.",
         optional=True,
     )
     backend: str = one_of(
         ("auto", "nccl", "gloo"),
-        "How ranks exchange data. auto: nccl where every rank has its own GPU, else gloo through host memory.",
+        "How ranks exchange data. auto: nccl where every rank has its own GPU, else gloo through the computer's main memory.",
         advanced=True,
     )
     patches: int = number(
         0,
         0,
         64,
-        "With pipefusion above 1: how many patches go through the stages one behind the other. 0: one more than stages.",
+        "With pipefusion above 1: into how many patches the image is cut; they go through the stages one behind the other. "
+        "0: one more than stages.",
         optional=True,
         advanced=True,
     )
@@ -127,7 +130,7 @@ class PoolSettings:
     stages: str = text(
         "",
         "With pipefusion above 1: how many of the model's blocks each stage gets, as in 20,37. "
-        "Empty: balanced by what the blocks are measured to cost.",
+        "Empty: PipeMesh measures the blocks and balances the stages.",
         optional=True,
         advanced=True,
     )

@@ -1,13 +1,19 @@
-"""Translations of the nodes: every language says everything, about nothing else, in a form that
-ComfyUI's frontend can read.
+"""What users read of the nodes: every language says everything, about nothing else, in a form that
+ComfyUI's frontend can read; the help pages know every input and every message.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-LOCALES = Path(__file__).resolve().parent.parent / "locales"
+from .test_docs import FILLED_IN, halves, sentences
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCALES = ROOT / "locales"
+HELP = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "web" / "docs").glob("*.md")}
+HOST = {"en": "host", "fr": "hôte", "ja": "ホスト", "zh": "主机"}  # ComfyUI alone; a computer is a machine
 LANGUAGES = sorted(folder.name for folder in LOCALES.iterdir())
 VUE_I18N_SYNTAX = set("{}@$|")  # the frontend compiles names as messages, in which these have a meaning
 
@@ -76,3 +82,24 @@ def test_a_translation_is_one(nodes, language):
     """Tooltips and descriptions are in the language; names may stay as they are."""
     said, english = leaves(translation(language)), leaves(nodes)
     assert not [place for place, text in said.items() if place.endswith(("/tooltip", "/description")) and text == english[place]]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_computer_is_no_host(language):
+    said = {**leaves(translation(language)), **(HELP if language == "en" else {})}
+    assert not {place: text for place, text in said.items() if HOST[language] in text.lower()}
+
+
+def test_every_node_has_a_help_page_with_a_row_for_each_of_its_inputs(nodes):
+    described = {}
+    for name, page in HELP.items():
+        rows = re.findall(r"^\| (`.*?) \|", page.partition("## Inputs")[2].partition("\n## ")[0], re.M)
+        described[name] = {given for row in rows for given in re.findall(r"`(\w+)`", row)}
+    assert described == {name: set(said["inputs"]) for name, said in nodes.items()}
+
+
+def test_every_message_that_a_help_page_explains_is_one_of_the_codes():
+    quoted = [words for page in HELP.values() for words in re.findall(r"^- \*\*(.+?)\.\*\*", page.partition("## Errors")[2], re.M)]
+    assert len(quoted) > 20
+    longest = [max((piece.strip() for piece in re.split(rf"{FILLED_IN.pattern}|'.*?'", words)), key=len) for words in quoted]
+    assert not [words for words in longest if " " in words and not any(half in sentences() for half in halves(words.split()))]
