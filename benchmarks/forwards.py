@@ -56,8 +56,9 @@ class Forwards:
         result.
         """
         method = SequenceParallel(self.model, self._plan, comm)
+        method.attach()
         try:
-            yield lambda: self.model._forward(**method.begin(self.arguments))
+            yield lambda: method.evaluate(self.model._forward, self.arguments, 1)
         finally:
             method.detach()
 

@@ -20,12 +20,12 @@ def main() -> None:
     from pipemesh.launcher.pool import worker_main
     from pipemesh.parallel_runtime.worker import resident
 
-    stock = resident.ResidentModel.forward
+    stock = resident.ResidentModel.evaluate
 
-    def forward(model: resident.ResidentModel, arguments: dict, *rest: object) -> object:
+    def evaluate(model: resident.ResidentModel, arguments: dict, *rest: object) -> object:
         return arguments["x"] if arguments["transformer_options"].get(COSTS_NOTHING) else stock(model, arguments, *rest)
 
-    resident.ResidentModel.forward = forward
+    resident.ResidentModel.evaluate = evaluate
     worker_main.main()
 
 

@@ -67,7 +67,9 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     peer, parallel_peer, placed_peer = (DiffusersPeer(forwards.model, forwards.arguments) for _ in range(3))
     parallel_peer.parallelize(ranks.size)
     with giving_way():
-        comm = connect(Layout(ulysses=ranks.size).mesh(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+        comm = connect(
+            Layout(ulysses=ranks.size).degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
+        ).sequence
         placed_peer.parallelize(ranks.size)
 
     def theirs() -> float:

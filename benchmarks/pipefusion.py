@@ -185,7 +185,7 @@ def figures_of(evaluations: Sequence[Any]) -> dict[str, float]:
 def weights(model: Any, client: Any) -> dict[str, float]:
     """The share of the model that the fuller stage holds, and that of what is in no block."""
     from ..parallel_runtime.families import plan_for
-    from ..parallel_runtime.methods.pipefusion.stage import blocks_of
+    from ..parallel_runtime.methods.hooks import blocks_of
 
     whole, in_blocks = (
         sum(tensor.nbytes for part in parts for tensor in part.parameters())

@@ -54,7 +54,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
     layout = Layout(ulysses=ulysses, ring=ring)
     forwards = Forwards(tokens)
     with giving_way():
-        comm = connect(layout.mesh(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+        comm = connect(layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
     standins = [standin(layout, rank) for rank in range(ranks.size)]
     exchanges: list[float] = []
 

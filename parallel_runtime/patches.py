@@ -1,4 +1,4 @@
-"""An image or a video cut into patches: contiguous runs of token lines, and the latent pixels they
+"""Cut an image or a video into patches: contiguous runs of token lines, and the latent pixels they
 stand for.
 
 A line is one row of tokens of one frame. Tokens come frame by frame, row by row, as every family
@@ -20,9 +20,11 @@ from .layout import Split
 
 @dataclass(frozen=True)
 class Patch:
-    """Image tokens [start, start + size). The first patch carries the text as well, the others one
-    anchor token of it: host blocks cannot view an empty stream. An anchor's keys and values are
-    nobody's. The last one also has what the host puts behind the image.
+    """Image tokens [start, start + size). The first patch carries the text as well, the last also
+    the tokens that the host puts behind the image (reference latents).
+
+    The other patches carry one text token as an anchor: host blocks cannot view an empty stream.
+    Its keys and values are not used.
     """
 
     start: int
@@ -48,8 +50,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """A latent (B, C, H, W) or (B, C, T, H, W) of ``extent`` pixels (without B, C), a token for
-    each box of ``edges``; the host pads.
+    """The tokens of a latent (B, C, H, W) or (B, C, T, H, W): ``extent`` is its size in pixels
+    without B and C, ``edges`` that of the box each token stands for. The host pads.
     """
 
     extent: tuple[int, ...]
@@ -57,7 +59,9 @@ class TokenGrid:
 
     @classmethod
     def of(cls, shape: Sequence[int], patch_size: int | Sequence[int]) -> TokenGrid:
-        """``patch_size`` as the host's models have it: of the last two dimensions, or of all."""
+        """Take the latent's shape and a host model's ``patch_size``, of the last two dimensions or
+        of all.
+        """
         extent = tuple(shape[2:])
         sizes = (patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)
         return cls(extent, (1,) * (len(extent) - len(sizes)) + sizes[-len(extent) :])
@@ -76,10 +80,11 @@ class TokenGrid:
         return prod(self.counts[:-1])
 
     def cut(self, patches: int, ahead: int = 0) -> tuple[Patch, ...]:
-        """``patches`` of them, fewer where there are fewer lines, as even as whole lines go.
+        """Cut into ``patches`` of whole lines, as even as they go; fewer where there are fewer
+        lines.
 
-        ``ahead``: tokens that are computed with the first one, which has so many fewer: every stage
-        waits for the longest patch.
+        ``ahead``: other tokens that are computed with the first patch, which is made so many
+        shorter: every stage waits for the longest patch.
         """
         count, width = min(self.lines, patches), self.counts[-1]
         extra = round(ahead / width)
@@ -89,7 +94,7 @@ class TokenGrid:
         return tuple(Patch(start * width, size * width, start + size == self.lines) for start, size in zip(starts, sizes, strict=False))
 
     def pixels(self, patch: Patch) -> torch.Tensor:
-        """(..., H, 1), boolean: the latent's rows that are the patch's."""
+        """Return a mask (..., H, 1), True in the latent's rows that belong to the patch."""
         width = self.counts[-1]
         lines = torch.zeros(self.lines, dtype=torch.bool)
         lines[patch.start // width : (patch.start + patch.size) // width] = True

@@ -1,4 +1,4 @@
-"""Consecutive blocks of a model shared out over the stages of a pipeline. Pure arithmetic."""
+"""Share out a model's blocks over the stages of a pipeline. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stage:
 
 
 def cut(sizes: Sequence[int], blocks: int) -> tuple[Stage, ...]:
-    """Stages of so many blocks each. Raises LayoutError where they are not all of the model's."""
+    """Cut ``blocks`` into stages of these sizes. Raises LayoutError where they do not add up."""
     if sum(sizes) != blocks:
         written = ",".join(map(str, sizes))
         raise LayoutError(
@@ -46,20 +46,27 @@ def cut(sizes: Sequence[int], blocks: int) -> tuple[Stage, ...]:
 
 
 def slowest(costs: Sequence[float], stages: Sequence[Stage]) -> float:
-    """The cost of the stage that the others wait for."""
+    """Return the cost of the dearest stage, for which the others wait."""
     return max(sum(costs[stage.first : stage.end]) for stage in stages)
 
 
+def require_blocks(stages: int, blocks: int) -> None:
+    """Raise LayoutError where there are more stages than blocks."""
+    if stages > blocks:
+        raise LayoutError(f"pipefusion {stages}, and the model has {blocks} block{'s' * (blocks > 1)}: lower the degree.")
+
+
 def share_out(costs: Sequence[float], stages: int) -> tuple[Stage, ...]:
-    """Every stage has a block at least, and the slowest one is as fast as can be; of equal ways,
-    the one with early borders.
+    """Cut blocks of these costs into stages, each with one block at least, so that the slowest is
+    as fast as can be. Of equal ways, the one with early borders is taken.
 
     Raises LayoutError where there are more stages than blocks.
     """
-    if stages > len(costs):
-        raise LayoutError(f"pipefusion {stages}, and the model has {len(costs)} block{'s' * (len(costs) > 1)}: lower the degree.")
+    require_blocks(stages, len(costs))
     until = (0.0, *accumulate(costs))
-    best = {(0, 0): (0.0, ())}  # (stages, blocks) -> the slowest stage's cost, and where stages end
+    best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {
+        (0, 0): (0.0, ())
+    }  # (stages, blocks) -> the slowest stage's cost, and where stages end
     for stage in range(1, stages + 1):
         for end in range(stage, len(costs) - (stages - stage) + 1):
             ways = [

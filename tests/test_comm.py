@@ -28,7 +28,7 @@ def joined():
 
     def join(layout, rank):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-        return connect(layout.mesh(), rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+        return connect(layout.degrees(), rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
 
     yield join
     dist.destroy_process_group()
@@ -49,7 +49,7 @@ def test_a_rank_joins_the_groups_that_the_grid_shows(joined, layout, rank):
 @pytest.mark.parametrize(("layout", "rank"), PLACES, ids=str)
 def test_the_stand_in_of_a_rank_stands_where_the_grid_shows_it(layout, rank):
     comm = standin(layout, rank)
-    assert layout.mesh()[0][comm.ring.index][comm.ulysses.rank] == comm.rank == rank
+    assert layout.group("ulysses", comm.ring.index * layout.ulysses)[comm.ulysses.rank] == comm.rank == rank
     assert (comm.ulysses.size, comm.ring.size, comm.size) == (layout.ulysses, layout.ring, layout.world_size)
 
 

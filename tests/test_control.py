@@ -12,7 +12,7 @@ from pipemesh.benchmarks.forwards import standin
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
-from pipemesh.parallel_runtime.methods.pipefusion.stage import StageForward, leave_out
+from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
 from pipemesh.parallel_runtime.patches import Part, Patch
 from pipemesh.parallel_runtime.stages import Stage
 from pipemesh.parallel_runtime.wire.arena import Arena
@@ -57,16 +57,17 @@ class Plain(torch.nn.Module):
 def test_a_rank_brings_the_rows_it_computes_to_its_device_and_leaves_the_others_where_they_lie(patch, rows):
     model = Plain()
     method = PatchForward(model, PLAN)
+    method.attach()
     residual, other = torch.randn(1, ROWS, 2), torch.randn(1, ROWS, 2)
     control = {"output": [residual, None, other, residual.view_as(residual)], "middle": [residual]}  # of more blocks than there are
     arguments = {"x": torch.zeros(1, ROWS, 2), "control": control, "transformer_options": {}}
-    model(**method.begin_patch(arguments, "cond", patch))
+    method.evaluate(model, arguments, "cond", patch)
     assert torch.equal(model.added[0], residual[:, rows]) and model.added[1] is None and torch.equal(model.added[2], other[:, rows])
     assert model.added[0].untyped_storage().data_ptr() == residual.untyped_storage().data_ptr(), "copied within the same device"
     assert control["output"][0] is residual
 
     model.to("meta")
-    model(**method.begin_patch({**arguments, "x": torch.zeros(1, ROWS, 2, device="meta")}, "cond", patch))
+    method.evaluate(model, {**arguments, "x": torch.zeros(1, ROWS, 2, device="meta")}, "cond", patch)
     assert model.added[0].device.type == "meta" and model.added[0].shape == (1, rows.stop - rows.start, 2)
     assert model.added[0].untyped_storage().nbytes() == model.added[0].nbytes, "moved whole, then cut"
     assert model.added[3] is model.added[0] is not model.added[2], "what a host repeats is brought once"
@@ -75,11 +76,10 @@ def test_a_rank_brings_the_rows_it_computes_to_its_device_and_leaves_the_others_
 def test_what_was_brought_goes_with_the_forward():
     model = Plain()
     method = PatchForward(model, PLAN)
+    method.attach()
     residual = torch.randn(1, ROWS, 2)
-    arguments = method.begin_patch(
-        {"x": torch.zeros(1, ROWS, 2), "control": {"output": [residual]}, "transformer_options": {}}, "cond", PATCH
-    )
-    model(**arguments)
+    arguments = {"x": torch.zeros(1, ROWS, 2), "control": {"output": [residual]}, "transformer_options": {}}
+    method.evaluate(model, arguments, "cond", PATCH)
     brought = weakref.ref(model.added[0])
     assert torch.equal(brought(), residual[:, 3:7])
     del arguments, model.added, model.control
@@ -113,6 +113,9 @@ class Pipe:
     def begin(self):
         pass
 
+    def free_buffers(self):
+        pass
+
     def expect(self, *of):
         pass
 
@@ -132,9 +135,10 @@ def test_a_stage_brings_the_residuals_that_it_adds_and_together_they_add_all(cut
         pipe, brought = Pipe(), []
         for first, end in pairwise((0, *sorted({*cuts}), 4)):
             model, stage = Plain(4), Stage(first, end, 4)
-            leave_out(model, PLAN, stage)
-            forward = StageForward(model, PLAN, stage, standin(Layout(), 0), pipe, IdleRank())
-            out = forward.run(model, arguments, 1, Part(1, 0))
+            method = PipeFusion(model, PLAN, stage, standin(Layout(), 0), pipe, IdleRank())
+            method.attach()
+            method.begin(Part(1, 0))
+            out = method.evaluate(model, arguments, 1)
             brought += [index for index, rows in enumerate(model.control["output"]) if rows is not None]
     assert torch.equal(out, whole) and whole.unique().item() == 1111
     assert sorted(brought) == [0, 1, 2, 3], "each by one stage"

@@ -73,8 +73,8 @@ def test_parts_differ_by_at_most_one_and_the_first_get_more(total, parts):
 def test_every_rank_carries_its_own_rows_or_one_anchor(total, parts):
     split = Split.even(total, parts)
     for part, (start, size) in enumerate(zip(split.starts, split.sizes, strict=True)):
-        carried = Shards({"img": total}, part, parts).carried["img"]
-        assert carried == ((start, size) if size else (0, min(1, total)))  # of nothing there is no anchor
+        local = Shards({"img": total}, part, parts).local["img"]
+        assert local == ((start, size) if size else (0, min(1, total)))  # of nothing there is no anchor
 
 
 def test_heads_split_unevenly():

@@ -29,23 +29,24 @@ class Model:
         self.module = patcher.model.diffusion_model
         self.forward, self.asked = asked_of(patcher, case)
         self.method = PatchForward(self.module, plan_for(type(self.module)))
+        self.method.attach()
 
     @torch.inference_mode()
     def serial(self, arguments: dict) -> torch.Tensor:
         self.method.detach()
         out = self.forward(**arguments)
-        self.method = PatchForward(self.module, plan_for(type(self.module)))
+        self.method.attach()
         return out
 
     @torch.inference_mode()
     def warm(self, arguments: dict) -> torch.Tensor:
-        return self.forward(**self.method.begin_patch(arguments, "cond", None))
+        return self.method.evaluate(self.forward, arguments, "cond", None)
 
     @torch.inference_mode()
     def round(self, arguments: dict, patches: int) -> torch.Tensor:
         """All patches one after another; their rows together."""
         grid = TokenGrid.of(next(iter(arguments.values())).shape, self.module.patch_size)
-        return sum(self.forward(**self.method.begin_patch(arguments, "cond", patch)) for patch in grid.cut(patches))
+        return sum(self.method.evaluate(self.forward, arguments, "cond", patch) for patch in grid.cut(patches))
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
@@ -83,7 +84,7 @@ def test_branches_do_not_see_each_other(model):
     truth = model.serial(first)
     model.warm(first)
     with torch.inference_mode():
-        model.forward(**model.method.begin_patch(second, "uncond", None))
+        model.method.evaluate(model.forward, second, "uncond", None)
     assert relative_error(model.round(first, 2), truth) <= BOUND
 
 

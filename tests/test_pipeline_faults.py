@@ -155,7 +155,7 @@ def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
 
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipeline, ulysses):
-    model, client = broken_pipeline("hangs_at_its_door", ulysses=ulysses)
+    model, client = broken_pipeline("hangs_before_it_sends", ulysses=ulysses)
     client._ensure(lambda: False)
     client.memory.pool._setup = replace(client.memory.pool._setup, stall_s=2.0)
     with pytest.raises(PoolFailed, match=r"^Rank 0 on cpu made no progress for 2 s while computing: run again"):

@@ -12,8 +12,9 @@ from pipemesh.launcher.commands.parity import Case, relative_error, stock_model
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.families import FAMILIES, plan_for
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods.pipefusion.rope_cache import KEPT, Remembered
-from pipemesh.parallel_runtime.methods.pipefusion.stage import StageForward, blocks_of
+from pipemesh.parallel_runtime.methods.hooks import blocks_of
+from pipemesh.parallel_runtime.methods.pipefusion.rope_cache import KEPT, RopeCache
+from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
 from pipemesh.parallel_runtime.patches import Part, TokenGrid
 from pipemesh.parallel_runtime.stages import Stage
 
@@ -36,7 +37,7 @@ def twice():
 
 
 def test_equal_positions_are_embedded_once_and_others_anew(twice):
-    Remembered(twice)
+    RopeCache(twice).attach()
     first = torch.arange(6.0).reshape(2, 3)
     for positions in (first, first.clone(), first + 1, first[:1], first.int(), first.clone()):
         assert torch.equal(twice(positions), 2 * positions)
@@ -44,7 +45,7 @@ def test_equal_positions_are_embedded_once_and_others_anew(twice):
 
 
 def test_positions_that_are_written_to_afterwards_are_not_taken_for_what_they_were(twice):
-    Remembered(twice)
+    RopeCache(twice).attach()
     positions = torch.arange(3.0)
     twice(positions)
     positions += 1
@@ -52,7 +53,7 @@ def test_positions_that_are_written_to_afterwards_are_not_taken_for_what_they_we
 
 
 def test_no_more_is_kept_than_a_forward_asks_for_in_turn(twice):
-    Remembered(twice)
+    RopeCache(twice).attach()
     for index in range(KEPT + 1):
         twice(torch.full((2,), float(index)))
     twice(torch.zeros(2))
@@ -60,12 +61,13 @@ def test_no_more_is_kept_than_a_forward_asks_for_in_turn(twice):
 
 
 def test_what_is_forgotten_is_made_anew_and_a_detached_module_is_as_it_was(twice):
-    remembered = Remembered(twice)
+    cache = RopeCache(twice)
+    cache.attach()
     twice(torch.ones(2))
-    remembered.forget()
+    cache.clear()
     twice.factor = 3
     assert torch.equal(twice(torch.ones(2)), torch.full((2,), 3.0))
-    remembered.remove()
+    cache.detach()
     assert "forward" not in vars(twice)
 
 
@@ -83,13 +85,19 @@ def test_a_stage_embeds_positions_once_in_a_run_and_anew_in_the_next(family, mon
     monkeypatch.setattr(embedder, "forward", lambda self, ids, real=embedder.forward: made.append(ids) or real(self, ids))
     blocks = len(list(blocks_of(model, plan)))
     link = StageLink(None, None, via_cpu=True)
-    stage = StageForward(model, plan, Stage(0, blocks, blocks), standin(Layout(), 0), link, IdleRank())
+    stage = PipeFusion(model, plan, Stage(0, blocks, blocks), standin(Layout(), 0), link, IdleRank())
+    stage.attach()
     numbers = count(1)
     grid = TokenGrid.of(next(iter(arguments.values())).shape, model.patch_size)
+
+    def evaluate(part):
+        stage.begin(part)
+        return stage.evaluate(forward, arguments, next(numbers))
+
     for run in (1, 2):
         with torch.inference_mode():
-            whole = stage.run(forward, arguments, next(numbers), Part(run, 0))
-            parts = [stage.run(forward, arguments, next(numbers), Part(run, 0, astuple(patch))) for patch in grid.cut(3)]
+            whole = evaluate(Part(run, 0))
+            parts = [evaluate(Part(run, 0, astuple(patch))) for patch in grid.cut(3)]
         assert relative_error(whole, truth) < 1e-6 and relative_error(sum(parts), truth) < 1e-5
         assert len(made) == run
     stage.detach()

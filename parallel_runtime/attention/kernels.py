@@ -128,7 +128,7 @@ def cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
     return out, lse.float()
 
 
-def cuda_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scale: float | None) -> OutLse:
+def cuda_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
     return out, lse[..., : q.shape[2]].float()
 
@@ -149,7 +149,7 @@ def aligned_bias(mask: torch.Tensor, q: torch.Tensor, keys: int) -> torch.Tensor
 
 @cache
 def flash_attn(module: str) -> Kernel:
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scale: float | None) -> OutLse:
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
         function: Any = import_module(module).flash_attn_func
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # flash-attn has tokens before heads
         wanted = {"return_attn_probs": True} if "return_attn_probs" in signature(function).parameters else {}  # 3 returned lse always, once

@@ -27,16 +27,17 @@ class InOneProcess:
 
     def __init__(self, model: torch.nn.Module, plan: TokenPlan, forward: Callable[..., torch.Tensor]):
         self.method = PatchForward(model, plan)
+        self.method.attach()
         self._forward = forward
 
     def begin_run(self) -> None:
-        self.method.reset()
+        self.method.end_run()
 
     def restart_if_reloaded(self) -> bool:
         return False
 
     def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> torch.Tensor:
-        return self._forward(**self.method.begin_patch(arguments, branch, patch))
+        return self.method.evaluate(self._forward, arguments, branch, patch)
 
     def collect(self, ticket: torch.Tensor) -> torch.Tensor:
         return ticket

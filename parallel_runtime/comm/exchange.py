@@ -1,8 +1,7 @@
-"""An uneven all-to-all of tensors among the ranks of one group, with a flag riding along; and what
-the flag is for.
+"""Exchange tensors of unequal sizes among all ranks of a group, and agree on when to stop.
 
-Each rank's wish to stop travels as one extra element behind every message of attention, so that all
-ranks learn of it at the same attention and leave at the same block.
+Each rank's wish to stop travels as one extra element behind every message of attention. So all
+ranks learn of it at the same attention, and leave at the same block.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Stopped(BaseException):
 
 
 class StopFlag:
-    """The wish is taken once per attention, carried through its messages, and decided on when every
-    rank's has arrived.
+    """Leave an evaluation at the same attention on all ranks. Each rank makes its flag once per
+    attention and sends it along; every rank decides when it has all of them.
 
-    On CUDA the flag is read ``LOOK_AHEAD`` attentions later, so that the host does not wait for the
-    device.
+    On CUDA the flag is read ``LOOK_AHEAD`` attentions later, so that the CPU does not wait for the
+    GPU.
     """
 
     def __init__(self, wants_stop: Callable[[], bool]):
@@ -51,47 +50,52 @@ class StopFlag:
             if bool(flag):
                 raise Stopped
             return
-        host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
-        host.copy_(flag, non_blocking=True)
+        copy = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+        copy.copy_(flag, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._later.append((event, host))
+        self._later.append((event, copy))
         if len(self._later) > LOOK_AHEAD:
-            event, host = self._later.popleft()
+            event, copy = self._later.popleft()
             event.synchronize()
-            if bool(host):
+            if bool(copy):
                 raise Stopped
 
 
 class Exchange:
-    """All ranks of ``group`` must make the same calls in the same order. ``rank`` and ``size`` are
-    within the group.
+    """Moves tensors between the ranks of ``group``, all of which must make the same calls in the
+    same order. ``rank`` and ``size`` are within the group.
+
+    ``via_cpu``: messages go through CPU memory, whatever the ranks compute on.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool):
         self.rank = rank
         self.size = size
         self._group = group
-        self._on_host = via_cpu
+        self._via_cpu = via_cpu
         self._buffers: dict[tuple, torch.Tensor] = {}
         self.seconds = 0.0
         self.sent_bytes = 0
 
     def begin(self) -> None:
-        """A new evaluation: counters at zero."""
+        """Begin an evaluation: set the counters to zero."""
         self.seconds, self.sent_bytes = 0.0, 0
+
+    def free_buffers(self) -> None:
+        self._buffers.clear()
 
     def all_to_all(
         self, chunks: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Shape], flag: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """``chunks[j]`` are the tensors for rank j, sent one after another; returns what rank i
-        sent, in ``shapes[i]``.
+        """Send the tensors ``chunks[j]`` to rank j; return one tensor of ``shapes[i]`` from each
+        rank i, and the largest ``flag`` (1,) of the group.
 
         The own chunk is not moved: its place in the result is empty. Results are views of a buffer
-        that the next exchange reuses. ``flag`` (1,) comes back as the largest of the group's.
+        that the next exchange reuses.
         """
         first = next(tensor for chunk in chunks for tensor in chunk)
-        device = torch.device("cpu") if self._on_host else first.device
+        device = torch.device("cpu") if self._via_cpu else first.device
         others = [rank for rank in range(self.size) if rank != self.rank]
         send_sizes = [sum(t.numel() for t in chunks[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)]
         receive_sizes = [math.prod(shapes[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)]
@@ -136,5 +140,5 @@ class Exchange:
     def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         key = (use, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < count:
-            self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self._on_host and torch.cuda.is_available())
+            self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self._via_cpu and torch.cuda.is_available())
         return self._buffers[key][:count]

@@ -1,19 +1,45 @@
-"""The ranks that share one sequence: a grid of ulysses x ring, and the groups along its axes."""
+"""Make the grid of ranks: each axis's groups, and the communicators that methods use.
+
+All groups are made here, in one order on every rank: making a group is itself a collective.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import Exchange, StopFlag
 from .ring import Ring
+from .stage_link import StageLink
+
+STAGE_STEPS = 1 << 20  # of progress: more than a stage makes in one request
+
+
+class Axis(NamedTuple):
+    """One axis as a rank sees it. ``ranks`` are the global ranks that differ from this one on this
+    axis alone, ``rank`` is this one's index among them.
+
+    ``group`` is None where no collective runs along the axis.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 class SequenceComm:
-    """``ulysses`` and ``ring`` are the groups through this rank, ``world`` all ranks of the
-    sequence.
+    """Communicates among the ranks that share one sequence: ``ulysses`` and ``ring`` along those
+    axes, ``world`` among all of them.
     """
 
     def __init__(self, ulysses: Exchange, ring: Ring, world: Exchange, stop: StopFlag):
@@ -40,29 +66,81 @@ class SequenceComm:
         return self.ulysses.sent_bytes + self.ring.sent_bytes + self.world.sent_bytes
 
     def begin(self) -> None:
+        """Begin an evaluation: set the counters to zero."""
         for part in (self.ulysses, self.ring, self.world, self.stop):
             part.begin()
 
+    def free_buffers(self) -> None:
+        for part in (self.ulysses, self.ring, self.world):
+            part.free_buffers()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's place in the grid, and its communicators. ``degrees`` and ``axes`` are innermost
+    first; ``link`` leads to the stages before and after, None where there is one stage.
+    """
+
+    rank: int
+    degrees: Mapping[str, int]
+    axes: Mapping[str, Axis]
+    sequence: SequenceComm
+    link: StageLink | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Spent waiting for messages since the evaluation, or the patch of it, began."""
+        return self.sequence.seconds + (self.link.seconds if self.link else 0.0)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.sequence.sent_bytes + (self.link.sent_bytes if self.link else 0)
+
 
 def connect(
-    mesh: Sequence[Sequence[Sequence[int]]], rank: int, *, device_type: str, via_cpu: bool, wants_stop: Callable[[], bool]
-) -> SequenceComm:
-    """Every rank must call it, after init_process_group where there are several. ``mesh``: the
-    layout's; a sequence is shared within a stage, around a ring only where there is one stage.
+    degrees: Mapping[str, int],
+    rank: int,
+    *,
+    device_type: str,
+    via_cpu: bool,
+    wants_stop: Callable[[], bool],
+    tick: Callable[[int], None] = lambda steps: None,
+) -> Mesh:
+    """Make the mesh of ``degrees`` (axis -> degree, innermost first). Every rank must call it,
+    after init_process_group where there are several.
+
+    ``tick`` is told how far a rank has come before it waits for the stage before it: further than
+    every rank of that stage, however many steps theirs takes.
     """
-    ring, ulysses = len(mesh[0]), len(mesh[0][0])
-    size = ring * ulysses
-    stop = StopFlag(wants_stop)
-    if size == 1:
-        return SequenceComm(
-            Exchange(None, 0, 1, via_cpu=via_cpu), Ring(None, [0], 0, via_cpu=via_cpu), Exchange(None, 0, 1, via_cpu=via_cpu), stop
-        )
-    devices = DeviceMesh(device_type, mesh, mesh_dim_names=("pipefusion", "ring", "ulysses"))
-    stage, ring_index, ulysses_index = devices.get_coordinate()
-    world = devices.get_group("ulysses") if len(mesh) > 1 else dist.group.WORLD
-    return SequenceComm(
-        Exchange(devices.get_group("ulysses"), ulysses_index, ulysses, via_cpu=via_cpu),
-        Ring(devices.get_group("ring"), [row[ulysses_index] for row in mesh[stage]], ring_index, via_cpu=via_cpu),
-        Exchange(world, ring_index * ulysses + ulysses_index, size, via_cpu=via_cpu),
-        stop,
+    axes = make_axes(degrees, rank, device_type)
+    ulysses, ring, stages = axes["ulysses"], axes["ring"], axes["pipefusion"]
+    place, size = ring.rank * ulysses.size + ulysses.rank, ring.size * ulysses.size
+    world = ulysses.group if stages.size > 1 else dist.group.WORLD  # ring and stages exclude each other
+    sequence = SequenceComm(
+        Exchange(ulysses.group, ulysses.rank, ulysses.size, via_cpu=via_cpu),
+        Ring(ring.group, ring.ranks, ring.rank, via_cpu=via_cpu),
+        Exchange(world, place, size, via_cpu=via_cpu),
+        StopFlag(wants_stop),
     )
+    link = None
+    if stages.size > 1:
+        before = stages.ranks[stages.rank - 1] if stages.rank else None
+        after = stages.ranks[stages.rank + 1] if stages.rank + 1 < stages.size else None
+        link = StageLink(before, after, via_cpu=via_cpu, before_waiting=lambda: tick(stages.rank * STAGE_STEPS))
+    return Mesh(rank, degrees, axes, sequence, link)
+
+
+def make_axes(degrees: Mapping[str, int], rank: int, device_type: str) -> dict[str, Axis]:
+    """Return each axis and this rank's place on it. Groups are made outermost axis first, and only
+    where ranks share a sequence: stages send from rank to rank.
+    """
+    outermost_first = tuple(degrees)[::-1]
+    grid = torch.arange(prod(degrees.values())).view([degrees[axis] for axis in outermost_first])
+    place = (grid == rank).nonzero()[0].tolist()
+    shares_sequence = degrees["ulysses"] * degrees["ring"] > 1
+    devices = DeviceMesh(device_type, grid, mesh_dim_names=outermost_first) if shares_sequence else None
+    axes = {}
+    for dim, axis in enumerate(outermost_first):
+        along = tuple(grid[tuple(slice(None) if other == dim else here for other, here in enumerate(place))].tolist())
+        axes[axis] = Axis(place[dim], along, devices.get_group(axis) if devices else None)
+    return {axis: axes[axis] for axis in degrees}

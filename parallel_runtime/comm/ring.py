@@ -1,4 +1,4 @@
-"""Keys and values passed around a ring of ranks, the next block on its way while the current one is
+"""Pass keys and values around a ring of ranks: the next block travels while the current one is
 computed with.
 
 Source: Ring Attention (arXiv 2310.01889). K and V travel as one message, with the origin's wish to
@@ -25,8 +25,8 @@ class Block:
 
 
 class Ring:
-    """All ranks of ``group`` must walk the ring together. ``ranks`` are its members' global ranks
-    in ring order.
+    """Passes blocks among the ranks of ``group``, all of which must walk the ring together.
+    ``ranks`` are their global ranks in ring order.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], index: int, *, via_cpu: bool):
@@ -35,22 +35,27 @@ class Ring:
         self._group = group
         self._next = ranks[(index + 1) % self.size]
         self._previous = ranks[(index - 1) % self.size]
-        self._on_host = via_cpu
+        self._via_cpu = via_cpu
         self._buffers: dict[tuple, torch.Tensor] = {}
         self.seconds = 0.0
         self.sent_bytes = 0
 
     def begin(self) -> None:
+        """Begin an evaluation: set the counters to zero."""
         self.seconds, self.sent_bytes = 0.0, 0
 
+    def free_buffers(self) -> None:
+        self._buffers.clear()
+
     def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: torch.Tensor) -> Iterator[Block]:
-        """Yields every rank's block, the own one first, and must be walked to its end.
+        """Yield every rank's block, the own one first. Walk it to its end: others wait for what is
+        passed on.
 
         ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring; ``flag`` (1,): this rank's
         wish to stop.
         """
         shape = list(kv.shape)
-        device = torch.device("cpu") if self._on_host else kv.device
+        device = torch.device("cpu") if self._via_cpu else kv.device
         current = self._buffer(0, kv.numel() + 1, kv.dtype, device)
         current[:-1].copy_(kv.flatten())
         current[-1:].copy_(flag)
@@ -71,7 +76,7 @@ class Ring:
             current, source = arriving, coming
 
     def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
-        """Starts both; the caller waits."""
+        """Start a send and a receive; return them to be waited for."""
         operations = [
             dist.P2POp(dist.isend, current, self._next, self._group),
             dist.P2POp(dist.irecv, arriving, self._previous, self._group),
@@ -79,10 +84,10 @@ class Ring:
         return dist.batch_isend_irecv(operations)
 
     def _buffer(self, slot: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Three are in turn: what is sent, what is computed with (the same, or the own block) and
-        what arrives.
+        """Return the first ``count`` elements of one of three buffers, used in turn: one is sent,
+        one (the same, or the own block) computed with, and into one the next block arrives.
         """
         key = (slot, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < count:
-            self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self._on_host and torch.cuda.is_available())
+            self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self._via_cpu and torch.cuda.is_available())
         return self._buffers[key][:count]

@@ -1,3 +1,3 @@
-"""Ways to run one model on several ranks: each attaches to a model by its token plan, and detaches
+"""Ways to run one model on several ranks. Each attaches to a model by its token plan, and detaches
 without a trace.
 """

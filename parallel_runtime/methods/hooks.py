@@ -1,42 +1,84 @@
-"""A token plan applied to a model: hooks that let its blocks run on some rows of every stream. What
-rows, and what attention sees, is a method's business.
+"""Apply a token plan to a model: hooks let its blocks run on some rows of every stream.
+
+A Sharding decides which rows, and what attention over them sees.
 """
 
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from ..errors import Refused
 from ..families.plan import Along, Blocks, Leave, Ranges, TokenPlan
-from .pipefusion.rope_cache import Remembered
 from .shards import Rows
 
+Attention = Callable[..., torch.Tensor]
 
-class TokenHooks(ABC):
-    """Attached to one model until ``detach``."""
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, at_block: Callable[[], None] = lambda: None):
-        """``at_block`` is called before every block."""
+class Sharding(Protocol):
+    """The decisions of a method, asked for in the middle of a forward."""
+
+    def choose_rows(self, all_tokens: Mapping[str, int]) -> Rows | None:
+        """Choose the rows of each stream that are computed here; None computes all of them, and
+        nothing is cut. Called once per evaluation.
+        """
+
+    def enter_block(self) -> None:
+        """Called before every block."""
+
+    def adds_residual(self, container: str, block: int) -> bool:
+        """Whether this rank adds the ControlNet residual after that block of the container with
+        that control key.
+        """
+        ...
+
+    def attend(
+        self,
+        rows: Rows | None,
+        attention: Attention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Compute an attention over streams that are cut. The arguments are those of the host's
+        ``optimized_attention_override``.
+        """
+        ...
+
+    def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor | None:
+        """Return all rows of the leaving stream's output, of which ``out_BlC`` are the local ones;
+        None leaves it as it is.
+        """
+
+
+class TokenHooks:
+    """Hooks on one model from ``attach`` to ``detach``."""
+
+    def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Sharding):
+        self._model = model
         self._plan = plan
-        self._at_block = at_block
+        self._sharding = sharding
         self._rows: Rows | None = None
         self._control: dict[str, list] | None = None
-        self._shared_attention = False
-        self._handles = []
-        self._remembered: list[Remembered] = []
+        self._shares_attention = False
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
         first = True
-        for group in plan.blocks:
-            for block in model.get_submodule(group.path):
-                self._attach_block(block, group, first)
-                first = False
-        leave = model.get_submodule(plan.leave.path)
-        self._handles.append(leave.register_forward_pre_hook(self._entering_leave(leave, plan.leave), with_kwargs=True))
-        self._handles.append(leave.register_forward_hook(lambda _module, _args, out_BlC: self._left(out_BlC)))
+        for container, index, group in blocks_of(self._model, self._plan):
+            self._attach_block(container[index], group, first)
+            first = False
+        leave = self._model.get_submodule(self._plan.leave.path)
+        self._handles.append(leave.register_forward_pre_hook(self._entering_leave(leave, self._plan.leave), with_kwargs=True))
+        self._handles.append(leave.register_forward_hook(self._left))
 
     def _attach_block(self, block: nn.Module, group: Blocks, first: bool) -> None:
         self._handles.append(block.register_forward_pre_hook(self._entering(block, group, first), with_kwargs=True))
@@ -47,23 +89,12 @@ class TokenHooks(ABC):
             self._handles.append(local.register_forward_hook(lambda *_: self._share_attention(True)))
 
     def detach(self) -> None:
-        for handle in (*self._handles, *self._remembered):
+        for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._remembered.clear()
 
-    def _remember_positions(self, model: nn.Module) -> None:
-        """For methods that compute in patches: the same positions are embedded once.
-        ``_forget_positions`` follows between runs.
-        """
-        self._remembered = [Remembered(model.get_submodule(path)) for path in self._plan.positions]
-
-    def _forget_positions(self) -> None:
-        for remembered in self._remembered:
-            remembered.forget()
-
-    def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of one evaluation's forward, ready to be called here."""
+    def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Begin an evaluation: return the arguments to call the model's forward with."""
         self._rows = None
         self._share_attention(False)
         control = arguments.get("control")
@@ -71,30 +102,23 @@ class TokenHooks(ABC):
         options = {**arguments.get("transformer_options", {}), "optimized_attention_override": self._attend}
         return {**arguments, "transformer_options": options, **({"control": self._control} if self._control else {})}
 
-    # -- what a method decides
+    def end_run(self) -> None:
+        """Free what was made of the last evaluation's arguments."""
+        self._rows = self._control = None
 
-    @abstractmethod
-    def _choose_rows(self, totals: Mapping[str, int]) -> Rows | None:
-        """Asked once per evaluation, with the tokens of each stream; None: all of them, nothing is
-        cut.
-        """
-
-    @abstractmethod
-    def _attend(self, attention: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask=None, *args, **kwargs):
-        """The host's ``optimized_attention_override``; a method's to compute only where
-        ``_shared_attention`` and the rows are cut.
-        """
-
-    @abstractmethod
-    def _left(self, out_BlC: torch.Tensor) -> torch.Tensor | None:
-        """The leaving stream's output for the rows carried -> for all its rows; None leaves it as
-        it is.
-        """
-
-    # -- tokens in
+    def _left(self, _module: nn.Module, _args: Any, out_BlC: torch.Tensor) -> torch.Tensor | None:
+        return self._sharding.leave(self._rows, out_BlC)
 
     def _share_attention(self, shared: bool) -> None:
-        self._shared_attention = shared
+        self._shares_attention = shared
+
+    def _attend(self, attention: Attention, q, k, v, heads: int, mask=None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The host's ``optimized_attention_override``. Attention outside the plan's blocks passes
+        through: it sees nothing that is cut.
+        """
+        if not self._shares_attention:
+            return attention(q, k, v, heads, mask, *args, **kwargs)
+        return self._sharding.attend(self._rows, attention, q, k, v, heads, mask, *args, **kwargs)
 
     def _entering(self, block: nn.Module, group: Blocks, first: bool) -> Callable:
         bind = binder(block, group.positional)
@@ -105,14 +129,14 @@ class TokenHooks(ABC):
                 self._enter(group, arguments)
             self._localize(arguments, group.along, group.ranges)
             self._share_attention(True)
-            self._at_block()
+            self._sharding.enter_block()
             return (), arguments
 
         return hook
 
     def _enter(self, group: Blocks, arguments: dict[str, Any]) -> None:
         lengths = {stream: arguments[arg].shape[1] for arg, (stream,) in group.tokens.items()}
-        self._rows = self._choose_rows({stream: lengths[stream] for stream in self._plan.streams})
+        self._rows = self._sharding.choose_rows({stream: lengths[stream] for stream in self._plan.streams})
         if self._control:
             self._bring_control(self._control, arguments[next(iter(group.tokens))].device)
             self._control = None  # the forward has it: what was brought goes with the forward
@@ -122,13 +146,13 @@ class TokenHooks(ABC):
             arguments[arg] = self._rows.slice(arguments[arg], 1, streams)
 
     def _bring_control(self, control: dict[str, list], device: torch.device) -> None:
-        """Of a ControlNet's residuals the rows carried, to where the tokens are; all others stay
-        where they lie. A residual that stands in several places, as hosts repeat those of a net
-        with fewer blocks, is brought once.
+        """Move the local rows of the ControlNet residuals that are added here to ``device``; all
+        other rows stay where they lie. A residual that stands in several places, as hosts repeat
+        those of a net with fewer blocks, is moved once.
         """
         own = slice(None)
         if self._rows is not None:
-            start, size = self._rows.carried[self._plan.leave.stream]
+            start, size = self._rows.local[self._plan.leave.stream]
             own = slice(start, start + size)
         brought: dict[tuple, torch.Tensor] = {}
 
@@ -141,14 +165,9 @@ class TokenHooks(ABC):
         for key in {group.control for group in self._plan.blocks}:
             if control.get(key) is not None:
                 control[key] = [
-                    bring(rows) if rows is not None and self._adds(key, behind) else None for behind, rows in enumerate(control[key])
+                    bring(rows) if rows is not None and self._sharding.adds_residual(key, block) else None
+                    for block, rows in enumerate(control[key])
                 ]
-
-    def _adds(self, key: str, behind: int) -> bool:
-        """Whether the residual that the host adds behind that block of its container is anybody's
-        business here.
-        """
-        return True
 
     def _localize(self, arguments: dict[str, Any], along: Sequence[Along], ranges: Sequence[Ranges]) -> None:
         if self._rows is None:
@@ -171,16 +190,30 @@ class TokenHooks(ABC):
         return hook
 
 
+def blocks_of(model: nn.Module, plan: TokenPlan) -> Iterator[tuple[nn.ModuleList, int, Blocks]]:
+    """Yield every block's container, its index there, and its part of the plan."""
+    for group in plan.blocks:
+        container = model.get_submodule(group.path)
+        assert isinstance(container, nn.ModuleList)
+        for index in range(len(container)):
+            yield container, index, group
+
+
 def split_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """(B, l, H*D) or (B, l, H, D) -> (B, H, l, D)."""
     return tensor.reshape(*tensor.shape[:2], -1, dim).transpose(1, 2)
 
 
+def signature_of(module: nn.Module) -> inspect.Signature:
+    """Return the signature of a module's forward; for a stub, of the block it ``stands_for``."""
+    return inspect.signature(getattr(module, "stands_for", type(module)).forward)
+
+
 def binder(module: nn.Module, positional: Sequence[str] = ()) -> Callable[[tuple, dict], dict[str, Any]]:
-    """(args, kwargs) -> all arguments by name. ``positional`` names those of a forward that takes
-    ``*args``. A stub takes what the block takes that it ``stands_for``.
+    """Return a function (args, kwargs) -> all arguments by name. ``positional`` names those of a
+    forward that takes ``*args``.
     """
-    signature = inspect.signature(getattr(module, "stands_for", type(module)).forward)
+    signature = signature_of(module)
 
     def bind(args: tuple, kwargs: dict) -> dict[str, Any]:
         if positional:
@@ -191,3 +224,36 @@ def binder(module: nn.Module, positional: Sequence[str] = ()) -> Callable[[tuple
         return arguments
 
     return bind
+
+
+def require_fit(model: nn.Module, plan: TokenPlan) -> None:
+    """Raise Refused where the plan names a module or an argument that the model does not have: a
+    host that renamed one would be given rows that do not belong together.
+    """
+    modules = dict(model.named_modules())
+    for path in (*(group.path for group in plan.blocks), plan.leave.path, *plan.positions):
+        if path not in modules:
+            raise Refused(_misfit(model, plan, path))
+    for container, index, group in blocks_of(model, plan):
+        for path in group.local:
+            if path not in dict(container[index].named_modules()):
+                raise Refused(_misfit(model, plan, f"{group.path}.{index}.{path}"))
+        _require_arguments(model, plan, group.path, container[index], {*group.tokens, *_named(group)} - {*group.positional})
+    _require_arguments(model, plan, plan.leave.path, modules[plan.leave.path], _named(plan.leave))
+
+
+def _named(item: Blocks | Leave) -> set[str]:
+    return {one.arg for one in (*item.along, *item.ranges)}
+
+
+def _require_arguments(model: nn.Module, plan: TokenPlan, path: str, module: nn.Module, wanted: set[str]) -> None:
+    parameters = signature_of(module).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in sorted(wanted - set(parameters)) if not takes_any else ():
+        raise Refused(_misfit(model, plan, f"{path}({name}=)"))
+
+
+def _misfit(model: nn.Module, plan: TokenPlan, name: str) -> str:
+    return (
+        f"{type(model).__name__} of this ComfyUI has no {name}, which the {plan.family} plan names: update PipeMesh, or sample without it."
+    )

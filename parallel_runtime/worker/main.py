@@ -52,9 +52,9 @@ def run(channel: Channel) -> None:
     import torch.distributed as dist
 
     from ..comm.machines import MachineComm
+    from ..comm.mesh import connect
     from ..layout import Layout
     from .rank_loop import Engine
-    from .seat import take_seat
 
     torch.set_num_threads(start.threads)
     device = torch.device(start.device)
@@ -72,15 +72,15 @@ def run(channel: Channel) -> None:
             timeout = timedelta(seconds=start.timeout_s)
             dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout)
         hosts = MachineComm(start.machines, start.rank) if start.machines else None
-        seat = take_seat(
-            layout,
+        mesh = connect(
+            layout.degrees(),
             start.rank,
             device_type="cuda" if start.backend == "nccl" else "cpu",
             via_cpu=start.backend == "gloo" and device.type == "cuda",
             wants_stop=lambda: engine.wants_stop(),
             tick=lambda steps: board.tick(start.rank, steps),
         )
-    engine = Engine(channel, arena, seat, device, hosts)
+    engine = Engine(channel, arena, mesh, device, hosts)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     channel.send(Ready(device_name=name, memory=engine.memory()))
     with contextlib.suppress(ChannelClosed):

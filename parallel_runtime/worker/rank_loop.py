@@ -19,7 +19,9 @@ from ..checkpoint import File, check_copy, check_file
 from ..comfy_bridge.source import build_from_state, call_factory, find_here
 from ..comm.exchange import Stopped
 from ..comm.machines import MachineComm
+from ..comm.mesh import Mesh
 from ..errors import NoRoom, PipeMeshError, Refused
+from ..layout import Layout
 from ..memory import give_back_freed, system_memory
 from ..patches import Part
 from ..wire.arena import Board
@@ -28,7 +30,6 @@ from ..wire.messages import PHASE, Adopt, Close, Done, Failed, Fetch, Forget, Fo
 from ..wire.segment import Segment, TensorRef, dtype_name, mib
 from ..wire.tree import decode_tree, encode_tree
 from .resident import ResidentModel
-from .seat import Seat
 
 KEPT_VERSIONS = 64
 EMPTY = torch.empty(0)
@@ -56,16 +57,17 @@ def kind_of(error: Exception) -> str:
 class Engine:
     """One rank. ``arena`` is the UI's arena, mapped; on another host, what stands for it there."""
 
-    def __init__(self, channel: Channel, arena: Segment, seat: Seat, device: torch.device, hosts: MachineComm | None = None):
+    def __init__(self, channel: Channel, arena: Segment, mesh: Mesh, device: torch.device, hosts: MachineComm | None = None):
         self._channel = channel
         self._arena = arena
         self._board = Board(arena)
-        self._seat = seat
+        self._mesh = mesh
+        self._writes = mesh.rank == Layout(**mesh.degrees).writer
         self._ahead: deque[tuple[Request | Close, list[int]]] = deque()  # messages that were read before their turn
         self._device = device
         self._hosts = hosts
         self._spread: set[int] = set()  # versions that every host has
-        self._rank = seat.rank
+        self._rank = mesh.rank
         self._models: dict[str, ResidentModel] = {}
         self._versions: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._model = ""  # of the evaluation at hand
@@ -140,7 +142,7 @@ class Engine:
         """Which of the messages of a pipeline went through: none, some or all."""
         if not isinstance(message, Forward):
             return "all"
-        return self._models[message.model].method.messages_done if message.model in self._models else "none"
+        return self._models[message.model].method.facts.messages_done if message.model in self._models else "none"
 
     def _do(self, message: Request, segments: list[Segment]) -> Done:
         if isinstance(message, Forward):
@@ -168,7 +170,7 @@ class Engine:
             patcher = call_factory(source["factory"], self._checked(source["args"], source["file"]), source["index"])
         else:
             patcher = build_from_state(source)
-        self._models[message.model] = ResidentModel(patcher, self._device, self._seat, self, message.stages)
+        self._models[message.model] = ResidentModel(patcher, self._device, self._mesh, self, message.stages)
 
     def _checked(self, args: tuple, file: File | None) -> tuple:
         """The factory's arguments, with the checkpoint as this host has it. Raises Refused if it is
@@ -197,7 +199,7 @@ class Engine:
 
     def _forget(self, name: str) -> None:
         if name in self._models:
-            self._models[name].method.forget()
+            self._models[name].method.end_run()
             self._give_back()
 
     def _give_back(self) -> None:
@@ -211,24 +213,24 @@ class Engine:
     def _forward(self, message: Forward) -> Done:
         model = self._models[message.model]
         self._model = message.model
-        model.method.arm(message.part)
+        model.method.begin(message.part or Part(0, 0))
         self._arena.follow(message.arena_bytes)
         if model.patches_id != message.patches_id:
             raise Refused(f"Rank {self._rank} holds weight patches {model.patches_id!r}, the run wants {message.patches_id!r}: run again.")
         began = time.perf_counter()
         if self._hosts is not None:
             self._receive(message.arguments)
-        output = model.forward(decode_tree(message.arguments, self._input), message.request, message.part)
-        if not self._seat.writes:
+        output = model.evaluate(decode_tree(message.arguments, self._input), message.request)
+        if not self._writes:
             output = None
         done = self._write(message.request, output, message.out)
         return replace(
             done,
             began_s=began,
             compute_s=time.perf_counter() - began,
-            exchange_s=self._seat.seconds,
-            sent_bytes=self._seat.sent_bytes,
-            block_s=model.method.block_s,
+            exchange_s=self._mesh.seconds,
+            sent_bytes=self._mesh.sent_bytes,
+            block_s=dict(model.method.facts.block_s),
         )
 
     def _receive(self, arguments: bytes) -> None:

@@ -1,6 +1,4 @@
-"""A model that a rank holds: its weights, its weight patches, the parallel method attached to
-it.
-"""
+"""Hold a model on a rank: its weights, its weight patches, and its parallel method."""
 
 from __future__ import annotations
 
@@ -11,14 +9,12 @@ import torch
 
 from ..comfy_bridge.weight_patches import unpack_patches
 from ..comfy_bridge.weights import settle_weights
+from ..comm.mesh import Mesh
 from ..errors import Refused
 from ..families import plan_for
-from ..methods.pipefusion.stage import StageForward, Watch, blocks_of, leave_out
-from ..methods.usp import SequenceParallel
-from ..patches import Part
-from ..stages import cut, share_out
+from ..methods.factory import make_method
+from ..methods.method import Rank
 from ..wire.segment import Segment, TensorRef
-from .seat import Seat
 
 
 def parameter_slot(model: torch.nn.Module, key: str) -> tuple[torch.nn.Module, str]:
@@ -27,17 +23,17 @@ def parameter_slot(model: torch.nn.Module, key: str) -> tuple[torch.nn.Module, s
 
 
 class ResidentModel:
-    """``patcher`` is the host's own ModelPatcher; its weights are on this rank's device, in a
-    pipeline those of its own blocks.
+    """``patcher`` is the host's own ModelPatcher. Its weights are on this rank's device; in a
+    pipeline it has those of its own blocks alone.
 
-    ``stages``: how many blocks each stage has; empty: as many each. Raises LayoutError where that
-    cannot be.
+    ``stages``: blocks of each stage; empty gives each as many. Raises Refused or LayoutError where
+    the model cannot run in this layout.
     """
 
-    def __init__(self, patcher: Any, device: torch.device, seat: Seat, watch: Watch, stages: Sequence[int] = ()):
+    def __init__(self, patcher: Any, device: torch.device, mesh: Mesh, rank: Rank, stages: Sequence[int] = ()):
         self.patcher = patcher
         self.device = device
-        self.rank = seat.rank
+        self.rank = mesh.rank
         self.patches_id = ""
         self._unpatched: dict[str, torch.nn.Parameter] = {}
         self._unpatched_objects: dict[str, Any] = {}
@@ -46,24 +42,18 @@ class ResidentModel:
         plan = plan_for(type(self.diffusion_model))
         if plan is None:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
-        stage = None
-        if seat.link is not None:
-            alike = [1.0 for _ in blocks_of(self.diffusion_model, plan)]
-            stage = (cut(stages, len(alike)) if stages else share_out(alike, seat.layout.pipefusion))[seat.stage]
-            leave_out(self.diffusion_model, plan, stage)
-        settle_weights(self.diffusion_model, device, watch.tick)
+        self.method = make_method(
+            self.diffusion_model, plan, mesh, rank, stages
+        )  # first, so that no weights of other stages' blocks are moved
+        settle_weights(self.diffusion_model, device, rank.tick)
         self.nbytes = sum(p.numel() * p.element_size() for p in self.diffusion_model.parameters())  # once: every answer reports it
-        if stage is None:
-            self.method = SequenceParallel(self.diffusion_model, plan, seat.sequence, watch.tick)
-        else:
-            clocked = not stages  # else they were cut by what was clocked, or by hand
-            self.method = StageForward(self.diffusion_model, plan, stage, seat.sequence, seat.link, watch, clocked)
+        self.method.attach()
 
     def patch(
         self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None
     ) -> None:
-        """Replaces all weight patches. With ``shared``, this rank computes its own keys into
-        ``segment``; ``adopt`` follows.
+        """Replace all weight patches. With ``shared`` (key -> its rank and place), this rank
+        computes its own keys into ``segment``; ``adopt`` follows.
         """
         self.unpatch()
         model = self.patcher.model
@@ -72,20 +62,19 @@ class ResidentModel:
             holder, attribute = _resolve(model, name)
             self._unpatched_objects[name] = getattr(holder, attribute)
             setattr(holder, attribute, value)
-        for key in self.patcher.patches:
-            if shared is None:
+        if shared is None or segment is None:
+            for key in self.patcher.patches:
                 self._swap(key, self._patched(key))
-            elif shared[key][0] == self.rank:
-                segment.tensor(shared[key][1]).copy_(self._patched(key))
-        if shared is None:
             self.patcher.patches = {}
-            self.patches_id = patches_id
         else:
+            for key in self.patcher.patches:
+                if shared[key][0] == self.rank:
+                    segment.tensor(shared[key][1]).copy_(self._patched(key))
             self._pending = (shared, segment)
-            self.patches_id = patches_id
+        self.patches_id = patches_id
 
     def _has(self, key: str) -> bool:
-        """A stage has no weights but those of its own blocks."""
+        """Whether this rank has the weight: a stage has those of its own blocks alone."""
         try:
             module, name = parameter_slot(self.patcher.model, key)
         except AttributeError:
@@ -93,6 +82,8 @@ class ResidentModel:
         return hasattr(module, name)
 
     def adopt(self) -> None:
+        """Use the shared patched weights, all of which are computed now."""
+        assert self._pending is not None
         shared, segment = self._pending
         for key, (_rank, ref) in shared.items():
             self._swap(key, segment.tensor(ref))
@@ -100,6 +91,7 @@ class ResidentModel:
         self.patcher.patches = {}
 
     def unpatch(self) -> None:
+        """Put back the weights and objects as they were loaded."""
         for key, parameter in self._unpatched.items():
             module, name = parameter_slot(self.patcher.model, key)
             setattr(module, name, parameter)
@@ -119,12 +111,11 @@ class ResidentModel:
         self._unpatched[key] = getattr(module, name)
         setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
 
-    def forward(self, arguments: dict[str, Any], number: int, part: Part | None) -> Any:
+    def evaluate(self, arguments: dict[str, Any], number: int) -> Any:
+        """Compute the part that the method's ``begin`` named."""
         model = self.diffusion_model
         call = model._forward if hasattr(type(model), "_forward") else model.forward
-        if part is None:
-            return call(**self.method.begin(arguments))
-        return self.method.run(call, arguments, number, part)
+        return self.method.evaluate(call, arguments, number)
 
 
 def _resolve(model: Any, name: str) -> tuple[Any, str]:

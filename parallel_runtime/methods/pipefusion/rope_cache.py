@@ -1,10 +1,9 @@
-"""What a model's forward makes anew for every patch, though it is the same for all of them: rotary
-embeddings of the positions.
-"""
+"""Memoise rotary embeddings: a forward makes them anew for every patch, from the same positions."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,19 +11,24 @@ from torch import nn
 KEPT = 4  # positions that a forward asks for in turn: of its branches, of the pictures it refers to
 
 
-class Remembered:
-    """Stands in for a module's ``forward`` of one tensor until ``remove``: what was made of an
-    equal one is handed out again.
+class RopeCache:
+    """Memoises the forward of one module, of one tensor, from ``attach`` to ``detach``. Positions
+    are compared by value: hosts build them anew for every forward.
 
-    The result must not be written to. Equality is of values: hosts build the positions anew for
-    every forward.
+    The result must not be written to.
     """
 
     def __init__(self, module: nn.Module):
         self._module = module
         self._make = module.forward
         self._kept: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=KEPT)
-        module.forward = self
+
+    def attach(self) -> None:
+        self._module.forward = self
+
+    def detach(self) -> None:
+        del self._module.forward
+        self._kept.clear()
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         for before, made in self._kept:
@@ -34,8 +38,24 @@ class Remembered:
         self._kept.append((positions.clone(), made))
         return made
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._kept.clear()
 
-    def remove(self) -> None:
-        del self._module.forward
+
+class RopeCaches:
+    """A RopeCache for each of a plan's ``positions`` modules."""
+
+    def __init__(self, model: nn.Module, paths: Sequence[str]):
+        self._caches = [RopeCache(model.get_submodule(path)) for path in paths]
+
+    def attach(self) -> None:
+        for cache in self._caches:
+            cache.attach()
+
+    def detach(self) -> None:
+        for cache in self._caches:
+            cache.detach()
+
+    def end_run(self) -> None:
+        for cache in self._caches:
+            cache.clear()

@@ -1,0 +1,157 @@
+"""Attention over a sequence that several ranks share (Ulysses, arXiv 2309.14509): the ranks of a
+ulysses group exchange heads for tokens, attend, and exchange back.
+
+Legend: B batch, H heads, h heads of one rank, g tokens of one ulysses group, l tokens of one rank,
+D head dim, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from ..comm.mesh import SequenceComm
+from ..errors import ModelError
+from ..families.plan import TokenPlan
+from ..layout import Split
+from .hooks import Attention, split_heads
+from .shards import Joint, Shards
+
+QKV = torch.Tensor | Sequence[torch.Tensor]  # 3 x (B, h, g, D)
+
+
+class Call(NamedTuple):
+    """One call of the host's attention, as each rank computes it for its own heads. ``mask`` is
+    the host's, of all heads and tokens in the host's order.
+    """
+
+    attention: Attention
+    options: dict[str, Any]
+    mask: torch.Tensor | None
+    heads: Split
+    own: slice
+    joint: Joint
+    rows: Shards
+
+    @property
+    def own_heads(self) -> int:
+        return self.own.stop - self.own.start
+
+    def compute(self, qkv: QKV, mask: torch.Tensor | None) -> torch.Tensor:
+        """3 x (B, h, g, D) -> (B, h, g, D) by the host's own attention."""
+        return self.attention(*qkv, self.own_heads, mask, skip_reshape=True, skip_output_reshape=True, **self.options)
+
+
+Inner = Callable[[Call, QKV, torch.Tensor], torch.Tensor]  # call, 3 x (B, h, g, D), flag (1,) -> (B, h, g, D)
+
+
+class SequenceAttention:
+    """Gives each rank its own heads of all tokens of its ulysses group. ``before_exchange`` is
+    called before every message.
+    """
+
+    def __init__(self, plan: TokenPlan, comm: SequenceComm, before_exchange: Callable[[], None]):
+        self._plan = plan
+        self._comm = comm
+        self._before_exchange = before_exchange
+
+    def attend(
+        self, inner: Inner, rows: Shards, attention: Attention, q, k, v, heads: int, mask: torch.Tensor | None, args: tuple, kwargs: dict
+    ) -> torch.Tensor:
+        """Exchange heads for tokens, call ``inner`` with the own heads, exchange its output back.
+
+        ``inner`` must decide on its flag, the group's wish to stop. The other arguments, and the
+        output, are those of the host's ``optimized_attention_override``, of the local rows.
+        """
+        if args:
+            kwargs["attn_precision"] = args[0]  # the only other argument hosts pass by position
+        skip_reshape, skip_output_reshape = kwargs.pop("skip_reshape", False), kwargs.pop("skip_output_reshape", False)
+        dim = q.shape[-1] if skip_reshape else q[0, 0].numel() // heads
+        q_BHlD, k_BHlD, v_BHlD = (t if skip_reshape else split_heads(t, dim) for t in (q, k, v))
+        if k_BHlD.shape[1] != q_BHlD.shape[1]:  # grouped queries: an uneven split of heads needs them in full
+            repeats = q_BHlD.shape[1] // k_BHlD.shape[1]
+            k_BHlD, v_BHlD = (t.repeat_interleave(repeats, dim=1) for t in (k_BHlD, v_BHlD))
+            kwargs.pop("enable_gqa", None)
+        joint = self._joint_of(rows, q_BHlD.shape[2])
+        split, rank = Split.even(q_BHlD.shape[1], self._comm.ulysses.size), self._comm.ulysses.rank
+        own = slice(split.starts[rank], split.starts[rank] + split.sizes[rank])
+        qkv_3BhgD, flag = self._heads_for_tokens((q_BHlD, k_BHlD, v_BHlD), split, joint)
+        out_BhgD = inner(Call(attention, kwargs, mask, split, own, joint, rows), qkv_3BhgD, flag)
+        out_BlHD = self._tokens_for_heads(out_BhgD, split, joint)
+        return out_BlHD.transpose(1, 2) if skip_output_reshape else out_BlHD.flatten(2)
+
+    def _joint_of(self, rows: Shards, count: int) -> Joint:
+        """Return the streams that attend together, told by how many local rows they have."""
+        for streams in (self._plan.streams, *((stream,) for stream in self._plan.also_attend_alone)):
+            if rows.joint(streams).local == count:
+                return rows.joint(streams)
+        raise ModelError(f"Attention over {count} rows fits none of the plan's streams {dict(rows.local)}: this model needs another plan.")
+
+    def _group_tokens(self, joint: Joint) -> list[int]:
+        """Return the active tokens of each rank of this ulysses group."""
+        size, index = self._comm.ulysses.size, self._comm.ring.index
+        return joint.counts[index * size : (index + 1) * size]
+
+    def _heads_for_tokens(self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint) -> tuple[QKV, torch.Tensor]:
+        """3 x (B, H, l, D) -> 3 x (B, h, g, D), tokens in rank-major order; and the ulysses group's
+        wish to stop.
+        """
+        exchange = self._comm.ulysses
+        qkv = [joint.drop_anchors(t, 2) for t in qkv]
+        flag = self._comm.stop.wish(qkv[0])
+        if exchange.size == 1:
+            return qkv, flag
+        batch, _, _, dim = qkv[0].shape
+        own_heads = heads.sizes[exchange.rank]
+        tokens = self._group_tokens(joint)
+        chunks = [[t.narrow(1, start, size) for t in qkv] for start, size in zip(heads.starts, heads.sizes, strict=True)]
+        self._before_exchange()
+        received, flag = exchange.all_to_all(chunks, [(3, batch, own_heads, count, dim) for count in tokens], flag)
+        out = qkv[0].new_empty(3, batch, own_heads, sum(tokens), dim)
+        for index, (offset, count) in enumerate(zip(accumulate(tokens, initial=0), tokens, strict=False)):
+            place = out.narrow(3, offset, count)
+            if index == exchange.rank:
+                for part, tensor in zip(place, chunks[index], strict=True):
+                    part.copy_(tensor)
+            else:
+                place.copy_(received[index])
+        return out, flag
+
+    def _tokens_for_heads(self, out_BhgD: torch.Tensor, heads: Split, joint: Joint) -> torch.Tensor:
+        """(B, h, g, D) in rank-major order -> (B, l, H, D) with zeros in anchor rows."""
+        exchange = self._comm.ulysses
+        if exchange.size == 1:
+            return joint.put_back(out_BhgD.transpose(1, 2), 1)
+        batch, _, _, dim = out_BhgD.shape
+        tokens = self._group_tokens(joint)
+        own_tokens = tokens[exchange.rank]
+        chunks = [[piece] for piece in out_BhgD.split(tokens, dim=2)]
+        shapes = [(batch, size, own_tokens, dim) for size in heads.sizes]
+        self._before_exchange()
+        received, _ = exchange.all_to_all(chunks, shapes, out_BhgD.new_zeros(1))
+        out = out_BhgD.new_empty(batch, own_tokens, heads.total, dim)
+        for index, (start, size) in enumerate(zip(heads.starts, heads.sizes, strict=True)):
+            piece = chunks[index][0] if index == exchange.rank else received[index]
+            out.narrow(2, start, size).copy_(piece.transpose(1, 2))
+        return joint.put_back(out, 1)
+
+    def gather(self, rows: Shards, out_BlC: torch.Tensor) -> torch.Tensor | None:
+        """Return the active rows of the leaving stream on the first rank of the sequence; other
+        ranks return zeros of that shape. None where this rank has them all already.
+        """
+        exchange = self._comm.world
+        if exchange.size == 1:
+            return None
+        split = rows.splits[self._plan.leave.stream]
+        batch, _, channels = out_BlC.shape
+        own = out_BlC[:, : split.sizes[exchange.rank]]
+        chunks = [[own if rank == 0 else own[:, :0]] for rank in range(exchange.size)]
+        shapes = [(batch, size if exchange.rank == 0 else 0, channels) for size in split.sizes]
+        self._before_exchange()
+        received, _ = exchange.all_to_all(chunks, shapes, out_BlC.new_zeros(1))
+        if exchange.rank != 0:
+            return out_BlC.new_zeros(batch, split.total, channels)
+        return torch.cat([own, *(piece.to(own.device) for piece in received[1:])], dim=1)

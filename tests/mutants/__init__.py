@@ -1,0 +1,1 @@
+"""Ranks with one thing broken."""

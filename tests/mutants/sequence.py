@@ -1,0 +1,102 @@
+"""Mutants of sequence parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .seams import put, rooms
+
+
+def gather_order():
+    """Rank 0 puts the other ranks' rows before its own."""
+
+    def make(real):
+        def gather(self, rows, out):
+            return real(self, rows, out).roll(-rows.splits["img"].sizes[0], dims=1)
+
+        return gather
+
+    put(rooms.sequence_attention.SequenceAttention, "gather", make)
+
+
+def token_order():
+    """Tokens are handed back to the wrong ranks' heads: the heads of two ranks change places."""
+
+    def make(real):
+        def attend(self, inner, rows, attention, q, k, v, heads, *rest):
+            out_BlC = real(self, inner, rows, attention, q, k, v, heads, *rest)
+            return out_BlC.unflatten(-1, (heads, -1)).roll(1, dims=2).flatten(2)
+
+        return attend
+
+    put(rooms.sequence_attention.SequenceAttention, "attend", make)
+
+
+def mask_permutation():
+    """The mask stays in the host's token order."""
+    put(rooms.shards.Joint, "rank_major", lambda real: lambda self: real(self).sort().values)
+
+
+def mask_dropped():
+    """As peers do it."""
+
+    def make(real):
+        return lambda self, inner, rows, attention, q, k, v, heads, mask, *rest: real(
+            self, inner, rows, attention, q, k, v, heads, None, *rest
+        )
+
+    put(rooms.sequence_attention.SequenceAttention, "attend", make)
+
+
+def pe_slice():
+    """Every rank takes rank 0's positions."""
+
+    def make(real):
+        def slice_(self, tensor, dim, streams):
+            if len(streams) == 1:
+                return real(self, tensor, dim, streams)
+            local, self.local = self.local, {name: (0, size) for name, (_start, size) in self.local.items()}
+            try:
+                return real(self, tensor, dim, streams)
+            finally:
+                self.local = local
+
+        return slice_
+
+    put(rooms.shards.Rows, "slice", make)
+
+
+def uneven_split():
+    """Tokens are split as if they divided: parts begin where even ones would, though the first are
+    longer.
+    """
+
+    def make(real):
+        class AsIfEven(real):
+            @property
+            def starts(self):
+                return tuple(part * (self.total // len(self.sizes)) for part in range(len(self.sizes)))
+
+        return AsIfEven
+
+    put(rooms.shards, "Split", make)
+
+
+def lse_merge():
+    """Partial outputs are merged as if every key weighed the same, whatever its score."""
+    put(rooms.usp, "merge", lambda real: lambda a, b: real(*(part._replace(level=part.level * 0) for part in (a, b))))
+
+
+def ring_order():
+    """Blocks of two ranks that have as many tokens are taken for each other's: the mask's columns
+    no longer fit the keys.
+    """
+
+    def make(real):
+        def walk(self, *args):
+            for block in real(self, *args):
+                yield replace(block, source={1: 2, 2: 1}.get(block.source, block.source))
+
+        return walk
+
+    put(rooms.ring.Ring, "walk", make)
