@@ -22,7 +22,7 @@ python3 -m launcher COMMAND [options]
   test     the tests (options go to pytest)
   bench    the measurements
   parity   parity with stock ComfyUI
-  node     lends this host to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
+  node     lends this machine to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
 
 PIPEMESH_COMFYUI names a ComfyUI of your own, PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for the one installed here.
 """
@@ -32,7 +32,7 @@ INSIDE = {  # command -> the module whose main(argv, host) it is
     "demo": "launcher.commands.demo",
     "bench": "benchmarks.command",
     "parity": "launcher.commands.parity",
-    "node": "launcher.pool.leader",
+    "node": "launcher.commands.node",
 }
 
 

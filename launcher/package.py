@@ -1,7 +1,7 @@
-"""Makes the checkout importable under one fixed name, whatever its folder is called.
+"""The pack's name and version. Makes the checkout importable under that name, whatever its folder
+is called: ComfyUI names a pack by its path; commands, tests and worker processes say `pipemesh`.
 
-ComfyUI names a pack by its path; commands, tests and worker processes say `pipemesh`. Standard
-library only.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from importlib.util import module_from_spec
 from pathlib import Path
 
 NAME = "pipemesh"
+VERSION = "0.2.0"  # pyproject.toml repeats it, because ComfyUI's registry reads it there; a test compares them
 
 
 def register_package(root: str | Path) -> None:

@@ -16,10 +16,10 @@ import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from PIL.Image import Image
 
-from ..launcher.pool.crew import stall_seconds
 from ..launcher.pool.devices import Placement, place, visible_gpus
-from ..launcher.pool.pool import PoolHandle, PoolKeeper, RankSetup
-from ..launcher.pool.remote_machine import between_machines, check_rendezvous
+from ..launcher.pool.pool import PoolHandle, PoolKeeper
+from ..launcher.pool.rank_setup import RankSetup, rank_setup_from
+from ..launcher.pool.rendezvous import check_rendezvous
 from ..parallel_runtime.client.remote_model import Client
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.run_figures import RunFigures
@@ -43,12 +43,7 @@ def plain_args(args: dict[str, Any]) -> dict[str, Any]:
 
 def rank_setup(environ: Mapping[str, str]) -> RankSetup:
     """What ranks must know of this ComfyUI. Raises LayoutError where a variable cannot be read."""
-    return RankSetup(
-        comfyui=str(Path(comfy.__path__[0]).parent),
-        comfy_args=plain_args(vars(comfy.cli_args.args)),
-        stall_s=stall_seconds(environ),
-        **between_machines(environ),
-    )
+    return rank_setup_from(environ, str(Path(comfy.__path__[0]).parent), plain_args(vars(comfy.cli_args.args)))
 
 
 class Runtime:

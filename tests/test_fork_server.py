@@ -19,10 +19,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pipemesh.launcher.pool.crew import start_as
 from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
 from pipemesh.launcher.pool.fork_server_main import holds_a_gpu, open_files
 from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
+from pipemesh.launcher.pool.rank_setup import start_as
 from pipemesh.launcher.pool.supervisor import NEVER_STARTED, Command, Supervisor, process_of_its_own
 from pipemesh.parallel_runtime.errors import PoolFailed
 

@@ -16,10 +16,11 @@ import comfy.model_management
 import psutil
 import pytest
 from pipemesh.launcher.commands.parity import BOUND, Bench, Case, relative_error
-from pipemesh.launcher.pool.crew import start_as
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
-from pipemesh.launcher.pool.remote_machine import NODE_COMMAND, RemoteMachine, open_store, store_key
+from pipemesh.launcher.pool.rank_setup import start_as
+from pipemesh.launcher.pool.remote_machine import RemoteMachine
+from pipemesh.launcher.pool.rendezvous import NODE_COMMAND, open_store, store_key
 from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed

@@ -2,37 +2,29 @@
 by name.
 """
 
-import errno
 import os
 import re
 import socket
-import subprocess
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from pipemesh.launcher.comfyui.install import LaunchError
+from pipemesh.launcher.package import VERSION
 from pipemesh.launcher.pool.crew import Crew
 from pipemesh.launcher.pool.devices import Device, place
-from pipemesh.launcher.pool.leader import LentRanks, accept, listen, placement_here, register, require_torchrun
-from pipemesh.launcher.pool.leader import main as node_main
+from pipemesh.launcher.pool.leader import LentRanks, placement_here
+from pipemesh.launcher.pool.listener import accept
 from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
-from pipemesh.launcher.pool.remote_machine import (
-    NODE_COMMAND,
+from pipemesh.launcher.pool.remote_machine import join
+from pipemesh.launcher.pool.rendezvous import (
     MachineMissing,
-    between_machines,
-    check_rendezvous,
-    interface_of,
-    join,
-    new_meeting,
-    node_command,
     store_key,
 )
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, PoolFailed, Refused, RunCancelled
@@ -41,7 +33,7 @@ from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
 from pipemesh.parallel_runtime.wire.messages import Forward, FromMachine, Load, Open, Release, ToMachine
 from pipemesh.parallel_runtime.wire.segment import Segment, pack
-from pipemesh.parallel_runtime.wire.tcp import PARCEL, PIECE_BYTES, Link, SecretRefused, notice_loss, prove
+from pipemesh.parallel_runtime.wire.tcp import LEADER, PARCEL, PIECE_BYTES, Hello, Link, prove, read_before
 
 from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled
 from .test_arena import largest_file
@@ -60,11 +52,13 @@ def store():
 class Far:
     """A leader named ``far`` in this process, with fake ranks."""
 
-    def __init__(self, store, *rules, secret=SECRET, name="far"):
+    def __init__(self, store, *rules, secret=SECRET, name="far", version=VERSION):
         self.setup = replace(fake_setup(*rules), rendezvous=f"127.0.0.1:{store.port}", secret=SECRET, lost_s=2.0)
         self._listener = socket.create_server(("127.0.0.1", 0))
         store.set(store_key(name), "{}:{}".format(*self._listener.getsockname()))
-        leader = threading.Thread(target=accept, args=(self._listener, replace(self.setup, secret=secret)), daemon=True)
+        leader = threading.Thread(
+            target=accept, args=(self._listener, Hello(version=version, machine=name), replace(self.setup, secret=secret)), daemon=True
+        )
         leader.start()
 
     def close(self):
@@ -210,43 +204,6 @@ def test_a_link_that_is_closed_says_so():
         theirs.receive()
 
 
-# -- the secret
-
-
-def shake(secret_here: str, secret_there: str) -> list[str]:
-    """How the exchange of secrets ends on each side."""
-    one, other = socket.socketpair()
-    ended = {}
-
-    def side(sock, secret, role):
-        try:
-            prove(sock, secret, role)
-            ended[role] = "trusts"
-        except SecretRefused as error:
-            ended[role] = str(error)
-            sock.close()
-
-    there = threading.Thread(target=side, args=(other, secret_there, b"host"))
-    there.start()
-    side(one, secret_here, b"ui")
-    there.join()
-    return [ended[b"ui"], ended[b"host"]]
-
-
-def test_both_sides_trust_the_same_secret_only():
-    assert shake(SECRET, SECRET) == ["trusts", "trusts"]
-    assert shake(SECRET, SECRET + "?") == ["the other side closed the connection", "the other side holds another secret"]
-
-
-def test_a_proof_sent_back_to_its_sender_is_refused():
-    one, other = socket.socketpair()
-    echo = threading.Thread(target=lambda: [other.sendall(other.recv(32)) for _ in range(2)])
-    echo.start()
-    with pytest.raises(SecretRefused, match=r"^the other side holds another secret$"):
-        prove(one, SECRET, b"ui")
-    echo.join()
-
-
 def test_another_secret_is_refused_and_nothing_is_started(leader):
     far = leader(secret="another secret, quite as long")
     pool = WorkerPool(spread(), far.setup)
@@ -257,20 +214,53 @@ def test_another_secret_is_refused_and_nothing_is_started(leader):
     assert (pool.state, far_pids()) == ("failed", [])
 
 
+def test_another_version_is_named_with_both_machines_and_nothing_is_started(leader):
+    """Before anything is said whose form may differ between them."""
+    pool = WorkerPool(spread(), leader(version="9.0.0").setup)
+    near = re.escape(f"ComfyUI's machine {socket.gethostname()} has PipeMesh {VERSION}")
+    with pytest.raises(PoolFailed, match=rf"^Machine far has PipeMesh 9\.0\.0 and {near}: install the same version of PipeMesh on both\.$"):
+        pool.start()
+    assert (pool.state, far_pids()) == ("failed", [])
+
+
+def old_leader(listener: socket.socket) -> None:
+    """Version 0.1: does not know Hello, and says so in its own words."""
+    sock, _ = listener.accept()
+    with sock:
+        until = time.monotonic() + DEADLINE_S
+        prove(sock, SECRET, LEADER, until)
+        length, _ = HEADER.unpack(read_before(sock, HEADER.size, until))
+        read_before(sock, length, until)
+        body = msgspec.msgpack.encode({"type": "Denied", "text": "Invalid value 'Hello' - at `$.type`"})
+        sock.sendall(HEADER.pack(len(body), 0) + body)
+
+
+def test_a_version_that_does_not_say_which_it_is_gets_a_sentence_too(leader, store):
+    setup = leader().setup
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store.set(store_key("far"), "{}:{}".format(*listener.getsockname()))
+        theirs = threading.Thread(target=old_leader, args=(listener,))
+        theirs.start()
+        with pytest.raises(PoolFailed, match=r"^Machine far has a PipeMesh older than 0\.2\.0 and ComfyUI's machine .*: install the same"):
+            WorkerPool(spread(), setup).start()
+        theirs.join()
+
+
+def test_a_message_that_a_leader_does_not_know_is_told_with_the_next_move(leader):
+    """As between two states of a checkout that both call themselves by the same version."""
+    far = leader()
+    machine = join("far", (1, 2), far.setup, Arena().board)
+    body = msgspec.msgpack.encode({"type": "Opening", "pool": 1})
+    machine._link._sock.sendall(HEADER.pack(len(body), 0) + body)
+    with pytest.raises(
+        MachineMissing,
+        match=rf"^Machine far cannot start its ranks: Its PipeMesh {VERSION} was sent what it does not know \(.*\): install the same",
+    ):
+        machine.pump()
+    machine.close()
+
+
 # -- what goes wrong, by name
-
-
-@pytest.mark.parametrize(
-    ("rendezvous", "secret", "sentence"),
-    [
-        ("", SECRET, "Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: start with PIPEMESH_RDZV=ADDRESS:PORT"),
-        ("somewhere", SECRET, "Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is somewhere: start with"),
-        ("10.0.0.1:29400", "short", "PIPEMESH_SECRET has 5 characters and machines trust each other by it: start with the same"),
-    ],
-)
-def test_a_setup_that_cannot_reach_other_machines_is_refused(rendezvous, secret, sentence):
-    with pytest.raises(LayoutError, match="^" + re.escape(sentence)):
-        check_rendezvous(replace(fake_setup(), rendezvous=rendezvous, secret=secret), "far")
 
 
 def test_a_pool_node_says_when_it_is_queued_that_machines_cannot_be_reached():
@@ -403,86 +393,3 @@ def test_cancel_while_tensors_are_on_their_way_ends_the_pool_and_the_next_run_ha
     assert handled(handle.ensure()) == ["Start Release"] * 2
     handle.close()
     segment.close()
-
-
-# -- small things
-
-
-@pytest.mark.parametrize("value", ["130", "1", "-5", "5s", "nan"])
-def test_a_time_after_which_a_machine_is_lost_that_cannot_be_kept_is_refused(value):
-    with pytest.raises(LayoutError, match=rf"^PIPEMESH_LOST_S is {value}: set it to a number of seconds from 2 to 120\.$"):
-        between_machines({"PIPEMESH_LOST_S": value})
-
-
-@pytest.mark.parametrize("value", ["2", "120"])
-def test_the_kernel_keeps_every_time_that_is_accepted(value):
-    with socket.socket() as sock:
-        notice_loss(sock, between_machines({"PIPEMESH_LOST_S": value})["lost_s"])
-
-
-def test_a_port_in_use_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            LaunchError, match=rf"^Nothing can listen at 127\.0\.0\.1:{port} \(.*in use.*\): give another --port, or none\.$"
-        ):
-            listen("127.0.0.1", port)
-
-
-def test_the_interface_of_an_address():
-    assert interface_of("127.0.0.1") == "lo"
-    with pytest.raises(MachineMissing, match=r"set GLOO_SOCKET_IFNAME"):
-        interface_of("203.0.113.7")
-
-
-def test_pools_meet_under_names_of_their_own():
-    assert new_meeting() != new_meeting()
-
-
-def test_a_leader_that_can_take_no_connection_fails_so_that_torchrun_starts_it_again():
-    def full():
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with pytest.raises(OSError, match="Too many open files"):
-        accept(SimpleNamespace(accept=full), fake_setup())
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.close()
-    accept(listener, fake_setup())  # returns
-
-
-def test_the_manual_gives_the_command_that_errors_name():
-    """To every machine the same, so none is named in it."""
-    manual = " ".join((ROOT / "docs" / "MULTI_NODE.md").read_text(encoding="utf-8").replace("\\\n", "").split())
-    assert NODE_COMMAND.format(nodes=2, rendezvous="$PIPEMESH_RDZV") + " ```" in manual
-    assert node_command("$PIPEMESH_RDZV") == NODE_COMMAND.format(nodes="MACHINES", rendezvous="$PIPEMESH_RDZV")
-    for flag in re.findall(r"\S+=\w+(?= )", NODE_COMMAND):
-        assert manual.count(flag) >= 2, f"{flag} is not in the command for Slurm"
-
-
-def test_the_manuals_script_for_slurm_is_a_script():
-    (script,) = re.findall(r"```\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "MULTI_NODE.md").read_text(encoding="utf-8"), re.DOTALL)
-    checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
-    assert (checked.returncode, checked.stderr) == (0, "")
-
-
-def test_a_name_stays_with_its_machine(store):
-    """Its leader may come back at another port."""
-    for known in ("10.0.0.2:1000", "10.0.0.2:2000", "10.0.0.2:2000"):
-        register(store, "taken", known)
-        assert store.get(store_key("taken")).decode() == known
-    with pytest.raises(
-        LaunchError, match=r"^taken is the machine at 10\.0\.0\.2 already: give this one another --name, or start torchrun anew"
-    ):
-        register(store, "taken", "10.0.0.3:2000")
-    assert store.get(store_key("taken")).decode() == "10.0.0.2:2000"
-
-
-def test_node_is_started_by_torchrun(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with pytest.raises(LaunchError, match=r"^`node` is started by torchrun: "):
-        node_main(["--name", "n"], None)
-    with pytest.raises(LaunchError, match=r"^'a/b' cannot be named in a list of devices: give a --name"):
-        node_main(["--name", "a/b"], None)
-    with pytest.raises(LaunchError, match=r"^`node` is started by torchrun: .*10\.0\.0\.1:29400 -m launcher node$"):
-        require_torchrun({"PIPEMESH_RDZV": "10.0.0.1:29400"})
-    require_torchrun({"TORCHELASTIC_RUN_ID": "none"})

@@ -7,23 +7,17 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from ...parallel_runtime.errors import LayoutError
 from ...parallel_runtime.wire.channel import Channel
 from ...parallel_runtime.wire.messages import FromRank, Meeting, Start
 from ...parallel_runtime.wire.segment import Segment
 from ...parallel_runtime.wire.tree import encode_tree
 from .devices import Device, Placement
-from .fork_server import ForkServer
-from .supervisor import Command, Supervisor, process_of_its_own
+from .rank_setup import COLLECTIVE_TIMEOUT_S, KEEP_MEMORY, SECRET_VARIABLE, RankSetup
+from .supervisor import Command, Supervisor
 
-COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # hangs are judged by progress counters; a collective's own clock would end slow, healthy runs
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -36,50 +30,7 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
-SECRET_VARIABLE, FORK_VARIABLE, STALL_VARIABLE = "PIPEMESH_SECRET", "PIPEMESH_FORK", "PIPEMESH_STALL_S"
-DEFAULT_STALL_S, STALL_S_RANGE = 300.0, (1.0, COLLECTIVE_TIMEOUT_S)
 log = logging.getLogger("pipemesh")
-
-
-def start_as(environ: Mapping[str, str]) -> Callable[[Command], Any]:
-    """How ranks are started: forked, unless PIPEMESH_FORK says 0."""
-    return process_of_its_own if environ.get(FORK_VARIABLE) == "0" else ForkServer(tuple(KEEP_MEMORY)).start
-
-
-def seconds(environ: Mapping[str, str], variable: str, default: float, least_and_most: tuple[float, float]) -> float:
-    """The time limit that a variable of the environment sets. Raises LayoutError."""
-    text, (least, most) = environ.get(variable, str(default)), least_and_most
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = -1.0
-    if not least <= limit <= most:
-        raise LayoutError(f"{variable} is {text}: set it to a number of seconds from {least:.0f} to {most:.0f}.")
-    return limit
-
-
-def stall_seconds(environ: Mapping[str, str]) -> float:
-    """After how long without progress a rank counts as hanging. Raises LayoutError."""
-    return seconds(environ, STALL_VARIABLE, DEFAULT_STALL_S, STALL_S_RANGE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSetup:
-    """What a rank must know of this ComfyUI to compute as it does. ``argv``: how a rank is started
-    (tests put fakes here), by ``start``.
-
-    ``rendezvous`` (ADDRESS:PORT, torchrun's) and ``secret`` are for pools over several machines;
-    ``lost_s``: silence after which one is lost.
-    """
-
-    comfyui: str
-    comfy_args: dict[str, Any] = field(default_factory=dict)
-    stall_s: float = DEFAULT_STALL_S
-    rendezvous: str = ""
-    secret: str = field(default="", repr=False)
-    lost_s: float = 5.0
-    argv: tuple[str, ...] = (sys.executable, str(Path(__file__).with_name("worker_main.py")), "{fd}", "{parent}")
-    start: Callable[[Command], Any] = field(default_factory=lambda: start_as(os.environ))
 
 
 @dataclass(frozen=True)

@@ -1,50 +1,39 @@
-"""A machine's leader: `torchrun ... -m launcher node`, once on every machine.
-
-It lends the machine to a ComfyUI elsewhere that holds the same secret: starts the ranks of a pool
-there, hands every request on to them and their answers back, and ends them when the connection
-does. Each connection is one pool's.
+"""What a leader does for one pool: starts its ranks on this machine, hands every request on to them
+and their answers back, and ends them when the connection does.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import errno
-import logging
-import os
 import selectors
-import socket
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
+import torch
 
 from ...parallel_runtime.errors import LayoutError, SharedMemoryFull
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.wire.arena import Board
 from ...parallel_runtime.wire.channel import ChannelClosed, close_all
-from ...parallel_runtime.wire.messages import Beat, Close, Denied, Ended, Failed, Fetch, Forward, Memory, Open, Request, Said, ToMachine
-from ...parallel_runtime.wire.segment import Segment
-from ...parallel_runtime.wire.tcp import Link, notice_loss, prove
+from ...parallel_runtime.wire.messages import Beat, Close, Denied, Ended, Failed, Fetch, Forward, Memory, Open, Request, Said
+from ...parallel_runtime.wire.segment import Segment, TensorRef
+from ...parallel_runtime.wire.tcp import Link
 from ...parallel_runtime.wire.tree import decode_tree
-from ..comfyui.find import ComfyInstall
-from ..comfyui.install import LaunchError
-from .crew import Crew, RankSetup
-from .devices import ELSEWHERE, Device, Placement, visible_gpus
-from .remote_machine import MachineMissing, between_machines, check_rendezvous, net_for, node_command, open_store, store_key
-from .worker_main import die_with_parent
+from ..package import VERSION
+from .crew import Crew
+from .devices import Device, Placement, visible_gpus
+from .rank_setup import RankSetup
+from .rendezvous import MachineMissing, net_for
 
 BEAT_S = 1.0
 CLOSE_GRACE_S = 4.0
-STORE_TIMEOUT_S = 30.0
-log = logging.getLogger("pipemesh")
+SAME_VERSION = "install the same version of PipeMesh on every machine."
 
 
 class LentRanks:
-    """One pool's ranks on this machine."""
+    """The ranks of one pool on this machine, lent to the ComfyUI at the other end of ``link``."""
 
     def __init__(self, link: Link, own_address: str, setup: RankSetup):
         self._link = link
@@ -54,11 +43,13 @@ class LentRanks:
         self._last_beat = 0.0
 
     def run(self) -> None:
-        """Until ComfyUI closes the connection, or it is lost."""
+        """Serves the pool until ComfyUI closes the connection, or it is lost."""
         with contextlib.closing(self._link), contextlib.suppress(ChannelClosed):
             try:
                 self._serve()
-            except (LayoutError, MachineMissing, SharedMemoryFull, OSError, msgspec.DecodeError) as error:
+            except msgspec.DecodeError as error:
+                self._link.send(Denied(f"Its PipeMesh {VERSION} was sent what it does not know ({error}): {SAME_VERSION}"))
+            except (LayoutError, MachineMissing, SharedMemoryFull, OSError) as error:
                 if isinstance(error, ChannelClosed):
                     raise
                 self._link.send(Denied(str(error)))
@@ -66,7 +57,7 @@ class LentRanks:
     def _serve(self) -> None:
         opening, _fds = self._link.receive()
         if not isinstance(opening, Open):
-            raise LayoutError(f"The first word was {type(opening).__name__}: install the same version of PipeMesh on every machine.")
+            raise LayoutError(f"It was sent {type(opening).__name__} before a pool was opened: {SAME_VERSION}")
         placement = placement_here(opening)
         setup = replace(self._setup, comfy_args=decode_tree(opening.comfy_args, _no_tensors))
         crew = Crew(placement, opening.machine, setup)
@@ -82,7 +73,7 @@ class LentRanks:
             arena.close()
 
     def _relay(self, crew: Crew, arena: Segment) -> None:
-        """Returns after Close. Raises ChannelClosed when ComfyUI is gone."""
+        """Hands messages on, both ways, until Close. Raises ChannelClosed when ComfyUI is gone."""
         board = Board(arena)
         with selectors.DefaultSelector() as selector:
             selector.register(self._link, selectors.EVENT_READ, None)
@@ -100,14 +91,14 @@ class LentRanks:
                         selector.unregister(key.fileobj)
 
     def _hand_on(self, crew: Crew, arena: Segment) -> bool:
-        """Whether it was Close."""
+        """Hands on what ComfyUI has sent. True after Close."""
         for message, fds in self._link.pump():
             try:
                 if isinstance(message, Close):
                     send_all(crew, message)
                     return True
                 if isinstance(message, Open):
-                    raise LayoutError("A pool was opened twice: install the same version of PipeMesh on every machine.")
+                    raise LayoutError(f"A pool was opened twice: {SAME_VERSION}")
                 self._request(crew, arena, message, fds)
             finally:
                 close_all(fds)
@@ -128,7 +119,7 @@ class LentRanks:
         send_all(crew, message, fds)
 
     def _hand_back(self, crew: Crew, board: Board, rank: int) -> bool:
-        """False when the rank has ended."""
+        """Hands back what ``rank`` has said. False when it has ended."""
         try:
             messages = crew.pump(rank)
         except ChannelClosed:
@@ -146,7 +137,7 @@ class LentRanks:
         self._last_beat = time.monotonic()
 
 
-def send_all(crew: Crew, message: Request | Close, fds: list[int] = ()) -> None:
+def send_all(crew: Crew, message: Request | Close, fds: Sequence[int] = ()) -> None:
     for channel in crew.channels.values():
         with contextlib.suppress(ChannelClosed):  # its end is told when its channel is read
             channel.send(message, fds)
@@ -157,8 +148,8 @@ def shared_memory_full(request: int, error: SharedMemoryFull) -> Failed:
 
 
 def placement_here(opening: Open) -> Placement:
-    """The whole pool's placement, with the addresses of this machine's GPUs. Raises LayoutError for
-    one that it has not.
+    """The whole pool's placement, with the addresses of this machine's GPUs. Raises LayoutError
+    where it names one that is not here.
     """
     devices = [Device(name) for name in opening.devices]
     mine = [device for device in devices if device.machine == opening.machine]
@@ -170,96 +161,5 @@ def placement_here(opening: Open) -> Placement:
     return Placement(layout=Layout(**opening.degrees), devices=tuple(devices), backend=opening.backend)
 
 
-def _no_tensors(_ref: object) -> object:
+def _no_tensors(_ref: TensorRef) -> torch.Tensor:
     raise msgspec.DecodeError("a tensor among ComfyUI's arguments")
-
-
-def serve(sock: socket.socket, peer: str, setup: RankSetup) -> None:
-    """A connection's life, in a thread of its own."""
-    sock.settimeout(setup.lost_s)
-    try:
-        prove(sock, setup.secret, b"host")
-    except OSError as error:
-        log.warning("[PipeMesh] %s was turned away: %s", peer, error)
-        sock.close()
-        return
-    sock.settimeout(None)
-    notice_loss(sock, setup.lost_s)
-    log.info("[PipeMesh] %s opens a pool", peer)
-    LentRanks(Link(sock, ToMachine), sock.getsockname()[0], setup).run()
-    log.info("[PipeMesh] the pool of %s is closed; waiting for the next", peer)
-
-
-def accept(listener: socket.socket, setup: RankSetup) -> None:
-    """For ever, or until the listener is closed. Raises OSError where it cannot: torchrun then
-    starts this leader again.
-    """
-    while True:
-        try:
-            sock, (peer, *_) = listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EBADF, errno.EINVAL):  # closed, or shut down
-                return
-            raise
-        threading.Thread(target=serve, args=(sock, peer, setup), name="pipemesh-session", daemon=True).start()
-
-
-def own_address_towards(address: str, port: int) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((address, port))  # sends nothing
-        return sock.getsockname()[0]
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """Raises LaunchError."""
-    try:
-        return socket.create_server((address, port))
-    except OSError as error:
-        raise LaunchError(f"Nothing can listen at {address}:{port} ({error.strerror}): give another --port, or none.") from error
-
-
-def register(store: Any, name: str, known: str) -> None:
-    """``known``: this leader's ADDRESS:PORT. Raises LaunchError where another machine
-    has the name."""
-    before = ""
-    while (now := store.compare_set(store_key(name), before, known).decode()) != known:
-        where = now.rpartition(":")[0]
-        if where != known.rpartition(":")[0]:
-            raise LaunchError(
-                f"{name} is the machine at {where} already: give this one another --name, "
-                f"or start torchrun anew on every machine if {name} has moved here."
-            )
-        before = now
-
-
-def require_torchrun(environ: Mapping[str, str]) -> None:
-    """Raises LaunchError with the command that starts it."""
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        raise LaunchError(f"`node` is started by torchrun: {node_command(environ.get('PIPEMESH_RDZV') or 'ADDRESS:PORT')}")
-
-
-def main(argv: list[str], host: ComfyInstall) -> int:
-    parser = argparse.ArgumentParser(prog="torchrun ... -m launcher node", description="Lends this machine to a ComfyUI on another.")
-    parser.add_argument(
-        "--name", default=socket.gethostname(), help="as in the pool's devices: NAME/cuda:0 (default: the machine's own name)"
-    )
-    parser.add_argument("--port", type=int, default=0, help="to listen on, for a firewall (default: any)")
-    options = parser.parse_args(argv)
-    if not ELSEWHERE.fullmatch(f"{options.name}/cpu"):
-        raise LaunchError(f"{options.name!r} cannot be named in a list of devices: give a --name of letters, digits, dots and dashes.")
-    require_torchrun(os.environ)
-    die_with_parent(os.getppid())  # torchrun, which may be killed
-    setup = RankSetup(comfyui=host.comfyui, **between_machines(os.environ))
-    address, port = check_rendezvous(setup, options.name)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        store = open_store(address, port, STORE_TIMEOUT_S)
-        own_address = own_address_towards(address, port)
-    except (RuntimeError, OSError) as error:
-        raise LaunchError(f"Nothing answers at the rendezvous {setup.rendezvous} ({error}): see that it is torchrun's endpoint.") from error
-    listener = listen(own_address, options.port)
-    known = "{}:{}".format(*listener.getsockname())
-    register(store, options.name, known)
-    log.info("[PipeMesh] %s at %s waits for a ComfyUI that meets at %s", options.name, known, setup.rendezvous)
-    accept(listener, setup)
-    return 0

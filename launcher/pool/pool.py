@@ -25,7 +25,8 @@ from ...parallel_runtime.wire.messages import Close, Done, Failed, Forward, Memo
 from ...parallel_runtime.wire.segment import mib
 from .crew import Crew, RankSetup
 from .devices import Placement
-from .remote_machine import FINISH_S, MachineMissing, RemoteMachine, join, net_for, new_meeting
+from .remote_machine import FINISH_S, RemoteMachine, join
+from .rendezvous import MachineMissing, net_for, new_meeting
 from .supervisor import NEVER_STARTED
 from .watch import Watch
 

@@ -4,147 +4,75 @@ connection that lasts as long as the pool.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import secrets
 import select
 import socket
-import struct
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
-from ...parallel_runtime.errors import LayoutError, PipeMeshError
 from ...parallel_runtime.wire.arena import Board
 from ...parallel_runtime.wire.channel import ChannelClosed
-from ...parallel_runtime.wire.messages import PHASE, Beat, Close, Denied, Ended, FromMachine, Meeting, Open, Request
-from ...parallel_runtime.wire.tcp import Link, SecretRefused, notice_loss, prove
+from ...parallel_runtime.wire.messages import PHASE, Beat, Close, Denied, Ended, FromMachine, Open, Request
+from ...parallel_runtime.wire.tcp import COMFYUI, Link, SecretRefused, notice_loss, shake_hands
 from ...parallel_runtime.wire.tree import encode_tree
-from .crew import SECRET_VARIABLE, Net, RankSetup, no_tensor, seconds
+from .crew import no_tensor
 from .devices import Placement
+from .rank_setup import SECRET_VARIABLE, RankSetup
+from .rendezvous import MachineMissing, check_rendezvous, find, node_command, open_store, own_hello, version_conflict
 
-RENDEZVOUS_VARIABLE, LOST_VARIABLE = "PIPEMESH_RDZV", "PIPEMESH_LOST_S"
-DEFAULT_LOST_S, LOST_S_RANGE = 5.0, (2.0, 120.0)  # the kernel counts up to 127 unanswered probes, one a second
 FINISH_S = 5.0
-SHORTEST_SECRET = 16
-SIOCGIFADDR = 0x8915
-NODE_COMMAND = (
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes={nodes} --nproc-per-node=1 --max-restarts=3 "
-    "--rdzv-conf=read_timeout=600 --rdzv-backend=c10d --rdzv-endpoint={rendezvous} -m launcher node"
-)
-
-
-class MachineMissing(PipeMeshError):
-    """Another machine's ranks cannot be had; the sentence says why."""
-
-
-def between_machines(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of RankSetup that pools over several machines need. Raises LayoutError."""
-    return {
-        "rendezvous": environ.get(RENDEZVOUS_VARIABLE, ""),
-        "secret": environ.get(SECRET_VARIABLE, ""),
-        "lost_s": seconds(environ, LOST_VARIABLE, DEFAULT_LOST_S, LOST_S_RANGE),
-    }
-
-
-def check_rendezvous(setup: RankSetup, name: str) -> tuple[str, int]:
-    """The rendezvous as address and port. Raises LayoutError unless the setup says where
-    machines meet and holds a secret. ``name``: of the machine to be met.
-    """
-    address, _, port = setup.rendezvous.rpartition(":")
-    if not (address and port.isdigit()):
-        raise LayoutError(
-            f"Machine {name} is met at torchrun's rendezvous, and {RENDEZVOUS_VARIABLE} is {setup.rendezvous or 'not set'}: "
-            f"start with {RENDEZVOUS_VARIABLE}=ADDRESS:PORT, the --rdzv-endpoint (docs/MULTI_NODE.md)."
-        )
-    if len(setup.secret) < SHORTEST_SECRET:
-        raise LayoutError(
-            f"{SECRET_VARIABLE} has {len(setup.secret)} characters and machines trust each other by it: "
-            f"start with the same {SECRET_VARIABLE} of at least {SHORTEST_SECRET} on every machine."
-        )
-    return address, int(port)
-
-
-def node_command(rendezvous: str, name: str = "") -> str:
-    """The same on every machine unless it is for the one of that name."""
-    return NODE_COMMAND.format(nodes="MACHINES", rendezvous=rendezvous) + (f" --name {name}" if name else "")
-
-
-def open_store(address: str, port: int, timeout_s: float) -> Any:
-    """A client of the store that torchrun keeps at its rendezvous endpoint. Raises RuntimeError
-    where there is none.
-    """
-    import torch.distributed as dist
-
-    return dist.TCPStore(address, port, timeout=timedelta(seconds=timeout_s))
-
-
-def store_key(name: str) -> str:
-    return f"pipemesh/machines/{name}"
-
-
-def new_meeting() -> str:
-    return f"pipemesh/pools/{secrets.token_hex(8)}"
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address. Raises MachineMissing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # has no address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    raise MachineMissing(
-        f"No network interface here has {address} as its first address: set GLOO_SOCKET_IFNAME to the one between the machines."
-    )
-
-
-def net_for(setup: RankSetup, own_address: str, meeting: str) -> Net:
-    """``own_address``: by which this machine speaks to the others."""
-    address, port = check_rendezvous(setup, own_address)
-    return Net(Meeting(address, port, meeting), os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(own_address))
 
 
 def join(name: str, ranks: tuple[int, ...], setup: RankSetup, board: Board) -> RemoteMachine:
     """Connects to the leader of machine ``name``. Raises MachineMissing, and LayoutError where the
     setup names no rendezvous.
     """
-    address, port = check_rendezvous(setup, name)
-    try:
-        store = open_store(address, port, setup.lost_s)
-        known = store.get(store_key(name)).decode() if store.check([store_key(name)]) else ""
-    except RuntimeError as error:
-        raise MachineMissing(
-            f"Nothing answers at the rendezvous {setup.rendezvous} ({str(error).splitlines()[0]}): "
-            f"run on every machine, in the checkout: {node_command(setup.rendezvous)}"
-        ) from error
+    known = leader_address(name, setup)
     command = f"run there, in the checkout: {node_command(setup.rendezvous, name)}"
     if not known:
         raise MachineMissing(f"Machine {name} has not joined the rendezvous at {setup.rendezvous}: {command}")
-    where, _, at = known.rpartition(":")
+    where, _, port = known.rpartition(":")
     try:
-        sock = socket.create_connection((where, int(at)), timeout=setup.lost_s)
+        sock = socket.create_connection((where, int(port)), timeout=setup.lost_s)
     except OSError as error:
         raise MachineMissing(
             f"Machine {name} does not answer at {known} ({error}): see that the network reaches it, or {command}"
         ) from error
     try:
-        prove(sock, setup.secret, b"ui")
-    except OSError as error:
+        trust(sock, name, known, setup)
+    except MachineMissing:
         sock.close()
-        kind = "refused" if isinstance(error, SecretRefused) else "did not finish"
-        sentence = f"Machine {name} at {known} {kind} the exchange of secrets ({error}): set the same {SECRET_VARIABLE} on every machine."
-        raise MachineMissing(sentence) from error
-    sock.settimeout(None)
+        raise
     notice_loss(sock, setup.lost_s)
     return RemoteMachine(name, ranks, sock, board)
 
 
+def leader_address(name: str, setup: RankSetup) -> str:
+    """ADDRESS:PORT, empty where the machine has not joined. Raises MachineMissing, LayoutError."""
+    address, port = check_rendezvous(setup, name)
+    try:
+        return find(open_store(address, port, setup.lost_s), name)
+    except RuntimeError as error:
+        raise MachineMissing(
+            f"Nothing answers at the rendezvous {setup.rendezvous} ({str(error).splitlines()[0]}): "
+            f"run on every machine, in the checkout: {node_command(setup.rendezvous)}"
+        ) from error
+
+
+def trust(sock: socket.socket, name: str, known: str, setup: RankSetup) -> None:
+    """Raises MachineMissing unless the leader holds the same secret and is of the same version."""
+    own = own_hello(socket.gethostname())
+    try:
+        theirs = shake_hands(sock, setup.secret, COMFYUI, own, setup.lost_s)
+    except OSError as error:
+        kind = "refused" if isinstance(error, SecretRefused) else "did not finish"
+        sentence = f"Machine {name} at {known} {kind} the exchange of secrets ({error}): set the same {SECRET_VARIABLE} on every machine."
+        raise MachineMissing(sentence) from error
+    if conflict := version_conflict(name, theirs, own):
+        raise MachineMissing(conflict)
+
+
 class RemoteMachine:
-    """The ranks of one other machine. What they write on their board is copied onto ComfyUI's."""
+    """The ranks of one other machine. What they write on its board is copied onto ComfyUI's."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], sock: socket.socket, board: Board):
         self.name = name

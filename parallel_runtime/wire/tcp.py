@@ -1,5 +1,5 @@
-"""A channel to another host: TCP, with a secret proved by both ends before the first message, and
-what descriptors hold sent along.
+"""A channel to another machine over TCP: both ends prove a secret and say their version before the
+first message; what descriptors hold is sent along.
 
 The secret keeps strangers from starting or steering ranks. What follows travels in the clear, as
 torch.distributed's own traffic does.
@@ -11,6 +11,7 @@ import hmac
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -20,47 +21,109 @@ from ..errors import SharedMemoryFull
 from .channel import HEADER, Channel, ChannelClosed, close_all
 from .segment import reserve
 
-VERSION = b"pipemesh-1"
+# The exchange of secrets is that of version 0.1, to the byte: a peer of another version must come
+# as far as saying so, and not look like one that holds another secret.
+PROTOCOL = b"pipemesh-1"
+Role = Literal[b"ui", b"host"]
+COMFYUI: Role = b"ui"
+LEADER: Role = b"host"
 NONCE_BYTES, PROOF_BYTES = 32, 32
 PARCEL = struct.Struct("<Q")
 PIECE_BYTES = 1 << 20
-
-Role = Literal[b"ui", b"host"]
+MAX_HELLO_BYTES = 1 << 20
 
 
 class SecretRefused(ConnectionError):
     """The other side does not hold the same secret."""
 
 
-def prove(sock: socket.socket, secret: str, role: Role) -> None:
-    """Both ends must call it, one in each role; the one that listens speaks last. Raises
-    SecretRefused, OSError.
+class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First message of each side: its version of PipeMesh and the name of its machine.
+
+    Tag and fields never change, so that every later version can read them.
     """
+
+    version: str
+    machine: str
+
+
+def shake_hands(sock: socket.socket, secret: str, role: Role, own: Hello, limit_s: float) -> Hello | None:
+    """Proves the secret to the other side, has it proved, and exchanges versions. Returns the other
+    side's Hello; None where its version is too old to have one.
+
+    Both ends must call it, one in each role; the leader speaks last, so that it tells a stranger
+    nothing. ``limit_s`` is for all of it: who sends a byte now and then does not hold it up.
+    Raises SecretRefused, TimeoutError, other OSErrors.
+    """
+    until = time.monotonic() + limit_s
+    prove(sock, secret, role, until)
+    if role == COMFYUI:
+        send_hello(sock, own, until)
+        theirs = receive_hello(sock, until)
+    else:
+        theirs = receive_hello(sock, until)
+        if theirs is not None:
+            send_hello(sock, own, until)
+    sock.settimeout(None)
+    return theirs
+
+
+def prove(sock: socket.socket, secret: str, role: Role, until: float) -> None:
+    """The exchange of secrets, before ``until`` of the monotonic clock."""
     mine = os.urandom(NONCE_BYTES)
-    sock.sendall(mine)
-    theirs = read_exactly(sock, NONCE_BYTES)
-    nonces = mine + theirs if role == b"ui" else theirs + mine
-    own, other = (_proof(secret, side, nonces) for side in ((b"ui", b"host") if role == b"ui" else (b"host", b"ui")))
-    if role == b"ui":
-        sock.sendall(own)
-    if not hmac.compare_digest(read_exactly(sock, PROOF_BYTES), other):
+    send_before(sock, mine, until)
+    theirs = read_before(sock, NONCE_BYTES, until)
+    nonces = mine + theirs if role == COMFYUI else theirs + mine
+    own, other = (proof(secret, side, nonces) for side in ((COMFYUI, LEADER) if role == COMFYUI else (LEADER, COMFYUI)))
+    if role == COMFYUI:
+        send_before(sock, own, until)
+    if not hmac.compare_digest(read_before(sock, PROOF_BYTES, until), other):
         raise SecretRefused("the other side holds another secret")
-    if role == b"host":
-        sock.sendall(own)
+    if role == LEADER:
+        send_before(sock, own, until)
 
 
-def _proof(secret: str, role: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret.encode(), VERSION + role + nonces, "sha256")
+def proof(secret: str, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret.encode(), PROTOCOL + role + nonces, "sha256")
 
 
-def read_exactly(sock: socket.socket, count: int) -> bytes:
+def send_hello(sock: socket.socket, own: Hello, until: float) -> None:
+    body = msgspec.msgpack.encode(own)
+    send_before(sock, HEADER.pack(len(body), 0) + body, until)
+
+
+def receive_hello(sock: socket.socket, until: float) -> Hello | None:
+    """The first message, which is something else in versions that have no Hello: then None."""
+    length, _descriptors = HEADER.unpack(read_before(sock, HEADER.size, until))
+    try:
+        return msgspec.msgpack.decode(read_before(sock, length, until), type=Hello) if length <= MAX_HELLO_BYTES else None
+    except msgspec.DecodeError:
+        return None
+
+
+def send_before(sock: socket.socket, data: bytes, until: float) -> None:
+    sock.settimeout(seconds_left(until))
+    sock.sendall(data)
+
+
+def read_before(sock: socket.socket, count: int, until: float) -> bytes:
+    """Raises SecretRefused where the other side closes the connection: that is how it refuses."""
     data = b""
     while len(data) < count:
+        sock.settimeout(seconds_left(until))
         piece = sock.recv(count - len(data))
         if not piece:
             raise SecretRefused("the other side closed the connection")
         data += piece
     return data
+
+
+def seconds_left(until: float) -> float:
+    """Raises TimeoutError where there are none."""
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
 
 
 def notice_loss(sock: socket.socket, lost_s: float) -> None:

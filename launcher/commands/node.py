@@ -1,0 +1,71 @@
+"""The leader of a machine: `torchrun ... -m launcher node`, run once on every machine
+(docs/MULTI_NODE.md). It lends the machine to a ComfyUI elsewhere that holds the same secret; every
+connection is one pool's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+from collections.abc import Mapping
+
+from ..comfyui.find import ComfyInstall
+from ..comfyui.install import LaunchError
+from ..pool.devices import ELSEWHERE
+from ..pool.listener import accept
+from ..pool.rank_setup import RENDEZVOUS_VARIABLE, rank_setup_from
+from ..pool.rendezvous import check_rendezvous, node_command, open_store, own_hello, register
+from ..pool.worker_main import die_with_parent
+
+STORE_TIMEOUT_S = 30.0
+log = logging.getLogger("pipemesh")
+
+
+def main(argv: list[str], host: ComfyInstall) -> int:
+    parser = argparse.ArgumentParser(prog="torchrun ... -m launcher node", description="Lends this machine to a ComfyUI on another.")
+    parser.add_argument(
+        "--name", default=socket.gethostname(), help="as in the pool's devices: NAME/cuda:0 (default: what the machine calls itself)"
+    )
+    parser.add_argument("--port", type=int, default=0, help="to listen on, for a firewall (default: any)")
+    options = parser.parse_args(argv)
+    if not ELSEWHERE.fullmatch(f"{options.name}/cpu"):
+        raise LaunchError(f"{options.name!r} cannot be named in a list of devices: give a --name of letters, digits, dots and dashes.")
+    require_torchrun(os.environ)
+    die_with_parent(os.getppid())  # torchrun, which may be killed
+    setup = rank_setup_from(os.environ, host.comfyui)
+    address, port = check_rendezvous(setup, options.name)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        store = open_store(address, port, STORE_TIMEOUT_S)
+        own_address = own_address_towards(address, port)
+    except (RuntimeError, OSError) as error:
+        raise LaunchError(f"Nothing answers at the rendezvous {setup.rendezvous} ({error}): see that it is torchrun's endpoint.") from error
+    listener = listen(own_address, options.port)
+    known = "{}:{}".format(*listener.getsockname())
+    register(store, options.name, known)
+    log.info("[PipeMesh] %s at %s waits for a ComfyUI that meets at %s", options.name, known, setup.rendezvous)
+    accept(listener, own_hello(options.name), setup)
+    return 0
+
+
+def require_torchrun(environ: Mapping[str, str]) -> None:
+    """Raises LaunchError with the command that starts it."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        raise LaunchError(f"`node` is started by torchrun: {node_command(environ.get(RENDEZVOUS_VARIABLE) or 'ADDRESS:PORT')}")
+
+
+def own_address_towards(address: str, port: int) -> str:
+    """The address by which this machine speaks to that one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((address, port))  # sends nothing
+        return sock.getsockname()[0]
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Raises LaunchError."""
+    try:
+        return socket.create_server((address, port))
+    except OSError as error:
+        raise LaunchError(f"Nothing can listen at {address}:{port} ({error.strerror}): give another --port, or none.") from error

@@ -1,0 +1,111 @@
+"""Takes a leader's connections. A stranger can open some, but neither hold them nor use them up."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+from ...parallel_runtime.wire.messages import Denied, ToMachine
+from ...parallel_runtime.wire.tcp import LEADER, Hello, Link, notice_loss, shake_hands
+from .leader import LentRanks
+from .rank_setup import RankSetup
+from .rendezvous import version_conflict
+
+MOST_UNPROVED = 16
+RETRY_S = 1.0
+CLOSED = (errno.EBADF, errno.EINVAL)  # or shut down
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+log = logging.getLogger("pipemesh")
+
+
+class Unproved:
+    """The connections whose other side has not proved the secret yet, oldest first. There are at
+    most ``most``: the oldest is cut off for a newer one, so that strangers who say nothing keep
+    nobody out.
+    """
+
+    def __init__(self, most: int = MOST_UNPROVED):
+        self._most = most
+        self._socks: list[socket.socket] = []
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def hold(self, sock: socket.socket) -> Iterator[None]:
+        """``sock`` is one of them inside the block, and may be cut off there."""
+        with self._changed:
+            self._socks.append(sock)
+            while len(self._socks) > self._most:
+                self._cut_oldest()
+        try:
+            yield
+        finally:
+            with self._changed:
+                if sock in self._socks:
+                    self._socks.remove(sock)
+                self._changed.notify_all()
+
+    def make_room(self, wait_s: float) -> None:
+        """Cuts the oldest off, and waits a moment until it, or another, has been closed."""
+        with self._changed:
+            if self._socks:
+                self._cut_oldest()
+            self._changed.wait(wait_s)
+
+    def _cut_oldest(self) -> None:
+        with contextlib.suppress(OSError):  # its other side has just closed it
+            self._socks.pop(0).shutdown(socket.SHUT_RDWR)
+
+
+def accept(listener: socket.socket, own: Hello, setup: RankSetup, unproved: Unproved | None = None) -> None:
+    """Takes connections until the listener is closed. ``own``: what this leader says of itself.
+
+    Where descriptors, threads or memory have run out, newcomers wait until there are some again,
+    and the pools that are open go on. Raises OSError where no connection can ever be taken:
+    torchrun then starts this leader again.
+    """
+    unproved = unproved or Unproved()
+    while True:
+        try:
+            sock, (peer, *_) = listener.accept()
+        except ConnectionAbortedError:  # by its other side, while it waited
+            continue
+        except OSError as error:
+            if error.errno in CLOSED:
+                return
+            if error.errno not in NO_ROOM:
+                raise
+            log.warning("[PipeMesh] no connection can be taken (%s): waiting", error.strerror)
+            unproved.make_room(RETRY_S)
+            continue
+        thread = threading.Thread(target=serve, args=(sock, peer, own, setup, unproved), name="pipemesh-lent", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is left
+            log.warning("[PipeMesh] %s was turned away: %s", peer, error)
+            sock.close()
+
+
+def serve(sock: socket.socket, peer: str, own: Hello, setup: RankSetup, unproved: Unproved) -> None:
+    """Serves one connection to its end, in a thread of its own."""
+    with contextlib.closing(sock):
+        try:
+            with unproved.hold(sock):
+                comfyui = shake_hands(sock, setup.secret, LEADER, own, setup.lost_s)
+        except OSError as error:
+            log.warning("[PipeMesh] %s was turned away: %s", peer, error)
+            return
+        notice_loss(sock, setup.lost_s)
+        link = Link(sock, ToMachine)
+        if conflict := version_conflict(own.machine, own, comfyui):
+            log.warning("[PipeMesh] %s was turned away: %s", peer, conflict)
+            if comfyui is None:  # it does not know Hello, and shows what it is denied
+                with contextlib.suppress(OSError):
+                    link.send(Denied(conflict))
+            return
+        log.info("[PipeMesh] %s opens a pool", peer)
+        LentRanks(link, sock.getsockname()[0], setup).run()
+        log.info("[PipeMesh] the pool of %s is closed; waiting for the next", peer)

@@ -1,0 +1,75 @@
+"""What the ranks of a ComfyUI, or of a leader, are started with; read from the environment here and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...parallel_runtime.errors import LayoutError
+from .fork_server import ForkServer
+from .supervisor import Command, process_of_its_own
+
+FORK_VARIABLE, STALL_VARIABLE = "PIPEMESH_FORK", "PIPEMESH_STALL_S"
+RENDEZVOUS_VARIABLE, SECRET_VARIABLE, LOST_VARIABLE = "PIPEMESH_RDZV", "PIPEMESH_SECRET", "PIPEMESH_LOST_S"
+DEFAULT_STALL_S, DEFAULT_LOST_S = 300.0, 5.0
+COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # hangs are judged by progress counters; a collective's own clock would end slow, healthy runs
+STALL_S_RANGE = (1.0, COLLECTIVE_TIMEOUT_S)
+LOST_S_RANGE = (2.0, 120.0)  # the kernel counts up to 127 unanswered probes, one a second
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
+
+
+def start_as(environ: Mapping[str, str]) -> Callable[[Command], Any]:
+    """How ranks are started: forked, unless PIPEMESH_FORK says 0."""
+    return process_of_its_own if environ.get(FORK_VARIABLE) == "0" else ForkServer(tuple(KEEP_MEMORY)).start
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """What a rank must know of this ComfyUI to compute as it does, and how it is watched.
+
+    ``start`` starts ``argv`` (tests put fakes here). ``stall_s``: without progress, a rank hangs.
+    ``rendezvous`` (ADDRESS:PORT, torchrun's), ``secret`` and ``lost_s``, the silence after which a
+    machine is lost, are for pools over several machines.
+    """
+
+    comfyui: str
+    comfy_args: dict[str, Any] = field(default_factory=dict)
+    stall_s: float = DEFAULT_STALL_S
+    rendezvous: str = ""
+    secret: str = field(default="", repr=False)
+    lost_s: float = DEFAULT_LOST_S
+    argv: tuple[str, ...] = (sys.executable, str(Path(__file__).with_name("worker_main.py")), "{fd}", "{parent}")
+    start: Callable[[Command], Any] = field(default_factory=lambda: start_as(os.environ))
+
+
+def rank_setup_from(environ: Mapping[str, str], comfyui: str, comfy_args: dict[str, Any] | None = None) -> RankSetup:
+    """The setup that the PIPEMESH_ variables ask for. Raises LayoutError, which names the variable
+    that cannot be read.
+    """
+    return RankSetup(
+        comfyui=comfyui,
+        comfy_args=comfy_args or {},
+        stall_s=seconds(environ, STALL_VARIABLE, DEFAULT_STALL_S, STALL_S_RANGE),
+        rendezvous=environ.get(RENDEZVOUS_VARIABLE, ""),
+        secret=environ.get(SECRET_VARIABLE, ""),
+        lost_s=seconds(environ, LOST_VARIABLE, DEFAULT_LOST_S, LOST_S_RANGE),
+        start=start_as(environ),
+    )
+
+
+def seconds(environ: Mapping[str, str], variable: str, default: float, allowed: tuple[float, float]) -> float:
+    """The variable as a number of seconds. Raises LayoutError."""
+    text, (least, most) = environ.get(variable) or str(default), allowed
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not least <= number <= most:
+        raise LayoutError(f"{variable} is {text}: set it to a number of seconds from {least:g} to {most:g}.")
+    return number

@@ -1,0 +1,148 @@
+"""How the machines of a pool find each other, and that they have the same version: what ComfyUI's
+end and a leader share.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import struct
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ...parallel_runtime.errors import LayoutError, PipeMeshError
+from ...parallel_runtime.wire.messages import Meeting
+from ...parallel_runtime.wire.tcp import Hello
+from ..comfyui.install import LaunchError
+from ..package import VERSION
+from .crew import Net
+from .rank_setup import RENDEZVOUS_VARIABLE, SECRET_VARIABLE, RankSetup
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+SHORTEST_SECRET = 16
+SIOCGIFADDR = 0x8915
+FIRST_HELLO = "0.2.0"  # the version that was first to say which it is
+NODE_COMMAND = (
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes={nodes} --nproc-per-node=1 --max-restarts=3 "
+    "--rdzv-conf=read_timeout=600 --rdzv-backend=c10d --rdzv-endpoint={rendezvous} -m launcher node"
+)
+
+
+class MachineMissing(PipeMeshError):
+    """Another machine's ranks cannot be had; the sentence says why."""
+
+
+def check_rendezvous(setup: RankSetup, name: str) -> tuple[str, int]:
+    """The rendezvous as address and port. Raises LayoutError unless the setup says where machines
+    meet and holds a secret. ``name``: of the machine to be met.
+    """
+    address, _, port = setup.rendezvous.rpartition(":")
+    if not (address and port.isdigit()):
+        raise LayoutError(
+            f"Machine {name} is met at torchrun's rendezvous, and {RENDEZVOUS_VARIABLE} is {setup.rendezvous or 'not set'}: "
+            f"start with {RENDEZVOUS_VARIABLE}=ADDRESS:PORT, the --rdzv-endpoint (docs/MULTI_NODE.md)."
+        )
+    if len(setup.secret) < SHORTEST_SECRET:
+        raise LayoutError(
+            f"{SECRET_VARIABLE} has {len(setup.secret)} characters and machines trust each other by it: "
+            f"start with the same {SECRET_VARIABLE} of at least {SHORTEST_SECRET} on every machine."
+        )
+    return address, int(port)
+
+
+def node_command(rendezvous: str, name: str = "") -> str:
+    """The command to run on every machine; with ``name``, on the one that is called so."""
+    return NODE_COMMAND.format(nodes="MACHINES", rendezvous=rendezvous) + (f" --name {name}" if name else "")
+
+
+# -- torchrun's store
+
+
+def open_store(address: str, port: int, timeout_s: float) -> TCPStore:
+    """A client of the store that torchrun keeps at its rendezvous. Raises RuntimeError where there
+    is none.
+    """
+    import torch.distributed as dist
+
+    return dist.TCPStore(address, port, timeout=timedelta(seconds=timeout_s))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def store_key(name: str) -> str:
+    return f"pipemesh/machines/{name}"
+
+
+def find(store: TCPStore, name: str) -> str:
+    """ADDRESS:PORT of the leader of that name; empty where none has joined."""
+    key = store_key(name)
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def register(store: TCPStore, name: str, known: str) -> None:
+    """Writes down that the leader of machine ``name`` is at ``known``, ADDRESS:PORT. A leader that
+    is started again may have another port. Raises LaunchError where another machine has the name.
+    """
+    before = ""
+    while (now := store.compare_set(store_key(name), before, known).decode()) != known:
+        where = now.rpartition(":")[0]
+        if where != known.rpartition(":")[0]:
+            raise LaunchError(
+                f"{name} is the machine at {where} already: give this one another --name, "
+                f"or start torchrun anew on every machine if {name} has moved here."
+            )
+        before = now
+
+
+# -- where ranks meet
+
+
+def new_meeting() -> str:
+    """A name in the store that no other pool has."""
+    return f"pipemesh/pools/{secrets.token_hex(8)}"
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this IPv4 address. Raises MachineMissing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # has no address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    raise MachineMissing(
+        f"No network interface here has {address} as its first address: set GLOO_SOCKET_IFNAME to the one between the machines."
+    )
+
+
+def net_for(setup: RankSetup, own_address: str, meeting: str) -> Net:
+    """How the ranks of this machine reach those of the others. ``own_address``: by which this
+    machine speaks to them. Raises MachineMissing, LayoutError.
+    """
+    address, port = check_rendezvous(setup, own_address)
+    return Net(Meeting(address, port, meeting), os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(own_address))
+
+
+# -- the version of both ends
+
+
+def own_hello(machine: str) -> Hello:
+    return Hello(version=VERSION, machine=machine)
+
+
+def version_conflict(name: str, leader: Hello | None, comfyui: Hello | None) -> str:
+    """One sentence where the leader of machine ``name`` and ComfyUI have different versions of
+    PipeMesh, empty where they agree. None: a version that does not say yet which it is.
+    """
+    if leader and comfyui and leader.version == comfyui.version:
+        return ""
+    machine = f"ComfyUI's machine {comfyui.machine}" if comfyui else "ComfyUI's machine"
+    return f"Machine {name} has {title(leader)} and {machine} has {title(comfyui)}: install the same version of PipeMesh on both."
+
+
+def title(hello: Hello | None) -> str:
+    return f"PipeMesh {hello.version}" if hello else f"a PipeMesh older than {FIRST_HELLO}"

@@ -1,0 +1,115 @@
+"""Where machines find each other, and the command that starts a leader."""
+
+import re
+import socket
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from pipemesh.launcher.comfyui.install import LaunchError
+from pipemesh.launcher.commands.node import listen, require_torchrun
+from pipemesh.launcher.commands.node import main as node_main
+from pipemesh.launcher.pool.rank_setup import rank_setup_from
+from pipemesh.launcher.pool.rendezvous import (
+    NODE_COMMAND,
+    MachineMissing,
+    check_rendezvous,
+    find,
+    interface_of,
+    new_meeting,
+    node_command,
+    register,
+)
+from pipemesh.parallel_runtime.errors import LayoutError
+from pipemesh.parallel_runtime.wire.tcp import notice_loss
+
+from .fake_pools import fake_setup
+
+ROOT = Path(__file__).resolve().parent.parent
+SECRET = "correct horse battery staple"
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "secret", "sentence"),
+    [
+        ("", SECRET, "Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: start with PIPEMESH_RDZV=ADDRESS:PORT"),
+        ("somewhere", SECRET, "Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is somewhere: start with"),
+        ("10.0.0.1:29400", "short", "PIPEMESH_SECRET has 5 characters and machines trust each other by it: start with the same"),
+    ],
+)
+def test_a_setup_that_cannot_reach_other_machines_is_refused(rendezvous, secret, sentence):
+    with pytest.raises(LayoutError, match="^" + re.escape(sentence)):
+        check_rendezvous(replace(fake_setup(), rendezvous=rendezvous, secret=secret), "far")
+
+
+@pytest.mark.parametrize("value", ["130", "1", "-5", "5s", "nan"])
+def test_a_time_after_which_a_machine_is_lost_that_cannot_be_kept_is_refused(value):
+    with pytest.raises(LayoutError, match=rf"^PIPEMESH_LOST_S is {value}: set it to a number of seconds from 2 to 120\.$"):
+        rank_setup_from({"PIPEMESH_LOST_S": value}, "")
+
+
+@pytest.mark.parametrize("value", ["2", "120"])
+def test_the_kernel_keeps_every_time_that_is_accepted(value):
+    with socket.socket() as sock:
+        notice_loss(sock, rank_setup_from({"PIPEMESH_LOST_S": value}, "").lost_s)
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            LaunchError, match=rf"^Nothing can listen at 127\.0\.0\.1:{port} \(.*in use.*\): give another --port, or none\.$"
+        ):
+            listen("127.0.0.1", port)
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(MachineMissing, match=r"set GLOO_SOCKET_IFNAME"):
+        interface_of("203.0.113.7")
+
+
+def test_pools_meet_under_names_of_their_own():
+    assert new_meeting() != new_meeting()
+
+
+def test_the_manual_gives_the_command_that_errors_name():
+    """To every machine the same, so none is named in it."""
+    manual = " ".join((ROOT / "docs" / "MULTI_NODE.md").read_text(encoding="utf-8").replace("\\\n", "").split())
+    assert NODE_COMMAND.format(nodes=2, rendezvous="$PIPEMESH_RDZV") + " ```" in manual
+    assert node_command("$PIPEMESH_RDZV") == NODE_COMMAND.format(nodes="MACHINES", rendezvous="$PIPEMESH_RDZV")
+    for flag in re.findall(r"\S+=\w+(?= )", NODE_COMMAND):
+        assert manual.count(flag) >= 2, f"{flag} is not in the command for Slurm"
+
+
+def test_the_manuals_script_for_slurm_is_a_script():
+    (script,) = re.findall(r"```\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "MULTI_NODE.md").read_text(encoding="utf-8"), re.DOTALL)
+    checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_a_name_stays_with_its_machine():
+    """Its leader may come back at another port."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps one at its endpoint
+    assert find(store, "taken") == ""
+    for known in ("10.0.0.2:1000", "10.0.0.2:2000", "10.0.0.2:2000"):
+        register(store, "taken", known)
+        assert find(store, "taken") == known
+    with pytest.raises(
+        LaunchError, match=r"^taken is the machine at 10\.0\.0\.2 already: give this one another --name, or start torchrun anew"
+    ):
+        register(store, "taken", "10.0.0.3:2000")
+    assert find(store, "taken") == "10.0.0.2:2000"
+
+
+def test_node_is_started_by_torchrun(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(LaunchError, match=r"^`node` is started by torchrun: "):
+        node_main(["--name", "n"], None)
+    with pytest.raises(LaunchError, match=r"^'a/b' cannot be named in a list of devices: give a --name"):
+        node_main(["--name", "a/b"], None)
+    with pytest.raises(LaunchError, match=r"^`node` is started by torchrun: .*10\.0\.0\.1:29400 -m launcher node$"):
+        require_torchrun({"PIPEMESH_RDZV": "10.0.0.1:29400"})
+    require_torchrun({"TORCHELASTIC_RUN_ID": "none"})
