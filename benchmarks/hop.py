@@ -1,4 +1,4 @@
-"""What an evaluation costs beside the model: the UI's time around ``Client.forward`` when the model
+"""What an evaluation costs beside the model: the UI's time around an evaluation when the model
 itself costs nothing.
 
 The pool, the client and the arena are the product's own, on two local ranks; only the ranks' model
@@ -37,20 +37,22 @@ class Hops:
         import torch
 
         from ..launcher.pool.devices import place
-        from ..launcher.pool.pool import PoolHandle, RankSetup
-        from ..parallel_runtime.client.remote_model import Client
+        from ..launcher.pool.handle import PoolHandle
+        from ..launcher.pool.rank_setup import RankSetup
         from ..parallel_runtime.client.remote_patcher import parallelize
+        from ..parallel_runtime.client.remote_pool import RemotePool
         from ..parallel_runtime.comfy_bridge.source import state_source
         from ..parallel_runtime.layout import Layout
 
         argv = (sys.executable, str(Path(__file__).with_name("hop_rank.py")), "{fd}", "{parent}")
         setup = RankSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True}, argv=argv)
         self.handle = PoolHandle(place(Layout(ulysses=RANKS), "cpu", "gloo", ()), setup)
-        self._client = Client(self.handle, shares_weights=True)
+        self._client = RemotePool(self.handle, shares_weights=True)
         stock = SAMPLE.form.random_model(SIZE)
         self._patcher = parallelize(stock, self._client, holds_ui_device=False)  # the pool holds the model for as long as this lives
         self._model = self._patcher.remote.source.model
-        self._client.load(self._patcher.remote.source, lambda: state_source(self._patcher), lambda: False)
+        self._client.residency.load(self._patcher.remote.source, lambda: state_source(self._patcher), lambda: False)
+        self._run = self._client.runs.begin(self._model)
         torch.set_num_threads(1)  # the sampler's arithmetic is on a GPU as a rule; here its waiting threads would spin on the ranks' cores
         self._generator = torch.Generator().manual_seed(0)
         self._text = torch.randn(TEXT, generator=self._generator)
@@ -70,7 +72,7 @@ class Hops:
             "transformer_options": {COSTS_NOTHING: True} if costs_nothing else {},
         }
         with torch.inference_mode():
-            return timed(lambda: self._client.forward(self._model, "", arguments, ("cond",), lambda: False))
+            return timed(lambda: self._client.evaluations.evaluate(self._run, "", arguments, ("cond",), lambda: False))
 
     def milliseconds(self, count: int, between_forwards: bool) -> list[float]:
         hops = []

@@ -42,14 +42,14 @@ class Loads:
         forked from.
         """
         from ..launcher.pool.fork_server import ForkServer
-        from ..launcher.pool.pool import RankSetup
+        from ..launcher.pool.rank_setup import RankSetup
 
         self._server = ForkServer()
         self._setup = RankSetup(comfyui=self._comfyui, comfy_args={"cpu": True}, start=self._server.start)
 
     def handle(self, ranks: int) -> Any:
         from ..launcher.pool.devices import place
-        from ..launcher.pool.pool import PoolHandle
+        from ..launcher.pool.handle import PoolHandle
         from ..parallel_runtime.layout import Layout
 
         return PoolHandle(place(Layout(ulysses=ranks), "cpu", "gloo", ()), self._setup)
@@ -70,14 +70,14 @@ class Loads:
         sampling.
         """
         from ..launcher.commands.parity import Case, sample
-        from ..parallel_runtime.client.remote_model import Client
         from ..parallel_runtime.client.remote_patcher import parallelize
+        from ..parallel_runtime.client.remote_pool import RemotePool
 
         handle = self.handle(ranks)
         try:
-            pids = handle.ensure().pids + self._server.pids
+            pids = handle.ensure().ranks.pids + self._server.pids
             base = sum(map(proportional_bytes, pids))
-            remote = parallelize(model, Client(handle, shares_weights=True), holds_ui_device=False)
+            remote = parallelize(model, RemotePool(handle, shares_weights=True), holds_ui_device=False)
             sample(remote, Case(SAMPLE.name, f"ulysses{ranks}", "even", SIZE.heads, 1.0, False, "euler"), steps=1)
             return {"base": base, "loaded": sum(map(proportional_bytes, pids))}
         finally:

@@ -63,13 +63,14 @@ def ideal_occupancy(patches: int) -> float:
 def pool_of_stages(comfyui: str) -> tuple[Any, Any]:
     """A handle of the product's own pool, not started yet, and its client."""
     from ..launcher.pool.devices import place
-    from ..launcher.pool.pool import PoolHandle, RankSetup
-    from ..parallel_runtime.client.remote_model import Client
+    from ..launcher.pool.handle import PoolHandle
+    from ..launcher.pool.rank_setup import RankSetup
+    from ..parallel_runtime.client.remote_pool import RemotePool
     from ..parallel_runtime.layout import Layout
 
     setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
     handle = PoolHandle(place(Layout(pipefusion=STAGES), "cpu", "gloo", ()), setup)
-    return handle, Client(handle, shares_weights=False)
+    return handle, RemotePool(handle, shares_weights=False)
 
 
 class Runs:
@@ -133,7 +134,7 @@ class Runs:
         seconds = timed(lambda: self.sample(self.free, self.steps)) if mode == "free" else self.step_by_step(self.single)
         os.sched_setaffinity(0, self.own_cores)
         assert self.modes.pop().startswith(mode), "sampled in another mode"
-        seen[mode].append(list(self.client.memory.figures.evaluations))
+        seen[mode].append(list(self.client.last_run.evaluations))
         return seconds
 
     def draw(self, folder: str, case: str, seen: dict[str, list]) -> None:
@@ -191,8 +192,8 @@ def weights(model: Any, client: Any) -> dict[str, float]:
         sum(tensor.nbytes for part in parts for tensor in part.parameters())
         for parts in ([model], [container[place] for container, place, _ in blocks_of(model, plan_for(type(model)))])
     )
-    held = [memory.model for memory in client.memory.pool.memory]
-    models = len(client.memory.patches)
+    held = [memory.model for memory in client.session.pool.memory]
+    models = len(client.session.models)
     return {"weights_share": max(held) / models / whole, "ends_share": 1 - in_blocks / whole}
 
 

@@ -17,12 +17,12 @@ from comfy.model_patcher import ModelPatcher
 from PIL.Image import Image
 
 from ..launcher.pool.devices import Placement, place, visible_gpus
-from ..launcher.pool.pool import PoolHandle, PoolKeeper
+from ..launcher.pool.handle import PoolHandle, PoolKeeper
 from ..launcher.pool.rank_setup import RankSetup, rank_setup_from
 from ..launcher.pool.rendezvous import check_rendezvous
-from ..parallel_runtime.client.remote_model import Client
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
-from ..parallel_runtime.client.run_figures import RunFigures
+from ..parallel_runtime.client.remote_pool import RemotePool
+from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
@@ -59,7 +59,7 @@ class Runtime:
         self._fault = fault
         self._show = show
         self._keeper = PoolKeeper(setup)
-        self._clients: dict[Placement, Client] = {}
+        self._pools: dict[Placement, RemotePool] = {}
 
     @classmethod
     def of(cls, environ: Mapping[str, str], show: Callable[[str], None]) -> Runtime:
@@ -104,20 +104,20 @@ class Runtime:
         if choice is None and isinstance(model, RemotePatcher):
             return model
         choice = choice or self.default_choice()
-        client = self._client(choice.placement)
+        pool = self._pool(choice.placement)
         device = str(comfy.model_management.get_torch_device())
-        begins = partial(self._begins, client)
-        return parallelize(model, client, choice.held_on(device), choice.patching, begins, choice.computed_on(device))
+        begins = partial(self._begins, pool)
+        return parallelize(model, pool, choice.held_on(device), choice.patching, begins, choice.computed_on(device))
 
     def report(self, only: Choice | None = None) -> Report:
         """Figures of every pool, or of ``only`` one."""
-        return Report(tuple(pool_figures(self._keeper.handle(placement), client) for placement, client in self._clients_of(only)))
+        return Report(tuple(pool_figures(self._keeper.handle(placement), pool) for placement, pool in self._pools_of(only)))
 
     def timeline(self, only: Choice | None = None) -> Image | None:
         """A picture of the last run, of all pools or of ``only`` one's. None unless it was one in
         patches, over gloo: NCCL works beside the clock that ranks look at.
         """
-        runs = [(run, placement) for placement, client in self._clients_of(only) if (run := run_of(client)) and run.evaluations]
+        runs = [(run, placement) for placement, pool in self._pools_of(only) if (run := run_of(pool)) and run.evaluations]
         if not runs:
             return None
         run, placement = max(runs, key=lambda one: one[0].began_s)
@@ -133,39 +133,40 @@ class Runtime:
             check_rendezvous(self._setup, placement.other_machines[0])
         return placement
 
-    def _client(self, placement: Placement) -> Client:
-        if placement not in self._clients:
+    def _pool(self, placement: Placement) -> RemotePool:
+        if placement not in self._pools:
             whole = placement.layout.pipefusion == 1
             shares = whole and not placement.devices[0].is_gpu and not placement.other_machines
-            self._clients[placement] = Client(self._keeper.handle(placement), shares_weights=shares)
-        return self._clients[placement]
+            self._pools[placement] = RemotePool(self._keeper.handle(placement), shares_weights=shares)
+        return self._pools[placement]
 
-    def _clients_of(self, only: Choice | None) -> list[tuple[Placement, Client]]:
-        clients = list(self._clients.items())  # asked for by the server's thread while another runs a graph
-        return [(placement, client) for placement, client in clients if only is None or only.placement == placement]
+    def _pools_of(self, only: Choice | None) -> list[tuple[Placement, RemotePool]]:
+        pools = list(self._pools.items())  # asked for by the server's thread while another runs a graph
+        return [(placement, pool) for placement, pool in pools if only is None or only.placement == placement]
 
-    def _begins(self, client: Client, mode: str) -> None:
+    def _begins(self, pool: RemotePool, mode: str) -> None:
         """Tells the user how a run in patches, which begins now, is sampled."""
         text = f"PipeMesh samples in patches, {mode}."
         log.info("[PipeMesh] %s", text)
-        client.note_mode(mode)
+        if pool.last_run is not None:
+            pool.last_run.mode = mode
         self._show(text)
 
 
-def run_of(client: Client) -> RunFigures | None:
-    """The last run of the client's pool. None of a pool that is not live."""
-    return client.memory.figures if client.memory else None
+def run_of(pool: RemotePool) -> Run | None:
+    """The last run of a live pool, None of any other."""
+    return pool.last_run if pool.session else None
 
 
-def pool_figures(handle: PoolHandle, client: Client) -> PoolFigures:
-    placement, held, run = handle.placement, client.memory, run_of(client)
+def pool_figures(handle: PoolHandle, pool: RemotePool) -> PoolFigures:
+    placement, held, run = handle.placement, pool.session, run_of(pool)
     return PoolFigures(
         state=handle.state,
         layout=placement.layout.equation(),
         grid=placement.layout.grid([device.name for device in placement.devices]),
         backend=placement.backend,
         ranks=rank_figures(handle),
-        models=tuple(held.patches) if held else (),
+        models=tuple(held.models) if held else (),
         loads=held.loads if held else 0,
         patches=held.patchings if held else 0,
         conditioning_uploads=held.conditioning.uploads if held else 0,
@@ -178,7 +179,7 @@ def rank_figures(handle: PoolHandle) -> tuple[RankFigures, ...]:
     names, pool = [device.name for device in handle.placement.devices], handle.live()
     if pool is None or len(pool.memory) < len(names):
         return tuple(RankFigures(rank, name) for rank, name in enumerate(names))
-    board, pids, memory = pool.arena.board, pool.pids, pool.memory
+    board, pids, memory = pool.arena.board, pool.ranks.pids, pool.memory
     return tuple(
         RankFigures(
             rank, name, pids[rank] or None, board.phase(rank), MemoryFigures(memory[rank].free, memory[rank].total, memory[rank].model)

@@ -38,7 +38,7 @@ def pytest_configure():
 
 @pytest.fixture(scope="session")
 def setup():
-    from pipemesh.launcher.pool.pool import RankSetup
+    from pipemesh.launcher.pool.rank_setup import RankSetup
 
     return RankSetup(comfyui=COMFYUI, comfy_args={"cpu": True})
 
@@ -64,17 +64,17 @@ def clients(setup):
 def running_clients(setup):
     """As ``clients``, with pools of their own that end here."""
     from pipemesh.launcher.pool.devices import place
-    from pipemesh.launcher.pool.pool import PoolHandle
-    from pipemesh.parallel_runtime.client.remote_model import Client
+    from pipemesh.launcher.pool.handle import PoolHandle
+    from pipemesh.parallel_runtime.client.remote_pool import RemotePool
     from pipemesh.parallel_runtime.layout import Layout
 
     made = {}
 
-    def client(ulysses: int, ring: int = 1, pipefusion: int = 1) -> Client:
+    def client(ulysses: int, ring: int = 1, pipefusion: int = 1) -> RemotePool:
         layout = Layout(ulysses=ulysses, ring=ring, pipefusion=pipefusion)
         if layout not in made:
             handle = PoolHandle(place(layout, "cpu", "gloo", ()), setup)
-            made[layout] = (Client(handle, shares_weights=pipefusion == 1), handle)
+            made[layout] = (RemotePool(handle, shares_weights=pipefusion == 1), handle)
         return made[layout][0]
 
     try:
@@ -89,19 +89,19 @@ def broken(setup, tmp_path_factory):
     """(mutation, ulysses, ring, pipefusion) -> a Client of a running CPU pool of that layout whose
     ranks have it.
     """
-    from pipemesh.parallel_runtime.client.remote_model import Client
+    from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 
     mutation_file = tmp_path_factory.mktemp("mutation") / "name"
     argv = (sys.executable, str(ROOT / "tests" / "mutant_worker.py"), str(mutation_file), "{fd}", "{parent}")
     made = {}
 
-    def client(mutation: str, *degrees: int) -> Client:
+    def client(mutation: str, *degrees: int) -> RemotePool:
         mutation_file.write_text(mutation)
-        if degrees in made and made[degrees].memory is not None:
-            for model in list(made[degrees].memory.patches):  # ranks break when they load
-                made[degrees].release(model)
+        if degrees in made and made[degrees].session is not None:
+            for model in list(made[degrees].session.models):  # ranks break when they load
+                made[degrees].residency.release(model)
         pool = pools(*degrees)
-        made[degrees] = Client(pool._handle, pool._shares_weights)
+        made[degrees] = RemotePool(pool.sessions._handle, pool.residency._shares_weights)
         return made[degrees]
 
     with running_clients(replace(setup, argv=argv)) as pools:
@@ -180,16 +180,16 @@ def client(clients):
 @pytest.fixture
 def requests(client, monkeypatch):
     """Counts what is asked of the pool, by message type."""
-    client._ensure(lambda: False)
-    pool = client.memory.pool
+    client.sessions.open(lambda: False)
+    pool = client.session.pool
     seen = Counter()
-    real = pool.call
+    real = pool.submit
 
-    def call(request, *args, **kwargs):
+    def submit(request, *args, **kwargs):
         seen[type(request).__name__] += 1
         return real(request, *args, **kwargs)
 
-    monkeypatch.setattr(pool, "call", call)
+    monkeypatch.setattr(pool, "submit", submit)
     return seen
 
 

@@ -8,21 +8,28 @@ from pathlib import Path
 import psutil
 import pytest
 from pipemesh.launcher.pool.devices import Placement, place
-from pipemesh.launcher.pool.pool import RankSetup, WorkerPool
+from pipemesh.launcher.pool.pool import WorkerPool
+from pipemesh.launcher.pool.rank_setup import RankSetup
 from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.messages import Forward, Load, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.segment import TensorRef
 
 FAKE = str(Path(__file__).with_name("fake_worker.py"))
 DEADLINE_S = 60.0  # only ever reached by a test that fails
 OUT = TensorRef(4096, (64,), "uint8")
+TOO_LONG = 1 << 65  # of bits: no message takes such an integer
 MAKE = {
     "Load": lambda number: Load(request=number, model="m", source=b""),
     "SetWeightPatches": lambda number: SetWeightPatches(request=number, model="m", patches_id="p", payload=b""),
     "Release": lambda number: Release(request=number, model="m"),
-    "Forward": lambda number: Forward(request=number, model="m", patches_id="", arguments=b"", arena_bytes=0, out=OUT),
+    "Forward": lambda number: Forward(request=number, model="m", patches_id="", arguments=b"", arena_bytes=0, out=OUT, part=Part(1, 0)),
+    "unwritable Load": lambda number: Load(request=number, model="m", source=b"", stages=(TOO_LONG,)),
+    "unwritable Forward": lambda number: Forward(
+        request=number, model="m", patches_id="", arguments=b"", arena_bytes=TOO_LONG, out=OUT, part=Part(1, 0)
+    ),
 }
 
 
@@ -32,6 +39,10 @@ def fake_setup(*rules: str, stall_s: float = DEADLINE_S) -> RankSetup:
 
 def cpus(ranks: int) -> Placement:
     return place(Layout(ulysses=ranks), "cpu", "gloo", ())
+
+
+def stages(ranks: int) -> Placement:
+    return place(Layout(pipefusion=ranks), "cpu", "gloo", ())
 
 
 class Pools:
@@ -53,15 +64,24 @@ class Pools:
             pool.close()
 
 
-def call(pool: WorkerPool, kind: str, interrupted=lambda: False, **more) -> list:
-    return pool.call(MAKE[kind](pool.next_request()), (), interrupted, **more)
+def call(pool: WorkerPool, kind: str, interrupted=lambda: False) -> list:
+    return pool.ask(MAKE[kind](pool.next_request()), (), interrupted)
 
 
-def through(pool: WorkerPool) -> list:
+def through(pool: WorkerPool, kind: str = "Forward") -> list:
     """An evaluation submitted to stages, and collected."""
+    return collected(pool, submitted(pool, kind))
+
+
+def submitted(pool: WorkerPool, kind: str = "Forward", group: tuple[int, ...] = ()) -> int:
+    """The number of a request that was sent to ``group``, or to all ranks."""
     number = pool.next_request()
-    pool.submit(MAKE["Forward"](number))
-    return pool.collect(number)
+    pool.submit(MAKE[kind](number), group or pool.facts.everyone)
+    return number
+
+
+def collected(pool: WorkerPool, number: int, interrupted=lambda: False) -> list:
+    return list(pool.collect(number, interrupted).values())
 
 
 def handled(pool: WorkerPool, kind: str = "Release") -> list[str]:
@@ -71,7 +91,7 @@ def handled(pool: WorkerPool, kind: str = "Release") -> list[str]:
 
 def inside(pool: WorkerPool, phase: str):
     """An ``interrupted`` that says yes as soon as every rank is in ``phase``."""
-    return lambda: all(pool.arena.board.phase(rank) == phase for rank in range(pool.size))
+    return lambda: all(pool.arena.board.phase(rank) == phase for rank in pool.facts.everyone)
 
 
 def gate(pool: WorkerPool):
@@ -95,7 +115,7 @@ def failing(ranks: int, *rules: str, kind: str, first: str = "Release", **setup)
     pool = WorkerPool(cpus(ranks), fake_setup(*rules, **setup))
     pool.start()
     call(pool, first)
-    pids = pool.pids
+    pids = pool.ranks.pids
     with pytest.raises(PoolFailed) as caught:
         call(pool, kind)
     assert_over(pool, pids)

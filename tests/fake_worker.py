@@ -175,8 +175,8 @@ class Rank:
         self.error(message)
 
     def cancellable(self, message: dict) -> None:
-        """Ticks until the cancel word names this request, then says that it left."""
-        while self.board.word(0) != message["request"]:
+        """Ticks until the cancel word names this request or a later one, then says that it left."""
+        while self.board.word(0) < message["request"]:
             self.pause()
         self.answer(message, cancelled=True)
 

@@ -88,15 +88,9 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "benchmarks/diffusers_peer.py families": "the peer is one model of another library",
     "tests/test_families.py families": "tries what one family alone has",
     "tests/test_architecture.py families": "sources that break the rules",
-    "parallel_runtime/client/remote_model.py": BEING_SPLIT,
-    "parallel_runtime/client/remote_model.py Client": BEING_SPLIT,
-    "parallel_runtime/client/remote_patcher.py RemotePatcher": BEING_SPLIT,
-    "parallel_runtime/worker/rank_loop.py Engine": BEING_SPLIT,
     "launcher/comfyui/install.py": BEING_SPLIT,
     "launcher/comfyui/server.py ComfyServer": BEING_SPLIT,
     "launcher/commands/doctor.py Facts": BEING_SPLIT,
-    "launcher/pool/pool.py": BEING_SPLIT,
-    "launcher/pool/pool.py WorkerPool": BEING_SPLIT,
     "benchmarks/pipefusion.py Runs": BEING_SPLIT,
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef

@@ -1,13 +1,18 @@
 """What the UI asks of a pool, seen with a pool that only writes it down."""
 
+from functools import partial
+from itertools import count
+
 import pytest
 import torch
-from pipemesh.parallel_runtime.client.remote_model import Client
+from pipemesh.launcher.pool.verdict import Facts
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.session import Ticket
 from pipemesh.parallel_runtime.comfy_bridge.source import Source
 from pipemesh.parallel_runtime.errors import OutOfMemory, RunCancelled
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.messages import Done, Forget, Forward, Load, Memory, Release, SetWeightPatches
+from pipemesh.parallel_runtime.wire.messages import Done, EndRun, Forward, Load, Memory, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import NotPlain, decode_tree, encode_tree
 
 
@@ -16,12 +21,15 @@ class Ledger:
     needs one place more.
     """
 
-    def __init__(self, room: int, short: type = Load):
-        self.arena, self.memory, self.state, self.size, self.idle = Arena(), [Memory(1, 2, 3)], "ready", 1, True
-        self.room, self.short, self.writer, self.stages = room, short, 0, 1
+    def __init__(self, room: int, short: type = Load, stages: int = 1):
+        self.arena, self.memory, self.idle = Arena(), [Memory(1, 2, 3)], True
+        self.facts = Facts(("cpu",), "gloo", stages=stages)
+        self.next_request = partial(next, count(1))
+        self.room, self.short = room, short
         self.models: list[str] = []
         self.asked: list[tuple[str, str]] = []
         self.submitted: list[Forward] = []
+        self.abandoned = 0
 
     def live(self):
         return self
@@ -29,58 +37,70 @@ class Ledger:
     def ensure(self, interrupted):
         return self
 
-    def next_request(self) -> int:
-        return len(self.asked) + 1
-
     def settle(self, interrupted):
         pass
 
-    def submit(self, request):
+    def submit(self, request, group):
+        assert group == (0,)
         self.submitted.append(request)
+        self.asked.append((type(request).__name__, request.model))
 
     def abandon(self):
-        pass
+        self.abandoned += 1
 
     def collect(self, number, interrupted):
-        return [Done(request=number, memory=self.memory[0], output=encode_tree([0], lambda path, tensor: None))]
+        request = next(request for request in self.submitted if request.request == number)
+        return {0: self.answer(request)}
 
-    def call(self, request, fds=(), interrupted=lambda: False, right=lambda: True):
+    def ask(self, request, fds=(), interrupted=lambda: False):
         if isinstance(request, Release) and interrupted():
             raise RunCancelled
         self.asked.append((type(request).__name__, request.model))
+        return [self.answer(request)]
+
+    def answer(self, request):
         if isinstance(request, Release):
             self.models = [model for model in self.models if model != request.model]
         elif isinstance(request, self.short) and len(self.models) >= self.room:
             raise OutOfMemory("full")
         elif isinstance(request, Load):
             self.models.append(request.model)
-        output = encode_tree([0], lambda path, tensor: None)
-        return [Done(request=request.request, memory=self.memory[0], output=output)] if right() else []
+        return Done(request=request.request, memory=self.memory[0], output=encode_tree([0], lambda path, tensor: None))
+
+
+def remote(pool: Ledger, *models: str) -> RemotePool:
+    """With these models loaded."""
+    made = RemotePool(pool, shares_weights=False)
+    load(made, *models)
+    return made
+
+
+def submit(pool: RemotePool, arguments: dict, model: str = "a") -> Ticket:
+    run = pool.runs.of(model)
+    return pool.evaluations.submit(run, "", arguments, ("cond",), Part(run.id, 0, (0, 4, False)))
 
 
 def test_a_submission_that_cannot_be_written_leaves_no_room_taken():
     pool = Ledger(room=2)
-    client = Client(pool, shares_weights=False)
-    load(client, "a")
+    client = remote(pool, "a")
     first = pool.arena.take(1)
     pool.arena.give(first, 1)
     x = torch.zeros(1, 16, 64, 64)
     with pytest.raises(NotPlain):
-        client.submit("a", "", {"x": x, "timestep": x, "transformer_options": {"thing": object()}}, ("cond",), Part(1, 0))
-    assert pool.arena.take(1) == first and not client.in_flight
+        submit(client, {"x": x, "timestep": x, "transformer_options": {"thing": object()}})
+    assert pool.arena.take(1) == first and not client.evaluations.in_flight
 
 
 def test_patches_in_flight_share_what_was_written_of_their_evaluation_until_the_last_is_back():
     pool = Ledger(room=2)
-    client = Client(pool, shares_weights=False)
-    load(client, "a")
+    client = remote(pool, "a")
     x, residual = torch.zeros(1, 16, 8, 8), torch.zeros(1, 1 << 20)
 
     def evaluation():
         return {"x": x, "timestep": x[0, 0, 0, :1], "context": x, "control": {"input": [residual]}}
 
-    def submit(arguments):
-        client.submit("a", "", arguments, ("cond",), Part(1, 0, (0, 4, False)))
+    def written(arguments):
+        submit(client, arguments)
         return pool.arena._allocator.end
 
     def is_free(place):
@@ -89,40 +109,38 @@ def test_patches_in_flight_share_what_was_written_of_their_evaluation_until_the_
         return offset == place.offset
 
     one = evaluation()
-    taken = [submit(arguments) for arguments in (one, one, evaluation())]
+    taken = [written(arguments) for arguments in (one, one, evaluation())]
     assert taken[1] - taken[0] < residual.nbytes < taken[2] - taken[1]
     trees = [message.arguments for message in pool.submitted]
     assert trees[0] == trees[1] != trees[2]
     place = place_of(residual, pool.submitted[0])
-    for ticket in list(client.memory.tickets[:2]):
+    for ticket in list(client.session.tickets[:2]):
         assert not is_free(place), "one of the two is on its way"
-        client.collect(ticket, lambda: False)
+        client.evaluations.collect(ticket, lambda: False)
     assert is_free(place)
-    client.abandon()
+    client.evaluations.abandon()
     ends = []
     for _ in range(8):
         pair = evaluation()
-        ends += [submit(pair), submit(pair)]
-        client.abandon()
+        ends += [written(pair), written(pair)]
+        client.evaluations.abandon()
     assert len(set(ends)) == 1, "not all was given back"
 
 
 @pytest.mark.parametrize("through_stages", [False, True], ids=["whole", "in patches"])
 def test_residuals_are_sent_to_be_read_in_place_and_nothing_else_is(through_stages):
     pool = Ledger(room=2)
-    client = Client(pool, shares_weights=False)
-    load(client, "a")
+    client = remote(pool, "a")
     x = torch.zeros(1, 16, 8, 8)
     arguments = {"x": x, "timestep": x[0, 0, 0, :1], "context": x[:, :3], "control": {"input": [torch.zeros(1, 5, 4)]}}
     if through_stages:
-        client.submit("a", "", arguments, ("cond",), Part(1, 0, (0, 4, False)))
+        submit(client, arguments)
     else:
-        pool.call = lambda request, *args, call=pool.call, **kwargs: pool.submitted.append(request) or call(request)
-        client.forward("a", "", arguments, ("cond",), lambda: False)
+        evaluate(client, "a", arguments)
     refs = []
     decode_tree(pool.submitted[-1].arguments, lambda ref: refs.append(ref) or x)
     assert [ref.shape for ref in refs if ref.in_place] == [(1, 5, 4)] and len(refs) == 4
-    client.abandon()
+    client.evaluations.abandon()
 
 
 def place_of(tensor, request):
@@ -133,89 +151,145 @@ def place_of(tensor, request):
 
 
 def test_a_model_that_is_in_a_run_is_no_room_for_another_one_in_it():
-    pool = Ledger(room=3)
-    client = Client(pool, shares_weights=False)
-    load(client, "a", "b")
-    client.begin_run("b")
-    assert not client.make_room("a") and client.holds("b")
-    client.end_run("b")
-    assert client.make_room("a") and not client.holds("b")
+    client = remote(Ledger(room=3), "a", "b")
+    run = client.runs.begin("b")
+    assert not client.residency.make_room("a") and client.residency.holds("b")
+    client.runs.end(run)
+    assert client.residency.make_room("a") and not client.residency.holds("b")
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_ends_once_in_the_ranks_under_every_method(stages):
+    pool = Ledger(room=1, stages=stages)
+    client = remote(pool, "a")
+    run = client.runs.begin("a")
+    for _ in range(2):
+        client.runs.end(run)
+    assert pool.asked == [("Load", "a"), ("EndRun", "a")]
+
+
+def test_a_run_that_begins_ends_the_one_that_nobody_ended():
+    pool = Ledger(room=1)
+    client = remote(pool, "a")
+    first = client.runs.begin("a")
+    second = client.runs.begin("a")
+    assert first.id != second.id and client.runs.of("a") is second
+    assert pool.asked == [("Load", "a"), ("EndRun", "a")]
+    client.runs.end(first)
+    assert client.runs.of("a") is second
+
+
+def test_an_evaluation_without_a_sampler_begins_a_run_by_itself():
+    client = remote(Ledger(room=1), "a")
+    evaluate(client, "a")
+    run = client.last_run
+    evaluate(client, "a")
+    assert client.last_run is run and len(run.evaluations) == 2
 
 
 def test_the_end_of_a_run_asks_nothing_of_ranks_that_are_still_at_what_was_cancelled():
-    pool = Ledger(room=1)
-    pool.stages = 2
-    client = Client(pool, shares_weights=False)
-    load(client, "a")
-    client.end_run("a")
-    assert pool.asked[-1] == ("Forget", "a")
+    pool = Ledger(room=1, stages=2)
+    client = remote(pool, "a")
+    run = client.runs.begin("a")
     pool.idle = False
-    before = list(pool.asked)
-    client.end_run("a")
-    assert pool.asked == before
+    client.runs.end(run)
+    assert pool.asked == [("Load", "a")]
 
 
 def test_the_end_of_a_run_hides_nothing_that_the_run_ended_with(caplog):
-    pool = Ledger(room=1, short=Forget)
-    pool.stages = 2
-    client = Client(pool, shares_weights=False)
-    load(client, "a")
-    client.end_run("a")
-    assert pool.asked[-1] == ("Forget", "a") and "full" in caplog.text
+    pool = Ledger(room=1, short=EndRun)
+    client = remote(pool, "a")
+    client.runs.end(client.runs.begin("a"))
+    assert pool.asked[-1] == ("EndRun", "a") and "full" in caplog.text
 
 
-def load(client: Client, *models: str) -> None:
+def conditioned(text: float) -> dict:
+    return {"x": torch.zeros(1), "timestep": torch.zeros(1), "context": torch.full((2,), text)}
+
+
+def test_conditioning_is_compared_while_ranks_compute_with_what_it_is_assumed_to_be(monkeypatch):
+    pool = Ledger(room=1)
+    client = remote(pool, "a")
+    evaluate(client, "a", conditioned(1.0))
+    order = []
+    monkeypatch.setattr("pipemesh.parallel_runtime.client.conditioning.same", lambda *_: order.append("compared") or True)
+    monkeypatch.setattr(pool, "submit", lambda *args, submit=pool.submit: order.append("submitted") or submit(*args))
+    evaluate(client, "a", conditioned(1.0))
+    assert order == ["submitted", "compared"]
+
+
+def test_an_evaluation_whose_conditioning_was_not_the_one_assumed_is_abandoned_and_made_again():
+    pool = Ledger(room=1)
+    client = remote(pool, "a")
+    evaluate(client, "a", conditioned(1.0))
+    evaluate(client, "a", conditioned(2.0))
+    assert pool.abandoned == 1 and len(pool.submitted) == 3
+    first, assumed, right = (request.arguments for request in pool.submitted)
+    assert first == assumed != right
+    assert len(client.last_run.evaluations) == 2
+
+
+def test_an_error_while_conditioning_is_compared_calls_the_ranks_back(monkeypatch):
+    pool = Ledger(room=1)
+    client = remote(pool, "a")
+    evaluate(client, "a", conditioned(1.0))
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("pipemesh.parallel_runtime.client.conditioning.same", fail)
+    with pytest.raises(MemoryError):
+        evaluate(client, "a", conditioned(1.0))
+    assert pool.abandoned == 1 and not client.evaluations.in_flight
+
+
+def load(client: RemotePool, *models: str) -> None:
     for model in models:
-        client.load(Source(model=model, factory="f"), dict, lambda: False)
+        client.residency.load(Source(model=model, factory="f"), dict, lambda: False)
 
 
 def test_the_least_recently_used_model_makes_room_for_another():
     pool = Ledger(room=2)
-    client = Client(pool, shares_weights=False)
-    load(client, "a", "b")
-    assert client.ready_for("a", "")  # b is the older one now
+    client = remote(pool, "a", "b")
+    assert client.residency.touch("a", "")  # b is the older one now
     load(client, "c")
     assert pool.models == ["a", "c"]
-    assert not client.holds("b")
+    assert not client.residency.holds("b")
 
 
 def test_weight_patches_and_forwards_without_room_release_other_models_and_go_on():
-    for short, ask in ((SetWeightPatches, patch), (Forward, forward)):
+    for short, ask in ((SetWeightPatches, patch), (Forward, evaluate)):
         pool = Ledger(room=2, short=short)
-        client = Client(pool, shares_weights=False)
-        load(client, "a", "b", "c")
+        client = remote(pool, "a", "b", "c")
         ask(client, "c")
         assert pool.models == ["c"]
-        assert client.holds("c")
+        assert client.residency.holds("c")
 
 
 def test_a_cancel_amid_making_room_forgets_no_model_that_the_ranks_hold():
     pool = Ledger(room=2)
-    client = Client(pool, shares_weights=False)
-    load(client, "a", "b")
-    client.load(Source(model="c", factory="f"), dict, lambda: True)
+    client = remote(pool, "a", "b")
+    client.residency.load(Source(model="c", factory="f"), dict, lambda: True)
     assert sorted(pool.models) == ["b", "c"]
-    assert [model for model in "abc" if client.holds(model)] == ["b", "c"]
+    assert [model for model in "abc" if client.residency.holds(model)] == ["b", "c"]
 
 
 def test_a_model_that_does_not_fit_alone_is_an_error_and_keeps_nothing():
     pool = Ledger(room=0)
-    client = Client(pool, shares_weights=False)
+    client = remote(pool)
     with pytest.raises(OutOfMemory):
         load(client, "a")
-    assert not client.holds("a")
+    assert not client.residency.holds("a")
     pool = Ledger(room=1, short=Forward)
-    client = Client(pool, shares_weights=False)
-    load(client, "a")
+    client = remote(pool, "a")
     with pytest.raises(OutOfMemory):
-        forward(client, "a")
+        evaluate(client, "a")
     assert pool.models == ["a"]
 
 
-def patch(client: Client, model: str) -> None:
-    client.patch(model, "p", {}, {}, {}, lambda: False)
+def patch(client: RemotePool, model: str) -> None:
+    client.residency.set_weight_patches(model, "p", {}, {}, {}, lambda: False)
 
 
-def forward(client: Client, model: str) -> None:
-    arguments = {"x": torch.zeros(1), "timestep": torch.zeros(1), "context": torch.zeros(2)}
-    client.forward(model, "", arguments, (), lambda: False)
+def evaluate(client: RemotePool, model: str, arguments: dict | None = None) -> None:
+    client.evaluations.evaluate(client.runs.of(model), "", arguments or conditioned(0.0), ("cond",), lambda: False)

@@ -4,7 +4,6 @@ computes, and no others.
 
 import weakref
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
 from pipemesh.parallel_runtime.patches import Part, Patch
 from pipemesh.parallel_runtime.stages import Stage
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.worker.rank_loop import Engine
+from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 
 from .models import IdleRank
 
@@ -89,10 +88,10 @@ def test_what_was_brought_goes_with_the_forward():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_is_read_in_place_is_not_copied_whole_and_all_else_that_changes_is(device):
     arena = Arena()
-    rank = SimpleNamespace(_arena=arena.segment, _device=torch.device(device), _versions={})
+    io = ArenaIO(arena.segment, torch.device(device))
     with arena.frame() as frame:
         tensor = torch.randn(4, 3)
-        in_place, whole = (Engine._input(rank, frame.put(tensor, in_place=in_place)) for in_place in (True, False))
+        in_place, whole = (io.tensor(frame.put(tensor, in_place=in_place)) for in_place in (True, False))
         assert in_place.device.type == "cpu" and whole.device.type == device
         assert torch.equal(in_place, tensor)
         arena.segment.tensor(frame.put(tensor)).zero_()

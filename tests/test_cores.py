@@ -18,9 +18,9 @@ def niceness(thread: int) -> int:
 
 def test_every_thread_of_a_rank_stays_on_its_own_cores_and_only_message_threads_give_way(clients):
     client = clients(2)
-    pool = client._ensure(lambda: False).pool
+    pool = client.sessions.open(lambda: False).pool
     own = niceness(0)
-    for rank, pid in enumerate(pool.pids):
+    for rank, pid in enumerate(pool.ranks.pids):
         threads = sorted(int(thread.name) for thread in Path(f"/proc/{pid}/task").iterdir())
         assert all(os.sched_getaffinity(thread) == set(pool.placement.cores(rank)) for thread in threads)
         assert (niceness(pid), os.sched_getscheduler(pid)) == (own, os.sched_getscheduler(0))

@@ -97,8 +97,8 @@ def test_a_cancel_inside_a_forward_reaches_every_rank_of_the_grid(bench, clients
     case = Case(PLAIN, method, "even", 12, 1.0, False, "euler")
     parallel = bench.parallel(case.heads, case.layout)
     assert bench.error(case) <= BOUND
-    pool = clients(*case.layout).memory.pool
-    pids, board = pool.pids, pool.arena.board
+    pool = clients(*case.layout).session.pool
+    pids, board = pool.ranks.pids, pool.arena.board
     began = board.progress(0)
 
     def a_few_blocks_in():
@@ -111,7 +111,7 @@ def test_a_cancel_inside_a_forward_reaches_every_rank_of_the_grid(bench, clients
         comfy.sample.sample(parallel, noise, 50, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True, seed=7)
     monkeypatch.undo()
     assert bench.error(case) <= BOUND
-    assert pool.pids == pids and pool.state == "ready"
+    assert pool.ranks.pids == pids and pool.state == "ready"
 
 
 def test_reference_latents_with_a_timestep_of_their_own_go_with_the_last_patch(pipeline, truths):

@@ -167,12 +167,12 @@ def test_a_missing_checkpoint_is_named(files, client, tmp_path):
 def test_bad_input_leaves_the_pool_usable(pair, client):
     stock, parallel = pair
     run(parallel)
-    pids = client.memory.pool.pids
+    pids = client.session.pool.ranks.pids
     wrong = [[torch.randn(1, 13, 32), extras] for _, extras in conditioning(1, 13)]
     with pytest.raises(ModelError, match="Rank 0 on cpu failed while computing"):
         run(parallel, positive=wrong)
     assert relative_error(run(parallel), run(stock)) <= BOUND
-    assert client.memory.pool.pids == pids
+    assert client.session.pool.ranks.pids == pids
 
 
 def test_a_clone_stays_parallel_and_parallelizing_twice_changes_nothing(pair, client):

@@ -21,7 +21,8 @@ import psutil
 import pytest
 from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
 from pipemesh.launcher.pool.fork_server_main import holds_a_gpu, open_files
-from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
+from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.launcher.pool.rank_setup import start_as
 from pipemesh.launcher.pool.supervisor import NEVER_STARTED, Command, Supervisor, process_of_its_own
 from pipemesh.parallel_runtime.errors import PoolFailed
@@ -263,7 +264,7 @@ def test_ranks_share_the_memory_of_what_their_server_has_imported(setup):
     servers, shared = set(), []
     for _ in range(2):
         handle = PoolHandle(cpus(2), setup)
-        for pid in handle.ensure().pids:
+        for pid in handle.ensure().ranks.pids:
             servers.add(psutil.Process(pid).ppid())
             shared.append(shared_dirty_bytes(pid))
         handle.close()

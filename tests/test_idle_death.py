@@ -6,8 +6,8 @@ import psutil
 import pytest
 from pipemesh.launcher.commands.parity import BOUND, Bench, Case
 from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.pool.pool import PoolHandle
-from pipemesh.parallel_runtime.client.remote_model import Client
+from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import RunCancelled
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
@@ -19,14 +19,14 @@ CASE = Case(PLAIN, "ulysses2", "odd", 5, 1.0, False, "euler")
 def client(setup):
     """One pool for all of these: each leaves it fit for the next."""
     handle = PoolHandle(place(Layout(ulysses=2), "cpu", "gloo", ()), setup)
-    yield Client(handle, shares_weights=True)
+    yield RemotePool(handle, shares_weights=True)
     handle.close()
 
 
 def kill_an_idle_rank(client):
-    pool = client.memory.pool
-    psutil.Process(pool.pids[1]).kill()
-    assert pool._crew.exit_of(1, wait_s=20) == -9
+    pool = client.session.pool
+    psutil.Process(pool.ranks.pids[1]).kill()
+    assert pool.ranks._crew.exit_of(1, wait_s=20) == -9
 
 
 def test_the_run_after_an_idle_rank_died_is_right_at_once(client):
@@ -50,13 +50,13 @@ def test_a_load_that_was_cancelled_can_be_released_and_done_again(client):
     bench = Bench(lambda *layout: client)
     parallel = bench.parallel(CASE.heads, CASE.layout)
     source = parallel.remote.source
-    client._ensure(lambda: False)
+    client.sessions.open(lambda: False)
     asked = iter([False, True])
     with pytest.raises(RunCancelled):
-        client.load(source, lambda: _state(parallel), lambda: next(asked, True))
-    assert client.holds(source.model)
-    client.release(source.model)
-    assert not client.holds(source.model)
+        client.residency.load(source, lambda: _state(parallel), lambda: next(asked, True))
+    assert client.residency.holds(source.model)
+    client.residency.release(source.model)
+    assert not client.residency.holds(source.model)
     assert bench.error(CASE) <= BOUND
 
 

@@ -17,12 +17,13 @@ import psutil
 import pytest
 from pipemesh.launcher.commands.parity import BOUND, Bench, Case, relative_error
 from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
+from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.launcher.pool.rank_setup import start_as
 from pipemesh.launcher.pool.remote_machine import RemoteMachine
 from pipemesh.launcher.pool.rendezvous import NODE_COMMAND, open_store, store_key
-from pipemesh.parallel_runtime.client.remote_model import Client
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
@@ -113,20 +114,20 @@ def started(handle: PoolHandle) -> WorkerPool:
 def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_next_run_is_right(machines, files, truths, handle):
     plain, patched = truths
     first = started(handle)
-    client = Client(handle, shares_weights=False)
+    client = RemotePool(handle, shares_weights=False)
     model = parallelize(load(files["model"]), client, holds_ui_device=False)
     assert relative_error(run(model, cfg=2.0), plain) <= BOUND
     assert relative_error(run(with_lora(model, files, 0.7)), patched) <= BOUND
     assert Bench(lambda *layout: client).error(SENT) <= BOUND
 
-    said = listened_to(first._machines[0])
+    said = listened_to(first.ranks._machines[0])
     cancelling = Once(lambda: in_forward(first), comfy.model_management.interrupt_current_processing)
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         run(model, size=(128, 128), steps=20)
     cancelling.join()
     assert handle.live() is first
     assert first.idle
-    assert [(rank, answer.cancelled) for rank, answer in said[-1:]] == [(1, True)]
+    assert [(rank, answer.cancelled) for rank, answer in said[-2:]] == [(1, True), (1, False)]  # of the evaluation, and of the run's end
 
     far_ranks = [os.pidfd_open(pid) for pid in machines.pids(machines.far) if forks(psutil.Process(pid).parent())]
     assert len(far_ranks) == 1

@@ -6,7 +6,7 @@ import pytest
 from PIL import ImageColor
 from pipemesh.benchmarks import pipefusion
 from pipemesh.nodes.report.picture import BAR, FOOT, MARGIN, PATCHES, ROW, WHITE, WHOLE, WIDTH, bars_from, timeline
-from pipemesh.parallel_runtime.client.run_figures import Evaluation
+from pipemesh.parallel_runtime.client.run import Evaluation
 from pipemesh.parallel_runtime.occupancy import Span, busy_shares
 from pipemesh.parallel_runtime.patches import Part
 

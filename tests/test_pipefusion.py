@@ -89,7 +89,7 @@ def test_warm_up_counts_evaluations_not_steps(pipeline, clients, truths):
     """
     of = case(sampler="heun")
     ours = sample(pipeline(PLAIN, (2, 1), 3, warm_up=3), of)
-    parts = [one.part for one in clients(1, 1, 2).memory.figures.evaluations]
+    parts = [one.part for one in clients(1, 1, 2).last_run.evaluations]
     assert sum(part.patch is None for part in parts) == 2 * 3
     assert relative_error(ours, sample(reference(stock_model(HEADS), 3, 3), of)) <= BOUND
 
@@ -98,13 +98,13 @@ def test_warm_up_counts_evaluations_not_steps(pipeline, clients, truths):
 def test_a_stage_holds_its_own_blocks_and_the_ends_and_nothing_else(pipeline, clients, truths, layout):
     stages, ulysses = layout
     pool_of = clients(ulysses, 1, stages)
-    for name in list(pool_of.memory.patches if pool_of.memory else ()):
-        pool_of.release(name)
+    for name in list(pool_of.session.models if pool_of.session else ()):
+        pool_of.residency.release(name)
     sample(pipeline(VIDEO, layout, 4), case(VIDEO))
     model = truths.stock_model(VIDEO).model.diffusion_model
     blocks = [sum(tensor.nbytes for tensor in block.parameters()) for block in model.blocks]
     ends = sum(tensor.nbytes for tensor in model.parameters()) - sum(blocks)
-    held = [memory.model for memory in pool_of.memory.pool.memory]
+    held = [memory.model for memory in pool_of.session.pool.memory]
     cut = [len(blocks) * (stage + 1) // stages - len(blocks) * stage // stages for stage in range(stages)]
     assert sorted(held) == sorted(ends + size * blocks[0] for size in cut for _ in range(ulysses))
 
@@ -145,12 +145,12 @@ def test_weight_patches_reach_every_stage_and_a_change_of_strength_reloads_nothi
     of, warm = case(), pipeline(PLAIN, layout, 4, ALL_WARM)
     sample(warm, of)
     client = clients(layout[1], 1, layout[0])
-    loads = client.memory.loads
+    loads = client.session.loads
     for strength in (1.0, -0.5):
         stock = sample(with_patched_weights(truths.stock_model(PLAIN), strength), of)
         assert relative_error(stock, truths.stock(of)) > 100 * BOUND
         assert relative_error(sample(with_patched_weights(warm, strength), of), stock) <= BOUND
-    assert client.memory.loads == loads
+    assert client.session.loads == loads
 
 
 def test_a_stage_patches_the_weights_it_has_and_no_others(broken_pipeline, truths):
@@ -228,7 +228,7 @@ def test_what_a_run_kept_is_given_back_when_it_ends_however_it_ends(broken_pipel
         with_callback(model, of, mm.interrupt_current_processing)
     mm.interrupt_current_processing(False)
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
-    monkeypatch.setattr(client, "end_run", lambda name: None)
+    monkeypatch.setattr(client.runs, "end", lambda run: None)
     sample(model, of)
     with pytest.raises(ModelError, match="kept beyond its run"):
         sample(model, of)
@@ -282,21 +282,23 @@ def test_more_stages_than_blocks_are_refused_and_the_pool_goes_on(clients):
     shallow = parallelize(stock_model(3, family=ATTENDS_TWICE), clients(1, 1, 4), holds_ui_device=False, patching=Patching(4))
     with pytest.raises(Refused, match=r"^pipefusion 4, and the model has 3 blocks: lower the degree"):
         sample(shallow, case(ATTENDS_TWICE))
-    assert clients(1, 1, 4).memory.pool.idle
+    assert clients(1, 1, 4).session.pool.idle
 
 
 def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pipeline, truths):
     (model, client), of = broken_pipeline("dear_first_blocks"), case()
     first = sample(model, of)
-    held, name = client.memory.pool.memory, model.remote.source.model
-    costs = client._costs_of(name)
+    held, name = client.session.pool.memory, model.remote.source.model
+    costs = client.residency._balance._costs_of(name)
     assert min(costs[:2]) > sum(costs[2:])
     again = sample(model, of)
-    assert client.memory.loads == 2 and sum(client.memory.stages[name]) == len(costs) and client.memory.stages[name][0] == 1
-    assert client.memory.pool.memory[0].model < held[0].model and client.memory.pool.memory[1].model > held[1].model
+    assert (
+        client.session.loads == 2 and sum(client.session.models[name].stages) == len(costs) and client.session.models[name].stages[0] == 1
+    )
+    assert client.session.pool.memory[0].model < held[0].model and client.session.pool.memory[1].model > held[1].model
     assert relative_error(again, truths.patched(of, 3)) <= BOUND and torch.equal(first, again)
     sample(model, of)
-    assert client.memory.loads == 2
+    assert client.session.loads == 2
 
 
 def test_stages_may_be_cut_as_the_user_says(clients, truths):
@@ -304,10 +306,10 @@ def test_stages_may_be_cut_as_the_user_says(clients, truths):
     for number, stages in enumerate([(1, 3), (3, 1)]):
         model = parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3, stages=stages))
         for _ in range(2):
-            loads = client.memory.loads if client.memory else 0
+            loads = client.session.loads if client.session else 0
             assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
-        assert client.memory.stages[model.remote.source.model] == stages and client.memory.loads == loads, number
-        held.append([memory.model for memory in client.memory.pool.memory])
+        assert client.session.models[model.remote.source.model].stages == stages and client.session.loads == loads, number
+        held.append([memory.model for memory in client.session.pool.memory])
     assert held[0][0] < held[1][0] and held[0][1] > held[1][1]
 
 
@@ -316,7 +318,7 @@ def test_stages_that_are_not_the_models_blocks_are_refused_with_the_sum_and_the_
     model = parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3, stages=(4, 9)))
     with pytest.raises(Refused, match=r"^stages 4,9 share out 13 blocks, and the model has 4: make the numbers add up to 4, or leave"):
         sample(model, case())
-    assert client.memory.pool.idle
+    assert client.session.pool.idle
 
 
 @pytest.mark.parametrize("mutation", ["rows_of_the_buffer", "mask_of_all_queries"])

@@ -2,8 +2,6 @@
 next run is right.
 """
 
-from dataclasses import replace
-
 import pytest
 from pipemesh.launcher.commands.parity import BOUND, relative_error, sample
 from pipemesh.nodes.report.figures import last_run
@@ -31,14 +29,14 @@ def test_a_cancel_with_every_patch_in_flight_leaves_the_pool_warm_and_the_next_r
     model, of = pipeline(PLAIN, (2, 1), 3), case()
     sample(model, of)
     client = clients(1, 1, 2)
-    pool, pids = client.memory.pool, client.memory.pool.pids
-    flying, abandon = [], client.abandon
-    monkeypatch.setattr(client, "abandon", lambda: (flying.append(len(client.memory.tickets)), abandon()))
+    pool, pids = client.session.pool, client.session.pool.ranks.pids
+    flying, abandon = [], client.evaluations.abandon
+    monkeypatch.setattr(client.evaluations, "abandon", lambda: (flying.append(len(client.session.tickets)), abandon()))
     with pytest.raises(mm.InterruptProcessingException):
         with_callback(model, of, mm.interrupt_current_processing)
     mm.interrupt_current_processing(False)
     assert max(flying) >= 3 * 2, "every patch of both prompts"
-    assert client.memory.pool is pool and pool.pids == pids and pool.idle and not client.memory.tickets
+    assert client.session.pool is pool and pool.ranks.pids == pids and pool.idle and not client.session.tickets
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
 
 
@@ -46,21 +44,21 @@ def test_stages_leave_the_patches_that_were_cancelled_before_they_came_to_them(b
     import comfy.model_management as mm
 
     (model, client), of = broken_pipeline("slow_stage"), case()
-    client._ensure(lambda: False)
-    pool, left = client.memory.pool, []
-    pump = pool._crew.pump
+    client.sessions.open(lambda: False)
+    pool, left = client.session.pool, []
+    pump = pool.ranks._crew.pump
 
     def noted(rank):
         said = list(pump(rank))
         left.extend(rank for message in said if getattr(message, "cancelled", False))
         return said
 
-    monkeypatch.setattr(pool._crew, "pump", noted)
+    monkeypatch.setattr(pool.ranks._crew, "pump", noted)
     with pytest.raises(mm.InterruptProcessingException):
         with_callback(model, of, mm.interrupt_current_processing)
     mm.interrupt_current_processing(False)
     assert left.count(1) >= 3, "of six on their way to it, one of them at work"
-    assert client.memory.pool is pool and pool.idle
+    assert client.session.pool is pool and pool.idle
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
 
 
@@ -74,7 +72,7 @@ def test_a_cancel_at_any_evaluation_of_three_stages_leaves_the_pool_warm(pipelin
 
     model, of, client = wrap(pipeline(PLAIN, (3, 1), 4)), case(), clients(1, 1, 3)
     sample(model, of)
-    pool, submit, asked = client.memory.pool, client.submit, []
+    pool, submit, asked = client.session.pool, client.evaluations.submit, []
 
     def counted(*args):
         asked.append(args)
@@ -83,11 +81,11 @@ def test_a_cancel_at_any_evaluation_of_three_stages_leaves_the_pool_warm(pipelin
         return submit(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(client, "submit", counted)
+        patch.setattr(client.evaluations, "submit", counted)
         with pytest.raises(mm.InterruptProcessingException):
             sample(model, of)
     mm.interrupt_current_processing(False)
-    assert client.memory.pool is pool and pool.idle
+    assert client.session.pool is pool and pool.idle
     assert relative_error(sample(model, of), truths.patched(of, 4)) <= BOUND
 
 
@@ -98,7 +96,7 @@ def test_an_error_in_the_users_own_callback_ends_what_is_in_flight(pipeline, tru
     model, of = pipeline(PLAIN, (2, 1), 3), case()
     with pytest.raises(ZeroDivisionError):
         with_callback(model, of, fall_over)
-    assert clients(1, 1, 2).memory.pool.idle
+    assert clients(1, 1, 2).session.pool.idle
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
 
 
@@ -115,7 +113,7 @@ def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(doome
 
     model, of = parallelize(truths.stock_model(PLAIN), doomed, holds_ui_device=False, patching=Patching(3)), case()
     with pytest.raises(PoolFailed, match=f"^Rank {rank} on cpu was killed"):
-        with_callback(model, of, lambda: psutil.Process(doomed.memory.pool.pids[rank]).kill())
+        with_callback(model, of, lambda: psutil.Process(doomed.session.pool.ranks.pids[rank]).kill())
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
 
 
@@ -132,7 +130,7 @@ def test_a_stage_that_fails_before_its_message_came_takes_the_pool_with_it(broke
     model, client = broken_pipeline(mutation)
     with pytest.raises(PoolFailed, match=rf"^Rank 1 on cpu {words}. Run again, a fresh pool"):
         sample(model, case())
-    assert client.memory is None
+    assert client.session is None
 
 
 def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
@@ -142,22 +140,22 @@ def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
         model = wrap(pipeline(PLAIN, (2, 1), 3))
         name = model.remote.source.model
         sample(model, of)
-        loads = client.memory.loads
-        ours = with_callback(model, of, lambda name=name: client.release(name))
-        parts = [one.part for one in client.memory.figures.evaluations]
+        loads = client.session.loads
+        ours = with_callback(model, of, lambda name=name: client.residency.release(name))
+        parts = [one.part for one in client.last_run.evaluations]
         assert sum(part.patch is None for part in parts) == whole
         if whole == 2:  # patches were in flight: it stays until the last of them is back
             assert relative_error(ours, truths.patched(of, 3)) <= BOUND
-            assert client.memory.loads == loads and not client.holds(name)
+            assert client.session.loads == loads and not client.residency.holds(name)
         else:
-            assert client.memory.loads == loads + 1 and bool(ours.isfinite().all())
+            assert client.session.loads == loads + 1 and bool(ours.isfinite().all())
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipeline, ulysses):
     model, client = broken_pipeline("hangs_before_it_sends", ulysses=ulysses)
-    client._ensure(lambda: False)
-    client.memory.pool._setup = replace(client.memory.pool._setup, stall_s=2.0)
+    client.sessions.open(lambda: False)
+    client.session.pool._conversation.stall_s = 2.0
     with pytest.raises(PoolFailed, match=r"^Rank 0 on cpu made no progress for 2 s while computing: run again"):
         sample(model, case())
 
@@ -165,7 +163,7 @@ def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipelin
 def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline, truths):
     model, client = broken_pipeline("slow_stage")
     assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= BOUND
-    ran = client.memory.figures
+    ran = client.last_run
     last = last_run(ran.began_s, ran.mode, ran.evaluations, "gloo")
     assert "; the others wait for rank 1" in run_text(last)
     assert last.busy[1] > 10 * last.busy[0]
@@ -175,18 +173,18 @@ def test_too_little_memory_for_keys_and_values_is_refused_with_figures_and_the_p
     model, client = broken_pipeline("no_memory")
     with pytest.raises(Refused, match=r"needs [\d.]+ MiB for the keys and values of its blocks and 0\.0 MiB are free: add ranks"):
         sample(model, case())
-    assert client.memory.pool.idle
+    assert client.session.pool.idle
 
 
 def test_a_stage_without_room_ends_the_others_at_once_and_the_pool_goes_on_however_slow_they_are(broken_pipeline, monkeypatch):
-    monkeypatch.setattr("pipemesh.launcher.pool.pool.OTHERS_WAIT_S", 0.0)
+    monkeypatch.setattr("pipemesh.launcher.pool.verdict.OTHERS_WAIT_S", 0.0)
     model, client = broken_pipeline("no_memory_before_a_slow_stage")
     for _ in range(2):
         with pytest.raises(Refused, match=r"^Rank 0 needs [\d.]+ MiB for the keys and values"):
             sample(model, case())
-        pool = client.memory.pool
-        assert pool.idle and pool.arena.board.cancelled_request == pool._requests - 1, "the last one was to forget the run"
-    assert client.memory.pool is pool
+        pool = client.session.pool
+        assert pool.idle and pool.arena.board.cancelled_request == pool.next_request() - 2, "the last one was to forget the run"
+    assert client.session.pool is pool
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
@@ -201,11 +199,11 @@ def test_another_model_makes_room_for_keys_and_values_and_the_run_begins_again(b
 
     other, client = broken_pipeline("no_memory_beside_another_model", ATTENDS_TWICE)
     sample(other, case(ATTENDS_TWICE))
-    pool, run = client.memory.pool, client.memory.figures.evaluations[-1].part.run
+    pool, run = client.session.pool, client.last_run.evaluations[-1].part.run
     model = parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3))
     assert relative_error(churned(wrap(model)), churned(truths.own_model(PLAIN, 3))) <= BOUND
-    assert {one.part.run for one in client.memory.figures.evaluations} == {run + 2}, "what was kept of the first attempt is void"
-    assert client.memory.pool is pool and not client.holds(other.remote.source.model)
+    assert {one.part.run for one in client.last_run.evaluations} == {run + 2}, "what was kept of the first attempt is void"
+    assert client.session.pool is pool and not client.residency.holds(other.remote.source.model)
 
 
 def test_one_rank_of_a_stage_that_has_too_little_memory_takes_the_others_with_it_and_the_pool_goes_on(broken_pipeline):
@@ -213,6 +211,6 @@ def test_one_rank_of_a_stage_that_has_too_little_memory_takes_the_others_with_it
     for _ in range(2):
         with pytest.raises(Refused, match=r"^Rank 1 needs [\d.]+ MiB for the keys and values"):
             sample(model, case())
-        pool = client.memory.pool
+        pool = client.session.pool
         assert pool.idle
-    assert client.memory.pool is pool
+    assert client.session.pool is pool

@@ -6,12 +6,11 @@ import os
 import re
 import signal
 import sys
-import time
 from dataclasses import replace
 
 import psutil
 import pytest
-from pipemesh.launcher.pool import pool as pool_module
+from pipemesh.launcher.pool import verdict
 from pipemesh.launcher.pool.crew import KEEP_MEMORY, rank_environment
 from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.launcher.pool.pool import WorkerPool
@@ -20,54 +19,32 @@ from pipemesh.launcher.pool.watch import Watch
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 
-from .fake_pools import DEADLINE_S, assert_over, call, cpus, failing, fake_setup, gate, handled, inside, is_alive, through
+from .fake_pools import DEADLINE_S, assert_over, call, cpus, failing, fake_setup, handled, is_alive, submitted, through
 
 
 @pytest.fixture
 def brief(monkeypatch):
     """The wait for the other ranks is short: these ranks will not answer."""
-    monkeypatch.setattr(pool_module, "OTHERS_WAIT_S", 0.2)
+    monkeypatch.setattr(verdict, "OTHERS_WAIT_S", 0.2)
 
 
-# -- a request that turns out to be wrong while ranks compute
+# -- a request that is abandoned while ranks compute
 
 
-def test_ranks_leave_a_request_that_turns_out_to_be_wrong_and_take_the_next(started):
+def test_ranks_leave_a_request_that_is_abandoned_and_take_the_next(started):
     pool = started(2, "*:Forward=cancellable")
-    assert call(pool, "Forward", right=lambda: False) == []
+    submitted(pool)
+    assert pool.state == "busy"
+    pool.abandon()
     assert pool.state == "ready"
     assert handled(pool) == ["Start Forward Release"] * 2
 
 
-def test_ranks_that_have_answered_a_wrong_request_already_are_not_believed(started):
+def test_answers_that_came_before_their_request_was_abandoned_are_not_believed(started):
     pool = started(2)
-    assert call(pool, "Forward", right=lambda: False) == []
-    assert len(call(pool, "Forward")) == 2
-
-
-def test_whether_a_request_is_right_is_asked_after_it_was_sent(started):
-    pool = started(2, "*:Forward=gated")
-    computing = inside(pool, "computing")
-
-    def right() -> bool:
-        deadline = time.monotonic() + DEADLINE_S
-        while not computing():  # shared memory has no event to wait for
-            assert time.monotonic() < deadline
-        gate(pool).fill_(1)
-        return True
-
-    assert len(call(pool, "Forward", right=right)) == 2
-
-
-def test_an_error_while_that_is_asked_calls_the_ranks_back(started):
-    pool = started(2, "*:Forward=cancellable")
-
-    def right() -> bool:
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        call(pool, "Forward", right=right)
-    assert handled(pool) == ["Start Forward Release"] * 2
+    submitted(pool)
+    pool.abandon()
+    assert pool.idle and len(through(pool)) == 2
 
 
 # -- a rank that cannot go on
@@ -78,7 +55,7 @@ def failing_start(ranks: int, *rules: str, argv: tuple[str, ...] = (), **setting
     pool = WorkerPool(cpus(ranks), replace(setup, argv=argv or setup.argv))
     with pytest.raises(PoolFailed) as caught:
         pool.start()
-    assert_over(pool, pool.pids)
+    assert_over(pool, pool.ranks.pids)
     return str(caught.value)
 
 
@@ -122,8 +99,8 @@ def test_a_rank_that_dies_is_named_with_device_phase_and_last_lines(kind, phase)
 
 def test_a_rank_that_dies_between_requests_is_named_at_the_next(started):
     pool = started(2)
-    psutil.Process(pool.pids[1]).kill()
-    pool._crew.exit_of(1, DEADLINE_S)
+    psutil.Process(pool.ranks.pids[1]).kill()
+    pool.ranks._crew.exit_of(1, DEADLINE_S)
     with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu was killed \(signal 9; "):
         call(pool, "Load")
     assert pool.state == "failed"
@@ -264,7 +241,8 @@ def test_a_stage_that_fails_lets_the_others_leave_and_the_pool_stays_ready(start
     """They may have many seconds of work before them, with what the failed one sent in place of its
     hidden rows.
     """
-    pool = started(3, "0:Forward=error", "1:Forward=cancellable", "2:Forward=cancellable")
+    stages = place(Layout(pipefusion=3), "cpu", "gloo", ())
+    pool = started(stages, "0:Forward=error", "1:Forward=cancellable", "2:Forward=cancellable")
     with pytest.raises(ModelError, match=r"^Rank 0 on cpu failed while computing"):
         through(pool)
     assert pool.state == "ready"
@@ -338,7 +316,7 @@ def test_a_rank_sees_its_own_gpu_by_uuid_and_nothing_that_breaks_it(monkeypatch)
     devices = (Device("cuda:0", "GPU-3"), Device("cuda:1", "GPU-1"))
     pool = WorkerPool(place(Layout(ulysses=2), "auto", "gloo", devices), fake_setup())
     pool.start()
-    for pid, uuid in zip(pool.pids, ("GPU-3", "GPU-1"), strict=True):
+    for pid, uuid in zip(pool.ranks.pids, ("GPU-3", "GPU-1"), strict=True):
         environ = psutil.Process(pid).environ()
         assert environ["CUDA_VISIBLE_DEVICES"] == uuid
         assert environ["GLOO_SOCKET_IFNAME"] == "lo"

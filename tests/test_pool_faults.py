@@ -9,15 +9,15 @@ import resource
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import psutil
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
-from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
-from pipemesh.parallel_runtime.client.remote_model import Client
+from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, SharedMemoryFull
 
 from .fake_pools import DEADLINE_S, cpus, is_alive
@@ -68,7 +68,7 @@ def handle(setup, before):
 
 @pytest.fixture(scope="module")
 def client(handle):
-    return Client(handle, shares_weights=True)
+    return RemotePool(handle, shares_weights=True)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def is_right(model, truth) -> bool:
 
 
 def kill(pool: WorkerPool, rank: int) -> None:
-    psutil.Process(pool.pids[rank]).kill()
+    psutil.Process(pool.ranks.pids[rank]).kill()
 
 
 def in_forward(pool: WorkerPool, rank: int, ticks: int = 6) -> bool:
@@ -152,7 +152,7 @@ def test_ranks_killed_at_start_and_while_loading_are_named_and_the_next_run_is_r
 def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_is_right(handle, parallel, truth):
     assert is_right(parallel, truth)
     pool = handle.live()
-    process = psutil.Process(pool.pids[1])
+    process = psutil.Process(pool.ranks.pids[1])
 
     def held_in_forward():
         """Looked at again while it stands still: it may have come out in the meantime."""
@@ -210,7 +210,7 @@ def test_every_rank_out_of_memory_is_one_sentence_and_the_same_pool_goes_on(hand
     assert is_right(parallel, truth)
     pool = handle.live()
     sentence = OUT_OF_MEMORY.format(0, r"\[Errno 12\] Cannot allocate memory")
-    with confined(pool.pids, room=4 << 20), pytest.raises(OutOfMemory, match=sentence):
+    with confined(pool.ranks.pids, room=4 << 20), pytest.raises(OutOfMemory, match=sentence):
         picture(parallel, (512, 512))
     assert handle.live() is pool
     low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks could not map it
@@ -221,7 +221,7 @@ def test_every_rank_out_of_memory_is_one_sentence_and_the_same_pool_goes_on(hand
 def test_one_rank_out_of_memory_inside_a_forward_is_named_and_the_next_run_is_right(handle, parallel, truth):
     assert is_right(parallel, truth)
     pool = handle.live()
-    with confined(pool.pids[1:], room=8 << 20), pytest.raises(PoolFailed, match=OUT_OF_MEMORY.format(1, ".*can't allocate memory.*")):
+    with confined(pool.ranks.pids[1:], room=8 << 20), pytest.raises(PoolFailed, match=OUT_OF_MEMORY.format(1, ".*can't allocate memory.*")):
         picture(parallel, (128, 128))
     assert pool.state == "failed"
     assert is_right(parallel, truth)
@@ -244,8 +244,8 @@ def test_a_checkpoint_that_is_cut_short_under_a_rank_is_named_and_not_loaded_aga
 def test_the_rank_that_hangs_inside_a_forward_is_named_not_the_one_that_waits_for_it(handle, parallel, truth):
     assert is_right(parallel, truth)
     pool = handle.live()
-    pool._setup = replace(pool._setup, stall_s=2.0)
-    board, stopped = pool.arena.board, psutil.Process(pool.pids[1])
+    pool._conversation.stall_s = 2.0
+    board, stopped = pool.arena.board, psutil.Process(pool.ranks.pids[1])
 
     def stopped_while_computing() -> bool:
         """Stops rank 1 until it has stopped between two exchanges, with rank 0 waiting in the
@@ -341,7 +341,7 @@ def test_a_checkpoint_overwritten_in_place_is_named_and_no_longer_held(own, clie
     path.write_bytes(write_model(path.with_suffix(".other"), heads=1, blocks=(1, 1), seed=99).read_bytes())
     with pytest.raises(Refused, match=sentence):
         picture(model)
-    assert not client.holds(model.remote.source.model)
+    assert not client.residency.holds(model.remote.source.model)
     assert is_right(parallelize(load(path), client, holds_ui_device=False), picture(load(path)))
 
 
@@ -351,7 +351,7 @@ def test_a_checkpoint_that_changed_is_refused_however_often_its_model_is_paralle
     stock = load(path)
     assert is_right(parallelize(stock, clients(2), holds_ui_device=False), picture(stock))
     sentence = changed(path, str(path.stat().st_size))
-    clients(2).release(parallelize(stock, clients(2), holds_ui_device=False).remote.source.model)
+    clients(2).residency.release(parallelize(stock, clients(2), holds_ui_device=False).remote.source.model)
     write_model(path.with_suffix(".other"), heads=1, blocks=(1, 1), seed=99).replace(path)
     for _ in range(2):
         with pytest.raises(Refused, match=sentence):

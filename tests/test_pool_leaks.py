@@ -195,12 +195,12 @@ def test_two_hundred_runs_leave_nothing_in_the_ui_and_nothing_in_the_ranks(clien
 
     for number in range(40):
         one_run(number)
-    pool = client.memory.pool
-    pids = pool.pids
+    pool = client.session.pool
+    pids = pool.ranks.pids
     before, arena, ranks, memory = Holdings.now(), pool.arena.nbytes, ranks_hold(pids), resident([*pids, os.getpid()])
     for number in range(40, 240):
         one_run(number)
-    assert client.memory.pool is pool
+    assert client.session.pool is pool
     assert Holdings.now() == before
     assert pool.arena.nbytes == arena
     assert ranks_hold(pids) == ranks
@@ -220,14 +220,15 @@ from package import register_package
 register_package(root)
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.fork_server import ForkServer
-from pipemesh.launcher.pool.pool import RankSetup, PoolKeeper
+from pipemesh.launcher.pool.rank_setup import RankSetup
+from pipemesh.launcher.pool.handle import PoolKeeper
 from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.layout import Layout
 
 fakes = {"argv": tuple(argv), "start": ForkServer(preloaded=()).start if forked else process_of_its_own} if argv else {}
 keeper = PoolKeeper(RankSetup(comfyui=comfyui, comfy_args={"cpu": True}, **fakes))
 handle = keeper.handle(place(Layout(ulysses=2), "cpu", "gloo", ()))
-print(json.dumps(handle.ensure().pids), flush=True)
+print(json.dumps(handle.ensure().ranks.pids), flush=True)
 asked = [json.loads(sys.stdin.readline() or sys.exit())]
 
 import comfy.cli_args
@@ -235,9 +236,9 @@ comfy.cli_args.args.cpu = True
 import torch
 torch.set_num_threads(1)
 from pipemesh.launcher.commands.parity import Bench, Case
-from pipemesh.parallel_runtime.client.remote_model import Client
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 
-bench = Bench(lambda *layout: Client(handle, shares_weights=True))
+bench = Bench(lambda *layout: RemotePool(handle, shares_weights=True))
 while asked:
     print(json.dumps(bench.error(Case(**asked.pop()))), flush=True)
     asked += [json.loads(line) for line in [sys.stdin.readline()] if line]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pipemesh.launcher.pool import pool as pool_module
+from pipemesh.launcher.pool import conversation, verdict
 from pipemesh.launcher.pool.devices import Device, Placement, place
-from pipemesh.launcher.pool.pool import STATES, PoolHandle, PoolKeeper, WorkerPool
+from pipemesh.launcher.pool.handle import PoolHandle, PoolKeeper
+from pipemesh.launcher.pool.pool import STATES, WorkerPool
 from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -20,8 +21,8 @@ from .fake_pools import DEADLINE_S, call, cpus, failing, fake_setup, gate, handl
 @pytest.fixture
 def brief(monkeypatch):
     """The waits for other ranks are short: these ranks will not answer."""
-    monkeypatch.setattr(pool_module, "OTHERS_WAIT_S", 0.2)
-    monkeypatch.setattr(pool_module, "CANCEL_WAIT_S", 0.2)
+    monkeypatch.setattr(verdict, "OTHERS_WAIT_S", 0.2)
+    monkeypatch.setattr(conversation, "CANCEL_WAIT_S", 0.2)
 
 
 # -- states
@@ -30,7 +31,7 @@ def brief(monkeypatch):
 @pytest.mark.parametrize(("before", "after"), list(product(STATES, STATES)))
 def test_only_the_declared_transitions_are_possible(before, after):
     pool = WorkerPool(cpus(1), fake_setup())
-    pool.state = before
+    pool._life = before
     if after in STATES[before]:
         pool._enter(after)
         assert pool.state == after
@@ -38,7 +39,7 @@ def test_only_the_declared_transitions_are_possible(before, after):
         with pytest.raises(AssertionError):
             pool._enter(after)
         assert pool.state == before
-    pool.state = "starting"
+    pool._life = "starting"
     pool.close()
 
 
@@ -51,20 +52,20 @@ def history(monkeypatch):
     return entered
 
 
-def test_a_pool_is_starting_then_ready_then_busy_then_ready_then_closed(started, history):
+def test_a_pool_is_starting_then_ready_then_closed(started, history):
     pool = WorkerPool(cpus(2), fake_setup())
     assert pool.state == "starting"
-    assert pool.pids == []
+    assert pool.ranks.pids == []
     pool.start()
-    assert len(set(pool.pids)) == 2
-    assert all(map(is_alive, pool.pids))
+    assert len(set(pool.ranks.pids)) == 2
+    assert all(map(is_alive, pool.ranks.pids))
     assert [(memory.free, memory.total, memory.model) for memory in pool.memory] == [(3 << 20, 4 << 20, 1 << 20)] * 2
     replies = call(pool, "Load")
     assert [reply.request for reply in replies] == [1, 1]
-    pids = pool.pids
+    pids = pool.ranks.pids
     pool.close()
     assert not any(map(is_alive, pids))
-    assert history == ["ready", "busy", "ready", "closed"]
+    assert history == ["ready", "closed"]
 
 
 def test_a_pool_is_busy_while_it_works(started):
@@ -77,7 +78,7 @@ def test_a_pool_is_busy_while_it_works(started):
 
 def test_a_failure_goes_through_failed_to_closed(history):
     failing(2, "1:Load=die", kind="Load")
-    assert history == ["ready", "busy", "ready", "busy", "failed", "closed"]
+    assert history == ["ready", "failed", "closed"]
 
 
 def test_answers_come_in_rank_order(started):
@@ -106,7 +107,7 @@ def test_cancel_while_loading_returns_at_once_and_the_next_call_collects_first(s
     with pytest.raises(RunCancelled, match=r"^The run was cancelled\.$"):
         call(pool, "Load", inside(pool, "loading"))
     assert pool.state == "ready"
-    assert all(map(is_alive, pool.pids))
+    assert all(map(is_alive, pool.ranks.pids))
     replies = call(pool, "Forward", opens(pool))
     assert [(reply.request, reply.output) for reply in replies] == [(2, b"Start Load Forward")] * 2
     assert pool.state == "ready"
@@ -133,7 +134,7 @@ def test_a_rank_that_dies_after_its_load_was_cancelled_is_named_by_the_next_call
     pool = started(2, "*:Load=gated")
     with pytest.raises(RunCancelled):
         call(pool, "Load", inside(pool, "loading"))
-    psutil.Process(pool.pids[1]).kill()
+    psutil.Process(pool.ranks.pids[1]).kill()
     with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu was killed .* while loading"):
         call(pool, "Release")
 
@@ -170,14 +171,14 @@ def test_cancel_while_starting_ends_every_rank():
     with pytest.raises(RunCancelled):
         pool.start(lambda: pool.arena.board.phase(1) == "importing")
     assert pool.state == "closed"
-    assert not any(map(is_alive, pool.pids))
+    assert not any(map(is_alive, pool.ranks.pids))
 
 
 # -- close
 
 
 def close_twice(pool: WorkerPool) -> None:
-    fd, pids = pool.arena.segment.fd, pool.pids
+    fd, pids = pool.arena.segment.fd, pool.ranks.pids
     for _ in range(2):
         pool.close()
         assert pool.state == "closed"
@@ -210,14 +211,14 @@ def test_a_pool_with_answers_outstanding_closes_without_waiting_for_them(started
 
 def test_a_pool_whose_rank_is_gone_closes(started):
     pool = started(2)
-    psutil.Process(pool.pids[0]).kill()
-    pool._crew.exit_of(0, DEADLINE_S)
+    psutil.Process(pool.ranks.pids[0]).kill()
+    pool.ranks._crew.exit_of(0, DEADLINE_S)
     close_twice(pool)
 
 
 def test_a_rank_that_does_not_leave_is_ended_after_the_grace(started):
     pool = started(2, "1:Close=hang")
-    pids = pool.pids
+    pids = pool.ranks.pids
     pool.close(grace_s=0.2)
     assert not any(map(is_alive, pids))
 
@@ -297,9 +298,9 @@ def test_a_handle_starts_a_fresh_pool_after_a_failure(keeper):
 
 def test_what_is_left_of_a_pool_that_lost_a_rank_makes_room_too(keeper):
     first = keeper.handle(cpus(3)).ensure()
-    psutil.Process(first.pids[1]).kill()
-    first._crew.exit_of(1, DEADLINE_S)
-    pids = first.pids
+    psutil.Process(first.ranks.pids[1]).kill()
+    first.ranks._crew.exit_of(1, DEADLINE_S)
+    pids = first.ranks.pids
     keeper.handle(cpus(2)).ensure()
     assert not any(map(is_alive, pids))
 
@@ -334,7 +335,7 @@ def test_a_handle_whose_start_is_cancelled_starts_the_next_time():
 def test_a_pool_that_needs_a_device_closes_the_one_that_holds_it(keeper):
     one, other = keeper.handle(cpus(1)), keeper.handle(cpus(2))
     first = one.ensure()
-    pids = first.pids
+    pids = first.ranks.pids
     other.ensure()
     assert (first.state, one.state, other.state) == ("closed", "closed", "ready")
     assert not any(map(is_alive, pids))

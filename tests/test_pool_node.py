@@ -122,7 +122,7 @@ def test_how_much_memory_ranks_have_free_is_the_same_all_through_a_run(runtime, 
     parallel = runtime.parallelize(load(files["model"]), runtime.choose(**STAGES))
     run(parallel)
     asked = []
-    monkeypatch.setattr(parallel.remote.client, "free_memory", lambda: asked.append(1) or 1 << 40)
+    monkeypatch.setattr(parallel.remote.pool, "free_bytes", lambda: asked.append(1) or 1 << 40)
     run(parallel, cfg=2.0)
     assert len(asked) == 1
 

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from pipemesh.launcher.package import VERSION
 from pipemesh.launcher.pool.crew import Crew
 from pipemesh.launcher.pool.devices import Device, place
+from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.leader import LentRanks, placement_here
 from pipemesh.launcher.pool.listener import accept
-from pipemesh.launcher.pool.pool import PoolHandle, WorkerPool
+from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.launcher.pool.remote_machine import join
 from pipemesh.launcher.pool.rendezvous import (
     MachineMissing,
@@ -29,9 +30,10 @@ from pipemesh.launcher.pool.rendezvous import (
 )
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
-from pipemesh.parallel_runtime.wire.messages import Forward, FromMachine, Load, Open, Release, ToMachine
+from pipemesh.parallel_runtime.wire.messages import ForRanks, Forward, FromMachine, Load, Open, Release, ToMachine
 from pipemesh.parallel_runtime.wire.segment import Segment, pack
 from pipemesh.parallel_runtime.wire.tcp import LEADER, PARCEL, PIECE_BYTES, Hello, Link, prove, read_before
 
@@ -106,8 +108,8 @@ def test_ranks_on_another_machine_answer_as_those_here_do(leader):
     with running(leader()) as pool:
         assert [reply.output for reply in call(pool, "Load")] == [b"Start Load"] * 3
         assert handled(pool, "Forward") == ["Start Load Forward"] * 3
-        assert [pid > 0 for pid in pool.pids] == [True, False, False]
-        assert pool.lost_a_rank() is False
+        assert [pid > 0 for pid in pool.ranks.pids] == [True, False, False]
+        assert pool.ranks.lost_one(pool.idle) is False
         assert len(far_pids()) == 3
     assert far_pids() == []  # the connection ends after they have
 
@@ -124,27 +126,31 @@ def ends():
     return Link(one, FromMachine), Link(other, ToMachine)
 
 
+LOAD = ForRanks((1, 2), Load(request=1, model="m", source=b"tree"))
+
+
 def test_what_a_descriptor_holds_arrives_as_a_segment_of_its_own():
     ours, theirs = ends()
     tensors = [torch.arange(1 << 19), torch.ones(3)]
     segment, refs = pack("parcel", tensors)
-    sender = threading.Thread(target=ours.send, args=(Load(request=1, model="m", source=b"tree"), [segment.fd]))
+    sender = threading.Thread(target=ours.send, args=(LOAD, [segment.fd]))
     sender.start()
     message, (fd,) = theirs.receive()
     sender.join()
-    assert message == Load(request=1, model="m", source=b"tree")
+    assert message == LOAD
     assert os.fstat(fd).st_size == segment.nbytes
     got = type(segment)(fd, segment.nbytes)
     assert all(torch.equal(got.tensor(ref), tensor) for ref, tensor in zip(refs, tensors, strict=True))
-    ours.send(Release(request=2, model="m"))
-    assert theirs.receive() == (Release(request=2, model="m"), [])
+    release = ForRanks((1,), Release(request=2, model="m"))
+    ours.send(release)
+    assert theirs.receive() == (release, [])
     for end in (ours, theirs, got, segment):
         end.close()
 
 
 def test_parcels_that_came_are_given_back_when_the_next_is_cut_off():
     ours, theirs = ends()
-    body = msgspec.msgpack.encode(Load(request=1, model="m", source=b"tree"))
+    body = msgspec.msgpack.encode(LOAD)
     ours._sock.sendall(HEADER.pack(len(body), 2) + body + PARCEL.pack(3) + b"one" + PARCEL.pack(3) + b"t")
     ours.close()
     with pytest.raises(ChannelClosed):
@@ -154,7 +160,7 @@ def test_parcels_that_came_are_given_back_when_the_next_is_cut_off():
 
 
 def forward(arena_bytes: int) -> Forward:
-    return Forward(request=5, model="m", patches_id="", arguments=b"", arena_bytes=arena_bytes, out=OUT)
+    return Forward(request=5, model="m", patches_id="", arguments=b"", arena_bytes=arena_bytes, out=OUT, part=Part(1, 0))
 
 
 def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
@@ -162,10 +168,10 @@ def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
     arena = Segment.create("arena", 4096)
     lent = LentRanks(theirs, "127.0.0.1", fake_setup())
     crew = Crew(spread(), "far", fake_setup())
-    lent._request(crew, arena, forward(1 << 20), [])
+    lent._request(crew, arena, (1, 2), forward(1 << 20), [])
     assert arena.nbytes == 1 << 20
     with largest_file(1 << 20):
-        lent._request(crew, arena, forward(2 << 20), [])
+        lent._request(crew, arena, (1, 2), forward(2 << 20), [])
     said = [ours.receive()[0] for _ in crew.ranks]
     assert [answer.rank for answer in said] == [1, 2]
     assert all(answer.message.text.startswith("Shared memory is full: ") for answer in said)
@@ -181,7 +187,7 @@ def test_a_far_machine_without_room_for_a_model_says_so_and_reads_on(leader):
             largest_file(1 << 20),
             pytest.raises(ModelError, match=r"^Rank 1 on far/cpu failed while receiving: Shared memory is full: "),
         ):
-            pool.call(Load(request=pool.next_request(), model="m", source=b""), [segment.fd])
+            pool.ask(Load(request=pool.next_request(), model="m", source=b""), [segment.fd])
         assert handled(pool) == ["Start Load Release", "Start Release"]
         segment.close()
 
@@ -338,7 +344,7 @@ def test_a_far_machine_that_rejects_what_all_reject_goes_on(leader):
 
 def test_a_far_rank_that_hangs_is_named(leader):
     with running(leader("1:Load=hang")) as pool:
-        pool._setup = replace(pool._setup, stall_s=0.5)
+        pool._conversation.stall_s = 0.5
         with pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu made no progress for 0\.5 s while loading: .*\n.*\n  \(on machine far\)"):
             call(pool, "Load")
 
@@ -355,7 +361,7 @@ def test_a_leader_that_ends_in_mid_run_is_named(leader):
 
         def lose() -> bool:
             if pool.state == "busy":
-                pool._machines[0]._link._sock.shutdown(socket.SHUT_RDWR)
+                pool.ranks._machines[0]._link._sock.shutdown(socket.SHUT_RDWR)
             return False
 
         with pytest.raises(
@@ -368,7 +374,7 @@ def test_a_machine_lost_between_runs_costs_no_run(leader):
     handle = PoolHandle(spread("cpu,far/cpu"), leader().setup)
     first = handle.ensure()
     assert handle.live() is first
-    first._machines[0]._link._sock.shutdown(socket.SHUT_RDWR)
+    first.ranks._machines[0]._link._sock.shutdown(socket.SHUT_RDWR)
     assert handle.live() is None
     assert handled(handle.ensure()) == ["Start Release"] * 2
     handle.close()
@@ -378,7 +384,7 @@ def test_cancel_while_far_ranks_load_is_collected_later(leader):
     with running(leader("1:Load=slow")) as pool:
         with pytest.raises(RunCancelled):
             call(pool, "Load", lambda: pool.state == "busy")
-        assert pool.lost_a_rank() is False  # what it will still say is no loss
+        assert pool.ranks.lost_one(pool.idle) is False  # what it will still say is no loss
         assert handled(pool) == ["Start Load Release"] * 3
 
 
@@ -388,8 +394,8 @@ def test_cancel_while_tensors_are_on_their_way_ends_the_pool_and_the_next_run_ha
     segment = Segment.create("parcel", 3 * PIECE_BYTES)
     asked = []
     with pytest.raises(RunCancelled, match=r"^The run was cancelled\.$"):
-        first.call(Load(request=1, model="m", source=b""), [segment.fd], lambda: asked.append(first.state) or asked.count("busy") == 3)
-    assert (first.state, first._machines[0].fileno()) == ("closed", -1)
+        first.ask(Load(request=1, model="m", source=b""), [segment.fd], lambda: asked.append(first.state) or asked.count("busy") == 3)
+    assert (first.state, first.ranks._machines[0].fileno()) == ("closed", -1)
     assert handled(handle.ensure()) == ["Start Release"] * 2
     handle.close()
     segment.close()

@@ -9,7 +9,7 @@ import pytest
 from pipemesh.launcher.pool.devices import place
 from pipemesh.nodes.report.figures import InPatches, LastRun, MemoryFigures, PoolFigures, RankFigures, Report, last_run
 from pipemesh.nodes.report.text import NO_POOL, report_text
-from pipemesh.parallel_runtime.client.run_figures import Evaluation
+from pipemesh.parallel_runtime.client.run import Evaluation
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 

@@ -15,7 +15,7 @@ from pipemesh.parallel_runtime.comfy_bridge.source import call_factory, find_her
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.tree import encode_tree
-from pipemesh.parallel_runtime.worker.rank_loop import Engine
+from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 
 ROOT = Path(__file__).resolve().parent.parent
 JOIN = """
@@ -84,13 +84,13 @@ def test_conditioning_goes_once_and_what_changes_goes_every_time():
     arena = Arena()
     spread = []
     machines = SimpleNamespace(away=True, spread=lambda pieces: spread.append([piece.numel() for piece in pieces]))
-    engine = Engine(None, arena.segment, SimpleNamespace(rank=1), torch.device("cpu"), machines)
+    io = ArenaIO(arena.segment, torch.device("cpu"), machines)
     text, other = arena.put(torch.ones(6), version=1), arena.put(torch.ones(7), version=2)
     x, nothing = arena.put(torch.ones(5)), arena.put(torch.ones(0))
 
     def evaluate(**arguments) -> list[int]:
         refs = iter(arguments.values())
-        engine._receive(encode_tree({name: torch.empty(0) for name in arguments}, lambda _path, _tensor: next(refs)))
+        io.read(encode_tree({name: torch.empty(0) for name in arguments}, lambda _path, _tensor: next(refs)))
         return spread[-1]
 
     assert evaluate(x=x, context=text, y=nothing) == [20, 24]

@@ -46,11 +46,11 @@ def test_regional_prompts_with_areas_and_strengths_stay_exact(pair):
 def test_conditioning_crosses_once_per_run_and_not_again_for_the_same_prompt(pair, client):
     _stock, parallel = pair
     run(parallel, cfg=2.0, steps=4, positive=conditioning(11, 13))
-    uploads = client.memory.conditioning.uploads
+    uploads = client.session.conditioning.uploads
     run(parallel, cfg=2.0, steps=4, positive=conditioning(11, 13), seed=8)
-    assert client.memory.conditioning.uploads == uploads
+    assert client.session.conditioning.uploads == uploads
     run(parallel, cfg=2.0, steps=4, positive=conditioning(12, 13))
-    assert client.memory.conditioning.uploads == uploads + 2  # the text and the pooled vector; guidance and the negative are known
+    assert client.session.conditioning.uploads == uploads + 2  # the text and the pooled vector; guidance and the negative are known
 
 
 def test_conditioning_that_changes_between_evaluations_of_one_branch_is_never_the_one_before(pair, client, requests, monkeypatch):
@@ -86,7 +86,7 @@ def test_a_cancel_between_steps_is_the_hosts_interrupt_and_the_next_run_is_right
 
     stock, parallel = pair
     run(parallel)
-    pids = client.memory.pool.pids
+    pids = client.session.pool.ranks.pids
 
     def cancel(step, *_):
         if step == 1:
@@ -96,7 +96,7 @@ def test_a_cancel_between_steps_is_the_hosts_interrupt_and_the_next_run_is_right
         run(parallel, steps=5, callback=cancel)
     assert not mm.processing_interrupted()
     assert relative_error(run(parallel), run(stock)) <= BOUND
-    assert client.memory.pool.pids == pids
+    assert client.session.pool.ranks.pids == pids
 
 
 # -- weights
@@ -112,8 +112,9 @@ import comfy.cli_args
 comfy.cli_args.args.cpu = True
 import comfy.sd
 from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.pool.pool import RankSetup, PoolHandle
-from pipemesh.parallel_runtime.client.remote_model import Client
+from pipemesh.launcher.pool.rank_setup import RankSetup
+from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.tests.models import run
@@ -124,7 +125,7 @@ def anonymous_bytes():
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Anonymous:"))
 
 handle = PoolHandle(place(Layout(ulysses=1), "cpu", "gloo", ()), RankSetup(comfyui={comfyui!r}, comfy_args={{"cpu": True}}))
-client = Client(handle, shares_weights=True)
+client = RemotePool(handle, shares_weights=True)
 run(parallelize(comfy.sd.load_diffusion_model({small!r}), client, True), steps=1)
 before = anonymous_bytes()
 parallel = parallelize(comfy.sd.load_diffusion_model({large!r}), client, True)
@@ -234,9 +235,9 @@ def test_free_reaches_the_pool_and_the_next_run_loads_again(pair, client, reques
     stock, parallel = pair
     truth = run(stock)
     run(parallel)
-    assert client.holds(parallel.remote.source.model)
+    assert client.residency.holds(parallel.remote.source.model)
     mm.unload_all_models()
-    assert not client.holds(parallel.remote.source.model)
+    assert not client.residency.holds(parallel.remote.source.model)
     assert requests["Release"] >= 1
     assert relative_error(run(parallel), truth) <= BOUND
 
@@ -257,11 +258,11 @@ def test_free_reaches_the_pool_when_the_samplers_own_clone_is_gone(files, client
         share = parallel.loaded_size()
         del parallel  # and the clone with the LoRA with it, as when its strength is changed
         gc.collect()
-        assert client.holds(model)
+        assert client.residency.holds(model)
         assert not any(loaded.is_dead() for loaded in mm.current_loaded_models)
         assert sum(loaded.model_loaded_memory() for loaded in mm.current_loaded_models) == share > 0
         mm.unload_all_models()
-        assert not client.holds(model)
+        assert not client.residency.holds(model)
     assert relative_error(run(parallelize(stock, client, holds_ui_device=True)), truth) <= BOUND
 
 
@@ -293,7 +294,7 @@ def test_the_pool_keeps_a_model_for_as_long_as_its_loaders_output_lives(files, c
     model = parallelize(stock, client, holds_ui_device=True).remote.source.model
     run(parallelize(stock, client, holds_ui_device=True))
     gc.collect()
-    assert client.holds(model), "the sampler's own parallel MODEL is gone, the loader's is not"
+    assert client.residency.holds(model), "the sampler's own parallel MODEL is gone, the loader's is not"
     requests.clear()
     for strength in (1.0, 0.5):
         run(parallelize(with_lora(stock, files, strength), client, holds_ui_device=True))
@@ -302,12 +303,12 @@ def test_the_pool_keeps_a_model_for_as_long_as_its_loaders_output_lives(files, c
     mm.current_loaded_models.clear()
     del stock
     gc.collect()
-    assert not client.holds(model)
+    assert not client.residency.holds(model)
 
 
 def test_memory_the_host_counts_is_what_the_pool_holds_on_its_device(files, client):
     parallel = parallelize(load(files["model"]), client, holds_ui_device=True)
-    client.release(parallel.remote.source.model)
+    client.residency.release(parallel.remote.source.model)
     weights = sum(p.numel() * p.element_size() for p in parallel.model.diffusion_model.parameters())
     assert (parallel.model_size(), parallel.loaded_size()) == (weights, 0)
     run(parallel)

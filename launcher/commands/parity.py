@@ -24,7 +24,7 @@ from ...parallel_runtime.families.sample import Masks
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-    from ...parallel_runtime.client.remote_model import Client
+    from ...parallel_runtime.client.remote_pool import RemotePool
     from ..comfyui.find import ComfyInstall
 
 BOUND = 2e-5  # of the output's scale, fp32: 3e-7 of reordering grows to at most 8.7e-6 over a run
@@ -169,10 +169,10 @@ def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
 
 class Bench:
     """Stock models, their parallel twins and what stock computes, each made once. ``clients``:
-    (ulysses, ring) -> a Client.
+    (ulysses, ring) -> a RemotePool.
     """
 
-    def __init__(self, clients: Callable[..., Client]):
+    def __init__(self, clients: Callable[..., RemotePool]):
         self._clients = clients
         self.stock = cache(lambda heads, family=PLAIN: stock_model(heads, family=family))
         self.stock_bf16 = cache(lambda heads, family=PLAIN: stock_model(heads, torch.bfloat16, family=family))
@@ -239,16 +239,17 @@ def main(argv: list[str], host: ComfyInstall) -> int:
 
     comfy.cli_args.args.cpu = True
     torch.set_num_threads(1)
-    from ...parallel_runtime.client.remote_model import Client
+    from ...parallel_runtime.client.remote_pool import RemotePool
     from ...parallel_runtime.layout import Layout
     from ..pool.devices import place
-    from ..pool.pool import PoolKeeper, RankSetup
+    from ..pool.handle import PoolKeeper
+    from ..pool.rank_setup import RankSetup
 
     keeper = PoolKeeper(RankSetup(comfyui=host.comfyui, comfy_args={"cpu": True}))
 
     @cache
-    def clients(ulysses: int, ring: int) -> Client:
-        return Client(keeper.handle(place(Layout(ulysses=ulysses, ring=ring), "cpu", "gloo", ())), shares_weights=True)
+    def clients(ulysses: int, ring: int) -> RemotePool:
+        return RemotePool(keeper.handle(place(Layout(ulysses=ulysses, ring=ring), "cpu", "gloo", ())), shares_weights=True)
 
     bench = Bench(clients)
     figure, (least, bound) = (bench.bf16_ratio, BF16_BOUNDS) if options.bf16 else (bench.error, (0.0, BOUND))

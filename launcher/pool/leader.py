@@ -99,24 +99,26 @@ class LentRanks:
                     return True
                 if isinstance(message, Open):
                     raise LayoutError(f"A pool was opened twice: {SAME_VERSION}")
-                self._request(crew, arena, message, fds)
+                self._request(crew, arena, message.ranks, message.request, fds)
             finally:
                 close_all(fds)
         return False
 
-    def _request(self, crew: Crew, arena: Segment, message: Request, fds: list[int]) -> None:
-        self._owing = dict.fromkeys(crew.ranks, message.request)
+    def _request(self, crew: Crew, arena: Segment, group: Sequence[int], message: Request, fds: list[int]) -> None:
+        """Hands a request on to the ranks of ``group`` that are here."""
+        ranks = [rank for rank in crew.ranks if rank in group]
+        self._owing |= dict.fromkeys(ranks, message.request)
         try:
             if self._link.no_room is not None:
                 raise self._link.no_room
             if isinstance(message, Forward | Fetch):
                 arena.grow(message.arena_bytes)
         except SharedMemoryFull as error:
-            self._owing.clear()
-            for rank in crew.ranks:
+            for rank in ranks:
+                del self._owing[rank]
                 self._link.send(Said(rank, shared_memory_full(message.request, error)))
             return
-        send_all(crew, message, fds)
+        send_all(crew, message, fds, ranks)
 
     def _hand_back(self, crew: Crew, board: Board, rank: int) -> bool:
         """Hands back what ``rank`` has said. False when it has ended."""
@@ -137,8 +139,9 @@ class LentRanks:
         self._last_beat = time.monotonic()
 
 
-def send_all(crew: Crew, message: Request | Close, fds: Sequence[int] = ()) -> None:
-    for channel in crew.channels.values():
+def send_all(crew: Crew, message: Request | Close, fds: Sequence[int] = (), ranks: Sequence[int] | None = None) -> None:
+    """Sends to ``ranks`` of the crew, by default to all."""
+    for channel in [channel for rank, channel in crew.channels.items() if ranks is None or rank in ranks]:
         with contextlib.suppress(ChannelClosed):  # its end is told when its channel is read
             channel.send(message, fds)
 

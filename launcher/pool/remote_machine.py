@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...parallel_runtime.wire.arena import Board
 from ...parallel_runtime.wire.channel import ChannelClosed
-from ...parallel_runtime.wire.messages import PHASE, Beat, Close, Denied, Ended, FromMachine, Open, Request
+from ...parallel_runtime.wire.messages import PHASE, Beat, Close, Denied, Ended, ForRanks, FromMachine, Open, Request
 from ...parallel_runtime.wire.tcp import COMFYUI, Link, SecretRefused, notice_loss, shake_hands
 from ...parallel_runtime.wire.tree import encode_tree
 from .crew import no_tensor
@@ -101,13 +101,16 @@ class RemoteMachine:
         except ChannelClosed as error:
             raise MachineMissing(f"Machine {self.name} was lost before its ranks could start ({error}): run again.") from error
 
-    def send(self, message: Request | Close, fds: Any = (), before_piece: Callable[[], None] = lambda: None) -> None:
-        """Once, for all ranks there. The board says at once what they were asked: the next word
-        from there may never come.
+    def send(self, request: Request, group: Sequence[int], fds: Sequence[int], before_piece: Callable[[], None]) -> None:
+        """Sends a request once for all ranks of ``group``, which are there. The board says at once
+        what they were asked: the next word from there may never come.
         """
-        for rank in self.ranks if type(message) in PHASE else ():
-            self._board.enter(rank, PHASE[type(message)], message.request)
-        self._link.send(message, fds, before_piece)
+        for rank in group:
+            self._board.enter(rank, PHASE[type(request)], request.request)
+        self._link.send(ForRanks(tuple(group), request), fds, before_piece)
+
+    def send_close(self) -> None:
+        self._link.send(Close())
 
     def pump(self) -> list[tuple[int, Any]]:
         """Reads once: what ranks there said, None for one that has ended. Raises ChannelClosed,

@@ -1,4 +1,4 @@
-"""Whether ranks hang."""
+"""Judge whether ranks hang."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class Watch:
 
     def __init__(self, progress: Callable[[int], int], stall_s: float, clock: Callable[[], float] = time.monotonic):
         self._progress = progress
-        self._stall_s = stall_s
+        self.stall_s = stall_s
         self._clock = clock
         self._seen: dict[int, int] = {}
         self._changed = clock()
 
-    def stalled(self, ranks: Sequence[int]) -> int | None:
-        """The rank that is furthest behind if none of ``ranks`` has moved for ``stall_s``, else
-        None.
+    def stalled(self, ranks: Sequence[int], stall_s: float | None = None) -> int | None:
+        """The rank that is furthest behind if none of ``ranks`` has moved for ``stall_s`` seconds
+        (the watch's own where none are given), else None.
         """
         seen = {rank: self._progress(rank) for rank in ranks}
         if seen != self._seen:
             self._seen, self._changed = seen, self._clock()
-        if seen and self._clock() - self._changed > self._stall_s:
+        if seen and self._clock() - self._changed > (self.stall_s if stall_s is None else stall_s):
             return min(seen, key=lambda rank: seen[rank])
         return None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ...parallel_runtime.client.run_figures import Evaluation
+from ...parallel_runtime.client.run import Evaluation
 from ...parallel_runtime.occupancy import busy_shares
 from ...parallel_runtime.patches import Part
 

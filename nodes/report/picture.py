@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ...parallel_runtime.client.run_figures import Evaluation
+from ...parallel_runtime.client.run import Evaluation
 
 WIDTH, ROW, BAR, MARGIN, FOOT = 1000, 44, 30, 10, 48
 FONT, LEGEND = 22, 118  # a node shows it at less than half its size

@@ -23,7 +23,7 @@ from .timelines import Branch
 
 
 class InOneProcess:
-    """An engine that computes at once."""
+    """The ``PatchBackend`` that computes at once, in this process."""
 
     def __init__(self, model: torch.nn.Module, plan: TokenPlan, forward: Callable[..., torch.Tensor]):
         self.method = PatchForward(model, plan)
@@ -56,8 +56,8 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
     model = patcher.model.diffusion_model
     name = forward_patch(model)
     plan = require_plan(model)
-    engine = InOneProcess(model, plan, getattr(model, name.rpartition(".")[2]))
-    sampling = Patchwise(engine, model.patch_size, plan, patches, warm_up, notice)
+    backend = InOneProcess(model, plan, getattr(model, name.rpartition(".")[2]))
+    sampling = Patchwise(backend, model.patch_size, plan, patches, warm_up, notice)
     bind = forward_binder(model, name)
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:

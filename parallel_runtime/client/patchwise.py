@@ -24,7 +24,7 @@ from ..errors import NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid
 from .separable import WRAPPER_KEY, known_guider, must_run_conds_in_sequence, why_single_timeline
-from .timelines import Asked, Branch, Cond, Engine, RandomState, Timeline, free_run, in_flight_together
+from .timelines import Asked, Branch, Cond, PatchBackend, RandomState, Timeline, free_run, in_flight_together
 
 log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
@@ -40,14 +40,14 @@ class Patchwise:
 
     def __init__(
         self,
-        engine: Engine,
+        backend: PatchBackend,
         patch_size: Any,
         plan: TokenPlan,
         patches: int,
         warm_up: int,
         notice: Callable[[str], None] = log.info,
     ):
-        self._engine = engine
+        self._backend = backend
         self._patch_size = patch_size
         self._text_is_a_stream = len(plan.streams) > 1
         self._text = 0  # tokens that go with the first patch in this run
@@ -71,7 +71,7 @@ class Patchwise:
         """Between runs, never inside one: what the engine keeps is void."""
         self._counts.clear()
         self._begun = False
-        self._engine.begin_run()
+        self._backend.begin_run()
 
     def sampler_sample(
         self, executor, guider, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
@@ -90,7 +90,7 @@ class Patchwise:
 
         def free() -> torch.Tensor:
             grid, patches = self._cut(noise.shape)
-            return free_run(sampler, self._engine, grid, patches, self._warm_up, callback, noise.device)
+            return free_run(sampler, self._backend, grid, patches, self._warm_up, callback, noise.device)
 
         return self._making_room(once if reason else free, guider, noise.device)
 
@@ -106,7 +106,7 @@ class Patchwise:
             except (NoRoom, OutOfMemory):
                 if self._begun:
                     raise
-                if not self._engine.make_room():
+                if not self._backend.make_room():
                     if host_asked or not unload_unused(guider, is_known=known_guider(guider)):
                         raise
                     host_asked = True
@@ -140,7 +140,7 @@ class Patchwise:
 
     def _evaluate(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
         timeline = getcurrent()
-        forgotten = self._engine.restart_if_reloaded()
+        forgotten = self._backend.restart_if_reloaded()
         if isinstance(timeline, Timeline):
             if forgotten:
                 raise PoolFailed("The model was unloaded, or its workers lost, while its patches were on their way: run again.")
@@ -150,10 +150,10 @@ class Patchwise:
         if forgotten:
             self._counts.clear()  # warm again
         try:
-            tickets = [[self._engine.submit(*one, patch) for patch in self._patches_of(*one)] for one in asked]
-            outputs = [[self._engine.collect(ticket) for ticket in one] for one in tickets]
+            tickets = [[self._backend.submit(*one, patch) for patch in self._patches_of(*one)] for one in asked]
+            outputs = [[self._backend.collect(ticket) for ticket in one] for one in tickets]
         except BaseException:
-            self._engine.abandon()
+            self._backend.abandon()
             raise
         self._begun = True
         return [sum(others, first) for first, *others in outputs]

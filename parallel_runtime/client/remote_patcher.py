@@ -28,9 +28,10 @@ from ..comfy_bridge.source import Source, describe_source, state_source
 from ..comfy_bridge.weight_patches import content_id, pack_patches, plain_objects
 from ..comfy_bridge.weights import map_weights
 from ..errors import Refused
-from .patch_backend import Pipeline
+from .patch_backend import PipelineBackend
 from .patchwise import Patchwise, branch_of
-from .remote_model import Client
+from .remote_pool import RemotePool
+from .run import Run
 from .separable import WRAPPER_KEY
 
 
@@ -46,24 +47,70 @@ class Patching:
 
 
 class Remote:
-    """What all clones of one parallelized MODEL share."""
+    """What all clones of one parallelized MODEL share.
+
+    ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
+    ``activations``: likewise, of what a whole evaluation computes. ``sampling``: how evaluations
+    become patches, where the pool is a pipeline; ``stages``: how many blocks each stage has, where
+    the user says so.
+    """
 
     def __init__(
         self,
-        client: Client,
+        pool: RemotePool,
         source: Source,
         holds_ui_device: float,
         activations: float,
         sampling: Patchwise | None = None,
         stages: tuple[int, ...] = (),
     ):
-        self.client = client
+        self.pool = pool
         self.source = source
-        self.holds_ui_device = holds_ui_device  # the part of the weights that ranks on the UI's own device hold
-        self.activations = activations  # likewise, of what a whole evaluation computes
-        self.sampling = sampling  # in patches, where the pool is a pipeline
-        self.stages = stages  # how many blocks each has, where the user says so
-        self.free: int | None = None  # the ranks' memory when the run began
+        self.holds_ui_device = holds_ui_device
+        self.activations = activations
+        self.sampling = sampling
+        self.stages = stages
+        self.run: Run | None = None
+        self.free_bytes: int | None = None  # in the rank that has least, when the run began
+
+    @property
+    def model(self) -> str:
+        """Its name in the pool."""
+        return self.source.model
+
+    def share_of(self, diffusion_model: torch.nn.Module) -> int:
+        """Bytes of the weights that ranks on the UI's own device hold once the model is loaded."""
+        whole = sum(p.numel() * p.element_size() for p in diffusion_model.parameters())
+        return round(whole * self.holds_ui_device)
+
+    def release(self) -> None:
+        self.pool.residency.release(self.model)
+
+    def recut(self) -> None:
+        """Decides how many blocks each stage has, where the pool is a pipeline."""
+        if self.sampling is not None:
+            self.pool.residency.recut(self.model, self.stages)
+
+    def begin_run(self) -> None:
+        """Raises Refused where the checkpoint was overwritten while the ranks had it mapped: then
+        they hold some of each file.
+        """
+        try:
+            check_mapped(self.source.file)
+        except Refused:
+            self.release()
+            raise
+        self.run = self.pool.runs.begin(self.model)
+        self.recut()
+        self.free_bytes = self.pool.free_bytes()
+        if self.sampling is not None:
+            self.sampling.begin_run()
+
+    def end_run(self) -> None:
+        """Once, however often it is called."""
+        run, self.run = self.run, None
+        if run is not None:
+            self.pool.runs.end(run)
 
 
 class RemotePatcher(ModelPatcher):
@@ -83,27 +130,17 @@ class RemotePatcher(ModelPatcher):
     # -- what the host's memory manager sees
 
     def model_size(self) -> int:
-        return self._share() if self._on_ui_device() else 0
+        return self.remote.share_of(self.model.diffusion_model) if hasattr(self, "remote") else 0
 
     def loaded_size(self) -> int:
-        return self._share() if self._on_ui_device() and self._resident() else 0
+        return self.model_size() if hasattr(self, "remote") and self.remote.pool.residency.holds(self.remote.model) else 0
 
     def get_free_memory(self, device: torch.device) -> int:
         """Asked for when the host decides whether cond and uncond fit one batch: the ranks' memory
         at the begin of the run decides, not the UI's. Batches that changed within a run would be
         other branches to a pipeline.
         """
-        return super().get_free_memory(device) if self.remote.free is None else self.remote.free
-
-    def _share(self) -> int:
-        whole = sum(p.numel() * p.element_size() for p in self.model.diffusion_model.parameters())
-        return round(whole * self.remote.holds_ui_device)
-
-    def _on_ui_device(self) -> bool:
-        return hasattr(self, "remote") and self.remote.holds_ui_device > 0
-
-    def _resident(self) -> bool:
-        return self.remote.client.holds(self.remote.source.model)
+        return super().get_free_memory(device) if self.remote.free_bytes is None else self.remote.free_bytes
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
         """Puts the remote forward in place and brings the pool to this clone's weights. Raises
@@ -117,7 +154,7 @@ class RemotePatcher(ModelPatcher):
             # give them back.
             self.unpatch_model(self.offload_device, unpatch_weights=self.model.model_loaded_weight_memory > 0 or bool(self.backup))
             self.patch_model(load_weights=False)
-        self._share_out()
+        self.remote.recut()
         self._bring_up()
         return self.loaded_size() - before
 
@@ -138,7 +175,7 @@ class RemotePatcher(ModelPatcher):
         """
         freed = self.loaded_size()
         if freed:
-            self.remote.client.release(self.remote.source.model)
+            self.remote.release()
         return freed
 
     def detach(self, unpatch_all: bool = True) -> Any:
@@ -146,35 +183,20 @@ class RemotePatcher(ModelPatcher):
         clones and nothing is released.
         """
         if unpatch_all:
-            self.remote.client.release(self.remote.source.model)
+            self.remote.release()
         return super().detach(unpatch_all)
 
     # -- a run
 
     def pre_run(self) -> None:
-        """Raises Refused where the checkpoint was overwritten while the ranks had it mapped: then
-        they hold some of each file.
-        """
-        try:
-            check_mapped(self.remote.source.file)
-        except Refused:
-            self.remote.client.release(self.remote.source.model)
-            raise
-        self.remote.client.begin_run(self.remote.source.model)
-        self._share_out()
-        self.remote.free = self.remote.client.free_memory()
-        if self.remote.sampling is not None:
-            self.remote.sampling.begin_run()
+        """ComfyUI calls it before the first evaluation. Raises Refused."""
+        self.remote.begin_run()
         super().pre_run()
 
     def cleanup(self) -> None:
-        """The host calls it after every run, however it ended."""
-        self.remote.client.end_run(self.remote.source.model)
+        """ComfyUI calls it after every run, however it ended."""
+        self.remote.end_run()
         super().cleanup()
-
-    def _share_out(self) -> None:
-        if self.remote.sampling is not None:
-            self.remote.client.share_out(self.remote.source.model, self.remote.stages)
 
     def patch_hooks(self, hooks: Any) -> None:
         """Scheduled weight patches: the combined set is applied in the pool before the next
@@ -196,17 +218,17 @@ class RemotePatcher(ModelPatcher):
         objects = plain_objects(self.object_patches)
         patched = any(key.startswith(PREFIX) for key in (*self.patches, *hook_patches))
         self.patches_id = f"{self.patches_uuid.hex}{hook_id}{content_id(objects)}" if patched or objects else ""
-        client, model = self.remote.client, self.remote.source.model
-        client.settle(interrupted)
-        if client.ready_for(model, self.patches_id):
+        residency, model = self.remote.pool.residency, self.remote.model
+        self.remote.pool.sessions.settle(interrupted)
+        if residency.touch(model, self.patches_id):
             return
-        client.load(self.remote.source, lambda: state_source(self), interrupted)
-        if client.ready_for(model, self.patches_id):
+        residency.load(self.remote.source, lambda: state_source(self), interrupted)
+        if residency.touch(model, self.patches_id):
             return
         keys = sorted(key for key in {*self.patches, *hook_patches} if key.startswith(PREFIX))
         patches = pack_patches({key: [*self.patches.get(key, []), *hook_patches.get(key, [])] for key in keys})
         weights = {key: comfy.utils.get_attr(self.model, key) for key in keys}
-        client.patch(model, self.patches_id, patches, objects, weights, interrupted)
+        residency.set_weight_patches(model, self.patches_id, patches, objects, weights, interrupted)
 
     @interrupting
     def evaluate(self, arguments: dict[str, Any]) -> Any:
@@ -216,11 +238,14 @@ class RemotePatcher(ModelPatcher):
         options = arguments.get("transformer_options", {})
         branch = branch_of(options)
         arguments = {**arguments, "transformer_options": plain_options(options)}
-        if not self.remote.client.in_flight:  # else nothing has changed but that the pool may be lost, which those in flight tell of
+        if (
+            not self.remote.pool.evaluations.in_flight
+        ):  # else nothing has changed but that the pool may be lost, which those in flight tell of
             self._bring_up()
         if self.remote.sampling is not None:
             return self.remote.sampling.evaluate(arguments, branch, self.patches_id)
-        return self.remote.client.forward(self.remote.source.model, self.patches_id, arguments, branch, interrupted)
+        run = self.remote.pool.runs.of(self.remote.model)
+        return self.remote.pool.evaluations.evaluate(run, self.patches_id, arguments, branch, interrupted)
 
 
 def prepare_sampling(executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
@@ -253,13 +278,13 @@ class RemoteForward:
 
 def parallelize(
     patcher: ModelPatcher,
-    client: Client,
+    pool: RemotePool,
     holds_ui_device: float,
     patching: Patching | None = None,
     notice: Callable[[str], None] = lambda mode: None,
     activations: float = 1.0,
 ) -> RemotePatcher:
-    """A clone of a stock MODEL that computes in the client's pool. Nothing is started or loaded
+    """A clone of a stock MODEL that computes in ``pool``. Nothing is started or loaded
     before it is sampled.
 
     ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
@@ -268,15 +293,15 @@ def parallelize(
     ModelError for a checkpoint that is gone.
     """
     plan = require_plan(patcher.model.diffusion_model)
-    if isinstance(patcher, RemotePatcher) and patcher.remote.client is client and patching is None:
+    if isinstance(patcher, RemotePatcher) and patcher.remote.pool is pool and patching is None:
         return patcher
-    source = client.use(patcher.model, lambda: describe_source(patcher))
+    source = pool.residency.use(patcher.model, lambda: describe_source(patcher))
     map_weights(patcher, source)
     sampling = None
     if patching is not None:
-        pipeline = Pipeline(client, source.model)
-        sampling = Patchwise(pipeline, patcher.model.diffusion_model.patch_size, plan, patching.patches, patching.warm_up, notice)
-    remote = Remote(client, source, holds_ui_device, activations, sampling, patching.stages if patching else ())
+        backend = PipelineBackend(pool, source.model)
+        sampling = Patchwise(backend, patcher.model.diffusion_model.patch_size, plan, patching.patches, patching.warm_up, notice)
+    remote = Remote(pool, source, holds_ui_device, activations, sampling, patching.stages if patching else ())
     made = remote_clone(patcher, remote)
     made.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY)
     made.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY, prepare_sampling)
@@ -303,9 +328,9 @@ def stand_in(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
     root = patcher
     while root.parent is not None and root.parent.model is patcher.model:  # a clone with a LoRA may be gone as soon
         root = root.parent
-    key = f"pipemesh-{id(remote.client)}"
+    key = f"pipemesh-{id(remote.pool)}"
     kept = root.get_attachment(key)
-    if kept is None or kept.remote.client is not remote.client or kept.model is not root.model:
+    if kept is None or kept.remote.pool is not remote.pool or kept.model is not root.model:
         kept = remote_clone(root, remote)
         kept.parent = None
         root.set_attachments(key, kept)

@@ -37,43 +37,47 @@ class Branch:
 Asked = tuple[dict[str, Any], Branch]  # the arguments of an evaluation and its branch
 
 
-class Engine(Protocol):
-    """What computes evaluations: first in, first out."""
+class PatchBackend(Protocol):
+    """Computes evaluations and patches of them: first in, first out."""
 
     def begin_run(self) -> None:
-        """What it keeps of the run before is void."""
+        """Makes void what it keeps of the run before, or of this one so far."""
+        ...
 
     def restart_if_reloaded(self) -> bool:
-        """Whether what it kept of this run is gone. Then the run begins anew as far as it is
-        concerned.
-        """
+        """Begins the run anew, and says so, if what it kept of this run is gone."""
+        ...
 
     def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> Any:
         """Starts one patch of an evaluation, or all of it (exact, and what later patches see of
         their neighbours). Returns a ticket.
         """
+        ...
 
     def collect(self, ticket: Any) -> torch.Tensor:
         """The output, full shape, zero outside the patch."""
+        ...
 
     def make_room(self) -> bool:
         """Frees memory that something else has. False: nothing has."""
+        ...
 
     def abandon(self) -> None:
-        """Nobody will collect what was submitted."""
+        """Ends what was submitted and not collected."""
+        ...
 
 
 class Result:
     """The output of one submission, which several timelines may want."""
 
-    def __init__(self, engine: Engine, ticket: Any):
-        self._engine = engine
+    def __init__(self, backend: PatchBackend, ticket: Any):
+        self._backend = backend
         self._ticket = ticket
         self._output: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
         if self._output is None:
-            self._output = self._engine.collect(self._ticket)
+            self._output = self._backend.collect(self._ticket)
         return self._output.clone()
 
 
@@ -159,7 +163,7 @@ def in_flight_together(runs: Sequence[Callable[[], Any]], evaluate: Callable[[Se
 
 def free_run(
     sampler: Callable[[Callback | None, bool], torch.Tensor],
-    engine: Engine,
+    backend: PatchBackend,
     grid: TokenGrid,
     patches: Sequence[Patch],
     warm_up: int,
@@ -172,12 +176,12 @@ def free_run(
     many first evaluations of every branch are whole. ``callback`` sees every step once, when the
     last patch has come to it.
     """
-    return FreeRun(engine, grid, patches, warm_up, device).run(sampler, callback)
+    return FreeRun(backend, grid, patches, warm_up, device).run(sampler, callback)
 
 
 class FreeRun:
-    def __init__(self, engine: Engine, grid: TokenGrid, patches: Sequence[Patch], warm_up: int, device: torch.device):
-        self._engine = engine
+    def __init__(self, backend: PatchBackend, grid: TokenGrid, patches: Sequence[Patch], warm_up: int, device: torch.device):
+        self._backend = backend
         self._warm_up = warm_up
         self._device = device
         self._patches = patches
@@ -206,7 +210,7 @@ class FreeRun:
                     self._waiting.append((index, calls))  # the others are yet to come to it
         finally:
             if any(self._timelines):
-                self._engine.abandon()
+                self._backend.abandon()
             for timeline in self._timelines:
                 if timeline:  # alive: unwound here
                     timeline.throw()
@@ -239,7 +243,7 @@ class FreeRun:
             calls, patch = [call], self._patches[index]
             whole = torch.where(self._pixels[index], latent, self._seen[call.branch])
         self._seen[call.branch] = whole
-        result = Result(self._engine, self._engine.submit({**call.arguments, name: whole}, call.branch, patch))
+        result = Result(self._backend, self._backend.submit({**call.arguments, name: whole}, call.branch, patch))
         for each in calls:
             each.result = result
 

@@ -84,8 +84,8 @@ class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     model: str
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A run of a pipeline is over: what its stages keep of it is void, and the memory free."""
+class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A run of a model is over: what ranks keep of it is void, and its memory free."""
 
     request: int
     model: str
@@ -102,7 +102,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     arguments: bytes
     arena_bytes: int
     out: TensorRef
-    part: Part | None = None
+    part: Part
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -179,6 +179,13 @@ class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     arena_bytes: int
 
 
+class ForRanks(msgspec.Struct, frozen=True, tag=True):
+    """A request for some of the ranks on that machine; it carries the request's descriptors."""
+
+    ranks: tuple[int, ...]
+    request: Load | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
+
+
 class Said(msgspec.Struct, frozen=True, tag=True):
     """What a rank there answered."""
 
@@ -208,17 +215,17 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-ToRank = Start | Load | SetWeightPatches | Adopt | Release | Forget | Forward | Fetch | Close
+ToRank = Start | Load | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch | Close
 FromRank = Ready | Done | Failed
-Request = Load | SetWeightPatches | Adopt | Release | Forget | Forward | Fetch
-ToMachine = Open | Load | SetWeightPatches | Adopt | Release | Forward | Fetch | Close
+Request = Load | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
+ToMachine = Open | ForRanks | Close
 FromMachine = Said | Beat | Ended | Denied
 PHASE = {
     Load: "loading",
     SetWeightPatches: "patching",
     Adopt: "patching",
     Release: "releasing",
-    Forget: "releasing",
+    EndRun: "releasing",
     Forward: "computing",
     Fetch: "writing",
 }

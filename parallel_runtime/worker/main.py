@@ -54,7 +54,10 @@ def run(channel: Channel) -> None:
     from ..comm.machines import MachineComm
     from ..comm.mesh import connect
     from ..layout import Layout
-    from .rank_loop import Engine
+    from .arena_io import ArenaIO
+    from .device_memory import DeviceMemory
+    from .handler import RequestHandler
+    from .rank_loop import RankLoop
 
     torch.set_num_threads(start.threads)
     device = torch.device(start.device)
@@ -62,6 +65,8 @@ def run(channel: Channel) -> None:
         torch.cuda.set_device(device)
     board.enter(start.rank, "joining")
     layout = Layout(**start.degrees)
+    memory = DeviceMemory(device, start.rank)
+    loop = RankLoop(channel, board, start.rank, memory)
     size = layout.world_size
     with giving_way() if start.cores else contextlib.nullcontext():
         if size > 1:
@@ -71,19 +76,20 @@ def run(channel: Channel) -> None:
                 store = dist.PrefixStore(start.meeting.name, dist.TCPStore(start.meeting.address, start.meeting.port))
             timeout = timedelta(seconds=start.timeout_s)
             dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout)
-        hosts = MachineComm(start.machines, start.rank) if start.machines else None
+        machines = MachineComm(start.machines, start.rank) if start.machines else None
         mesh = connect(
             layout.degrees(),
             start.rank,
             device_type="cuda" if start.backend == "nccl" else "cpu",
             via_cpu=start.backend == "gloo" and device.type == "cuda",
-            wants_stop=lambda: engine.wants_stop(),
+            wants_stop=loop.wants_stop,
             tick=lambda steps: board.tick(start.rank, steps),
         )
-    engine = Engine(channel, arena, mesh, device, hosts)
+    away = machines is not None and machines.away
+    handler = RequestHandler(mesh, device, memory, ArenaIO(arena, device, machines), away)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    channel.send(Ready(device_name=name, memory=engine.memory()))
+    channel.send(Ready(device_name=name, memory=memory.now()))
     with contextlib.suppress(ChannelClosed):
-        engine.serve()
+        loop.serve(handler)
     if size > 1:
         dist.destroy_process_group()

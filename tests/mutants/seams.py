@@ -15,7 +15,7 @@ ROOMS = (
     "methods.sequence_attention",
     "methods.shards",
     "methods.usp",
-    "worker.rank_loop",
+    "worker.device_memory",
     "worker.resident",
 )
 

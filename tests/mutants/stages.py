@@ -179,7 +179,7 @@ def no_memory_beside_another_model():
 def no_memory_on_ranks(ranks, when=lambda: True):
     def change(_method, mesh, _now):
         if mesh.rank in ranks:
-            put(rooms.rank_loop, "system_memory", lambda real: lambda: (0, 1 << 30) if when() else real())
+            put(rooms.device_memory, "system_memory", lambda real: lambda: (0, 1 << 30) if when() else real())
 
     at_every_method(change)
 

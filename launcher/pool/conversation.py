@@ -1,0 +1,171 @@
+"""Requests to groups of ranks, and their answers: submit, collect, abandon, settle.
+
+There is no other way to ask ranks. Sequence parallelism submits one Forward and collects it; a
+pipeline has many in flight.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...parallel_runtime.errors import PoolFailed, RunCancelled
+from ...parallel_runtime.wire.arena import Board
+from ...parallel_runtime.wire.messages import Request
+from .in_flight import InFlight, Meets
+from .ranks import Lost, Ranks
+from .verdict import Facts, judge, sentence_of_stall, wait_after_failure
+from .watch import Watch
+
+POLL_S = 0.05
+CANCEL_WAIT_S = 10.0  # for ranks to leave what was cancelled; after that the next run waits for them
+
+
+class Hung(Lost):
+    """Ranks that were told to leave an evaluation and do not move: the pool is of no more use, and
+    the user, who cancelled, need not hear of it.
+    """
+
+
+class Conversation:
+    """Raises ``Lost`` where the pool cannot go on, and otherwise what its methods say."""
+
+    def __init__(self, ranks: Ranks, board: Board, facts: Facts, stall_s: float):
+        self.stall_s = stall_s
+        self._ranks = ranks
+        self._board = board
+        self._facts = facts
+        self._in_flight: dict[int, InFlight] = {}  # by request, in the order of submission
+        self._leave_by = math.inf  # when ranks that were told to leave what is in flight should have
+
+    @property
+    def is_over(self) -> bool:
+        """True if no rank owes an answer. May be asked from any thread."""
+        return not self._in_flight
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if a caller waits for an answer, or will collect one."""
+        return any(one.awaited for one in list(self._in_flight.values()))
+
+    def expect(self, number: int, group: Sequence[int], meets: Meets = Meets.NOBODY) -> None:
+        """Counts on an answer to ``number`` from every rank of ``group``."""
+        if not self._in_flight:
+            self._leave_by = math.inf
+        self._in_flight[number] = InFlight(number, tuple(group), meets)
+
+    def submit(self, request: Request, group: Sequence[int], fds: Sequence[int], interrupted: Callable[[], bool]) -> None:
+        """Sends ``request`` to the ranks of ``group``. Raises RunCancelled where a cancel cuts what
+        goes to another machine: that ends the ranks. Any other error leaves all as it was.
+        """
+        self.expect(request.request, group, self._facts.meets(request))
+        try:
+            self._ranks.send(request, group, fds, lambda: stop_if(interrupted))
+        except BaseException:
+            del self._in_flight[request.request]
+            raise
+
+    def cancel(self) -> None:
+        """Tells the ranks to leave what is in flight at their next block; they still answer."""
+        self._leave_by = min(self._leave_by, time.monotonic() + CANCEL_WAIT_S)
+        self._board.cancel(max(self._in_flight, default=0))
+
+    def collect(self, number: int, interrupted: Callable[[], bool]) -> dict[int, Any]:
+        """The answers to ``number``, by rank. Raises RunCancelled, ModelError, Refused."""
+        request = self._in_flight[number]
+        try:
+            cancelled = self._listen([request], interrupted, leave=request.meets is not Meets.NOBODY)
+        finally:
+            request.awaited = False
+        self._pass_judgement()
+        if not request.owing:
+            del self._in_flight[number]
+        if cancelled or request.owing:
+            raise RunCancelled("The run was cancelled.")
+        return dict(sorted(request.answers.items()))
+
+    def abandon(self) -> None:
+        """Cancels all that is in flight, and waits until the ranks have left it: at most
+        ``CANCEL_WAIT_S`` since they were first told to.
+        """
+        for one in self._in_flight.values():
+            one.awaited = False
+        if self._in_flight:
+            self.cancel()
+            self._drain(lambda: False, until=self._leave_by)
+
+    def settle(self, interrupted: Callable[[], bool]) -> None:
+        """Waits for answers outstanding from cancelled requests. Raises RunCancelled."""
+        if not all(one.awaited for one in self._in_flight.values()):
+            self._drain(interrupted)
+
+    def _drain(self, interrupted: Callable[[], bool], until: float = math.inf) -> None:
+        outstanding = [one for one in self._in_flight.values() if not one.awaited]
+        if self._listen(outstanding, interrupted, leave=False, until=until):
+            raise RunCancelled("The run was cancelled.")
+        self._pass_judgement(forgiven=True)
+        for one in outstanding:
+            if not one.owing:
+                self._in_flight.pop(one.number, None)
+
+    def _listen(self, wanted: Sequence[InFlight], interrupted: Callable[[], bool], *, leave: bool, until: float = math.inf) -> bool:
+        """Takes answers until all ``wanted`` are there, and after a failure until nobody owes one.
+
+        ``leave``: a cancel is passed on to the ranks, which then have ``CANCEL_WAIT_S``. Returns
+        whether it was cancelled. Raises Lost, and Hung where ranks do not even begin to leave.
+        """
+        watch = Watch(self._board.progress, self.stall_s)
+        cancelled, failed = False, False
+        while (any(one.owing for one in wanted) or (failed and self._owing())) and time.monotonic() <= until:
+            self._take_answers()
+            failing = [one for one in self._in_flight.values() if one.failures]
+            if failing and not failed:
+                failed = True
+                until = min(until, time.monotonic() + wait_after_failure(failing))
+                if any(one.meets is Meets.STAGES for one in failing):
+                    self.cancel()
+            if not cancelled and interrupted():
+                cancelled = True
+                if not leave:
+                    break
+                self.cancel()
+                until = self._leave_by
+            stalled = watch.stalled(self._owing())
+            if stalled is not None:
+                raise Lost(self._sentence_of_stall(stalled, self.stall_s), stalled)
+        if not failed and time.monotonic() > self._leave_by:
+            hung = watch.stalled(self._owing(), CANCEL_WAIT_S / 2)
+            if hung is not None:
+                raise Hung(self._sentence_of_stall(hung, CANCEL_WAIT_S / 2), hung)
+        return cancelled
+
+    def _sentence_of_stall(self, rank: int, stall_s: float) -> str:
+        phase, over_machines = self._board.phase(rank), self._ranks.spans_machines
+        return sentence_of_stall(self._facts.where(rank), phase, stall_s, over_machines=over_machines)
+
+    def _take_answers(self) -> None:
+        for rank, answer in self._ranks.listen(POLL_S):
+            number = getattr(answer, "request", 0)  # Ready answers the start
+            if number in self._in_flight:
+                self._in_flight[number].take(rank, answer)
+
+    def _owing(self) -> list[int]:
+        return sorted(set().union(*(one.owing for one in self._in_flight.values())))
+
+    def _pass_judgement(self, *, forgiven: bool = False) -> None:
+        """Raises the error of what failed in flight. Then all that was answered is over."""
+        verdict = judge(list(self._in_flight.values()), self._facts, forgiven=forgiven)
+        if verdict is None:
+            return
+        error, rank = verdict
+        if isinstance(error, PoolFailed):
+            raise Lost(str(error), rank)
+        self._in_flight = {number: one for number, one in self._in_flight.items() if one.owing}
+        raise error
+
+
+def stop_if(interrupted: Callable[[], bool]) -> None:
+    if interrupted():
+        raise RunCancelled("The run was cancelled.")

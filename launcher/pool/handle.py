@@ -1,0 +1,87 @@
+"""Handles on pools: a pool is started when it is first needed, and afresh after it failed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+
+from .devices import Placement
+from .pool import WorkerPool, never
+from .rank_setup import RankSetup
+
+log = logging.getLogger("pipemesh")
+
+
+class PoolHandle:
+    """A placement and how to get its pool: for nodes to pass around, never a live socket."""
+
+    def __init__(self, placement: Placement, setup: RankSetup, before_start: Callable[[PoolHandle], None] = lambda handle: None):
+        self.placement = placement
+        self._setup = setup
+        self._before_start = before_start
+        self._pool: WorkerPool | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def state(self) -> str:
+        return self._pool.state if self._pool else "closed"
+
+    def live(self) -> WorkerPool | None:
+        """The pool if it can take requests now: not one that lost a rank while nobody looked."""
+        usable = self._pool is not None and self._pool.state in ("ready", "busy") and not self._pool.ranks.lost_one(self._pool.idle)
+        return self._pool if usable else None
+
+    def ensure(self, interrupted: Callable[[], bool] = never) -> WorkerPool:
+        """The live pool, else a fresh one. Raises PoolFailed, RunCancelled."""
+        with self._lock:
+            pool = self.live()
+            if pool is None:
+                if self._pool is not None:
+                    self._pool.close()  # of one that lost a rank between runs, the others are still there
+                self._before_start(self)
+                pool = WorkerPool(self.placement, self._setup)
+                pool.start(interrupted)
+                self._pool = pool
+            return pool
+
+    def close(self) -> None:
+        with self._lock:
+            if self._pool is not None:
+                self._pool.close()
+                self._pool = None
+
+
+class PoolKeeper:
+    """Every pool of this ComfyUI. One at a time may hold a device: starting another layout on it
+    closes the first.
+    """
+
+    def __init__(self, setup: RankSetup):
+        self._setup = setup
+        self._handles: dict[Placement, PoolHandle] = {}
+        weakref.finalize(self, close_all, self._handles)
+
+    def handle(self, placement: Placement) -> PoolHandle:
+        if placement not in self._handles:
+            self._handles[placement] = PoolHandle(placement, self._setup, self._make_room)
+        return self._handles[placement]
+
+    def handles(self) -> list[PoolHandle]:
+        return list(self._handles.values())
+
+    def _make_room(self, newcomer: PoolHandle) -> None:
+        for handle in self._handles.values():
+            shared = set(handle.placement.devices) & set(newcomer.placement.devices)
+            if handle is not newcomer and shared and handle.state in ("ready", "busy"):  # also one that has lost a rank
+                log.info("[PipeMesh] closing the pool of %s to make room", handle.placement.layout.equation())
+                handle.close()
+
+    def close(self) -> None:
+        close_all(self._handles)
+
+
+def close_all(handles: dict[Placement, PoolHandle]) -> None:
+    for handle in handles.values():
+        handle.close()

@@ -1,0 +1,46 @@
+"""Requests that were sent to ranks and not collected. Bookkeeping only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ...parallel_runtime.wire.messages import Done, Failed, Ready
+
+Answer = Ready | Done | Failed
+
+
+class Meets(Enum):
+    """Whom a rank exchanges messages with while it handles a request."""
+
+    NOBODY = "each rank works by itself"
+    SEQUENCE = "all ranks of the group meet in collectives: after one has failed, the others may never answer"
+    STAGES = "ranks hand hidden states on to the next stage: the others can leave early"
+
+
+@dataclass
+class InFlight:
+    """One request that was sent to ``group`` and not collected.
+
+    ``awaited``: a caller collects it.
+    """
+
+    number: int
+    group: tuple[int, ...]
+    meets: Meets = Meets.NOBODY
+    awaited: bool = True
+    owing: set[int] = field(init=False)
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.owing = set(self.group)
+
+    @property
+    def failures(self) -> dict[int, Failed]:
+        return {rank: answer for rank, answer in self.answers.items() if isinstance(answer, Failed)}
+
+    def take(self, rank: int, answer: Answer) -> None:
+        """Notes a rank's answer. One that was not asked, or has answered, is not listened to."""
+        if rank in self.owing:
+            self.owing.discard(rank)
+            self.answers[rank] = answer

@@ -1,0 +1,169 @@
+"""Every rank of a pool, on this machine and on others, as one thing to send to and to listen to."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ...parallel_runtime.errors import RunCancelled
+from ...parallel_runtime.wire.arena import Arena
+from ...parallel_runtime.wire.channel import ChannelClosed
+from ...parallel_runtime.wire.messages import Close, Request
+from .crew import Crew
+from .devices import Placement
+from .rank_setup import RankSetup
+from .remote_machine import FINISH_S, RemoteMachine, join
+from .rendezvous import MachineMissing, net_for, new_meeting
+from .verdict import Facts, sentence_of_death, sentence_of_lost_machine
+
+CUT_S = 0.1  # a cancelled run returns within 0.5 s, whatever is still on its way to other machines
+DEATH_WAIT_S = 2.0  # for a process to be reaped whose connection has closed
+
+
+class Lost(Exception):
+    """Ranks that nothing can be asked of any more. ``rank``: whose last log lines say more."""
+
+    def __init__(self, sentence: str, rank: int | None = None):
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.rank = rank
+
+
+class Ranks:
+    """The processes of ``placement``. Not started until ``start``; ``arena``'s board tells their
+    phase.
+    """
+
+    def __init__(self, placement: Placement, setup: RankSetup, arena: Arena, facts: Facts):
+        self._placement = placement
+        self._facts = facts
+        self._setup = setup
+        self._arena = arena
+        self._crew = Crew(placement, "", setup)
+        self._machines: list[RemoteMachine] = []
+        self._selector = selectors.DefaultSelector()
+
+    @property
+    def pids(self) -> list[int]:
+        """By rank; 0 for a rank on another machine. Empty before the start."""
+        pids = self._crew.pids
+        return [pids.get(rank, 0) for rank in range(len(self._placement.devices))] if pids else []
+
+    @property
+    def spans_machines(self) -> bool:
+        return bool(self._machines)
+
+    def start(self) -> None:
+        """Starts every rank; each will say Ready. Raises MachineMissing, LayoutError, OSError.
+
+        Other machines are asked first: one that is missing is named before any process starts here.
+        """
+        names = self._placement.other_machines
+        for name in names:
+            self._machines.append(join(name, self._placement.ranks_on(name), self._setup, self._arena.board))
+            self._selector.register(self._machines[-1], selectors.EVENT_READ, self._machines[-1])
+        net = net_for(self._setup, self._machines[0].own_address, new_meeting()) if names else None
+        self._crew.start(self._arena.segment, net)
+        for rank, channel in self._crew.channels.items():
+            self._selector.register(channel, selectors.EVENT_READ, rank)
+        if net is not None:
+            for machine in self._machines:
+                machine.open(self._placement, self._setup, net.meeting.name, self._arena.nbytes)
+
+    def send(self, request: Request, group: Sequence[int], fds: Sequence[int], check: Callable[[], None]) -> None:
+        """Sends ``request`` to the ranks of ``group``, over the network first, once for each
+        machine.
+
+        ``check`` is called between pieces of what goes to another machine and may raise
+        RunCancelled: then the stream is cut, and all ranks are ended before it is raised. Raises
+        Lost. Any other error is raised before a rank has got a byte.
+        """
+        for machine in self._machines:
+            there = tuple(rank for rank in group if rank in machine.ranks)
+            if there:
+                self._send(
+                    machine, f"Machine {machine.name}", lambda machine=machine, there=there: machine.send(request, there, fds, check)
+                )
+        for rank, channel in self._crew.channels.items():
+            if rank in group:
+                self._send(rank, self._facts.where(rank), lambda channel=channel: channel.send(request, fds))
+
+    def _send(self, source: int | RemoteMachine, name: str, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except RunCancelled:
+            self.stop(0, CUT_S)
+            raise
+        except ChannelClosed as error:
+            raise self._gone(source, error) from None
+        except OSError as error:
+            raise Lost(f"{name} could not be reached ({error}): run again to start a fresh pool.") from error
+
+    def send_close(self) -> None:
+        closers = [
+            *(machine.send_close for machine in self._machines),
+            *(partial(one.send, Close()) for one in self._crew.channels.values()),
+        ]
+        for close in closers:
+            with contextlib.suppress(ChannelClosed):  # gone already
+                close()
+
+    def listen(self, wait_s: float) -> list[tuple[int, Any]]:
+        """Waits for messages: each with the rank that said it. Raises Lost."""
+        said: list[tuple[int, Any]] = []
+        for key, _ in self._selector.select(wait_s):
+            said += self._read(key.data)
+        for rank, message in said:
+            if message is None:
+                raise self._died(rank)
+        return said
+
+    def _read(self, source: int | RemoteMachine) -> list[tuple[int, Any]]:
+        """``source``: a rank of this machine, or another machine, which speaks for all of its
+        ranks.
+        """
+        try:
+            return source.pump() if isinstance(source, RemoteMachine) else [(source, message) for message in self._crew.pump(source)]
+        except ChannelClosed as error:
+            raise self._gone(source, error) from None
+        except MachineMissing as error:
+            raise Lost(str(error)) from error
+        except msgspec.DecodeError as error:
+            rank = source.ranks[0] if isinstance(source, RemoteMachine) else source
+            sentence = f"{self._facts.where(rank)} sent a message this version of PipeMesh does not know ({error}): restart ComfyUI."
+            raise Lost(sentence, rank) from error
+
+    def lost_one(self, idle: bool) -> bool:
+        """True if a rank's process has ended, or a machine is gone. While ``idle``, a machine says
+        nothing unasked but that.
+        """
+        return any(map(self._crew.ended, self._crew.ranks)) or (idle and any(machine.has_news() for machine in self._machines))
+
+    def tail(self, rank: int) -> list[str]:
+        """Its last log lines."""
+        return self._side_of(rank).tail(rank)
+
+    def stop(self, grace_s: float, machines_s: float = FINISH_S) -> None:
+        """Ends every rank and closes every connection. Safe in every state, any number of times."""
+        self._crew.stop(grace_s)
+        for machine in self._machines:
+            machine.close(machines_s)
+        self._selector.close()
+
+    def _side_of(self, rank: int) -> Crew | RemoteMachine:
+        return next(side for side in (self._crew, *self._machines) if rank in side.ranks)
+
+    def _gone(self, source: int | RemoteMachine, error: ChannelClosed) -> Lost:
+        if not isinstance(source, RemoteMachine):
+            return self._died(source)
+        there = {rank: self._placement.devices[rank].name for rank in source.ranks}
+        return Lost(sentence_of_lost_machine(source.name, self._arena.board.phase(source.ranks[0]), there, error))
+
+    def _died(self, rank: int) -> Lost:
+        status = self._side_of(rank).exit_of(rank, wait_s=DEATH_WAIT_S)
+        return Lost(sentence_of_death(self._facts.where(rank), self._arena.board.phase(rank), status), rank)

@@ -1,0 +1,153 @@
+"""Judge what ranks answered, or why they did not: go on, or tear the pool down with a sentence.
+
+Pure functions: the pool asks them, raises what they return, and ends its processes where the error
+is PoolFailed.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PipeMeshError, PoolFailed, Refused
+from ...parallel_runtime.wire.messages import Failed, Forward, Request
+from ...parallel_runtime.wire.segment import mib
+from .in_flight import InFlight, Meets
+from .supervisor import NEVER_STARTED
+
+LEAVE_WAIT_S = 10.0  # for the others to leave early, after one rank has failed
+OTHERS_WAIT_S = 3.0  # for the others to fail too, where they may be waiting for a rank that failed
+AGAIN = "run again, a fresh pool will be started"
+DEADLY = {
+    signal.SIGKILL: "the system does this when memory runs out",
+    signal.SIGBUS: "its checkpoint was cut short on disk, or shared memory ran out",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a verdict depends on beside the answers. ``names``: each rank's device."""
+
+    names: Sequence[str]
+    backend: str
+    ulysses: int = 1
+    stages: int = 1
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks, as a group."""
+        return tuple(range(len(self.names)))
+
+    def meets(self, request: Request) -> Meets:
+        if not isinstance(request, Forward):
+            return Meets.NOBODY
+        return Meets.STAGES if self.stages > 1 else Meets.SEQUENCE
+
+    def where(self, rank: int) -> str:
+        return f"Rank {rank} on {self.names[rank]}"
+
+
+def wait_after_failure(failing: Sequence[InFlight]) -> float:
+    """Seconds to wait for the other ranks after these requests failed on some. Infinite where they
+    answer by themselves, however long that takes.
+    """
+    failures = [failure for one in failing for failure in one.failures.values()]
+    if all(one.meets is Meets.NOBODY for one in failing):
+        return math.inf
+    staged = all(one.meets is not Meets.SEQUENCE for one in failing)
+    return LEAVE_WAIT_S if staged and all(failure.messages_done == "all" for failure in failures) else OTHERS_WAIT_S
+
+
+def judge(requests: Sequence[InFlight], facts: Facts, *, forgiven: bool = False) -> tuple[PipeMeshError, int] | None:
+    """The error to raise, and the rank that it is about. None: there is none.
+
+    The pool goes on if all ranks are known to be in step: none owes an answer, no message is left
+    between stages, and ranks that meet in collectives have failed all alike. Else the error is
+    PoolFailed. ``forgiven``: the requests belong to a cancelled run, so only that is told.
+    """
+    failures = {rank: failure for one in reversed(requests) for rank, failure in one.failures.items()}
+    if not failures:
+        return None
+    uneven = any(is_out_of_step(one) or may_lack_an_exchange(one, facts) for one in requests)
+    still_owing = any(one.owing for one in requests)
+    if forgiven and not still_owing and not uneven:
+        return None
+    warm = not still_owing and not uneven and all(map(lambda one: all_failed_alike(one, facts), requests))
+    rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
+    return error_of(rank, failure, facts, warm), rank
+
+
+def all_failed_alike(request: InFlight, facts: Facts) -> bool:
+    """True unless some ranks of a collective have failed and others have not. NCCL may hold
+    exchanges that only some have issued, even where all have failed.
+    """
+    if request.meets is not Meets.SEQUENCE or not request.failures:
+        return True
+    return len(request.failures) == len(request.group) and facts.backend == "gloo"
+
+
+def is_out_of_step(request: InFlight) -> bool:
+    """True if a stage may have left a message on its way, where the next patch would find it."""
+    done = {answer.messages_done if isinstance(answer, Failed) else "all" for answer in request.answers.values()}
+    return not (done <= {"all"} or (done == {"none"} and len(request.answers) == len(request.group)))
+
+
+def may_lack_an_exchange(request: InFlight, facts: Facts) -> bool:
+    """True if a rank may have left out an exchange that others of its stage have issued: NCCL lets
+    them answer all the same. For room, and for what they refuse, the ranks of a stage agree.
+    """
+    several = request.meets is Meets.STAGES and facts.ulysses > 1 and facts.backend == "nccl"
+    return several and any(failure.kind in ("memory", "error") for failure in request.failures.values())
+
+
+def error_of(rank: int, failure: Failed, facts: Facts, warm: bool) -> PipeMeshError:
+    """One sentence for one rank's failure. ``warm``: the pool goes on."""
+    if warm and failure.kind in ("room", "refused"):
+        return (NoRoom if failure.kind == "room" else Refused)(failure.text)
+    sentence = f"{facts.where(rank)} failed while {failure.phase}: {failure.text}"
+    if failure.kind == "memory":
+        memory = failure.memory
+        cause = (failure.text.splitlines() or ["no details"])[0]  # a bare MemoryError has no text
+        sentence = (
+            f"{facts.where(rank)} ran out of memory while {failure.phase} ({mib(memory.free)} of {mib(memory.total)} free, "
+            f"{mib(memory.model)} held by models; {cause}): use more ranks, a smaller image or batch, or free memory."
+        )
+        if warm:
+            return OutOfMemory(sentence)
+    if warm:
+        return ModelError(f"{sentence.rstrip('.')}. Check what is connected to this node; the workers are ready for the next run.")
+    return PoolFailed(f"{sentence.rstrip('.')}. Run again, a fresh pool will be started.")
+
+
+def sentence_of_death(where: str, phase: str, status: int | None) -> str:
+    """``status``: of the process, negative for a signal; None where it has only closed its
+    connection.
+    """
+    if status is None:
+        cause = "closed its connection"
+    elif status == NEVER_STARTED:
+        cause = "could not be forked (why is in ComfyUI's log; with PIPEMESH_FORK=0 workers start without it)"
+    elif -status in DEADLY:
+        cause = f"was killed (signal {-status}; {DEADLY[signal.Signals(-status)]})"
+    else:
+        cause = f"ended with {'signal ' + str(-status) if status < 0 else 'exit status ' + str(status)}"
+    return f"{where} {cause} while {phase}: {AGAIN}."
+
+
+def sentence_of_stall(where: str, phase: str, stall_s: float, *, over_machines: bool) -> str:
+    ports = "see that every port is open between the machines, or set GLOO_SOCKET_IFNAME to the interface between them; "
+    return (
+        f"{where} made no progress for {stall_s:g} s while {phase}: "
+        f"{ports if over_machines and phase == 'joining' else ''}{AGAIN} (PIPEMESH_STALL_S sets the limit)."
+    )
+
+
+def sentence_of_lost_machine(name: str, phase: str, ranks: Mapping[int, str], why: object) -> str:
+    """``ranks``: those that computed there, with their devices."""
+    named = ", ".join(f"rank {rank} on {device}" for rank, device in ranks.items())
+    return (
+        f"Machine {name} was lost while {phase} ({named}; {why}): see that it is up, that the network reaches it "
+        f"and that torchrun runs there, then {AGAIN}."
+    )

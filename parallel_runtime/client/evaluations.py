@@ -1,0 +1,190 @@
+"""Evaluations: submit, collect, abandon. There is no other way to compute one.
+
+Sequence parallelism submits a whole evaluation and collects it; a pipeline has many patches in
+flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import ModelError, PoolFailed, RunCancelled
+from ..patches import Part
+from ..planner.balance import StageBalance
+from ..wire.arena import Frame
+from ..wire.messages import Done, Fetch, Forward
+from ..wire.segment import TensorRef, aligned, mib
+from ..wire.tree import decode_tree, encode_tree
+from .residency import Residency
+from .run import Run, measured
+from .session import Session, Sessions, Ticket, WrittenArguments
+
+CONTROL = "control"  # the argument that brings a ControlNet's residuals
+
+
+class Evaluations:
+    """On one pool handle, for every model."""
+
+    def __init__(self, sessions: Sessions, residency: Residency, balance: StageBalance):
+        self._sessions = sessions
+        self._residency = residency
+        self._balance = balance
+
+    @property
+    def in_flight(self) -> bool:
+        """True if a ticket is not collected yet."""
+        return self._sessions.latest is not None and bool(self._sessions.latest.tickets)
+
+    def evaluate(self, run: Run, patches_id: str, arguments: dict[str, Any], branch: tuple, interrupted: Callable[[], bool]) -> Any:
+        """One whole evaluation: submitted and collected, again after other models are released
+        where the ranks ran out of memory, or where conditioning was not what it was assumed to be.
+
+        ``arguments`` by name; the first two change with every evaluation. Returns own tensors.
+        """
+
+        def attempt() -> list[Any]:
+            if self._sessions.live is not None:
+                self._sessions.live.pool.settle(interrupted)  # ranks may still read what is to be written over
+            ticket = self.submit(run, patches_id, arguments, branch, Part(run.id, run.number_of(branch)), assume=True)
+            try:
+                if not ticket.written.is_right():
+                    self.abandon()
+                    return []
+                return [self.collect(ticket, interrupted)]
+            except BaseException:
+                self.abandon()
+                raise
+
+        with one_thread():
+            output: list[Any] = []
+            while not output:
+                output = self._residency.making_room(run.model, attempt)
+            return output[0]
+
+    def submit(self, run: Run, patches_id: str, arguments: dict[str, Any], branch: tuple, part: Part, *, assume: bool = False) -> Ticket:
+        """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of
+        submission, or ``abandon``.
+
+        Patches of the same ``arguments`` that are in flight together share what was written of
+        them. ``assume``: names the conditioning that this branch sent last without looking at it;
+        then ``written.is_right`` is to be asked while the ranks compute. Raises PoolFailed.
+        """
+        session = self._sessions.latest if self.in_flight else self._sessions.live
+        if session is None:
+            raise PoolFailed("The pool was lost in the middle of a run: run again, a fresh one will be started.")
+        began = time.perf_counter()
+        latent = next(iter(arguments.values()))
+        latents = latent if isinstance(latent, list) else [latent]
+        written = next((other.written for other in session.tickets if other.written.arguments is arguments), None)
+        frame = Frame(session.pool.arena)
+        try:
+            out = frame.blank(sum(aligned(one.numel() * 4) for one in latents))
+            written = written or write(session, arguments, branch, assume)
+        except BaseException:  # nobody else knows of the frame yet
+            frame.release()
+            raise
+        ticket = Ticket(session.pool.next_request(), run, part, written, frame, latents[0].device, began)
+        session.tickets.append(ticket)
+        request = Forward(
+            request=ticket.number,
+            model=run.model,
+            patches_id=patches_id,
+            arguments=written.tree,
+            arena_bytes=session.pool.arena.nbytes,
+            out=out,
+            part=part,
+        )
+        session.pool.submit(request, session.pool.facts.everyone)
+        return ticket
+
+    def collect(self, ticket: Ticket, interrupted: Callable[[], bool]) -> Any:
+        """The output, as own tensors on the latent's device. Raises RunCancelled, ModelError,
+        Refused, OutOfMemory, PoolFailed; after an error what is in flight is to be abandoned.
+        """
+        session = self._sessions.latest
+        assert session is not None and ticket in session.tickets
+        replies = session.pool.collect(ticket.number, interrupted)
+        if any(reply.cancelled for reply in replies.values()):
+            raise RunCancelled("The run was cancelled.")
+        rank, reply = next((rank, reply) for rank, reply in replies.items() if reply.output or reply.needs_bytes)
+        with session.pool.arena.frame() as larger:
+            if reply.needs_bytes:
+                reply = self._fetch(session, larger, rank, reply.needs_bytes, interrupted)
+            output = decode_tree(reply.output, lambda ref: session.pool.arena.segment.tensor(ref).to(ticket.device, copy=True))
+        self._done_with(session, ticket)
+        self._residency.release_leaving(session)
+        self._balance.learn(ticket.run.model, ticket.part, (reply.block_s for reply in replies.values()))
+        part = ticket.part if session.pool.facts.stages > 1 else None
+        ticket.run.evaluations.append(measured(ticket.began, replies.values(), part))
+        return output
+
+    def _fetch(self, session: Session, frame: Frame, rank: int, nbytes: int, interrupted: Callable[[], bool]) -> Done:
+        """Has ``rank`` write its last output, which took more room than the latent, into a larger
+        place.
+        """
+        if len(session.tickets) > 1 or session.pool.facts.stages > 1:
+            raise ModelError(f"The output takes {mib(nbytes)}, more than the latent that went in: set pipefusion to 1.")
+        out = frame.blank(nbytes)
+        fetch = Fetch(request=session.pool.next_request(), arena_bytes=session.pool.arena.nbytes, out=out)
+        session.pool.submit(fetch, (rank,))
+        return session.pool.collect(fetch.request, interrupted)[rank]
+
+    def abandon(self) -> None:
+        """Ends what was submitted and not collected."""
+        session = self._sessions.latest
+        if session is not None and session.tickets:
+            session.pool.abandon()
+            for ticket in list(session.tickets):
+                self._done_with(session, ticket)
+            self._residency.release_leaving(session)
+
+    def _done_with(self, session: Session, ticket: Ticket) -> None:
+        session.tickets.remove(ticket)
+        ticket.out.release()
+        if not any(other.written is ticket.written for other in session.tickets):
+            ticket.written.frame.release()
+
+
+def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bool) -> WrittenArguments:
+    """Writes into a frame what may differ in every evaluation; names conditioning, which is written
+    when its content is new.
+    """
+    frame = Frame(session.pool.arena)
+    changing = {*list(arguments)[:2], CONTROL, "transformer_options"}
+    checks: list[Callable[[], bool]] = []
+
+    def put(path: str, tensor: torch.Tensor) -> TensorRef:
+        argument = path.partition("/")[0]
+        if argument in changing:
+            return frame.put(tensor, in_place=argument == CONTROL)
+        if not assume:
+            return session.conditioning.put(branch, path, tensor)
+        ref, is_right = session.conditioning.expect(branch, path, tensor)
+        checks.append(is_right)
+        return ref
+
+    try:
+        with one_thread():
+            tree = encode_tree(arguments, put)
+        return WrittenArguments(arguments, tree, frame, lambda: all([is_right() for is_right in checks]))
+    except BaseException:
+        frame.release()
+        raise
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread inside. Copies of a megabyte gain nothing from more, and torch's
+    waiting threads spin on the cores that CPU ranks need.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,38 @@
+"""A pool as models use it."""
+
+from __future__ import annotations
+
+from ..planner.balance import StageBalance
+from .evaluations import Evaluations
+from .residency import Residency
+from .run import Run
+from .runs import Runs
+from .session import Handle, Session, Sessions
+
+
+class RemotePool:
+    """What the UI keeps of one pool handle, shared by every model that runs on it."""
+
+    def __init__(self, handle: Handle, shares_weights: bool):
+        """``shares_weights``: the ranks live in one machine's memory, so patched weights are
+        computed once and mapped by all.
+        """
+        self.sessions = Sessions(handle)
+        self.runs = Runs(self.sessions)
+        balance = StageBalance()
+        self.residency = Residency(self.sessions, self.runs, balance, shares_weights)
+        self.evaluations = Evaluations(self.sessions, self.residency, balance)
+
+    @property
+    def session(self) -> Session | None:
+        """None unless its pool is live."""
+        return self.sessions.live
+
+    @property
+    def last_run(self) -> Run | None:
+        return self.runs.last
+
+    def free_bytes(self) -> int | None:
+        """Free memory of the rank that has least; None where no pool is live."""
+        session = self.session
+        return min(memory.free for memory in session.pool.memory) if session is not None else None

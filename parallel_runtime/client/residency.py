@@ -1,0 +1,226 @@
+"""Which models the ranks hold: loaded once, patched when weight patches change, released when
+nobody uses them.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ..comfy_bridge.source import Source
+from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
+from ..planner.balance import Sizes, StageBalance
+from ..wire.messages import Adopt, Load, Release, SetWeightPatches
+from ..wire.parcel import Parcel
+from ..wire.segment import Segment, TensorRef, aligned, dtype_name
+from .runs import Runs
+from .session import ResidentModel, ResidentState, Session, Sessions
+
+T = TypeVar("T")
+log = logging.getLogger("pipemesh")
+
+
+class Residency:
+    """The models of one pool handle. Loads and patches survive no pool; users do."""
+
+    def __init__(self, sessions: Sessions, runs: Runs, balance: StageBalance, shares_weights: bool):
+        """``shares_weights``: the ranks live in one machine's memory, so patched weights are
+        computed once and mapped by all.
+        """
+        self._sessions = sessions
+        self._runs = runs
+        self._balance = balance
+        self._shares_weights = shares_weights
+        self._users: Counter[str] = Counter()
+        self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
+        self._unused: list[str] = []  # to be released at the next occasion
+        self.loads: Counter[str] = Counter()  # of each model, by this pool and those before
+
+    # -- who uses a model
+
+    def use(self, host_model: Any, describe: Callable[[], Source]) -> Source:
+        """Registers ``host_model``, the UI's own model object, as a user of its source.
+
+        For as long as a loader's output lives the pool's copy is worth keeping, however many
+        clones, LoRA strengths and sampler runs come and go; and it stays the file it was when it
+        was first described.
+        """
+        if host_model not in self._sources:
+            source = self._sources[host_model] = describe()
+            self._users[source.model] += 1
+            weakref.finalize(host_model, self._drop_user, source.model).atexit = False
+        return self._sources[host_model]
+
+    def _drop_user(self, model: str) -> None:
+        """The garbage collector calls this, so from anywhere, even amid a request: then the model
+        is released later.
+        """
+        self._users[model] -= 1
+        if not self._users[model]:
+            self._unused.append(model)
+            session = self._sessions.live
+            if session is not None and session.pool.idle:
+                self._release_unused()
+
+    def _release_unused(self) -> None:
+        while self._unused:
+            model = self._unused.pop()
+            if not self._users[model]:
+                self.release(model)
+
+    # -- what ranks hold
+
+    def holds(self, model: str) -> bool:
+        """True if ranks may hold it, so that it can be released."""
+        session = self._sessions.live
+        return session is not None and model in session.models
+
+    def touch(self, model: str, patches_id: str) -> bool:
+        """Counts the model as just used. True if every rank holds it under exactly these
+        patches.
+        """
+        session = self._sessions.live
+        resident = session.models.get(model) if session is not None else None
+        if session is None or resident is None or resident.state is not ResidentState.READY or resident.patches_id != patches_id:
+            return False
+        session.models[model] = session.models.pop(model)
+        return True
+
+    def load(self, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
+        """Loads the model in every rank that lacks it; starts the pool if need be.
+
+        ``state`` gives the state dict; it is asked only where the source has no factory and no rank
+        holds the model. Raises ModelError, Refused, PoolFailed, RunCancelled.
+        """
+        session = self._open(interrupted)
+        held = session.models.get(source.model)
+        if held is None or held.state is ResidentState.LOADING:
+            self.making_room(source.model, lambda: self._load(session, source, state, interrupted))
+
+    def _load(self, session: Session, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
+        """A load that is cancelled may still end in the ranks: it stays listed, so that it can be
+        released.
+        """
+        stages = self._balance.sizes_of(source.model)
+        resident = session.models[source.model] = ResidentModel(stages)
+        tree: dict[str, Any] = {"factory": source.factory, "args": source.args, "index": source.index, "file": source.file}
+        parcel = Parcel(tree if source.factory else state())
+        try:
+            session.ask(Load, [parcel.segment.fd], interrupted, model=source.model, source=parcel.tree, stages=stages)
+        except (ModelError, Refused):
+            self.release(source.model)  # ranks that did load it
+            raise
+        finally:
+            parcel.segment.close()
+        resident.state = ResidentState.READY
+        session.loads += 1
+        self.loads[source.model] += 1
+
+    def set_weight_patches(
+        self, model: str, patches_id: str, patches: dict, objects: dict, weights: dict[str, torch.Tensor], interrupted: Callable[[], bool]
+    ) -> None:
+        """Brings every rank to ``patches_id``. ``weights``: the UI's tensors of the patched keys,
+        for their shapes and dtypes. Raises ModelError, Refused, PoolFailed, RunCancelled.
+        """
+        session = self._open(interrupted)
+
+        def attempt() -> None:
+            session.models[model].state = ResidentState.PATCHING
+            parcel = Parcel({"patches": patches, "objects": objects})
+            shared, place = share_out_weights(session.pool.facts.everyone, weights) if patches and self._shares_weights else (None, None)
+            fds = [parcel.segment.fd, *([place.fd] if place else [])]
+            try:
+                session.ask(SetWeightPatches, fds, interrupted, model=model, patches_id=patches_id, payload=parcel.tree, shared=shared)
+                if place:
+                    session.ask(Adopt, (), interrupted, model=model)
+            finally:
+                parcel.segment.close()
+                if place:
+                    place.close()
+
+        self.making_room(model, attempt)
+        resident = session.models[model]
+        resident.state, resident.patches_id = ResidentState.READY, patches_id
+        session.patchings += 1
+
+    def _open(self, interrupted: Callable[[], bool]) -> Session:
+        session = self._sessions.open(interrupted)
+        self._release_unused()
+        return session
+
+    # -- room
+
+    def making_room(self, model: str, attempt: Callable[[], T]) -> T:
+        """``attempt``, again after each other model is released, least recently used first, where
+        the ranks ran out of memory.
+        """
+        while True:
+            try:
+                return attempt()
+            except OutOfMemory:
+                if not self.make_room(model, of_runs=True):
+                    raise
+
+    def make_room(self, model: str, of_runs: bool = False) -> bool:
+        """Releases the least recently used model, but ``model``, and none that is in a run unless
+        ``of_runs``. False: there is no such model.
+        """
+        session = self._sessions.live
+        spared = {model} if of_runs else {model, *self._runs.models()}
+        others = [name for name in session.models if name not in spared] if session is not None else []
+        if others:
+            self.release(others[0])
+        return bool(others)
+
+    def release(self, model: str) -> None:
+        """Frees a model's weights in every rank, once nothing is in flight. The checkpoint's pages
+        stay in the page cache.
+
+        A cancel does not stop it: what the UI forgets, the ranks must not keep.
+        """
+        session = self._sessions.live
+        if session is None or model not in session.models:
+            return
+        if session.tickets:
+            session.models[model].leaving = True
+            return
+        del session.models[model]
+        try:
+            session.ask(Release, model=model)
+        except PoolFailed as error:  # its memory went with the pool; ComfyUI's memory manager must not fall over it
+            log.warning("[PipeMesh] %s", error)
+
+    def release_leaving(self, session: Session) -> None:
+        """Releases what was to go while evaluations were in flight, once none is."""
+        for model in [name for name, resident in session.models.items() if resident.leaving] if not session.tickets else ():
+            self.release(model)
+
+    def recut(self, model: str, asked: Sizes) -> None:
+        """Decides, between runs, how many blocks each stage has. A model that is cut otherwise is
+        released, and loaded again, from the page cache, when it is next used.
+        """
+        session = self._sessions.live
+        wanted = self._balance.choose(model, asked, session.pool.facts.stages if session is not None else 0)
+        if session is not None and model in session.models and session.models[model].stages != wanted:
+            self.release(model)
+
+
+def share_out_weights(ranks: Sequence[int], weights: dict[str, torch.Tensor]) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:
+    """Where each patched weight goes in a new segment, and which rank computes it: largest first,
+    always to the least loaded rank.
+    """
+    loads = dict.fromkeys(ranks, 0)
+    shared: dict[str, tuple[int, TensorRef]] = {}
+    offset = 0
+    for key in sorted(weights, key=lambda key: (-weights[key].numel(), key)):
+        rank = min(loads, key=lambda rank: loads[rank])
+        ref = TensorRef(offset, tuple(weights[key].shape), dtype_name(weights[key].dtype))
+        shared[key] = (rank, ref)
+        loads[rank] += ref.nbytes
+        offset += aligned(ref.nbytes)
+    return shared, Segment.create("patched", max(offset, 1))

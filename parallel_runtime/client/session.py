@@ -1,0 +1,153 @@
+"""A session: all that the UI knows about one live pool, from its start to its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import PoolFailed
+from ..patches import Part
+from ..wire.arena import Arena, Frame
+from ..wire.messages import Done, Memory, Request
+from .conditioning import ConditioningCache
+from .run import Run
+
+log = logging.getLogger("pipemesh")
+
+
+class PoolFacts(Protocol):
+    @property
+    def everyone(self) -> tuple[int, ...]: ...
+    @property
+    def stages(self) -> int: ...
+
+
+class Pool(Protocol):
+    """What a session needs of a running pool."""
+
+    arena: Arena
+    memory: list[Memory]
+
+    @property
+    def facts(self) -> PoolFacts: ...
+    @property
+    def idle(self) -> bool: ...
+    @property
+    def next_request(self) -> Callable[[], int]: ...
+
+    def ask(self, request: Request, fds: Sequence[int] = (), interrupted: Callable[[], bool] = ...) -> list[Done]: ...
+    def submit(self, request: Request, group: Sequence[int]) -> None: ...
+    def collect(self, number: int, interrupted: Callable[[], bool] = ...) -> dict[int, Done]: ...
+    def cancel(self) -> None: ...
+    def abandon(self) -> None: ...
+    def settle(self, interrupted: Callable[[], bool] = ...) -> None: ...
+
+
+class Handle(Protocol):
+    """How a pool is had: started where there is none."""
+
+    def ensure(self, interrupted: Callable[[], bool] = ...) -> Pool: ...
+    def live(self) -> Pool | None: ...
+
+
+class ResidentState(Enum):
+    """What ranks have of a model, as far as the UI knows."""
+
+    LOADING = "a load was sent, and some ranks may hold the model"
+    PATCHING = "every rank holds it, under weight patches that not all have acknowledged"
+    READY = "every rank holds it, under the weight patches of ``patches_id``"
+
+
+@dataclass(eq=False)
+class ResidentModel:
+    """``stages``: how many blocks each stage has of it; empty: as many each. ``leaving``: to be
+    released when nothing is in flight.
+    """
+
+    stages: tuple[int, ...] = ()
+    state: ResidentState = ResidentState.LOADING
+    patches_id: str = ""
+    leaving: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenArguments:
+    """The arguments of an evaluation as they lie in the arena. ``is_right`` tells whether
+    conditioning that was assumed to be known is.
+    """
+
+    arguments: dict[str, Any]
+    tree: bytes
+    frame: Frame
+    is_right: Callable[[], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """Of a submission: its request, and the arena's memory that it holds until it is collected."""
+
+    number: int
+    run: Run
+    part: Part
+    written: WrittenArguments
+    out: Frame
+    device: torch.device
+    began: float
+
+
+class Session:
+    """Made anew with every new pool. ``models``: least recently used first."""
+
+    def __init__(self, pool: Pool):
+        self.pool = pool
+        self.conditioning = ConditioningCache(pool.arena)
+        self.models: dict[str, ResidentModel] = {}
+        self.tickets: list[Ticket] = []  # submitted and not collected
+        self.loads = 0  # models that every rank has loaded, over the pool's life
+        self.patchings = 0  # likewise, sets of weight patches and object patches
+
+    def ask(self, message: type, fds: Sequence[int] = (), interrupted: Callable[[], bool] = lambda: False, **fields: Any) -> list[Done]:
+        """Sends a request to every rank and waits for the answers, in rank order."""
+        return self.pool.ask(message(request=self.pool.next_request(), **fields), fds, interrupted)
+
+
+class Sessions:
+    """The session of one pool handle, over as many pools as that takes."""
+
+    def __init__(self, handle: Handle):
+        self._handle = handle
+        self.latest: Session | None = None  # its pool may be gone
+
+    @property
+    def live(self) -> Session | None:
+        """The session, unless its pool is gone."""
+        pool = self._handle.live()
+        return self.latest if pool is not None and self.latest is not None and self.latest.pool is pool else None
+
+    def open(self, interrupted: Callable[[], bool]) -> Session:
+        """The session of a live pool with nothing outstanding, which is started if need be. Raises
+        PoolFailed, RunCancelled.
+        """
+        self.settle(interrupted)
+        pool = self._handle.ensure(interrupted)
+        if self.latest is None or self.latest.pool is not pool:
+            self.latest = Session(pool)
+        return self.latest
+
+    def settle(self, interrupted: Callable[[], bool]) -> None:
+        """Waits for what ranks still owe of a cancelled request. Raises RunCancelled.
+
+        A pool that fails meanwhile is over, and a fresh one will be started: its run was cancelled,
+        so the next need not fail for it.
+        """
+        pool = self._handle.live()
+        if pool is not None:
+            try:
+                pool.settle(interrupted)
+            except PoolFailed as error:
+                log.warning("[PipeMesh] What was cancelled ended with: %s", error)

@@ -1,0 +1,1 @@
+"""Decisions about a layout from what was measured."""

@@ -1,0 +1,68 @@
+"""Cut a model's blocks into stages by what they were measured to cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+from ..patches import Part
+from ..stages import share_out, slowest
+
+MAX_RECUT_RATIO = 0.95  # stages are cut anew where that makes the slowest one this much faster, or more
+
+Sizes = tuple[int, ...]  # blocks of each stage; empty: as many each
+
+
+class StageBalance:
+    """The stages of every model on one pool handle. Outlives the pools that it starts."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, defaultdict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._measured: dict[str, Sizes] = {}  # the best sizes by the first run's costs
+        self._wanted: dict[str, Sizes] = {}
+
+    def learn(self, model: str, part: Part, block_s: Iterable[Mapping[int, float]]) -> None:
+        """Notes the seconds that each rank's blocks took for one patch, until sizes were chosen by
+        it.
+        """
+        if model not in self._measured:
+            for blocks in block_s:
+                for block, seconds in blocks.items():
+                    self._seconds[model][block, part.branch, part.patch].append(seconds)
+
+    def choose(self, model: str, asked: Sizes, stages: int) -> Sizes:
+        """Decides, between runs, how many blocks each stage has from now on: as ``asked``, else by
+        cost.
+
+        Only the first run's measurements count: stages that followed every run would be loaded
+        again and again. ``stages`` 0: not known yet, so nothing is measured.
+        """
+        if asked:
+            self._seconds.pop(model, None)  # nobody will ask for them
+            self._wanted[model] = asked
+        else:
+            costs = self._costs_of(model) if stages and model not in self._measured else []
+            if costs:
+                self._measured[model] = best_sizes(costs, stages)
+            self._wanted[model] = self._measured.get(model, ())
+        return self._wanted[model]
+
+    def sizes_of(self, model: str) -> Sizes:
+        return self._wanted.get(model, ())
+
+    def _costs_of(self, model: str) -> list[float]:
+        """Seconds of every block in order, for all patches of an evaluation. Medians, since a rank
+        may lose its core now and then.
+        """
+        costs: defaultdict[int, float] = defaultdict(float)
+        for (block, *_patch), seconds in self._seconds.get(model, {}).items():
+            costs[block] += median(seconds)
+        return [cost for _, cost in sorted(costs.items())]
+
+
+def best_sizes(costs: list[float], stages: int) -> Sizes:
+    """Empty where as many blocks each are as good."""
+    even, best = (share_out(of, stages) for of in ([1.0] * len(costs), costs))
+    worth_it = slowest(costs, best) < MAX_RECUT_RATIO * slowest(costs, even)
+    return tuple(stage.size for stage in best) if worth_it else ()

@@ -1,0 +1,101 @@
+"""A rank's reading of arguments from the arena, and writing of outputs into it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from ..comm.machines import MachineComm
+from ..wire.segment import Segment, TensorRef, aligned, dtype_name
+from ..wire.tree import decode_tree, encode_tree
+
+KEPT_VERSIONS = 64
+EMPTY = torch.empty(0)
+
+
+class ArenaIO:
+    """``arena`` is the UI's arena, mapped; on another machine, the leader's, which ``machines``
+    fills.
+    """
+
+    def __init__(self, arena: Segment, device: torch.device, machines: MachineComm | None = None):
+        self._arena = arena
+        self._device = device
+        self._machines = machines
+        self._spread: set[int] = set()  # versions that every machine has
+        self._versions: OrderedDict[int, torch.Tensor] = OrderedDict()  # conditioning on the device
+        self._unwritten: Any = None  # the last output, where it did not fit
+
+    def follow(self, arena_bytes: int) -> None:
+        """Maps what the UI has grown."""
+        self._arena.follow(arena_bytes)
+
+    def forget_conditioning(self) -> None:
+        self._versions.clear()
+
+    def read(self, arguments: bytes) -> Any:
+        """The tree of one evaluation's arguments. Every rank must call it, as machines exchange
+        them.
+        """
+        if self._machines is not None:
+            self._receive(self._machines, arguments)
+        return decode_tree(arguments, self.tensor)
+
+    def _receive(self, machines: MachineComm, arguments: bytes) -> None:
+        """Brings to every machine's arena what this evaluation names and the machine has not; what
+        has a version goes once.
+        """
+        new: dict[int, TensorRef] = {}
+
+        def note(ref: TensorRef) -> torch.Tensor:
+            if ref.nbytes and not (ref.version and ref.version in self._spread):
+                new[ref.offset] = ref
+            return EMPTY
+
+        decode_tree(arguments, note)
+        machines.spread([self._arena.tensor(TensorRef(ref.offset, (ref.nbytes,), "uint8")) for ref in new.values()])
+        self._spread.update(ref.version for ref in new.values() if ref.version)
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor:
+        """The tensor at ``ref``, on the device. Conditioning is moved there once; a tensor that
+        changes with every evaluation is copied, so that a model may write to it; one that is read
+        in place is not: the method takes the rows it needs.
+        """
+        view = self._arena.tensor(ref)
+        if ref.in_place:
+            return view
+        if not ref.version:
+            return view.to(self._device, copy=True)
+        if self._device.type == "cpu":
+            return view
+        if ref.version not in self._versions:
+            self._versions[ref.version] = view.to(self._device)
+            if len(self._versions) > KEPT_VERSIONS:
+                self._versions.popitem(last=False)
+        self._versions.move_to_end(ref.version)
+        return self._versions[ref.version]
+
+    def write(self, output: Any, place: TensorRef) -> tuple[bytes, int]:
+        """Writes ``output`` into ``place``; returns its tree. Where it does not fit, nothing is
+        returned but the bytes it needs, and it is kept for ``write_again``.
+        """
+        offset, fits = place.offset, True
+
+        def put(_path: str, tensor: torch.Tensor) -> TensorRef:
+            nonlocal offset, fits
+            ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype))
+            offset += aligned(ref.nbytes)
+            if offset > place.offset + place.nbytes:
+                fits = False
+            else:
+                self._arena.put(ref.offset, tensor)
+            return ref
+
+        tree = encode_tree(output, put)
+        self._unwritten = None if fits else output
+        return (tree, 0) if fits else (b"", offset - place.offset)
+
+    def write_again(self, place: TensorRef) -> tuple[bytes, int]:
+        return self.write(self._unwritten, place)

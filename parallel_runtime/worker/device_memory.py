@@ -1,0 +1,74 @@
+"""The memory of a rank's device: how much is free, whether a run has room, and giving back what is
+not used.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+
+import torch
+
+from ..errors import NoRoom
+from ..memory import give_back_freed, system_memory
+from ..wire.messages import Memory
+from ..wire.segment import mib
+
+MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short evaluation's answer
+
+
+class DeviceMemory:
+    """``model_bytes``: what the resident models hold there; whoever loads and releases them keeps
+    it.
+    """
+
+    def __init__(self, device: torch.device, rank: int):
+        self.model_bytes = 0
+        self._device = device
+        self._rank = rank
+        self._last = Memory(0, 0, 0)
+        self._asked_at = -MEMORY_KEPT_S
+
+    def now(self) -> Memory:
+        self._last, self._asked_at = self._measure(), time.monotonic()
+        return self._last
+
+    def recent(self) -> Memory:
+        """At most ``MEMORY_KEPT_S`` old."""
+        return self._last if time.monotonic() - self._asked_at <= MEMORY_KEPT_S else self.now()
+
+    def _measure(self) -> Memory:
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            return Memory(free + cached, total, self.model_bytes)
+        return Memory(*system_memory(), self.model_bytes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Raises NoRoom where this rank's device has not so much free."""
+        free = self.now().free
+        if nbytes > free:
+            raise NoRoom(
+                f"Rank {self._rank} needs {mib(nbytes)} for the keys and values of its blocks and {mib(free)} are free: "
+                "add ranks, make the image or the batch smaller, or free memory."
+            )
+
+    def give_back(self) -> None:
+        """Returns to the system what is free in this process: on its GPU the UI decodes images, and
+        text encoders wait.
+        """
+        give_back_freed()
+        self.empty_cache()
+
+    def empty_cache(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    text = str(error)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text or "out of memory" in text)
+    )

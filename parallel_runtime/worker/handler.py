@@ -1,0 +1,137 @@
+"""What a rank does for each request: load, patch and release models, compute evaluations, end
+runs.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from ..checkpoint import File, check_copy, check_file
+from ..comfy_bridge.source import build_from_state, call_factory, find_here
+from ..comm.mesh import Mesh
+from ..errors import Refused
+from ..layout import Layout
+from ..methods.method import Progress, Rank
+from ..wire.messages import Adopt, Done, EndRun, Fetch, Forward, Load, Release, Request, SetWeightPatches
+from ..wire.segment import Segment, TensorRef
+from ..wire.tree import decode_tree
+from .arena_io import ArenaIO
+from .device_memory import DeviceMemory
+from .resident import ResidentModel
+
+
+class RequestHandler:
+    """The models of one rank. ``away``: the rank is on another machine than ComfyUI, where files
+    have times of their own.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, memory: DeviceMemory, io: ArenaIO, away: bool):
+        self.models: dict[str, ResidentModel] = {}
+        self._mesh = mesh
+        self._writes = mesh.rank == Layout(**mesh.degrees).writer
+        self._device = device
+        self._memory = memory
+        self._io = io
+        self._away = away
+
+    def handle(self, request: Request, segments: list[Segment], rank: Rank) -> Done:
+        """``segments``: those that the request carried, in its order. Raises whatever goes
+        wrong.
+        """
+        match request:
+            case Forward():
+                return self._forward(request)
+            case Fetch():
+                self._io.follow(request.arena_bytes)
+                tree, needs = self._io.write_again(request.out)
+                return Done(request=request.request, memory=self._memory.recent(), output=tree, needs_bytes=needs)
+            case Load():
+                self._load(request, segments, rank)
+            case SetWeightPatches():
+                self._set_weight_patches(request, segments)
+            case Adopt():
+                self.models[request.model].adopt()
+            case EndRun():
+                self._end_run(request.model)
+            case Release():
+                self._release(request.model)
+        return Done(request=request.request, memory=self._memory.now())
+
+    def messages_done(self, request: Request) -> Progress:
+        """Which of the messages of a pipeline went through: none, some or all."""
+        if not isinstance(request, Forward):
+            return "all"
+        return self.models[request.model].method.facts.messages_done if request.model in self.models else "none"
+
+    def _load(self, request: Load, segments: list[Segment], rank: Rank) -> None:
+        if request.model in self.models:
+            return
+        source = decode_tree(request.source, segments[0].tensor if segments else no_tensors)
+        if "factory" in source:
+            patcher = call_factory(source["factory"], self._checked(source["args"], source["file"]), source["index"])
+        else:
+            patcher = build_from_state(source)
+        self.models[request.model] = ResidentModel(patcher, self._device, self._mesh, rank, request.stages)
+        self._count_models()
+
+    def _checked(self, args: tuple, file: File | None) -> tuple:
+        """The factory's arguments, with the checkpoint as this machine has it. Raises Refused if it
+        is not the one the UI loaded.
+        """
+        if file is None or not self._away:
+            check_file(file)
+            return args
+        here = find_here(file[0])
+        check_copy(here, file[1])
+        return tuple(here if arg == file[0] else arg for arg in args)
+
+    def _set_weight_patches(self, request: SetWeightPatches, segments: list[Segment]) -> None:
+        payload = decode_tree(request.payload, segments[0].tensor)
+        place = segments[1] if request.shared is not None else None
+        self.models[request.model].patch(request.patches_id, payload["patches"], payload["objects"], request.shared, place)
+
+    def _release(self, name: str) -> None:
+        model = self.models.pop(name, None)
+        if model is not None:
+            model.method.detach()
+        del model
+        self._count_models()
+        self._io.forget_conditioning()
+        self._memory.give_back()
+
+    def _count_models(self) -> None:
+        self._memory.model_bytes = sum(model.nbytes for model in self.models.values())
+
+    def _end_run(self, name: str) -> None:
+        if name in self.models:
+            self.models[name].method.end_run()
+        self._memory.give_back()
+
+    def _forward(self, request: Forward) -> Done:
+        model = self.models[request.model]
+        model.method.begin(request.part)
+        self._io.follow(request.arena_bytes)
+        if model.patches_id != request.patches_id:
+            raise Refused(
+                f"Rank {self._mesh.rank} holds weight patches {model.patches_id!r}, the run wants {request.patches_id!r}: run again."
+            )
+        began = time.perf_counter()
+        output = model.evaluate(self._io.read(request.arguments), request.request)
+        tree, needs = self._io.write(output, request.out) if self._writes else (b"", 0)
+        return Done(
+            request=request.request,
+            memory=self._memory.recent(),
+            output=tree,
+            needs_bytes=needs,
+            began_s=began,
+            compute_s=time.perf_counter() - began,
+            exchange_s=self._mesh.seconds,
+            sent_bytes=self._mesh.sent_bytes,
+            block_s=dict(model.method.facts.block_s),
+        )
+
+
+def no_tensors(ref: TensorRef) -> torch.Tensor:
+    raise Refused("A model source names tensors but carries no segment.")
