@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 SMALL, LARGE = 128, 1024  # pixels: 64 and 4096 image tokens
 STEPS = 3
+TITLE = 30  # height of a node's title, above its position
 
 OUT_OF_MEMORY = """
 import torch
@@ -155,3 +156,20 @@ def accepts(name, kind, options, value):
         return value in options["options"] or str(value).endswith(".safetensors")
     number = kind in ("INT", "FLOAT")
     return isinstance(value, WIDGETS[kind]) and (not number or options.get("min", value) <= value <= options.get("max", value))
+
+
+def box(item, info):
+    """(left, top, right, bottom) of a node of a saved workflow, with all of its inputs shown: the
+    size that it was saved with, or in Nodes 2.0, where rows are taller.
+    """
+    shown = list(widgets(info)) if info else []
+    slots = max(len([one for one in item["inputs"] if "widget" not in one]), len(item["outputs"]))
+    advanced = any(options.get("advanced") for _name, _kind, options in shown)
+    from_a_pack = bool(info) and info["python_module"].startswith("custom_nodes")
+    height = max(item["size"][1], 12 + 20 * slots + 30 * len(shown) + 26 * advanced + 26 * from_a_pack)
+    left, top = item["pos"]
+    return left, top - TITLE, left + item["size"][0], top + height
+
+
+def overlap(one, other):
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

@@ -5,6 +5,7 @@ cancel, faults, two instances.
 import json
 import os
 import signal
+from itertools import combinations
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.parse import urlencode
@@ -21,7 +22,7 @@ from pipemesh.nodes.report.picture import FOOT, ROW, WIDTH
 
 from .conftest import ALL
 from .models import write_lora, write_model
-from .served import LARGE, STEPS, accepts, graph, latent, linked, live_pool, pids, start, wait_for_phase, widgets
+from .served import LARGE, STEPS, accepts, box, graph, latent, linked, live_pool, overlap, pids, start, wait_for_phase, widgets
 
 TEXT = 3  # comfyui: protocol.BinaryEventTypes
 
@@ -357,20 +358,32 @@ def test_every_node_has_tooltips_on_all_sockets_and_a_help_page(server, node_id)
     assert f"# {info['display_name']}" in page
 
 
+def examples(server):
+    """The workflows that the template browser offers."""
+    names = server.get("/workflow_templates")["pipemesh"]
+    assert names
+    return [json.loads((Path(__file__).parents[1] / "example_workflows" / f"{name}.json").read_text()) for name in names]
+
+
 def test_the_example_workflow_is_in_the_template_browser_with_known_nodes_and_values_they_take(server):
-    templates = server.get("/workflow_templates")["pipemesh"]
-    assert templates
     known = server.get("/object_info")
-    for name in templates:
-        workflow = json.loads((Path(__file__).parents[1] / "example_workflows" / f"{name}.json").read_text())
+    for workflow in examples(server):
         assert all(item["type"] in known or item["type"] in ("MarkdownNote", "Note") for item in workflow["nodes"])
         assert any(item["type"].startswith("PipeMesh") for item in workflow["nodes"])
         for item in workflow["nodes"]:
             if item["type"] in known:
                 takes, given = list(widgets(known[item["type"]])), item.get("widgets_values") or []
                 assert len(given) <= len(takes), item
+                assert len(given) == len(takes) or not item["type"].startswith("PipeMesh"), item
                 for widget, value in zip(takes, given, strict=False):
                     assert accepts(*widget, value), (item["type"], widget, value)
+
+
+def test_no_node_of_the_example_workflow_lies_over_another(server):
+    known = server.get("/object_info")
+    for workflow in examples(server):
+        boxes = [(item["type"], box(item, known.get(item["type"]))) for item in workflow["nodes"]]
+        assert not [(one, other) for (one, here), (other, there) in combinations(boxes, 2) if overlap(here, there)]
 
 
 # -- two instances, and the end
