@@ -1,0 +1,306 @@
+"""The collectives and messages of all layouts of up to eight ranks: members of a group ask for the
+same in the same order, and there is one order of everything that no interleaving can break.
+
+All ranks run in this process, so orderings that only NCCL would hang on are found without a GPU.
+"""
+
+from dataclasses import replace
+from itertools import count
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipemesh.parallel_runtime.comm import mesh
+from pipemesh.parallel_runtime.comm.exchange import Exchange, Stopped
+from pipemesh.parallel_runtime.comm.ring import Ring
+from pipemesh.parallel_runtime.comm.stage_link import StageLink
+from pipemesh.parallel_runtime.errors import NoRoom
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.factory import make_method
+from pipemesh.parallel_runtime.patches import Part
+
+from .collectives import Event, Stuck, World, disagreements, has_an_order
+from .joint_model import BLOCKS, CONDS, PLAN, Model
+
+SEQUENCES = [Layout(ulysses=ulysses, ring=ring) for ulysses in range(1, 9) for ring in range(1, 9) if 1 < ulysses * ring <= 8]
+PIPELINES = [Layout(ulysses=ulysses, pipefusion=stages) for ulysses in range(1, 5) for stages in range(2, 9) if ulysses * stages <= 8]
+BACKENDS = ["gloo", "nccl"]
+PATCHES = ((0, 4, False), (4, 4, False), (8, 5, True))
+
+
+class Rank:
+    """What a method asks of its rank. ``requests``: all parts, submitted before any is computed."""
+
+    def __init__(self, requests, ahead=True):
+        self.requests, self.ahead, self.at, self.has_room = requests, ahead, 0, True
+
+    def tick(self):
+        pass
+
+    def next_part(self):
+        return self.requests[self.at + 1] if self.ahead and self.at + 1 < len(self.requests) else None
+
+    def reserve(self, nbytes):
+        if not self.has_room:
+            raise NoRoom("made")
+
+
+def evaluations(blocks, requests, outputs, ahead=True, prepare=lambda mesh, run, rank, model: None):
+    """The work of a rank: every part of ``requests`` in turn, then the end of the run. ``outputs``:
+    (rank, place of the request) -> what came of it.
+    """
+
+    def work(mesh, run):
+        rank, model = Rank(requests, ahead), Model(blocks)
+        method = make_method(model, PLAN, mesh, rank)
+        method.attach()
+        prepare(mesh, run, rank, model)
+        for rank.at, part in enumerate(requests):
+            method.begin(part)
+            try:
+                outputs[mesh.rank, rank.at] = method.evaluate(model, CONDS[part.branch], rank.at + 1)
+            except (Stopped, NoRoom, ZeroDivisionError) as error:
+                outputs[mesh.rank, rank.at] = type(error)
+            assert method.facts.messages_done == "all"
+        method.end_run()
+
+    return work
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """layout, backend, requests -> the world, the traces, and what came of each request."""
+
+    def run(layout, backend, requests, blocks=BLOCKS, **how):
+        world, outputs = World(layout, backend, monkeypatch), {}
+        with torch.inference_mode():
+            traces = world.run(evaluations(blocks, requests, outputs, **how), Random(7).choice)
+        return world, traces, outputs
+
+    return run
+
+
+def assert_sound(world, traces):
+    assert any(traces)
+    assert disagreements(traces, world.members) == []
+    assert has_an_order(traces, in_order=world.backend == "nccl")
+
+
+def truth(branch, blocks=BLOCKS):
+    with torch.inference_mode():
+        return Model(blocks)(**CONDS[branch])
+
+
+WARM = [Part(1, branch) for branch in (0, 1)]
+IN_PATCHES = [Part(1, branch, patch) for _ in range(2) for patch in PATCHES for branch in (0, 1)]
+
+
+@pytest.mark.parametrize("layout", SEQUENCES + PIPELINES, ids=Layout.equation)
+def test_every_rank_makes_the_same_groups_in_the_same_order(layout, monkeypatch):
+    world = World(layout, "nccl", monkeypatch)
+    assert all(made == world.made[0] for made in world.made)
+    for rank, joined in enumerate(world.meshes):
+        for axis, place in joined.axes.items():
+            assert place.ranks == layout.group(axis, rank) and place.rank == layout.coordinates(rank)[axis]
+            assert place.group is None or world.members[world.name_of(place.group)] == place.ranks
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", SEQUENCES, ids=Layout.equation)
+def test_ranks_that_share_a_sequence_agree_on_every_collective(traced, layout, backend):
+    world, traces, outputs = traced(layout, backend, WARM, blocks=2)
+    assert_sound(world, traces)
+    for branch in (0, 1):
+        assert torch.allclose(outputs[0, branch], truth(branch, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", PIPELINES, ids=Layout.equation)
+def test_stages_agree_on_every_message(traced, layout, backend):
+    world, traces, outputs = traced(layout, backend, WARM + IN_PATCHES)
+    assert_sound(world, traces)
+    for branch in (0, 1):  # with equal inputs, stale keys and values are those of now
+        patches = [outputs[layout.writer, place] for place, part in enumerate(WARM + IN_PATCHES) if part.branch == branch]
+        assert all(torch.allclose(whole, truth(branch), atol=1e-5) for whole in (patches[0], sum(patches[1:4]), sum(patches[4:])))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", [Layout(pipefusion=3), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
+def test_receives_that_are_posted_late_change_nothing(traced, layout, backend):
+    world, late, _ = traced(layout, backend, WARM + IN_PATCHES, ahead=False)
+    assert_sound(world, late)
+    assert late != traced(layout, backend, WARM + IN_PATCHES)[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("who", range(4))
+@pytest.mark.parametrize(
+    "layout", [Layout(ulysses=4), Layout(ring=4), Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation
+)
+def test_ranks_leave_together_where_one_wishes_to_stop_and_go_on_together(traced, layout, backend, who):
+    def prepare(mesh, run, rank, model):
+        asked = count()
+        if mesh.rank == who:
+            run.wants_stop = lambda: rank.at == 1 and next(asked) > 0  # in the second attention of the second request
+
+    requests = [*WARM, *WARM]
+    world, traces, outputs = traced(layout, backend, requests, blocks=4, prepare=prepare)
+    assert_sound(world, traces)
+    left = {rank for rank in range(4) if outputs[rank, 1] is Stopped}
+    assert left == (set(layout.group("ulysses", who)) if layout.pipefusion > 1 else {0, 1, 2, 3})
+    assert torch.allclose(outputs[layout.writer, 2], truth(0, 4), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("who", range(4))
+@pytest.mark.parametrize("layout", [Layout(pipefusion=4), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
+def test_a_rank_without_room_ends_its_stage_and_stages_stay_in_step(traced, layout, backend, who):
+    def prepare(mesh, run, rank, model):
+        rank.has_room = mesh.rank != who
+
+    requests = [*WARM, Part(2, 0)]
+    world, traces, outputs = traced(layout, backend, requests, prepare=prepare)
+    assert_sound(world, traces)
+    assert {rank: outputs[rank, 0] for rank in layout.group("ulysses", who)} == {
+        rank: NoRoom if rank == who else Stopped for rank in layout.group("ulysses", who)
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("who", range(4))
+def test_a_stage_that_fails_in_its_own_blocks_still_sends(traced, backend, who):
+    def prepare(mesh, run, rank, model):
+        def fail(*_):
+            if rank.at == 4:
+                raise ZeroDivisionError
+
+        if mesh.rank == who:
+            model.blocks[2 * who + 1].register_forward_pre_hook(fail)
+
+    layout = Layout(pipefusion=4)
+    world, traces, outputs = traced(layout, backend, WARM + IN_PATCHES, prepare=prepare)
+    assert_sound(world, traces)
+    assert outputs[who, 4] is ZeroDivisionError and len(outputs) == 4 * len(WARM + IN_PATCHES)
+
+
+# -- that it would be seen
+
+
+def test_a_rank_that_makes_groups_in_another_order_is_found(monkeypatch):
+    real = mesh.DeviceMesh
+
+    def otherwise(device_type, grid, mesh_dim_names):
+        if dist.get_rank() == 1:
+            grid, mesh_dim_names = grid.permute(*reversed(range(grid.ndim))), mesh_dim_names[::-1]
+        return real(device_type, grid, mesh_dim_names=mesh_dim_names)
+
+    monkeypatch.setattr(mesh, "DeviceMesh", otherwise)
+    made = World(Layout(ulysses=2, ring=2), "nccl", monkeypatch).made
+    assert made[0] == made[2] == made[3] != made[1]
+
+
+@pytest.fixture
+def sound(traced):
+    """A trace of each kind, and the groups it is of."""
+
+    def make(layout, backend="nccl"):
+        world, traces, _ = traced(layout, backend, WARM, blocks=4)
+        return [list(trace) for trace in traces], world.members
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(ulysses=2), Layout(ring=3), Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation
+)
+def test_a_rank_that_skips_one_is_found_wherever_it_is(sound, layout):
+    whole, members = sound(layout)
+    for rank, trace in enumerate(whole):
+        for place, event in enumerate(trace):
+            if event.operation != "wait":
+                traces = [*whole]
+                traces[rank] = trace[:place] + trace[place + 1 :]
+                assert disagreements(traces, members), event
+
+
+def test_a_count_that_differs_is_found_wherever_it_is(sound):
+    whole, members = sound(Layout(ulysses=2, ring=2))
+    for rank, trace in enumerate(whole):
+        for place, event in enumerate(trace):
+            if event.operation != "wait":
+                first, *rest = event.counts
+                traces = [*whole]
+                traces[rank] = [*trace[:place], replace(event, counts=(first + 1, *rest)), *trace[place + 1 :]]
+                assert disagreements(traces, members), event
+
+
+def swapped(events, one, other):
+    events = [*events]
+    events[one], events[other] = events[other], events[one]
+    return events
+
+
+def test_two_collectives_that_a_rank_swaps_are_found():
+    """Two groups of the same ranks: each sees the same of its own, and both wait for ever."""
+
+    def meet(rank, group):
+        return Event(rank, group, "all_to_all", (1, 1, 1, 1))
+
+    traces = [[meet(rank, "ulysses"), meet(rank, "world")] for rank in (0, 1)]
+    members = {"ulysses": (0, 1), "world": (0, 1)}
+    assert has_an_order(traces, in_order=True) and has_an_order(traces, in_order=False)
+    traces[1].reverse()
+    assert disagreements(traces, members) == []
+    assert not has_an_order(traces, in_order=True) and not has_an_order(traces, in_order=False)
+
+
+def test_a_swapped_gather_is_found_in_the_trace_of_real_ranks(sound):
+    whole, members = sound(Layout(ulysses=2, ring=2))
+    of_all = next(name for name, ranks in members.items() if len(ranks) == 4)
+    place = next(at for at, event in enumerate(whole[1]) if event.group == of_all)
+    before = max(at for at in range(place) if whole[1][at].operation == "all_to_all")
+    assert has_an_order(whole, in_order=True)
+    whole[1] = swapped(whole[1], place, before)
+    assert disagreements(whole, members) == [] and not has_an_order(whole, in_order=True)
+
+
+def test_a_stage_that_sends_before_it_receives_is_found_where_operations_run_in_order():
+    def message(rank, kind, peer):
+        return Event(rank, "all", kind, (3,), peer=peer)
+
+    circle = [[message(0, "send", 1), message(0, "receive", 1)], [message(1, "send", 0), message(1, "receive", 0)]]
+    assert disagreements(circle, {}) == [] and not has_an_order(circle, in_order=True)
+    assert has_an_order(circle, in_order=False), "waited for later, or never"
+    posted = [
+        [*trace, Event(rank, "", "wait", (), waits_for=0), Event(rank, "", "wait", (), waits_for=1)] for rank, trace in enumerate(circle)
+    ]
+    assert has_an_order(posted, in_order=False)
+    at_once = [[trace[0], Event(rank, "", "wait", (), waits_for=0), trace[1]] for rank, trace in enumerate(circle)]
+    assert not has_an_order(at_once, in_order=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("owner", "name", "layout"),
+    [(Exchange, "all_to_all", Layout(ulysses=2)), (Ring, "_pass_on", Layout(ring=3)), (StageLink, "send", Layout(pipefusion=2))],
+    ids=["exchange", "ring", "stage link"],
+)
+def test_a_rank_that_skips_a_message_leaves_the_others_waiting(traced, monkeypatch, owner, name, layout, backend):
+    from greenlet import getcurrent
+
+    real, skipped = getattr(owner, name), []
+
+    def skip_one(self, *args):
+        if getcurrent().rank == 0 and not skipped:
+            skipped.append(args)
+            return {
+                "all_to_all": lambda: ([args[2].new_zeros(shape) for shape in args[1]], args[2]),
+                "_pass_on": list,
+                "send": lambda: None,
+            }[name]()
+        return real(self, *args)
+
+    monkeypatch.setattr(owner, name, skip_one)
+    with pytest.raises((Stuck, RuntimeError)):
+        traced(layout, backend, WARM)
