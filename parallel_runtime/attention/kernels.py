@@ -1,12 +1,13 @@
-"""Attention kernels that return the log-sum-exp of their scores, and the exact merge of partial
-outputs.
+"""Compute attention over a part of the keys, and merge such parts exactly by the log-sum-exp (lse)
+of their scores.
 
-Legend: B batch, H heads, Q query tokens, K key tokens, D head dim. ``lse`` is (B, H, Q) in fp32; a
-query that may look at none of the keys given has out = 0 and lse = -inf, so that it does not count
-in a merge. Every kernel holds scores and their sums in fp32 whatever q's dtype, so a host that asks
-for that precision has it. Sources: FlashAttention (arXiv 2205.14135, section 3.1) for the merge,
-torch 2.11's aten kernels (native_functions.yaml), flash-attn 2/3 (flash_attn_func,
-return_attn_probs).
+Every kernel holds scores and their sums in fp32 whatever q's dtype, so a host that asks for that
+precision has it. A query that may look at none of the keys given has out = 0 and lse = -inf: it
+does not count in a merge.
+
+Legend: B batch, H heads, Q query tokens, K key tokens, D head dim; ``lse`` is (B, H, Q) in fp32.
+Sources: FlashAttention (arXiv 2205.14135, section 3.1) for the merge, torch 2.11's aten kernels
+(native_functions.yaml), flash-attn 2/3 (flash_attn_func, return_attn_probs).
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | Non
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys, whose exp(scores) add up to ``weight * exp(level)``. Not one
-    number, since beside a level of -1e9 fp32 keeps nothing of log(weight). ``level`` (B, H, Q) in
-    fp32; ``weight`` the same, or the number of keys.
+    """Attention over some of the keys, whose exp(scores) add up to ``weight * exp(level)``.
+
+    ``level`` is (B, H, Q) in fp32, ``weight`` the same or the number of keys. They are two numbers
+    because beside a level of -1e9 fp32 keeps nothing of log(weight).
     """
 
     out: torch.Tensor
@@ -42,19 +44,19 @@ class Partial(NamedTuple):
 
 
 def partial_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None = None) -> Partial:
-    """Takes what ``attention_with_lse`` takes."""
+    """Attend over some of the keys. The arguments are those of ``attention_with_lse``."""
     out, lse = attention_with_lse(q, k, v, mask, scale)
     keys = max(1, k.shape[2])
     return Partial(out, lse - math.log(keys), float(keys))
 
 
 def merge(first: Partial, second: Partial) -> Partial:
-    """The attention over both sets of keys, in fp32.
+    """Return the attention over both sets of keys, in fp32.
 
     A row that one large number closes everywhere (-1e9, the smallest of the dtype) comes out as in
-    one softmax over all keys: their mean. Inexact are only rows whose largest score is such a
-    number while other keys are closed by a larger one or by -inf: a kernel's lse does not tell how
-    many keys of its part have the largest score, so parts weigh by all their keys.
+    one softmax over all keys: their mean. Only a row whose largest score is such a number, while
+    other keys are closed by a larger one or by -inf, is inexact: a kernel's lse does not tell how
+    many keys have the largest score, so parts weigh by all their keys.
     """
     level = torch.maximum(first.level, second.level)
     a, b = (share(part, level) for part in (first, second))
@@ -64,15 +66,15 @@ def merge(first: Partial, second: Partial) -> Partial:
 
 
 def share(part: Partial, level: torch.Tensor) -> torch.Tensor:
-    """Its sum of exp(scores), in units of exp(level)."""
+    """Return the part's sum of exp(scores), in units of exp(level)."""
     return part.weight * (part.level - torch.where(level == -math.inf, 0.0, level)).exp()
 
 
 def attention_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None = None) -> OutLse:
-    """``q`` (B, H, Q, D), ``k`` and ``v`` (B, H, K, D), ``mask`` additive or boolean: (Q, K), (B,
-    Q, K) or (B, 1 or H, 1 or Q, K).
+    """Attend by the fastest kernel for this: return out (B, H, Q, D) in q's dtype, and lse.
 
-    Returns out (B, H, Q, D) in q's dtype and lse (B, H, Q).
+    ``q`` (B, H, Q, D), ``k`` and ``v`` (B, H, K, D), ``mask`` additive or boolean: (Q, K), (B, Q,
+    K) or (B, 1 or H, 1 or Q, K).
     """
     batch, heads, queries, _ = q.shape
     if queries == 0 or k.shape[2] == 0 or heads == 0 or batch == 0:  # torch's CPU kernel dies of an empty dimension
@@ -87,8 +89,8 @@ def attention_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
 
 
 def without_blind_rows(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> OutLse:
-    """Kernels differ in what they return for a query that may look at nothing; here it is 0 and
-    -inf.
+    """Set out to 0 and lse to -inf for queries that may look at no key: kernels differ in what they
+    return there.
     """
     blind = (mask == -math.inf).all(-1)
     return torch.where(blind.unsqueeze(-1), 0.0, out).to(out.dtype), torch.where(blind, -math.inf, lse)
@@ -97,8 +99,8 @@ def without_blind_rows(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor)
 def choose(
     device: str, dtype: torch.dtype, dim: int, masked: bool, capability: tuple[int, int] = (0, 0), installed: Collection[str] = ()
 ) -> Kernel:
-    """The fastest kernel that takes this. ``capability``: of a CUDA device; ``installed``: of
-    FLASH_PACKAGES.
+    """Return the fastest kernel for this. ``capability``: the CUDA device's; ``installed``: those
+    of FLASH_PACKAGES.
     """
     if device == "cpu":
         return cpu_flash
@@ -140,8 +142,8 @@ def cuda_efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
 
 
 def aligned_bias(mask: torch.Tensor, q: torch.Tensor, keys: int) -> torch.Tensor:
-    """(B, H, Q, K) with rows that begin at multiples of ALIGN elements; of B, H and Q it holds as
-    many as the mask has.
+    """Copy the mask to (B, H, Q, K) with rows that begin at multiples of ALIGN elements. Dimensions
+    of size 1 in the mask are held once.
     """
     bias = q.new_empty(*mask.shape[:-1], -(-keys // ALIGN) * ALIGN)[..., :keys]
     return bias.copy_(mask).expand(*q.shape[:3], keys)
@@ -160,7 +162,7 @@ def flash_attn(module: str) -> Kernel:
 
 
 def explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
-    """In fp32, for what no fused kernel takes. Holds all scores: (B, H, Q, K)."""
+    """Attend in fp32 where no fused kernel can. Holds all scores: (B, H, Q, K)."""
     scores = q.float() @ k.float().transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores + mask.float()

@@ -1,1 +1,1 @@
-"""Collectives over tokens, on torch.distributed alone."""
+"""Messages between ranks, on torch.distributed alone."""

@@ -1,11 +1,10 @@
-"""Which cores a rank computes on where ranks share a CPU, and how its threads take turns there.
+"""Give each CPU rank cores of its own, and its message threads a low priority there.
 
-gloo moves messages on a thread of its own. Left to the scheduler, three things make an exchange
-between two computing ranks last 2 to 10 ms instead of 0.3: the thread is put behind the other
-rank's computation and waits for the next tick (4 ms at 250 Hz) while its own core is idle; it
-interrupts its own rank in the middle of a send, whose lock it then spins for until a tick; or a
-tick puts it there. Found with ``perf sched``; what each half of the remedy brings is in
-docs/BENCHMARKS.md.
+gloo moves messages on a thread of its own. Left to the scheduler, an exchange between two computing
+ranks lasts 2 to 10 ms instead of 0.3, in one of three ways: the thread is queued behind the other
+rank's computation until the next tick (4 ms at 250 Hz) while its own core is idle; it interrupts
+its own rank in the middle of a send, and spins for the lock until a tick; or a tick puts it there.
+Found with ``perf sched``; docs/BENCHMARKS.md has what each half of the remedy brings.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ GIVE_WAY = 10  # about a tenth of a computing thread's weight: enough to move me
 
 
 def share_of_cores(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """An equal run of ``cores`` for each rank; one each, in turn, where there are more ranks than
+    """Return the rank's equal run of ``cores``; one core, in turn, where there are more ranks than
     cores.
     """
     each = len(cores) // ranks
@@ -26,7 +25,7 @@ def share_of_cores(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ..
 
 
 def keep_to(cores: Sequence[int]) -> None:
-    """For a CPU rank: all threads it has, and those it starts, stay on ``cores``. Linux only; ()
+    """Keep all threads of this process, and those it will start, on ``cores``. Linux only; ()
     changes nothing.
     """
     for thread in threads() if cores else ():
@@ -36,8 +35,8 @@ def keep_to(cores: Sequence[int]) -> None:
 
 @contextmanager
 def giving_way() -> Iterator[None]:
-    """Threads started inside do not interrupt the others of this process, and mostly run when those
-    wait. Linux only.
+    """Lower the priority of threads that are started inside: they do not interrupt the others of
+    this process, and mostly run while those wait. Linux only.
     """
     before = threads()
     yield

@@ -20,8 +20,8 @@ Shape = tuple[int, ...]
 
 
 class Stopped(BaseException):
-    """Every rank has agreed to leave the forward here. Not an Exception: host code catches those
-    around attention.
+    """All ranks leave the forward here. Not an Exception: host code catches those around
+    attention.
     """
 
 
@@ -41,11 +41,11 @@ class StopFlag:
         self._later.clear()
 
     def wish(self, like: torch.Tensor) -> torch.Tensor:
-        """(1,): 1 if this rank wishes to stop."""
+        """Return the flag (1,) of ``like``'s dtype: 1 if this rank wishes to stop."""
         return like.new_full((1,), float(self._wants_stop()))
 
     def decide(self, flag: torch.Tensor) -> None:
-        """``flag`` must hold every rank's wish. Raises Stopped, on all ranks alike."""
+        """Raise Stopped, on all ranks alike, if one of them wishes it: ``flag`` holds all wishes."""
         if flag.device.type != "cuda":
             if bool(flag):
                 raise Stopped

@@ -51,7 +51,7 @@ class PatchForward:
 
     @property
     def image_tokens(self) -> int:
-        """Of the last evaluation."""
+        """Image tokens of the last evaluation."""
         return self._all_tokens[self._plan.leave.stream]
 
     @property

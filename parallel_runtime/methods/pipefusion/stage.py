@@ -66,7 +66,9 @@ class PipeFusion:
             hooks.detach()
 
     def begin(self, part: Part) -> None:
-        """Raises ModelError after a patch of the same run whose messages did not go through."""
+        """Open an evaluation. Raises ModelError after a patch of the same run whose messages are
+        still in the link.
+        """
         self._messages.done.begin(part.run)
         if part.run != self._part.run:
             self.end_run()
