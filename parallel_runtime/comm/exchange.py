@@ -45,7 +45,7 @@ class StopFlag:
         return like.new_full((1,), float(self._wants_stop()))
 
     def decide(self, flag: torch.Tensor) -> None:
-        """Raise Stopped, on all ranks alike, if one of them wishes it: ``flag`` holds all wishes."""
+        """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
         if flag.device.type != "cuda":
             if bool(flag):
                 raise Stopped
