@@ -55,7 +55,7 @@ def test_the_same_content_is_uploaded_once_over_branches_names_and_runs(cache):
 
 def test_what_was_sent_last_is_expected_and_found_right_later(cache):
     sent = cache.put(BRANCH, "context", text(1))
-    ref, right = cache.expect(BRANCH, "context", text(1))
+    ref, right = cache.assume(BRANCH, "context", text(1))
     assert ref == sent
     assert right()
     assert cache.uploads == 1
@@ -63,11 +63,11 @@ def test_what_was_sent_last_is_expected_and_found_right_later(cache):
 
 def test_what_was_expected_wrongly_is_found_out_and_looked_at_from_then_on(arena, cache):
     sent = cache.put(BRANCH, "context", text(1))
-    ref, right = cache.expect(BRANCH, "context", text(2))
+    ref, right = cache.assume(BRANCH, "context", text(2))
     assert ref == sent
     assert not right()
     for seed in (2, 1, 2):
-        ref, right = cache.expect(BRANCH, "context", text(seed))
+        ref, right = cache.assume(BRANCH, "context", text(seed))
         assert shows(arena, ref, text(seed))
         assert right()
     assert cache.uploads == 2
@@ -75,7 +75,7 @@ def test_what_was_expected_wrongly_is_found_out_and_looked_at_from_then_on(arena
 
 def test_nothing_is_expected_of_a_tensor_never_sent_and_a_new_run_expects_nothing(arena, cache):
     for _ in range(2):
-        ref, right = cache.expect(BRANCH, "context", text(1))
+        ref, right = cache.assume(BRANCH, "context", text(1))
         assert shows(arena, ref, text(1))
         assert right()
         cache.begin_run()

@@ -1,7 +1,7 @@
-"""Conditioning crosses once per run: later evaluations name it.
+"""Send conditioning once per run: later evaluations name it.
 
-The host makes new tensors for every evaluation, so a tensor is recognised by its content: first
-against what the same branch sent last (on its own device), and by a full hash only when that
+ComfyUI makes new tensors for every evaluation, so a tensor is recognised by its content: compared
+first with the one that the same branch sent last, on its own device, and hashed only when that
 misses.
 """
 
@@ -32,8 +32,8 @@ class Entry:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same; on the CPU bit by bit, in a quarter
-    of ``torch.equal``'s time.
+    """True if two tensors of one shape and dtype are equal. On the CPU bit by bit, in a quarter of
+    ``torch.equal``'s time.
     """
     if one.device.type != "cpu" or not (one.is_contiguous() and other.is_contiguous()):
         return torch.equal(one, other)
@@ -45,8 +45,8 @@ def cache_key(branch: tuple, name: str, tensor: torch.Tensor) -> tuple:
 
 
 class ConditioningCache:
-    """Lives in the UI; ranks keep what a ``version`` names. Keeps at most ``limit_bytes`` between
-    runs.
+    """The UI's record of the conditioning in the arena; ranks cache by ``version``. At most
+    ``limit_bytes`` are kept between runs.
     """
 
     def __init__(self, arena: Arena, limit_bytes: int = 256 << 20):
@@ -55,14 +55,14 @@ class ConditioningCache:
         self._versions = count(1)
         self._entries: OrderedDict[tuple, Entry] = OrderedDict()
         self._recent: dict[tuple, list[Entry]] = {}
-        self._surprising: set[tuple] = set()  # keys whose tensor once was not the one sent last
+        self._surprising: set[tuple] = set()  # keys whose tensor differed from the one sent last, once in this run
         self.uploads = 0
 
-    def expect(self, branch: tuple, name: str, tensor: torch.Tensor) -> tuple[TensorRef, Callable[[], bool]]:
-        """What this branch sent last, unseen, and how to find out whether ``tensor`` is that: to be
-        asked while ranks compute with it.
+    def assume(self, branch: tuple, name: str, tensor: torch.Tensor) -> tuple[TensorRef, Callable[[], bool]]:
+        """Assumes that ``tensor`` equals the one this branch sent last; returns that one's place,
+        and a check to run while the ranks compute with it.
 
-        Where it was wrong once in a run, the answer is ``put``'s.
+        After one wrong assumption in a run, ``put`` is called instead.
         """
         key = cache_key(branch, name, tensor)
         recent = self._recent.get(key)
@@ -70,16 +70,18 @@ class ConditioningCache:
             return self.put(branch, name, tensor), lambda: True
         last = recent[0]
 
-        def right() -> bool:
+        def is_right() -> bool:
             if same(self._content(last), tensor):
                 return True
             self._surprising.add(key)
             return False
 
-        return last.ref, right
+        return last.ref, is_right
 
     def put(self, branch: tuple, name: str, tensor: torch.Tensor) -> TensorRef:
-        """``branch`` tells conds apart (their uuids); ``name`` is the argument's path."""
+        """Returns the place of ``tensor`` in the arena, written now if it is new. ``branch``
+        identifies the cond; ``name`` is the argument's path.
+        """
         key = cache_key(branch, name, tensor)
         recent = self._recent.setdefault(key, [])
         for entry in recent:
@@ -102,11 +104,13 @@ class ConditioningCache:
         return self._entries[key]
 
     def _content(self, entry: Entry) -> torch.Tensor:
-        """Views are made anew each time: a kept one would keep a closed arena's memory."""
+        """A view made anew each time: a kept one would keep a closed arena's memory."""
         return self._arena.segment.tensor(entry.ref) if entry.copy is None else entry.copy
 
     def begin_run(self) -> None:
-        """Between runs only: what is evicted here may have been named by the evaluation before."""
+        """Forgets which branch sent what, and evicts down to the limit. Call between runs only: an
+        evaluation in flight may name what is evicted.
+        """
         self._recent.clear()
         self._surprising.clear()
         held = sum(entry.ref.nbytes for entry in self._entries.values())

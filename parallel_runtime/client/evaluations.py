@@ -164,7 +164,7 @@ def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bo
             return frame.put(tensor, in_place=argument == CONTROL)
         if not assume:
             return session.conditioning.put(branch, path, tensor)
-        ref, is_right = session.conditioning.expect(branch, path, tensor)
+        ref, is_right = session.conditioning.assume(branch, path, tensor)
         checks.append(is_right)
         return ref
 

@@ -1,7 +1,7 @@
-"""Sampling in patches: how the evaluations of one MODEL become patches, whatever computes them
-(PipeFusion, arXiv 2405.14430).
+"""Turn the evaluations of one MODEL into patches, whatever computes them (PipeFusion, arXiv
+2405.14430).
 
-Free-running where ``modes`` allows it, one sampler run per patch; else single-timeline: every
+Free-running where ``separable`` allows it, one sampler run per patch; else single-timeline: every
 evaluation's patches are collected before the sampler goes on. The first evaluations of every branch
 are whole and exact in both. Positive and negative conds are evaluations of their own, in flight
 together.
@@ -31,11 +31,10 @@ FREE_RUNNING = "free-running"
 
 
 class Patchwise:
-    """Of one MODEL; ``patch_size`` and ``plan`` its transformer's, ``patches`` and ``warm_up`` what
-    the user asked for.
+    """Samples one MODEL in patches. ``patch_size`` and ``plan`` are its transformer's; ``patches``
+    and ``warm_up`` the user's.
 
-    ``notice`` is told the mode of every run, with what keeps the patches together if something
-    does.
+    ``notice`` gets the mode of every run, and the reason where it is single-timeline.
     """
 
     def __init__(
@@ -55,10 +54,10 @@ class Patchwise:
         self._warm_up = warm_up
         self._notice = notice
         self._counts: Counter[Branch] = Counter()
-        self._begun = False  # whether the sampler has seen an output of this run
+        self._begun = False  # True once the sampler has got an output of this run
 
     def attach(self, patcher: Any) -> None:
-        """Its wrappers, to a clone of the MODEL."""
+        """Adds its wrappers to a clone of the MODEL."""
         patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, self.sampler_sample)
         patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self.calc_cond_batch)
 
@@ -68,7 +67,7 @@ class Patchwise:
             patcher.remove_wrappers_with_key(kind, WRAPPER_KEY)
 
     def begin_run(self) -> None:
-        """Between runs, never inside one: what the engine keeps is void."""
+        """Makes void what the backend keeps. Call between runs, never inside one."""
         self._counts.clear()
         self._begun = False
         self._backend.begin_run()
@@ -95,9 +94,9 @@ class Patchwise:
         return self._making_room(once if reason else free, guider, noise.device)
 
     def _making_room(self, run: Callable[[], torch.Tensor], guider: Any, device: torch.device) -> torch.Tensor:
-        """``run``; from its beginning again where there was no room for its first evaluation and
-        something else can be released: other models of the pool, then, once, what the host holds on
-        its own GPU.
+        """Calls ``run``, and again from its beginning where there was no room for its first
+        evaluation and other memory could be freed: other models of the pool, then, once, the models
+        that ComfyUI holds on its own GPU.
         """
         random, host_asked = RandomState(device), False
         while True:
@@ -128,8 +127,8 @@ class Patchwise:
         return [by_index[index] if index in by_index else torch.zeros_like(x) for index in range(len(conds))]
 
     def evaluate(self, arguments: dict[str, Any], branch: tuple, weights: str = "") -> torch.Tensor:
-        """One evaluation of the sampler, within a timeline or not. ``weights``: the id of the
-        weight patches it is computed under.
+        """Computes one evaluation of the sampler, inside a timeline or not. ``weights``: the id of
+        the weight patches it is computed under.
         """
         latent = next(iter(arguments.values()))
         asked = (arguments, Branch((*branch, tuple(latent.shape)), weights))
@@ -140,14 +139,14 @@ class Patchwise:
 
     def _evaluate(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
         timeline = getcurrent()
-        forgotten = self._backend.restart_if_reloaded()
+        reloaded = self._backend.restart_if_reloaded()
         if isinstance(timeline, Timeline):
-            if forgotten:
+            if reloaded:
                 raise PoolFailed("The model was unloaded, or its workers lost, while its patches were on their way: run again.")
             outputs = timeline.evaluate(asked)
             self._begun = True
             return outputs
-        if forgotten:
+        if reloaded:
             self._counts.clear()  # warm again
         try:
             tickets = [[self._backend.submit(*one, patch) for patch in self._patches_of(*one)] for one in asked]
@@ -159,7 +158,7 @@ class Patchwise:
         return [sum(others, first) for first, *others in outputs]
 
     def _patches_of(self, arguments: dict[str, Any], branch: Branch) -> Sequence[Patch | None]:
-        """Of the next evaluation of ``branch``."""
+        """The patches of the next evaluation of ``branch``; None is all of it."""
         number = self._counts[branch]
         self._counts[branch] += 1
         return (None,) if number < self._warm_up else self._cut(next(iter(arguments.values())).shape)[1]
@@ -170,16 +169,15 @@ class Patchwise:
 
 
 def text_tokens(conds: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> int:
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
     texts = [cond.get("model_conds", {}).get("c_crossattn") for side in conds.values() for cond in side or ()]
     return max((text.cond.shape[1] for text in texts if text is not None), default=0)
 
 
 def branch_of(transformer_options: dict[str, Any]) -> tuple:
-    """What tells the conds of a run apart, windows of a long video included: what is kept of one
-    must not be seen by another.
-
-    The host gives the negative that it makes for a region the region's own id.
+    """Identifies a cond of a run, and the window of a long video, so that the K/V buffers of one
+    are never used for another. ComfyUI gives the negative that it makes for a region the region's
+    id.
     """
     window = transformer_options.get("context_window")
     frames = tuple(window.index_list) if window is not None else ()

@@ -1,8 +1,8 @@
 """A stock MODEL in, a stock MODEL out: a ModelPatcher whose weights and forward are in the pool.
 
-It loads nothing in the UI. The host's own object-patch mechanism puts the remote ``_forward`` in
-place when this patcher is loaded and takes it away when another clone of the same model is, so
-whatever reaches the model (any sampler, guider or wrapper) meets the right one.
+It loads nothing in the UI. ComfyUI's own object patches put the remote ``_forward`` in place when
+this patcher is loaded, and take it away when another clone of the same model is. So every sampler,
+guider or wrapper that calls the model calls the right forward.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .separable import WRAPPER_KEY
 
 @dataclass(frozen=True)
 class Patching:
-    """How a pipeline samples: into how many ``patches``, how many first evaluations of every cond
-    are whole and exact, and how many blocks each stage has (empty: balanced).
+    """How a pipeline samples: the number of ``patches``, how many first evaluations of every cond
+    are whole and exact, and the number of blocks of each stage (empty: balanced).
     """
 
     patches: int
@@ -114,8 +114,8 @@ class Remote:
 
 
 class RemotePatcher(ModelPatcher):
-    """Made by ``parallelize``; ``clone()`` keeps the class, so LoRA, ModelSampling and the rest
-    chain as usual.
+    """A ModelPatcher that computes in a pool. ``clone()`` keeps the class, so LoRA, ModelSampling
+    and the rest chain as usual.
     """
 
     remote: Remote
@@ -127,7 +127,7 @@ class RemotePatcher(ModelPatcher):
         made.hook_set = self.hook_set
         return made
 
-    # -- what the host's memory manager sees
+    # -- for ComfyUI's memory manager
 
     def model_size(self) -> int:
         return self.remote.share_of(self.model.diffusion_model) if hasattr(self, "remote") else 0
@@ -136,9 +136,9 @@ class RemotePatcher(ModelPatcher):
         return self.model_size() if hasattr(self, "remote") and self.remote.pool.residency.holds(self.remote.model) else 0
 
     def get_free_memory(self, device: torch.device) -> int:
-        """Asked for when the host decides whether cond and uncond fit one batch: the ranks' memory
-        at the begin of the run decides, not the UI's. Batches that changed within a run would be
-        other branches to a pipeline.
+        """Free bytes of the rank that has least, as the run began; ComfyUI decides by it whether
+        cond and uncond fit one batch. The same all through a run: other batches would be other
+        branches.
         """
         return super().get_free_memory(device) if self.remote.free_bytes is None else self.remote.free_bytes
 
@@ -170,8 +170,8 @@ class RemotePatcher(ModelPatcher):
             self.object_patches = own
 
     def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
-        """The pool parks the whole model (its pages stay in the page cache); reports what the UI's
-        device gets back.
+        """Releases the whole model in the pool (its pages stay in the page cache); returns the
+        bytes that the UI's device gets back.
         """
         freed = self.loaded_size()
         if freed:
@@ -179,8 +179,8 @@ class RemotePatcher(ModelPatcher):
         return freed
 
     def detach(self, unpatch_all: bool = True) -> Any:
-        """With ``unpatch_all`` the host really frees memory; without, it only switches between
-        clones and nothing is released.
+        """Releases the model in the pool if ComfyUI frees memory (``unpatch_all``); else it only
+        switches between clones.
         """
         if unpatch_all:
             self.remote.release()

@@ -1,10 +1,10 @@
-"""A stock sampler run once per patch, so that a pipeline of stages never drains between steps.
+"""Run a stock sampler once per patch, so that a pipeline of stages never drains between steps.
 
 Each timeline is a greenlet in which the same sampler code runs on the full-shape latent, with
-random numbers of its own; only its patch's pixels are meaningful. It is left at every evaluation
-and entered again with the output, always in the order of patches, so that what is computed depends
+random numbers of its own; only its patch's pixels are meaningful. It is suspended at every
+evaluation and resumed with the output, always in the order of patches, so that the result depends
 neither on timing nor on the number of stages. Right only where everything between the sampler and
-the transformer acts on each pixel by itself: ``modes`` decides.
+the transformer acts on each pixel by itself: ``separable`` decides.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Callback = Callable[[int, torch.Tensor, torch.Tensor, int], Any]
 
 @dataclass(frozen=True)
 class Branch:
-    """Which cond an evaluation is of. ``weights``, the id of the weight patches it is computed
-    under, may change in mid-run, by hooks.
+    """The cond that an evaluation is of. ``weights``: the id of the weight patches it is computed
+    under, which hooks may change in mid-run.
     """
 
     conds: tuple[Hashable, ...]
@@ -68,7 +68,7 @@ class PatchBackend(Protocol):
 
 
 class Result:
-    """The output of one submission, which several timelines may want."""
+    """The output of one submission; several timelines may take it."""
 
     def __init__(self, backend: PatchBackend, ticket: Any):
         self._backend = backend
@@ -83,21 +83,28 @@ class Result:
 
 @dataclass(eq=False)
 class Call:
-    """One evaluation that a timeline waits for; ``number`` counts those of its branch."""
+    """One evaluation that a timeline waits for. ``number`` counts the evaluations of its branch."""
 
     branch: Branch
     number: int
     arguments: dict[str, Any]
     result: Result | None = None
 
+    def take(self) -> torch.Tensor:
+        """The output, of a call that was submitted."""
+        assert self.result is not None
+        return self.result.take()
+
     @property
     def latent(self) -> tuple[str, torch.Tensor]:
-        """The first argument of every host forward."""
+        """Name and value of the latent: the first argument of every forward of ComfyUI's."""
         return next(iter(self.arguments.items()))
 
 
 class RandomState:
-    """torch's default generators of the CPU and of one device, which samplers draw from."""
+    """Keeps the state of torch's default generators, of the CPU and of one device, for
+    ``restore``.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device if device.type == "cuda" else None
@@ -106,32 +113,32 @@ class RandomState:
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
-        if self._device:
+        if self._device is not None and self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 class Timeline(greenlet):
-    """One patch's run of the sampler."""
+    """Runs the sampler for one patch."""
 
     def __init__(self, run: Callable[[], torch.Tensor], device: torch.device):
         super().__init__(run)
-        self.gr_context = contextvars.copy_context()  # the host's progress reads a context variable
+        self.gr_context = contextvars.copy_context()  # ComfyUI's progress reads a context variable
         self.random = RandomState(device)
         self.output: torch.Tensor | None = None
         self._counts: Counter[Branch] = Counter()
 
     def evaluate(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
-        """To be called within it: leaves it until all outputs are there."""
+        """Suspends the timeline until all outputs are there. Call from inside it."""
         calls = []
         for arguments, branch in asked:
             calls.append(Call(branch, self._counts[branch], arguments))
             self._counts[branch] += 1
-        return self.parent.switch(calls)
+        return parent_of(self).switch(calls)
 
 
 class Cond(greenlet):
-    """One cond of an evaluation: left where it waits for the transformer, so that another one can
-    come to it as well.
+    """Runs one cond of an evaluation. It is suspended where it waits for the transformer, so that
+    another cond can get there as well.
     """
 
     def __init__(self, run: Callable[[], Any]):
@@ -139,13 +146,20 @@ class Cond(greenlet):
         self.gr_context = contextvars.copy_context()
 
     def evaluate(self, asked: Asked) -> torch.Tensor:
-        """To be called within it."""
-        return self.parent.switch(asked)
+        """Suspends the cond until its output is there. Call from inside it."""
+        return parent_of(self).switch(asked)
+
+
+def parent_of(suspended: greenlet) -> greenlet:
+    """The greenlet that goes on when ``suspended`` is left."""
+    parent = suspended.parent
+    assert parent is not None, "the main greenlet is never suspended"
+    return parent
 
 
 def in_flight_together(runs: Sequence[Callable[[], Any]], evaluate: Callable[[Sequence[Asked]], list[torch.Tensor]]) -> list[Any]:
-    """What ``runs`` return. Each goes on to what it asks of the transformer before ``evaluate`` is
-    called for all of them.
+    """Runs all of ``runs`` and returns their results. Each is taken to its next evaluation before
+    ``evaluate`` is called for all of them.
     """
     conds = [Cond(run) for run in runs]
     try:
@@ -157,7 +171,7 @@ def in_flight_together(runs: Sequence[Callable[[], Any]], evaluate: Callable[[Se
         return left_with
     finally:
         for cond in conds:
-            if cond:  # alive: unwound here
+            if cond:  # suspended: unwind it here
                 cond.throw()
 
 
@@ -170,16 +184,19 @@ def free_run(
     callback: Callback | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """The samples, each patch's pixels from its own timeline. ``patches``: all of the ``grid``.
+    """Samples in as many timelines as there are ``patches``, which are all of the ``grid``. Returns
+    the samples, each patch's pixels from its own timeline.
 
-    ``sampler`` takes its callback and whether it is the first, and runs to its end. ``warm_up``: as
-    many first evaluations of every branch are whole. ``callback`` sees every step once, when the
-    last patch has come to it.
+    ``sampler`` takes its callback and whether it is the first, and runs to its end. ``warm_up``:
+    how many first evaluations of every branch are whole. ``callback`` is called once for every
+    step, when the last patch has reached it.
     """
     return FreeRun(backend, grid, patches, warm_up, device).run(sampler, callback)
 
 
 class FreeRun:
+    """One sampling in timelines. ``run`` once."""
+
     def __init__(self, backend: PatchBackend, grid: TokenGrid, patches: Sequence[Patch], warm_up: int, device: torch.device):
         self._backend = backend
         self._warm_up = warm_up
@@ -191,11 +208,11 @@ class FreeRun:
         self._gathering: dict[tuple[Branch, int], list[Call]] = {}
         self._seen: dict[Branch, torch.Tensor] = {}  # branch -> the latent, each patch's pixels as last submitted
 
-    @torch.no_grad()  # samplers switch gradients off and on again for the whole thread, so off they stay until the last one is done
+    @torch.no_grad()  # samplers switch gradients off and on for the whole thread: off until the last is done
     def run(self, sampler: Callable[[Callback | None, bool], torch.Tensor], callback: Callback | None) -> torch.Tensor:
-        callbacks = MergedCallback(callback, self._pixels)
+        callbacks = MergedCallback(callback, self._pixels) if callback is not None else None
         for index in range(len(self._patches)):
-            own = callbacks.of(index) if callback else None
+            own = callbacks.of(index) if callbacks is not None else None
             self._timelines.append(Timeline(lambda own=own, first=index == 0: sampler(own, first), self._device))
         try:
             for index in range(len(self._timelines)):
@@ -205,20 +222,20 @@ class FreeRun:
                     raise ModelError("The sampler evaluates its patches in different orders: set pipefusion to 1 for this sampler.")
                 index, calls = self._waiting.popleft()
                 if submitted(calls):
-                    self._resume(index, [call.result.take() for call in calls])
+                    self._resume(index, [call.take() for call in calls])
                 else:
-                    self._waiting.append((index, calls))  # the others are yet to come to it
+                    self._waiting.append((index, calls))  # other timelines have not reached it
         finally:
             if any(self._timelines):
                 self._backend.abandon()
             for timeline in self._timelines:
-                if timeline:  # alive: unwound here
+                if timeline:  # suspended: unwind it here
                     timeline.throw()
         self._timelines[0].random.restore()  # as after one run
-        return self._merged([timeline.output for timeline in self._timelines])
+        return self._merged([timeline.output for timeline in self._timelines if timeline.output is not None])
 
     def _resume(self, index: int, *outputs: list[torch.Tensor]) -> None:
-        """Enters a timeline, until its next evaluation or its end."""
+        """Runs a timeline to its next evaluation or its end, with random numbers of its own."""
         timeline = self._timelines[index]
         timeline.random.restore()
         left_with = timeline.switch(*outputs)
@@ -256,7 +273,7 @@ def submitted(calls: Sequence[Call]) -> bool:
 
 
 def merged(latents: Sequence[torch.Tensor], pixels: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Each patch's pixels of its own latent."""
+    """One latent, each patch's pixels taken from its own."""
     whole = latents[0]
     for latent, own in zip(latents[1:], pixels[1:], strict=True):
         whole = torch.where(own, latent, whole)
@@ -264,9 +281,11 @@ def merged(latents: Sequence[torch.Tensor], pixels: Sequence[torch.Tensor]) -> t
 
 
 class MergedCallback:
-    """A step is told when all patches have come to it, with each one's pixels."""
+    """Calls the user's callback once for every step, when all patches have reached it, with each
+    one's pixels.
+    """
 
-    def __init__(self, callback: Callback | None, pixels: Sequence[torch.Tensor]):
+    def __init__(self, callback: Callback, pixels: Sequence[torch.Tensor]):
         self._callback = callback
         self._pixels = pixels
         self._steps: list[deque[tuple[torch.Tensor, torch.Tensor]]] = [deque() for _ in pixels]
