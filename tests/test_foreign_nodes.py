@@ -2,14 +2,16 @@
 name.
 """
 
+import comfy.model_management as mm
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
-from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
+from pipemesh.launcher.commands.parity import BOUND, PLAIN, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 
-from .models import load, run, write_model
+from .models import load, run, with_lora, write_model
+from .patched import ALL_WARM, execute
 
 
 def test_control_residuals_are_sharded_with_their_tokens(pair):
@@ -127,6 +129,144 @@ def test_object_patches_below_the_transformer_cross_if_plain_and_are_refused_by_
     with pytest.raises(Refused, match=r"final_layer \(torch.nn.*\) is code"):
         run(swapped(parallel, f"{PREFIX}final_layer", torch.nn.Identity()))
     assert relative_error(run(parallel), run(stock)) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["vector_in.out_layer.bias", "double_blocks.1.img_attn.qkv.weight"])
+def test_a_parameter_as_object_patch_crosses(pair, name):
+    def swapped(model):
+        clone = model.clone()
+        value = model.get_model_object(PREFIX + name).detach().clone()
+        clone.add_object_patch(PREFIX + name, torch.nn.Parameter(value.flip(0), requires_grad=False))
+        return clone
+
+    stock, parallel = pair
+    truth = run(swapped(stock))
+    assert relative_error(truth, run(stock)) > 0.01, "the patch does nothing"
+    assert relative_error(run(swapped(parallel)), truth) <= BOUND
+    assert relative_error(run(parallel), run(stock)) <= BOUND
+
+
+def test_the_whole_transformer_as_object_patch_is_refused_by_name(pair):
+    _stock, parallel = pair
+    clone = parallel.clone()
+    clone.add_object_patch(PREFIX.removesuffix("."), torch.nn.Identity())
+    with pytest.raises(Refused, match=r"diffusion_model \(torch.nn.*\) is code"):
+        run(clone)
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_torch_compile_is_left_out_with_a_notice(files, client, caplog, compiled_first):
+    def compiled(model):
+        return execute("nodes_torch_compile", "TorchCompileModel", model, "inductor")
+
+    truth = run(load(files["model"]))
+    model = load(files["model"])
+    parallel = parallelize(compiled(model), client, True) if compiled_first else compiled(parallelize(model, client, True))
+    assert relative_error(run(parallel), truth) <= BOUND
+    assert "torch.compile is left out: the ranks run this MODEL uncompiled" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_models_computing_dtype_is_the_ranks_too(pair, dtype):
+    stock, parallel = pair
+    exact, truth = run(stock), run(execute("nodes_model_advanced", "ModelComputeDtype", stock, dtype))
+    rounding = relative_error(truth, exact)
+    assert rounding > 10 * BOUND, "the node does nothing"
+    ours = run(execute("nodes_model_advanced", "ModelComputeDtype", parallel, dtype))
+    assert 10 * BOUND < relative_error(ours, exact) <= 3 * rounding
+    assert relative_error(run(parallel), exact) <= BOUND
+
+
+def test_ranks_compute_in_the_dtypes_that_the_ui_resolved(files, client, monkeypatch):
+    """As a UI on a GPU resolves them, whatever a rank's own device would make of the same file."""
+    exact = run(load(files["model"]))
+    monkeypatch.setattr(mm, "unet_dtype", lambda *args, **kwargs: torch.float16)
+    monkeypatch.setattr(mm, "unet_manual_cast", lambda *args, **kwargs: None)
+    stock = load(files["model"])
+    monkeypatch.undo()
+    assert stock.model_dtype() == torch.float16
+    rounding = relative_error(run(stock), exact)
+    assert 10 * BOUND < relative_error(run(parallelize(stock, client, True)), exact) <= 3 * rounding
+
+
+def test_options_that_are_no_plain_data_are_named_once(pair, caplog):
+    def with_options(model):
+        clone = model.clone()
+        options = clone.model_options["transformer_options"]
+        options.update(plain=[1, 2.0, torch.zeros(1)], helper=attention_patch, state={"of": object()})
+        return clone
+
+    stock, parallel = pair
+    assert relative_error(run(with_options(parallel)), run(stock)) <= BOUND
+    run(with_options(parallel))
+    said = [record.getMessage() for record in caplog.records if "stays in ComfyUI's process" in record.getMessage()]
+    assert len(said) == 2
+    assert "The option helper (" in said[0] and ".attention_patch) of this MODEL" in said[0]
+    assert "The option state (builtins.dict)" in said[1]
+
+
+@pytest.mark.parametrize("lora", [0, 1.0], ids=["", "under a LoRA"])
+@pytest.mark.parametrize("when", ["before it is parallelized", "before it is sampled", "between two runs"])
+def test_weights_that_a_node_changed_in_place_reach_the_ranks(files, client, requests, when, lora):
+    @torch.inference_mode()
+    def change(model):
+        for block in model.model.diffusion_model.double_blocks:
+            block.img_attn.qkv.weight.data[: 3 * 64].mul_(3)
+
+    def patched(model):
+        return with_lora(model, files, lora) if lora else model
+
+    stock, model = load(files["model"]), load(files["model"])
+    unchanged = run(patched(stock))
+    mm.unload_model_and_clones(stock)  # else the change would be one of what the LoRA made of the weights
+    change(stock)
+    truth = run(patched(stock))
+    assert relative_error(truth, unchanged) > 0.05, "the change does nothing"
+    if when == "before it is parallelized":
+        change(model)
+    parallel = patched(parallelize(model, client, True))
+    if when == "between two runs":
+        assert relative_error(run(parallel), unchanged) <= BOUND
+    if when != "before it is parallelized":
+        change(model)
+    requests.clear()
+    assert relative_error(run(parallel), truth) <= BOUND
+    assert requests["Load"] <= (when != "between two runs")
+    requests.clear()
+    assert relative_error(run(parallel), truth) <= BOUND
+    assert not requests["SetWeightPatches"], "they were sent again"
+    assert relative_error(run(patched(model)), truth) <= BOUND
+
+
+def test_a_model_without_a_file_that_is_changed_after_it_was_sent_is_right(client, requests):
+    stock, model = (stock_model(4) for _ in "ab")
+    case = Case(PLAIN, "ulysses2", "even", 4, 1.0, False, "euler")
+    parallel = parallelize(model, client, True)
+    assert relative_error(sample(parallel, case), sample(stock, case)) <= BOUND
+    for changed in (stock, model):
+        changed.model.diffusion_model.img_in.weight.data.mul_(1.5)
+    assert relative_error(sample(parallel, case), sample(stock, case)) <= BOUND
+    assert requests["Load"] == 1
+
+
+def test_stages_take_what_belongs_to_their_blocks(files, clients):
+    """Object patches and changed weights of blocks that another stage has."""
+
+    def changed(model):
+        clone = model.clone()
+        clone.add_object_patch(f"{PREFIX}double_blocks.0.img_norm1.eps", 1.0)
+        clone.add_object_patch(f"{PREFIX}single_blocks.1.pre_norm.eps", 1.0)
+        return clone
+
+    stock, model = load(files["model"]), load(files["model"])
+    before = run(stock)
+    for one in (stock, model):
+        for block in one.model.diffusion_model.single_blocks:
+            block.linear1.weight.data.mul_(1.3)
+    truth = run(changed(stock))
+    assert relative_error(truth, before) > 0.05
+    parallel = parallelize(model, clients(1, 1, 2), 0.0, Patching(3, ALL_WARM))
+    assert relative_error(run(changed(parallel)), truth) <= BOUND
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ from ..checkpoint import check_mapped
 from ..comfy_bridge.forward import PREFIX, forward_binder, forward_patch
 from ..comfy_bridge.guard import refuse_foreign_levers, refuse_in_block_patches, require_plan
 from ..comfy_bridge.interrupt import interrupted, interrupting
-from ..comfy_bridge.options import plain_options
+from ..comfy_bridge.options import CrossingOptions, leave_out_compilation
 from ..comfy_bridge.source import Source, describe_source, state_source
-from ..comfy_bridge.weight_patches import content_id, pack_patches, plain_objects
-from ..comfy_bridge.weights import map_weights
+from ..comfy_bridge.weight_patches import cast_switches, content_id, pack_patches, plain_objects
+from ..comfy_bridge.weights import give_back, is_patched
 from ..errors import Refused
 from .patch_backend import PipelineBackend
 from .patchwise import Patchwise, branch_of
@@ -70,6 +70,7 @@ class Remote:
         self.activations = activations
         self.sampling = sampling
         self.stages = stages
+        self.options = CrossingOptions()
         self.run: Run | None = None
         self.free_bytes: int | None = None  # in the rank that has least, when the run began
 
@@ -119,11 +120,14 @@ class RemotePatcher(ModelPatcher):
     """
 
     remote: Remote
+    stock_class: type[ModelPatcher] = ModelPatcher  # of the MODEL that was parallelized
     hook_set: tuple[str, dict] = ("", {})
+    objects: tuple[str, dict] = ("", {})  # a name of its content, and what ranks put into place beside weight patches
 
     def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
         made = super().clone(*args, **kwargs)
         made.remote = self.remote
+        made.stock_class = self.stock_class
         made.hook_set = self.hook_set
         return made
 
@@ -143,29 +147,42 @@ class RemotePatcher(ModelPatcher):
         return super().get_free_memory(device) if self.remote.free_bytes is None else self.remote.free_bytes
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
-        """Puts the remote forward in place and brings the pool to this clone's weights. Raises
+        """Brings the pool to this clone's weights and puts the remote forward in place. Raises
         Refused, ModelError, PoolFailed.
+
+        In this order: where anything is refused, fails or is cancelled, the shared model is as
+        ComfyUI's own unpatching leaves it.
         """
         refuse_foreign_levers(self)
         refuse_in_block_patches(self.model_options["transformer_options"])
+        plain, weights = plain_objects(self.object_patches), self.remote.source.weights
         before = self.loaded_size()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
-            # Weights that the stock path left on the device or patched belong to the shared model:
-            # give them back.
-            self.unpatch_model(self.offload_device, unpatch_weights=self.model.model_loaded_weight_memory > 0 or bool(self.backup))
+            self.unpatch_model(self.offload_device, unpatch_weights=is_patched(self))
+            weights.compare(self)
+            objects = {**cast_switches(self), **plain}
+            name = content_id(objects) + weights.changed_id
+            self.objects = name, {**weights.changed_tensors(self.model.diffusion_model), **objects}
+            self.remote.recut()
+            self._bring_up()
             self.patch_model(load_weights=False)
-        self.remote.recut()
-        self._bring_up()
         return self.loaded_size() - before
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+        self.eject_model()
+        give_back(self, self.stock_class, device_to, unpatch_weights)
 
     def patch_model(
         self, device_to: Any = None, lowvram_model_memory: int = 0, load_weights: bool = True, force_patch_weights: bool = False
     ) -> Any:
         name, own = forward_patch(self.model.diffusion_model), self.object_patches
-        self.object_patches = {**own, name: RemoteForward(self, name)}
+        self.object_patches = {name: RemoteForward(self, name), **own}  # first: what is taken away again must have been put
         self.object_patches_backup.setdefault(name, comfy.utils.ATTR_UNSET)
         try:
             return super().patch_model(device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights)
+        except BaseException:
+            self.unpatch_model(unpatch_weights=False)
+            raise
         finally:
             self.object_patches = own
 
@@ -215,14 +232,14 @@ class RemotePatcher(ModelPatcher):
         patches.
         """
         hook_id, hook_patches = self.hook_set
-        objects = plain_objects(self.object_patches)
+        objects_id, objects = self.objects
         patched = any(key.startswith(PREFIX) for key in (*self.patches, *hook_patches))
-        self.patches_id = f"{self.patches_uuid.hex}{hook_id}{content_id(objects)}" if patched or objects else ""
+        self.patches_id = f"{self.patches_uuid.hex}{hook_id}{objects_id}" if patched or objects else ""
         residency, model = self.remote.pool.residency, self.remote.model
         self.remote.pool.sessions.settle(interrupted)
         if residency.touch(model, self.patches_id):
             return
-        residency.load(self.remote.source, lambda: state_source(self), interrupted)
+        residency.load(self.remote.source, lambda: state_source(self, self.remote.source.weights), interrupted)
         if residency.touch(model, self.patches_id):
             return
         keys = sorted(key for key in {*self.patches, *hook_patches} if key.startswith(PREFIX))
@@ -237,7 +254,7 @@ class RemotePatcher(ModelPatcher):
         """
         options = arguments.get("transformer_options", {})
         branch = branch_of(options)
-        arguments = {**arguments, "transformer_options": plain_options(options)}
+        arguments = {**arguments, "transformer_options": self.remote.options.plain(options)}
         if (
             not self.remote.pool.evaluations.in_flight
         ):  # else nothing has changed but that the pool may be lost, which those in flight tell of
@@ -257,6 +274,7 @@ def prepare_sampling(executor: Any, model: RemotePatcher, noise_shape: Any, cond
     if 0 in noise_shape:
         shape = " x ".join(map(str, noise_shape))
         raise Refused(f"The latent is empty ({shape}): connect one with at least one image of at least one pixel.")
+    leave_out_compilation(kwargs["model_options"])
     return executor(model, [noise_shape[0] * model.remote.activations, *noise_shape[1:]], conds, *args, **kwargs)
 
 
@@ -296,7 +314,6 @@ def parallelize(
     if isinstance(patcher, RemotePatcher) and patcher.remote.pool is pool and patching is None:
         return patcher
     source = pool.residency.use(patcher.model, lambda: describe_source(patcher))
-    map_weights(patcher, source)
     sampling = None
     if patching is not None:
         backend = PipelineBackend(pool, source.model)
@@ -313,8 +330,9 @@ def parallelize(
 
 
 def remote_clone(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
-    made = ModelPatcher.clone(patcher)
+    made = ModelPatcher.clone(patcher, disable_dynamic=True, model_override=patcher.get_clone_model_override())
     made.__class__ = RemotePatcher
+    made.stock_class = patcher.stock_class if isinstance(patcher, RemotePatcher) else type(patcher)
     made.remote = remote
     made.size = 0
     return made

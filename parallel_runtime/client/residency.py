@@ -108,8 +108,7 @@ class Residency:
         """
         stages = self._balance.sizes_of(source.model)
         resident = session.models[source.model] = ResidentModel(stages)
-        tree: dict[str, Any] = {"factory": source.factory, "args": source.args, "index": source.index, "file": source.file}
-        parcel = Parcel(tree if source.factory else state())
+        parcel = Parcel(source.tree() if source.factory else state())
         try:
             session.ask(Load, [parcel.segment.fd], interrupted, model=source.model, source=parcel.tree, stages=stages)
         except (ModelError, Refused):

@@ -1,19 +1,69 @@
-"""What of ``transformer_options`` crosses to the ranks with every evaluation."""
+"""What of a MODEL's options crosses to the ranks, and what is left out with a word."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ..wire.tree import is_plain
-from .guard import refuse_in_block_patches
+from .guard import patch_name, refuse_in_block_patches
 
-STAYS_IN_THE_UI = frozenset({"wrappers", "callbacks", "patches", "patches_replace", "prefetch_dynamic_vbars"})
+log = logging.getLogger("pipemesh")
+OF_COMFYUI = frozenset(  # ComfyUI's own options that are read in the UI only
+    {
+        *("wrappers", "callbacks", "patches", "patches_replace"),
+        *("uuids", "prefetch_dynamic_vbars", "context_window", "easycache", "ar_state"),
+    }
+)
 
 
-def plain_options(transformer_options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are plain data. Raises Refused for in-block patches.
+class CrossingOptions:
+    """The ``transformer_options`` of one MODEL, on their way to the ranks."""
 
-    Other callables and objects stay in the UI: no code in a rank could read them.
+    def __init__(self):
+        self._named: set[str] = set()
+
+    def plain(self, transformer_options: dict[str, Any]) -> dict[str, Any]:
+        """The options that are plain data. Raises Refused for in-block patches.
+
+        Other objects stay in the UI: no code in a rank could read them. The log names each of them
+        once, because the node that set it may count on being read in the transformer.
+        """
+        refuse_in_block_patches(transformer_options)
+        crossing = {}
+        for name, value in transformer_options.items():
+            if name in OF_COMFYUI:
+                continue
+            if is_plain(value):
+                crossing[name] = value
+            elif name not in self._named:
+                self._named.add(name)
+                log.warning(
+                    "[PipeMesh] The option %s (%s) of this MODEL is no plain data and stays in ComfyUI's process: "
+                    "if the image lacks what its node does, remove the node, or PipeMesh.",
+                    name,
+                    patch_name(value),
+                )
+        return crossing
+
+
+def leave_out_compilation(model_options: dict[str, Any]) -> bool:
+    """Takes torch.compile (the node TorchCompileModel) out of a run's options. True if it was
+    there.
+
+    Compiled or not, the result is the same. It would compile the remote call in the UI, which has
+    nothing to compile; the ranks run the model as it is.
     """
-    refuse_in_block_patches(transformer_options)
-    return {key: value for key, value in transformer_options.items() if key not in STAYS_IN_THE_UI and is_plain(value)}
+    from comfy.patcher_extension import WrappersMP
+    from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
+
+    model_options.pop(TORCH_COMPILE_KWARGS, None)
+    options = model_options.get("transformer_options", {})
+    wrappers = options.get("wrappers", {})
+    around_model = wrappers.get(WrappersMP.APPLY_MODEL, {})
+    if COMPILE_KEY not in around_model:
+        return False
+    kept = {key: wrapper for key, wrapper in around_model.items() if key != COMPILE_KEY}
+    model_options["transformer_options"] = {**options, "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: kept}}
+    log.warning("[PipeMesh] torch.compile is left out: the ranks run this MODEL uncompiled, with the same result.")
+    return True

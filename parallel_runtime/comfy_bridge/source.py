@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,34 @@ from ..errors import Refused
 from ..wire.tree import encode_tree, is_plain
 from .forward import PREFIX
 from .guard import refuse_state
+from .weights import Weights
 
+Dtypes = tuple[torch.dtype | None, torch.dtype | None]
 CHECKPOINT_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """How a rank gets a model. Without a ``factory`` the UI sends its state dict."""
+    """How a rank gets a model. Without a ``factory`` the UI sends its state dict.
 
-    model: str  # the identity: equal for equal sources
+    ``model``: the identity, equal for equal sources. ``dtypes``: of the weights, and of what they
+    are cast to in computing (None: nothing else), as the UI's ComfyUI resolved them.
+    """
+
+    model: str
     factory: str = ""
     args: tuple = ()
     index: int | None = None
     file: File | None = None
+    dtypes: Dtypes = (None, None)
+    weights: Weights = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "weights", Weights(self.file if self.factory else None))
+
+    def tree(self) -> dict[str, Any]:
+        """What ``call_factory`` in a rank needs to know."""
+        return {"factory": self.factory, "args": self.args, "index": self.index, "file": self.file, "dtypes": self.dtypes}
 
 
 def describe_source(patcher: Any) -> Source:
@@ -46,18 +63,43 @@ def describe_source(patcher: Any) -> Source:
             files = [arg for arg in args if isinstance(arg, str) and arg.lower().endswith(CHECKPOINT_SUFFIXES)]
             file = stat_file(files[0]) if files else None
             name, index = f"{factory.__module__}:{factory.__qualname__}", init[2] if len(init) > 2 else None
-            identity = encode_tree([name, list(args), index, file and file[:3]], _no_tensor)  # some mounts number their files anew
-            return Source(model=hashlib.blake2b(identity, digest_size=8).hexdigest(), factory=name, args=args, index=index, file=file)
+            dtypes = resolved_dtypes(patcher.model.model_config)
+            identity = encode_tree([name, list(args), index, file and file[:3], dtypes], _no_tensor)  # some mounts number their files anew
+            model = hashlib.blake2b(identity, digest_size=8).hexdigest()
+            return Source(model=model, factory=name, args=args, index=index, file=file, dtypes=dtypes)
     refuse_state(patcher)
     return Source(model=f"state-{patcher.clone_base_uuid.hex}")
 
 
-def call_factory(name: str, args: tuple, index: int | None) -> Any:
+def resolved_dtypes(config: Any) -> Dtypes:
+    """In the UI: what ComfyUI made of the file's dtype, the device and the memory that was free."""
+    return config.unet_config.get("dtype"), config.manual_cast_dtype
+
+
+@contextmanager
+def resolving_as(dtypes: Dtypes) -> Iterator[None]:
+    """In a rank: its ComfyUI resolves dtypes to these. Its own device may be another one, or have
+    other memory free, and arguments come in the UI's dtype.
+    """
+    import comfy.model_management as mm
+
+    weights, cast = dtypes
+    own = mm.unet_dtype, mm.unet_manual_cast
+    if weights is not None:
+        mm.unet_dtype, mm.unet_manual_cast = (lambda *args, **kwargs: weights), (lambda *args, **kwargs: cast)
+    try:
+        yield
+    finally:
+        mm.unet_dtype, mm.unet_manual_cast = own
+
+
+def call_factory(name: str, args: tuple, index: int | None, dtypes: Dtypes = (None, None)) -> Any:
     """In a rank: calls the stock loader that made the UI's model. Returns its ModelPatcher."""
     module, function = name.split(":")
     if not module.startswith("comfy."):
         raise Refused(f"The model's loader {name} is not ComfyUI's own: use a stock loader.")
-    made = getattr(importlib.import_module(module), function)(*args)
+    with resolving_as(dtypes):
+        made = getattr(importlib.import_module(module), function)(*args)
     return made if index is None else made[index]
 
 
@@ -74,22 +116,22 @@ def find_here(path: str) -> str:
     return next((str(place) for place in places if place.exists()), path)
 
 
-def state_source(patcher: Any) -> dict[str, Any]:
-    """In the UI: the tree from which a rank builds a model without a factory."""
+def state_source(patcher: Any, weights: Weights | None = None) -> dict[str, Any]:
+    """In the UI: the tree from which a rank builds a model without a factory. ``weights`` notes
+    what was sent.
+    """
     config = patcher.model.model_config
     diffusion_model = patcher.model.diffusion_model
-    weights = {**dict(diffusion_model.named_parameters()), **dict(diffusion_model.named_buffers())}
-    state = {key: weights[key] for key in diffusion_model.state_dict()}
-    for key, backup in patcher.backup.items():  # the stock path has patched these weights in place
-        if key.startswith(PREFIX):
-            state[key.removeprefix(PREFIX)] = backup.weight
-    return {
-        "config": type(config).__name__,
-        "unet_config": dict(config.unet_config),
-        "dtype": config.unet_config.get("dtype"),
-        "manual_cast_dtype": config.manual_cast_dtype,
-        "state": {key: tensor.detach() for key, tensor in state.items()},
-    }
+    named = {**dict(diffusion_model.named_parameters()), **dict(diffusion_model.named_buffers())}
+    state = {key: named[key] for key in diffusion_model.state_dict()}
+    unpatched = {**patcher.object_patches_backup, **{key: backup.weight for key, backup in patcher.backup.items()}}
+    for key, original in unpatched.items():  # patches in place are sent for themselves
+        if isinstance(original, torch.Tensor) and key.removeprefix(PREFIX) in state:
+            state[key.removeprefix(PREFIX)] = original
+    state = {key: tensor.detach() for key, tensor in state.items()}
+    if weights is not None:
+        weights.note_sent(state)
+    return {"config": type(config).__name__, "unet_config": dict(config.unet_config), "dtypes": resolved_dtypes(config), "state": state}
 
 
 def build_from_state(source: dict[str, Any]) -> Any:
@@ -101,7 +143,7 @@ def build_from_state(source: dict[str, Any]) -> Any:
     config = getattr(comfy.supported_models, source["config"])(source["unet_config"])
     config.unet_config.update(source["unet_config"])
     device = comfy.model_management.get_torch_device()
-    config.set_inference_dtype(source["dtype"], source["manual_cast_dtype"])
+    config.set_inference_dtype(*source["dtypes"])
     model = config.get_model(source["state"], "")
     model.load_model_weights(source["state"], "")
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))

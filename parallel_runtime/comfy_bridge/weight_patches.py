@@ -1,13 +1,14 @@
-"""Weight patches and object patches of a MODEL as plain data, and back.
+"""Weight patches and object patches of a MODEL: packed as plain data in the UI, put into place in
+a rank.
 
-``pack_patches`` runs in the UI, ``unpack_patches`` in a rank. Read: comfy/model_patcher.py
-(add_patches), comfy/lora.py (calculate_weight) @ ComfyUI 0.30.0.
+Read: comfy/model_patcher.py (add_patches, patch_model, set_model_compute_dtype), comfy/lora.py
+(calculate_weight), comfy/ops.py (CastWeightBiasOp) @ ComfyUI 0.30.0.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -67,10 +68,8 @@ def unpack_patches(patches: dict[str, list]) -> dict[str, list[tuple]]:
 
 
 def plain_objects(object_patches: dict[str, Any]) -> dict[str, Any]:
-    """The object patches below the transformer. Raises Refused, naming one that is not plain
-    data.
-    """
-    objects = {key: value for key, value in object_patches.items() if key.startswith(PREFIX)}
+    """The object patches of the transformer. Raises Refused, naming one that is not plain data."""
+    objects = {key: value for key, value in object_patches.items() if f"{key}.".startswith(PREFIX)}
     for key, value in objects.items():
         if not is_plain(value):
             raise Refused(
@@ -78,6 +77,38 @@ def plain_objects(object_patches: dict[str, Any]) -> dict[str, Any]:
                 "remove the node that adds it, or PipeMesh."
             )
     return objects
+
+
+def cast_switches(patcher: Any) -> dict[str, Any]:
+    """As object patches: what makes every layer cast its weights to the dtype of its input, where
+    the MODEL computes in another dtype than its weights have (the node ModelComputeDtype).
+
+    ComfyUI turns these switches when it loads weights, which it does not in the UI.
+    """
+    if not patcher.force_cast_weights:
+        return {}
+    modules = patcher.model.diffusion_model.named_modules()
+    return {f"{PREFIX}{path}.comfy_cast_weights": True for path, module in modules if getattr(module, "comfy_cast_weights", True) is False}
+
+
+def put_object(model: Any, name: str, value: Any, device: torch.device) -> Callable[[], Any] | None:
+    """In a rank: puts an object patch into place. Returns the call that takes it away again, None
+    where this rank has no such place: a stage has no blocks but its own.
+    """
+    import comfy.utils
+
+    *path, attribute = name.split(".")
+    try:
+        holder = comfy.utils.get_attr(model, ".".join(path))
+    except AttributeError:
+        return None
+    before = getattr(holder, attribute, comfy.utils.ATTR_UNSET)
+    if isinstance(value, torch.Tensor):
+        value = value.to(device)
+        if isinstance(before, torch.nn.Parameter):  # a parameter crosses as a plain tensor
+            value = torch.nn.Parameter(value, requires_grad=False)
+    setattr(holder, attribute, value)
+    return lambda: comfy.utils.set_attr(holder, attribute, before)
 
 
 def content_id(objects: dict[str, Any]) -> str:

@@ -1,46 +1,254 @@
-"""Where a model's weights lie: the checkpoint's mapped pages in the UI, the rank's device in a
-rank.
+"""A model's weights: in the UI, whether they are still those that the ranks have; in a rank, on its
+device.
+
+The ranks read the checkpoint themselves, or are sent a state dict once. A node that changes a
+weight in place tells nobody, so the UI compares contents. That reads the checkpoint once per load,
+from the page cache, as the ranks do next; a sample would miss the change of a few rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from safetensors import safe_open
 
-from ..memory import give_back_freed
-from .source import Source
+from ..checkpoint import File, check_file, check_mapped
+from ..errors import Refused
+from ..memory import equal_memory, give_back_freed, is_unwritten
+from .forward import PREFIX
+
+SAMPLE = 1024  # elements of a tensor that are looked at where a full comparison would cost too much
+CHECKSUM_ROW = 4093  # prime, so that no two rows of a weight stand in the same columns by their shape
 
 
-def map_weights(patcher: Any, source: Source) -> int:
-    """Points the UI's own unpatched CPU weights at the checkpoint's mapped pages; returns the
-    private bytes given back.
+class Slot(NamedTuple):
+    """A parameter or buffer of the transformer. ``archived``: the dtype that ComfyUI gave it."""
 
-    Only where file and model agree in dtype and shape, so that the stock path keeps computing the
-    same.
+    name: str
+    tensor: torch.Tensor
+    archived: torch.dtype
+
+
+def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
+    """All that are plain tensors: a quantised weight has no content to compare."""
+    for path, module in diffusion_model.named_modules():
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if type(tensor.data) is torch.Tensor and not tensor.is_meta:
+                archived = getattr(module, f"{name}_comfy_model_dtype", None) or tensor.dtype
+                yield Slot(f"{path}.{name}" if path else name, tensor, archived)
+
+
+class Weights:
+    """The UI's weights of one model beside what the ranks load: ``file``, or what they were sent.
+
+    ``changed`` names those that differ, below the transformer; ``changed_id`` is another one
+    whenever one of them has other content, and "" where none differs.
     """
-    model = patcher.model
-    if source.file is None or not source.file[0].lower().endswith((".safetensors", ".sft")) or patcher.backup or patcher.is_dynamic():
-        return 0
-    import comfy.utils
-    from comfy import model_detection
 
-    state = comfy.utils.load_torch_file(source.file[0])
-    prefix = model_detection.unet_prefix_from_state_dict(state)
-    bare = comfy.utils.state_dict_prefix_replace(state, {prefix: ""}, filter_keys=True) or state
-    mapped = model.model_config.process_unet_state_dict(bare)
-    given_back = 0
-    for name, parameter in model.diffusion_model.named_parameters():
-        tensor = mapped.get(name)
-        if tensor is None or (tensor.dtype, tensor.shape) != (parameter.dtype, parameter.shape):
-            continue
-        if parameter.device.type == "cpu" and type(parameter.data) is torch.Tensor:
-            parameter.data = tensor
-            given_back += tensor.numel() * tensor.element_size()
-    if given_back:
+    def __init__(self, file: File | None = None):
+        self.changed: set[str] = set()
+        self.changed_id = ""
+        self._file = file
+        self._opened: BinaryIO | None = None  # it outlives the file's name
+        self._sent: SentContent | None = None
+        self._seen: dict[str, Seen] = {}
+
+    def note_sent(self, state: dict[str, torch.Tensor]) -> None:
+        """``state`` goes to the ranks: from now on weights are compared with it."""
+        self._sent = SentContent(state)
+        self._seen.clear()
+
+    def compare(self, patcher: Any) -> None:
+        """Finds the weights that differ from the ranks', and points the others at the checkpoint's
+        mapped pages, so that the UI keeps no private copy.
+
+        For a model that ComfyUI has just unpatched, so that names and contents are the loader's.
+        Raises Refused where the checkpoint is not the one that was loaded, and ComfyUI's interrupt.
+        """
+        import comfy.model_management as mm
+
+        doubtful = [slot for slot in slots(patcher.model.diffusion_model) if not self._is_as_seen(slot)]
+        theirs = self._open(patcher.model) if doubtful else None
+        if theirs is None:
+            return
+        maps = not patcher.is_dynamic() and not patcher.pinned  # what is pinned, or ComfyUI's own mapping, has to stay where it is
+        for slot in doubtful:
+            mm.throw_exception_if_processing_interrupted()
+            same = theirs.has(slot)
+            if not same or slot.name in self.changed:
+                self.changed = self.changed - {slot.name} if same else self.changed | {slot.name}
+                self.changed_id = uuid.uuid4().hex if self.changed else ""
+            self._seen[slot.name] = Seen(slot.tensor, on_file=same and maps and theirs.lend(slot))
         give_back_freed()
-    return given_back
+
+    def changed_tensors(self, diffusion_model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Those of ``changed``, by ComfyUI's names, as object patches for the ranks."""
+        return {PREFIX + slot.name: slot.tensor.detach() for slot in slots(diffusion_model) if slot.name in self.changed}
+
+    def _is_as_seen(self, slot: Slot) -> bool:
+        return slot.name in self._seen and self._seen[slot.name].is_still(slot.tensor)
+
+    def _open(self, model: Any) -> CheckpointContent | SentContent | None:
+        """None where there is nothing to compare with, or it was overwritten: then the run is
+        refused when it begins.
+        """
+        if self._file is None:
+            return self._sent
+        if self._opened is None:
+            check_file(self._file)
+            self._opened = open(self._file[0], "rb")  # noqa: SIM115 - for as long as the model lives
+        try:
+            check_mapped(self._file)
+        except Refused:
+            return None
+        opened = Path(f"/proc/self/fd/{self._opened.fileno()}")
+        return CheckpointContent(model, self._file[0], opened if self._can_be_mapped() else None)
+
+    def _can_be_mapped(self) -> bool:
+        import comfy.utils
+
+        return self._file is not None and self._file[0].lower().endswith((".safetensors", ".sft")) and not comfy.utils.DISABLE_MMAP
+
+
+class Seen:
+    """A weight as it was when its content was last compared.
+
+    What lies on a file's pages is told exactly from then on. Of other memory only the version that
+    torch counts and a sample are: ``tensor.data`` counts none, and inference tensors do not.
+    """
+
+    def __init__(self, tensor: torch.Tensor, on_file: bool):
+        self._place = _place(tensor)
+        self._content = None if on_file else _sampled(tensor)
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        """True if nothing was written to it, as far as can be told cheaply."""
+        if _place(tensor) != self._place:
+            return False
+        return is_unwritten(tensor.data_ptr(), tensor.nbytes) if self._content is None else _sampled(tensor) == self._content
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _sampled(tensor: torch.Tensor) -> tuple[int | None, bytes]:
+    try:
+        version = tensor._version
+    except RuntimeError:  # an inference tensor's
+        version = None
+    flat = tensor.detach().flatten()
+    odd_step = flat.numel() // SAMPLE | 1  # so that it falls on all columns of a matrix, by and by
+    return version, _bytes_of(flat[::odd_step]).numpy().tobytes()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+
+
+class CheckpointContent:
+    """The transformer's weights as the checkpoint has them, under the model's names.
+
+    Two mappings: one to compare with, and one to lend, which a node may write to. ComfyUI's own may
+    be read-only, so that such a write would end the process.
+    """
+
+    def __init__(self, model: Any, path: str, opened: Path | None):
+        """``opened``: the same file, still there when its name is gone; None: it cannot be
+        mapped.
+        """
+        import comfy.utils
+        from comfy import model_detection
+
+        state, self._keys, self._lent = {}, {}, None
+        if opened is not None:
+            with safe_open(opened, framework="pt") as mapped:
+                state = {key: mapped.get_tensor(key) for key in mapped.keys()}
+            self._keys = {tensor.data_ptr(): key for key, tensor in state.items() if tensor.numel()}
+            self._lent = safe_open(opened, framework="pt")
+        else:
+            state = comfy.utils.load_torch_file(path)
+        prefix = model_detection.unet_prefix_from_state_dict(state)
+        bare = comfy.utils.state_dict_prefix_replace(state, {prefix: ""}, filter_keys=True) or state
+        self._tensors: dict[str, torch.Tensor] = model.model_config.process_unet_state_dict(bare)
+
+    def has(self, slot: Slot) -> bool:
+        """True if the weight is the file's, in the file's dtype or in ComfyUI's, and where the file
+        has none of that name.
+        """
+        theirs = self._tensors.get(slot.name)
+        if theirs is None:
+            return True
+        return slot.tensor.dtype in (theirs.dtype, slot.archived) and _equal(slot.tensor.detach(), theirs.to(slot.tensor.dtype))
+
+    def lend(self, slot: Slot) -> bool:
+        """Points a weight that the file ``has`` at the file's pages. False where none are mapped in
+        its dtype, or it is no parameter on the CPU.
+        """
+        theirs, ours = self._tensors.get(slot.name), slot.tensor
+        key = None if theirs is None or theirs.dtype != ours.dtype else self._keys.get(theirs.data_ptr())
+        if self._lent is None or key is None or ours.device.type != "cpu" or not isinstance(ours, torch.nn.Parameter):
+            return False
+        with torch.inference_mode(ours.is_inference()):  # a parameter of one kind with data of the other is neither
+            ours.data = self._lent.get_tensor(key)
+        return True
+
+
+class SentContent:
+    """The weights that the ranks were sent, as checksums: no second copy is kept of them."""
+
+    def __init__(self, state: dict[str, torch.Tensor]):
+        self._checksums = {name: checksum(tensor) for name, tensor in state.items()}
+
+    def has(self, slot: Slot) -> bool:
+        return slot.name not in self._checksums or checksum(slot.tensor) == self._checksums[slot.name]
+
+    def lend(self, slot: Slot) -> bool:
+        return False
+
+
+def checksum(tensor: torch.Tensor) -> bytes:
+    """Of dtype, shape and content. As fast as memory is: sums of columns are what is hashed."""
+    content = _bytes_of(tensor)
+    words = content[: content.numel() // (8 * CHECKSUM_ROW) * 8 * CHECKSUM_ROW]
+    if words.data_ptr() % 8:
+        words = words.clone()
+    sums = words.view(torch.int64).view(-1, CHECKSUM_ROW).sum(0)
+    head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+    return hashlib.blake2b(head + sums.numpy().tobytes() + content[words.numel() :].numpy().tobytes(), digest_size=16).digest()
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, on the CPU."""
+    if one.shape != other.shape:
+        return False
+    one, other = one.cpu().contiguous(), other.contiguous()
+    return equal_memory(one.data_ptr(), other.data_ptr(), one.nbytes)
+
+
+def give_back(patcher: Any, kind: type, device: Any, unpatch_weights: bool) -> None:
+    """In the UI: takes ComfyUI's patches off the shared model, as the patcher class ``kind`` that
+    put them on does.
+
+    Each class keeps books of its own on the model (ModelPatcherDynamic: pages on the GPU, pinned
+    buffers, what is stale of them), which another class would leave wrong.
+    """
+    stock = kind(patcher.model, patcher.load_device, patcher.offload_device, 1)
+    stock.backup, stock.backup_buffers, stock.object_patches_backup, stock.pinned = patcher.get_clone_model_override()[1]
+    stock.hook_backup = patcher.hook_backup
+    stock.unpatch_model(device, unpatch_weights)
+
+
+def is_patched(patcher: Any) -> bool:
+    """True where the stock path has loaded or patched weights of the shared model."""
+    model = patcher.model
+    loaded = model.model_loaded_weight_memory > 0 or model.current_weight_patches_uuid is not None
+    return loaded or bool(patcher.backup or patcher.hook_backup or patcher.pinned)
 
 
 def settle_weights(model: torch.nn.Module, device: torch.device, on_progress: Callable[[], None]) -> None:

@@ -70,7 +70,8 @@ class RequestHandler:
             return
         source = decode_tree(request.source, segments[0].tensor if segments else no_tensors)
         if "factory" in source:
-            patcher = call_factory(source["factory"], self._checked(source["args"], source["file"]), source["index"])
+            args = self._checked(source["args"], source["file"])
+            patcher = call_factory(source["factory"], args, source["index"], source["dtypes"])
         else:
             patcher = build_from_state(source)
         self.models[request.model] = ResidentModel(patcher, self._device, self._mesh, rank, request.stages)

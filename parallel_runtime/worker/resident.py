@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ..comfy_bridge.weight_patches import unpack_patches
+from ..comfy_bridge.weight_patches import put_object, unpack_patches
 from ..comfy_bridge.weights import settle_weights
 from ..comm.mesh import Mesh
 from ..errors import Refused
@@ -36,7 +36,7 @@ class ResidentModel:
         self.rank = mesh.rank
         self.patches_id = ""
         self._unpatched: dict[str, torch.nn.Parameter] = {}
-        self._unpatched_objects: dict[str, Any] = {}
+        self._take_away: list[Callable[[], Any]] = []  # what takes object patches away, in the order in which they were put
         self._pending: tuple[dict[str, tuple[int, TensorRef]], Segment] | None = None
         self.diffusion_model = patcher.model.diffusion_model
         plan = plan_for(type(self.diffusion_model))
@@ -59,9 +59,9 @@ class ResidentModel:
         model = self.patcher.model
         self.patcher.patches = {key: value for key, value in unpack_patches(patches).items() if self._has(key)}
         for name, value in objects.items():
-            holder, attribute = _resolve(model, name)
-            self._unpatched_objects[name] = getattr(holder, attribute)
-            setattr(holder, attribute, value)
+            take_away = put_object(model, name, value, self.device)
+            if take_away is not None:
+                self._take_away.append(take_away)
         if shared is None or segment is None:
             for key in self.patcher.patches:
                 self._swap(key, self._patched(key))
@@ -96,10 +96,8 @@ class ResidentModel:
             module, name = parameter_slot(self.patcher.model, key)
             setattr(module, name, parameter)
         self._unpatched.clear()
-        for name, value in self._unpatched_objects.items():
-            holder, attribute = _resolve(self.patcher.model, name)
-            setattr(holder, attribute, value)
-        self._unpatched_objects.clear()
+        while self._take_away:
+            self._take_away.pop()()
         self.patches_id = ""
         self._pending = None
 
@@ -116,10 +114,3 @@ class ResidentModel:
         model = self.diffusion_model
         call = model._forward if hasattr(type(model), "_forward") else model.forward
         return self.method.evaluate(call, arguments, number)
-
-
-def _resolve(model: Any, name: str) -> tuple[Any, str]:
-    *path, attribute = name.split(".")
-    for part in path:
-        model = getattr(model, part)
-    return model, attribute

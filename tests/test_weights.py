@@ -1,0 +1,203 @@
+"""Whether the UI's weights are those of the checkpoint: told by content, whoever wrote to them and
+however.
+"""
+
+import comfy.model_management as mm
+import pytest
+import safetensors.torch
+import torch
+from pipemesh.parallel_runtime.comfy_bridge.source import describe_source, state_source
+from pipemesh.parallel_runtime.comfy_bridge.weights import Weights, checksum, slots
+from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.memory import is_unwritten
+
+from .models import load, write_model
+
+NAME = "double_blocks.1.img_attn.qkv.weight"
+
+
+def compared(patcher):
+    weights = describe_source(patcher).weights
+    weights.compare(patcher)
+    return weights
+
+
+def parameter(patcher, name=NAME):
+    return patcher.model.diffusion_model.get_parameter(name)
+
+
+def contents(patcher):
+    return {slot.name: slot.tensor.detach().clone() for slot in slots(patcher.model.diffusion_model)}
+
+
+def without_grad(module):
+    with torch.no_grad():
+        module.weight.mul_(1.5)
+
+
+def in_inference_mode(module):
+    with torch.inference_mode():
+        module.weight.mul_(1.5)
+
+
+def one_element_past_torch(module):
+    module.weight.data[211, 33] += 0.5
+
+
+def through_numpy(module):
+    module.weight.numpy()[300:302] = 0
+
+
+def another_parameter(module):
+    module.weight = torch.nn.Parameter(module.weight * 1.5, requires_grad=False)
+
+
+def by_a_state_dict(module):
+    module.load_state_dict({"weight": module.weight * 1.5}, strict=False)
+
+
+def another_dtype(module):
+    module.weight.data = module.weight.data.half()
+
+
+def another_shape(module):
+    module.weight.data = module.weight.data[:-1]
+
+
+WAYS = [
+    without_grad,
+    in_inference_mode,
+    one_element_past_torch,
+    through_numpy,
+    another_parameter,
+    by_a_state_dict,
+    another_dtype,
+    another_shape,
+]
+
+
+@pytest.fixture(params=[False, True], ids=["", "loaded in inference mode, as a server does"])
+def patcher(request, files):
+    with torch.inference_mode(request.param):
+        return load(files["model"])
+
+
+def test_weights_of_the_checkpoint_lie_on_its_pages_afterwards_and_are_the_same(patcher):
+    before = contents(patcher)
+    weights = compared(patcher)
+    assert not weights.changed and weights.changed_id == ""
+    for slot in slots(patcher.model.diffusion_model):
+        assert torch.equal(slot.tensor, before[slot.name])
+        assert is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes)
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["before it was compared", "once it is mapped"])
+@pytest.mark.parametrize("change", WAYS, ids=lambda change: change.__name__)
+def test_a_change_in_place_is_found_and_left_alone(patcher, change, mapped):
+    weights = describe_source(patcher).weights
+    if mapped:
+        weights.compare(patcher)
+    with torch.inference_mode(parameter(patcher).is_inference()):
+        change(patcher.model.diffusion_model.get_submodule(NAME.removesuffix(".weight")))
+    before = contents(patcher)
+    weights.compare(patcher)
+    assert weights.changed == {NAME} and weights.changed_id
+    assert list(weights.changed_tensors(patcher.model.diffusion_model)) == [f"diffusion_model.{NAME}"]
+    assert all(torch.equal(value, before[name]) for name, value in contents(patcher).items())
+    known = weights.changed_id
+    weights.compare(patcher)
+    assert weights.changed_id == known, "the ranks would be sent it again"
+
+
+def test_a_further_change_has_another_name_and_an_undone_one_none(patcher):
+    weights, before = compared(patcher), contents(patcher)[NAME]
+    names = [weights.changed_id]
+    for content in (before * 2, before * 3, before):
+        parameter(patcher).data.copy_(content)
+        weights.compare(patcher)
+        names.append(weights.changed_id)
+    assert names[0] == names[-1] == "" and len(set(names)) == 3
+    assert not weights.changed and is_unwritten(parameter(patcher).data_ptr(), parameter(patcher).nbytes)
+
+
+def test_weights_in_another_dtype_than_the_files_are_compared_as_the_loader_cast_them(tmp_path):
+    path = write_model(tmp_path / "half.safetensors", dtype=torch.bfloat16)
+    patcher = load(str(path))
+    assert parameter(patcher).dtype == torch.float32
+    weights = compared(patcher)
+    assert not weights.changed
+    parameter(patcher).data[0] *= 2
+    weights.compare(patcher)
+    assert weights.changed == {NAME}
+
+
+def test_a_checkpoint_that_cannot_be_mapped_is_compared_too(tmp_path, files):
+    path = tmp_path / "model.pt"
+    torch.save(safetensors.torch.load_file(files["model"]), path)
+    patcher = load(str(path))
+    weights = compared(patcher)
+    assert not weights.changed
+    parameter(patcher).data.mul_(1.5)
+    weights.compare(patcher)
+    assert weights.changed == {NAME}
+
+
+def test_modules_under_other_names_are_neither_mapped_nor_mixed_up(patcher):
+    """As a patch that swaps blocks leaves them, where nothing took it off before."""
+    blocks = patcher.model.diffusion_model.double_blocks
+    blocks[0], blocks[1] = blocks[1], blocks[0]
+    before = contents(patcher)
+    weights = compared(patcher)
+    assert NAME in weights.changed
+    assert all(torch.equal(value, before[name]) for name, value in contents(patcher).items())
+
+
+def test_what_was_sent_is_compared_by_checksum_wherever_it_lies_now(patcher):
+    weights = Weights()
+    weights.compare(patcher)
+    assert not weights.changed, "there is nothing to compare with"
+    state_source(patcher, weights)
+    with torch.inference_mode(parameter(patcher).is_inference()):
+        parameter(patcher).data = parameter(patcher).data.clone()
+    weights.compare(patcher)
+    assert not weights.changed
+    with torch.inference_mode():
+        parameter(patcher).data[200:202] = 0
+    weights.compare(patcher)
+    assert weights.changed == {NAME}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_a_checksum_sees_one_element_and_the_order_of_rows(dtype):
+    tensor = torch.arange(5000 * 24).view(5000, 24).to(dtype)
+    other = tensor.clone()
+    assert checksum(tensor) == checksum(other)
+    other[4321, 7] = 3
+    assert checksum(tensor) != checksum(other)
+    assert checksum(tensor) != checksum(tensor.flip(0))
+    assert checksum(tensor) != checksum(tensor.view(24, 5000))
+
+
+def test_a_checkpoint_overwritten_before_it_was_compared_is_refused(tmp_path):
+    path = write_model(tmp_path / "model.safetensors", heads=1, blocks=(1, 1))
+    patcher = load(str(path))
+    weights = describe_source(patcher).weights
+    write_model(path, heads=1, blocks=(2, 1))
+    with pytest.raises(Refused, match="changed on disk since it was loaded"):
+        weights.compare(patcher)
+
+
+def test_a_cancel_amid_it_loses_nothing(patcher):
+    weights, before = describe_source(patcher).weights, contents(patcher)
+    parameter(patcher).data.mul_(1.5)
+    mm.interrupt_current_processing()
+    with pytest.raises(mm.InterruptProcessingException):
+        weights.compare(patcher)
+    weights.compare(patcher)
+    assert weights.changed == {NAME}
+    assert all(torch.equal(value, before[name]) for name, value in contents(patcher).items() if name != NAME)
+
+
+def test_memory_that_is_no_mapped_file_is_never_told_to_be_unwritten():
+    private = torch.randn(4096)
+    assert not is_unwritten(private.data_ptr(), private.nbytes)
