@@ -24,7 +24,7 @@ COMFYUI_FILES = ("main.py", "server.py", "nodes.py", "extra_model_paths.yaml")
 COMFYUI_FOLDERS = ("comfy/", "custom_nodes", "models")
 SOCKET_TYPES = {"PIPEMESH_POOL"}  # of the nodes; no environment variable
 TOO_LONG = 100
-PAGE_LINES = 75
+PAGE_LINES = 60
 
 Rule = Callable[[str, Path], Iterator[str]]
 
@@ -83,7 +83,7 @@ def looks_like_a_path(span: str) -> bool:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", span) or span in COMFYUI_FILES or span.startswith(COMFYUI_FOLDERS):
         return False
     first = span.partition("/")[0]
-    return span.endswith(SUFFIXES) or ("/" in span and first in repository())
+    return span.endswith((*SUFFIXES, "/")) or ("/" in span and first in repository())
 
 
 def commands_exist(text: str, _document: Path) -> Iterator[str]:
