@@ -4,13 +4,14 @@ every other machine its leader has.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 from dataclasses import dataclass
 from typing import Any
 
-from ...parallel_runtime.wire.channel import Channel
+from ...parallel_runtime.wire.channel import Channel, ChannelClosed
 from ...parallel_runtime.wire.messages import FromRank, Meeting, Start
 from ...parallel_runtime.wire.segment import Segment
 from ...parallel_runtime.wire.tree import encode_tree
@@ -91,7 +92,8 @@ class Crew:
             self._supervisor = Supervisor(commands, self._setup.start)
             self._supervisor.start()
             for rank, channel in self.channels.items():
-                channel.send(self._first_word(rank, arena.nbytes, net), [arena.fd, store])
+                with contextlib.suppress(ChannelClosed):  # it has ended: that is told, with its rank, when its channel is read
+                    channel.send(self._first_word(rank, arena.nbytes, net), [arena.fd, store])
         finally:
             os.close(store)
             for other in theirs:

@@ -7,46 +7,39 @@ ComfyUI's main.py again in every child, listens on a socket in a folder and spea
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import select
 import signal
 import socket
 import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from pathlib import Path
 
 from .fork_server_main import REQUEST_BYTES, WORD
-from .supervisor import NEVER_STARTED, Command
+from .supervisor import NEVER_STARTED, SERVER_ENDED, Command
 
 # Most of what ComfyUI's modules take to import. None of its own: they open the GPU, and a process
 # that has opened one cannot be forked.
 PRELOADED = ("torch", "torch._dynamo", "torchvision", "transformers")
 GPU = "CUDA_VISIBLE_DEVICES"  # each rank has its own, and a server none
 LISTEN_MS = 200
-
-
-@dataclass(frozen=True)
-class Server:
-    process: subprocess.Popen
-    control: socket.socket
-    env: dict[str, str]
-    ranks: list[Forked] = field(default_factory=list)
-
-    def end(self) -> None:
-        """And with it the ranks that are left."""
-        self.control.close()
-        self.process.kill()
-        self.process.wait()
+ANSWER_S = 10.0  # a server that has imported answers within milliseconds
+IMPORT_S = 120.0  # a rank that waits longer is judged by the pool; then the next pool has another server
+STOPPED, ENDED = "T", ("Z", "X", "")
+log = logging.getLogger("pipemesh")
 
 
 class ForkServer:
     """Starts ranks; any thread may ask. The process they are forked from is started when first
-    needed and kept until ``close``.
+    needed and kept until ``close``; one that does not answer is killed, with its ranks, and
+    replaced.
 
     Ranks that differ in ``fixed_at_start``, variables that cannot be changed in a process that
     runs, are forked from another; one that has no ranks then is ended.
@@ -60,42 +53,26 @@ class ForkServer:
         weakref.finalize(self, end, self._servers)
 
     def start(self, command: Command) -> Forked:
-        """Returns at once: the server may still be importing. ``argv`` of the command is a Python,
-        a script and its arguments.
+        """Has a rank forked. Returns at once: the server may still be importing. ``argv`` of the
+        command is a Python, a script and its arguments.
 
         Raises OSError.
         """
         key = command.argv[0], *map(command.env.get, self._fixed_at_start)
         with self._lock:
             for other, server in list(self._servers.items()):
-                unused = other != key and all(rank.poll() is not None for rank in server.ranks)
-                if unused or server.process.poll() is not None:  # or somebody ended it
+                if (other != key and server.has_no_ranks) or not server.is_usable:
                     self._servers.pop(other).end()
-            if key not in self._servers:
-                self._servers[key] = self._launch(command)
-            server = self._servers[key]
-            request = {
-                "argv": command.line("{fd}", server.process.pid)[1:],
-                "set": dict(command.env.items() - server.env.items()),
-                "unset": [*(server.env.keys() - command.env.keys())],
-            }
-            forked = ask(server.control, request, command.fd)
-            server.ranks[:] = [rank for rank in server.ranks if rank.returncode is None] + [forked]
-            return forked
-
-    def _launch(self, command: Command) -> Server:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES // 4)  # the system doubles it; what is longer is refused here
-        script = str(Path(__file__).with_name("fork_server_main.py"))
-        argv = [command.argv[0], script, str(theirs.fileno()), str(os.getpid()), *self._preloaded]
-        env = {name: value for name, value in command.env.items() if name != GPU}
-        with theirs:
             try:
-                process = subprocess.Popen(argv, env=env, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-            except OSError:
-                ours.close()
-                raise
-        return Server(process, ours, env)
+                return self._server(key, command).fork(command)
+            except (BrokenPipeError, ConnectionResetError, TimeoutError):  # it has just been killed, or reads no more
+                self._servers.pop(key).end()
+                return self._server(key, command).fork(command)
+
+    def _server(self, key: tuple, command: Command) -> Server:
+        if key not in self._servers:
+            self._servers[key] = launch(command, self._preloaded)
+        return self._servers[key]
 
     @property
     def pids(self) -> list[int]:
@@ -113,20 +90,118 @@ def end(servers: dict[tuple, Server]) -> None:
     servers.clear()
 
 
-def ask(control: socket.socket, request: dict, channel: int) -> Forked:
-    output, their_output = socket.socketpair()
-    report, their_report = os.pipe()
-    forked = Forked(output, report)
+def launch(command: Command, preloaded: Sequence[str]) -> Server:
+    """Starts a server for ranks such as this one. Raises OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES // 4)  # the system doubles it; what is longer is refused here
+    ours.settimeout(ANSWER_S)
+    script = str(Path(__file__).with_name("fork_server_main.py"))
+    argv = [command.argv[0], script, str(theirs.fileno()), str(os.getpid()), *preloaded]
+    env = {name: value for name, value in command.env.items() if name != GPU}
+    started: Future[subprocess.Popen] = Future()
+    expected = threading.Event()
+    keeper = threading.Thread(target=keep, args=(argv, env, theirs.fileno(), started, expected), name="pipemesh-fork-server", daemon=True)
+    with theirs:
+        try:
+            keeper.start()
+            return Server(started.result(), ours, env, expected)
+        except BaseException:
+            ours.close()
+            raise
+
+
+def keep(argv: list[str], env: dict[str, str], control: int, started: Future[subprocess.Popen], expected: threading.Event) -> None:
+    """Starts a process and waits until it ends, in a thread of its own. The kernel ends a process
+    with the thread that started it, so this thread lasts as long. An end that is not ``expected``
+    is told in the log.
+    """
     try:
-        with suppress(BrokenPipeError, ConnectionResetError):  # the server has just ended: the rank is one that was never started
-            socket.send_fds(control, [json.dumps(request).encode()], [channel, their_output.fileno(), their_report])
+        process = subprocess.Popen(argv, env=env, pass_fds=(control,), stdin=subprocess.DEVNULL)
+    except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+        started.set_exception(error)
+        return
+    started.set_result(process)
+    status = process.wait()
+    if not expected.is_set():
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+        log.warning("[PipeMesh] the process that workers are forked from %s; the next pool has another", how)
+
+
+class Server:
+    """A process that ranks are forked from, and those of its ranks that have not ended.
+
+    ``env``: the environment that it was started with. ``expected`` is set before it is ended.
+    """
+
+    def __init__(self, process: subprocess.Popen, control: socket.socket, env: dict[str, str], expected: threading.Event):
+        self.process = process
+        self.has_forked = False
+        self._control = control
+        self._env = env
+        self._expected = expected
+        self._launched = time.monotonic()
+        self._ranks: list[Forked] = []
+
+    @property
+    def has_no_ranks(self) -> bool:
+        return all(rank.poll() is not None for rank in self._ranks)
+
+    @property
+    def is_usable(self) -> bool:
+        """False where it has ended, is stopped, or still imports after ``IMPORT_S``."""
+        state = state_of(self.process.pid)
+        late = not self.has_forked and bool(self._ranks) and time.monotonic() - self._launched > IMPORT_S
+        return self.process.poll() is None and state not in (STOPPED, *ENDED) and not late
+
+    def fork(self, command: Command) -> Forked:
+        """Asks for a rank, without waiting for it. Raises OSError."""
+        request = {
+            "argv": command.line("{fd}", self.process.pid)[1:],
+            "set": dict(command.env.items() - self._env.items()),
+            "unset": [*(self._env.keys() - command.env.keys())],
+        }
+        output, their_output = socket.socketpair()
+        report, their_report = os.pipe()
+        forked = Forked(self, output, report)
+        try:
+            socket.send_fds(self._control, [json.dumps(request).encode()], [command.fd, their_output.fileno(), their_report])
+        except OSError:
+            forked.forget()
+            raise
+        finally:
+            their_output.close()
+            os.close(their_report)
+        self._ranks[:] = [rank for rank in self._ranks if rank.returncode is None] + [forked]
+        return forked
+
+    def end_if_it_does_not_answer(self, owing_since: float) -> None:
+        """Kills it where it is stopped, or owes a word about a rank for ``ANSWER_S`` although it
+        has imported. Its ranks end with it, and their reports with them: nobody waits any longer.
+        """
+        late = self.has_forked and time.monotonic() - owing_since > ANSWER_S
+        if late or state_of(self.process.pid) == STOPPED:
+            if not self._expected.is_set():
+                log.warning("[PipeMesh] the process that workers are forked from does not answer and is ended; the next pool has another")
+            self._expected.set()
+            self.process.kill()
+
+    def end(self) -> None:
+        """Ends it, and the ranks that are left."""
+        self._expected.set()
+        self._control.close()
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its keeper waits on
+            self.process.wait(ANSWER_S)
+
+
+def state_of(pid: int) -> str:
+    """The state of a process as the kernel's letter: T stopped, Z ended and not yet waited for.
+    Empty where there is none.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
-        forked.forget()
-        raise
-    finally:
-        their_output.close()
-        os.close(their_report)
-    return forked
+        return ""
 
 
 class Forked:
@@ -134,12 +209,14 @@ class Forked:
     needs.
     """
 
-    def __init__(self, output: socket.socket, report: int):
+    def __init__(self, server: Server, output: socket.socket, report: int):
         self.stdout = output.makefile("rb", buffering=0)
         self.returncode: int | None = None
+        self._server = server
         self._output = output
         self._report = report
         self._pid = 0
+        self._owing_since: float | None = time.monotonic()  # the server a word about this rank
         self._lock = threading.Lock()
 
     @property
@@ -154,8 +231,8 @@ class Forked:
         return self.returncode
 
     def wait(self) -> int:
-        """The exit status (negative: a signal). A rank whose server died was killed with it, or was
-        NEVER_STARTED.
+        """The exit status (negative: a signal), NEVER_STARTED, or SERVER_ENDED for a rank that was
+        killed with its server.
         """
         while self.returncode is None:
             self._listen(wait=True)
@@ -163,11 +240,11 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
-        """One that has not been forked yet is ended by its server, which finds that nobody waits
-        for it.
+        """Kills the rank. One that has not been forked yet is ended by its server, which finds that
+        nobody waits for it.
         """
         self._listen(wait=False)
-        with self._lock, suppress(OSError):  # it has just been reaped
+        with self._lock, contextlib.suppress(OSError):  # it has just been reaped
             if self._pid and self.returncode is None:
                 os.kill(self._pid, signal.SIGKILL)
             elif self.returncode is None:
@@ -175,6 +252,7 @@ class Forked:
                 self._output.shutdown(socket.SHUT_RD)
 
     def forget(self) -> None:
+        """Closes what belongs to the rank here."""
         with self._lock:
             self.stdout.close()
             self._output.close()
@@ -183,8 +261,8 @@ class Forked:
                 self._report = -1
 
     def _listen(self, wait: bool) -> None:
-        """Takes what the server has to say of this rank, or waits a moment for it. No more words:
-        the server is gone.
+        """Takes what the server has to say of this rank, or waits a moment for it. A server that
+        owes a word and does not answer is ended; the end of its report says so here.
         """
         poller = select.poll()
         with self._lock:
@@ -194,10 +272,24 @@ class Forked:
         if poller.poll(LISTEN_MS if wait else 0):  # another thread may have taken the word by then
             with self._lock:
                 while self.returncode is None and poller.poll(0):
-                    word = os.read(self._report, WORD.size)
-                    if not word:
-                        self.returncode = -signal.SIGKILL if self._pid else NEVER_STARTED
-                    elif self._pid:
-                        (self.returncode,) = WORD.unpack(word)
-                    else:
-                        (self._pid,) = WORD.unpack(word)
+                    self._take(os.read(self._report, WORD.size))
+        with self._lock:
+            if self.returncode is None:
+                self._check_server()
+
+    def _take(self, word: bytes) -> None:
+        """The rank's pid first, its exit status then; nothing more: the server has ended."""
+        if not word:
+            self.returncode = SERVER_ENDED if self._pid else NEVER_STARTED
+        elif self._pid:
+            (self.returncode,) = WORD.unpack(word)
+        else:
+            (self._pid,) = WORD.unpack(word)
+            self._server.has_forked, self._owing_since = True, None
+
+    def _check_server(self) -> None:
+        """Has the server ended if it should have said more of this rank long ago."""
+        if self._pid and self._owing_since is None and state_of(self._pid) in ENDED:
+            self._owing_since = time.monotonic()
+        if self._owing_since is not None:
+            self._server.end_if_it_does_not_answer(self._owing_since)

@@ -20,20 +20,22 @@ from importlib import import_module
 
 WORD = struct.Struct("<i")  # of a report: a rank's pid when it is forked, its exit status when it has ended
 REQUEST_BYTES = 1 << 18
-PARENT_POLL_MS = 1000
 GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
-    sys.path.pop(0)  # this script's folder
+    from worker_main import die_with_parent  # of this script's folder
+
+    sys.path.pop(0)  # which is no place for a library to look into
     control, parent, *modules = sys.argv[1:]
+    die_with_parent(int(parent))  # even where it is stopped
     if modules and (not preload(modules) or holds_a_gpu(open_files())):
         os.execv(sys.executable, [sys.executable, *sys.argv[:3]])  # afresh, with nothing imported: every rank imports for itself
     if holds_a_gpu(open_files()):
         sys.exit("PipeMesh cannot fork workers here, as Python holds a GPU from its start: set PIPEMESH_FORK=0 in ComfyUI's environment.")
     gc.freeze()  # a collection in a rank would touch, and so copy, every page that it shares with this process
-    Server(socket.socket(fileno=int(control)), int(parent)).serve()
+    Server(socket.socket(fileno=int(control))).serve()
     os._exit(0)  # the kernel ends the ranks that are left: this is their parent
 
 
@@ -62,9 +64,8 @@ def open_files() -> list[str]:
 
 
 class Server:
-    def __init__(self, control: socket.socket, parent: int):
+    def __init__(self, control: socket.socket):
         self._control = control
-        self._parent = parent
         self._reports: dict[int, int] = {}  # pid -> the descriptor that takes its exit status
         self._child_ended, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -75,11 +76,9 @@ class Server:
         self._poll.register(self._child_ended, select.POLLIN)
 
     def serve(self) -> None:
-        """Until the UI closes its end, or is gone while another process of its holds that end
-        open.
-        """
-        while os.getppid() == self._parent:
-            ready = {fd for fd, _event in self._poll.poll(PARENT_POLL_MS)}
+        """Forks ranks, and tells of their ends, until the UI closes its end."""
+        while True:
+            ready = {fd for fd, _event in self._poll.poll()}
             for pid in [pid for pid, report in self._reports.items() if report in ready]:
                 self._poll.unregister(self._reports[pid])
                 os.kill(pid, signal.SIGKILL)  # nobody waits for it any more

@@ -18,7 +18,7 @@ from typing import Any
 
 LOG_LINES = 12
 LINE_CHARS = 2000
-NEVER_STARTED = 256  # an exit status that no process has
+NEVER_STARTED, SERVER_ENDED = 256, 257  # exit statuses that no process has: not forked; killed with the process it was forked from
 REAP_S = 1.0
 log = logging.getLogger("pipemesh")
 

@@ -15,7 +15,7 @@ from ...parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PipeMesh
 from ...parallel_runtime.wire.messages import Failed, Forward, Request
 from ...parallel_runtime.wire.segment import mib
 from .in_flight import InFlight, Meets
-from .supervisor import NEVER_STARTED
+from .supervisor import NEVER_STARTED, SERVER_ENDED
 
 LEAVE_WAIT_S = 10.0  # for the others to leave early, after one rank has failed
 OTHERS_WAIT_S = 3.0  # for the others to fail too, where they may be waiting for a rank that failed
@@ -129,6 +129,8 @@ def sentence_of_death(where: str, phase: str, status: int | None) -> str:
         cause = "closed its connection"
     elif status == NEVER_STARTED:
         cause = "could not be forked (why is in ComfyUI's log; with PIPEMESH_FORK=0 workers start without it)"
+    elif status == SERVER_ENDED:
+        cause = "ended with the process that workers are forked from (why is in ComfyUI's log)"
     elif -status in DEADLY:
         cause = f"was killed (signal {-status}; {DEADLY[signal.Signals(-status)]})"
     else:

@@ -1,0 +1,255 @@
+"""A fork server that is stopped, killed or gone: its ranks end, the next have another, and nobody
+waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from pipemesh.launcher.pool import fork_server
+from pipemesh.launcher.pool.fork_server import ForkServer
+from pipemesh.launcher.pool.pool import WorkerPool
+from pipemesh.launcher.pool.supervisor import NEVER_STARTED, SERVER_ENDED, Command, Supervisor, process_of_its_own
+from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
+
+from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside, is_alive
+from .test_pool_leaks import Holdings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def server():
+    server = ForkServer(preloaded=())
+    yield server
+    server.close()
+
+
+def setup_of(server, *rules):
+    return replace(fake_setup(*rules), start=server.start)
+
+
+@contextmanager
+def stopped(pid):
+    """It answers nothing, and lives on."""
+    os.kill(pid, signal.SIGSTOP)
+    yield
+    if is_alive(pid):
+        os.kill(pid, signal.SIGCONT)
+
+
+def returns(act) -> bool:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S / 4)
+    return not thread.is_alive()
+
+
+def test_a_pool_ends_although_the_server_of_its_ranks_is_stopped(server):
+    pool = WorkerPool(cpus(2), setup_of(server))
+    pool.start()
+    pids = pool.ranks.pids
+    (old,) = server.pids
+    with stopped(old):
+        assert returns(pool.close)
+    assert not any(map(is_alive, [*pids, old]))
+
+
+def test_a_stopped_server_is_replaced_when_ranks_are_to_be_started(server):
+    first = WorkerPool(cpus(1), setup_of(server))
+    first.start()
+    first.close()
+    (old,) = server.pids
+    os.kill(old, signal.SIGSTOP)
+    pool = WorkerPool(cpus(2), setup_of(server))
+    assert returns(pool.start)
+    assert pool.state == "ready"
+    assert not is_alive(old)
+    pool.close()
+
+
+def test_a_cancel_is_obeyed_while_a_stopped_server_is_to_fork(server):
+    pool = WorkerPool(cpus(1), setup_of(server))
+    pool.start()
+    with stopped(server.pids[0]):
+        other = WorkerPool(cpus(2), setup_of(server, "1:Start=gated"))
+
+        def start():
+            with pytest.raises(RunCancelled):
+                other.start(lambda: True)
+
+        assert returns(start)
+    pool.close()
+
+
+def test_a_killed_server_is_named_and_memory_is_not_blamed(server, caplog):
+    pool = WorkerPool(cpus(2), setup_of(server, "*:Load=gated"))
+    pool.start()
+    loading = inside(pool, "loading")
+    sentence = r"^Rank [01] on cpu ended with the process that workers are forked from \(why is in ComfyUI's log\) while loading: run again"
+    with pytest.raises(PoolFailed, match=sentence):
+        call(pool, "Load", lambda: loading() and bool(os.kill(server.pids[0], signal.SIGKILL)))
+    assert caplog.messages == ["[PipeMesh] the process that workers are forked from was killed by signal 9; the next pool has another"]
+
+
+@pytest.fixture
+def importing(tmp_path):
+    """A server that is importing, the command of a rank, and an act that lets the import end."""
+    os.mkfifo(gate := tmp_path / "gate")
+    (tmp_path / "slow_library.py").write_text(f"open({str(gate)!r}).read()")
+    (tmp_path / "rank.py").write_text("import time; time.sleep(600)")
+    server = ForkServer(preloaded=("slow_library",))
+    command = Command((sys.executable, str(tmp_path / "rank.py")), {**os.environ, "PYTHONPATH": str(tmp_path)}, 0)
+    first = server.start(command)
+    first.kill()
+    first.wait()
+    yield server, command, lambda: gate.write_text("")
+    server.close()
+
+
+def test_a_rank_that_is_not_forked_yet_can_be_ended_at_once_and_is_never_seen(importing):
+    server, command, end_import = importing
+    before = Holdings.now()
+    supervisor = Supervisor([command], server.start)
+    supervisor.start()
+    supervisor.stop(0)
+    assert supervisor.exit_of(0, 0) == -signal.SIGKILL
+    forked = server.start(command)
+    forked.kill()
+    assert select.select([forked.stdout], [], [], DEADLINE_S)[0]  # its supervisor looks up at once
+    assert forked.wait() == -signal.SIGKILL
+    assert Holdings.now() == before
+    end_import()
+    last = server.start(command)
+    assert last.pid
+    children = psutil.Process(*server.pids).children()
+    psutil.wait_procs([child for child in children if child.pid != last.pid], DEADLINE_S)
+    assert [child.pid for child in psutil.Process(*server.pids).children()] == [last.pid]
+    last.kill()
+    last.wait()
+
+
+def test_a_server_that_dies_before_it_forks_is_no_lack_of_memory(importing):
+    server, command, _ = importing
+    supervisor = Supervisor([command], server.start)
+    supervisor.start()
+    psutil.Process(*server.pids).kill()
+    assert supervisor.exit_of(0, DEADLINE_S) == NEVER_STARTED
+    assert supervisor.pids == [0]
+    supervisor.stop(0)
+
+
+def test_a_server_that_is_stopped_before_it_forks_is_ended(importing):
+    server, command, _ = importing
+    supervisor = Supervisor([command], server.start)
+    supervisor.start()
+    os.kill(*server.pids, signal.SIGSTOP)
+    assert supervisor.exit_of(0, DEADLINE_S) == NEVER_STARTED
+    supervisor.stop(0)
+
+
+def test_a_server_that_imports_for_too_long_is_replaced_by_the_next_pool_and_not_by_its_own(importing, monkeypatch):
+    server, command, _ = importing
+    old = server.pids
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.0)
+    server.start(command).kill()
+    assert server.pids == old
+    monkeypatch.setattr(fork_server, "IMPORT_S", 0.0)
+    server.start(command).kill()
+    assert server.pids != old
+
+
+HANGS = """
+import os
+os.register_at_fork(before=lambda: os.path.exists({gate!r}) and open({gate!r}).read())
+"""
+
+
+def test_a_server_that_forks_no_more_is_ended_and_the_next_ranks_have_another(tmp_path, monkeypatch):
+    """As where a library's handler hangs at the next fork."""
+    gate = tmp_path / "gate"
+    (tmp_path / "hanging_library.py").write_text(HANGS.format(gate=str(gate)))
+    (tmp_path / "rank.py").write_text("import time; time.sleep(600)")
+    command = Command((sys.executable, str(tmp_path / "rank.py")), {**os.environ, "PYTHONPATH": str(tmp_path)}, 0)
+    server = ForkServer(preloaded=("hanging_library",))
+    first = server.start(command)
+    assert first.pid
+    os.mkfifo(gate)
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.5)
+    assert server.start(command).wait() == NEVER_STARTED
+    assert first.wait() == SERVER_ENDED
+    os.kill(first.pid, signal.SIGKILL)  # it has not asked to end with its server
+    gate.unlink()
+    last = server.start(command)
+    assert last.pid
+    last.kill()
+    assert last.wait() == -signal.SIGKILL
+    server.close()
+
+
+UI = """
+import sys, time
+sys.path.insert(0, sys.argv[1] + "/launcher")
+from package import register_package
+sys.path.pop(0)
+register_package(sys.argv[1])
+from pipemesh.launcher.pool.fork_server import ForkServer
+from pipemesh.launcher.pool.supervisor import Command, Supervisor
+import os
+server = ForkServer(preloaded=())
+supervisor = Supervisor([Command((sys.executable, sys.argv[2]), dict(os.environ), 0)], server.start)
+supervisor.start()
+print(*server.pids, *supervisor.pids, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_server_ends_with_its_ui(tmp_path, sign):
+    (tmp_path / "rank.py").write_text("import time; time.sleep(600)")
+    command = [sys.executable, "-c", UI, str(ROOT), str(tmp_path / "rank.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ui:
+        server, rank = map(psutil.Process, map(int, ui.stdout.readline().split()))
+        server.suspend()
+        ui.send_signal(sign)
+    _, alive = psutil.wait_procs([server], DEADLINE_S / 6)
+    for process in (*alive, rank):
+        process.kill()
+    assert not alive
+
+
+def ended_at_once(command: Command) -> subprocess.Popen:
+    process = process_of_its_own(replace(command, argv=(shutil.which("false"),)))
+    process.wait()
+    return process
+
+
+def test_a_rank_that_has_ended_before_its_first_message_is_named():
+    """As where its server is killed in the moment of its start."""
+    pool = WorkerPool(cpus(2), replace(fake_setup(), start=ended_at_once))
+    with pytest.raises(PoolFailed, match=r"^Rank [01] on cpu ended with exit status 1 while starting: run again"):
+        pool.start()
+
+
+def test_a_restart_at_once_after_the_server_was_killed_works_or_names_a_rank(server):
+    for _ in range(20):
+        pool = WorkerPool(cpus(2), setup_of(server))
+        try:
+            pool.start()
+        except PoolFailed as error:
+            assert re.match(r"Rank [01] on cpu could not be forked \(why is in ComfyUI's log", str(error))
+        for pid in server.pids:
+            os.kill(pid, signal.SIGKILL)
+        pool.close()
