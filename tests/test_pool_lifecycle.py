@@ -12,10 +12,10 @@ from pipemesh.launcher.pool import conversation, verdict
 from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.launcher.pool.handle import PoolHandle, PoolKeeper
 from pipemesh.launcher.pool.pool import STATES, WorkerPool
-from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, RunCancelled
+from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 
-from .fake_pools import DEADLINE_S, call, cpus, failing, fake_setup, gate, handled, inside, is_alive, opens
+from .fake_pools import DEADLINE_S, call, cpus, failing, fake_setup, gate, handled, inside, is_alive, opens, submitted
 
 
 @pytest.fixture
@@ -85,6 +85,26 @@ def test_answers_come_in_rank_order(started):
     pool = started(3, "0:Load=slow")
     assert handled(pool, "Load") == ["Start Load"] * 3
     assert handled(pool, "Forward") == ["Start Load Forward"] * 3
+
+
+def test_a_request_goes_to_its_group_alone_and_groups_work_side_by_side(started):
+    pool = started(3, "2:Forward=gated")
+    slow, quick = submitted(pool, group=(2,)), submitted(pool, group=(0, 1))
+    assert sorted(pool.collect(quick)) == [0, 1], "the other group is still at its own"
+    gate(pool).fill_(1)
+    assert sorted(pool.collect(slow)) == [2]
+    assert handled(pool) == ["Start Forward Release"] * 3
+
+
+def test_a_group_that_fails_alike_leaves_the_other_and_the_pool_alone(started):
+    pool = started(4, "0:Forward=refuse", "1:Forward=refuse")
+    other, failing = submitted(pool, group=(2, 3)), submitted(pool, group=(0, 1))
+    with pytest.raises(Refused):
+        pool.collect(failing)
+    assert pool.state in ("ready", "busy")
+    pool.abandon()
+    assert handled(pool) == ["Start Forward Release"] * 4
+    assert other != failing
 
 
 def test_more_ranks_than_the_board_has_lines_for_are_refused_with_the_equation():

@@ -37,7 +37,7 @@ from pipemesh.parallel_runtime.wire.messages import ForRanks, Forward, FromMachi
 from pipemesh.parallel_runtime.wire.segment import Segment, pack
 from pipemesh.parallel_runtime.wire.tcp import LEADER, PARCEL, PIECE_BYTES, Hello, Link, prove, read_before
 
-from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled
+from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled, submitted
 from .test_arena import largest_file
 from .test_wire import descriptors
 
@@ -127,6 +127,13 @@ def ends():
 
 
 LOAD = ForRanks((1, 2), Load(request=1, model="m", source=b"tree"))
+
+
+def test_a_request_for_some_ranks_of_a_machine_reaches_no_other(leader):
+    with running(leader()) as pool:
+        number = submitted(pool, "Load", group=(0, 2))
+        assert sorted(pool.collect(number)) == [0, 2]
+        assert handled(pool) == ["Start Load Release", "Start Release", "Start Load Release"]
 
 
 def test_what_a_descriptor_holds_arrives_as_a_segment_of_its_own():

@@ -1,0 +1,161 @@
+"""What the pool makes of ranks' answers: go on, or end with a sentence. A pure function, by
+table.
+"""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pipemesh.launcher.pool.in_flight import InFlight, Meets
+from pipemesh.launcher.pool.verdict import (
+    LEAVE_WAIT_S,
+    OTHERS_WAIT_S,
+    Facts,
+    judge,
+    sentence_of_death,
+    sentence_of_stall,
+    wait_after_failure,
+)
+from pipemesh.parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PoolFailed, Refused
+from pipemesh.parallel_runtime.wire.messages import Done, Failed, Memory
+
+MEMORY = Memory(1 << 20, 2 << 20, 3 << 20)
+DONE, SILENT = "done", None
+ERROR, MEMORY_FULL, REFUSED, ROOM = "error", "memory", "refused", "room"
+
+
+def answer(said: Any) -> Done | Failed:
+    """``said``: a kind of failure, or (kind, messages done)."""
+    if said == DONE:
+        return Done(request=1, memory=MEMORY)
+    kind, messages_done = said if isinstance(said, tuple) else (said, "all")
+    return Failed(request=1, kind=kind, phase="computing", text="that", trace="", memory=MEMORY, messages_done=messages_done)
+
+
+def request(meets: Meets, *said: Any, ranks: tuple[int, ...] = ()) -> InFlight:
+    """What each rank of the group has said; SILENT: it still owes an answer."""
+    group = ranks or tuple(range(len(said)))
+    made = InFlight(1, group, meets)
+    for rank, one in zip(group, said, strict=True):
+        if one is not SILENT:
+            made.take(rank, answer(one))
+    return made
+
+
+def facts(backend: str = "gloo", ulysses: int = 1, stages: int = 1) -> Facts:
+    return Facts(("cpu",) * 4, backend, ulysses=ulysses, stages=stages)
+
+
+ALONE, TOGETHER, STAGED = Meets.NOBODY, Meets.SEQUENCE, Meets.STAGES
+TABLE = [
+    # whom ranks meet, what they said, the pool -> the error (None: go on), the rank it is about
+    (ALONE, [DONE, DONE], {}, None, 0),
+    (ALONE, [ERROR, DONE], {}, ModelError, 0),
+    (ALONE, [DONE, REFUSED], {}, Refused, 1),
+    (ALONE, [DONE, MEMORY_FULL], {"backend": "nccl"}, OutOfMemory, 1),
+    (ALONE, [ERROR, SILENT], {}, PoolFailed, 0),
+    (TOGETHER, [ERROR, ERROR], {}, ModelError, 0),
+    (TOGETHER, [REFUSED, REFUSED], {}, Refused, 0),
+    (TOGETHER, [ROOM, ROOM], {}, NoRoom, 0),
+    (TOGETHER, [MEMORY_FULL, MEMORY_FULL], {}, OutOfMemory, 0),
+    (TOGETHER, [ERROR, MEMORY_FULL], {}, OutOfMemory, 1),  # which the other one's error follows from
+    (TOGETHER, [DONE, ERROR], {}, PoolFailed, 1),
+    (TOGETHER, [SILENT, ERROR], {}, PoolFailed, 1),
+    (TOGETHER, [ERROR, ERROR], {"backend": "nccl"}, PoolFailed, 0),  # exchanges may be left that only some have issued
+    (STAGED, [ERROR, DONE], {"stages": 2}, ModelError, 0),
+    (STAGED, [REFUSED, DONE], {"stages": 2}, Refused, 0),
+    (STAGED, [DONE, (ERROR, "some")], {"stages": 2}, PoolFailed, 1),  # the next patch would find its message
+    (STAGED, [DONE, (ERROR, "none")], {"stages": 2}, PoolFailed, 1),
+    (STAGED, [(ERROR, "none"), (ERROR, "none")], {"stages": 2}, ModelError, 0),
+    (STAGED, [(REFUSED, "none"), SILENT], {"stages": 2}, PoolFailed, 0),
+    (STAGED, [ERROR, DONE, DONE, DONE], {"stages": 2, "ulysses": 2}, ModelError, 0),
+    (STAGED, [ERROR, DONE, DONE, DONE], {"stages": 2, "ulysses": 2, "backend": "nccl"}, PoolFailed, 0),
+    (STAGED, [REFUSED, DONE, DONE, DONE], {"stages": 2, "ulysses": 2, "backend": "nccl"}, Refused, 0),
+    (STAGED, [ERROR, DONE], {"stages": 2, "backend": "nccl"}, ModelError, 0),
+]
+
+
+@pytest.mark.parametrize(("meets", "said", "pool", "error", "rank"), TABLE)
+def test_what_ranks_say_decides_whether_the_pool_goes_on(meets, said, pool, error, rank):
+    verdict = judge([request(meets, *said)], facts(**pool))
+    if error is None:
+        assert verdict is None
+    else:
+        raised, about = verdict
+        assert (type(raised), about) == (error, rank)
+        assert ("a fresh pool will be started" in str(raised)) == (error is PoolFailed)
+
+
+def test_only_the_ranks_that_were_asked_have_to_agree():
+    assert type(judge([request(TOGETHER, ERROR, ERROR, ranks=(1, 3))], facts())[0]) is ModelError
+    assert judge([request(TOGETHER, ERROR, ERROR, ranks=(1, 3))], facts())[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [([ERROR, ERROR], None), ([ERROR, SILENT], PoolFailed), ([DONE, (ERROR, "some")], PoolFailed), ([DONE, ERROR], None)],
+)
+def test_what_a_cancelled_run_failed_with_is_told_only_where_the_pool_cannot_go_on(said, error):
+    verdict = judge([request(STAGED, *said)], facts(stages=2), forgiven=True)
+    assert (verdict and type(verdict[0])) == error
+
+
+def test_the_earliest_request_names_what_went_wrong_first():
+    first, later = request(STAGED, REFUSED, DONE), request(STAGED, ERROR, ERROR)
+    assert type(judge([first, later], facts(stages=2))[0]) is Refused
+
+
+@pytest.mark.parametrize(
+    ("failing", "wait_s"),
+    [
+        ([request(ALONE, ERROR, SILENT)], math.inf),
+        ([request(TOGETHER, ERROR, SILENT)], OTHERS_WAIT_S),
+        ([request(STAGED, ERROR, SILENT)], LEAVE_WAIT_S),
+        ([request(STAGED, (ERROR, "none"), SILENT)], OTHERS_WAIT_S),
+    ],
+)
+def test_the_others_are_waited_for_as_long_as_they_may_still_answer(failing, wait_s):
+    assert wait_after_failure(failing) == wait_s
+
+
+SAID = st.sampled_from([DONE, SILENT, ERROR, MEMORY_FULL, REFUSED, ROOM, (ERROR, "none"), (ERROR, "some"), (REFUSED, "none")])
+
+
+@given(
+    st.sampled_from(Meets),
+    st.lists(SAID, min_size=1, max_size=4),
+    st.sampled_from(["gloo", "nccl"]),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+)
+def test_a_pool_never_goes_on_with_a_rank_that_owes_an_answer_or_a_message_left_over(meets, said, backend, ulysses, forgiven):
+    asked = request(meets, *said)
+    verdict = judge([asked], facts(backend, ulysses), forgiven=forgiven)
+    failed = any(isinstance(one, Failed) for one in asked.answers.values())
+    assert verdict is None or failed
+    if failed and (asked.owing or (ERROR, "some") in said):
+        assert isinstance(verdict[0], PoolFailed)
+
+
+@pytest.mark.parametrize(
+    ("status", "cause"),
+    [
+        (None, "closed its connection"),
+        (3, "ended with exit status 3"),
+        (-11, "ended with signal 11"),
+        (-9, "was killed (signal 9; the system does this when memory runs out)"),
+    ],
+)
+def test_a_death_is_one_sentence_with_its_cause_and_the_next_move(status, cause):
+    assert sentence_of_death("Rank 1 on cuda:1", "loading", status) == (
+        f"Rank 1 on cuda:1 {cause} while loading: run again, a fresh pool will be started."
+    )
+
+
+def test_a_stall_names_the_limit_and_where_machines_meet_the_ports():
+    assert sentence_of_stall("Rank 1 on cpu", "computing", 2.0, over_machines=True) == (
+        "Rank 1 on cpu made no progress for 2 s while computing: run again, a fresh pool will be started (PIPEMESH_STALL_S sets the limit)."
+    )
+    assert "see that every port is open" in sentence_of_stall("Rank 1 on cpu", "joining", 2.0, over_machines=True)
