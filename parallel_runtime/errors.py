@@ -2,7 +2,14 @@
 
 
 class PipeMeshError(RuntimeError):
-    """Base of everything the pack raises on purpose."""
+    """Base of everything the pack raises on purpose. ComfyUI shows the module before the sentence,
+    and it imports the pack under the path of its folder.
+    """
+
+    __module__ = "pipemesh"
+
+    def __init_subclass__(cls) -> None:
+        cls.__module__ = PipeMeshError.__module__
 
 
 class LayoutError(PipeMeshError, ValueError):

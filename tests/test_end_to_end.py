@@ -276,8 +276,10 @@ def test_numbers_and_texts_that_other_nodes_hold_choose_the_pool(server, truth):
     ],
 )
 def test_what_other_nodes_hold_and_no_pool_can_be_is_refused_at_the_pool(server, values, sentence):
-    error = server.run(linked(graph("refused_link"), **values)).error
-    assert (error.kind, error.class_type, error.message) == ("failed", "PipeMeshPool", sentence)
+    result = server.run(linked(graph("refused_link"), **values))
+    assert (result.error.kind, result.error.class_type, result.error.message) == ("failed", "PipeMeshPool", sentence)
+    kinds = {event.data["exception_type"] for event in result.events if event.type == "execution_error"}
+    assert kinds == {"pipemesh.LayoutError"}, "the frontend shows it before the sentence: no path of this machine"
 
 
 def test_an_in_block_patch_is_an_error_at_the_node_that_names_it(server, truth):
