@@ -11,7 +11,11 @@ from .sample import Family, Sample, Size
 from .sd3 import SD3
 from .wan import WAN
 
-FAMILIES: tuple[Family, ...] = (FLUX, SD3, WAN)
+FAMILIES: tuple[Family, ...] = (
+    FLUX,
+    SD3,
+    WAN,
+)
 PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
 SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}
 PLAIN = next(iter(SAMPLES))  # for what any family will do

@@ -77,7 +77,8 @@ class TokenHooks:
             self._attach_block(container[index], group, first)
             first = False
         leave = self._model.get_submodule(self._plan.leave.path)
-        self._handles.append(leave.register_forward_pre_hook(self._entering_leave(leave, self._plan.leave), with_kwargs=True))
+        if self._plan.leave.along or self._plan.leave.ranges:  # else leave them be: some modules take arguments by position only
+            self._handles.append(leave.register_forward_pre_hook(self._entering_leave(leave, self._plan.leave), with_kwargs=True))
         self._handles.append(leave.register_forward_hook(self._left))
 
     def _attach_block(self, block: nn.Module, group: Blocks, first: bool) -> None:
