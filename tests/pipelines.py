@@ -4,7 +4,7 @@ a run.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import comfy.sample
 import torch
@@ -12,6 +12,8 @@ from pipemesh.launcher.commands.parity import Case, sample, stock_model
 from pipemesh.parallel_runtime.client.in_process import reference
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.families import PLAIN
+
+from .bounds import bound
 
 ALL_WARM = 9999
 HEADS = 5  # and as many blocks at least: enough for four stages, uneven ones too
@@ -22,13 +24,16 @@ def case(family=PLAIN, sampler="euler", cfg=4.0, tokens="odd", mask=False) -> Ca
 
 
 class Truths:
-    """What one process computes: stock, and the reference in so many patches. Each made once."""
+    """What one process computes: stock, and the reference in so many patches, with the bound on the
+    differences from either. Each made once.
+    """
 
     def __init__(self):
         self.stock_model = cache(lambda family: stock_model(HEADS, family=family))
         self.own_model = cache(lambda family, patches: reference(stock_model(HEADS, family=family), patches, 1))
         self.stock = cache(lambda case: sample(self.stock_model(case.family), case))
         self.patched = cache(lambda case, patches: sample(self.own_model(case.family, patches), case))
+        self.bound = cache(lambda case: bound(partial(sample, case=case), self.stock_model(case.family), self.stock(case)))
         self.rounded = cache(lambda case, patches: sample(reference(stock_model(HEADS, torch.bfloat16), patches, 1), case))
 
 

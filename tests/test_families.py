@@ -2,12 +2,15 @@
 test_parity.py.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, Bench, Case, conditioning, empty_latent, relative_error, sample
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.sample import Size
 
+from .bounds import assert_same
 from .models import with_references
 from .pipelines import ALL_WARM
 
@@ -76,16 +79,14 @@ def test_sd3_control_residuals_are_sharded_with_their_tokens(bench):
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 3)], ids=["ulysses2", "ulysses3", "ring3"])
 @pytest.mark.parametrize("method", ["offset", "index", "uxo"])
 def test_reference_latents_are_sharded_exactly(bench, layout, method):
-    truth = with_references(bench.stock(5), method, 16)
-    assert relative_error(with_references(bench.parallel(5, layout), method, 16), truth) <= BOUND
+    assert_same(partial(with_references, method=method, channels=16), bench.parallel(5, layout), bench.stock(5))
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (2, 2)], ids=["ulysses2", "ulysses3", "2x2"])
 @pytest.mark.parametrize("method", ["index", "index_timestep_zero"])
 def test_flux_2_is_exact_with_a_second_timestep_for_its_references(bench, layout, method):
-    truth = with_references(bench.stock(5, "flux2"), method, 128, size=(5, 7))
-    ours = with_references(bench.parallel(5, layout, "flux2"), method, 128, size=(5, 7))
-    assert relative_error(ours, truth) <= BOUND
+    runs = partial(with_references, method=method, channels=128, size=(5, 7))
+    assert_same(runs, bench.parallel(5, layout, "flux2"), bench.stock(5, "flux2"))
 
 
 @pytest.mark.parametrize("method", ["ring2", "2x2"])

@@ -5,6 +5,7 @@ fail by broken ranks.
 import json
 import os
 from dataclasses import fields, replace
+from functools import cache, partial
 from itertools import combinations
 
 import pytest
@@ -27,6 +28,7 @@ from pipemesh.launcher.commands.parity import (
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
 
+from .bounds import assert_replayed, assert_same, bound
 from .conftest import running_clients
 
 OTHER = next(one.name for one in SAMPLES.values() if not one.bf16 and not one.masks)
@@ -43,9 +45,20 @@ def bench(setup):
         yield Bench(clients)
 
 
+@pytest.fixture(scope="module")
+def bound_of(bench):
+    """case -> the bound on its error. It does not depend on the method."""
+
+    @cache
+    def made(case):
+        return bound(partial(sample, case=case), bench.stock(case.heads, case.family), bench.truth(case))
+
+    return lambda case: made(replace(case, method="ulysses1"))
+
+
 @pytest.mark.parametrize("case", sorted(cover(), key=lambda case: (case.ranks, case.method)), ids=str)
-def test_the_pool_computes_what_stock_computes(bench, case):
-    assert bench.error(case) <= BOUND
+def test_the_pool_computes_what_stock_computes(bench, bound_of, case):
+    assert bench.error(case) <= bound_of(case)
 
 
 def test_the_cover_holds_every_pair_of_values_of_two_axes():
@@ -82,9 +95,16 @@ def test_a_mask_changes_the_picture_so_that_dropping_it_would_show(bench):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_parity_goes_red_when_a_rank_breaks(broken, bench, mutation, case):
+def test_parity_goes_red_when_a_rank_breaks(broken, bench, bound_of, mutation, case):
     model = parallelize(bench.stock(case.heads), broken(mutation, *case.layout), holds_ui_device=False)
-    assert relative_error(sample(model, case), sample(bench.stock(case.heads), case)) > 100 * BOUND
+    assert relative_error(sample(model, case), sample(bench.stock(case.heads), case)) > 100 * bound_of(case)
+
+
+def test_a_replay_goes_red_when_a_rank_breaks(broken, bench):
+    case = replace(plain(2, "even", 12, False), sampler="dpm_adaptive")
+    model = parallelize(bench.stock(case.heads), broken("token_order", *case.layout), holds_ui_device=False)
+    with pytest.raises(AssertionError, match="evaluation 1 is off by"):
+        assert_replayed(partial(sample, case=case), model, bench.stock(case.heads))
 
 
 def in_bf16():
@@ -116,8 +136,7 @@ def test_fewer_text_tokens_than_ranks_are_exact_too(bench, text_tokens, layout):
         with torch.inference_mode():
             return comfy.sample.sample(model, noise, 3, 2.0, "euler", "simple", positive, negative, latent, disable_pbar=True, seed=3)
 
-    stock = bench.stock(5)
-    assert relative_error(run(bench.parallel(5, layout)), run(stock)) <= BOUND
+    assert_same(run, bench.parallel(5, layout), bench.stock(5))
 
 
 # -- the command

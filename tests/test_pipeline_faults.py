@@ -37,7 +37,7 @@ def test_a_cancel_with_every_patch_in_flight_leaves_the_pool_warm_and_the_next_r
     mm.interrupt_current_processing(False)
     assert max(flying) >= 3 * 2, "every patch of both prompts"
     assert client.session.pool is pool and pool.ranks.pids == pids and pool.idle and not client.session.tickets
-    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
 
 
 def test_stages_leave_the_patches_that_were_cancelled_before_they_came_to_them(broken_pipeline, truths, monkeypatch):
@@ -59,7 +59,7 @@ def test_stages_leave_the_patches_that_were_cancelled_before_they_came_to_them(b
     mm.interrupt_current_processing(False)
     assert left.count(1) >= 3, "of six on their way to it, one of them at work"
     assert client.session.pool is pool and pool.idle
-    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
 
 
 FREE, SINGLE = (pytest.param(wrap, id=name) for wrap, name in ((lambda model: model, "free"), (together, "single")))
@@ -86,7 +86,7 @@ def test_a_cancel_at_any_evaluation_of_three_stages_leaves_the_pool_warm(pipelin
             sample(model, of)
     mm.interrupt_current_processing(False)
     assert client.session.pool is pool and pool.idle
-    assert relative_error(sample(model, of), truths.patched(of, 4)) <= BOUND
+    assert relative_error(sample(model, of), truths.patched(of, 4)) <= truths.bound(of)
 
 
 def test_an_error_in_the_users_own_callback_ends_what_is_in_flight(pipeline, truths, clients):
@@ -97,7 +97,7 @@ def test_an_error_in_the_users_own_callback_ends_what_is_in_flight(pipeline, tru
     with pytest.raises(ZeroDivisionError):
         with_callback(model, of, fall_over)
     assert clients(1, 1, 2).session.pool.idle
-    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(doome
     model, of = parallelize(truths.stock_model(PLAIN), doomed, holds_ui_device=False, patching=Patching(3)), case()
     with pytest.raises(PoolFailed, match=f"^Rank {rank} on cpu was killed"):
         with_callback(model, of, lambda: psutil.Process(doomed.session.pool.ranks.pids[rank]).kill())
-    assert relative_error(sample(model, of), truths.patched(of, 3)) <= BOUND
+    assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
         parts = [one.part for one in client.last_run.evaluations]
         assert sum(part.patch is None for part in parts) == whole
         if whole == 2:  # patches were in flight: it stays until the last of them is back
-            assert relative_error(ours, truths.patched(of, 3)) <= BOUND
+            assert relative_error(ours, truths.patched(of, 3)) <= truths.bound(of)
             assert client.session.loads == loads and not client.residency.holds(name)
         else:
             assert client.session.loads == loads + 1 and bool(ours.isfinite().all())
@@ -162,7 +162,7 @@ def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipelin
 
 def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline, truths):
     model, client = broken_pipeline("slow_stage")
-    assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= BOUND
+    assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= truths.bound(case())
     ran = client.last_run
     last = last_run(ran.began_s, ran.mode, ran.evaluations, "gloo")
     assert "; the others wait for rank 1" in run_text(last)
