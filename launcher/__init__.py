@@ -1,3 +1,3 @@
-"""Processes: the command line (`python -m launcher`), the ComfyUI host it runs on, and the worker
-pool's life.
+"""Processes: the command line (`python -m launcher`), the ComfyUI it runs on, and the life of the
+worker pool.
 """

@@ -1,7 +1,7 @@
 """The command line: `python3 -m launcher COMMAND`, from the root of a checkout.
 
-`host` needs the standard library only. Every other command runs in the host's python: this process
-finds or installs the host and starts itself again there, with PIPEMESH_HOST set.
+`host` needs the standard library only. Every other command runs in ComfyUI's python: this process
+finds or installs ComfyUI, the host, and starts itself again there, with PIPEMESH_HOST set.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start_in_host(command: str, rest: Sequence[str]) -> int:
+    """Starts the command again in ComfyUI's python. Raises LaunchError where there is none."""
     from .comfyui.find import ensure_comfyui, missing_modules
     from .comfyui.install import LaunchError
 
@@ -67,7 +68,8 @@ def start_in_host(command: str, rest: Sequence[str]) -> int:
     return replace_process([host.python, "-m", "pytest", *rest], {**env, "OMP_NUM_THREADS": "1"})
 
 
-def replace_process(command: Sequence[str], env: Mapping[str, str]) -> int:
+def replace_process(command: list[str], env: Mapping[str, str]) -> int:
+    """Goes on as `command`, from the root of the checkout."""
     os.chdir(ROOT)
     if os.name == "nt":  # there execve would let the shell's prompt come back before the command has ended
         return subprocess.run(command, env=env, check=False).returncode
@@ -76,8 +78,8 @@ def replace_process(command: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def run_inside(command: str, rest: Sequence[str], record: str) -> int:
-    """In the host's python: the pack as `pipemesh`, ComfyUI's modules first; its `nodes` must not
-    be ours.
+    """Runs the command in this process, which is ComfyUI's python. The pack is `pipemesh`, and
+    ComfyUI's modules come first on the path: its `nodes` is not ours.
     """
     from .package import register_package
 
@@ -94,7 +96,7 @@ def run_inside(command: str, rest: Sequence[str], record: str) -> int:
 
 
 def guarded_main(argv: Sequence[str]) -> int:
-    """`main`, with the user's errors as one sentence and no traceback."""
+    """Runs `main`; prints an error for users as one sentence, without a traceback."""
     from .comfyui.install import LaunchError
 
     try:

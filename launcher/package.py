@@ -16,8 +16,8 @@ VERSION = "0.2.0"  # pyproject.toml repeats it, because ComfyUI's registry reads
 
 
 def register_package(root: str | Path) -> None:
-    """Puts the package `pipemesh` into `sys.modules` without running the pack's own __init__.py,
-    which is ComfyUI's entry.
+    """Puts the package `pipemesh` into `sys.modules`, without running the pack's own __init__.py:
+    that is ComfyUI's entry.
     """
     if NAME not in sys.modules:
         spec = ModuleSpec(NAME, None, is_package=True)

@@ -48,6 +48,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
 BEFORE_COMFYUI = (
     "launcher/__init__.py",
     "launcher/__main__.py",
+    "launcher/comfyui/console.py",
     "launcher/comfyui/find.py",
     "launcher/comfyui/install.py",
     "launcher/package.py",
@@ -88,9 +89,6 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "benchmarks/diffusers_peer.py families": "the peer is one model of another library",
     "tests/test_families.py families": "tries what one family alone has",
     "tests/test_architecture.py families": "sources that break the rules",
-    "launcher/comfyui/install.py": BEING_SPLIT,
-    "launcher/comfyui/server.py ComfyServer": BEING_SPLIT,
-    "launcher/commands/doctor.py Facts": BEING_SPLIT,
     "benchmarks/pipefusion.py Runs": BEING_SPLIT,
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef

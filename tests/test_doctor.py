@@ -8,25 +8,29 @@ from dataclasses import replace
 import pytest
 from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.commands import doctor
-from pipemesh.launcher.commands.doctor import Device, Facts, Finding, Package, can_run, findings, report
+from pipemesh.launcher.commands.doctor import Facts, Finding, Gpu, Machine, Package, Torch, can_run, findings, report
 
 NEEDED = (Package("greenlet", "3.2"), Package("msgspec", "0.20"), Package("safetensors", "0.6"))
 CPU = Facts(
     python="3.11.7",
     executable="/usr/bin/python3",
-    platform="Linux 6.1 x86_64",
-    cores=4,
-    memory_available_bytes=16 * doctor.GIB,
-    shm_free_bytes=8 * doctor.GIB,
-    memfd=True,
-    torch="2.11.0",
-    backends=("gloo", "nccl"),
+    machine=Machine(
+        platform="Linux 6.1 x86_64", cores=4, memory_available_bytes=16 * doctor.GIB, shm_free_bytes=8 * doctor.GIB, memfd=True
+    ),
+    torch=Torch(version="2.11.0", backends=("gloo", "nccl")),
+    comfyui=ComfyInstall("/opt/python", "/opt/ComfyUI", "0.30.0", base=""),
     packages=(*NEEDED, Package("flash-attn", "")),
-    comfyui="/opt/ComfyUI",
-    comfyui_version="0.30.0",
 )
-GPU = Device("H100", 80 * doctor.GIB)
-TWO_GPUS = replace(CPU, devices=(GPU, GPU), torch_build="CUDA 13.0", packages=(*NEEDED, Package("flash-attn", "2.8")))
+GPU = Gpu("H100", 80 * doctor.GIB)
+TWO_GPUS = replace(CPU, torch=replace(CPU.torch, gpus=(GPU, GPU), build="CUDA 13.0"), packages=(*NEEDED, Package("flash-attn", "2.8")))
+
+
+def machine(facts: Facts, **changed) -> Facts:
+    return replace(facts, machine=replace(facts.machine, **changed))
+
+
+def torch(facts: Facts, **changed) -> Facts:
+    return replace(facts, torch=replace(facts.torch, **changed))
 
 
 def at(level: str, facts: Facts) -> list[Finding]:
@@ -52,10 +56,10 @@ def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> Non
 @pytest.mark.parametrize(
     ("facts", "names", "remedy"),
     [
-        (replace(CPU, torch="", torch_error="libfoo.so: not found", backends=()), "libfoo.so: not found", "reinstall it"),
-        (replace(CPU, backends=()), "gloo", "install the torch wheel"),
+        (torch(CPU, version="", error="libfoo.so: not found", backends=()), "libfoo.so: not found", "reinstall it"),
+        (torch(CPU, backends=()), "gloo", "install the torch wheel"),
         (replace(CPU, packages=NEEDED[1:]), "greenlet is not installed", "/usr/bin/python3 -m pip install greenlet"),
-        (replace(CPU, memfd=False), "No memfd here", "run on Linux"),
+        (machine(CPU, memfd=False), "No memfd here", "run on Linux"),
     ],
 )
 def test_what_stops_everything_is_named_with_its_remedy(facts: Facts, names: str, remedy: str) -> None:
@@ -68,13 +72,13 @@ def test_what_stops_everything_is_named_with_its_remedy(facts: Facts, names: str
 @pytest.mark.parametrize(
     ("facts", "names", "remedy"),
     [
-        (replace(CPU, gpu_driver="NVIDIA"), "There is an NVIDIA GPU driver", "CUDA_VISIBLE_DEVICES"),
-        (replace(TWO_GPUS, devices=(GPU,)), "One GPU", "add a GPU"),
-        (replace(TWO_GPUS, backends=("gloo",)), "without NCCL", "NCCL (RCCL on AMD)"),
-        (replace(TWO_GPUS, pairs_without_peer_access=((0, 1),)), "without peer access to each other: 0-1", "NVLink"),
+        (machine(CPU, gpu_driver="NVIDIA"), "There is an NVIDIA GPU driver", "CUDA_VISIBLE_DEVICES"),
+        (torch(TWO_GPUS, gpus=(GPU,)), "One GPU", "add a GPU"),
+        (torch(TWO_GPUS, backends=("gloo",)), "without NCCL", "NCCL (RCCL on AMD)"),
+        (torch(TWO_GPUS, pairs_without_peer_access=((0, 1),)), "without peer access to each other: 0-1", "NVLink"),
         (replace(TWO_GPUS, packages=NEEDED), "flash-attn is not installed", "pip install flash-attn"),
-        (replace(TWO_GPUS, shm_free_bytes=64 * 2**20), "/dev/shm has 0.1 GiB free", "--shm-size=1g"),
-        (replace(TWO_GPUS, memory_available_bytes=doctor.GIB), "1.0 GiB of memory", "close other programs"),
+        (machine(TWO_GPUS, shm_free_bytes=64 * 2**20), "/dev/shm has 0.1 GiB free", "--shm-size=1g"),
+        (machine(TWO_GPUS, memory_available_bytes=doctor.GIB), "1.0 GiB of memory", "close other programs"),
     ],
 )
 def test_what_limits_is_named_with_its_remedy_and_stops_nothing(facts: Facts, names: str, remedy: str) -> None:
@@ -85,15 +89,15 @@ def test_what_limits_is_named_with_its_remedy_and_stops_nothing(facts: Facts, na
 
 
 def test_one_core_promises_no_speed_up() -> None:
-    assert any("no speed-up" in finding.text for finding in at("limited", replace(CPU, cores=1)))
+    assert any("no speed-up" in finding.text for finding in at("limited", machine(CPU, cores=1)))
 
 
 def test_macos_is_told_that_it_cannot_share_memory() -> None:
-    assert not can_run(findings(replace(CPU, platform="Darwin 24 arm64", memfd=False, shm_free_bytes=None)))
+    assert not can_run(findings(machine(CPU, platform="Darwin 24 arm64", memfd=False, shm_free_bytes=None)))
 
 
 def test_the_page_holds_every_finding_and_fits_one_screen() -> None:
-    facts = replace(TWO_GPUS, packages=(), memfd=False, shm_free_bytes=None, pairs_without_peer_access=((0, 1),))
+    facts = torch(machine(replace(TWO_GPUS, packages=()), memfd=False, shm_free_bytes=None), pairs_without_peer_access=((0, 1),))
     page = report(facts, findings(facts))
     assert all(finding.text in page and finding.remedy in page for finding in findings(facts))
     assert page.endswith("PipeMesh cannot run here until what is marked STOP is mended.")
@@ -107,5 +111,5 @@ def test_this_machine_can_be_looked_at_in_words_and_in_json(capsys: pytest.Captu
     assert doctor.main(["--json"], host) == status
     said = json.loads(capsys.readouterr().out)
     assert said["works"] == (status == 0)
-    assert said["facts"]["torch"]
+    assert said["facts"]["torch"]["version"]
     assert {"level", "text", "remedy"} == set(said["findings"][0])

