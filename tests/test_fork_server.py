@@ -207,7 +207,7 @@ def test_a_request_that_cannot_be_met_ends_one_rank_and_not_the_others(server, r
     while psutil.Process(ours.process.pid).num_fds() > held:  # it closes what it had of a rank after it has told of its end
         assert time.monotonic() < begun + DEADLINE_S, "descriptors of requests that could not be met are kept"
         time.sleep(0.01)
-    assert not other.ended(0)
+    assert not other.has_ended(0)
 
 
 def test_a_process_that_holds_a_gpu_is_not_forked(tmp_path):

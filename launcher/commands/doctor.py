@@ -95,7 +95,7 @@ def about_torch(facts: Facts) -> tuple[Finding, ...]:
             Finding(
                 "blocked",
                 f"torch does not import: {torch.error}.",
-                f"reinstall it for {facts.executable}, or run `python3 -m launcher host` without PIPEMESH_COMFYUI to have a ComfyUI with it",
+                f"reinstall it for {facts.executable}, or run `python3 -m launcher host` without PIPEMESH_COMFYUI for a fresh one",
             ),
         )
     if "gloo" not in torch.backends:

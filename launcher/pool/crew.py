@@ -36,19 +36,22 @@ log = logging.getLogger("pipemesh")
 
 @dataclass(frozen=True)
 class Net:
-    """Where the ranks of several machines meet, and this machine's way there."""
+    """Where the ranks of several machines meet, and the network interface of this machine that
+    leads there.
+    """
 
     meeting: Meeting
     interface: str
 
 
 def rank_environment(device: Device, backend: str, environ: dict[str, str], interface: str = "") -> dict[str, str]:
-    """The starting process's environment without what breaks a rank: allocator choices, other
-    launchers' ranks, hidden GPUs.
+    """A rank's environment: that of the starting process, without what breaks a rank (allocator
+    choices, other launchers' ranks, hidden GPUs). ``interface``: by which other machines are
+    reached.
 
-    A CPU rank keeps the memory of its activations between layers (glibc): fresh pages cost it a
-    quarter of a forward. At most 1 GiB of it, which goes back to the system when a model is
-    released. ``interface``: by which other machines are reached.
+    A CPU rank keeps the memory of its activations between layers (glibc), because fresh pages cost
+    it a quarter of a forward: at most 1 GiB, which goes back to the system when a model is
+    released.
     """
     scrubbed = {*ALLOCATOR_VARIABLES, *LAUNCHER_VARIABLES, SECRET_VARIABLE, "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
     env = {key: value for key, value in environ.items() if key not in scrubbed and not key.startswith(LAUNCHER_PREFIXES)}
@@ -74,12 +77,13 @@ class Crew:
 
     @property
     def pids(self) -> dict[int, int]:
+        """By rank; empty before the start."""
         return dict(zip(self.ranks, self._supervisor.pids, strict=False)) if self._supervisor else {}
 
     def start(self, arena: Segment, net: Net | None) -> None:
-        """Starts the processes and says the first word to each. Raises OSError.
+        """Starts the processes and sends each its first message. Raises OSError.
 
-        A socket's other end is then open in its rank alone: a death shows.
+        The other end of a rank's socket is open in that rank alone, so that its death shows.
         """
         store = os.memfd_create("pipemesh-store", os.MFD_CLOEXEC)
         theirs: list[socket.socket] = []
@@ -93,7 +97,7 @@ class Crew:
             self._supervisor.start()
             for rank, channel in self.channels.items():
                 with contextlib.suppress(ChannelClosed):  # it has ended: that is told, with its rank, when its channel is read
-                    channel.send(self._first_word(rank, arena.nbytes, net), [arena.fd, store])
+                    channel.send(self._first_message(rank, arena.nbytes, net), [arena.fd, store])
         finally:
             os.close(store)
             for other in theirs:
@@ -104,7 +108,7 @@ class Crew:
         env = rank_environment(self._placement.devices[rank], self._placement.backend, dict(os.environ), interface)
         return Command(self._setup.argv, env, sock.fileno())
 
-    def _first_word(self, rank: int, arena_bytes: int, net: Net | None) -> Start:
+    def _first_message(self, rank: int, arena_bytes: int, net: Net | None) -> Start:
         device = self._placement.devices[rank]
         return Start(
             rank=rank,
@@ -123,17 +127,26 @@ class Crew:
         )
 
     def pump(self, rank: int) -> list[Any]:
+        """Reads once: the messages of ``rank`` that are whole. Raises ChannelClosed,
+        msgspec.DecodeError.
+        """
         return [message for message, _fds in self.channels[rank].pump()]
 
+    @property
+    def _started(self) -> Supervisor:
+        assert self._supervisor is not None, "the crew has not been started"
+        return self._supervisor
+
     def tail(self, rank: int) -> list[str]:
-        return self._supervisor.tail(self.ranks.index(rank))
+        """The last lines of its output."""
+        return self._started.tail(self.ranks.index(rank))
 
     def exit_of(self, rank: int, wait_s: float) -> int | None:
         """The exit status (negative: a signal), or None if the rank still runs after ``wait_s``."""
-        return self._supervisor.exit_of(self.ranks.index(rank), wait_s)
+        return self._started.exit_of(self.ranks.index(rank), wait_s)
 
-    def ended(self, rank: int) -> bool:
-        return self._supervisor.ended(self.ranks.index(rank))
+    def has_ended(self, rank: int) -> bool:
+        return self._started.has_ended(self.ranks.index(rank))
 
     def stop(self, grace_s: float) -> None:
         """Waits ``grace_s`` for the ranks to leave by themselves, then ends them. Safe if they were
@@ -147,4 +160,5 @@ class Crew:
 
 
 def no_tensor(path: str, _tensor: Any) -> Any:
+    """For a tree that holds none. Raises TypeError."""
     raise TypeError(f"{path} is a tensor")

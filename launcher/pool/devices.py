@@ -1,24 +1,25 @@
-"""Which device each rank gets, decided before any process starts."""
+"""Gives every rank a device, before any process starts."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from ...parallel_runtime.comm.cores import share_of_cores
 from ...parallel_runtime.errors import LayoutError
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.wire.arena import MAX_RANKS
 
+Backend = Literal["gloo", "nccl"]
 ELSEWHERE = re.compile(r"[\w.-]+/(cpu|cuda:\d+)")
 
 
 @dataclass(frozen=True)
 class Device:
-    """``name`` as the UI knows it (``cuda:1``, ``cpu``, on another machine ``node1/cuda:1``).
-
-    ``uuid`` addresses a GPU of this machine whatever CUDA_VISIBLE_DEVICES says.
+    """A device by the name that the UI knows it by: ``cuda:1``, ``cpu``, on another machine
+    ``node1/cuda:1``. ``uuid`` addresses a GPU of this machine whatever CUDA_VISIBLE_DEVICES says.
     """
 
     name: str
@@ -26,7 +27,7 @@ class Device:
 
     @property
     def machine(self) -> str:
-        """Its name; empty for ComfyUI's own."""
+        """The name of its machine; empty for ComfyUI's own."""
         return self.name.rpartition("/")[0]
 
     @property
@@ -44,7 +45,7 @@ class Placement:
 
     layout: Layout
     devices: tuple[Device, ...]
-    backend: str
+    backend: Backend
 
     @property
     def other_machines(self) -> tuple[str, ...]:
@@ -62,45 +63,29 @@ class Placement:
         return tuple(rank for rank, device in enumerate(self.devices) if device.machine == machine)
 
     def cores(self, rank: int) -> tuple[int, ...]:
-        """Of this process, which is on the rank's machine, those that it has to itself; empty
-        where it computes on a GPU.
+        """The rank's share of the cores of this process, which is on its machine; empty where it
+        computes on a GPU.
         """
         here = self.ranks_on(self.devices[rank].machine)
         return () if self.devices[rank].is_gpu else share_of_cores(own_cores(), here.index(rank), len(here))
 
     def threads(self, rank: int) -> int:
-        """CPU threads of a rank: the cores of this process, or what OMP_NUM_THREADS leaves of them,
-        shared out among its machine's ranks.
+        """How many CPU threads the rank has: its share of the cores of this process, and no more
+        than OMP_NUM_THREADS.
         """
         share = len(share_of_cores(own_cores(), 0, len(self.ranks_on(self.devices[rank].machine))))
         limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP takes one number per level of nesting
         return min(share, int(limit)) if limit.isdigit() and int(limit) else share
 
 
-def fewer(layout: Layout, devices: int) -> str:
-    """What to set so that a layout needs no more than so many devices."""
-    stages = layout.pipefusion
-    return f"set ulysses to {devices // stages}" if 1 < stages <= devices else "lower the degree"
-
-
 def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -> Placement:
-    """``wanted`` is ``auto``, ``cpu`` or a list such as ``cuda:0,cuda:2`` or
-    ``cuda:0,node1/cuda:0``.
+    """Gives every rank a device. ``wanted`` is ``auto``, ``cpu`` or a list such as
+    ``cuda:0,cuda:2`` or ``cuda:0,node1/cuda:0``; ``gpus`` are those of this machine.
 
     What another machine has is found out when the pool starts. Raises LayoutError with the equation
     that fails.
     """
-    names = [name.strip() for name in wanted.split(",") if name.strip()] or ["auto"]
-    size = layout.world_size
-    if names == ["auto"]:
-        names = [gpu.name for gpu in gpus[:size]] if gpus else ["cpu"]
-        if gpus and len(names) < size:
-            here, remedy = count(len(gpus), "GPU"), fewer(layout, len(gpus))
-            raise LayoutError(f"{layout.equation()}, {here}: {remedy}, or list devices to share (backend gloo).")
-    if names == ["cpu"]:
-        names = ["cpu"] * size
-    if len(names) != size:
-        raise LayoutError(f"{layout.equation()}, {count(len(names), 'device')} listed ({', '.join(names)}): list one device per rank.")
+    names = names_of(layout, wanted, gpus)
     known = {device.name: device for device in (Device("cpu"), *gpus)}
     known |= {name: Device(name) for name in names if ELSEWHERE.fullmatch(name)}
     unknown = [name for name in names if name not in known]
@@ -113,16 +98,49 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
         raise LayoutError(f"{layout.equation()} over several machines: stages share one machine, list devices of this one only.")
     if len({device.is_gpu for device in devices}) > 1:
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
-    if size > MAX_RANKS:
+    if layout.world_size > MAX_RANKS:
         raise LayoutError(f"{layout.equation()}, at most {MAX_RANKS} in one pool: lower the degrees.")
-    if backend == "auto":
-        backend = "nccl" if devices[0].is_gpu and len(set(names)) == size else "gloo"
-    if backend == "nccl" and not devices[0].is_gpu:
+    return Placement(layout=layout, devices=devices, backend=choose_backend(layout, backend, devices))
+
+
+def names_of(layout: Layout, wanted: str, gpus: tuple[Device, ...]) -> list[str]:
+    """The names of the devices, one per rank. Raises LayoutError."""
+    names = [name.strip() for name in wanted.split(",") if name.strip()] or ["auto"]
+    size = layout.world_size
+    if names == ["auto"]:
+        names = [gpu.name for gpu in gpus[:size]] if gpus else ["cpu"]
+        if gpus and len(names) < size:
+            here, remedy = count(len(gpus), "GPU"), fewer(layout, len(gpus))
+            raise LayoutError(f"{layout.equation()}, {here}: {remedy}, or list devices to share (backend gloo).")
+    if names == ["cpu"]:
+        names = ["cpu"] * size
+    if len(names) != size:
+        raise LayoutError(f"{layout.equation()}, {count(len(names), 'device')} listed ({', '.join(names)}): list one device per rank.")
+    return names
+
+
+def fewer(layout: Layout, devices: int) -> str:
+    """The change to a layout that needs more than so many devices."""
+    stages = layout.pipefusion
+    return f"set ulysses to {devices // stages}" if 1 < stages <= devices else "lower the degree"
+
+
+def choose_backend(layout: Layout, wanted: str, devices: tuple[Device, ...]) -> Backend:
+    """``wanted``, or for ``auto`` nccl where every rank has its own GPU and gloo elsewhere. Raises
+    LayoutError.
+    """
+    on_gpus, size, distinct = devices[0].is_gpu, len(devices), len(set(devices))
+    if wanted == "auto":
+        return "nccl" if on_gpus and distinct == size else "gloo"
+    if wanted == "gloo":
+        return "gloo"
+    if wanted != "nccl":
+        raise LayoutError(f"Backend {wanted} is not known: choose auto, nccl or gloo.")
+    if not on_gpus:
         raise LayoutError("Backend nccl needs GPUs and the ranks are on the CPU: choose auto or gloo.")
-    if backend == "nccl" and len(set(names)) < size:
-        needed, listed = count(size, "GPU"), len(set(names))
-        raise LayoutError(f"Backend nccl needs {needed} for {layout.equation()}, {listed} listed: choose gloo to share one.")
-    return Placement(layout=layout, devices=devices, backend=backend)
+    if distinct < size:
+        raise LayoutError(f"Backend nccl needs {count(size, 'GPU')} for {layout.equation()}, {distinct} listed: choose gloo to share one.")
+    return "nccl"
 
 
 def own_cores() -> list[int]:
@@ -134,7 +152,7 @@ def count(number: int, noun: str) -> str:
 
 
 def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
-    """The GPUs this process sees; none where ComfyUI runs with --cpu."""
+    """The GPUs that this process sees. ``cpu_only``: ComfyUI runs with --cpu, so none."""
     import torch
 
     if cpu_only or not torch.cuda.is_available():

@@ -8,6 +8,7 @@ ComfyUI's main.py again in every child, listens on a socket in a folder and spea
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -37,8 +38,8 @@ log = logging.getLogger("pipemesh")
 
 
 class ForkServer:
-    """Starts ranks; any thread may ask. The process they are forked from is started when first
-    needed and kept until ``close``; one that does not answer is killed, with its ranks, and
+    """Starts ranks as forks of one process; any thread may ask. That process is started when it is
+    first needed and kept until ``close``; one that does not answer is killed, with its ranks, and
     replaced.
 
     Ranks that differ in ``fixed_at_start``, variables that cannot be changed in a process that
@@ -48,7 +49,7 @@ class ForkServer:
     def __init__(self, fixed_at_start: Sequence[str] = (), preloaded: Sequence[str] = PRELOADED) -> None:
         self._preloaded = preloaded
         self._fixed_at_start = fixed_at_start
-        self._servers: dict[tuple, Server] = {}
+        self._servers: dict[tuple, ServerProcess] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, end, self._servers)
 
@@ -69,7 +70,7 @@ class ForkServer:
                 self._servers.pop(key).end()
                 return self._server(key, command).fork(command)
 
-    def _server(self, key: tuple, command: Command) -> Server:
+    def _server(self, key: tuple, command: Command) -> ServerProcess:
         if key not in self._servers:
             self._servers[key] = launch(command, self._preloaded)
         return self._servers[key]
@@ -84,13 +85,13 @@ class ForkServer:
             end(self._servers)
 
 
-def end(servers: dict[tuple, Server]) -> None:
+def end(servers: dict[tuple, ServerProcess]) -> None:
     for server in servers.values():
         server.end()
     servers.clear()
 
 
-def launch(command: Command, preloaded: Sequence[str]) -> Server:
+def launch(command: Command, preloaded: Sequence[str]) -> ServerProcess:
     """Starts a server for ranks such as this one. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES // 4)  # the system doubles it; what is longer is refused here
@@ -103,11 +104,19 @@ def launch(command: Command, preloaded: Sequence[str]) -> Server:
     keeper = threading.Thread(target=keep, args=(argv, env, theirs.fileno(), started, expected), name="pipemesh-fork-server", daemon=True)
     with theirs:
         try:
-            keeper.start()
-            return Server(started.result(), ours, env, expected)
+            start_thread(keeper)
+            return ServerProcess(started.result(), ours, env, expected)
         except BaseException:
             ours.close()
             raise
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Raises OSError where the system has no thread left."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error
 
 
 def keep(argv: list[str], env: dict[str, str], control: int, started: Future[subprocess.Popen], expected: threading.Event) -> None:
@@ -127,7 +136,7 @@ def keep(argv: list[str], env: dict[str, str], control: int, started: Future[sub
         log.warning("[PipeMesh] the process that workers are forked from %s; the next pool has another", how)
 
 
-class Server:
+class ServerProcess:
     """A process that ranks are forked from, and those of its ranks that have not ended.
 
     ``env``: the environment that it was started with. ``expected`` is set before it is ended.
@@ -209,7 +218,7 @@ class Forked:
     needs.
     """
 
-    def __init__(self, server: Server, output: socket.socket, report: int):
+    def __init__(self, server: ServerProcess, output: socket.socket, report: int):
         self.stdout = output.makefile("rb", buffering=0)
         self.returncode: int | None = None
         self._server = server

@@ -1,5 +1,5 @@
-"""The script a fork server starts as: ``fork_server_main.py CONTROL_FD PARENT_PID MODULE...``.
-Imports once, then every rank is a fork.
+"""The script of a fork server: ``fork_server_main.py CONTROL_FD PARENT_PID MODULE...``. Imports the
+modules once, then forks itself for every rank.
 
 One thread, no event loop: nothing else may run when it forks.
 """
@@ -40,7 +40,9 @@ def main() -> None:
 
 
 def preload(modules: Iterable[str]) -> bool:
-    """False if one is broken: a rank that needs it says so, and its last lines are shown."""
+    """Imports the modules that are installed. False if one is broken: then a rank that needs it
+    fails with its own error, whose last lines are shown.
+    """
     try:
         for name in modules:
             try:
@@ -54,7 +56,9 @@ def preload(modules: Iterable[str]) -> bool:
 
 
 def holds_a_gpu(files: Iterable[str]) -> bool:
-    """A process that has opened one cannot be forked: no rank of it would get its own."""
+    """True if a GPU is among the open files. A process that has opened one cannot be forked: no
+    rank of it would get its own.
+    """
     return any(file.startswith(GPU_FILES) for file in files)
 
 
@@ -64,6 +68,8 @@ def open_files() -> list[str]:
 
 
 class Server:
+    """Forks ranks as the UI asks over ``control``, and reports each one's pid and exit status."""
+
     def __init__(self, control: socket.socket):
         self._control = control
         self._reports: dict[int, int] = {}  # pid -> the descriptor that takes its exit status
@@ -127,7 +133,7 @@ def tell(report: int, word: int) -> None:
 
 
 def become(request: dict, channel: int, output: int) -> None:
-    """The rest of a rank's life: its script, as if Python had just been started with it. Never
+    """Runs a rank's script in the fork, as if Python had just been started with it. Never
     returns.
     """
     status = 1

@@ -1,5 +1,5 @@
-"""What a leader does for one pool: starts its ranks on this machine, hands every request on to them
-and their answers back, and ends them when the connection does.
+"""Lends this machine to one pool: starts its ranks here, hands every request on to them and their
+answers back, and ends them when the connection does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LentRanks:
             arena.close()
 
     def _relay(self, crew: Crew, arena: Segment) -> None:
-        """Hands messages on, both ways, until Close. Raises ChannelClosed when ComfyUI is gone."""
+        """Passes messages on, both ways, until Close. Raises ChannelClosed when ComfyUI is gone."""
         board = Board(arena)
         with selectors.DefaultSelector() as selector:
             selector.register(self._link, selectors.EVENT_READ, None)
@@ -85,13 +85,13 @@ class LentRanks:
                     self._beat(crew, board)
                 for key, _ in ready:
                     if key.data is None:
-                        if self._hand_on(crew, arena):
+                        if self._pass_on(crew, arena):
                             return
-                    elif not self._hand_back(crew, board, key.data):
+                    elif not self._pass_back(crew, board, key.data):
                         selector.unregister(key.fileobj)
 
-    def _hand_on(self, crew: Crew, arena: Segment) -> bool:
-        """Hands on what ComfyUI has sent. True after Close."""
+    def _pass_on(self, crew: Crew, arena: Segment) -> bool:
+        """Passes on what ComfyUI has sent. True after Close."""
         for message, fds in self._link.pump():
             try:
                 if isinstance(message, Close):
@@ -105,7 +105,7 @@ class LentRanks:
         return False
 
     def _request(self, crew: Crew, arena: Segment, group: Sequence[int], message: Request, fds: list[int]) -> None:
-        """Hands a request on to the ranks of ``group`` that are here."""
+        """Passes a request on to the ranks of ``group`` that are here."""
         ranks = [rank for rank in crew.ranks if rank in group]
         self._owing |= dict.fromkeys(ranks, message.request)
         try:
@@ -120,8 +120,8 @@ class LentRanks:
             return
         send_all(crew, message, fds, ranks)
 
-    def _hand_back(self, crew: Crew, board: Board, rank: int) -> bool:
-        """Hands back what ``rank`` has said. False when it has ended."""
+    def _pass_back(self, crew: Crew, board: Board, rank: int) -> bool:
+        """Passes back the messages of ``rank``. False when it has ended."""
         try:
             messages = crew.pump(rank)
         except ChannelClosed:
@@ -135,6 +135,7 @@ class LentRanks:
         return True
 
     def _beat(self, crew: Crew, board: Board) -> None:
+        """Tells ComfyUI how far the ranks here have come."""
         self._link.send(Beat({rank: board.line(rank) for rank in crew.ranks}))
         self._last_beat = time.monotonic()
 
@@ -151,8 +152,8 @@ def shared_memory_full(request: int, error: SharedMemoryFull) -> Failed:
 
 
 def placement_here(opening: Open) -> Placement:
-    """The whole pool's placement, with the addresses of this machine's GPUs. Raises LayoutError
-    where it names one that is not here.
+    """The placement of the whole pool, with the addresses of this machine's GPUs. Raises
+    LayoutError where it names one that is not here.
     """
     devices = [Device(name) for name in opening.devices]
     mine = [device for device in devices if device.machine == opening.machine]

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...parallel_runtime.errors import LayoutError
 from .fork_server import ForkServer
-from .supervisor import Command, process_of_its_own
+from .supervisor import Command, Process, process_of_its_own
 
 FORK_VARIABLE, STALL_VARIABLE = "PIPEMESH_FORK", "PIPEMESH_STALL_S"
 RENDEZVOUS_VARIABLE, SECRET_VARIABLE, LOST_VARIABLE = "PIPEMESH_RDZV", "PIPEMESH_SECRET", "PIPEMESH_LOST_S"
@@ -24,7 +24,7 @@ LOST_S_RANGE = (2.0, 120.0)  # the kernel counts up to 127 unanswered probes, on
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 
-def start_as(environ: Mapping[str, str]) -> Callable[[Command], Any]:
+def start_as(environ: Mapping[str, str]) -> Callable[[Command], Process]:
     """How ranks are started: forked, unless PIPEMESH_FORK says 0."""
     return process_of_its_own if environ.get(FORK_VARIABLE) == "0" else ForkServer(tuple(KEEP_MEMORY)).start
 
@@ -45,7 +45,7 @@ class RankSetup:
     secret: str = field(default="", repr=False)
     lost_s: float = DEFAULT_LOST_S
     argv: tuple[str, ...] = (sys.executable, str(Path(__file__).with_name("worker_main.py")), "{fd}", "{parent}")
-    start: Callable[[Command], Any] = field(default_factory=lambda: start_as(os.environ))
+    start: Callable[[Command], Process] = field(default_factory=lambda: start_as(os.environ))
 
 
 def rank_setup_from(environ: Mapping[str, str], comfyui: str, comfy_args: dict[str, Any] | None = None) -> RankSetup:

@@ -142,7 +142,7 @@ class Ranks:
         """True if a rank's process has ended, or a machine is gone. While ``idle``, a machine says
         nothing unasked but that.
         """
-        return any(map(self._crew.ended, self._crew.ranks)) or (idle and any(machine.has_news() for machine in self._machines))
+        return any(map(self._crew.has_ended, self._crew.ranks)) or (idle and any(machine.has_news() for machine in self._machines))
 
     def tail(self, rank: int) -> list[str]:
         """Its last log lines."""

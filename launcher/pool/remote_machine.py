@@ -72,7 +72,9 @@ def trust(sock: socket.socket, name: str, known: str, setup: RankSetup) -> None:
 
 
 class RemoteMachine:
-    """The ranks of one other machine. What they write on its board is copied onto ComfyUI's."""
+    """The ranks of one other machine, over the connection to its leader. What they write on its
+    board is copied onto ComfyUI's.
+    """
 
     def __init__(self, name: str, ranks: tuple[int, ...], sock: socket.socket, board: Board):
         self.name = name
@@ -103,7 +105,7 @@ class RemoteMachine:
 
     def send(self, request: Request, group: Sequence[int], fds: Sequence[int], before_piece: Callable[[], None]) -> None:
         """Sends a request once for all ranks of ``group``, which are there. The board says at once
-        what they were asked: the next word from there may never come.
+        what they were asked, because their next message may never come.
         """
         for rank in group:
             self._board.enter(rank, PHASE[type(request)], request.request)
@@ -113,8 +115,8 @@ class RemoteMachine:
         self._link.send(Close())
 
     def pump(self) -> list[tuple[int, Any]]:
-        """Reads once: what ranks there said, None for one that has ended. Raises ChannelClosed,
-        MachineMissing, msgspec.DecodeError.
+        """Reads once: each message with the rank that sent it; None in its place for a rank that
+        has ended. Raises ChannelClosed, MachineMissing, msgspec.DecodeError.
         """
         said: list[tuple[int, Any]] = []
         for message, _fds in self._link.pump():
@@ -133,7 +135,7 @@ class RemoteMachine:
         return said
 
     def has_news(self) -> bool:
-        """Whether there is something to read. Asked between requests, when only a loss is news."""
+        """True if there is something to read: between requests, only the loss of the machine."""
         if self._link.fileno() < 0:  # another thread has just closed the pool
             return True
         poller = select.poll()
@@ -141,13 +143,15 @@ class RemoteMachine:
         return bool(poller.poll(0))
 
     def exit_of(self, rank: int, wait_s: float = 0) -> int | None:
+        """The exit status that the leader told; None if the rank is not known to have ended."""
         return self._ended[rank].status if rank in self._ended else None
 
     def tail(self, rank: int) -> list[str]:
+        """The last lines of its output, once it has ended."""
         return list(self._ended[rank].tail) if rank in self._ended else [f"(on machine {self.name})"]
 
     def close(self, wait_s: float = FINISH_S) -> None:
-        """The leader ends its ranks when the connection closes; it is given ``wait_s`` to say that
-        it has.
+        """Closes the connection, upon which the leader ends its ranks, and waits ``wait_s`` for it
+        to have done so.
         """
         self._link.finish(wait_s)

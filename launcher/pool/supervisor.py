@@ -1,4 +1,5 @@
-"""The processes of one pool, looked after by one thread that lives as long as they do.
+"""Starts the processes of one pool's ranks, keeps their last log lines and reaps them, in one
+thread that lasts as long as they do.
 
 The kernel sends a process its parent-death signal when the *thread* that started it ends, so no
 short-lived thread may start ranks.
@@ -14,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 LOG_LINES = 12
 LINE_CHARS = 2000
@@ -25,7 +26,7 @@ log = logging.getLogger("pipemesh")
 
 @dataclass(frozen=True)
 class Command:
-    """How to start one rank. ``{fd}`` and ``{parent}`` in ``argv`` are filled in."""
+    """How to start one rank. ``line`` fills ``{fd}`` and ``{parent}`` in."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -35,33 +36,58 @@ class Command:
         return [part.replace("{fd}", str(fd)).replace("{parent}", str(parent)) for part in self.argv]
 
 
-def process_of_its_own(command: Command) -> subprocess.Popen:
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    argv = command.line(command.fd, os.getpid())
-    return subprocess.Popen(argv, env=command.env, pass_fds=(command.fd,), bufsize=0, **streams)
+class Output(Protocol):
+    def fileno(self) -> int: ...
+    def read(self, size: int, /) -> bytes | None: ...
+    def close(self) -> None: ...
+
+
+class Process(Protocol):
+    """As much of ``subprocess.Popen`` as a supervisor needs."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdout(self) -> Output | None: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def kill(self) -> None: ...
+
+
+def process_of_its_own(command: Command) -> Process:
+    """Starts a rank as a program, which imports everything for itself. Raises OSError."""
+    return subprocess.Popen(
+        command.line(command.fd, os.getpid()),
+        env=command.env,
+        pass_fds=(command.fd,),
+        bufsize=0,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 class Supervisor:
-    """Starts every rank, keeps their last log lines, reaps them. The thread ends when the last rank
-    has.
-
-    ``start`` gives a ``subprocess.Popen``, or what does as one.
+    """The processes that ``start`` makes of ``commands``, one per rank, numbered from 0 here. The
+    thread ends when the last of them has.
     """
 
-    def __init__(self, commands: Sequence[Command], start: Callable[[Command], Any] = process_of_its_own):
+    def __init__(self, commands: Sequence[Command], start: Callable[[Command], Process] = process_of_its_own):
         self._commands = commands
         self._start = start
-        self._tails = [deque(maxlen=LOG_LINES) for _ in commands]
+        self._tails: list[deque[str]] = [deque(maxlen=LOG_LINES) for _ in commands]
         self._partial = ["" for _ in commands]
-        self._processes: list[Any] = []
+        self._processes: list[Process] = []
         self._started = threading.Event()
         self._start_error: OSError | None = None
         self._exits = [threading.Event() for _ in commands]
         self._thread = threading.Thread(target=self._run, name="pipemesh-supervisor", daemon=True)
 
     def start(self) -> None:
-        """Returns when every rank's process exists or has been asked for. Raises OSError if one
-        could not be started.
+        """Starts all; returns when each exists or has been asked for. Raises OSError if one could
+        not be started.
         """
         self._thread.start()
         self._started.wait()
@@ -73,13 +99,14 @@ class Supervisor:
         return [process.pid for process in self._processes]
 
     def tail(self, rank: int) -> list[str]:
+        """The last lines of its output."""
         return [*self._tails[rank], *filter(None, [shown(self._partial[rank])])]
 
     def exit_of(self, rank: int, wait_s: float) -> int | None:
         """The exit status (negative: a signal), or None if the rank still runs after ``wait_s``."""
         return self._processes[rank].returncode if self._exits[rank].wait(wait_s) else None
 
-    def ended(self, rank: int) -> bool:
+    def has_ended(self, rank: int) -> bool:
         return self._exits[rank].is_set()
 
     def stop(self, grace_s: float) -> None:
@@ -100,7 +127,8 @@ class Supervisor:
             for rank, command in enumerate(self._commands):
                 process = self._start(command)
                 self._processes.append(process)
-                selector.register(process.stdout, selectors.EVENT_READ, rank)
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, (rank, process.stdout))
         except OSError as error:
             self._start_error = error
             for process in self._processes:
@@ -110,21 +138,23 @@ class Supervisor:
         while selector.get_map():
             readable = selector.select(REAP_S)
             for key, _ in readable:
-                data = key.fileobj.read(1 << 16)
+                rank, output = key.data
+                data = output.read(1 << 16)
                 if data:
-                    self._log(key.data, data)
+                    self._log(rank, data)
                 else:
-                    self._reap(selector, key)
+                    self._reap(selector, rank, output)
             for key in list(selector.get_map().values()) if not readable else ():
-                if self._processes[key.data].poll() is not None:  # a process it left behind holds the pipe open
-                    self._reap(selector, key)
+                rank, output = key.data
+                if self._processes[rank].poll() is not None:  # a process it left behind holds the pipe open
+                    self._reap(selector, rank, output)
         selector.close()
 
-    def _reap(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-        selector.unregister(key.fileobj)
-        key.fileobj.close()
-        self._processes[key.data].wait()
-        self._exits[key.data].set()
+    def _reap(self, selector: selectors.BaseSelector, rank: int, output: Output) -> None:
+        selector.unregister(output)
+        output.close()
+        self._processes[rank].wait()
+        self._exits[rank].set()
 
     def _log(self, rank: int, data: bytes) -> None:
         *lines, partial = (self._partial[rank] + data.decode(errors="replace")).split("\n")
@@ -135,5 +165,5 @@ class Supervisor:
 
 
 def shown(line: str) -> str:
-    """What a terminal shows of a line that a progress bar has rewritten."""
+    """The line as a terminal shows it after a progress bar has rewritten it."""
     return line.rstrip().rsplit("\r", 1)[-1][-LINE_CHARS:]

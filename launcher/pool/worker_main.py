@@ -1,5 +1,5 @@
-"""The script a rank starts as: ``worker_main.py SOCKET_FD PARENT_PID``. Dies with its parent,
-imports the pack as ``pipemesh``.
+"""The script of a rank: ``worker_main.py SOCKET_FD PARENT_PID``. Dies with its parent, and imports
+the pack as ``pipemesh``.
 """
 
 import ctypes
@@ -13,6 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends, stopped or not."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)

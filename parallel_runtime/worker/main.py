@@ -1,5 +1,5 @@
-"""A rank's life: first word, imports, rendezvous, then the engine's loop until the UI closes the
-channel.
+"""Runs a rank: takes its first message, imports ComfyUI, meets the other ranks, and handles
+requests until the UI closes the channel.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..wire.tree import decode_tree
 
 
 def watch_parent(channel: Channel) -> None:
-    """The UI's end of the socket closes when the UI is gone, however it went; a rank deep in a
-    collective must go too.
+    """Ends this process when the UI's end of the socket closes, in a thread of its own: the main
+    one may be deep in a collective.
     """
     poller = select.poll()
     poller.register(channel.fileno(), select.POLLHUP)
@@ -50,6 +50,7 @@ def run(channel: Channel) -> None:
     prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor))
     import torch
     import torch.distributed as dist
+    from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     from ..comm.machines import MachineComm
     from ..comm.mesh import connect
@@ -71,9 +72,9 @@ def run(channel: Channel) -> None:
     with giving_way() if start.cores else contextlib.nullcontext():
         if size > 1:
             if start.meeting is None:  # the store is a memfd too: each rank opens it through its own descriptor, nothing is left on disk
-                store = dist.FileStore(f"/proc/self/fd/{store_fds[0]}", size)
+                store = FileStore(f"/proc/self/fd/{store_fds[0]}", size)
             else:
-                store = dist.PrefixStore(start.meeting.name, dist.TCPStore(start.meeting.address, start.meeting.port))
+                store = PrefixStore(start.meeting.name, TCPStore(start.meeting.address, start.meeting.port))
             timeout = timedelta(seconds=start.timeout_s)
             dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout)
         machines = MachineComm(start.machines, start.rank) if start.machines else None
