@@ -21,7 +21,7 @@ NO_TIMELINE = "The last run was not in patches: set pipefusion above 1 on PipeMe
 
 
 def show_on_node(text: str) -> None:
-    """Puts a line of text on the node that ComfyUI executes now."""
+    """Put a line of text on the node that ComfyUI executes now."""
     executing = get_executing_context()
     if executing is not None:
         PromptServer.instance.send_progress_text(text, executing.node_id)

@@ -22,7 +22,7 @@ SEED_TOOLTIP = "The random seed used for creating the noise. The same seed gives
 
 
 def common_inputs() -> dict[str, io.Input]:
-    """Sockets that both samplers share, by id."""
+    """Return the inputs that both samplers have, by id."""
     inputs = [
         io.Model.Input("model", tooltip="The model used for denoising. It is parallelized here if it is not yet."),
         io.Int.Input("steps", default=20, min=1, max=10000, tooltip="The number of steps used in the denoising process."),

@@ -34,8 +34,8 @@ log = logging.getLogger("pipemesh")
 
 
 def plain_args(args: dict[str, Any]) -> dict[str, Any]:
-    """The parsed arguments of this ComfyUI that a rank takes over; ``fast`` is a set of enum
-    members and goes by value.
+    """Keep those of ComfyUI's parsed arguments that can be sent to a rank. ``fast`` is a set of
+    enum members and goes by value.
     """
     plain = {name: value for name, value in args.items() if is_plain(value)}
     return {**plain, "fast": [feature.value for feature in args.get("fast") or ()]}
@@ -47,11 +47,11 @@ def rank_setup(environ: Mapping[str, str]) -> RankSetup:
 
 
 class Runtime:
-    """The pools, by placement, and a client for each. ``show`` puts a line of text on the node that
-    samples.
+    """Makes choices, and the pools and parallelized models that they name. ``show`` puts a line of
+    text on the node that samples.
 
-    ``fault``: why no pool can be started. It is raised where one is to be, so that ComfyUI has the
-    nodes all the same.
+    ``fault``: why no pool can be started. It is raised when a model is parallelized, so that
+    ComfyUI has the nodes all the same.
     """
 
     def __init__(self, setup: RankSetup, show: Callable[[str], None] = lambda text: None, fault: str = ""):
@@ -63,7 +63,9 @@ class Runtime:
 
     @classmethod
     def of(cls, environ: Mapping[str, str], show: Callable[[str], None]) -> Runtime:
-        """The runtime of a ComfyUI in this environment."""
+        """Make the runtime of a ComfyUI in this environment. Raises nothing for a variable that
+        cannot be read, or ComfyUI would load no node of the pack.
+        """
         try:
             return cls(rank_setup(environ), show)
         except LayoutError as error:
@@ -71,18 +73,18 @@ class Runtime:
             return cls(rank_setup({}), show, fault=str(error))
 
     def choose(self, **values: Any) -> Choice:
-        """The choice that these inputs of PipeMesh Pool make. Raises LayoutError."""
+        """Make the choice that these inputs of PipeMesh Pool stand for. Raises LayoutError."""
         settings = PoolSettings.checked(values)
         return Choice(self._placed(settings), settings.patching())
 
     def default_choice(self) -> Choice:
-        """All GPUs, or two ranks on the CPU."""
+        """Choose all GPUs, or two ranks on the CPU."""
         gpus = visible_gpus(comfy.cli_args.args.cpu)
         return Choice(place(Layout(ulysses=len(gpus) or 2), "auto", "auto", gpus))
 
     def check(self, **values: Any) -> bool | str:
-        """True, or the sentence that says why no choice can be made of these inputs. None is one
-        that is not known yet, as it is linked: ``choose`` will check it.
+        """Check what is known of these inputs: True, or the sentence that says what is wrong. None
+        stands for a linked input, whose value ``choose`` will check when the node runs.
         """
         known = {name: value for name, value in values.items() if value is not None}
         try:
@@ -96,8 +98,9 @@ class Runtime:
         return True
 
     def parallelize(self, model: ModelPatcher, choice: Choice | None) -> RemotePatcher:
-        """A clone of ``model`` that the pool of this choice samples. A model that is parallelized
-        already keeps its pool where none is chosen. Raises LayoutError, Refused, ModelError.
+        """Make a clone of ``model`` that the pool of this choice samples. A model that is
+        parallelized already keeps its pool where none is chosen. Raises LayoutError, Refused,
+        ModelError.
         """
         if self._fault:
             raise LayoutError(self._fault)
@@ -110,11 +113,11 @@ class Runtime:
         return parallelize(model, pool, choice.held_on(device), choice.patching, begins, choice.computed_on(device))
 
     def report(self, only: Choice | None = None) -> Report:
-        """Figures of every pool, or of ``only`` one."""
+        """Collect the figures of every pool, or of ``only`` one."""
         return Report(tuple(pool_figures(self._keeper.handle(placement), pool) for placement, pool in self._pools_of(only)))
 
     def timeline(self, only: Choice | None = None) -> Image | None:
-        """A picture of the last run, of all pools or of ``only`` one's. None unless it was one in
+        """Draw the last run, of all pools or of ``only`` one. None unless it was sampled in
         patches, over gloo: NCCL works beside the clock that ranks look at.
         """
         runs = [(run, placement) for placement, pool in self._pools_of(only) if (run := run_of(pool)) and run.evaluations]
@@ -145,7 +148,7 @@ class Runtime:
         return [(placement, pool) for placement, pool in pools if only is None or only.placement == placement]
 
     def _begins(self, pool: RemotePool, mode: str) -> None:
-        """Tells the user how a run in patches, which begins now, is sampled."""
+        """Tell the user how a run in patches, which begins now, is sampled."""
         text = f"PipeMesh samples in patches, {mode}."
         log.info("[PipeMesh] %s", text)
         if pool.last_run is not None:
@@ -154,7 +157,7 @@ class Runtime:
 
 
 def run_of(pool: RemotePool) -> Run | None:
-    """The last run of a live pool, None of any other."""
+    """Return the last run of a live pool; None where the pool has ended."""
     return pool.last_run if pool.session else None
 
 
@@ -175,7 +178,7 @@ def pool_figures(handle: PoolHandle, pool: RemotePool) -> PoolFigures:
 
 
 def rank_figures(handle: PoolHandle) -> tuple[RankFigures, ...]:
-    """Of every rank, whether its pool is live or not."""
+    """Describe every rank. A rank whose pool is not live has no process and no memory."""
     names, pool = [device.name for device in handle.placement.devices], handle.live()
     if pool is None or len(pool.memory) < len(names):
         return tuple(RankFigures(rank, name) for rank, name in enumerate(names))

@@ -137,12 +137,12 @@ class PoolSettings:
 
     @classmethod
     def inputs(cls) -> dict[str, Takes]:
-        """By name, in the order of the sockets."""
+        """Return what each input takes, in the order of the sockets."""
         return {one.name: one.metadata["takes"] for one in fields(cls)}
 
     @classmethod
     def checked(cls, values: Mapping[str, Any]) -> PoolSettings:
-        """The settings of these ``values``, defaults for those left out. Raises LayoutError."""
+        """Check each of ``values`` and fill in defaults for those left out. Raises LayoutError."""
         inputs = cls.inputs()
         for name, value in values.items():
             inputs[name].check(name, value)
@@ -157,10 +157,9 @@ class PoolSettings:
         return place(self.layout(), self.devices, self.backend, gpus)
 
     def patching(self) -> Patching | None:
-        """None where there are no stages. ``patches`` 0 is one more than stages, so that every
-        stage has one while another is in the UI.
-
-        Raises LayoutError.
+        """Return how stages share out patches and blocks; None where there are no stages.
+        ``patches`` 0 is one more than stages, so that every stage has one while another is in the
+        UI. Raises LayoutError.
         """
         stages, sizes = self.pipefusion, blocks_of_stages(self.stages)
         if stages == 1:
@@ -177,7 +176,7 @@ class PoolSettings:
 
 
 def blocks_of_stages(text: str) -> tuple[int, ...]:
-    """Raises LayoutError."""
+    """Parse ``20,37``. Raises LayoutError."""
     counts = [count.strip() for count in text.split(",")] if text.strip() else []
     if not all(count.isdecimal() and len(count) <= MOST_DIGITS and int(count) for count in counts):
         raise LayoutError(
@@ -196,8 +195,8 @@ class Choice:
     patching: Patching | None = None
 
     def held_on(self, device: str) -> float:
-        """The part of a model's weights that ``device`` holds: an estimate for stages, whose blocks
-        differ in size.
+        """Return the part of a model's weights that ``device`` holds. It is an estimate for
+        stages, whose blocks differ in size.
         """
         layout, stages = self.placement.layout, self.patching.stages if self.patching else ()
         sizes = stages or (1,) * layout.pipefusion
@@ -205,8 +204,8 @@ class Choice:
         return sum(sizes[stage] for stage in here) / sum(sizes)
 
     def computed_on(self, device: str) -> float:
-        """The part of an evaluation's activations that ``device`` holds. Every stage computes
-        those of a whole evaluation, as the first evaluations are whole.
+        """Return the part of an evaluation's activations that ``device`` holds. Every stage holds
+        those of a whole evaluation, because the first evaluations are whole.
         """
         layout = self.placement.layout
         return sum(one.name == device for one in self.placement.devices) / (layout.ulysses * layout.ring)

@@ -43,8 +43,8 @@ class InPatches:
 
 @dataclass(frozen=True, kw_only=True)
 class LastRun:
-    """Of one run. None is not known: NCCL's messages run beside the clock that ranks look at, and
-    patches overlap.
+    """Figures of one run. None means not known: NCCL's messages run beside the clock that ranks
+    look at, and the times of patches overlap.
     """
 
     began: float
@@ -61,7 +61,7 @@ class LastRun:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolFigures:
-    """Of one pool. Counts are since it started; ``patches``: sets of weight patches."""
+    """Figures of one pool. Counts are since it started; ``patches``: sets of weight patches."""
 
     state: str
     layout: str
@@ -81,13 +81,13 @@ class Report:
 
     @property
     def latest(self) -> tuple[PoolFigures, LastRun] | None:
-        """The pool that began a run last, and that run."""
+        """The pool whose run began last, and that run. None before any run."""
         ran = [(pool, pool.last_run) for pool in self.pools if pool.last_run is not None]
         return max(ran, key=lambda one: one[1].began, default=None)
 
 
 def last_run(began_s: float, mode: str, evaluations: Sequence[Evaluation], backend: str) -> LastRun | None:
-    """None of a run that has evaluated nothing."""
+    """Sum up a run. None if it has evaluated nothing."""
     if not evaluations:
         return None
     parts = [(one, one.part) for one in evaluations if one.part is not None]
@@ -96,7 +96,7 @@ def last_run(began_s: float, mode: str, evaluations: Sequence[Evaluation], backe
 
 
 def whole(began_s: float, evaluations: Sequence[Evaluation], timed: bool) -> LastRun:
-    """Of evaluations that follow one another; ``timed``: it is known what exchanges took."""
+    """Sum up evaluations that follow one another. ``timed``: it is known what exchanges took."""
     step_s, exchange_s = sum(one.seconds for one in evaluations), sum(one.exchange_s for one in evaluations)
     return LastRun(
         began=began_s,
@@ -111,8 +111,8 @@ def whole(began_s: float, evaluations: Sequence[Evaluation], timed: bool) -> Las
 
 
 def in_patches(began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, Part]], timed: bool) -> LastRun:
-    """Of what was submitted under pipefusion: patches, which overlap, and whole evaluations. So the
-    time of an evaluation is a mean over the run.
+    """Sum up what was submitted under pipefusion: patches, and whole evaluations. Patches overlap,
+    so the time of an evaluation is a mean over the run.
     """
     cuts = [(part.branch, part.patch) for _, part in submitted if part.patch is not None]
     whole = len(submitted) - len(cuts)

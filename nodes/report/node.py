@@ -43,7 +43,7 @@ def report_node(runtime: Runtime) -> type[io.ComfyNode]:
 
         @classmethod
         def fingerprint_inputs(cls, **_inputs: Any) -> float:
-            """Never equal to itself: times and memory are those of now, whatever the inputs are."""
+            """Make ComfyUI run the node each time: its text is of now, whatever its inputs are."""
             return float("nan")
 
         @classmethod

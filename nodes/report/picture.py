@@ -16,8 +16,8 @@ PATCHES = ("#2a78d6", "#e8833a", "#3a9d5d", "#b04ac0", "#c9a227", "#1fa3a3")
 
 
 def timeline(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.Image | None:
-    """A row per rank, a bar for every patch, at the times when the rank computed it. None of a run
-    that was not in patches.
+    """Draw a row for each rank and in it a bar for each patch, at the times when the rank computed
+    it. None if the run was not sampled in patches.
     """
     parts = [one.part for one in evaluations if one.part is not None]
     if not parts:
@@ -51,5 +51,5 @@ def timeline(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.I
 
 
 def bars_from(names: Sequence[str]) -> int:
-    """Where the bars begin: behind the longest name."""
+    """Return the column where the bars begin: behind the longest name."""
     return 2 * MARGIN + math.ceil(max(map(ImageFont.load_default(FONT).getlength, names)))

@@ -16,7 +16,7 @@ WAITED_FOR = 1.2  # a rank that computed so many times as long as the least busy
 
 
 def report_text(report: Report, asked: Placement | None = None) -> str:
-    """Describes the pool that sampled last. Where none has, says how to get a report of the pool
+    """Describe the pool that sampled last. Where none has, say how to get a report of the pool
     ``asked`` for.
     """
     pools = report.pools
@@ -62,7 +62,7 @@ def run_text(run: LastRun) -> str:
 
 
 def busy_text(shares: Sequence[float]) -> str:
-    """The share of the time in which each rank computed, and the rank that the others wait for."""
+    """Say in which share of the time each rank computed, and name the one that others wait for."""
     slowest = max(range(len(shares)), key=shares.__getitem__)
     text = ", ".join(f"{share:.0%}" for share in shares)
     return f"{text}; the others wait for rank {slowest}" if shares[slowest] > WAITED_FOR * min(shares) else text
