@@ -76,7 +76,8 @@ class Weights:
         theirs = self._open(patcher.model) if doubtful else None
         if theirs is None:
             return
-        maps = not patcher.is_dynamic() and not patcher.pinned  # what is pinned, or ComfyUI's own mapping, has to stay where it is
+        dynamic = hasattr(patcher.model, "dynamic_patchers")  # ModelPatcherDynamic reads weights by a mapping of its own
+        maps = not dynamic and not patcher.pinned
         for slot in doubtful:
             mm.throw_exception_if_processing_interrupted()
             same = theirs.has(slot)
