@@ -1,5 +1,5 @@
-"""A UI whose device is none of its ranks', and ComfyUI's patcher for such devices that loads weights
-on demand (ModelPatcherDynamic): what goes there and comes back.
+"""A UI whose device is none of its ranks', and ModelPatcherDynamic, which loads weights on such a
+device when they are used: what goes there and comes back.
 """
 
 import comfy.hooks
