@@ -22,8 +22,7 @@ from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
 from pipemesh.launcher.pool.fork_server_main import holds_a_gpu, open_files
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.launcher.pool.rank_setup import start_as
-from pipemesh.launcher.pool.supervisor import SERVER_ENDED, Command, Supervisor, process_of_its_own
+from pipemesh.launcher.pool.supervisor import SERVER_ENDED, Command, Supervisor
 from pipemesh.parallel_runtime.errors import PoolFailed
 
 from .fake_pools import DEADLINE_S, cpus, fake_setup, is_alive
@@ -219,11 +218,6 @@ def test_a_process_that_holds_a_gpu_is_not_forked(tmp_path):
         assert os.devnull in open_files()
     (tmp_path / "opens_a_gpu.py").write_text('__import__("__main__").holds_a_gpu = lambda files: True')
     assert has_imported_fractions(tmp_path, "opens_a_gpu") is False
-
-
-def test_forking_can_be_switched_off():
-    assert start_as({"PIPEMESH_FORK": "0"}) is process_of_its_own
-    assert start_as({}) is not process_of_its_own
 
 
 def test_ranks_share_the_memory_of_what_their_server_has_imported(setup):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hmac
 import logging
 import re
 import select
@@ -17,10 +18,10 @@ import msgspec
 import pytest
 from pipemesh.launcher.package import VERSION
 from pipemesh.launcher.pool.listener import Unproved, accept
-from pipemesh.launcher.pool.rendezvous import version_conflict
+from pipemesh.launcher.pool.rendezvous import store_key, version_conflict
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
 from pipemesh.parallel_runtime.wire.messages import Denied, FromMachine
-from pipemesh.parallel_runtime.wire.tcp import COMFYUI, LEADER, Hello, Link, SecretRefused, prove, shake_hands
+from pipemesh.parallel_runtime.wire.tcp import COMFYUI, LEADER, Hello, Link, SecretRefused, proof, prove, shake_hands
 
 from .fake_pools import DEADLINE_S, fake_setup
 
@@ -89,6 +90,13 @@ def test_the_connection_waits_for_ever_once_hands_are_shaken():
     shake_hands(one, SECRET, COMFYUI, NEAR, DEADLINE_S)
     theirs.join()
     assert (one.gettimeout(), other.gettimeout()) == (None, None)
+
+
+def test_what_versions_meet_by_never_changes():
+    """Or another version would look like a machine that has not joined, or has another secret."""
+    assert store_key("far") == "pipemesh/hosts/far"
+    assert proof(SECRET, COMFYUI, b"nonces") == hmac.digest(SECRET.encode(), b"pipemesh-1uinonces", "sha256")
+    assert proof(SECRET, LEADER, b"nonces") == hmac.digest(SECRET.encode(), b"pipemesh-1hostnonces", "sha256")
 
 
 def test_a_hello_is_read_whatever_later_versions_add_to_it():
@@ -185,12 +193,13 @@ class Listener:
         raise OSError(self._errors.pop(0), "no")
 
 
-def test_a_leader_that_has_no_descriptor_left_waits_for_one_and_goes_on():
+def test_a_leader_that_has_no_descriptor_left_waits_for_one_and_goes_on(caplog):
     room = []
     unproved = Unproved()
     unproved.make_room = room.append
     accept(Listener(errno.EMFILE, errno.ECONNABORTED, errno.ENOBUFS), FAR, SETUP, unproved)
     assert len(room) == 2
+    assert caplog.messages == ["[PipeMesh] no connection can be taken (no): newcomers wait"]
     with pytest.raises(OSError, match="no"):  # what will not pass: torchrun starts it again
         accept(Listener(errno.EOPNOTSUPP), FAR, SETUP)
 

@@ -44,12 +44,6 @@ def test_a_setup_that_cannot_reach_other_machines_is_refused(rendezvous, secret,
         check_rendezvous(replace(fake_setup(), rendezvous=rendezvous, secret=secret), "far")
 
 
-@pytest.mark.parametrize("value", ["130", "1", "-5", "5s", "nan"])
-def test_a_time_after_which_a_machine_is_lost_that_cannot_be_kept_is_refused(value):
-    with pytest.raises(LayoutError, match=rf"^PIPEMESH_LOST_S is {value}: set it to a number of seconds from 2 to 120\.$"):
-        rank_setup_from({"PIPEMESH_LOST_S": value}, "")
-
-
 @pytest.mark.parametrize("value", ["2", "120"])
 def test_the_kernel_keeps_every_time_that_is_accepted(value):
     with socket.socket() as sock:

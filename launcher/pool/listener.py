@@ -67,10 +67,11 @@ def accept(listener: socket.socket, own: Hello, setup: RankSetup, unproved: Unpr
     and the pools that are open go on. Raises OSError where no connection can ever be taken:
     torchrun then starts this leader again.
     """
-    unproved = unproved or Unproved()
+    unproved, waits = unproved or Unproved(), False
     while True:
         try:
             sock, (peer, *_) = listener.accept()
+            waits = False
         except ConnectionAbortedError:  # by its other side, while it waited
             continue
         except OSError as error:
@@ -78,7 +79,9 @@ def accept(listener: socket.socket, own: Hello, setup: RankSetup, unproved: Unpr
                 return
             if error.errno not in NO_ROOM:
                 raise
-            log.warning("[PipeMesh] no connection can be taken (%s): waiting", error.strerror)
+            if not waits:
+                log.warning("[PipeMesh] no connection can be taken (%s): newcomers wait", error.strerror)
+            waits = True
             unproved.make_room(RETRY_S)
             continue
         thread = threading.Thread(target=serve, args=(sock, peer, own, setup, unproved), name="pipemesh-lent", daemon=True)

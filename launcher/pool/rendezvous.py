@@ -72,7 +72,10 @@ def open_store(address: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def store_key(name: str) -> str:
-    return f"pipemesh/machines/{name}"
+    """Where the store keeps a leader's address. As in version 0.1, so that versions that differ
+    meet and say so.
+    """
+    return f"pipemesh/hosts/{name}"
 
 
 def find(store: TCPStore, name: str) -> str:
