@@ -22,15 +22,17 @@ DEADLINE_S = 60.0  # only ever reached by a test that fails
 OUT = TensorRef(4096, (64,), "uint8")
 TOO_LONG = 1 << 65  # of bits: no message takes such an integer
 MAKE = {
-    "Load": lambda number: Load(request=number, model="m", source=b""),
+    "Load": lambda number, model="m": Load(request=number, model=model, source=b""),
     "SetWeightPatches": lambda number: SetWeightPatches(request=number, model="m", patches_id="p", payload=b""),
-    "Release": lambda number: Release(request=number, model="m"),
-    "Forward": lambda number: Forward(request=number, model="m", patches_id="", arguments=b"", arena_bytes=0, out=OUT, part=Part(1, 0)),
+    "Release": lambda number, model="m": Release(request=number, model=model),
+    "Forward": lambda number, model="m": forward(number, model),
     "unwritable Load": lambda number: Load(request=number, model="m", source=b"", stages=(TOO_LONG,)),
-    "unwritable Forward": lambda number: Forward(
-        request=number, model="m", patches_id="", arguments=b"", arena_bytes=TOO_LONG, out=OUT, part=Part(1, 0)
-    ),
+    "unwritable Forward": lambda number: forward(number, "m", TOO_LONG),
 }
+
+
+def forward(number: int, model: str, arena_bytes: int = 0) -> Forward:
+    return Forward(request=number, model=model, patches_id="", arguments=b"", arena_bytes=arena_bytes, out=OUT, part=Part(1, 0))
 
 
 def fake_setup(*rules: str, stall_s: float = DEADLINE_S) -> RankSetup:
@@ -73,10 +75,12 @@ def through(pool: WorkerPool, kind: str = "Forward") -> list:
     return collected(pool, submitted(pool, kind))
 
 
-def submitted(pool: WorkerPool, kind: str = "Forward", group: tuple[int, ...] = ()) -> int:
-    """The number of a request that was sent to ``group``, or to all ranks."""
+def submitted(pool: WorkerPool, kind: str = "Forward", group: tuple[int, ...] = (), rules: str = "") -> int:
+    """The number of a request that was sent to ``group``, or to all ranks, which keep ``rules`` for
+    it.
+    """
     number = pool.next_request()
-    pool.submit(MAKE[kind](number), group or pool.facts.everyone)
+    pool.submit(MAKE[kind](number, **({"model": rules} if rules else {})), group or pool.facts.everyone)
     return number
 
 

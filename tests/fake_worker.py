@@ -3,7 +3,8 @@ where a rule tells it to.
 
 ``fake_worker.py SOCKET_FD PARENT_PID RULE...``. A rule ``RANK:MESSAGE=DEED`` says what this rank
 does with such a message (``*``: any rank, any message; the last rule that fits wins, no rule means
-``answer``). The board is written as ``wire/arena.py`` lays it out; its word 1, unused there, is a
+``answer``). A model's name may be such rules too, with spaces between: they hold for that message.
+The board is written as ``wire/arena.py`` lays it out; its word 1, unused there, is a
 gate that a test opens.
 """
 
@@ -53,16 +54,21 @@ class Board:
         self._write(self._line, request << 32 if request else self.word(self._line) + 1)
 
 
+def parsed(rules: list[str]) -> list[list[str]]:
+    return [rule.replace(":", "=").split("=") for rule in rules]
+
+
 class Rank:
     def __init__(self, channel, rules: list[str]):
         self.channel = channel
-        self.rules = [rule.replace(":", "=").split("=") for rule in rules]
+        self.rules = parsed(rules)
         self.handled: list[str] = []
         self.rank = -1
         self.board: Board
 
-    def deed(self, message: str) -> str:
-        deeds = [deed for rank, kind, deed in self.rules if rank in ("*", str(self.rank)) and kind in ("*", message)]
+    def deed(self, message: str, model: str = "") -> str:
+        rules = self.rules + parsed(model.split() if "=" in model else [])
+        deeds = [deed for rank, kind, deed in rules if rank in ("*", str(self.rank)) and kind in ("*", message)]
         return deeds[-1] if deeds else "answer"
 
     def serve(self) -> None:
@@ -83,7 +89,7 @@ class Rank:
                 os._exit(0)
             self.handled.append(kind)
             self.board.enter(PHASE[kind], message.get("request", 0))
-            deed = self.deed(kind)
+            deed = self.deed(kind, message.get("model", ""))
             if deed.startswith("kill-"):
                 os.kill(os.getpid(), int(deed.removeprefix("kill-")))
             getattr(self, deed.replace("-", "_"))(message)

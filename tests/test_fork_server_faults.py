@@ -25,7 +25,7 @@ from pipemesh.launcher.pool.supervisor import NEVER_STARTED, SERVER_ENDED, Comma
 from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside, is_alive
-from .test_pool_leaks import Holdings
+from .holdings import Holdings
 
 ROOT = Path(__file__).resolve().parent.parent
 

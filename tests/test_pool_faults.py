@@ -21,9 +21,9 @@ from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, SharedMemoryFull
 
 from .fake_pools import DEADLINE_S, cpus, is_alive
+from .holdings import Holdings
 from .models import write_model
 from .test_arena import largest_file
-from .test_pool_leaks import Holdings
 
 
 class Once(threading.Thread):

@@ -4,15 +4,13 @@ UI ends.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -25,37 +23,9 @@ from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelle
 from pipemesh.parallel_runtime.families import PLAIN
 
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside
+from .holdings import Holdings
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """What this process holds now."""
-
-    descriptors: frozenset[str]
-    mappings: tuple[str, ...]
-    threads: frozenset[str]
-    children: frozenset[int]
-
-    @classmethod
-    def now(cls) -> Holdings:
-        gc.collect()
-        links = {fd: link(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
-        mappings = [line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:pipemesh" in line]
-        return cls(
-            descriptors=frozenset(f"{fd} {target}" for fd, target in links.items() if target),
-            mappings=tuple(sorted(mappings)),
-            threads=frozenset(f"{thread.name} {thread.native_id}" for thread in threading.enumerate()),
-            children=frozenset(child.pid for child in psutil.Process().children(recursive=True)),
-        )
-
-
-def link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except FileNotFoundError:  # the descriptor that listed the folder
-        return ""
 
 
 # -- the UI process
