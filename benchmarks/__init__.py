@@ -1,3 +1,3 @@
 """The measurements behind ``python3 -m launcher bench``: one module per name, each with
-``run(options) -> figures``.
+``bench(options)``, which yields its figures. Nothing imports this folder but its tests.
 """

@@ -1,4 +1,4 @@
-"""What two cores are worth: two independent forwards at once against one alone."""
+"""Measure the capacity of two cores: two independent forwards at once against one alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""``python3 -m launcher bench NAME...``: what PipeMesh costs and gains on this machine, as ratios
-taken in one run.
+"""``python3 -m launcher bench NAME...``: measure on this machine how much PipeMesh gains and costs,
+as ratios taken in one run.
 
 A bench is one module in ``benchmarks/`` and one name here. Exits with 1 if a goal fails.
 """
@@ -34,7 +34,7 @@ def table_row(figure: Figure) -> str:
 
 
 def main(argv: list[str], host: ComfyInstall) -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m launcher bench", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python3 -m launcher bench", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument(

@@ -1,5 +1,5 @@
-"""diffusers' Flux with the weights and inputs of ComfyUI's, whole or under diffusers' own context
-parallel: the peer of ``bench peers``.
+"""Run diffusers' Flux with the weights and inputs of ComfyUI's, whole or under diffusers' own
+context parallel: the peer of ``bench peers``.
 
 Names and orders as in diffusers@0.42.1 (models/transformers/transformer_flux.py) and
 comfy/ldm/flux/model.py@0.30.0. L: tokens of the image; P: numbers in one of them (16 channels of a
@@ -13,7 +13,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 # ComfyUI's modules -> diffusers'. Several of them: each has its own rows of the fused one, `hidden`
@@ -64,8 +63,8 @@ def diffusers_modules(module: str) -> tuple[str, ...]:
 
 
 def diffusers_weights(weights: Mapping[str, torch.Tensor], hidden: int) -> dict[str, torch.Tensor]:
-    """ComfyUI's Flux under diffusers' names: the same memory, but for the final modulation, whose
-    halves change places.
+    """Rename ComfyUI's weights to diffusers' names. They share their memory, but for the final
+    modulation, whose halves change places.
     """
     converted = {}
     for key, tensor in weights.items():
@@ -80,11 +79,11 @@ def diffusers_weights(weights: Mapping[str, torch.Tensor], hidden: int) -> dict[
 
 
 class DiffusersPeer:
-    """The evaluation that ``model`` makes of ``arguments``, from tokens to tokens: packing a latent
-    into them is the pipeline's there.
+    """Evaluate diffusers' model with the weights of ``model`` and its ``arguments``, from tokens to
+    tokens: in diffusers packing a latent into tokens is the pipeline's.
     """
 
-    def __init__(self, model: nn.Module, arguments: Mapping[str, Any]):
+    def __init__(self, model: Any, arguments: Mapping[str, Any]):
         from diffusers import FluxTransformer2DModel
         from diffusers.utils import logging
 
@@ -113,8 +112,8 @@ class DiffusersPeer:
         }
 
     def parallelize(self, ulysses: int) -> None:
-        """For good; every rank must call it. The backend is diffusers' default, torch's
-        ``scaled_dot_product_attention``.
+        """Turn context parallel on, for good; every rank must call it. The backend is diffusers'
+        default, torch's ``scaled_dot_product_attention``.
 
         diffusers takes the rank modulo the number of accelerators for the index of its device,
         which it then only records: without an accelerator it divides by zero there, so that number
@@ -127,5 +126,5 @@ class DiffusersPeer:
             self._model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ulysses, mesh=mesh))
 
     def evaluate(self) -> torch.Tensor:
-        """(1, L, P), on every rank."""
+        """Return the tokens (1, L, P), on every rank."""
         return self._model(**self._arguments, return_dict=False)[0]

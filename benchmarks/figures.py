@@ -1,5 +1,5 @@
-"""What a bench reports, and the statistics behind it: medians over interleaved rounds, bootstrap
-intervals, goals.
+"""The figures that benches report, and the statistics behind them: medians over interleaved rounds,
+bootstrap intervals, goals.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Estimate(NamedTuple):
 
 
 def exactly(value: float) -> Estimate:
-    """Of what is counted, not sampled."""
+    """The estimate of a value that is counted, not sampled."""
     return Estimate(value, value, value)
 
 
 def estimate(samples: Sequence[Sample], statistic: Callable[[Sequence[Sample]], float], seed: int = 0) -> Estimate:
-    """``statistic`` with its bootstrap interval. A sample is resampled whole, so what was measured
-    in one round stays together.
+    """Estimate ``statistic`` with its bootstrap interval. A sample is resampled whole, so the
+    phases of one round stay together.
     """
     draw = random.Random(seed)
     drawn = sorted(statistic(draw.choices(samples, k=len(samples))) for _ in range(DRAWS))
@@ -98,8 +98,8 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every bench is run with."""
+    """The options of every bench."""
 
     host: ComfyInstall
     rounds: int = 25
-    pictures: Path | None = None  # the folder that those benches write to which can be looked at
+    pictures: Path | None = None  # a folder for the pictures of benches that draw some

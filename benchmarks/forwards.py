@@ -1,5 +1,5 @@
-"""The bench's model and the ways to run one forward of it: whole, one shard of it without the other
-ranks, in parallel.
+"""The benches' model and the ways to run one forward of it: whole, one shard of it without the
+other ranks, in parallel.
 
 The model has 24 blocks, so that the ends do not dominate, and heads of 128 as in files. It is
 narrow (hidden 256 against 3072 of the released ones), so a rank computes little for each byte it
@@ -29,14 +29,16 @@ TEXT_TOKENS, ROW_TOKENS = 64, 64
 
 class Forwards:
     """One evaluation of ``tokens`` tokens, text included, at batch 1 in fp32. ``whole`` and
-    ``through`` return its seconds.
+    ``through`` time it, in seconds.
     """
 
     def __init__(self, tokens: int):
         assert tokens % ROW_TOKENS == 0 and tokens > TEXT_TOKENS
         self.hidden, self.blocks = SIZE.hidden, sum(SIZE.blocks)
         self.model: Any = SAMPLE.form.random_model(SIZE).model.diffusion_model
-        self._plan = plan_for(type(self.model))
+        plan = plan_for(type(self.model))
+        assert plan is not None, f"{SAMPLE.name} has no plan"
+        self._plan = plan
         rows = (tokens - TEXT_TOKENS) // ROW_TOKENS
         generator = torch.Generator().manual_seed(0)
         self.arguments: dict[str, Any] = {
@@ -52,8 +54,8 @@ class Forwards:
 
     @contextmanager
     def parallel(self, comm: SequenceComm) -> Iterator[Callable[[], torch.Tensor]]:
-        """The same evaluation under sequence parallelism as this rank of the grid; rank 0 has its
-        result.
+        """Attach sequence parallelism as this rank of the mesh, and yield the same evaluation under
+        it; rank 0 gets its result.
         """
         method = SequenceParallel(self.model, self._plan, comm)
         method.attach()
@@ -71,11 +73,10 @@ class Forwards:
 
 
 class StandinExchange(Exchange):
-    """Makes one process any rank of a group: packs, unpacks and counts like the real exchange, but
-    moves nothing.
+    """Stand in for any rank of a group in one process: pack, unpack and count like the real
+    exchange, but move nothing.
 
-    What it receives are ordinary numbers (normal deviates: no zeros, no NaN, no denormals, which
-    would change the speed of arithmetic).
+    It receives normal deviates: zeros, NaN and denormals would change the speed of arithmetic.
     """
 
     def __init__(self, rank: int, size: int):
@@ -93,7 +94,7 @@ class StandinExchange(Exchange):
 
 
 class StandinRing(Ring):
-    """The same for a ring."""
+    """Stand in for any rank of a ring in the same way."""
 
     def __init__(self, index: int, size: int):
         super().__init__(None, range(size), index, via_cpu=False)
@@ -107,7 +108,7 @@ class StandinRing(Ring):
 
 
 def ordinary(before: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
-    """``buffer``, filled with normal deviates unless it is part of the one that was there
+    """Fill ``buffer`` with normal deviates, unless it is part of the one that was there
     ``before``.
     """
     same = before is not None and before.data_ptr() == buffer.data_ptr()
@@ -115,6 +116,7 @@ def ordinary(before: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def standin(layout: Layout, rank: int) -> SequenceComm:
+    """Make the groups that a rank of ``layout`` has, without the other ranks."""
     here = layout.coordinates(rank)
     return SequenceComm(
         StandinExchange(here["ulysses"], layout.ulysses),

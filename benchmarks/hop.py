@@ -1,11 +1,11 @@
-"""What an evaluation costs beside the model: the UI's time around an evaluation when the model
-itself costs nothing.
+"""Measure the cost of an evaluation beside the model: the UI's time around an evaluation whose
+model takes no time.
 
-The pool, the client and the arena are the product's own, on two local ranks; only the ranks' model
-can be told to return its latent at once. ``back_to_back``: such evaluations one after another.
-``between_forwards``: each follows a real forward, as in a run: cold caches, ranks that have just
-computed and a UI that has just slept. ``memory_only``: what reading the conditioning and copying
-the latent as often as an evaluation must takes by itself, in one process, beside nothing else.
+The pool, the client's side and the arena are the product's own, on two local ranks; only the ranks'
+model can be told to return its latent at once. ``back_to_back`` times such evaluations one after
+another. ``between_forwards`` times each after a real forward, as in a run: with cold caches, ranks
+that have just computed and a UI that has just slept. ``memory_only`` times, in one process, the
+reading of the conditioning and the copies of the latent that an evaluation cannot do without.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .lockstep import timed
 RANKS = 2
 LATENT = (1, 16, 128, 128)  # fp32: 1 MiB
 WORK_LATENT = (1, 16, 32, 32)  # of the real forwards, small enough for many of them
-SAMPLE, SIZE = sample_with("deep")  # with as many blocks as released models have: whatever costs time per module shows
+SAMPLE, SIZE = sample_with("deep")  # as many blocks as in released models: a cost per module shows
 TEXT = (1, 512, SIZE.text_dim)  # fp32: 8 MiB
 GOALS_MS = {"back_to_back": 1.0, "between_forwards": 2.0}
 PER_ROUND = {"back_to_back": 20, "between_forwards": 8}
@@ -31,7 +31,7 @@ COPIES = 4  # of the latent: into the arena, out of it, and the output's the sam
 
 
 class Hops:
-    """A running pool and the evaluations that go through it."""
+    """A running pool of two ranks, and evaluations through it."""
 
     def __init__(self, options: Options):
         import torch
@@ -47,20 +47,20 @@ class Hops:
         argv = (sys.executable, str(Path(__file__).with_name("hop_rank.py")), "{fd}", "{parent}")
         setup = RankSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True}, argv=argv)
         self.handle = PoolHandle(place(Layout(ulysses=RANKS), "cpu", "gloo", ()), setup)
-        self._client = RemotePool(self.handle, shares_weights=True)
+        self._remote = RemotePool(self.handle, shares_weights=True)
         stock = SAMPLE.form.random_model(SIZE)
-        self._patcher = parallelize(stock, self._client, holds_ui_device=False)  # the pool holds the model for as long as this lives
+        self._patcher = parallelize(stock, self._remote, holds_ui_device=False)  # the pool holds the model for as long as this lives
         self._model = self._patcher.remote.source.model
-        self._client.residency.load(self._patcher.remote.source, lambda: state_source(self._patcher), lambda: False)
-        self._run = self._client.runs.begin(self._model)
+        self._remote.residency.load(self._patcher.remote.source, lambda: state_source(self._patcher), lambda: False)
+        self._run = self._remote.runs.begin(self._model)
         torch.set_num_threads(1)  # the sampler's arithmetic is on a GPU as a rule; here its waiting threads would spin on the ranks' cores
         self._generator = torch.Generator().manual_seed(0)
         self._text = torch.randn(TEXT, generator=self._generator)
         self._pooled = torch.randn(1, SIZE.pooled_dim, generator=self._generator)
 
     def evaluate(self, costs_nothing: bool) -> float:
-        """Seconds in the UI. As under ComfyUI, every tensor is a new one, the conditioning equal to
-        the one before.
+        """Time one evaluation in the UI, in seconds. As under ComfyUI every tensor is a new one,
+        and the conditioning equals the one before.
         """
         import torch
 
@@ -72,7 +72,7 @@ class Hops:
             "transformer_options": {COSTS_NOTHING: True} if costs_nothing else {},
         }
         with torch.inference_mode():
-            return timed(lambda: self._client.evaluations.evaluate(self._run, "", arguments, ("cond",), lambda: False))
+            return timed(lambda: self._remote.evaluations.evaluate(self._run, "", arguments, ("cond",), lambda: False))
 
     def milliseconds(self, count: int, between_forwards: bool) -> list[float]:
         hops = []
@@ -83,7 +83,9 @@ class Hops:
         return hops[WARM_UP:]
 
     def memory_only(self, count: int) -> list[float]:
-        """Milliseconds; the conditioning is a new tensor each time, as it is in an evaluation."""
+        """Time the reading and copying alone, in milliseconds. The conditioning is a new tensor
+        each time, as in an evaluation.
+        """
         import torch
 
         from ..parallel_runtime.client.conditioning import same

@@ -1,5 +1,4 @@
-"""The script a rank of the hop's pool starts as: the product's own rank, whose model can be told to
-cost nothing.
+"""Start a rank of the hop's pool: the product's own rank, whose model can be told to take no time.
 
 An evaluation with ``costs_nothing`` in its transformer options returns its latent at once; any
 other runs the model.

@@ -1,10 +1,10 @@
-"""What a pool costs before its first step: the seconds until two ranks are ready, and the memory of
+"""Measure a pool before its first step: the seconds until two ranks are ready, and the memory of
 two ranks over that of one.
 
 A cold start is a ComfyUI's first pool, a restart every later one. Memory is the proportional set
 size (a page mapped by n processes counts 1/n in each) of the ranks and of the process they are
-forked from, after a load and a forward, from a file of about 5 GB. ``rss_ratio`` holds all that
-they have; ``model_ratio`` only what the model added to them as they were before.
+forked from, after a load and a forward, from a file of about 5 GB. ``rss_ratio`` compares all of
+it, ``model_ratio`` only the memory that the model added.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ MIB = 1 << 20
 
 
 class Loads:
-    """Pools of any size, one at a time, and what they hold."""
+    """Pools of any size, one at a time, and their memory."""
 
     def __init__(self, options: Options):
         self._comfyui = options.host.comfyui
         self.first_pool()
 
     def first_pool(self) -> None:
-        """As in a ComfyUI that has just been started: there is nothing yet that ranks could be
-        forked from.
+        """Forget the fork server, as in a ComfyUI that has just been started: the next pool makes a
+        new one.
         """
         from ..launcher.pool.fork_server import ForkServer
         from ..launcher.pool.rank_setup import RankSetup
@@ -66,8 +66,8 @@ class Loads:
             handle.close()
 
     def memory(self, ranks: int, model: Any) -> dict[str, int]:
-        """Bytes of all processes together: ``base`` before the model, ``loaded`` after one step of
-        sampling.
+        """Measure the bytes of all processes together: ``base`` before the model, ``loaded`` after
+        one step of sampling.
         """
         from ..launcher.commands.parity import Case, sample
         from ..parallel_runtime.client.remote_patcher import parallelize
@@ -85,10 +85,12 @@ class Loads:
 
 
 def proportional_bytes(pid: int) -> int:
-    return 1024 * int(re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)[1])
+    (kilobytes,) = re.findall(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    return 1024 * int(kilobytes)
 
 
 def require_room(folder: str) -> None:
+    """Raise PipeMeshError where the disk or the memory is too small for the file."""
     import psutil
 
     disk, memory = shutil.disk_usage(folder).free, psutil.virtual_memory().available

@@ -1,8 +1,8 @@
-"""Several processes that run the same rounds in lockstep: each phase of a round by all of them at
+"""Run the same rounds in several processes in lockstep: each phase of a round by all of them at
 once, or by one while the others block.
 
-A phase is a function that returns the seconds it took. ``run`` starts the processes from a bench;
-``Ranks`` is what each of them sees.
+A phase is a function that returns the seconds it took. A bench starts the processes with ``run``;
+each of them measures through its ``Ranks``.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ SCRIPT = Path(__file__).with_name("lockstep_main.py")
 
 @dataclass(frozen=True)
 class Phase:
-    """``alone``: run by one process, a different one in each round, while the others block."""
+    """A part of a round. ``alone``: run by one process, another one in each round, while the others
+    block.
+    """
 
     seconds: Callable[[], float]
     alone: bool = False
 
 
 class Ranks:
-    """One of the processes. All must call ``measure`` alike."""
+    """One process among those in lockstep. All of them must call ``measure`` alike."""
 
     def __init__(self, store: str, rank: int, size: int, cores: Sequence[int] = ()):
-        """``cores``: all that the bench may use; where given, this process keeps to its share of
-        them, as a CPU rank does.
+        """Join the others. ``cores``: all that the bench may use; where given, this process keeps
+        to its share of them, as a CPU rank does.
         """
         import torch.distributed as dist
+        from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
         self.all_cores = cores
         self.own_cores = share_of_cores(cores, rank, size) if cores else ()
@@ -55,12 +58,12 @@ class Ranks:
         self.rank = rank
         self.size = size
         with giving_way():
-            dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(hours=1))
+            dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(hours=1))
         self._barrier = dist.barrier  # waits on a socket: an idle rank takes no time from the others
 
     def measure(self, phases: Mapping[str, Phase], rounds: int) -> list[dict[str, float]]:
-        """Per round, the seconds of each phase in which this rank took part. The first rounds are
-        warm-up and dropped, fewer where that would be most of them.
+        """Measure, per round, the seconds of each phase in which this rank took part. The first
+        rounds are warm-up and dropped, fewer where that would be most of them.
         """
         measured = []
         warm_up = min(WARM_UP, rounds - 1)
@@ -85,10 +88,9 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def run(host: ComfyInstall, size: int, function: str, **arguments: Any) -> list[Any]:
-    """``function`` (``module:name`` below this package) in ``size`` processes of one thread each,
-    as ``function(ranks, **arguments)``.
-
-    Returns what each returned, by rank. Raises PipeMeshError if one of them failed.
+    """Call ``function`` (``module:name`` below this package) in ``size`` processes of one thread
+    each, as ``function(ranks, **arguments)``, and return their results by rank. Raises
+    PipeMeshError if one of them failed.
     """
     from ..launcher.pool.crew import KEEP_MEMORY
 
@@ -117,7 +119,7 @@ def wait_for(processes: Sequence[subprocess.Popen]) -> None:
 
 
 def merge(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
-    """The rounds as a whole: a phase lasts as long as its slowest rank."""
+    """Merge the rounds of all ranks: a phase lasts as long as its slowest rank."""
     rounds = []
     for parts in zip(*by_rank, strict=True):
         phases = dict.fromkeys(name for part in parts for name in part)

@@ -1,5 +1,5 @@
-"""The script a process of ``lockstep.run`` starts as: ``lockstep_main.py PARENT_PID WORD``. One
-thread, ComfyUI on the CPU.
+"""Start a process of ``lockstep.run``: ``lockstep_main.py PARENT_PID WORD``, with one thread and
+ComfyUI on the CPU.
 """
 
 import importlib

@@ -1,5 +1,5 @@
-"""PipeMesh against diffusers' own context parallel: the same model, weights and inputs, in the same
-rounds of the same processes.
+"""Compare PipeMesh with diffusers' own context parallel: the same model, weights and inputs, in the
+same rounds of the same processes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,13 @@ def ratio(ours: str, theirs: str) -> Callable[[Sequence[Round]], float]:
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference, in units of the output's scale (its standard deviation), as parity
-    counts it.
-    """
+    """Return the largest difference in units of the output's standard deviation, as parity does."""
     return float((ours - theirs).abs().max() / theirs.std())
 
 
 def attend_with_sdpa() -> None:
-    """As ComfyUI does on GPUs and diffusers everywhere; on a CPU ComfyUI would choose a slower way.
-    To be called before any model.
+    """Let ComfyUI attend as it does on GPUs, and as diffusers does everywhere: on a CPU it would
+    choose a slower way. Call it before any model is built.
     """
     import comfy.cli_args
 
@@ -73,7 +71,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
         placed_peer.parallelize(ranks.size)
 
     def theirs() -> float:
-        """As it comes: threads go where the scheduler puts them."""
+        """Run the peer as it comes, with its threads where the scheduler puts them."""
         keep_to(ranks.all_cores)
         try:
             return timed(parallel_peer.evaluate)

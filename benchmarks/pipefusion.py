@@ -1,9 +1,9 @@
-"""PipeFusion over two stages: its efficiency, how busy the stages are, what it sends, and what
-letting patches run ahead buys.
+"""Measure PipeFusion over two stages: its efficiency, how busy the stages are, the bytes it sends,
+and the gain of letting patches run ahead.
 
-Runs of the stock sampler through the product's own pool, against the same patches in turn in one
-process. Free-running is measured whole; of the others, in which every step takes as long as the one
-before, the first steps.
+Runs of the stock sampler through the product's own pool are compared with the same patches in turn
+in one process. A free-running run is timed whole. Of the others only the first steps are timed:
+every step of theirs takes as long as the one before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ EQUAL = sample_with("equal")
 
 
 def efficiency(mode: str) -> Any:
-    """The same patches in turn in one process, against the pipeline and what the cores can give."""
+    """Time of the same patches in turn in one process, over the pipeline's time and the cores'
+    capacity.
+    """
     return lambda rounds: typical(rounds, "alone") / (typical(rounds, mode) * capacity(rounds))
 
 
@@ -48,20 +50,20 @@ def patch_tax(rounds: Sequence[Round]) -> float:
 
 
 def formula_bytes(patches: int, tokens: int, hidden: int, item_bytes: int, batch: int = 1) -> float:
-    """Over a boundary in one evaluation: every token once, and one token of text for each patch but
-    the first.
+    """Bytes over a boundary between stages in one evaluation: every token once, and one token of
+    text for each patch but the first.
     """
     return batch * (tokens + patches - 1) * hidden * item_bytes
 
 
 def ideal_occupancy(patches: int) -> float:
-    """Of a pipeline that fills and drains once in a run."""
+    """The share of a run that a stage of an ideal pipeline is busy: it fills and drains once."""
     submissions = patches * (STEPS - WARM_UP)
     return submissions / (submissions + STAGES - 1)
 
 
 def pool_of_stages(comfyui: str) -> tuple[Any, Any]:
-    """A handle of the product's own pool, not started yet, and its client."""
+    """The product's own pool, not started yet: its handle and the client's side of it."""
     from ..launcher.pool.devices import place
     from ..launcher.pool.handle import PoolHandle
     from ..launcher.pool.rank_setup import RankSetup
@@ -73,34 +75,38 @@ def pool_of_stages(comfyui: str) -> tuple[Any, Any]:
     return handle, RemotePool(handle, shares_weights=False)
 
 
+class Pipeline:
+    """The bench's model through a pool of stages: ``free`` is sampled free-running, ``single`` in a
+    single timeline. ``modes`` collects how runs were sampled.
+    """
+
+    def __init__(self, patches: int, comfyui: str):
+        from comfy.patcher_extension import WrappersMP
+
+        from ..parallel_runtime.client.remote_patcher import Patching, parallelize
+        from .forwards import SAMPLE, SIZE
+
+        self.handle, self.pool = pool_of_stages(comfyui)
+        self.modes: list[str] = []
+        self.free = parallelize(SAMPLE.form.random_model(SIZE), self.pool, 0.0, Patching(patches, WARM_UP), self.modes.append)
+        self.single = self.free.clone()
+        self.single.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "bench", lambda executor, *args, **kwargs: executor(*args, **kwargs))
+
+
 class Runs:
     """One process of the bench: the sampler over the model whole, over its patches in turn, and, in
-    the first, over a pool.
+    the first process, over a pipeline.
     """
 
     def __init__(self, ranks: Ranks, patches: int, tokens: int, steps: int, comfyui: str):
         from ..parallel_runtime.client.in_process import reference
         from .forwards import SAMPLE, SIZE
 
-        self.hidden = SIZE.hidden
         self.tokens, self.steps = tokens, steps
         self.stock = SAMPLE.form.random_model(SIZE)
         self.in_turn = reference(SAMPLE.form.random_model(SIZE), patches, WARM_UP)
-        self.handle = self.client = None
         self.own_cores, self.all_cores = os.sched_getaffinity(0), ranks.all_cores or os.sched_getaffinity(0)
-        if ranks.rank == 0:
-            self._connect(SAMPLE.form.random_model(SIZE), patches, comfyui)
-
-    def _connect(self, stock: Any, patches: int, comfyui: str) -> None:
-        from comfy.patcher_extension import WrappersMP
-
-        from ..parallel_runtime.client.remote_patcher import Patching, parallelize
-
-        self.handle, self.client = pool_of_stages(comfyui)
-        self.modes: list[str] = []
-        self.free = parallelize(stock, self.client, 0.0, Patching(patches, WARM_UP), self.modes.append)
-        self.single = self.free.clone()
-        self.single.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "bench", lambda executor, *args, **kwargs: executor(*args, **kwargs))
+        self.pipeline = Pipeline(patches, comfyui) if ranks.rank == 0 else None
 
     def sample(self, model: Any, steps: int, after_step: Callable[..., None] | None = None) -> Any:
         import comfy.sample
@@ -118,8 +124,8 @@ class Runs:
             return comfy.sample.sample(model, noise, *how, callback=after_step, disable_pbar=True, seed=1)
 
     def step_by_step(self, model: Any) -> float:
-        """Seconds of a run, of which the first steps are timed: in one process and in
-        single-timeline each takes as long as the one before, once the warm-up is over.
+        """Estimate the seconds of a run from its first steps: in one process and in a single
+        timeline each step takes as long as the one before, once the warm-up is over.
         """
         ends: list[float] = []
         steps = min(self.steps, TIMED_STEPS)
@@ -127,25 +133,31 @@ class Runs:
         return seconds + (self.steps - steps) * (ends[-1] - ends[0]) / (steps - 1)
 
     def through(self, mode: str, seen: dict[str, list]) -> float:
-        """0 in the processes that have no pool."""
-        if self.handle is None:
+        """Seconds of a run through the pipeline; 0 in the processes that have none."""
+        if self.pipeline is None:
             return 0.0
         os.sched_setaffinity(0, self.all_cores)  # as a UI is: the stages share the cores out
-        seconds = timed(lambda: self.sample(self.free, self.steps)) if mode == "free" else self.step_by_step(self.single)
+        free, single = self.pipeline.free, self.pipeline.single
+        seconds = timed(lambda: self.sample(free, self.steps)) if mode == "free" else self.step_by_step(single)
         os.sched_setaffinity(0, self.own_cores)
-        assert self.modes.pop().startswith(mode), "sampled in another mode"
-        seen[mode].append(list(self.client.last_run.evaluations))
+        assert self.pipeline.modes.pop().startswith(mode), "sampled in another mode"
+        seen[mode].append(list(self.pipeline.pool.last_run.evaluations))
         return seconds
 
-    def draw(self, folder: str, case: str, seen: dict[str, list]) -> None:
-        """Of the last run in each mode."""
-        from ..nodes.report.picture import timeline
 
-        for mode, runs in seen.items():
-            timeline([f"stage {stage}" for stage in range(STAGES)], runs[-1]).save(Path(folder, f"pipefusion-{mode}-{case}.png"))
+def draw(folder: str, case: str, seen: dict[str, list]) -> None:
+    """Draw when each stage was at work in the last run of each mode."""
+    from ..nodes.report.picture import timeline
+
+    for mode, runs in seen.items():
+        picture = timeline([f"stage {stage}" for stage in range(STAGES)], runs[-1])
+        assert picture is not None, "the run has no evaluations"
+        picture.save(Path(folder, f"pipefusion-{mode}-{case}.png"))
 
 
 def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, comfyui: str, pictures: str | None = None) -> dict[str, Any]:
+    from .forwards import SIZE
+
     runs = Runs(ranks, patches, tokens, steps, comfyui)
     seen: dict[str, list] = {"free": [], "single": []}
     try:
@@ -157,20 +169,22 @@ def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, co
             "single": Phase(lambda: runs.through("single", seen)),
         }
         result: dict[str, Any] = {"rounds": ranks.measure(phases, rounds)}
-        if runs.handle is not None:
+        if runs.pipeline is not None:
             result |= {mode: [figures_of(run) for run in all_runs[-rounds:]] for mode, all_runs in seen.items()}
-            result |= weights(runs.stock.model.diffusion_model, runs.client)
+            result |= weights(runs.stock.model.diffusion_model, runs.pipeline.pool)
             if pictures:
-                runs.draw(pictures, f"m{patches}", seen)
-            result["formula"] = formula_bytes(patches, tokens, runs.hidden, 4)
+                draw(pictures, f"m{patches}", seen)
+            result["formula"] = formula_bytes(patches, tokens, SIZE.hidden, 4)
         return result
     finally:
-        if runs.handle is not None:
-            runs.handle.close()
+        if runs.pipeline is not None:
+            runs.pipeline.handle.close()
 
 
 def figures_of(evaluations: Sequence[Any]) -> dict[str, float]:
-    """Of one run through the pool, its warm-up left out; of the stage that is idle most."""
+    """Figures of one run through the pool without its warm-up: the shares and times are those of
+    the stage that is idle most.
+    """
     patched = [one for one in evaluations if one.part.patch is not None]
     spans = list(zip(*(one.spans for one in patched), strict=True))
     first = [one.part.patch[0] == 0 for one in patched]
@@ -183,46 +197,52 @@ def figures_of(evaluations: Sequence[Any]) -> dict[str, float]:
     }
 
 
-def weights(model: Any, client: Any) -> dict[str, float]:
-    """The share of the model that the fuller stage holds, and that of what is in no block."""
+def weights(model: Any, pool: Any) -> dict[str, float]:
+    """The share of the model's weights that the fuller stage holds, and the share that lies outside
+    the blocks.
+    """
     from ..parallel_runtime.families import plan_for
     from ..parallel_runtime.methods.hooks import blocks_of
 
+    plan = plan_for(type(model))
+    assert plan is not None, "the bench's models have plans"
     whole, in_blocks = (
         sum(tensor.nbytes for part in parts for tensor in part.parameters())
-        for parts in ([model], [container[place] for container, place, _ in blocks_of(model, plan_for(type(model)))])
+        for parts in ([model], [container[place] for container, place, _ in blocks_of(model, plan)])
     )
-    held = [memory.model for memory in client.session.pool.memory]
-    models = len(client.session.models)
+    held = [memory.model for memory in pool.session.pool.memory]
+    models = len(pool.session.models)
     return {"weights_share": max(held) / models / whole, "ends_share": 1 - in_blocks / whole}
 
 
 def weights_of(sample_of: Sample, size: Size, comfyui: str, stages: tuple[int, ...] = ()) -> dict[str, float]:
-    """After two runs in stages, cut as said, or the second time by what the first one measured."""
+    """``weights`` after two runs in stages. They are cut as given, or the second time by the block
+    times that the first run measured.
+    """
     from ..launcher.commands.parity import Case, sample
     from ..parallel_runtime.client.remote_patcher import Patching, parallelize
 
-    handle, client = pool_of_stages(comfyui)
+    handle, pool = pool_of_stages(comfyui)
     try:
         model = sample_of.form.random_model(size)
-        parallel = parallelize(model, client, 0.0, Patching(STAGES, WARM_UP, stages))
+        parallel = parallelize(model, pool, 0.0, Patching(STAGES, WARM_UP, stages))
         for _ in range(2):
             sample(parallel, Case(sample_of.name, "pipefusion", "even", size.heads, 1.0, False, "euler"), steps=STEPS)
-        return weights(model.model.diffusion_model, client)
+        return weights(model.model.diffusion_model, pool)
     finally:
         handle.close()
 
 
 def weights_of_equal_blocks(comfyui: str) -> dict[str, float]:
-    """Of a model whose blocks are all of one kind: stages that are equally fast are equally
+    """Cut a model whose blocks are all of one kind: stages that are equally fast are equally
     large.
     """
     return weights_of(*EQUAL, comfyui)
 
 
 def weights_cut_by_hand(comfyui: str) -> dict[str, float]:
-    """Of the bench's model, the blocks of its first container on one stage and twice as many, less
-    than half as large each, on the other.
+    """Cut the bench's model between its containers: one stage has the blocks of the first, the
+    other twice as many that are less than half as large.
     """
     from .forwards import SAMPLE, SIZE
 

@@ -1,5 +1,5 @@
-"""Sequence parallelism, Ulysses and ring: its efficiency, its plain speed-up, what sharding itself
-costs, and the bytes it sends.
+"""Measure sequence parallelism, Ulysses and ring: its efficiency, its plain speed-up, the cost of
+sharding itself, and the bytes it sends.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ EFFICIENCY = {1024: 0.88, 4096: 0.95}  # tokens -> goal
 
 
 def efficiency(rounds: Sequence[Round]) -> float:
-    """The same shards in turn, without communication, against the parallel run and what the cores
-    can give.
+    """Time of the same shards in turn, without communication, over the parallel run's time and the
+    cores' capacity.
     """
     return typical(rounds, "shards") / (typical(rounds, "parallel") * capacity(rounds))
 
@@ -32,13 +32,15 @@ def patch_tax(rounds: Sequence[Round]) -> float:
 
 
 def exchange_share(rounds: Sequence[Round]) -> float:
-    """Of the parallel forward, spent in messages, waiting for the other rank included."""
+    """The share of the parallel forward that is spent in messages, waiting for the other rank
+    included.
+    """
     return typical(rounds, "exchange") / typical(rounds, "parallel")
 
 
 def formula_bytes(ulysses: int, ring: int, tokens: int, hidden: int, blocks: int, item_bytes: int, batch: int = 1) -> float:
-    """Sent by one rank in one evaluation: q, k, v and the output within a ulysses group, then k and
-    v around the ring.
+    """Bytes that one rank sends in one evaluation: q, k, v and the output within a ulysses group,
+    then k and v around the ring.
     """
     own = batch * tokens * hidden * blocks * item_bytes / (ulysses * ring)
     return own * (4 * (ulysses - 1) / ulysses + 2 * (ring - 1))
@@ -82,7 +84,7 @@ def bench(options: Options) -> Iterator[Figure]:
             case = f"{method}_{tokens}"
             rounds = options.rounds if timed else 0
             by_rank = run(options.host, degrees[0] * degrees[1], "sp:measure", tokens=tokens, rounds=rounds, degrees=degrees)
-            if timed:
+            if goal is not None:
                 yield from times(case, merge([rank["rounds"] for rank in by_rank]), goal)
             formula = by_rank[0]["formula"]
             sent = max(rank["sent_bytes"] for rank in by_rank)

@@ -89,7 +89,6 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "benchmarks/diffusers_peer.py families": "the peer is one model of another library",
     "tests/test_families.py families": "tries what one family alone has",
     "tests/test_architecture.py families": "sources that break the rules",
-    "benchmarks/pipefusion.py Runs": BEING_SPLIT,
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 PACK = "pipemesh"

@@ -1,9 +1,9 @@
-"""`python3 -m launcher demo`: one stock workflow on a real ComfyUI server, by stock ComfyUI and
-then by a pool of ranks, side by side.
+"""`python3 -m launcher demo`: run one stock workflow on a real ComfyUI server, by stock ComfyUI and
+then by a pool of ranks, and show both side by side.
 
-A small random model and a LoRA are written, ComfyUI is started headless, and the same graph is
-queued through its API. Where there are fewer GPUs than ranks everything runs on the CPU, and one
-core stands for one GPU: stock computes on one thread, and so does every rank.
+It writes a small random model and a LoRA, starts ComfyUI headless, and queues the same graph
+through its API. Where there are fewer GPUs than ranks everything runs on the CPU, and one core
+stands for one GPU: stock computes on one thread, and so does every rank.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One run. `steps_s` are the times between its progress ticks: the first step, which may wait
-    for a model, is not among them.
+    """One run. `steps_s` are the times between its progress ticks. The first step, which may wait
+    for a model, is left out.
     """
 
     steps_s: Sequence[float]
@@ -162,8 +162,8 @@ def pool_inputs(ranks: int, on_cpu: bool) -> dict[str, Any]:
 
 
 def workflow(work: Workload, steps: int, seed: int, name: str, pool: dict[str, Any] | None) -> Graph:
-    """A text-to-image graph of stock nodes; with `pool`, PipeMesh Parallelize stands before the
-    KSampler and nothing else differs.
+    """Make a text-to-image graph of stock nodes. With `pool`, PipeMesh Parallelize stands before
+    the KSampler and nothing else differs.
     """
     prompt = {"tokens": work.text_tokens, "context_dim": work.size.text_dim, "vec_dim": work.size.pooled_dim}
     sampling = {"steps": steps, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
@@ -210,7 +210,7 @@ def sample(server: ComfyServer, name: str, graph: Graph) -> Sampled:
 
 
 def pool_report(server: ComfyServer) -> dict[str, Any]:
-    """Figures of the pool's last run, by name; empty where the server has none."""
+    """Ask the server for the figures of the pool's last run, by name; {} where it has none."""
     try:
         pools = server.get("/pipemesh/report")["pools"]
     except HTTPError as error:
@@ -221,11 +221,11 @@ def pool_report(server: ComfyServer) -> dict[str, Any]:
 
 
 class Capacity:
-    """How many workers' worth of single-thread work the machine does at once when `ranks` of them
-    compute, at most `ranks`.
+    """Measure how much more single-threaded work the machine gets done when `ranks` processes
+    compute at once than when one does: at most `ranks` times as much.
 
-    It wavers with whatever else runs there, so its rounds are taken around the runs it is compared
-    with. 0 ranks: nothing is measured.
+    It wavers with the other programs there, so its rounds are taken around the runs that it is
+    compared with. With 0 ranks nothing is measured.
     """
 
     def __init__(self, python: str, ranks: int, work: Workload):
@@ -303,8 +303,8 @@ def write_pictures(out: Path, one: Round, ranks: int) -> list[Path]:
 
 
 def difference_image(stock: torch.Tensor, pool: torch.Tensor) -> Image.Image:
-    """Largest difference over the channels of the first latent, amplified: (1, C, H, W) -> H x W
-    grey levels.
+    """Draw the largest difference over the channels of the first latent, amplified: (1, C, H, W) ->
+    H x W grey levels.
     """
     share_hw = (pool - stock).abs().amax(dim=1)[0] / (stock.std() * BOUND)
     return Image.fromarray((share_hw.clamp(0, 1) * 255).to(torch.uint8).numpy())

@@ -1,8 +1,8 @@
-"""``python3 -m launcher parity``: stock ComfyUI against the pool, same seed, over the full product
-of what may differ.
+"""``python3 -m launcher parity``: compare stock ComfyUI with the pool at the same seed, over the
+full product of samples, methods, token counts, head counts, cfg, masks and samplers.
 
-Every case samples through ``comfy.sample.sample`` with the stock MODEL and with its parallel twin;
-the tests run a pairwise cover.
+Every case samples through ``comfy.sample.sample`` with the stock MODEL and with its parallel twin.
+The tests run a pairwise cover.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..comfyui.find import ComfyInstall
 
 BOUND = 2e-5  # of the output's scale, fp32: 3e-7 of reordering grows to at most 8.7e-6 over a run
-BF16_BOUNDS = (0.8, 1.2)  # our distance from the fp32 truth over stock bf16's; far below 1, the ranks would not compute in bf16
+BF16_BOUNDS = (0.8, 1.2)  # our distance from fp32 over stock bf16's; far below 1, the ranks would not compute in bf16
 STEPS = 4
 TEXT_DIM, POOLED_DIM = 64, 32  # of the samples' tiny sizes
 
@@ -90,8 +90,8 @@ def cover() -> list[Case]:
 
 
 def cover_of(cases: list[Case]) -> list[Case]:
-    """A few of ``cases`` in which every pair of values of two axes that occurs in them occurs;
-    greedy, always the same.
+    """Choose a few of ``cases`` in which every pair of values of two fields occurs that occurs in
+    all of them. The choice is greedy and always the same.
     """
     names = [field.name for field in fields(Case)]
 
@@ -113,14 +113,14 @@ def empty_latent(case: Case) -> torch.Tensor:
 
 
 def attention_masks(masks: Masks, texts: tuple[int, int], latent: torch.Tensor) -> tuple[list[torch.Tensor], tuple[int, int]]:
-    """One mask for each prompt, over its text and image tokens, and the image's token grid."""
+    """Make a mask for each prompt, over its text and image tokens, and the image's token grid."""
     grid = (-(-latent.shape[-2] // masks.side), -(-latent.shape[-1] // masks.side))
     return [attention_mask(7 + text, (masks.text or text) + grid[0] * grid[1]) for text in texts], grid
 
 
 def conditioning(seed: int, tokens: int, mask: torch.Tensor | None = None, image: tuple[int, int] = (0, 0)) -> list:
-    """A random prompt. ``mask`` covers text and image tokens; ComfyUI takes it only together with
-    the token grid of the ``image``.
+    """Make a random prompt. ``mask`` covers text and image tokens; ComfyUI takes it only together
+    with the token grid of the ``image``.
     """
     generator = torch.Generator().manual_seed(seed)
     extras: dict[str, Any] = {"pooled_output": torch.randn(1, POOLED_DIM, generator=generator)}
@@ -130,8 +130,8 @@ def conditioning(seed: int, tokens: int, mask: torch.Tensor | None = None, image
 
 
 def attention_mask(seed: int, tokens: int, closed: float = 0.4) -> torch.Tensor:
-    """(1, L, L), additive: a random part of what each token may look at is closed, never the token
-    itself.
+    """Make an additive mask (1, L, L) that closes a random part of the tokens to each token, never
+    the token itself.
     """
     open_ = torch.rand(1, tokens, tokens, generator=torch.Generator().manual_seed(seed)) > closed
     open_ |= torch.eye(tokens, dtype=torch.bool)
@@ -139,7 +139,7 @@ def attention_mask(seed: int, tokens: int, closed: float = 0.4) -> torch.Tensor:
 
 
 def sample(model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS) -> torch.Tensor:
-    """Compute what ComfyUI's KSampler computes for this case on this MODEL."""
+    """Sample a case on a MODEL as ComfyUI's KSampler does."""
     import comfy.sample
 
     facts, latent = SAMPLES[case.family], empty_latent(case)
@@ -157,13 +157,13 @@ def sample(model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS) -
 
 
 def stock_model(heads: int, dtype: torch.dtype = torch.float32, seed: int = 0, family: str = PLAIN) -> ModelPatcher:
-    """A stock MODEL of a sample with random weights and no file behind it."""
+    """Build a stock MODEL of a sample, with random weights and no file behind it."""
     facts = SAMPLES[family]
     return facts.form.random_model(facts.tiny(heads), seed, dtype)
 
 
 def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest difference, in units of the truth's scale (its standard deviation)."""
+    """Return the largest difference, in units of the truth's standard deviation."""
     return float((ours - truth).abs().max() / truth.std())
 
 
@@ -191,7 +191,7 @@ class Bench:
         return relative_error(sample(self.parallel(case.heads, case.layout, case.family), case), truth)
 
     def bf16_ratio(self, case: Case) -> float:
-        """Our bf16's distance from the fp32 truth over stock bf16's (root mean squares)."""
+        """Return our bf16's distance from the fp32 truth over stock bf16's (root mean squares)."""
         same = replace(case, method="ulysses1")
         truth, rounded = self.truth(same), self._rounded(same)
         stock_distance = rms(rounded - truth)
@@ -204,7 +204,7 @@ def rms(tensor: torch.Tensor) -> float:
 
 
 def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
-    """The options and the cases they select; exits with a sentence where that is none."""
+    """Parse the options and select their cases. Exits with a sentence where there are none."""
     in_bf16 = [sample.name for sample in SAMPLES.values() if sample.bf16]
     parser = argparse.ArgumentParser(prog="python3 -m launcher parity", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--family", choices=SAMPLES)

@@ -1,7 +1,7 @@
 """The vocabulary of token plans: where tokens enter a model's blocks, which arguments run along
 them, where they leave.
 
-A plan declares; it copies nothing of the model. Module hooks and the host's
+A plan declares; it copies nothing of the model. Module hooks and ComfyUI's
 ``optimized_attention_override`` apply it. Shape legend: B batch, L tokens, H heads, D head dim, C
 channels.
 """
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Along:
-    """An argument with one row per token along ``dim``, over the given streams one after another.
-    Same order for all blocks.
+    """An argument with one row per token along ``dim``, over the given streams one after another,
+    in the same order for all blocks.
 
-    ``repeated``: the argument may have fewer rows (one per frame, say), which the host repeats over
-    equal runs of tokens; the runs are rounded up where they do not divide, as in
+    ``repeated``: the argument may have fewer rows (one per frame, say), which ComfyUI repeats over
+    equal runs of tokens. Where the runs do not divide they are rounded up, as in
     comfy/ldm/wan/model.py:repeat_e@0.30.0.
     """
 
@@ -32,7 +32,7 @@ class Along:
 class Ranges:
     """An argument that lists ``(begin, end, ...)`` token ranges of ``stream``.
 
-    ``after`` names a stream of the same tensor that comes first: the host shifts the ranges by its
+    ``after`` names a stream that comes first in the same tensor: ComfyUI shifts the ranges by its
     local length, except a begin of 0.
     """
 
@@ -43,15 +43,15 @@ class Ranges:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """A container of consecutive blocks. ``tokens``: argument -> the streams it holds, at dim 1 (B,
-    L, C). ``returns``: those arguments in the order in which a block returns them, where it is not
-    that of ``tokens``.
+    """A container of consecutive blocks.
 
-    ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules of a
-    block whose attention looks at something every rank has whole (cross-attention).
-    ``self_attention_2``: of a block that has one, the attention over the plan's
-    ``also_attend_alone`` streams. ``control``: key of the control dict whose residuals (B, L, C)
-    the host adds to the stream that leaves, one behind each of these blocks; it only reads them.
+    ``tokens``: argument -> the streams that it holds along dim 1 (B, L, C). ``returns``: these
+    arguments in the order in which a block returns them, where that differs. ``positional`` names
+    the arguments of a forward that takes ``*args``. ``local``: submodules that attend to tensors
+    which every rank has whole (cross-attention). ``self_attention_2``: the submodule that attends
+    over the plan's ``also_attend_alone`` streams, in blocks that have one. ``control``: the key of
+    the control dict whose residuals (B, L, C) ComfyUI adds to the stream that leaves, one behind
+    each of these blocks, and only reads.
     """
 
     path: str
@@ -71,8 +71,8 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """The module after whose output (B, L, C) the tokens of ``stream`` are gathered: the last cheap
-    point.
+    """The module whose output (B, L, C) is gathered over the tokens of ``stream``: choose the last
+    one before the tokens become pixels, where the fewest numbers travel.
     """
 
     path: str
@@ -83,11 +83,12 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlan:
-    """``models``: host classes as ``module:Class``, exactly these. ``streams``: in the order in
-    which attention sees them.
+    """How one forward is cut along its tokens. ``models``: the ComfyUI classes that have it, as
+    ``module:Class``, exactly these. ``streams``: in the order in which attention sees them.
 
     ``also_attend_alone``: streams that blocks also attend over by themselves. ``positions``:
-    modules whose output depends on the positions of tokens and on nothing else.
+    modules whose output depends on the positions of tokens and on nothing else, so that a stage may
+    keep it for a run.
     """
 
     family: str
