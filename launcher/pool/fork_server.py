@@ -64,11 +64,12 @@ class ForkServer:
             for other, server in list(self._servers.items()):
                 if (other != key and server.has_no_ranks) or not server.is_usable:
                     self._servers.pop(other).end()
-            try:
-                return self._server(key, command).fork(command)
-            except (BrokenPipeError, ConnectionResetError, TimeoutError):  # it has just been killed, or reads no more
+            forked = self._server(key, command).fork(command)
+            if self._servers[key].is_deaf:  # it was killed a moment ago
+                forked.forget()
                 self._servers.pop(key).end()
-                return self._server(key, command).fork(command)
+                forked = self._server(key, command).fork(command)
+            return forked
 
     def _server(self, key: tuple, command: Command) -> ServerProcess:
         if key not in self._servers:
@@ -145,6 +146,7 @@ class ServerProcess:
     def __init__(self, process: subprocess.Popen, control: socket.socket, env: dict[str, str], expected: threading.Event):
         self.process = process
         self.has_forked = False
+        self.is_deaf = False  # a request could not be sent to it
         self._control = control
         self._env = env
         self._expected = expected
@@ -157,13 +159,17 @@ class ServerProcess:
 
     @property
     def is_usable(self) -> bool:
-        """False where it has ended, is stopped, or still imports after ``IMPORT_S``."""
+        """False where it has ended, is stopped, takes no request, or still imports after
+        ``IMPORT_S``.
+        """
         state = state_of(self.process.pid)
         late = not self.has_forked and bool(self._ranks) and time.monotonic() - self._launched > IMPORT_S
-        return self.process.poll() is None and state not in (STOPPED, *ENDED) and not late
+        return self.process.poll() is None and state not in (STOPPED, *ENDED) and not (late or self.is_deaf)
 
     def fork(self, command: Command) -> Forked:
-        """Asks for a rank, without waiting for it. Raises OSError."""
+        """Asks for a rank, without waiting for it; one that could not be asked for ends as
+        NEVER_STARTED. Raises OSError where the request is too long, or descriptors are missing.
+        """
         request = {
             "argv": command.line("{fd}", self.process.pid)[1:],
             "set": dict(command.env.items() - self._env.items()),
@@ -174,6 +180,8 @@ class ServerProcess:
         forked = Forked(self, output, report)
         try:
             socket.send_fds(self._control, [json.dumps(request).encode()], [command.fd, their_output.fileno(), their_report])
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):
+            self.is_deaf = True
         except OSError:
             forked.forget()
             raise

@@ -56,7 +56,7 @@ class Board:
         return int(self._words[LINE_WORDS * (rank + 1)])
 
     def line(self, rank: int) -> tuple[int, int]:
-        """Progress and phase, for the board of another host."""
+        """Progress and phase, for the board of another machine."""
         start = LINE_WORDS * (rank + 1)
         return int(self._words[start]), int(self._words[start + 1])
 
