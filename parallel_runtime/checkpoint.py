@@ -1,5 +1,6 @@
-"""A checkpoint on disk, told apart by path, size and time of change. UI and ranks map the same file
-and must see the same content.
+"""Makes sure that the UI and the ranks use the same checkpoint: they map the file, each for itself.
+
+A file is told apart by its path, size and time of change.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ File = tuple[str, int, int, int]  # path, bytes, mtime_ns, inode
 
 
 def stat_file(path: str) -> File:
-    """Raises ModelError where there is none."""
+    """Describes a checkpoint. Raises ModelError where there is none."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -23,7 +24,9 @@ def stat_file(path: str) -> File:
 
 
 def check_file(file: File | None) -> None:
-    """Before it is mapped. Raises Refused if the checkpoint is not the one the UI loaded."""
+    """To be called before a checkpoint is mapped. Raises Refused if it is missing or not the one
+    that the UI loaded.
+    """
     if file is None:
         return
     try:
@@ -50,8 +53,9 @@ def check_copy(path: str, size: int) -> None:
 
 
 def check_mapped(file: File | None) -> None:
-    """While it is mapped. Raises Refused if it was overwritten in place; a deleted or replaced one
-    lives on for who has it mapped.
+    """To be called while a checkpoint is mapped. Raises Refused if it was overwritten in place.
+
+    A deleted or replaced file lives on in the processes that have it mapped.
     """
     if file is None:
         return
@@ -64,6 +68,7 @@ def check_mapped(file: File | None) -> None:
 
 
 def refuse_change(file: File, found: os.stat_result) -> None:
+    """Raises Refused if size or time differ from ``file``'s."""
     path, size, mtime_ns, _inode = file
     if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
         then, now = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp // 10**9)) for stamp in (mtime_ns, found.st_mtime_ns))

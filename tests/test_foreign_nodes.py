@@ -1,6 +1,4 @@
-"""Other people's nodes on a parallelized MODEL: what they hang on it works, or is refused by
-name.
-"""
+"""Other packs' nodes on a parallelized MODEL: what they set on it works, or is refused by name."""
 
 import comfy.model_management as mm
 import pytest

@@ -1,5 +1,5 @@
-"""Where a run finds no room for what it keeps, what nobody uses makes room, and the run begins
-again as if nothing had been.
+"""A run that finds too little memory for its keys and values has models released that it does not
+use, and begins again from the same random numbers.
 """
 
 from types import SimpleNamespace

@@ -3,6 +3,7 @@ however.
 """
 
 import comfy.model_management as mm
+import comfy.sd
 import pytest
 import safetensors.torch
 import torch
@@ -127,6 +128,18 @@ def test_weights_in_another_dtype_than_the_files_are_compared_as_the_loader_cast
     weights = compared(patcher)
     assert not weights.changed
     parameter(patcher).data[0] *= 2
+    weights.compare(patcher)
+    assert weights.changed == {NAME}
+
+
+def test_the_transformer_of_a_whole_checkpoint_is_compared_under_its_own_names(tmp_path, files):
+    path = tmp_path / "checkpoint.safetensors"
+    state = {f"model.diffusion_model.{name}": tensor for name, tensor in safetensors.torch.load_file(files["model"]).items()}
+    safetensors.torch.save_file({**state, "vae.decoder.conv_in.bias": torch.zeros(8)}, path)
+    patcher = comfy.sd.load_checkpoint_guess_config(str(path), output_vae=False, output_clip=False)[0]
+    weights = compared(patcher)
+    assert not weights.changed and is_unwritten(parameter(patcher).data_ptr(), parameter(patcher).nbytes)
+    parameter(patcher).data[-1, -1] += 1
     weights.compare(patcher)
     assert weights.changed == {NAME}
 

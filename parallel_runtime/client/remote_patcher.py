@@ -265,7 +265,9 @@ class RemotePatcher(ModelPatcher):
         return self.remote.pool.evaluations.evaluate(run, self.patches_id, arguments, branch, interrupted)
 
 
-def prepare_sampling(executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare_sampling(
+    executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, model_options: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """A PREPARE_SAMPLING wrapper: the host estimates activations from this shape (and from
     reference latents, which are counted whole), and text encoder and VAE are not unloaded for what
     ranks on other devices hold. Raises Refused for a latent without elements, which no model can
@@ -274,8 +276,9 @@ def prepare_sampling(executor: Any, model: RemotePatcher, noise_shape: Any, cond
     if 0 in noise_shape:
         shape = " x ".join(map(str, noise_shape))
         raise Refused(f"The latent is empty ({shape}): connect one with at least one image of at least one pixel.")
-    leave_out_compilation(kwargs["model_options"])
-    return executor(model, [noise_shape[0] * model.remote.activations, *noise_shape[1:]], conds, *args, **kwargs)
+    leave_out_compilation(model_options or {})
+    shape = [noise_shape[0] * model.remote.activations, *noise_shape[1:]]
+    return executor(model, shape, conds, model_options, *args, **kwargs)
 
 
 class RemoteForward:

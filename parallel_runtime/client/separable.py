@@ -1,8 +1,8 @@
-"""Whether a run may let its patches run ahead of each other: only what is known to act on each
-pixel by itself.
+"""Decides whether the patches of a run may run ahead of each other (free-running).
 
-Everything between the sampler and the transformer's forward is looked at, and what is not on a list
-here is named. Read: comfy/samplers.py, comfy/k_diffusion/sampling.py,
+That is right only while everything between the sampler and the transformer's forward acts on each
+pixel by itself. Lists here say which of ComfyUI's parts do; anything else is named and keeps the
+patches together. Read: comfy/samplers.py, comfy/k_diffusion/sampling.py,
 comfy/extra_samplers/uni_pc.py @ ComfyUI 0.30.0.
 """
 
@@ -21,7 +21,7 @@ from ..comfy_bridge.guard import patch_name
 from ..wire.tree import is_plain
 
 WRAPPER_KEY = "pipemesh"
-HOST = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
+COMFYUI = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
 K_DIFFUSION_SAMPLERS = {
     "ddpm",
     "deis",
@@ -91,21 +91,21 @@ MODEL_CONDS = {
 
 
 def why_single_timeline(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> str | None:
-    """All that keeps the patches of this run together, named; None: nothing does."""
+    """Names everything that keeps the patches of this run together. None: nothing does."""
     return " and ".join(dict.fromkeys(_objections(sampler, guider, model_options, noise))) or None
 
 
 def must_run_conds_in_sequence(patcher: Any, conds: Sequence[Sequence[Mapping[str, Any]] | None], model_options: Mapping[str, Any]) -> bool:
-    """Whether something between the batch of conds and the transformer may keep a state, or another
-    one's weights, from cond to cond.
+    """True if conds have to be evaluated one after the other: something between the batch of conds
+    and the transformer may keep a state, or weights, from one cond to the next.
     """
     options = model_options.get("transformer_options", {})
     hooked = any(cond.get(name) for conds_of_one in conds if conds_of_one for cond in conds_of_one for name in ("hooks", "default"))
     around = (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
     wrapped = any(kind in around for kind, _ in _foreign_wrappers(options))
-    told = any(_told_of_every_evaluation(options))
+    prepares = any(_state_callbacks(options))
     replaced = any(not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches)
-    return hooked or wrapped or told or replaced or "model_function_wrapper" in model_options
+    return hooked or wrapped or prepares or replaced or "model_function_wrapper" in model_options
 
 
 def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> Iterator[str]:
@@ -142,7 +142,7 @@ def _of_model_options(model_options: Mapping[str, Any]) -> Iterator[str]:
     options = model_options.get("transformer_options", {})
     for kind, wrapper in _foreign_wrappers(options):
         yield f"the {kind} wrapper {patch_name(wrapper)}"
-    for callback in _told_of_every_evaluation(options):
+    for callback in _state_callbacks(options):
         yield f"the {CallbacksMP.ON_PREPARE_STATE} callback {patch_name(callback)}"
     for name, value in options.items():
         if name not in ("wrappers", "callbacks") and not is_plain(value):
@@ -150,14 +150,14 @@ def _of_model_options(model_options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _foreign_wrappers(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(kind, wrapper) of all but our own."""
+    """Yields (kind, wrapper) of every wrapper that is not PipeMesh's."""
     for kind, by_key in options.get("wrappers", {}).items():
         for key, wrappers in by_key.items():
             if key != WRAPPER_KEY:
                 yield from ((kind, wrapper) for wrapper in wrappers)
 
 
-def _told_of_every_evaluation(options: Mapping[str, Any]) -> Iterator[Any]:
+def _state_callbacks(options: Mapping[str, Any]) -> Iterator[Any]:
     for callbacks in options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values():
         yield from callbacks
 
@@ -171,7 +171,7 @@ def _of_cond(side: str, cond: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_set(value: Any) -> bool:
-    """Not None, False or empty; a tensor is."""
+    """True unless the value is None, False or empty. A tensor counts as set."""
     return isinstance(value, torch.Tensor) or bool(value)
 
 
@@ -181,12 +181,14 @@ def _named(name: str, value: Any) -> str:
 
 
 def known_guider(guider: Any) -> bool:
-    """It samples one model, and nothing happens in it but what stands in the host's own code."""
+    """True for guiders of ComfyUI that sample one model and have no code of other packs."""
     return _qualified(type(guider)) in GUIDERS
 
 
 def _qualified(thing: Any) -> str:
-    """As an import has it: a server loads the host's extra nodes under their paths."""
+    """Module and name as an import has them. ComfyUI's server loads its extra nodes under their
+    paths.
+    """
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
-    module = kind.__module__.removeprefix(HOST + os.sep).replace(os.sep, ".")
+    module = kind.__module__.removeprefix(COMFYUI + os.sep).replace(os.sep, ".")
     return f"{module}.{kind.__qualname__}"

@@ -1,9 +1,9 @@
-"""A model's weights: in the UI, whether they are still those that the ranks have; in a rank, on its
+"""A model's weights: the UI compares its own with what the ranks have, a rank moves its own to its
 device.
 
 The ranks read the checkpoint themselves, or are sent a state dict once. A node that changes a
-weight in place tells nobody, so the UI compares contents. That reads the checkpoint once per load,
-from the page cache, as the ranks do next; a sample would miss the change of a few rows.
+weight in place tells nobody, so the UI compares contents in full. That reads the checkpoint once
+per load, from the page cache, as the ranks do next; a sample would miss the change of a few rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Slot(NamedTuple):
 
 
 def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
-    """All that are plain tensors: a quantised weight has no content to compare."""
+    """All parameters and buffers that are plain tensors: quantised ones cannot be compared."""
     for path, module in diffusion_model.named_modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if type(tensor.data) is torch.Tensor and not tensor.is_meta:
@@ -44,10 +44,11 @@ def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
 
 
 class Weights:
-    """The UI's weights of one model beside what the ranks load: ``file``, or what they were sent.
+    """Tells which of the UI's weights of a model differ from what its ranks have: the content of
+    ``file``, or what they were sent.
 
-    ``changed`` names those that differ, below the transformer; ``changed_id`` is another one
-    whenever one of them has other content, and "" where none differs.
+    ``changed`` names those that differ. ``changed_id`` is another one whenever the content of one
+    of them is, and "" where none differs.
     """
 
     def __init__(self, file: File | None = None):
@@ -59,16 +60,16 @@ class Weights:
         self._seen: dict[str, Seen] = {}
 
     def note_sent(self, state: dict[str, torch.Tensor]) -> None:
-        """``state`` goes to the ranks: from now on weights are compared with it."""
+        """Compares with ``state``, which goes to the ranks, from now on."""
         self._sent = SentContent(state)
         self._seen.clear()
 
     def compare(self, patcher: Any) -> None:
-        """Finds the weights that differ from the ranks', and points the others at the checkpoint's
-        mapped pages, so that the UI keeps no private copy.
+        """Updates ``changed``, and points the weights that are equal at the checkpoint's mapped
+        pages, so that the UI keeps no private copy of them.
 
-        For a model that ComfyUI has just unpatched, so that names and contents are the loader's.
-        Raises Refused where the checkpoint is not the one that was loaded, and ComfyUI's interrupt.
+        The model has to be unpatched, so that names and contents are those of the loader. Raises
+        Refused where the checkpoint is not the one that was loaded, and ComfyUI's interrupt.
         """
         import comfy.model_management as mm
 
@@ -88,15 +89,15 @@ class Weights:
         give_back_freed()
 
     def changed_tensors(self, diffusion_model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Those of ``changed``, by ComfyUI's names, as object patches for the ranks."""
+        """The weights of ``changed`` as object patches for the ranks."""
         return {PREFIX + slot.name: slot.tensor.detach() for slot in slots(diffusion_model) if slot.name in self.changed}
 
     def _is_as_seen(self, slot: Slot) -> bool:
         return slot.name in self._seen and self._seen[slot.name].is_still(slot.tensor)
 
     def _open(self, model: Any) -> CheckpointContent | SentContent | None:
-        """None where there is nothing to compare with, or it was overwritten: then the run is
-        refused when it begins.
+        """What to compare with. None where there is nothing yet, and where the file was overwritten
+        since: then the run is refused when it begins.
         """
         if self._file is None:
             return self._sent
@@ -119,8 +120,9 @@ class Weights:
 class Seen:
     """A weight as it was when its content was last compared.
 
-    What lies on a file's pages is told exactly from then on. Of other memory only the version that
-    torch counts and a sample are: ``tensor.data`` counts none, and inference tensors do not.
+    A write to a file's pages (``on_file``) is always found. In other memory, such as that of a
+    weight whose dtype is not the file's, the version that torch counts and a sample are compared:
+    writes through ``tensor.data`` and to inference tensors are not counted.
     """
 
     def __init__(self, tensor: torch.Tensor, on_file: bool):
@@ -128,7 +130,7 @@ class Seen:
         self._content = None if on_file else _sampled(tensor)
 
     def is_still(self, tensor: torch.Tensor) -> bool:
-        """True if nothing was written to it, as far as can be told cheaply."""
+        """True if the weight was neither moved nor, as far as this can tell, written to."""
         if _place(tensor) != self._place:
             return False
         return is_unwritten(tensor.data_ptr(), tensor.nbytes) if self._content is None else _sampled(tensor) == self._content
@@ -155,13 +157,13 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 class CheckpointContent:
     """The transformer's weights as the checkpoint has them, under the model's names.
 
-    Two mappings: one to compare with, and one to lend, which a node may write to. ComfyUI's own may
-    be read-only, so that such a write would end the process.
+    The file is mapped twice: once to compare with, and once to lend, because a node may write to
+    what is lent. ComfyUI's own mapping may be read-only: such a write would end the process.
     """
 
     def __init__(self, model: Any, path: str, opened: Path | None):
-        """``opened``: the same file, still there when its name is gone; None: it cannot be
-        mapped.
+        """``opened`` is the file even when its name is gone; None: it cannot be mapped, and is
+        read.
         """
         import comfy.utils
         from comfy import model_detection
@@ -179,8 +181,9 @@ class CheckpointContent:
         self._tensors: dict[str, torch.Tensor] = model.model_config.process_unet_state_dict(bare)
 
     def has(self, slot: Slot) -> bool:
-        """True if the weight is the file's, in the file's dtype or in ComfyUI's, and where the file
-        has none of that name.
+        """True if the weight equals the file's, in the file's dtype or as ComfyUI cast it.
+
+        Also true where the file has none of that name: then there is nothing to compare.
         """
         theirs = self._tensors.get(slot.name)
         if theirs is None:
@@ -188,8 +191,8 @@ class CheckpointContent:
         return slot.tensor.dtype in (theirs.dtype, slot.archived) and _equal(slot.tensor.detach(), theirs.to(slot.tensor.dtype))
 
     def lend(self, slot: Slot) -> bool:
-        """Points a weight that the file ``has`` at the file's pages. False where none are mapped in
-        its dtype, or it is no parameter on the CPU.
+        """Points a weight that the file ``has`` at the file's pages. False where that cannot be: it
+        has another dtype there, or is no parameter on the CPU.
         """
         theirs, ours = self._tensors.get(slot.name), slot.tensor
         key = None if theirs is None or theirs.dtype != ours.dtype else self._keys.get(theirs.data_ptr())
@@ -201,7 +204,7 @@ class CheckpointContent:
 
 
 class SentContent:
-    """The weights that the ranks were sent, as checksums: no second copy is kept of them."""
+    """The weights that the ranks were sent. Only checksums are kept of them."""
 
     def __init__(self, state: dict[str, torch.Tensor]):
         self._checksums = {name: checksum(tensor) for name, tensor in state.items()}
@@ -214,7 +217,9 @@ class SentContent:
 
 
 def checksum(tensor: torch.Tensor) -> bytes:
-    """Of dtype, shape and content. As fast as memory is: sums of columns are what is hashed."""
+    """A hash of dtype, shape and content. As fast as memory is, because it hashes sums of
+    columns.
+    """
     content = _bytes_of(tensor)
     words = content[: content.numel() // (8 * CHECKSUM_ROW) * 8 * CHECKSUM_ROW]
     if words.data_ptr() % 8:
@@ -225,7 +230,7 @@ def checksum(tensor: torch.Tensor) -> bytes:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit, on the CPU."""
+    """Compares bit for bit."""
     if one.shape != other.shape:
         return False
     one, other = one.cpu().contiguous(), other.contiguous()
@@ -233,11 +238,11 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def give_back(patcher: Any, kind: type, device: Any, unpatch_weights: bool) -> None:
-    """In the UI: takes ComfyUI's patches off the shared model, as the patcher class ``kind`` that
-    put them on does.
+    """In the UI: takes ComfyUI's patches off the shared model, by a patcher of the class ``kind``
+    that put them on.
 
-    Each class keeps books of its own on the model (ModelPatcherDynamic: pages on the GPU, pinned
-    buffers, what is stale of them), which another class would leave wrong.
+    Each class keeps its own books on the model (ModelPatcherDynamic: pages on the GPU, pinned
+    buffers, which of them are stale). Another class would leave them wrong.
     """
     stock = kind(patcher.model, patcher.load_device, patcher.offload_device, 1)
     stock.backup, stock.backup_buffers, stock.object_patches_backup, stock.pinned = patcher.get_clone_model_override()[1]
@@ -246,7 +251,7 @@ def give_back(patcher: Any, kind: type, device: Any, unpatch_weights: bool) -> N
 
 
 def is_patched(patcher: Any) -> bool:
-    """True where the stock path has loaded or patched weights of the shared model."""
+    """True if the stock path has loaded or patched weights of the shared model."""
     model = patcher.model
     loaded = model.model_loaded_weight_memory > 0 or model.current_weight_patches_uuid is not None
     return loaded or bool(patcher.backup or patcher.hook_backup or patcher.pinned)
