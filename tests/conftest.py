@@ -30,6 +30,22 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 
+SHARED_POOLS = {"clients", "broken", "bench"}  # fixtures of pools of real ranks that many tests use
+LANES = ("shared", "other")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--lane", choices=LANES, help="only the tests that share pools of real ranks, or only all others")
+
+
+def pytest_collection_modifyitems(config, items):
+    lane = config.getoption("--lane")
+    if lane is not None:
+        left_out = [item for item in items if lane != ("shared" if SHARED_POOLS & set(item.fixturenames) else "other")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
 def pytest_configure():
     import comfy.cli_args
 
