@@ -1,4 +1,4 @@
-"""Stock MODELs from small files, and how tests sample them."""
+"""Stock MODELs from small files, and helpers that sample them."""
 
 import inspect
 from functools import partial
@@ -55,7 +55,7 @@ def with_lora(model, files, strength):
 
 
 def with_references(model, method, channels, size=(10, 14)):
-    """Samples with two reference latents, as Kontext-like workflows do."""
+    """Sample with two reference latents, as Kontext-like workflows do."""
     import comfy.sample
 
     reference = torch.randn(1, channels, 9, 8, generator=torch.Generator().manual_seed(4))
@@ -69,7 +69,7 @@ def with_references(model, method, channels, size=(10, 14)):
 
 
 class IdleRank:
-    """What a stage asks of a rank, of one that has nothing else to do."""
+    """Stand in for the rank around a stage: one with no other work and enough memory."""
 
     def tick(self):
         pass
@@ -82,7 +82,7 @@ class IdleRank:
 
 
 def asked_of(patcher, case):
-    """A stock transformer's forward, and the arguments its sampler gives it in the first steps of a
+    """Return a stock transformer's forward, and the arguments of its calls in the first steps of a
     case.
     """
     module = patcher.model.diffusion_model
@@ -104,7 +104,7 @@ def asked_of(patcher, case):
 
 
 def evaluate(model, comm, size=(13, 12)):
-    """One evaluation of parity's plain model as this rank of a grid."""
+    """Evaluate parity's plain model once as this rank of a mesh."""
     from pipemesh.parallel_runtime.families import plan_for
     from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 

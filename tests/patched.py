@@ -54,8 +54,8 @@ def patched(patches=3, warm_up=ALL_WARM, fill=False):
 
 @pytest.fixture
 def one_cond_at_a_time(monkeypatch):
-    """As the host has it where memory is short: then stock's arithmetic is that of conds in flight
-    one by one, to the last bit.
+    """Let ComfyUI believe that memory is short: then it evaluates conds one by one, with the same
+    arithmetic as conds in flight, to the last bit.
     """
     monkeypatch.setattr(ModelPatcher, "get_free_memory", lambda self, device: 0)
 
@@ -76,7 +76,7 @@ def pass_through(executor, *args, **kwargs):
 
 
 def together(model):
-    """A foreign wrapper that does nothing, so that patches may not run ahead of each other."""
+    """Add a foreign wrapper that does nothing, so that patches may not run ahead of each other."""
     from comfy.patcher_extension import WrappersMP
 
     clone = model.clone()
@@ -86,7 +86,7 @@ def together(model):
 
 @cache
 def node(module, name):
-    """A stock node, from a module loaded as the host's server does it: under its path."""
+    """Load a stock node as ComfyUI's server does it: from a module under its path."""
     import nodes
 
     if not module:
@@ -108,7 +108,7 @@ custom = partial(execute, "nodes_custom_sampler")
 
 
 def advanced(model, guider=None, sampler=None, image=None, steps=4, seed=3):
-    """SamplerCustomAdvanced: (output, denoised output)."""
+    """Run SamplerCustomAdvanced -> (output, denoised output)."""
     guider = guider or custom("CFGGuider", model, conditioning(1, 13), conditioning(2, 7), 3.0)
     sampler = sampler or custom("KSamplerSelect", "euler")
     sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)

@@ -1,4 +1,4 @@
-"""Models sampled by pipelines and by what they are held against, and what tests do in the middle of
+"""Models sampled by pipelines, the truths that they are held against, and a hook into the middle of
 a run.
 """
 
@@ -24,8 +24,8 @@ def case(family=PLAIN, sampler="euler", cfg=4.0, tokens="odd", mask=False) -> Ca
 
 
 class Truths:
-    """What one process computes: stock, and the reference in so many patches, with the bound on the
-    differences from either. Each made once.
+    """The results of one process, each made once: of stock, and of the reference in so many
+    patches; and the bound on differences from either.
     """
 
     def __init__(self):
@@ -38,7 +38,7 @@ class Truths:
 
 
 def pipelines(clients, truths):
-    """(family, (pipefusion, ulysses), patches, warm_up) -> a MODEL sampled by a pool of that
+    """Make (family, (pipefusion, ulysses), patches, warm_up) -> a MODEL sampled by a pool of that
     layout.
     """
 
@@ -51,7 +51,7 @@ def pipelines(clients, truths):
 
 
 def broken_pipelines(broken, truths):
-    """A mutation -> a pipeline that has it, of two stages, and its client."""
+    """Make a mutation -> a pipeline of two stages whose ranks have it, and its pool."""
 
     def make(mutation, family=PLAIN, ulysses=1):
         client = broken(mutation, ulysses, 1, 2)
@@ -61,8 +61,8 @@ def broken_pipelines(broken, truths):
 
 
 def with_callback(model, of, act, at_step=1):
-    """Samples; ``act`` is called when all patches have come to a step: the others are on their way
-    then.
+    """Sample, and call ``act`` when the last patch has come to a step: the others are on their way
+    by then.
     """
 
     def callback(step, x0, x, total):

@@ -200,7 +200,7 @@ def host():
 
 
 def test_the_load_bench_runs(monkeypatch):
-    """With a tiny file: its figures say nothing, but all of them come."""
+    """Run with a tiny file: the figures mean nothing, but all of them must come."""
     monkeypatch.setattr(load, "SIZE", Size(heads=1, head_dim=128, blocks=(1, 1)))
     monkeypatch.setattr(load, "COLD_STARTS", 1)
     if not ALL:

@@ -1,5 +1,5 @@
-"""What single families bring along besides tokens; that each is exact under every method is in
-test_parity.py.
+"""The peculiarities of single families, such as reference latents or a second timestep. That every
+family is exact under every method is in test_parity.py.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ def test_every_plan_is_tried_by_a_sample_of_its_family(bench):
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_samples_model_has_the_size_that_it_says(bench, name):
-    """Its blocks container by container, and the heads that attention is asked for."""
+    """Container by container, as benches and stages count on it."""
     sample_, heads = SAMPLES[name], SAMPLES[name].heads[0]
     size, model = sample_.tiny(heads), bench.stock(heads, name).model.diffusion_model
     assert isinstance(size, Size) and size.heads == heads

@@ -1,5 +1,5 @@
-"""Stock ComfyUI against the pool on the same seed, through ``comfy.sample.sample``. Shown able to
-fail by broken ranks.
+"""Compare stock ComfyUI with the pool on the same seed, through ``comfy.sample.sample``; broken
+ranks show that it can fail.
 """
 
 import json
@@ -47,7 +47,7 @@ def bench(setup):
 
 @pytest.fixture(scope="module")
 def bound_of(bench):
-    """case -> the bound on its error. It does not depend on the method."""
+    """Give a case the bound on its error, which does not depend on the method."""
 
     @cache
     def made(case):
@@ -108,8 +108,8 @@ def test_a_replay_goes_red_when_a_rank_breaks(broken, bench):
 
 
 def in_bf16():
-    """One case of each way to share a sequence: on CPUs bf16 takes five times as long. All of them
-    by ``parity --bf16``.
+    """Choose one case of each way to share a sequence: on CPUs bf16 takes five times as long. All
+    cases run by ``parity --bf16``.
     """
     first = {}
     for case in cover_of([case for case in full_product() if SAMPLES[case.family].bf16]):

@@ -57,8 +57,8 @@ def test_conditioning_crosses_once_per_run_and_not_again_for_the_same_prompt(pai
 
 
 def test_conditioning_that_changes_between_evaluations_of_one_branch_is_never_the_one_before(pair, client, requests, monkeypatch):
-    """As a foreign pack may do it: same cond, other content at every step. The ranks begin with
-    what they had and are called back.
+    """A foreign pack may give one cond other content at every step. The ranks begin with the
+    content they had and are called back.
     """
     from comfy.ldm.flux.model import Flux
 
@@ -270,7 +270,7 @@ def test_free_reaches_the_pool_when_the_samplers_own_clone_is_gone(files, client
 
 
 def test_a_deep_copy_of_a_model_stands_for_itself(files, client):
-    """Its weights are its own, so what the host's memory manager turns to must be its own too."""
+    """Its weights are its own, so the MODEL that ComfyUI's memory manager turns to must be too."""
     stock = load(files["other"])
     parallelize(stock, client, holds_ui_device=True)
     copied = stock.clone(force_deepcopy=True)
