@@ -199,24 +199,25 @@ def host():
     return ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
 
 
+by_request = pytest.mark.skipif(not ALL, reason="a bench of half a minute; hop and sp run the same pools and processes")
+
+
+@by_request
 def test_the_load_bench_runs(monkeypatch):
     """Run with a tiny file: the figures mean nothing, but all of them must come."""
     monkeypatch.setattr(load, "SIZE", Size(heads=1, head_dim=128, blocks=(1, 1)))
     monkeypatch.setattr(load, "COLD_STARTS", 1)
-    if not ALL:
-        monkeypatch.setattr(load, "CASES", ("lora",))
     monkeypatch.setattr(load, "require_room", lambda folder: None)
     figures = {(figure.case, figure.metric) for figure in load.bench(Options(host=host(), rounds=1))}
     assert {("2_ranks", "cold_start_s"), ("2_ranks", "restart_s"), *((case, "rss_ratio") for case in load.CASES)} <= figures
 
 
+@by_request
 def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_the_formula(monkeypatch, tmp_path):
     sample, size = pipefusion.EQUAL
     equal = sample, replace(size, heads=2, blocks=(6,))
     for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 4, "TIMED_STEPS": 3, "EQUAL": equal}.items():
         monkeypatch.setattr(pipefusion, name, small)
-    if not ALL:
-        monkeypatch.setattr(pipefusion, "weights_cut_by_hand", lambda comfyui: {"weights_share": 0.5, "ends_share": 0.1})
     figures = {(figure.case, figure.metric): figure for figure in pipefusion.bench(Options(host=host(), rounds=1, pictures=tmp_path))}
     assert {path.name for path in tmp_path.iterdir()} == {"pipefusion-free-m2.png", "pipefusion-single-m2.png"}
     assert {case for case, metric in figures if metric == "efficiency"} == {"free_m2_320", "single_m2_320"}
