@@ -200,6 +200,20 @@ def test_a_checkpoint_overwritten_before_it_was_compared_is_refused(tmp_path):
         weights.compare(patcher)
 
 
+def test_a_change_is_found_when_the_checkpoint_is_gone(tmp_path):
+    path = write_model(tmp_path / "model.safetensors")
+    patcher = load(str(path))
+    weights = compared(patcher)
+    path.unlink()
+    weights.compare(patcher)
+    assert not weights.changed
+    parameter(patcher).data[5, 5] += 1
+    weights.compare(patcher)
+    assert NAME in weights.changed
+    written = {slot.name for slot in slots(patcher.model.diffusion_model) if not is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes)}
+    assert weights.changed <= written, "only what lies on the page that was written to"
+
+
 def test_a_cancel_amid_it_loses_nothing(patcher):
     weights, before = describe_source(patcher).weights, contents(patcher)
     parameter(patcher).data.mul_(1.5)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -55,7 +54,6 @@ class Weights:
         self.changed: set[str] = set()
         self.changed_id = ""
         self._file = file
-        self._opened: BinaryIO | None = None  # it outlives the file's name
         self._sent: SentContent | None = None
         self._seen: dict[str, Seen] = {}
 
@@ -95,26 +93,23 @@ class Weights:
     def _is_as_seen(self, slot: Slot) -> bool:
         return slot.name in self._seen and self._seen[slot.name].is_still(slot.tensor)
 
-    def _open(self, model: Any) -> CheckpointContent | SentContent | None:
+    def _open(self, model: Any) -> Content | None:
         """What to compare with. None where there is nothing yet, and where the file was overwritten
         since: then the run is refused when it begins.
         """
         if self._file is None:
             return self._sent
-        if self._opened is None:
+        if not self._seen:
             check_file(self._file)
-            self._opened = open(self._file[0], "rb")  # noqa: SIM115 - for as long as the model lives
         try:
             check_mapped(self._file)
         except Refused:
             return None
-        opened = Path(f"/proc/self/fd/{self._opened.fileno()}")
-        return CheckpointContent(model, self._file[0], opened if self._can_be_mapped() else None)
-
-    def _can_be_mapped(self) -> bool:
-        import comfy.utils
-
-        return self._file is not None and self._file[0].lower().endswith((".safetensors", ".sft")) and not comfy.utils.DISABLE_MMAP
+        try:
+            check_file(self._file)
+        except Refused:
+            return GoneContent()
+        return CheckpointContent(model, self._file[0])
 
 
 class Seen:
@@ -161,19 +156,16 @@ class CheckpointContent:
     what is lent. ComfyUI's own mapping may be read-only: such a write would end the process.
     """
 
-    def __init__(self, model: Any, path: str, opened: Path | None):
-        """``opened`` is the file even when its name is gone; None: it cannot be mapped, and is
-        read.
-        """
+    def __init__(self, model: Any, path: str):
         import comfy.utils
         from comfy import model_detection
 
         state, self._keys, self._lent = {}, {}, None
-        if opened is not None:
-            with safe_open(opened, framework="pt") as mapped:
+        if path.lower().endswith((".safetensors", ".sft")) and not comfy.utils.DISABLE_MMAP:
+            with safe_open(path, framework="pt") as mapped:
                 state = {key: mapped.get_tensor(key) for key in mapped.keys()}
             self._keys = {tensor.data_ptr(): key for key, tensor in state.items() if tensor.numel()}
-            self._lent = safe_open(opened, framework="pt")
+            self._lent = safe_open(path, framework="pt")
         else:
             state = comfy.utils.load_torch_file(path)
         prefix = model_detection.unet_prefix_from_state_dict(state)
@@ -203,6 +195,18 @@ class CheckpointContent:
         return True
 
 
+class GoneContent:
+    """Of a checkpoint that was deleted or replaced while ranks have it mapped. What may have been
+    written to since it was last compared counts as changed.
+    """
+
+    def has(self, slot: Slot) -> bool:
+        return False
+
+    def lend(self, slot: Slot) -> bool:
+        return False
+
+
 class SentContent:
     """The weights that the ranks were sent. Only checksums are kept of them."""
 
@@ -214,6 +218,9 @@ class SentContent:
 
     def lend(self, slot: Slot) -> bool:
         return False
+
+
+Content = CheckpointContent | GoneContent | SentContent
 
 
 def checksum(tensor: torch.Tensor) -> bytes:
