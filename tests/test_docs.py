@@ -20,7 +20,7 @@ REFERENCE = ROOT / "docs" / "REFERENCE.md"
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 CODE = ("launcher", "parallel_runtime", "nodes", "benchmarks", "tests/conftest.py", "__init__.py")
 SUFFIXES = (".py", ".md", ".js", ".json", ".svg", ".png", ".toml", ".txt")
-COMFYUI_FILES = ("main.py", "server.py", "nodes.py", "extra_model_paths.yaml")
+OTHERS_FILES = ("main.py", "dynamic_rendezvous.py")  # of ComfyUI, of torch
 COMFYUI_FOLDERS = ("comfy/", "custom_nodes", "models")
 SOCKET_TYPES = {"PIPEMESH_POOL"}  # of the nodes; no environment variable
 TOO_LONG = 100
@@ -80,7 +80,7 @@ def paths_exist(text: str, _document: Path) -> Iterator[str]:
 
 
 def looks_like_a_path(span: str) -> bool:
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", span) or span in COMFYUI_FILES or span.startswith(COMFYUI_FOLDERS):
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", span) or span in OTHERS_FILES or span.startswith(COMFYUI_FOLDERS):
         return False
     first = span.partition("/")[0]
     return span.endswith((*SUFFIXES, "/")) or ("/" in span and first in repository())
