@@ -9,11 +9,13 @@ from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Ticket
 from pipemesh.parallel_runtime.comfy_bridge.source import Source
-from pipemesh.parallel_runtime.errors import OutOfMemory, RunCancelled
+from pipemesh.parallel_runtime.errors import OutOfMemory, RunCancelled, SharedMemoryFull
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Done, EndRun, Forward, Load, Memory, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import NotPlain, decode_tree, encode_tree
+
+from .test_wire import descriptors
 
 
 class Ledger:
@@ -29,7 +31,7 @@ class Ledger:
         self.models: list[str] = []
         self.asked: list[tuple[str, str]] = []
         self.submitted: list[Forward] = []
-        self.abandoned = 0
+        self.abandoned = self.cancelled = 0
 
     def live(self):
         return self
@@ -47,6 +49,9 @@ class Ledger:
 
     def abandon(self):
         self.abandoned += 1
+
+    def cancel(self):
+        self.cancelled += 1
 
     def collect(self, number, interrupted):
         request = next(request for request in self.submitted if request.request == number)
@@ -218,15 +223,44 @@ def test_conditioning_is_compared_while_ranks_compute_with_what_it_is_assumed_to
     assert order == ["submitted", "compared"]
 
 
-def test_an_evaluation_whose_conditioning_was_not_the_one_assumed_is_abandoned_and_made_again():
+def test_an_evaluation_whose_conditioning_was_not_the_one_assumed_is_called_back_and_made_again():
     pool = Ledger(room=1)
     client = remote(pool, "a")
     evaluate(client, "a", conditioned(1.0))
     evaluate(client, "a", conditioned(2.0))
-    assert pool.abandoned == 1 and len(pool.submitted) == 3
+    assert (pool.cancelled, pool.abandoned, len(pool.submitted)) == (1, 0, 3), "ranks are waited for as long as it takes"
     first, assumed, right = (request.arguments for request in pool.submitted)
     assert first == assumed != right
     assert len(client.last_run.evaluations) == 2
+
+
+def test_a_submission_that_could_not_be_sent_is_not_in_flight_and_holds_no_model(monkeypatch):
+    pool = Ledger(room=1)
+    client = remote(pool, "a")
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(pool, "submit", fail)
+        evaluate(client, "a")
+    assert not client.evaluations.in_flight
+    client.residency.release("a")
+    assert pool.models == []
+
+
+def test_weight_patches_without_room_for_their_place_leave_no_descriptor(monkeypatch):
+    client = RemotePool(Ledger(room=1), shares_weights=True)
+    load(client, "a")
+
+    def full(*_):
+        raise SharedMemoryFull("full")
+
+    monkeypatch.setattr("pipemesh.parallel_runtime.client.residency.share_out_weights", full)
+    before = descriptors("pipemesh-parcel")
+    with pytest.raises(SharedMemoryFull):
+        client.residency.set_weight_patches("a", "p", {"k": [torch.zeros(4)]}, {}, {"k": torch.zeros(4)}, lambda: False)
+    assert descriptors("pipemesh-parcel") == before
 
 
 def test_an_error_while_conditioning_is_compared_calls_the_ranks_back(monkeypatch):

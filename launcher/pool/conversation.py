@@ -21,6 +21,7 @@ from .watch import Watch
 
 POLL_S = 0.05
 CANCEL_WAIT_S = 10.0  # for ranks to leave what was cancelled; after that the next run waits for them
+STILL = 0.75  # of that time without progress: such ranks hang, and are not kept
 
 
 class Hung(Lost):
@@ -136,9 +137,9 @@ class Conversation:
             if stalled is not None:
                 raise Lost(self._sentence_of_stall(stalled, self.stall_s), stalled)
         if not failed and time.monotonic() > self._leave_by:
-            hung = watch.stalled(self._owing(), CANCEL_WAIT_S / 2)
+            hung = watch.stalled(self._owing(), CANCEL_WAIT_S * STILL)
             if hung is not None:
-                raise Hung(self._sentence_of_stall(hung, CANCEL_WAIT_S / 2), hung)
+                raise Hung(self._sentence_of_stall(hung, CANCEL_WAIT_S * STILL), hung)
         return cancelled
 
     def _sentence_of_stall(self, rank: int, stall_s: float) -> str:

@@ -53,7 +53,7 @@ class Evaluations:
             ticket = self.submit(run, patches_id, arguments, branch, Part(run.id, run.number_of(branch)), assume=True)
             try:
                 if not ticket.written.is_right():
-                    self.abandon()
+                    self._retract(ticket, interrupted)
                     return []
                 return [self.collect(ticket, interrupted)]
             except BaseException:
@@ -99,7 +99,11 @@ class Evaluations:
             out=out,
             part=part,
         )
-        session.pool.submit(request, session.pool.facts.everyone)
+        try:
+            session.pool.submit(request, session.pool.facts.everyone)
+        except BaseException:
+            self._done_with(session, ticket)
+            raise
         return ticket
 
     def collect(self, ticket: Ticket, interrupted: Callable[[], bool]) -> Any:
@@ -133,6 +137,16 @@ class Evaluations:
         fetch = Fetch(request=session.pool.next_request(), arena_bytes=session.pool.arena.nbytes, out=out)
         session.pool.submit(fetch, (rank,))
         return session.pool.collect(fetch.request, interrupted)[rank]
+
+    def _retract(self, ticket: Ticket, interrupted: Callable[[], bool]) -> None:
+        """Calls the ranks back from the only evaluation in flight. They have as long as they need
+        for that: nobody has cancelled.
+        """
+        session = self._sessions.latest
+        assert session is not None and session.tickets == [ticket]
+        session.pool.cancel()
+        session.pool.collect(ticket.number, interrupted)
+        self._done_with(session, ticket)
 
     def abandon(self) -> None:
         """Ends what was submitted and not collected."""

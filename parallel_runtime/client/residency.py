@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -130,17 +131,17 @@ class Residency:
 
         def attempt() -> None:
             session.models[model].state = ResidentState.PATCHING
-            parcel = Parcel({"patches": patches, "objects": objects})
-            shared, place = share_out_weights(session.pool.facts.everyone, weights) if patches and self._shares_weights else (None, None)
-            fds = [parcel.segment.fd, *([place.fd] if place else [])]
-            try:
+            with ExitStack() as closing:
+                parcel = Parcel({"patches": patches, "objects": objects})
+                closing.callback(parcel.segment.close)
+                shared, fds = None, [parcel.segment.fd]
+                if patches and self._shares_weights:
+                    shared, place = share_out_weights(session.pool.facts.everyone, weights)
+                    closing.callback(place.close)
+                    fds.append(place.fd)
                 session.ask(SetWeightPatches, fds, interrupted, model=model, patches_id=patches_id, payload=parcel.tree, shared=shared)
-                if place:
+                if shared is not None:
                     session.ask(Adopt, (), interrupted, model=model)
-            finally:
-                parcel.segment.close()
-                if place:
-                    place.close()
 
         self.making_room(model, attempt)
         resident = session.models[model]
