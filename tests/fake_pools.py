@@ -112,14 +112,15 @@ def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def failing(ranks: int, *rules: str, kind: str, first: str = "Release", **setup) -> str:
+def failing(ranks: int, *rules: str, kind: str, first: str = "Release", stall_s: float = DEADLINE_S) -> str:
     """The sentence of a pool that fails in a request of this kind; checks that nothing of it is
-    left.
+    left. ``stall_s`` holds for that request: to start takes long on a busy machine.
     """
-    pool = WorkerPool(cpus(ranks), fake_setup(*rules, **setup))
+    pool = WorkerPool(cpus(ranks), fake_setup(*rules))
     pool.start()
     call(pool, first)
     pids = pool.ranks.pids
+    pool._conversation.stall_s = stall_s
     with pytest.raises(PoolFailed) as caught:
         call(pool, kind)
     assert_over(pool, pids)

@@ -25,7 +25,7 @@ from pipemesh.launcher.pool.supervisor import NEVER_STARTED, SERVER_ENDED, Comma
 from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside, is_alive
-from .holdings import Holdings
+from .holdings import NOTHING, Holdings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -130,7 +130,7 @@ def test_a_rank_that_is_not_forked_yet_can_be_ended_at_once_and_is_never_seen(im
     forked.kill()
     assert select.select([forked.stdout], [], [], DEADLINE_S)[0]  # its supervisor looks up at once
     assert forked.wait() == -signal.SIGKILL
-    assert Holdings.now() == before
+    assert Holdings.now().since(before) == NOTHING
     end_import()
     last = server.start(command)
     assert last.pid

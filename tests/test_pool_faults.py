@@ -9,7 +9,6 @@ import resource
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import psutil
 import pytest
@@ -22,7 +21,7 @@ from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, SharedMemoryFull
 
 from .fake_pools import DEADLINE_S, cpus, is_alive
-from .holdings import Holdings
+from .holdings import NOTHING, Holdings
 from .models import write_model
 from .test_arena import largest_file
 
@@ -273,14 +272,11 @@ def test_the_rank_that_hangs_inside_a_forward_is_named_not_the_one_that_waits_fo
     assert not is_alive(stopped.pid)
 
 
-def test_after_all_of_this_nothing_is_left_in_the_ui_but_the_checkpoint_of_its_model(handle, checkpoint, parallel, truth, before):
+def test_after_all_of_this_nothing_is_left_in_the_ui(handle, parallel, truth, before):
     assert is_right(parallel, truth)
-    assert Holdings.now() != before
+    assert Holdings.now().since(before) != NOTHING
     handle.close()
-    left = Holdings.now()
-    checkpoints = frozenset(one for one in left.descriptors if one.endswith(f" {checkpoint}"))
-    assert len(checkpoints) <= 1, "open for as long as the model lives, to be compared with"
-    assert replace(left, descriptors=left.descriptors - checkpoints) == before
+    assert Holdings.now().since(before) == NOTHING
 
 
 # -- checkpoints

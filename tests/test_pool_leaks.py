@@ -24,7 +24,7 @@ from pipemesh.parallel_runtime.families import PLAIN
 
 from .conftest import ALL
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside
-from .holdings import Holdings
+from .holdings import NOTHING, Holdings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,16 +81,16 @@ def closed_with_answers_outstanding(pool: WorkerPool) -> None:
 def test_a_pool_leaves_nothing_in_the_ui_however_it_ends(end, rules):
     before = Holdings.now()
     pool = WorkerPool(cpus(2), fake_setup(*rules))
-    assert Holdings.now() != before
+    assert Holdings.now().since(before) != NOTHING
     end(pool)
-    assert Holdings.now() == before  # and whoever still holds the object holds nothing else
+    assert Holdings.now().since(before) == NOTHING  # and whoever still holds the object holds nothing else
 
 
 def test_a_worker_that_cannot_be_started_leaves_nothing_in_the_ui():
     before = Holdings.now()
     pool = WorkerPool(cpus(2), replace(fake_setup(), argv=("/no/such/python",)))
     failed_at_start(pool)
-    assert Holdings.now() == before
+    assert Holdings.now().since(before) == NOTHING
 
 
 def test_a_finished_call_leaves_nothing_in_the_ui():
@@ -103,7 +103,7 @@ def test_a_finished_call_leaves_nothing_in_the_ui():
         with pytest.raises(ModelError):
             call(pool, "SetWeightPatches")
     os.close(held)
-    assert Holdings.now() == before
+    assert Holdings.now().since(before) == NOTHING
     pool.close()
 
 
@@ -172,7 +172,7 @@ def test_a_hundred_runs_leave_nothing_in_the_ui_and_nothing_in_the_ranks(clients
     for number in range(40, 240 if ALL else 100):
         one_run(number)
     assert client.session.pool is pool
-    assert Holdings.now() == before
+    assert Holdings.now().since(before) == NOTHING
     assert pool.arena.nbytes == arena
     assert ranks_hold(pids) == ranks
     grown = [now - then for now, then in zip(resident([*pids, os.getpid()]), memory, strict=True)]
