@@ -95,12 +95,15 @@ def test_a_cancel_is_obeyed_while_a_stopped_server_is_to_fork(server):
 
 
 def test_a_killed_server_is_named_and_memory_is_not_blamed(server, caplog):
+    before = set(threading.enumerate())
     pool = WorkerPool(cpus(2), setup_of(server, "*:Load=gated"))
     pool.start()
+    keeper = next(thread for thread in threading.enumerate() if thread.name == "pipemesh-fork-server" and thread not in before)
     loading = inside(pool, "loading")
     sentence = r"^Rank [01] on cpu ended with the process that workers are forked from \(why is in ComfyUI's log\) while loading: run again"
     with pytest.raises(PoolFailed, match=sentence):
         call(pool, "Load", lambda: loading() and bool(os.kill(server.pids[0], signal.SIGKILL)))
+    keeper.join(DEADLINE_S)  # it writes the log, and may hear of the end after the pool has
     assert caplog.messages == ["[PipeMesh] the process that workers are forked from was killed by signal 9; the next pool has another"]
 
 
