@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
-from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
 
 from .bounds import ADAPTIVE, FACTOR, assert_replayed, assert_same, bound, rounded, wrapped
 from .models import run
@@ -56,7 +56,7 @@ def with_a_fault(model):
     return wrapped(model, lambda executor, x, *args, **kwargs: x - (1 + FAULT) * (x - executor(x, *args, **kwargs)))
 
 
-@pytest.mark.parametrize(("name", "sampler", "cfg"), [(name, *how) for name, how in zip(SAMPLES, cycle(HOW), strict=False)])
+@pytest.mark.parametrize(("name", "sampler", "cfg"), [(name, *how) for name, how in zip(REPRESENTATIVES, cycle(HOW), strict=False)])
 def test_other_sums_stay_within_the_bound_and_a_small_fault_does_not(name, sampler, cfg):
     runs = of_case(sampler, cfg, name)
     assert relative_error(runs(with_other_sums(stock(name))), runs(stock(name))) > 0, "the sums are the same"

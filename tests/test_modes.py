@@ -16,7 +16,7 @@ from pipemesh.parallel_runtime.client import separable as modes
 from pipemesh.parallel_runtime.client import timelines
 from pipemesh.parallel_runtime.client.patchwise import branch_of
 from pipemesh.parallel_runtime.errors import ModelError
-from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.families.flux import guided_config
 from pipemesh.parallel_runtime.families.sample import random_tensor
 
@@ -140,7 +140,7 @@ def test_heights_need_not_divide_by_the_number_of_patches(size, patches):
 
 OTHERS = [  # each family and form with another sampler
     Case(one.name, "ulysses1", "odd", one.heads[0], 4.0, False, sampler)
-    for one, sampler in zip(SAMPLES.values(), cycle(parity.SAMPLERS), strict=False)
+    for one, sampler in zip(REPRESENTATIVES.values(), cycle(parity.SAMPLERS), strict=False)
     if one.name != PLAIN
 ]
 
@@ -154,6 +154,15 @@ def test_every_family_runs_free(case):
     stale = Patched(stock_model(case.heads, family=case.family), warm_up=1)
     free, in_step = sample(stale.model, case), sample(together(stale.model), case)
     assert relative_error(free, in_step) <= BOUND < relative_error(free, truth)
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name not in REPRESENTATIVES])
+def test_every_other_sample_runs_free_and_is_stock_when_warm(name):
+    """What its nodes add to a prompt is known to leave each pixel to itself."""
+    case = Case(name, "ulysses1", "odd", SAMPLES[name].heads[0], 4.0, False, "euler")
+    warm = Patched(stock_model(case.heads, family=name))
+    assert torch.equal(sample(warm.model, case, steps=2), sample(stock_model(case.heads, family=name), case, steps=2))
+    assert warm.mode == FREE
 
 
 @pytest.mark.parametrize("key", ["time_dim_concat", "context_latents"])

@@ -9,16 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
-from pipemesh.parallel_runtime.families import PLAIN, SAMPLES, plan_for
+from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES, plan_for
 from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.patches import TokenGrid
 
 from .models import asked_of
 
-CASES = [
-    Case(PLAIN, "ulysses1", "even", 12, 1.0, False, "euler"),
-    *(Case(one.name, "ulysses1", "odd", one.heads[-1], 1.0, one.masks is not None, "euler") for one in SAMPLES.values()),
-]
+
+def odd(one):
+    return Case(one.name, "ulysses1", "odd", one.heads[-1], 1.0, one.masks is not None, "euler")
+
+
+CASES = [Case(PLAIN, "ulysses1", "even", 12, 1.0, False, "euler"), *map(odd, REPRESENTATIVES.values())]
+OTHERS = [odd(one) for one in SAMPLES.values() if one.name not in REPRESENTATIVES]
+PATCHES = [*((case, patches) for case in CASES for patches in (1, 2, 3, 5)), *((case, 3) for case in OTHERS)]
 
 
 class Model:
@@ -59,7 +63,7 @@ def test_a_warm_evaluation_is_the_models_own(model):
     assert relative_error(model.warm(model.asked[0]), truth) == 0
 
 
-@pytest.mark.parametrize("patches", [1, 2, 3, 5])
+@pytest.mark.parametrize(("model", "patches"), PATCHES, ids=str, indirect=["model"])
 def test_with_constant_inputs_every_patch_equals_the_serial_forward(model, patches):
     truth = model.serial(model.asked[0])
     model.warm(model.asked[0])

@@ -10,7 +10,7 @@ from pipemesh.launcher.commands.parity import BF16_BOUNDS, BOUND, conditioning, 
 from pipemesh.parallel_runtime.client.in_process import reference
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, Refused
-from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
 
 from .bounds import ADAPTIVE, assert_replayed, bound
 from .conftest import ALL, running_clients
@@ -20,10 +20,11 @@ from .pipelines import ALL_WARM, HEADS, case, with_callback
 
 BREAKS = ("rows_of_the_buffer", "anchors_are_kept", "text_is_dropped", "stale_message", "mask_of_all_queries")
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)]  # degrees of pipefusion and ulysses
+FAMILIES = [*REPRESENTATIVES, *(name for name in SAMPLES if ALL and name not in REPRESENTATIVES)]  # the others: test_patches.py
 PIPELINES = [  # every family in two stages, those of up to four ranks in turn; all of them where the environment asks for it
     pytest.param(family, layout, id="{}-pipefusion{}-ulysses{}".format(family, *layout))
     for place, layout in enumerate(LAYOUTS)
-    for number, family in enumerate(SAMPLES)
+    for number, family in enumerate(FAMILIES)
     if ALL or place == 0 or number % 3 == place - 1
 ]
 
@@ -59,7 +60,7 @@ def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages
     """Asynchronously, and then with the same inputs for every evaluation, where stale keys and
     values are fresh ones: each must equal the serial forward.
     """
-    patches = patches_of(layout)[list(SAMPLES).index(family) % 3]
+    patches = patches_of(layout)[FAMILIES.index(family) % 3]
     of = case(family, sampler="dpmpp_2m_sde", tokens="even" if patches % 2 or patches > 7 else "odd")
     assert relative_error(sample(pipeline(family, layout, patches), of), truths.patched(of, patches)) <= truths.bound(of)
     assert relative_error(truths.patched(of, patches), truths.stock(of)) > 100 * BOUND  # it is asynchronous

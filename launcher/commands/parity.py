@@ -2,7 +2,7 @@
 full product of samples, methods, token counts, head counts, cfg, masks and samplers.
 
 Every case samples through ``comfy.sample.sample`` with the stock MODEL and with its parallel twin.
-The tests run a pairwise cover.
+The tests run a cover.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...parallel_runtime.families import PLAIN, SAMPLES
-from ...parallel_runtime.families.sample import Masks
+from ...parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
+from ...parallel_runtime.families.sample import Masks, Sample
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -70,6 +71,7 @@ METHODS: Mapping[str, tuple[int, int]] = {
 SAMPLERS = ("euler", "heun", "dpmpp_2m_sde", "uni_pc")
 TOKENS, CFGS = ("even", "odd"), (1.0, 4.0)
 COVERED = tuple(method for method in METHODS if method not in ("ulysses4", "ring4"))  # four ranks on two cores: 2x2 has both axes
+RINGS = ("2x2", "ring2", "ring3")
 
 
 def full_product() -> list[Case]:
@@ -81,12 +83,22 @@ def full_product() -> list[Case]:
 
 
 def cover() -> list[Case]:
-    """The cases that the tests run: a cover of the samples that have several head counts, and one
-    of all others together.
+    """The cases that the tests run. Of the representatives a cover of all pairs: of those that have
+    several head counts, and of all others together. Of every other sample two cases.
     """
-    cases = [case for case in full_product() if case.method in COVERED]
+    cases = [case for case in full_product() if case.method in COVERED and case.family in REPRESENTATIVES]
     halves = [[case for case in cases if (len(SAMPLES[case.family].heads) > 1) == several] for several in (True, False)]
-    return [case for half in halves for case in cover_of(half)]
+    others = [sample for name, sample in SAMPLES.items() if name not in REPRESENTATIVES]
+    return [case for half in halves for case in cover_of(half)] + [case for pair in map(two_cases, others, cycle(RINGS)) for case in pair]
+
+
+def two_cases(sample: Sample, ring: str) -> tuple[Case, Case]:
+    """Choose where a plan that brings no new word can fail: tokens that two ranks cannot share
+    evenly, unequal prompts and masks under Ulysses; keys that travel around the ``ring``.
+    """
+    heads = sample.heads[-1]
+    odd = Case(sample.name, "ulysses2", "odd", heads, CFGS[-1], sample.masks is not None, SAMPLERS[0])
+    return odd, Case(sample.name, ring, "even", heads, CFGS[0], False, SAMPLERS[0])
 
 
 def cover_of(cases: list[Case]) -> list[Case]:
@@ -210,7 +222,7 @@ def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--family", choices=SAMPLES)
     parser.add_argument("--method", choices=METHODS)
     parser.add_argument("--ranks", type=int, choices=sorted({ulysses * ring for ulysses, ring in METHODS.values()}))
-    parser.add_argument("--cover", action="store_true", help="only the pairwise cover that the tests run")
+    parser.add_argument("--cover", action="store_true", help="only the cover that the tests run")
     parser.add_argument("--bf16", action="store_true", help=f"in bf16 ({', '.join(in_bf16)}): distance from the fp32 truth over stock's")
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args(argv)

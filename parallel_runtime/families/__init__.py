@@ -1,6 +1,7 @@
 """The registry of model families: one file per family, and its name in two lines here.
 
-Nothing outside this folder names a family: what is tried on all of them iterates ``SAMPLES``.
+Nothing outside this folder names a family: what is tried on all of them iterates ``SAMPLES``, and
+what is tried once for every word of the vocabulary ``REPRESENTATIVES``.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ FAMILIES: tuple[Family, ...] = (
 )
 PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
 SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}
+REPRESENTATIVES: Mapping[str, Sample] = {name: sample for name, sample in SAMPLES.items() if sample.stands_for}
 PLAIN = next(iter(SAMPLES))  # for what any family will do
 
 

@@ -154,7 +154,7 @@ FLUX = Family(
             },
             latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)},
             masks=Masks(),
-            bf16=True,
+            stands_for=("joined streams", "masks", "bf16"),
         ),
         Sample(
             name="flux2",
@@ -163,6 +163,7 @@ FLUX = Family(
             tiny=tiny,
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)},
             masks=Masks(side=1, text=512),
+            stands_for=("Ranges",),
         ),
     ),
 )

@@ -108,8 +108,12 @@ class Masks:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One random model of a family, and its inputs. Every parity case, PipeFusion test and family
-    test is tried on every sample.
+    """One random model of a family, and its inputs.
+
+    ``stands_for`` names what this sample alone stands for, words of the plan vocabulary as a rule:
+    the tests try every method on it. A sample that brings nothing new leaves it empty; the tests
+    then try what only a plan of its own can get wrong, and the rest goes by command. ``bf16``:
+    tried in bf16 too.
 
     ``heads``: the head counts to try, and ``tiny``: head count -> the size to try it at. ``larger``
     are sizes by the name of their use: ``demo``, and of the benches ``bench`` (24 blocks), ``deep``
@@ -117,7 +121,7 @@ class Sample:
     take as long). ``latents``: a latent with an ``even`` and one with an ``odd`` number of tokens.
     ``masks`` is None where ComfyUI takes no attention mask. ``prompt_extras``: an empty latent ->
     what the family's nodes add to a prompt. ``noise_mask``: an empty latent -> the mask to sample
-    it under. ``bf16``: tried in bf16 too.
+    it under.
     """
 
     name: str
@@ -129,7 +133,11 @@ class Sample:
     masks: Masks | None = None
     prompt_extras: Callable[[torch.Tensor], dict[str, Any]] | None = None
     noise_mask: Callable[[torch.Tensor], torch.Tensor] | None = None
-    bf16: bool = False
+    stands_for: tuple[str, ...] = ()
+
+    @property
+    def bf16(self) -> bool:
+        return "bf16" in self.stands_for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,21 @@ LATENTS = {"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)}
 SD3 = Family(
     plans=(PLAN,),
     samples=(
-        Sample(name="sd3", form=Form(config_class="SD3", config=config), heads=(5,), tiny=tiny, latents=LATENTS),
-        Sample(name="sd3.5-medium", form=Form(config_class="SD3", config=medium_config), heads=(3,), tiny=tiny, latents=LATENTS),
+        Sample(
+            name="sd3",
+            form=Form(config_class="SD3", config=config),
+            heads=(5,),
+            tiny=tiny,
+            latents=LATENTS,
+            stands_for=("Blocks.positional",),
+        ),
+        Sample(
+            name="sd3.5-medium",
+            form=Form(config_class="SD3", config=medium_config),
+            heads=(3,),
+            tiny=tiny,
+            latents=LATENTS,
+            stands_for=("also_attend_alone",),
+        ),
     ),
 )

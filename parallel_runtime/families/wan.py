@@ -87,6 +87,7 @@ WAN = Family(
             tiny=tiny,
             larger={"equal": Size(heads=16, head_dim=16, blocks=(24,))},
             latents=latents(16),
+            stands_for=("Along", "Blocks.local"),
         ),
         Sample(
             name="wan2.1-i2v",
@@ -95,6 +96,7 @@ WAN = Family(
             tiny=tiny,
             latents=latents(16),
             prompt_extras=first_frame,
+            stands_for=("channels beside the latent",),
         ),
         Sample(
             name="wan2.2-5b",
@@ -103,6 +105,7 @@ WAN = Family(
             tiny=tiny,
             latents=latents(48),
             noise_mask=given_frame,
+            stands_for=("Along.repeated",),
         ),
     ),
 )
