@@ -38,3 +38,4 @@ class BlockClock:
 
     def end_run(self) -> None:
         self._begun.clear()
+        self.seconds = {}
