@@ -14,7 +14,7 @@ from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.wire.messages import Forward, Load, Release, SetWeightPatches
+from pipemesh.parallel_runtime.wire.messages import EndRun, Fetch, Forward, Load, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.segment import TensorRef
 
 FAKE = str(Path(__file__).with_name("fake_worker.py"))
@@ -25,6 +25,8 @@ MAKE = {
     "Load": lambda number, model="m": Load(request=number, model=model, source=b""),
     "SetWeightPatches": lambda number: SetWeightPatches(request=number, model="m", patches_id="p", payload=b""),
     "Release": lambda number, model="m": Release(request=number, model=model),
+    "EndRun": lambda number, model="m": EndRun(request=number, model=model),
+    "Fetch": lambda number: Fetch(request=number, arena_bytes=0, out=OUT),
     "Forward": lambda number, model="m": forward(number, model),
     "unwritable Load": lambda number: Load(request=number, model="m", source=b"", stages=(TOO_LONG,)),
     "unwritable Forward": lambda number: forward(number, "m", TOO_LONG),

@@ -29,9 +29,12 @@ PHASE = {
     "SetWeightPatches": "patching",
     "Adopt": "patching",
     "Release": "releasing",
+    "EndRun": "releasing",
     "Forward": "computing",
+    "Fetch": "writing",
 }
 MEMORY = [3 << 20, 4 << 20, 1 << 20]  # free, total, model
+LESS_MEMORY = [1 << 20, 4 << 20, 3 << 20]
 TICK_S = 0.01
 
 
@@ -104,6 +107,10 @@ class Rank:
         else:
             output = " ".join(self.handled).encode()
             self.send({"type": "Done", "request": message["request"], "memory": MEMORY, "output": output, **fields})
+
+    def fill_up(self, message: dict) -> None:
+        """Answers with less memory free than before."""
+        self.answer(message, memory=LESS_MEMORY)
 
     def die(self, message: dict) -> None:
         for line in range(20):

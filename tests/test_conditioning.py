@@ -2,9 +2,12 @@
 only.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from pipemesh.parallel_runtime.client.conditioning import RECENT, ConditioningCache
+from pipemesh.parallel_runtime.client.runs import Runs
 from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, Arena, Board
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 
@@ -79,6 +82,16 @@ def test_nothing_is_expected_of_a_tensor_never_sent_and_a_new_run_expects_nothin
         assert shows(arena, ref, text(1))
         assert right()
         cache.begin_run()
+
+
+def test_what_a_branch_sent_is_not_assumed_in_the_next_run(arena, cache):
+    runs = Runs(SimpleNamespace(live=SimpleNamespace(conditioning=cache, models={}, pool=SimpleNamespace(idle=True))))
+    runs.begin("m")
+    sent = cache.put(BRANCH, "context", text(1))
+    runs.begin("m")
+    ref, right = cache.assume(BRANCH, "context", text(2))
+    assert ref != sent and right()
+    assert shows(arena, ref, text(2))
 
 
 def test_content_that_is_not_contiguous_is_recognised(arena, cache):

@@ -153,7 +153,7 @@ def tensors():
 
 
 def sizes(method):
-    """Of every container that the method holds, by where it is; the model's are not the method's."""
+    """Of every container that the method holds, by its place; those of the model are left out."""
     found, seen, todo = {}, set(), [("", method)]
     while todo:
         path, one = todo.pop()

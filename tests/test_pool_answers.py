@@ -20,6 +20,7 @@ from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
 
 from .fake_pools import DEADLINE_S, assert_over, call, cpus, failing, fake_setup, handled, is_alive, submitted, through
+from .fake_worker import LESS_MEMORY
 
 
 @pytest.fixture
@@ -45,6 +46,19 @@ def test_answers_that_came_before_their_request_was_abandoned_are_not_believed(s
     submitted(pool)
     pool.abandon()
     assert pool.idle and len(through(pool)) == 2
+
+
+# -- a request for some of the ranks
+
+
+@pytest.mark.parametrize("kind", ["Forward", "Fetch", "EndRun"])
+def test_ranks_that_are_not_asked_neither_hear_of_it_nor_lose_what_they_told_of_their_memory(started, kind):
+    pool = started(3, f"*:{kind}=fill-up")
+    free = [memory.free for memory in pool.memory]
+    number = submitted(pool, kind, group=(1,))
+    assert list(pool.collect(number)) == [1]
+    assert [memory.free for memory in pool.memory] == [free[0], LESS_MEMORY[0], free[2]]
+    assert handled(pool) == ["Start Release", f"Start {kind} Release", "Start Release"]
 
 
 # -- a rank that cannot go on

@@ -13,11 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, Arena
+from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, PHASES, Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, Channel, ChannelClosed
-from pipemesh.parallel_runtime.wire.messages import Close, Done, Failed, FromRank, Memory, Release, ToRank
+from pipemesh.parallel_runtime.wire.messages import PHASE, Close, Done, Failed, FromRank, Memory, Release, ToRank
 from pipemesh.parallel_runtime.wire.segment import TensorRef
 from pipemesh.parallel_runtime.wire.tree import NotPlain, decode_tree, encode_tree, is_plain
+
+from . import fake_worker
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -164,6 +166,12 @@ def test_what_a_tree_was_read_from_is_let_go_at_once():
 
 
 # -- channel
+
+
+def test_the_tests_own_rank_knows_every_request_and_its_phase():
+    requests = {kind.__name__: phase for kind, phase in PHASE.items()}
+    assert {**requests, "Start": "importing"} == fake_worker.PHASE
+    assert PHASES == fake_worker.PHASES
 
 
 @pytest.fixture

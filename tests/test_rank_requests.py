@@ -1,0 +1,81 @@
+"""What a rank does for each request, in this process: a rank alone, with real models."""
+
+import re
+
+import pytest
+import torch
+from pipemesh.launcher.commands.parity import stock_model
+from pipemesh.parallel_runtime.comfy_bridge.source import state_source
+from pipemesh.parallel_runtime.comm.mesh import connect
+from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.wire.arena import Arena
+from pipemesh.parallel_runtime.wire.messages import EndRun, Forward, Load, Release, SetWeightPatches
+from pipemesh.parallel_runtime.wire.parcel import Parcel
+from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
+from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
+from pipemesh.parallel_runtime.worker.handler import RequestHandler
+
+from .fake_pools import OUT
+from .models import IdleRank
+
+CPU = torch.device("cpu")
+
+
+class Rank:
+    """A rank's handler, and what is asked of it."""
+
+    def __init__(self):
+        self._arena = Arena()
+        mesh = connect(Layout().degrees(), 0, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+        self.handler = RequestHandler(mesh, CPU, DeviceMemory(CPU, 0), ArenaIO(self._arena.segment, CPU), away=False)
+
+    def ask(self, kind, model, tree=None, **fields):
+        parcel = Parcel(tree) if tree is not None else None
+        if parcel is not None:
+            fields["source" if kind is Load else "payload"] = parcel.tree
+        return self.handler.handle(kind(request=1, model=model, **fields), [parcel.segment] if parcel else [], IdleRank())
+
+    def load(self, model, heads):
+        return self.ask(Load, model, state_source(stock_model(heads)))
+
+    def patch(self, model, patches_id):
+        return self.ask(SetWeightPatches, model, {"patches": {}, "objects": {}}, patches_id=patches_id)
+
+    def evaluate(self, model, patches_id):
+        arena_bytes = self._arena.nbytes
+        return self.ask(Forward, model, patches_id=patches_id, arguments=b"", arena_bytes=arena_bytes, out=OUT, part=Part(1, 0))
+
+    def close(self):
+        self._arena.close()
+
+
+@pytest.fixture
+def rank():
+    rank = Rank()
+    yield rank
+    rank.close()
+
+
+def test_an_evaluation_under_weight_patches_that_the_rank_does_not_have_is_refused(rank):
+    rank.load("m", 2)
+    rank.patch("m", "ours")
+    for wanted in ("theirs", ""):
+        sentence = f"Rank 0 holds weight patches 'ours', the run wants {wanted!r}: run again."
+        with pytest.raises(Refused, match=f"^{re.escape(sentence)}$"):
+            rank.evaluate("m", wanted)
+    rank.patch("m", "theirs")
+    with pytest.raises(Exception, match=r"^(?!Rank 0 holds)"):  # of the missing arguments
+        rank.evaluate("m", "theirs")
+
+
+def test_a_rank_tells_what_the_models_that_it_still_holds_take(rank):
+    one = rank.load("one", 2).memory.model
+    both = rank.load("other", 4).memory.model
+    assert 0 < one < both
+    assert rank.load("one", 2).memory.model == both, "it is there already"
+    assert rank.ask(EndRun, "one").memory.model == both
+    assert rank.ask(Release, "one").memory.model == both - one
+    assert rank.ask(Release, "one").memory.model == both - one
+    assert rank.ask(Release, "other").memory.model == 0
