@@ -176,6 +176,14 @@ class Rank:
             self.pause()
         self.die(message)
 
+    def silent(self, message: dict) -> None:
+        """Waits without a tick until the test opens the gate, then answers: as a GPU rank that
+        waits for all it has enqueued.
+        """
+        while not self.board.word(GATE):
+            self.pause(ticks=0)
+        self.answer(message)
+
     def gated(self, message: dict) -> None:
         """Ticks until the test opens the gate, then answers."""
         while not self.board.word(GATE):
@@ -202,9 +210,10 @@ class Rank:
         where = {"request": message["request"], "phase": PHASE[message["type"]]}
         self.send({"type": "Failed", **where, "kind": kind, "text": text, "trace": "", "memory": MEMORY})
 
-    def pause(self) -> None:
-        """One tick; ends with the UI."""
-        self.board.tick()
+    def pause(self, ticks: int = 1) -> None:
+        """One tick, or none; ends with the UI."""
+        for _ in range(ticks):
+            self.board.tick()
         poller = select.poll()
         poller.register(self.channel.fileno(), select.POLLHUP)
         if poller.poll(1000 * TICK_S):

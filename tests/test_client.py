@@ -1,18 +1,22 @@
 """What the UI asks of a pool, seen with a pool that only writes it down."""
 
+import math
+import threading
 from functools import partial
 from itertools import count
 
 import pytest
 import torch
+from pipemesh.launcher.commands.parity import stock_model
 from pipemesh.launcher.pool.verdict import Facts
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Ticket
 from pipemesh.parallel_runtime.comfy_bridge.source import Source
-from pipemesh.parallel_runtime.errors import OutOfMemory, RunCancelled, SharedMemoryFull
+from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed, RunCancelled, SharedMemoryFull
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.messages import Done, EndRun, Forward, Load, Memory, Release, SetWeightPatches
+from pipemesh.parallel_runtime.wire.messages import Done, Forward, Load, Memory, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import NotPlain, decode_tree, encode_tree
 
 from .test_wire import descriptors
@@ -50,7 +54,7 @@ class Ledger:
     def abandon(self):
         self.abandoned += 1
 
-    def cancel(self):
+    def call_back(self):
         self.cancelled += 1
 
     def collect(self, number, interrupted):
@@ -157,9 +161,9 @@ def place_of(tensor, request):
 
 def test_a_model_that_is_in_a_run_is_no_room_for_another_one_in_it():
     client = remote(Ledger(room=3), "a", "b")
-    run = client.runs.begin("b")
+    client.runs.begin("b")
     assert not client.residency.make_room("a") and client.residency.holds("b")
-    client.runs.end(run)
+    client.runs.end("b")
     assert client.residency.make_room("a") and not client.residency.holds("b")
 
 
@@ -167,9 +171,9 @@ def test_a_model_that_is_in_a_run_is_no_room_for_another_one_in_it():
 def test_a_run_ends_once_in_the_ranks_under_every_method(stages):
     pool = Ledger(room=1, stages=stages)
     client = remote(pool, "a")
-    run = client.runs.begin("a")
+    client.runs.begin("a")
     for _ in range(2):
-        client.runs.end(run)
+        client.runs.end("a")
     assert pool.asked == [("Load", "a"), ("EndRun", "a")]
 
 
@@ -180,32 +184,78 @@ def test_a_run_that_begins_ends_the_one_that_nobody_ended():
     second = client.runs.begin("a")
     assert first.id != second.id and client.runs.of("a") is second
     assert pool.asked == [("Load", "a"), ("EndRun", "a")]
-    client.runs.end(first)
-    assert client.runs.of("a") is second
 
 
-def test_an_evaluation_without_a_sampler_begins_a_run_by_itself():
-    client = remote(Ledger(room=1), "a")
+def test_what_is_left_of_a_run_after_another_inside_it_ends_with_it():
+    pool = Ledger(room=1)
+    client = remote(pool, "a")
+    client.runs.begin("a")
+    client.runs.begin("a")
+    client.runs.end("a")  # the inner one
+    evaluate(client, "a")
+    client.runs.end("a")
+    assert pool.asked.count(("EndRun", "a")) == 3 and client.runs.models() == set()
+
+
+def test_an_evaluation_without_a_sampler_begins_a_run_by_itself_which_is_in_nobodys_way():
+    client = remote(Ledger(room=2), "a", "b")
     evaluate(client, "a")
     run = client.last_run
     evaluate(client, "a")
     assert client.last_run is run and len(run.evaluations) == 2
+    assert client.residency.make_room("b") and not client.residency.holds("a")
+
+
+def test_a_model_that_a_guider_evaluates_beside_the_sampled_one_is_in_the_same_run_and_its_figures():
+    pool = Ledger(room=3)
+    client = remote(pool, "c", "a", "b")
+    run = client.runs.begin("a")
+    for model in "abab":
+        evaluate(client, model)
+    assert client.last_run is run and len(run.evaluations) == 4
+    assert client.residency.make_room("x") and not client.residency.make_room("x"), "c is in no run"
+    client.runs.end("a")
+    assert pool.asked[-2:] == [("EndRun", "a"), ("EndRun", "b")]
+    assert client.residency.make_room("x")
 
 
 def test_the_end_of_a_run_asks_nothing_of_ranks_that_are_still_at_what_was_cancelled():
     pool = Ledger(room=1, stages=2)
     client = remote(pool, "a")
-    run = client.runs.begin("a")
+    client.runs.begin("a")
     pool.idle = False
-    client.runs.end(run)
+    client.runs.end("a")
     assert pool.asked == [("Load", "a")]
 
 
-def test_the_end_of_a_run_hides_nothing_that_the_run_ended_with(caplog):
-    pool = Ledger(room=1, short=EndRun)
+@pytest.mark.parametrize("error", [OutOfMemory("full"), OSError("full")])
+def test_the_end_of_a_run_hides_nothing_that_the_run_ended_with(caplog, monkeypatch, error):
+    pool = Ledger(room=1)
     client = remote(pool, "a")
-    client.runs.end(client.runs.begin("a"))
-    assert pool.asked[-1] == ("EndRun", "a") and "full" in caplog.text
+    client.runs.begin("a")
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(pool, "ask", fail)
+    client.runs.end("a")
+    assert "full" in caplog.text
+
+
+def test_the_end_of_a_run_is_waited_for_a_little_and_no_longer(monkeypatch):
+    pool = Ledger(room=1)
+    client = remote(pool, "a")
+    client.runs.begin("a")
+    given_up = []
+
+    def hang(request, fds, interrupted):
+        monkeypatch.setattr("time.monotonic", lambda: math.inf)
+        given_up.append(interrupted())
+        raise RunCancelled
+
+    monkeypatch.setattr(pool, "ask", hang)
+    client.runs.end("a")
+    assert given_up == [True]
 
 
 def conditioned(text: float) -> dict:
@@ -232,6 +282,24 @@ def test_an_evaluation_whose_conditioning_was_not_the_one_assumed_is_called_back
     first, assumed, right = (request.arguments for request in pool.submitted)
     assert first == assumed != right
     assert len(client.last_run.evaluations) == 2
+
+
+def test_the_time_of_an_evaluation_is_that_of_all_its_attempts(monkeypatch):
+    client = remote(Ledger(room=1), "a")
+    evaluate(client, "a", conditioned(1.0))
+    clock = count(100.0)
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    began = next(clock) + 1
+    evaluate(client, "a", conditioned(2.0))
+    assert client.last_run.evaluations[-1].began == began
+
+
+def test_an_evaluation_that_no_rank_returns_an_output_of_is_an_error(monkeypatch):
+    pool = Ledger(room=1)
+    client = remote(pool, "a")
+    monkeypatch.setattr(pool, "answer", lambda request: Done(request=request.request, memory=pool.memory[0]))
+    with pytest.raises(PoolFailed, match="No rank returned an output"):
+        evaluate(client, "a")
 
 
 def test_a_submission_that_could_not_be_sent_is_not_in_flight_and_holds_no_model(monkeypatch):
@@ -285,7 +353,7 @@ def load(client: RemotePool, *models: str) -> None:
 def test_the_least_recently_used_model_makes_room_for_another():
     pool = Ledger(room=2)
     client = remote(pool, "a", "b")
-    assert client.residency.touch("a", "")  # b is the older one now
+    assert client.residency.is_ready("a", "")  # b is the older one now
     load(client, "c")
     assert pool.models == ["a", "c"]
     assert not client.residency.holds("b")
@@ -327,3 +395,52 @@ def patch(client: RemotePool, model: str) -> None:
 
 def evaluate(client: RemotePool, model: str, arguments: dict | None = None) -> None:
     client.evaluations.evaluate(client.runs.of(model), "", arguments or conditioned(0.0), ("cond",), lambda: False)
+
+
+class Successive:
+    """A handle on pools of which each is lost after its first Load, but the last."""
+
+    def __init__(self, *pools: Ledger):
+        self.pools = list(pools)
+
+    def live(self):
+        if len(self.pools) > 1 and self.pools[0].models:
+            del self.pools[0]
+        return self.pools[0]
+
+    def ensure(self, interrupted):
+        return self.live()
+
+
+def test_a_pool_that_is_lost_between_a_load_and_its_weight_patches_is_replaced_and_loaded_again():
+    first, second = Ledger(room=1), Ledger(room=1)
+    patched = stock_model(1).clone()
+    key = next(key for key in patched.model_state_dict() if key.startswith("diffusion_model.") and key.endswith(".weight"))
+    patched.add_patches({key: ("diff", (torch.zeros_like(patched.model_state_dict()[key]),))})
+    parallel = parallelize(patched, RemotePool(Successive(first, second), shares_weights=False), holds_ui_device=0.0)
+    parallel._bring_up()
+    assert [kind for kind, _model in first.asked + second.asked] == ["Load", "Load", "SetWeightPatches"]
+
+
+def test_a_model_that_nobody_uses_is_released_at_once_by_the_thread_that_asks_and_later_by_others():
+    pool = Ledger(room=2)
+    client = remote(pool)
+
+    class Loaded:
+        """Stands for a loader's output."""
+
+    def loaded(name):
+        made = Loaded()
+        client.residency.use(made, lambda: Source(model=name, factory="f"))
+        load(client, name)
+        return made
+
+    outputs = [loaded("a"), loaded("b")]
+    outputs.pop()
+    assert pool.models == ["a"]
+    elsewhere = threading.Thread(target=outputs.pop)
+    elsewhere.start()
+    elsewhere.join()
+    assert pool.models == ["a"]
+    load(client, "c")
+    assert pool.models == ["c"]

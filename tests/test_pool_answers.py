@@ -188,19 +188,19 @@ class Clock:
 
 def test_hangs_are_judged_by_counters_alone():
     clock, counters = Clock(), {0: 0, 1: 0}
-    watch = Watch(counters.get, 10.0, clock)
+    watch = Watch(counters.get, clock)
     for _ in range(50):  # one of two ticks every nine seconds: for ever healthy
         clock.now += 9.0
         counters[1] += 1
-        assert watch.stalled([0, 1]) is None
+        assert watch.stalled_rank([0, 1], 10.0) is None
     clock.now += 10.0
-    assert watch.stalled([0, 1]) is None
+    assert watch.stalled_rank([0, 1], 10.0) is None
     clock.now += 0.1
-    assert watch.stalled([0, 1]) == 0
-    assert watch.stalled([1]) is None  # rank 0 has answered: another question, a new start
+    assert watch.stalled_rank([0, 1], 10.0) == 0
+    assert watch.stalled_rank([1], 10.0) is None  # rank 0 has answered: another question, a new start
     clock.now += 10.1
-    assert watch.stalled([1]) == 1
-    assert watch.stalled([]) is None
+    assert watch.stalled_rank([1], 10.0) == 1
+    assert watch.stalled_rank([], 10.0) is None
 
 
 # -- a request that is rejected

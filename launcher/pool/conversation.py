@@ -16,18 +16,12 @@ from ...parallel_runtime.wire.arena import Board
 from ...parallel_runtime.wire.messages import Request
 from .in_flight import InFlight, Meets
 from .ranks import Lost, Ranks
-from .verdict import Facts, judge, sentence_of_stall, wait_after_failure
+from .verdict import Facts, connected, judge, sentence_of_stall, wait_after_failure
 from .watch import Watch
 
 POLL_S = 0.05
 CANCEL_WAIT_S = 10.0  # for ranks to leave what was cancelled; after that the next run waits for them
-STILL = 0.75  # of that time without progress: such ranks hang, and are not kept
-
-
-class Hung(Lost):
-    """Ranks that were told to leave an evaluation and do not move: the pool is of no more use, and
-    the user, who cancelled, need not hear of it.
-    """
+LEAVE_STALL_S = 60.0  # without progress, ranks that were told to leave hang
 
 
 class Conversation:
@@ -40,6 +34,7 @@ class Conversation:
         self._facts = facts
         self._in_flight: dict[int, InFlight] = {}  # by request, in the order of submission
         self._leave_by = math.inf  # when ranks that were told to leave what is in flight should have
+        self._watch = Watch(board.progress)  # of what is in flight: a Stop, or a second one, does not begin it anew
 
     @property
     def is_over(self) -> bool:
@@ -54,7 +49,7 @@ class Conversation:
     def expect(self, number: int, group: Sequence[int], meets: Meets = Meets.NOBODY) -> None:
         """Counts on an answer to ``number`` from every rank of ``group``."""
         if not self._in_flight:
-            self._leave_by = math.inf
+            self._leave_by, self._watch = math.inf, Watch(self._board.progress)
         self._in_flight[number] = InFlight(number, tuple(group), meets)
 
     def submit(self, request: Request, group: Sequence[int], fds: Sequence[int], interrupted: Callable[[], bool]) -> None:
@@ -68,10 +63,15 @@ class Conversation:
             del self._in_flight[request.request]
             raise
 
-    def cancel(self) -> None:
+    def call_back(self) -> None:
         """Tells the ranks to leave what is in flight at their next block; they still answer."""
-        self._leave_by = min(self._leave_by, time.monotonic() + CANCEL_WAIT_S)
         self._board.cancel(max(self._in_flight, default=0))
+
+    def _cancel(self) -> None:
+        """Calls the ranks back, and gives them ``CANCEL_WAIT_S`` from the first time on."""
+        if self._leave_by == math.inf:
+            self._leave_by, self._watch = time.monotonic() + CANCEL_WAIT_S, Watch(self._board.progress)
+        self.call_back()
 
     def collect(self, number: int, interrupted: Callable[[], bool]) -> dict[int, Any]:
         """The answers to ``number``, by rank. Raises RunCancelled, ModelError, Refused."""
@@ -94,7 +94,7 @@ class Conversation:
         for one in self._in_flight.values():
             one.awaited = False
         if self._in_flight:
-            self.cancel()
+            self._cancel()
             self._drain(lambda: False, until=self._leave_by)
 
     def settle(self, interrupted: Callable[[], bool]) -> None:
@@ -112,39 +112,41 @@ class Conversation:
                 self._in_flight.pop(one.number, None)
 
     def _listen(self, wanted: Sequence[InFlight], interrupted: Callable[[], bool], *, leave: bool, until: float = math.inf) -> bool:
-        """Takes answers until all ``wanted`` are there, and after a failure until nobody owes one.
+        """Takes answers until all ``wanted`` are there, and after a failure until no connected
+        request owes one.
 
-        ``leave``: a cancel is passed on to the ranks, which then have ``CANCEL_WAIT_S``. Returns
-        whether it was cancelled. Raises Lost, and Hung where ranks do not even begin to leave.
+        ``leave``: a cancel is passed on to the ranks, which then have ``CANCEL_WAIT_S``; ``settle``
+        waits for those that need longer. Returns whether it was cancelled. Raises Lost where ranks
+        hang, but not while it waits for a limited time.
         """
-        watch = Watch(self._board.progress, self.stall_s)
-        cancelled, failed = False, False
-        while (any(one.owing for one in wanted) or (failed and self._owing())) and time.monotonic() <= until:
+        cancelled = False
+        side: list[InFlight] = []  # that a failure may keep from answering
+        while any(one.owing for one in [*wanted, *side]) and time.monotonic() <= until:
             self._take_answers()
             failing = [one for one in self._in_flight.values() if one.failures]
-            if failing and not failed:
-                failed = True
+            if failing and not side:
+                side = connected(list(self._in_flight.values()), failing)
                 until = min(until, time.monotonic() + wait_after_failure(failing))
                 if any(one.meets is Meets.STAGES for one in failing):
-                    self.cancel()
+                    self._cancel()
+            if until == math.inf:  # else the wait ends by itself
+                self._fail_if_stalled()
             if not cancelled and interrupted():
                 cancelled = True
                 if not leave:
                     break
-                self.cancel()
+                self._cancel()
                 until = self._leave_by
-            stalled = watch.stalled(self._owing())
-            if stalled is not None:
-                raise Lost(self._sentence_of_stall(stalled, self.stall_s), stalled)
-        if not failed and time.monotonic() > self._leave_by:
-            hung = watch.stalled(self._owing(), CANCEL_WAIT_S * STILL)
-            if hung is not None:
-                raise Hung(self._sentence_of_stall(hung, CANCEL_WAIT_S * STILL), hung)
         return cancelled
 
-    def _sentence_of_stall(self, rank: int, stall_s: float) -> str:
-        phase, over_machines = self._board.phase(rank), self._ranks.spans_machines
-        return sentence_of_stall(self._facts.where(rank), phase, stall_s, over_machines=over_machines)
+    def _fail_if_stalled(self) -> None:
+        """Raises Lost."""
+        owing = sorted(set().union(*(one.owing for one in self._in_flight.values())))
+        stall_s = self.stall_s if self._leave_by == math.inf else min(self.stall_s, LEAVE_STALL_S)
+        rank = self._watch.stalled_rank(owing, stall_s)
+        if rank is not None:
+            phase, over_machines = self._board.phase(rank), self._ranks.spans_machines
+            raise Lost(sentence_of_stall(self._facts.where(rank), phase, stall_s, over_machines=over_machines), rank)
 
     def _take_answers(self) -> None:
         for rank, answer in self._ranks.listen(POLL_S):
@@ -152,18 +154,20 @@ class Conversation:
             if number in self._in_flight:
                 self._in_flight[number].take(rank, answer)
 
-    def _owing(self) -> list[int]:
-        return sorted(set().union(*(one.owing for one in self._in_flight.values())))
-
     def _pass_judgement(self, *, forgiven: bool = False) -> None:
-        """Raises the error of what failed in flight. Then all that was answered is over."""
-        verdict = judge(list(self._in_flight.values()), self._facts, forgiven=forgiven)
+        """Raises the error of what failed in flight. Then all that was answered in connected groups
+        is over.
+        """
+        requests = list(self._in_flight.values())
+        verdict = judge(requests, self._facts, forgiven=forgiven)
         if verdict is None:
             return
         error, rank = verdict
         if isinstance(error, PoolFailed):
             raise Lost(str(error), rank)
-        self._in_flight = {number: one for number, one in self._in_flight.items() if one.owing}
+        for one in connected(requests, [one for one in requests if one.failures]):
+            if not one.owing:
+                del self._in_flight[one.number]
         raise error
 
 

@@ -1,4 +1,4 @@
-"""Requests that were sent to ranks and not collected. Bookkeeping only."""
+"""Keep the requests that were sent to ranks and not collected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Answer = Ready | Done | Failed
 
 
 class Meets(Enum):
-    """Whom a rank exchanges messages with while it handles a request."""
+    """Names the ranks that one exchanges messages with while it handles a request."""
 
     NOBODY = "each rank works by itself"
     SEQUENCE = "all ranks of the group meet in collectives: after one has failed, the others may never answer"
@@ -20,7 +20,7 @@ class Meets(Enum):
 
 @dataclass
 class InFlight:
-    """One request that was sent to ``group`` and not collected.
+    """Keeps the answers to one request that was sent to ``group`` and not collected.
 
     ``awaited``: a caller collects it.
     """
@@ -40,7 +40,7 @@ class InFlight:
         return {rank: answer for rank, answer in self.answers.items() if isinstance(answer, Failed)}
 
     def take(self, rank: int, answer: Answer) -> None:
-        """Notes a rank's answer. One that was not asked, or has answered, is not listened to."""
+        """Notes a rank's answer. That of a rank that owes none is dropped."""
         if rank in self.owing:
             self.owing.discard(rank)
             self.answers[rank] = answer

@@ -18,7 +18,7 @@ from itertools import count
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, RunCancelled
 from ...parallel_runtime.wire.arena import Arena
 from ...parallel_runtime.wire.messages import Done, Memory, Request
-from .conversation import Conversation, Hung, stop_if
+from .conversation import Conversation, stop_if
 from .devices import Placement
 from .rank_setup import RankSetup
 from .ranks import Lost, Ranks
@@ -133,9 +133,6 @@ class WorkerPool:
                 raise PoolFailed(f"The pool is {self._life}: run again to start a fresh one.")
             try:
                 yield self._conversation
-            except Hung as hung:
-                log.warning("[PipeMesh] After a cancel: %s", self._fail(hung))
-                raise RunCancelled("The run was cancelled.") from None
             except Lost as lost:
                 raise self._fail(lost) from lost.__cause__
 
@@ -163,10 +160,12 @@ class WorkerPool:
                 self._end("closed")
                 raise
 
-    def cancel(self) -> None:
-        """Tells the ranks to leave what is in flight at their next block. They still answer."""
+    def call_back(self) -> None:
+        """Tells the ranks to leave what is in flight at their next block, without a deadline: they
+        still answer, and ``collect`` waits for that.
+        """
         with self._open() as conversation:
-            conversation.cancel()
+            conversation.call_back()
 
     def collect(self, number: int, interrupted: Callable[[], bool] = never) -> dict[int, Done]:
         """Waits for the answers to a submitted request; returns them by rank. Done may say

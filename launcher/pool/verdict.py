@@ -1,4 +1,4 @@
-"""Judge what ranks answered, or why they did not: go on, or tear the pool down with a sentence.
+"""Judge the answers of ranks, or their silence: go on, or tear the pool down with a sentence.
 
 Pure functions: the pool asks them, raises what they return, and ends its processes where the error
 is PoolFailed.
@@ -28,7 +28,7 @@ DEADLY = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What a verdict depends on beside the answers. ``names``: each rank's device."""
+    """Holds facts that a verdict depends on beside the answers. ``names``: each rank's device."""
 
     names: Sequence[str]
     backend: str
@@ -37,7 +37,7 @@ class Facts:
 
     @property
     def everyone(self) -> tuple[int, ...]:
-        """All ranks, as a group."""
+        """Returns all ranks, as a group."""
         return tuple(range(len(self.names)))
 
     def meets(self, request: Request) -> Meets:
@@ -50,8 +50,8 @@ class Facts:
 
 
 def wait_after_failure(failing: Sequence[InFlight]) -> float:
-    """Seconds to wait for the other ranks after these requests failed on some. Infinite where they
-    answer by themselves, however long that takes.
+    """Returns the seconds to wait for the other ranks after these requests failed on some: infinite
+    where they answer by themselves, however long that takes.
     """
     failures = [failure for one in failing for failure in one.failures.values()]
     if all(one.meets is Meets.NOBODY for one in failing):
@@ -60,13 +60,25 @@ def wait_after_failure(failing: Sequence[InFlight]) -> float:
     return LEAVE_WAIT_S if staged and all(failure.messages_done == "all" for failure in failures) else OTHERS_WAIT_S
 
 
+def connected(requests: Sequence[InFlight], failing: Sequence[InFlight]) -> list[InFlight]:
+    """Returns those of ``requests`` whose ranks may wait for ranks of ``failing``: they share one,
+    or share one with a request that does. Other groups work on and have no part in the verdict.
+    """
+    ranks = {rank for one in failing for rank in one.group}
+    while grown := {rank for one in requests if ranks & {*one.group} for rank in one.group} - ranks:
+        ranks |= grown
+    return [one for one in requests if ranks & {*one.group}]
+
+
 def judge(requests: Sequence[InFlight], facts: Facts, *, forgiven: bool = False) -> tuple[PipeMeshError, int] | None:
-    """The error to raise, and the rank that it is about. None: there is none.
+    """Returns the error to raise and the rank that it is about, or None. ``requests``: those in
+    flight.
 
     The pool goes on if all ranks are known to be in step: none owes an answer, no message is left
     between stages, and ranks that meet in collectives have failed all alike. Else the error is
     PoolFailed. ``forgiven``: the requests belong to a cancelled run, so only that is told.
     """
+    requests = connected(requests, [one for one in requests if one.failures])
     failures = {rank: failure for one in reversed(requests) for rank, failure in one.failures.items()}
     if not failures:
         return None
@@ -80,7 +92,7 @@ def judge(requests: Sequence[InFlight], facts: Facts, *, forgiven: bool = False)
 
 
 def all_failed_alike(request: InFlight, facts: Facts) -> bool:
-    """True unless some ranks of a collective have failed and others have not. NCCL may hold
+    """Returns False where some ranks of a collective have failed and others have not. NCCL may hold
     exchanges that only some have issued, even where all have failed.
     """
     if request.meets is not Meets.SEQUENCE or not request.failures:
@@ -89,21 +101,23 @@ def all_failed_alike(request: InFlight, facts: Facts) -> bool:
 
 
 def is_out_of_step(request: InFlight) -> bool:
-    """True if a stage may have left a message on its way, where the next patch would find it."""
+    """Returns whether a stage may have left a message on its way, where the next patch would find
+    it.
+    """
     done = {answer.messages_done if isinstance(answer, Failed) else "all" for answer in request.answers.values()}
     return not (done <= {"all"} or (done == {"none"} and len(request.answers) == len(request.group)))
 
 
 def may_lack_an_exchange(request: InFlight, facts: Facts) -> bool:
-    """True if a rank may have left out an exchange that others of its stage have issued: NCCL lets
-    them answer all the same. For room, and for what they refuse, the ranks of a stage agree.
+    """Returns whether a rank may have left out an exchange that others of its stage have issued:
+    NCCL lets them answer all the same. For room, and in refusals, the ranks of a stage agree.
     """
     several = request.meets is Meets.STAGES and facts.ulysses > 1 and facts.backend == "nccl"
     return several and any(failure.kind in ("memory", "error") for failure in request.failures.values())
 
 
 def error_of(rank: int, failure: Failed, facts: Facts, warm: bool) -> PipeMeshError:
-    """One sentence for one rank's failure. ``warm``: the pool goes on."""
+    """Makes the error of one rank's failure, in one sentence. ``warm``: the pool goes on."""
     if warm and failure.kind in ("room", "refused"):
         return (NoRoom if failure.kind == "room" else Refused)(failure.text)
     sentence = f"{facts.where(rank)} failed while {failure.phase}: {failure.text}"
@@ -122,8 +136,8 @@ def error_of(rank: int, failure: Failed, facts: Facts, warm: bool) -> PipeMeshEr
 
 
 def sentence_of_death(where: str, phase: str, status: int | None) -> str:
-    """``status``: of the process, negative for a signal; None where it has only closed its
-    connection.
+    """Says why a rank is gone. ``status`` of its process: negative for a signal; None where it has
+    only closed its connection.
     """
     if status is None:
         cause = "closed its connection"

@@ -1,4 +1,4 @@
-"""Evaluations: submit, collect, abandon. There is no other way to compute one.
+"""Submit evaluations, collect or abandon them. There is no other way to compute one.
 
 Sequence parallelism submits a whole evaluation and collects it; a pipeline has many patches in
 flight.
@@ -28,7 +28,7 @@ CONTROL = "control"  # the argument that brings a ControlNet's residuals
 
 
 class Evaluations:
-    """On one pool handle, for every model."""
+    """Computes every model's evaluations on one pool handle."""
 
     def __init__(self, sessions: Sessions, residency: Residency, balance: StageBalance):
         self._sessions = sessions
@@ -37,20 +37,21 @@ class Evaluations:
 
     @property
     def in_flight(self) -> bool:
-        """True if a ticket is not collected yet."""
+        """Returns whether a ticket is not collected yet."""
         return self._sessions.latest is not None and bool(self._sessions.latest.tickets)
 
     def evaluate(self, run: Run, patches_id: str, arguments: dict[str, Any], branch: tuple, interrupted: Callable[[], bool]) -> Any:
-        """One whole evaluation: submitted and collected, again after other models are released
-        where the ranks ran out of memory, or where conditioning was not what it was assumed to be.
+        """Submits one whole evaluation and collects it; again after other models are released where
+        the ranks ran out of memory, and where conditioning was not what it was assumed to be.
 
-        ``arguments`` by name; the first two change with every evaluation. Returns own tensors.
+        ``arguments`` by name; the first two change with every evaluation. Nothing cancelled may be
+        outstanding: ranks may still read what is to be written over. Returns own tensors.
         """
+        began = time.perf_counter()
 
         def attempt() -> list[Any]:
-            if self._sessions.live is not None:
-                self._sessions.live.pool.settle(interrupted)  # ranks may still read what is to be written over
-            ticket = self.submit(run, patches_id, arguments, branch, Part(run.id, run.number_of(branch)), assume=True)
+            part = Part(run.id, run.number_of(branch))
+            ticket = self.submit(run, patches_id, arguments, branch, part, assume=True, began=began)
             try:
                 if not ticket.written.is_right():
                     self._retract(ticket, interrupted)
@@ -63,21 +64,32 @@ class Evaluations:
         with one_thread():
             output: list[Any] = []
             while not output:
-                output = self._residency.making_room(run.model, attempt)
+                output = self._residency.retry_with_room(run.model, attempt)
             return output[0]
 
-    def submit(self, run: Run, patches_id: str, arguments: dict[str, Any], branch: tuple, part: Part, *, assume: bool = False) -> Ticket:
+    def submit(
+        self,
+        run: Run,
+        patches_id: str,
+        arguments: dict[str, Any],
+        branch: tuple,
+        part: Part,
+        *,
+        assume: bool = False,
+        began: float | None = None,
+    ) -> Ticket:
         """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of
         submission, or ``abandon``.
 
         Patches of the same ``arguments`` that are in flight together share what was written of
         them. ``assume``: names the conditioning that this branch sent last without looking at it;
-        then ``written.is_right`` is to be asked while the ranks compute. Raises PoolFailed.
+        then ``written.is_right`` is to be asked while the ranks compute. ``began``: of the first
+        attempt; now, where there was none. Raises PoolFailed.
         """
         session = self._sessions.latest if self.in_flight else self._sessions.live
         if session is None:
             raise PoolFailed("The pool was lost in the middle of a run: run again, a fresh one will be started.")
-        began = time.perf_counter()
+        began = time.perf_counter() if began is None else began
         latent = next(iter(arguments.values()))
         latents = latent if isinstance(latent, list) else [latent]
         written = next((other.written for other in session.tickets if other.written.arguments is arguments), None)
@@ -107,15 +119,18 @@ class Evaluations:
         return ticket
 
     def collect(self, ticket: Ticket, interrupted: Callable[[], bool]) -> Any:
-        """The output, as own tensors on the latent's device. Raises RunCancelled, ModelError,
-        Refused, OutOfMemory, PoolFailed; after an error what is in flight is to be abandoned.
+        """Waits for the output; returns own tensors on the latent's device. Raises RunCancelled,
+        ModelError, Refused, OutOfMemory, PoolFailed; after an error what is in flight is to be
+        abandoned.
         """
         session = self._sessions.latest
         assert session is not None and ticket in session.tickets
         replies = session.pool.collect(ticket.number, interrupted)
         if any(reply.cancelled for reply in replies.values()):
             raise RunCancelled("The run was cancelled.")
-        rank, reply = next((rank, reply) for rank, reply in replies.items() if reply.output or reply.needs_bytes)
+        rank, reply = next(((rank, reply) for rank, reply in replies.items() if reply.output or reply.needs_bytes), (0, None))
+        if reply is None:
+            raise PoolFailed("No rank returned an output: restart ComfyUI, and report it if it happens again.")
         with session.pool.arena.frame() as larger:
             if reply.needs_bytes:
                 reply = self._fetch(session, larger, rank, reply.needs_bytes, interrupted)
@@ -144,7 +159,7 @@ class Evaluations:
         """
         session = self._sessions.latest
         assert session is not None and session.tickets == [ticket]
-        session.pool.cancel()
+        session.pool.call_back()
         session.pool.collect(ticket.number, interrupted)
         self._done_with(session, ticket)
 
@@ -193,8 +208,8 @@ def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bo
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes on one thread inside. Copies of a megabyte gain nothing from more, and torch's
-    waiting threads spin on the cores that CPU ranks need.
+    """Has torch compute on one thread inside. Copies of a megabyte gain nothing from more, and
+    torch's waiting threads spin on the cores that CPU ranks need.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -15,7 +15,9 @@ from .timelines import Branch
 
 
 class PipelineBackend:
-    """The ``PatchBackend`` of a model that a pipeline holds; ``model`` is its source's name."""
+    """Computes the patches of a model that a pipeline holds: a ``PatchBackend``. ``model``: its
+    name in the pool.
+    """
 
     def __init__(self, pool: RemotePool, model: str):
         self._pool = pool

@@ -31,14 +31,13 @@ from ..errors import Refused
 from .patch_backend import PipelineBackend
 from .patchwise import Patchwise, branch_of
 from .remote_pool import RemotePool
-from .run import Run
 from .separable import WRAPPER_KEY
 
 
 @dataclass(frozen=True)
 class Patching:
-    """How a pipeline samples: the number of ``patches``, how many first evaluations of every cond
-    are whole and exact, and the number of blocks of each stage (empty: balanced).
+    """Says how a pipeline samples: the number of ``patches``, how many first evaluations of every
+    cond are whole and exact, and the number of blocks of each stage (empty: balanced).
     """
 
     patches: int
@@ -47,7 +46,7 @@ class Patching:
 
 
 class Remote:
-    """What all clones of one parallelized MODEL share.
+    """Keeps the state that all clones of one parallelized MODEL share.
 
     ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
     ``activations``: likewise, of what a whole evaluation computes. ``sampling``: how evaluations
@@ -71,16 +70,17 @@ class Remote:
         self.sampling = sampling
         self.stages = stages
         self.options = CrossingOptions()
-        self.run: Run | None = None
         self.free_bytes: int | None = None  # in the rank that has least, when the run began
 
     @property
     def model(self) -> str:
-        """Its name in the pool."""
+        """Returns the model's name in the pool."""
         return self.source.model
 
     def share_of(self, diffusion_model: torch.nn.Module) -> int:
-        """Bytes of the weights that ranks on the UI's own device hold once the model is loaded."""
+        """Returns the bytes of weights that ranks on the UI's own device hold once the model is
+        loaded.
+        """
         whole = sum(p.numel() * p.element_size() for p in diffusion_model.parameters())
         return round(whole * self.holds_ui_device)
 
@@ -93,25 +93,25 @@ class Remote:
             self.pool.residency.recut(self.model, self.stages)
 
     def begin_run(self) -> None:
-        """Raises Refused where the checkpoint was overwritten while the ranks had it mapped: then
-        they hold some of each file.
+        """Begins a run in the pool. Raises Refused where the checkpoint was overwritten while the
+        ranks had it mapped: then they hold some of each file.
         """
         try:
             check_mapped(self.source.file)
         except Refused:
             self.release()
             raise
-        self.run = self.pool.runs.begin(self.model)
+        self.pool.runs.begin(self.model)
         self.recut()
         self.free_bytes = self.pool.free_bytes()
         if self.sampling is not None:
             self.sampling.begin_run()
 
     def end_run(self) -> None:
-        """Once, however often it is called."""
-        run, self.run = self.run, None
-        if run is not None:
-            self.pool.runs.end(run)
+        """Ends the run that the model is in, if any: after a run inside a run, the outer one's
+        rest.
+        """
+        self.pool.runs.end(self.model)
 
 
 class RemotePatcher(ModelPatcher):
@@ -140,9 +140,9 @@ class RemotePatcher(ModelPatcher):
         return self.model_size() if hasattr(self, "remote") and self.remote.pool.residency.holds(self.remote.model) else 0
 
     def get_free_memory(self, device: torch.device) -> int:
-        """Free bytes of the rank that has least, as the run began; ComfyUI decides by it whether
-        cond and uncond fit one batch. The same all through a run: other batches would be other
-        branches.
+        """Returns the free bytes of the rank that has least, as the run began; ComfyUI decides by
+        it whether cond and uncond fit one batch. The same all through a run: other batches would
+        be other branches.
         """
         return super().get_free_memory(device) if self.remote.free_bytes is None else self.remote.free_bytes
 
@@ -228,8 +228,8 @@ class RemotePatcher(ModelPatcher):
 
     @interrupting
     def _bring_up(self) -> None:
-        """The model is loaded in every rank, under exactly this clone's weight patches and object
-        patches.
+        """Has every rank hold the model under exactly this clone's weight patches and object
+        patches; begins again where the pool is lost on the way.
         """
         hook_id, hook_patches = self.hook_set
         objects_id, objects = self.objects
@@ -237,27 +237,21 @@ class RemotePatcher(ModelPatcher):
         self.patches_id = f"{self.patches_uuid.hex}{hook_id}{objects_id}" if patched or objects else ""
         residency, model = self.remote.pool.residency, self.remote.model
         self.remote.pool.sessions.settle(interrupted)
-        if residency.touch(model, self.patches_id):
-            return
-        residency.load(self.remote.source, lambda: state_source(self, self.remote.source.weights), interrupted)
-        if residency.touch(model, self.patches_id):
-            return
-        keys = sorted(key for key in {*self.patches, *hook_patches} if key.startswith(PREFIX))
-        patches = pack_patches({key: [*self.patches.get(key, []), *hook_patches.get(key, [])] for key in keys})
-        weights = {key: comfy.utils.get_attr(self.model, key) for key in keys}
-        residency.set_weight_patches(model, self.patches_id, patches, objects, weights, interrupted)
+        while not residency.is_ready(model, self.patches_id):
+            residency.load(self.remote.source, lambda: state_source(self, self.remote.source.weights), interrupted)
+            if not residency.is_ready(model, self.patches_id):
+                patches, weights = weight_patches_of(self)
+                residency.set_weight_patches(model, self.patches_id, patches, objects, weights, interrupted)
 
     @interrupting
     def evaluate(self, arguments: dict[str, Any]) -> Any:
-        """One evaluation in the pool. Brings it up again first if it failed, was closed or serves
-        another clone.
+        """Computes one evaluation in the pool; brings the pool up again first where it failed, was
+        closed or serves another clone.
         """
         options = arguments.get("transformer_options", {})
         branch = branch_of(options)
         arguments = {**arguments, "transformer_options": self.remote.options.plain(options)}
-        if (
-            not self.remote.pool.evaluations.in_flight
-        ):  # else nothing has changed but that the pool may be lost, which those in flight tell of
+        if not self.remote.pool.evaluations.in_flight:  # else nothing has changed, but for a loss that those in flight tell of
             self._bring_up()
         if self.remote.sampling is not None:
             return self.remote.sampling.evaluate(arguments, branch, self.patches_id)
@@ -265,12 +259,20 @@ class RemotePatcher(ModelPatcher):
         return self.remote.pool.evaluations.evaluate(run, self.patches_id, arguments, branch, interrupted)
 
 
+def weight_patches_of(patcher: RemotePatcher) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Returns the transformer's weight patches, packed, and the UI's tensors that they are for."""
+    patches, hook_patches = patcher.patches, patcher.hook_set[1]
+    keys = sorted(key for key in {*patches, *hook_patches} if key.startswith(PREFIX))
+    packed = pack_patches({key: [*patches.get(key, []), *hook_patches.get(key, [])] for key in keys})
+    return packed, {key: comfy.utils.get_attr(patcher.model, key) for key in keys}
+
+
 def prepare_sampling(
     executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, model_options: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """A PREPARE_SAMPLING wrapper: the host estimates activations from this shape (and from
-    reference latents, which are counted whole), and text encoder and VAE are not unloaded for what
-    ranks on other devices hold. Raises Refused for a latent without elements, which no model can
+    """Shows the host a smaller shape to estimate activations from (reference latents are counted
+    whole), so that text encoder and VAE are not unloaded for activations on other devices. A
+    PREPARE_SAMPLING wrapper. Raises Refused for a latent without elements, which no model can
     reshape.
     """
     if 0 in noise_shape:
@@ -305,8 +307,8 @@ def parallelize(
     notice: Callable[[str], None] = lambda mode: None,
     activations: float = 1.0,
 ) -> RemotePatcher:
-    """A clone of a stock MODEL that computes in ``pool``. Nothing is started or loaded
-    before it is sampled.
+    """Makes a clone of a stock MODEL that computes in ``pool``. Nothing is started or loaded before
+    it is sampled.
 
     ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
     ``activations``: of what an evaluation computes. ``patching``: for a pool that is a pipeline;
@@ -333,6 +335,7 @@ def parallelize(
 
 
 def remote_clone(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
+    """Makes a clone of another class. It has no weights of its own in the UI."""
     made = ModelPatcher.clone(patcher, disable_dynamic=True, model_override=patcher.get_clone_model_override())
     made.__class__ = RemotePatcher
     made.stock_class = patcher.stock_class if isinstance(patcher, RemotePatcher) else type(patcher)
@@ -342,9 +345,9 @@ def remote_clone(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
 
 
 def stand_in(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
-    """The host's memory manager turns from a patcher that is gone to its parent. A sampler node's
-    own clone is gone after its run; this parent, kept by the loader's output, still tells what the
-    pool holds and takes an unload to it.
+    """Makes the parent that the host's memory manager turns to when a patcher is gone. A sampler
+    node's own clone is gone after its run; this parent, kept by the loader's output, still tells
+    the size of the model in the pool and takes an unload to it.
     """
     root = patcher
     while root.parent is not None and root.parent.model is patcher.model:  # a clone with a LoRA may be gone as soon

@@ -1,4 +1,4 @@
-"""A pool as models use it."""
+"""Remote pools: a pool handle with its sessions, runs, models and evaluations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .session import Handle, Session, Sessions
 
 
 class RemotePool:
-    """What the UI keeps of one pool handle, shared by every model that runs on it."""
+    """Keeps the UI's side of one pool handle, shared by every model that runs on it."""
 
     def __init__(self, handle: Handle, shares_weights: bool):
         """``shares_weights``: the ranks live in one machine's memory, so patched weights are
@@ -25,7 +25,7 @@ class RemotePool:
 
     @property
     def session(self) -> Session | None:
-        """None unless its pool is live."""
+        """Returns the live pool's session, else None."""
         return self.sessions.live
 
     @property
@@ -33,6 +33,6 @@ class RemotePool:
         return self.runs.last
 
     def free_bytes(self) -> int | None:
-        """Free memory of the rank that has least; None where no pool is live."""
+        """Returns the free bytes of the rank that has least; None where no pool is live."""
         session = self.session
         return min(memory.free for memory in session.pool.memory) if session is not None else None

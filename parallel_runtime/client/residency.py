@@ -1,10 +1,11 @@
-"""Which models the ranks hold: loaded once, patched when weight patches change, released when
-nobody uses them.
+"""Residency: ranks load a model once, patch it when its weight patches change, and release it when
+no loader's output uses it any more.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,14 +21,14 @@ from ..wire.messages import Adopt, Load, Release, SetWeightPatches
 from ..wire.parcel import Parcel
 from ..wire.segment import Segment, TensorRef, aligned, dtype_name
 from .runs import Runs
-from .session import ResidentModel, ResidentState, Session, Sessions
+from .session import Resident, ResidentState, Session, Sessions
 
 T = TypeVar("T")
 log = logging.getLogger("pipemesh")
 
 
 class Residency:
-    """The models of one pool handle. Loads and patches survive no pool; users do."""
+    """Keeps the models of one pool handle. A new pool holds none; the count of users goes on."""
 
     def __init__(self, sessions: Sessions, runs: Runs, balance: StageBalance, shares_weights: bool):
         """``shares_weights``: the ranks live in one machine's memory, so patched weights are
@@ -40,6 +41,7 @@ class Residency:
         self._users: Counter[str] = Counter()
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
         self._unused: list[str] = []  # to be released at the next occasion
+        self._thread = 0  # that asks for models: requests of another could come between its own
         self.loads: Counter[str] = Counter()  # of each model, by this pool and those before
 
     # -- who uses a model
@@ -58,14 +60,14 @@ class Residency:
         return self._sources[host_model]
 
     def _drop_user(self, model: str) -> None:
-        """The garbage collector calls this, so from anywhere, even amid a request: then the model
-        is released later.
+        """Counts a user less. The garbage collector calls this on any thread, even amid a request:
+        then the model is released later.
         """
         self._users[model] -= 1
         if not self._users[model]:
             self._unused.append(model)
             session = self._sessions.live
-            if session is not None and session.pool.idle:
+            if session is not None and session.pool.idle and threading.get_ident() == self._thread:
                 self._release_unused()
 
     def _release_unused(self) -> None:
@@ -77,13 +79,13 @@ class Residency:
     # -- what ranks hold
 
     def holds(self, model: str) -> bool:
-        """True if ranks may hold it, so that it can be released."""
+        """Returns whether ranks may hold it, so that it can be released."""
         session = self._sessions.live
         return session is not None and model in session.models
 
-    def touch(self, model: str, patches_id: str) -> bool:
-        """Counts the model as just used. True if every rank holds it under exactly these
-        patches.
+    def is_ready(self, model: str, patches_id: str) -> bool:
+        """Returns whether every rank holds the model under exactly these weight patches. Then it
+        counts as just used.
         """
         session = self._sessions.live
         resident = session.models.get(model) if session is not None else None
@@ -101,14 +103,14 @@ class Residency:
         session = self._open(interrupted)
         held = session.models.get(source.model)
         if held is None or held.state is ResidentState.LOADING:
-            self.making_room(source.model, lambda: self._load(session, source, state, interrupted))
+            self.retry_with_room(source.model, lambda: self._load(session, source, state, interrupted))
 
     def _load(self, session: Session, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
-        """A load that is cancelled may still end in the ranks: it stays listed, so that it can be
-        released.
+        """Loads it in every rank. A load that is cancelled may still end there: it stays listed, so
+        that it can be released.
         """
         stages = self._balance.sizes_of(source.model)
-        resident = session.models[source.model] = ResidentModel(stages)
+        resident = session.models[source.model] = Resident(stages)
         parcel = Parcel(source.tree() if source.factory else state())
         try:
             session.ask(Load, [parcel.segment.fd], interrupted, model=source.model, source=parcel.tree, stages=stages)
@@ -124,13 +126,19 @@ class Residency:
     def set_weight_patches(
         self, model: str, patches_id: str, patches: dict, objects: dict, weights: dict[str, torch.Tensor], interrupted: Callable[[], bool]
     ) -> None:
-        """Brings every rank to ``patches_id``. ``weights``: the UI's tensors of the patched keys,
-        for their shapes and dtypes. Raises ModelError, Refused, PoolFailed, RunCancelled.
+        """Brings every rank that holds the model to ``patches_id``. ``weights``: the UI's tensors
+        of the patched keys, for their shapes and dtypes. Raises ModelError, Refused, PoolFailed,
+        RunCancelled.
+
+        Nothing is done where the pool was lost since the model was loaded: ``is_ready`` tells.
         """
         session = self._open(interrupted)
+        resident = session.models.get(model)
+        if resident is None or resident.state is ResidentState.LOADING:
+            return
 
         def attempt() -> None:
-            session.models[model].state = ResidentState.PATCHING
+            resident.state = ResidentState.PATCHING
             with ExitStack() as closing:
                 parcel = Parcel({"patches": patches, "objects": objects})
                 closing.callback(parcel.segment.close)
@@ -143,21 +151,21 @@ class Residency:
                 if shared is not None:
                     session.ask(Adopt, (), interrupted, model=model)
 
-        self.making_room(model, attempt)
-        resident = session.models[model]
+        self.retry_with_room(model, attempt)
         resident.state, resident.patches_id = ResidentState.READY, patches_id
         session.patchings += 1
 
     def _open(self, interrupted: Callable[[], bool]) -> Session:
         session = self._sessions.open(interrupted)
+        self._thread = threading.get_ident()
         self._release_unused()
         return session
 
     # -- room
 
-    def making_room(self, model: str, attempt: Callable[[], T]) -> T:
-        """``attempt``, again after each other model is released, least recently used first, where
-        the ranks ran out of memory.
+    def retry_with_room(self, model: str, attempt: Callable[[], T]) -> T:
+        """Calls ``attempt``, and where the ranks run out of memory again after each other model is
+        released, least recently used first.
         """
         while True:
             try:
@@ -167,12 +175,12 @@ class Residency:
                     raise
 
     def make_room(self, model: str, of_runs: bool = False) -> bool:
-        """Releases the least recently used model, but ``model``, and none that is in a run unless
-        ``of_runs``. False: there is no such model.
+        """Releases the least recently used model, but not ``model``, nor one that is in a run
+        unless ``of_runs``. Returns False where there is no such model.
         """
         session = self._sessions.live
         spared = {model} if of_runs else {model, *self._runs.models()}
-        others = [name for name in session.models if name not in spared] if session is not None else []
+        others = [name for name in list(session.models) if name not in spared] if session is not None else []
         if others:
             self.release(others[0])
         return bool(others)
@@ -197,7 +205,7 @@ class Residency:
 
     def release_leaving(self, session: Session) -> None:
         """Releases what was to go while evaluations were in flight, once none is."""
-        for model in [name for name, resident in session.models.items() if resident.leaving] if not session.tickets else ():
+        for model in [name for name, resident in list(session.models.items()) if resident.leaving] if not session.tickets else ():
             self.release(model)
 
     def recut(self, model: str, asked: Sizes) -> None:
@@ -211,8 +219,8 @@ class Residency:
 
 
 def share_out_weights(ranks: Sequence[int], weights: dict[str, torch.Tensor]) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:
-    """Where each patched weight goes in a new segment, and which rank computes it: largest first,
-    always to the least loaded rank.
+    """Places each patched weight in a new segment and names the rank that computes it: largest
+    first, always to the rank with least so far.
     """
     loads = dict.fromkeys(ranks, 0)
     shared: dict[str, tuple[int, TensorRef]] = {}

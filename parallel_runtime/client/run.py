@@ -1,4 +1,4 @@
-"""A run: one sampling of one model, from ``pre_run`` to ``cleanup``, and what is measured of it."""
+"""Runs: one sampling of one model, from ``pre_run`` to ``cleanup``, and its figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..wire.messages import Done
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measured of one evaluation, or of one patch of it, which may overlap with others.
+    """Holds the figures of one evaluation, or of one patch of it, which may overlap with others.
 
     ``seconds`` around it in the UI since ``began``; ``hop_s`` of them beside the slowest rank's
     computation; ``exchange_s`` and ``sent_bytes`` of the rank with most. ``spans``: every rank's.
@@ -31,8 +31,10 @@ class Evaluation:
 
 @dataclass(eq=False)
 class Run:
-    """``id``: the number by which ranks know the run; a new one where what they keep of it is void.
-    ``mode``: how a pipeline samples it; empty where the ranks are none.
+    """Keeps the figures of one run, and the names by which ranks know it. ``id``: the run's number;
+    a new one where what ranks keep of it is void. ``mode`` of a pipeline; empty where the ranks
+    are none. ``is_sampled``: a sampler announced it, and will end it. ``joined``: the models whose
+    runs end with this one.
 
     The report may look at any moment, so an evaluation is added whole.
     """
@@ -43,13 +45,16 @@ class Run:
     began_s: float = field(default_factory=time.time)
     evaluations: list[Evaluation] = field(default_factory=list)
     branches: dict[Hashable, int] = field(default_factory=dict)
+    is_sampled: bool = False
+    joined: list[str] = field(default_factory=list)
 
     def number_of(self, branch: Hashable) -> int:
-        """The number by which ranks know this branch of the run."""
+        """Returns the number by which ranks know this branch of the run."""
         return self.branches.setdefault(branch, len(self.branches))
 
 
 def measured(began: float, replies: Iterable[Done], part: Part | None) -> Evaluation:
+    """Sums up the ranks' answers to an evaluation that ended just now."""
     replies = list(replies)
     seconds = time.perf_counter() - began
     return Evaluation(

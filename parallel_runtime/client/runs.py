@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+import time
 from itertools import count
 
-from ..errors import PipeMeshError
 from ..wire.messages import EndRun
 from .run import Run
-from .session import Sessions
+from .session import Session, Sessions
 
+END_WAIT_S = 2.0  # for ranks to free what they keep of a run; the next request waits for those that need longer
 log = logging.getLogger("pipemesh")
 
 
 class Runs:
-    """The runs on one pool handle: at most one of each model at a time."""
+    """Keeps the runs of one pool handle: at most one of each model at a time."""
 
     def __init__(self, sessions: Sessions):
         self._sessions = sessions
@@ -23,20 +24,35 @@ class Runs:
         self.last: Run | None = None
 
     def begin(self, model: str) -> Run:
-        """A new run of ``model``. One that nobody has ended is ended first."""
-        if model in self._open:
-            self.end(self._open[model])
-        run = self.last = self._open[model] = Run(next(self._ids), model)
+        """Begins a sampler's run of ``model``; ends the run that it is in, if any."""
+        self.end(model)
+        run = self._opened(Run(next(self._ids), model, is_sampled=True))
+        self.last = run
         session = self._sessions.live
         if session is not None:
             session.conditioning.begin_run()
         return run
 
     def of(self, model: str) -> Run:
-        """The run that ``model`` is in. Whoever evaluates it without a sampler begins one by
-        that.
+        """Returns the run that ``model`` is in, or begins one.
+
+        Some guiders evaluate a model beside the sampled one without announcing it: its run belongs
+        to the sampled one's, ends with it, and adds to the same figures.
         """
-        return self._open.get(model) or self.begin(model)
+        return self._open.get(model) or self._join(model)
+
+    def _join(self, model: str) -> Run:
+        sampled = next((run for run in reversed(self._open.values()) if run.is_sampled), None)
+        if sampled is None:
+            run = self.last = Run(next(self._ids), model)
+        else:
+            run = Run(next(self._ids), model, began_s=sampled.began_s, evaluations=sampled.evaluations)
+            sampled.joined.append(model)
+        return self._opened(run)
+
+    def _opened(self, run: Run) -> Run:
+        self._open[run.model] = run
+        return run
 
     def restart(self, run: Run) -> None:
         """Makes void what ranks keep of the run so far, if anything; what was measured stays."""
@@ -44,23 +60,34 @@ class Runs:
             run.id = next(self._ids)
             run.branches.clear()
 
-    def end(self, run: Run) -> None:
-        """Tells the ranks to free what they keep of the run. Never raises, so it cannot mask the
-        run's own error.
+    def end(self, model: str) -> None:
+        """Ends the run that ``model`` is in, if any, and those that joined it; has the ranks free
+        what they keep of them. Never raises, so it cannot mask the run's own error.
 
         Ranks that are still busy with what was cancelled are not waited for: they free it when the
         next run begins.
         """
-        if self._open.get(run.model) is not run:
+        run = self._open.pop(model, None)
+        if run is None:
             return
-        del self._open[run.model]
         session = self._sessions.live
-        if session is not None and run.model in session.models and session.pool.idle:
-            try:
-                session.ask(EndRun, model=run.model)
-            except PipeMeshError as error:
-                log.warning("[PipeMesh] %s", error)
+        if session is not None and model in session.models and session.pool.idle:
+            tell(session, model)
+        for joined in run.joined:
+            self.end(joined)
 
     def models(self) -> set[str]:
-        """Those that are in a run."""
-        return set(self._open)
+        """Returns the models of sampled runs, and of runs that joined them."""
+        sampled = [run for run in self._open.values() if run.is_sampled]
+        return {model for run in sampled for model in (run.model, *run.joined)}
+
+
+def tell(session: Session, model: str) -> None:
+    """Has the ranks free what they keep of a run, and waits a little: on the UI's own GPU an image
+    is decoded next. Logs errors.
+    """
+    until = time.monotonic() + END_WAIT_S
+    try:
+        session.ask(EndRun, (), lambda: time.monotonic() > until, model=model)
+    except Exception as error:  # noqa: BLE001 - the run's own error is told, not this one
+        log.warning("[PipeMesh] Freeing the memory of a run: %s", error)

@@ -1,4 +1,4 @@
-"""A session: all that the UI knows about one live pool, from its start to its end."""
+"""Sessions: the UI's knowledge of one live pool, from its start to its end."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ log = logging.getLogger("pipemesh")
 
 
 class PoolFacts(Protocol):
+    """Facts of a pool that do not change while it lives."""
+
     @property
     def everyone(self) -> tuple[int, ...]: ...
     @property
@@ -28,7 +30,7 @@ class PoolFacts(Protocol):
 
 
 class Pool(Protocol):
-    """What a session needs of a running pool."""
+    """A running pool; ``memory`` as every rank last told it."""
 
     arena: Arena
     memory: list[Memory]
@@ -43,20 +45,20 @@ class Pool(Protocol):
     def ask(self, request: Request, fds: Sequence[int] = (), interrupted: Callable[[], bool] = ...) -> list[Done]: ...
     def submit(self, request: Request, group: Sequence[int]) -> None: ...
     def collect(self, number: int, interrupted: Callable[[], bool] = ...) -> dict[int, Done]: ...
-    def cancel(self) -> None: ...
+    def call_back(self) -> None: ...
     def abandon(self) -> None: ...
     def settle(self, interrupted: Callable[[], bool] = ...) -> None: ...
 
 
 class Handle(Protocol):
-    """How a pool is had: started where there is none."""
+    """Starts a pool where there is none."""
 
     def ensure(self, interrupted: Callable[[], bool] = ...) -> Pool: ...
     def live(self) -> Pool | None: ...
 
 
 class ResidentState(Enum):
-    """What ranks have of a model, as far as the UI knows."""
+    """States of a model in the ranks, as far as the UI knows."""
 
     LOADING = "a load was sent, and some ranks may hold the model"
     PATCHING = "every rank holds it, under weight patches that not all have acknowledged"
@@ -64,9 +66,9 @@ class ResidentState(Enum):
 
 
 @dataclass(eq=False)
-class ResidentModel:
-    """``stages``: how many blocks each stage has of it; empty: as many each. ``leaving``: to be
-    released when nothing is in flight.
+class Resident:
+    """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
+    empty: as many each. ``leaving``: to be released when nothing is in flight.
     """
 
     stages: tuple[int, ...] = ()
@@ -89,7 +91,9 @@ class WrittenArguments:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """Of a submission: its request, and the arena's memory that it holds until it is collected."""
+    """Names a submission: its request, and the arena's memory that it holds until it is collected.
+    ``began``: seconds of the UI's performance counter.
+    """
 
     number: int
     run: Run
@@ -101,12 +105,14 @@ class Ticket:
 
 
 class Session:
-    """Made anew with every new pool. ``models``: least recently used first."""
+    """Keeps the state of one live pool; a new pool has a new one. ``models``: least recently used
+    first.
+    """
 
     def __init__(self, pool: Pool):
         self.pool = pool
         self.conditioning = ConditioningCache(pool.arena)
-        self.models: dict[str, ResidentModel] = {}
+        self.models: dict[str, Resident] = {}
         self.tickets: list[Ticket] = []  # submitted and not collected
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
@@ -125,13 +131,13 @@ class Sessions:
 
     @property
     def live(self) -> Session | None:
-        """The session, unless its pool is gone."""
+        """Returns the session, or None where its pool is gone."""
         pool = self._handle.live()
         return self.latest if pool is not None and self.latest is not None and self.latest.pool is pool else None
 
     def open(self, interrupted: Callable[[], bool]) -> Session:
-        """The session of a live pool with nothing outstanding, which is started if need be. Raises
-        PoolFailed, RunCancelled.
+        """Returns the session of a live pool with nothing outstanding; starts the pool if need be.
+        Raises PoolFailed, RunCancelled.
         """
         self.settle(interrupted)
         pool = self._handle.ensure(interrupted)
