@@ -102,3 +102,10 @@ class TokenGrid:
         for dim, edge in enumerate(self.edges[:-1]):
             rows = rows.repeat_interleave(edge, dim)
         return rows[tuple(slice(size) for size in self.extent[:-1])].unsqueeze(-1)
+
+
+def assembled(outputs: Sequence[torch.Tensor], last_seen: bool) -> torch.Tensor:
+    """Make one output of those of all patches of an evaluation, in their order. ``last_seen``:
+    outside its patch an output is not zero but as it was last seen, so the last has all of them.
+    """
+    return outputs[-1] if last_seen else sum(outputs[1:], outputs[0])

@@ -76,6 +76,7 @@ ONLY = {  # room -> what it may import of this project, and of all else but the 
 ALSO = {  # file -> what it may import although its room may not
     "client/in_process.py": ("methods",),
     "families/__init__.py": ("families",),
+    **{f"families/wan_{form}.py": ("families/wan",) for form in ("camera", "scail")},  # classes derived from Wan's, each with a forward
 }
 LAZILY = {"families": "comfy"}  # room -> what it may import inside functions
 

@@ -16,14 +16,15 @@ from pipemesh.parallel_runtime.comm import stage_link
 from pipemesh.parallel_runtime.comm.mesh import Axis, Mesh
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, NoRoom, Refused
-from pipemesh.parallel_runtime.families.plan import Along, Leave, Ranges
+from pipemesh.parallel_runtime.families.plan import Along, Blocks, Leave, Ranges, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout, axis
 from pipemesh.parallel_runtime.methods.factory import make_method
-from pipemesh.parallel_runtime.methods.hooks import require_fit
+from pipemesh.parallel_runtime.methods.hooks import TokenHooks, require_fit
 from pipemesh.parallel_runtime.methods.method import Method
 from pipemesh.parallel_runtime.methods.pipefusion.messages_done import MessagesDone
 from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
 from pipemesh.parallel_runtime.methods.pipefusion.stage_hooks import Stub
+from pipemesh.parallel_runtime.methods.shards import Rows
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.patches import Part, TokenGrid
 
@@ -305,3 +306,65 @@ def test_an_axis_is_one_line():
     assert layout.coordinates(6) == {"ulysses": 0, "ring": 0, "pipefusion": 1, "cfg": 1}
     assert layout.group("cfg", 2) == (2, 6) and layout.writer == 2
     assert layout.grid().splitlines()[::3] == ["branch 0 stage 0:   0   1", "branch 1 stage 1:   6   7"]
+
+
+class Apart(torch.nn.Module):
+    def forward(self, txt, img):
+        return img + 1, txt + 1
+
+
+class Joined(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class LeavesBehindBlocks(torch.nn.Module):
+    """Takes all tokens of the image behind its blocks, and knows of them by the text's length."""
+
+    PLAN = TokenPlan(
+        family="leaves",
+        models=(),
+        streams=("txt", "img"),
+        blocks=(
+            Blocks(path="apart", tokens={"txt": ("txt",), "img": ("img",)}, returns=("img", "txt")),
+            Blocks(path="joined", tokens={"x": ("txt", "img")}),
+        ),
+        leave=Leave(path="joined", stream="img"),
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.apart = torch.nn.ModuleList([Apart()])
+        self.joined = torch.nn.ModuleList([Joined(), Joined()])
+
+    def forward(self, txt, img, transformer_options):
+        img, txt = self.apart[0](txt, img)
+        x = torch.cat((txt, img), 1)
+        for block in self.joined:
+            x = block(x)
+        return x[:, txt.shape[1] :].flip(1)
+
+
+class OneOfTwo:
+    """A rank with rows 1 to 3 of the text and 2 to 5 of the image; the other computes zeros."""
+
+    def choose_rows(self, all_tokens):
+        return Rows(all_tokens, {"txt": (1, 2), "img": (2, 3)})
+
+    def enter_block(self):
+        pass
+
+    def leave(self, rows, out_BlC):
+        start, _ = rows.local["img"]
+        return torch.nn.functional.pad(out_BlC, (0, 0, start, rows.all_tokens["img"] - start - out_BlC.shape[1]))
+
+
+def test_behind_joined_blocks_the_leaving_stream_is_whole_and_the_others_stay_local():
+    model, (txt, img) = LeavesBehindBlocks(), (torch.randn(1, 4, 2), torch.randn(1, 7, 2))
+    truth = model(txt, img, {})
+    hooks = TokenHooks(model, model.PLAN, OneOfTwo())
+    hooks.attach()
+    ours = model(**hooks.arguments({"txt": txt, "img": img, "transformer_options": {}}))
+    hooks.detach()
+    assert ours.shape == truth.shape
+    assert torch.equal(ours[:, 2:5], truth[:, 2:5]) and not ours[:, :2].any() and not ours[:, 5:].any()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES, plan_for
 from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
-from pipemesh.parallel_runtime.patches import TokenGrid
+from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 
 from .models import asked_of
 
@@ -32,7 +32,8 @@ class Model:
         patcher = stock_model(case.heads, family=case.family)
         self.module = patcher.model.diffusion_model
         self.forward, self.asked = asked_of(patcher, case)
-        self.method = PatchForward(self.module, plan_for(type(self.module)))
+        self.plan = plan_for(type(self.module))
+        self.method = PatchForward(self.module, self.plan)
         self.method.attach()
 
     @torch.inference_mode()
@@ -49,8 +50,9 @@ class Model:
     @torch.inference_mode()
     def round(self, arguments: dict, patches: int) -> torch.Tensor:
         """All patches one after another; their rows together."""
-        grid = TokenGrid.of(next(iter(arguments.values())).shape, self.module.patch_size)
-        return sum(self.method.evaluate(self.forward, arguments, "cond", patch) for patch in grid.cut(patches))
+        grid = TokenGrid.of(next(iter(arguments.values())).shape, self.plan.patch_size_of(self.module))
+        outputs = [self.method.evaluate(self.forward, arguments, "cond", patch) for patch in grid.cut(patches)]
+        return assembled(outputs, self.plan.leaves_behind_blocks)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)

@@ -57,7 +57,7 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
     name = forward_patch(model)
     plan = require_plan(model)
     backend = InOneProcess(model, plan, getattr(model, name.rpartition(".")[2]))
-    sampling = Patchwise(backend, model.patch_size, plan, patches, warm_up, notice)
+    sampling = Patchwise(backend, plan.patch_size_of(model), plan, patches, warm_up, notice)
     bind = forward_binder(model, name)
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -3,8 +3,8 @@
 
 Free-running where ``separable`` allows it, one sampler run per patch; else single-timeline: every
 evaluation's patches are collected before the sampler goes on. The first evaluations of every branch
-are whole and exact in both. Positive and negative conds are evaluations of their own, in flight
-together.
+are whole and exact in both, and all of them where the plan says so. Positive and negative conds are
+evaluations of their own, in flight together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from greenlet import getcurrent
 from ..comfy_bridge.free_gpu import unload_unused
 from ..errors import NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
-from ..patches import Patch, TokenGrid
+from ..patches import Patch, TokenGrid, assembled
 from .separable import WRAPPER_KEY, known_guider, must_run_conds_in_sequence, why_single_timeline
 from .timelines import Asked, Branch, Cond, PatchBackend, RandomState, Timeline, free_run, in_flight_together
 
@@ -34,7 +34,7 @@ class Patchwise:
     """Samples one MODEL in patches. ``patch_size`` and ``plan`` are its transformer's; ``patches``
     and ``warm_up`` the user's.
 
-    ``notice`` gets the mode of every run, and the reason where it is single-timeline.
+    ``notice`` gets the mode of every run, and the reason where it is not free-running.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Patchwise:
     ):
         self._backend = backend
         self._patch_size = patch_size
-        self._text_is_a_stream = len(plan.streams) > 1
+        self._plan = plan
         self._text = 0  # tokens that go with the first patch in this run
         self._patches = patches
         self._warm_up = warm_up
@@ -76,9 +76,10 @@ class Patchwise:
         self, executor, guider, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
     ):
         """A SAMPLER_SAMPLE wrapper."""
-        self._text = text_tokens(guider.conds) if self._text_is_a_stream else 0
-        reason = why_single_timeline(executor.class_obj, guider, extra_args["model_options"], noise)
-        self._notice(f"single-timeline, because of {reason}" if reason else FREE_RUNNING)
+        self._text = text_tokens(guider.conds) if len(self._plan.streams) > 1 else 0
+        reason = self._plan.only_whole or why_single_timeline(executor.class_obj, guider, extra_args["model_options"], noise)
+        together = "all of them at once" if self._plan.only_whole else "single-timeline"
+        self._notice(f"{together}, because of {reason}" if reason else FREE_RUNNING)
 
         def once() -> torch.Tensor:
             return executor(guider, sigmas, dict(extra_args), callback, noise, latent_image, denoise_mask, disable_pbar)
@@ -155,13 +156,14 @@ class Patchwise:
             self._backend.abandon()
             raise
         self._begun = True
-        return [sum(others, first) for first, *others in outputs]
+        return [assembled(patches, self._plan.leaves_behind_blocks) for patches in outputs]
 
     def _patches_of(self, arguments: dict[str, Any], branch: Branch) -> Sequence[Patch | None]:
         """The patches of the next evaluation of ``branch``; None is all of it."""
         number = self._counts[branch]
         self._counts[branch] += 1
-        return (None,) if number < self._warm_up else self._cut(next(iter(arguments.values())).shape)[1]
+        whole = self._plan.only_whole or number < self._warm_up
+        return (None,) if whole else self._cut(next(iter(arguments.values())).shape)[1]
 
     def _cut(self, shape: torch.Size) -> tuple[TokenGrid, tuple[Patch, ...]]:
         grid = TokenGrid.of(shape, self._patch_size)

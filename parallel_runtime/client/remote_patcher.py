@@ -322,7 +322,8 @@ def parallelize(
     sampling = None
     if patching is not None:
         backend = PipelineBackend(pool, source.model)
-        sampling = Patchwise(backend, patcher.model.diffusion_model.patch_size, plan, patching.patches, patching.warm_up, notice)
+        patch_size = plan.patch_size_of(patcher.model.diffusion_model)
+        sampling = Patchwise(backend, patch_size, plan, patching.patches, patching.warm_up, notice)
     remote = Remote(pool, source, holds_ui_device, activations, sampling, patching.stages if patching else ())
     made = remote_clone(patcher, remote)
     made.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY)

@@ -86,7 +86,8 @@ MODEL_CONDS = {
     "denoise_mask",
     "guidance",
     "y",
-    *("context_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),  # tokens behind the image's
+    *("context_latents", "pose_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),  # tokens behind the image's
+    *("camera_conditions", "ref_mask_flag", "ref_mask_latents", "sam_latents"),  # added to tokens before the blocks
 }
 
 

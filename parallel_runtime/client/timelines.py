@@ -55,7 +55,7 @@ class PatchBackend(Protocol):
         ...
 
     def collect(self, ticket: Any) -> torch.Tensor:
-        """The output, full shape, zero outside the patch."""
+        """The output, full shape; outside the patch zero, or as last seen."""
         ...
 
     def make_room(self) -> bool:

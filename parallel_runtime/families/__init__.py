@@ -7,15 +7,21 @@ what is tried once for every word of the vocabulary ``REPRESENTATIVES``.
 from collections.abc import Mapping
 
 from .flux import FLUX
+from .kandinsky import KANDINSKY
 from .plan import TokenPlan
 from .sample import Family, Sample, Size
 from .sd3 import SD3
 from .wan import WAN
+from .wan_camera import WAN_CAMERA
+from .wan_scail import WAN_SCAIL
 
 FAMILIES: tuple[Family, ...] = (
     FLUX,
     SD3,
     WAN,
+    WAN_CAMERA,
+    WAN_SCAIL,
+    KANDINSKY,
 )
 PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
 SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}

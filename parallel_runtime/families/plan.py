@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,10 @@ class Blocks:
 class Leave:
     """The module whose output (B, L, C) is gathered over the tokens of ``stream``: choose the last
     one before the tokens become pixels, where the fewest numbers travel.
+
+    ``path`` may be that of the last ``Blocks`` instead, where what follows takes all tokens: their
+    output is gathered behind the last block. Where that holds other streams as well, those stay
+    local, as the model's own slices by their lengths expect.
     """
 
     path: str
@@ -88,7 +93,10 @@ class TokenPlan:
 
     ``also_attend_alone``: streams that blocks also attend over by themselves. ``positions``:
     modules whose output depends on the positions of tokens and on nothing else, so that a stage may
-    keep it for a run.
+    keep it for a run. ``only_whole``: why PipeFusion cannot cut this model's evaluations into
+    patches, in words for users; they are all whole then. ``patch_size``: the model's attribute that
+    says how many latent pixels a token stands for, along each of the last two dimensions or of all;
+    or that number.
     """
 
     family: str
@@ -98,3 +106,14 @@ class TokenPlan:
     leave: Leave
     also_attend_alone: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
+    only_whole: str = ""
+    patch_size: str | int = "patch_size"
+
+    @property
+    def leaves_behind_blocks(self) -> bool:
+        """Whether what follows ``leave`` takes all tokens."""
+        return self.leave.path == self.blocks[-1].path
+
+    def patch_size_of(self, model: Any) -> Any:
+        """The number, or numbers, of one model."""
+        return getattr(model, self.patch_size) if isinstance(self.patch_size, str) else self.patch_size

@@ -23,11 +23,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
     """Draw weights from N(0, 1 / fan_in), norm scales from N(1, 0.1) and biases from N(0, 0.02):
-    activations and modulation stay of order 1.
+    activations, modulation and what attention tells apart stay of order 1.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     noise = torch.randn(shape, generator=generator)
-    if name.endswith(".scale"):
+    if name.endswith(".scale") or (name.endswith(".weight") and len(shape) == 1):
         return noise.mul_(0.1).add_(1.0).to(dtype)
     return noise.mul_(shape[1] ** -0.5 if len(shape) == 2 else 0.02).to(dtype)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -72,10 +73,13 @@ class TokenHooks:
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        first = True
-        for container, index, group in blocks_of(self._model, self._plan):
-            self._attach_block(container[index], group, first)
-            first = False
+        blocks = list(blocks_of(self._model, self._plan))
+        for place, (container, index, group) in enumerate(blocks):
+            self._attach_block(container[index], group, first=place == 0)
+        if self._plan.leaves_behind_blocks:
+            container, index, group = blocks[-1]
+            self._handles.append(container[index].register_forward_hook(partial(self._left_behind, group)))
+            return
         leave = self._model.get_submodule(self._plan.leave.path)
         if self._plan.leave.along or self._plan.leave.ranges:  # else leave them be: some modules take arguments by position only
             self._handles.append(leave.register_forward_pre_hook(self._entering_leave(leave, self._plan.leave), with_kwargs=True))
@@ -109,6 +113,21 @@ class TokenHooks:
 
     def _left(self, _module: nn.Module, _args: Any, out_BlC: torch.Tensor) -> torch.Tensor | None:
         return self._sharding.leave(self._rows, out_BlC)
+
+    def _left_behind(self, group: Blocks, _block: nn.Module, _args: Any, out: Any) -> Any:
+        """Gather the leaving stream's rows in what the last block returned."""
+        if self._rows is None:
+            return None
+        returned = list(out) if isinstance(out, tuple) else [out]
+        place, streams = next(
+            (place, group.tokens[arg]) for place, arg in enumerate(group.returns) if self._plan.leave.stream in group.tokens[arg]
+        )
+        parts = list(returned[place].split([self._rows.local[stream][1] for stream in streams], dim=1))
+        own = streams.index(self._plan.leave.stream)
+        gathered = self._sharding.leave(self._rows, parts[own])
+        parts[own] = parts[own] if gathered is None else gathered
+        returned[place] = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        return tuple(returned) if isinstance(out, tuple) else returned[0]
 
     def _share_attention(self, shared: bool) -> None:
         self._shares_attention = shared

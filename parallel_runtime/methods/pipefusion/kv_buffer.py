@@ -1,7 +1,7 @@
 """Keep the keys and values of all tokens as they were last seen: stale for every patch but the one
 at hand.
 
-Legend: B batch, h heads of one rank, L all tokens, D head dim.
+Legend: B batch, h heads of one rank, L all tokens, D head dim, C channels.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from ...patches import Part
 
 
 class KVBuffers:
-    """One buffer (2, B, h, L, D) per branch and layer, for one run."""
+    """One buffer (2, B, h, L, D) per branch and layer, for one run; and one of the rows that leave,
+    where the model goes on with all of them.
+    """
 
     def __init__(self):
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        self._left: dict[int, torch.Tensor] = {}
         self._filled: set[int] = set()  # branches that had an evaluation of all tokens in this run
         self._part = Part(0, 0)
         self._layer = 0
@@ -51,6 +54,17 @@ class KVBuffers:
             at += size
         return buffer
 
+    def leave(self, rows_BlC: torch.Tensor, start: int, tokens: int) -> torch.Tensor:
+        """Return (B, L, C): the leaving rows of all patches as they were last seen, those at
+        ``start`` new.
+        """
+        batch, count, channels = rows_BlC.shape
+        kept = self._left.get(self._part.branch)
+        if kept is None or kept.shape != (batch, tokens, channels) or kept.dtype != rows_BlC.dtype:
+            kept = self._left[self._part.branch] = rows_BlC.new_zeros(batch, tokens, channels)
+        kept.narrow(1, start, count).copy_(rows_BlC)
+        return kept.clone()
+
     def _buffer(self, layer: int, like: torch.Tensor, tokens: int) -> torch.Tensor:
         shape = (2, *like.shape[:2], tokens, like.shape[3])
         buffer = self._buffers.get((self._part.branch, layer))
@@ -62,4 +76,5 @@ class KVBuffers:
 
     def end_run(self) -> None:
         self._buffers.clear()
+        self._left.clear()
         self._filled.clear()

@@ -73,12 +73,16 @@ class PatchSharding:
         return self._attention.attend(self._over_last_seen, rows, attention, q, k, v, heads, mask, args, kwargs)
 
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor:
-        """Return the patch's rows of the leaving stream among all its rows, zero elsewhere; on
-        other ranks than the stage's first, all zero.
+        """Return the patch's rows of the leaving stream among all its rows, zero elsewhere, or as
+        last seen where the model goes on with all of them; on other ranks than the stage's first,
+        all zero.
         """
         assert isinstance(rows, Shards)
         stream = self._plan.leave.stream
         gathered = self._attention.gather(rows, out_BlC)
+        if self._plan.leaves_behind_blocks:
+            patch = out_BlC if gathered is None else gathered
+            return self._kv.leave(patch, rows.active[stream][0], rows.all_tokens[stream])
         batch, _, channels = out_BlC.shape
         whole = out_BlC.new_zeros(batch, rows.all_tokens[stream], channels)
         whole.narrow(1, *rows.active[stream]).copy_(out_BlC if gathered is None else gathered)

@@ -32,6 +32,7 @@ class PatchForward:
         self._ropes = RopeCaches(model, plan.positions)
         self._buffers: dict[tuple[Hashable, int], torch.Tensor] = {}  # (branch, layer) -> (2, B, H, L, D)
         self._branch: Hashable = None
+        self._left: dict[Hashable, torch.Tensor] = {}  # branch -> (B, L, C)
         self._patch: Patch | None = None
         self._all_tokens: Mapping[str, int] = {}
         self._layer = 0
@@ -47,6 +48,7 @@ class PatchForward:
     def end_run(self) -> None:
         self._hooks.end_run()
         self._buffers.clear()
+        self._left.clear()
         self._ropes.end_run()
 
     @property
@@ -103,9 +105,12 @@ class PatchForward:
         if rows is None:
             return None
         batch, _, channels = out_BlC.shape
-        whole = out_BlC.new_zeros(batch, self.image_tokens, channels)
+        whole = self._left.get(self._branch)
+        if whole is None or not self._plan.leaves_behind_blocks or whole.shape[1] != self.image_tokens:
+            whole = out_BlC.new_zeros(batch, self.image_tokens, channels)
         whole.narrow(1, *rows.local[self._plan.leave.stream]).copy_(out_BlC)
-        return whole
+        self._left[self._branch] = whole
+        return whole.clone()
 
     def _streams_of(self, rows: Rows, count: int) -> tuple[str, ...]:
         """Return the streams that attend together, told by how many local rows they have."""

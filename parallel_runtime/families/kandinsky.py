@@ -1,0 +1,64 @@
+"""Kandinsky 5, image and video (comfy/ldm/kandinsky5/model.py@0.30.0): image tokens alone in the
+visual blocks, text through cross-attention.
+
+The text's own blocks run whole on every rank. Behind the visual blocks the tokens take the shape
+of the video again, so they leave there.
+"""
+
+from .plan import Along, Blocks, Leave, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
+
+IMG = ("visual_embed",)
+
+PLAN = TokenPlan(
+    family="kandinsky",
+    models=("comfy.ldm.kandinsky5.model:Kandinsky5",),
+    streams=IMG,
+    blocks=(
+        Blocks(
+            path="visual_transformer_blocks",
+            tokens={"visual_embed": IMG},
+            along=(Along(arg="freqs", dim=1, streams=IMG),),
+            local=("cross_attention",),
+        ),
+    ),
+    leave=Leave(path="visual_transformer_blocks", stream="visual_embed"),
+    positions=("rope_embedder_3d",),
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(5,))
+
+
+def config(size: Size) -> Config:
+    """The video form: beside the 16 latent channels are those of a given image and its mask."""
+    return {
+        "image_model": "kandinsky5",
+        "in_visual_dim": 16,
+        "out_visual_dim": 16,
+        "visual_embed_dim": 4 * 33,
+        "in_text_dim": size.text_dim,
+        "in_text_dim2": size.pooled_dim,
+        "time_dim": 32,
+        "model_dim": size.hidden,
+        "ff_dim": 96,
+        "axes_dims": (4, 6, 6),
+        "num_text_blocks": 2,
+        "num_visual_blocks": size.blocks[0],
+    }
+
+
+KANDINSKY = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="kandinsky5",
+            form=Form(config_class="Kandinsky5", config=config),
+            heads=(5,),
+            tiny=tiny,
+            latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
+            stands_for=("leaves_behind_blocks",),
+        ),
+    ),
+)

@@ -1,0 +1,65 @@
+"""SCAIL and SCAIL-2 (comfy/ldm/wan/model.py:SCAILWanModel@0.30.0): Wan whose video tokens stand
+between those of references and those of a pose.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import wan
+from .sample import Config, Family, Form, Sample, Size
+
+PLAN = replace(wan.PLAN, family="wan_scail", models=("comfy.ldm.wan.model:SCAILWanModel", "comfy.ldm.wan.model:SCAIL2WanModel"))
+
+
+def config(size: Size, model_type: str) -> Config:
+    """Four channels beside those of the latent: which frames are given."""
+    return wan.config(size, extra_channels=4, model_type=model_type)
+
+
+def pose(latent: torch.Tensor) -> dict[str, Any]:
+    """The extras of the SCAIL node: two references, and a pose at half the resolution."""
+    generator = torch.Generator().manual_seed(6)
+    batch, channels, frames, height, width = latent.shape
+    one, other = torch.randn(2, batch, channels, 1, height, width, generator=generator)
+    return {
+        "reference_latents": [one, other],
+        "pose_video_latent": torch.randn(batch, channels, frames, height // 2, width // 2, generator=generator),
+        "clip_vision_output": wan.first_frame(latent)["clip_vision_output"],
+    }
+
+
+def masked_pose(latent: torch.Tensor) -> dict[str, Any]:
+    """The extras of the SCAIL-2 node: an identity mask for each reference and each frame too."""
+    generator = torch.Generator().manual_seed(7)
+    extras = pose(latent)
+    frames, height, width = latent.shape[2:]
+    pose_frames = extras["pose_video_latent"].shape[2:]
+    masks = torch.rand(1, 2 + frames, 28, height, width, generator=generator).round()
+    driving = torch.rand(1, pose_frames[0], 28, *pose_frames[1:], generator=generator).round()
+    return {**extras, "ref_mask_28ch": masks, "driving_mask_28ch": driving, "ref_mask_flag": False}
+
+
+WAN_SCAIL = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="wan-scail",
+            form=Form(config_class="WAN21_SCAIL", config=partial(config, model_type="scail")),
+            heads=(5,),
+            tiny=wan.tiny,
+            latents=wan.latents(16),
+            prompt_extras=pose,
+        ),
+        Sample(
+            name="wan-scail2",
+            form=Form(config_class="WAN21_SCAIL2", config=partial(config, model_type="scail2")),
+            heads=(5,),
+            tiny=wan.tiny,
+            latents=wan.latents(16),
+            prompt_extras=masked_pose,
+        ),
+    ),
+)
