@@ -147,10 +147,10 @@ class Runs:
 
 def draw(folder: str, case: str, seen: dict[str, list]) -> None:
     """Draw when each stage was at work in the last run of each mode."""
-    from ..nodes.report.picture import timeline
+    from ..parallel_runtime.client.run_picture import draw_run
 
     for mode, runs in seen.items():
-        picture = timeline([f"stage {stage}" for stage in range(STAGES)], runs[-1])
+        picture = draw_run([f"stage {stage}" for stage in range(STAGES)], runs[-1])
         assert picture is not None, "the run has no evaluations"
         picture.save(Path(folder, f"pipefusion-{mode}-{case}.png"))
 

@@ -38,7 +38,7 @@ class PipeMeshExtension(ComfyExtension):
 
         @PromptServer.instance.routes.get("/pipemesh/timeline.png")
         async def timeline(_request: web.Request) -> web.Response:
-            drawn = self._runtime.timeline()
+            drawn = self._runtime.draw_last_run()
             if drawn is None:
                 return web.Response(status=404, text=NO_TIMELINE, headers=NOT_CACHED)
             png = BytesIO()

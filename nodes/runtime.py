@@ -23,11 +23,11 @@ from ..launcher.pool.rendezvous import check_rendezvous
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.client.run import Run
+from ..parallel_runtime.client.run_picture import draw_run
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
 from .report.figures import MemoryFigures, PoolFigures, RankFigures, Report, last_run
-from .report.picture import timeline
 from .settings import PLACED_BY, Choice, PoolSettings
 
 log = logging.getLogger("pipemesh")
@@ -116,7 +116,7 @@ class Runtime:
         """Collect the figures of every pool, or of ``only`` one."""
         return Report(tuple(pool_figures(self._keeper.handle(placement), pool) for placement, pool in self._pools_of(only)))
 
-    def timeline(self, only: Choice | None = None) -> Image | None:
+    def draw_last_run(self, only: Choice | None = None) -> Image | None:
         """Draw the last run, of all pools or of ``only`` one. None unless it was sampled in
         patches, over gloo: NCCL works beside the clock that ranks look at.
         """
@@ -127,7 +127,7 @@ class Runtime:
         if placement.backend == "nccl":
             return None
         names = [f"{rank} {device.name}" for rank, device in enumerate(placement.devices)]
-        return timeline(names, list(run.evaluations))
+        return draw_run(names, list(run.evaluations))
 
     def _placed(self, settings: PoolSettings) -> Placement:
         """Raises LayoutError."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """When a rank was at work on an evaluation, by its host's monotonic clock, and how long it
+    """When a rank was at work on an evaluation, by its machine's monotonic clock, and how long it
     waited for others meanwhile.
     """
 

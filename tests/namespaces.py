@@ -24,18 +24,23 @@ def ip(*words: str) -> None:
 
 
 class TwoMachines:
-    """``near`` has ComfyUI, at 10.77.0.1; ``far`` is at 10.77.0.2."""
+    """``near`` has ComfyUI, ``far`` one rank. Names and addresses are this process's own, so that
+    suites side by side do not meet.
+    """
 
     def __init__(self):
         if shutil.which("ip") is None:
             raise NoNamespaces("there is no `ip` (iproute2)")
-        self.near, self.far = f"pm{os.getpid()}near", f"pm{os.getpid()}far"
+        own = os.getpid()
+        net = f"10.{64 + (own >> 8) % 64}.{own % 256}"
+        self.near, self.far = f"pm{own}near", f"pm{own}far"
+        self.near_address, self.far_address = f"{net}.1", f"{net}.2"
         try:
             for name in (self.near, self.far):
                 ip("netns", "add", name)
                 ip("-n", name, "link", "set", "lo", "up")
             ip("-n", self.near, "link", "add", "near0", "type", "veth", "peer", "name", "far0", "netns", self.far)
-            for name, device, address in ((self.near, "near0", "10.77.0.1"), (self.far, "far0", "10.77.0.2")):
+            for name, device, address in ((self.near, "near0", self.near_address), (self.far, "far0", self.far_address)):
                 ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
                 ip("-n", name, "link", "set", device, "up")
         except NoNamespaces:

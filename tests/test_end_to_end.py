@@ -18,7 +18,7 @@ from PIL import Image
 from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.commands.demo import node
 from pipemesh.launcher.commands.parity import BOUND, relative_error
-from pipemesh.nodes.report.picture import FOOT, ROW, WIDTH
+from pipemesh.parallel_runtime.client.run_picture import FOOT, ROW, WIDTH
 
 from .conftest import ALL
 from .models import write_lora, write_model

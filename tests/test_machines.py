@@ -3,6 +3,7 @@ ComfyUI's sampling in one of them.
 """
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from .namespaces import NoNamespaces, TwoMachines, inside
 from .test_pool_faults import Once
 
 ROOT = Path(__file__).resolve().parent.parent
-RENDEZVOUS = "10.77.0.1:29400"
+PORT = 29400  # of the rendezvous
 SECRET = "correct horse battery staple"
 LOST_S = 3.0
 DEADLINE_S = 60.0
@@ -50,14 +51,20 @@ def machines():
     two.close()
 
 
-def torchrun(namespace: str, name: str, log: Path, has_store: int) -> subprocess.Popen:
+def rendezvous(machines: TwoMachines) -> str:
+    return f"{machines.near_address}:{PORT}"
+
+
+def torchrun(machines: TwoMachines, namespace: str, name: str, log: Path, has_store: int) -> subprocess.Popen:
     """The command that errors name and docs/MULTI_NODE.md explains, on one of the machines."""
-    command = NODE_COMMAND.format(nodes=2, rendezvous=RENDEZVOUS).replace("read_timeout=600", f"read_timeout=600,is_host={has_store}")
+    command = NODE_COMMAND.format(nodes=2, rendezvous=rendezvous(machines)).replace(
+        "read_timeout=600", f"read_timeout=600,is_host={has_store}"
+    )
     variable, _torchrun, *options = command.split()
     env = {
         **os.environ,
         **dict([variable.split("=")]),
-        "PIPEMESH_RDZV": RENDEZVOUS,
+        "PIPEMESH_RDZV": rendezvous(machines),
         "PIPEMESH_SECRET": SECRET,
         "PIPEMESH_LOST_S": str(LOST_S),
     }
@@ -73,8 +80,8 @@ def leaders(machines, tmp_path_factory):
     """
     logs = [tmp_path_factory.mktemp("leaders") / name for name in ("near", "far")]
     started = [
-        torchrun(machines.near, "near", logs[0], has_store=1),
-        torchrun(machines.far, "far", logs[1], has_store=0),
+        torchrun(machines, machines.near, "near", logs[0], has_store=1),
+        torchrun(machines, machines.far, "far", logs[1], has_store=0),
     ]
     yield started
     machines.cable("up")  # torchrun tells its rendezvous that it leaves
@@ -97,23 +104,22 @@ def handle(setup, machines, leaders):
     """ComfyUI's end, on the near machine: what is called here runs in its namespace, and so does
     the process that ranks are forked from.
     """
-    setup = replace(setup, rendezvous=RENDEZVOUS, secret=SECRET, lost_s=LOST_S, start=start_as({}))
+    setup = replace(setup, rendezvous=rendezvous(machines), secret=SECRET, lost_s=LOST_S, start=start_as({}))
     handle = PoolHandle(place(Layout(ulysses=2), "cpu,far/cpu", "gloo", ()), setup)
     with inside(machines.near):
         yield handle
         handle.close()
 
 
-def started(handle: PoolHandle) -> WorkerPool:
+def started(handle: PoolHandle, machines: TwoMachines) -> WorkerPool:
     """Its pool, once the leaders have joined."""
-    address, port = RENDEZVOUS.split(":")
-    open_store(address, int(port), DEADLINE_S).wait([store_key("near"), store_key("far")], timedelta(seconds=DEADLINE_S))
+    open_store(machines.near_address, PORT, DEADLINE_S).wait([store_key("near"), store_key("far")], timedelta(seconds=DEADLINE_S))
     return handle.ensure()
 
 
 def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_next_run_is_right(machines, files, truths, handle):
     plain, patched = truths
-    first = started(handle)
+    first = started(handle, machines)
     client = RemotePool(handle, shares_weights=False)
     model = parallelize(load(files["model"]), client, holds_ui_device=False)
     assert relative_error(run(model, cfg=2.0), plain) <= BOUND
@@ -139,7 +145,7 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     cutting.join()
     since_cut_s = time.monotonic() - cutting.acted_at
     assert since_cut_s < 3 * LOST_S
-    with pytest.raises(PoolFailed, match=r"^Machine far does not answer at 10\.77\.0\.2:\d+ "):
+    with pytest.raises(PoolFailed, match=rf"^Machine far does not answer at {re.escape(machines.far_address)}:\d+ "):
         run(model)
     for rank in far_ranks:  # on a machine that nobody can tell
         assert select.select([rank], [], [], DEADLINE_S)[0]

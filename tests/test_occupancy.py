@@ -5,8 +5,8 @@ from itertools import accumulate, groupby
 import pytest
 from PIL import ImageColor
 from pipemesh.benchmarks import pipefusion
-from pipemesh.nodes.report.picture import BAR, FOOT, MARGIN, PATCHES, ROW, WHITE, WHOLE, WIDTH, bars_from, timeline
 from pipemesh.parallel_runtime.client.run import Evaluation
+from pipemesh.parallel_runtime.client.run_picture import BAR, FOOT, MARGIN, PATCHES, ROW, WHITE, WHOLE, WIDTH, bars_from, draw_run
 from pipemesh.parallel_runtime.occupancy import Span, busy_shares
 from pipemesh.parallel_runtime.patches import Part
 
@@ -48,7 +48,7 @@ def bars_of(image, row):
 
 
 def test_the_picture_has_a_bar_for_every_rank_and_patch_where_it_computed():
-    image = timeline(NAMES, [evaluation(spans, patch) for spans, patch in zip(RUN, [None, (7, 9, True)], strict=True)])
+    image = draw_run(NAMES, [evaluation(spans, patch) for spans, patch in zip(RUN, [None, (7, 9, True)], strict=True)])
     whole, patch = ImageColor.getrgb(WHOLE), ImageColor.getrgb(PATCHES[0])
     for row, bars in enumerate(([(whole, 0, 4), (patch, 4, 8)], [(whole, 3, 9), (patch, 10, 13)])):
         drawn = bars_of(image, row)
@@ -57,7 +57,7 @@ def test_the_picture_has_a_bar_for_every_rank_and_patch_where_it_computed():
 
 
 def test_there_is_a_picture_of_any_number_of_patches_and_none_of_a_run_without():
-    assert timeline(NAMES, [Evaluation(0.1, 0.0, 0.0, 0, spans=RUN[0])]) is None
+    assert draw_run(NAMES, [Evaluation(0.1, 0.0, 0.0, 0, spans=RUN[0])]) is None
     for number in (1, 6, 7, 64):
-        image = timeline(NAMES, [evaluation(RUN[0], (start, 1, False)) for start in range(number)])
+        image = draw_run(NAMES, [evaluation(RUN[0], (start, 1, False)) for start in range(number)])
         assert image.size == (WIDTH, 2 * ROW + FOOT) and bars_of(image, 0) and bars_of(image, 1)

@@ -109,7 +109,7 @@ def test_ranks_on_another_machine_answer_as_those_here_do(leader):
         assert [reply.output for reply in call(pool, "Load")] == [b"Start Load"] * 3
         assert handled(pool, "Forward") == ["Start Load Forward"] * 3
         assert [pid > 0 for pid in pool.ranks.pids] == [True, False, False]
-        assert pool.ranks.lost_one(pool.idle) is False
+        assert pool.ranks.has_lost_one(pool.idle) is False
         assert len(far_pids()) == 3
     assert far_pids() == []  # the connection ends after they have
 
@@ -391,7 +391,7 @@ def test_cancel_while_far_ranks_load_is_collected_later(leader):
     with running(leader("1:Load=slow")) as pool:
         with pytest.raises(RunCancelled):
             call(pool, "Load", lambda: pool.state == "busy")
-        assert pool.ranks.lost_one(pool.idle) is False  # what it will still say is no loss
+        assert pool.ranks.has_lost_one(pool.idle) is False  # what it will still say is no loss
         assert handled(pool) == ["Start Load Release"] * 3
 
 

@@ -30,7 +30,7 @@ class PoolHandle:
 
     def live(self) -> WorkerPool | None:
         """The pool if it can take requests now: not one that lost a rank while nobody looked."""
-        usable = self._pool is not None and self._pool.state in ("ready", "busy") and not self._pool.ranks.lost_one(self._pool.idle)
+        usable = self._pool is not None and self._pool.state in ("ready", "busy") and not self._pool.ranks.has_lost_one(self._pool.idle)
         return self._pool if usable else None
 
     def ensure(self, interrupted: Callable[[], bool] = never) -> WorkerPool:

@@ -138,7 +138,7 @@ class Ranks:
             sentence = f"{self._facts.where(rank)} sent a message this version of PipeMesh does not know ({error}): restart ComfyUI."
             raise Lost(sentence, rank) from error
 
-    def lost_one(self, idle: bool) -> bool:
+    def has_lost_one(self, idle: bool) -> bool:
         """True if a rank's process has ended, or a machine is gone. While ``idle``, a machine says
         nothing unasked but that.
         """

@@ -1,1 +1,1 @@
-"""What a run was like: figures, text, picture, node."""
+"""Report a run: its figures, their text, and the node that shows both."""

@@ -49,7 +49,7 @@ def report_node(runtime: Runtime) -> type[io.ComfyNode]:
         @classmethod
         def execute(cls, latent: dict[str, Any] | None = None, pool: Choice | None = None) -> io.NodeOutput:
             text = report_text(runtime.report(pool), pool and pool.placement)
-            shown, drawn = ui.PreviewText(text).as_dict(), runtime.timeline(pool)
+            shown, drawn = ui.PreviewText(text).as_dict(), runtime.draw_last_run(pool)
             if drawn is not None:
                 pixels = torch.from_numpy(np.array(drawn, dtype=np.float32) / 255)
                 shown |= ui.PreviewImage(pixels.unsqueeze(0), cls=cls).as_dict()

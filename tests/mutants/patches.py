@@ -71,4 +71,4 @@ def stale_message():
 
 def mask_of_all_queries():
     """Every patch takes the mask's first rows."""
-    put(rooms.patch_sharding, "own_queries", lambda _real: lambda mask, call: mask[..., : call.joint.active_tokens, :])
+    put(rooms.patch_sharding, "mask_of_own_queries", lambda _real: lambda mask, call: mask[..., : call.joint.active_tokens, :])

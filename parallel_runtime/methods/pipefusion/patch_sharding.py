@@ -99,7 +99,7 @@ class PatchSharding:
         buffer = self._kv.update(layer, kv, call.joint.ranges(), tokens)
         host_mask, mask = call.mask, None
         if host_mask is not None:
-            mask = call.rows.memoise(host_mask, ("queries", call.own_heads), lambda: own_queries(host_mask, call))
+            mask = call.rows.memoise(host_mask, ("queries", call.own_heads), lambda: mask_of_own_queries(host_mask, call))
         return call.compute((q_BhgD, *buffer), mask)
 
     def _reserve(self, rows: Shards, like: torch.Tensor, tokens: int) -> None:
@@ -127,7 +127,7 @@ class PatchSharding:
         return bool(flag)
 
 
-def own_queries(mask: torch.Tensor, call: Call) -> torch.Tensor:
+def mask_of_own_queries(mask: torch.Tensor, call: Call) -> torch.Tensor:
     """Return the rows of a host mask ((L, L), (B, L, L), (B, 1 or H, 1 or L, L)) whose queries are
     computed here, for the own heads.
     """

@@ -98,7 +98,7 @@ class PatchForward:
         else:
             streams = self._streams_of(rows, q_BHlD.shape[2])
             k_BHlD, v_BHlD = self._refreshed(layer, rows, streams, k_BHlD, v_BHlD)
-            mask = None if mask is None else own_queries(mask, rows, streams)
+            mask = None if mask is None else mask_of_patch(mask, rows, streams)
         return attention(q_BHlD, k_BHlD, v_BHlD, heads, mask, skip_reshape=True, **kwargs)
 
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor | None:
@@ -135,7 +135,7 @@ class PatchForward:
         return buffer
 
 
-def own_queries(mask: torch.Tensor, rows: Rows, streams: tuple[str, ...]) -> torch.Tensor:
+def mask_of_patch(mask: torch.Tensor, rows: Rows, streams: tuple[str, ...]) -> torch.Tensor:
     """Return the rows of a host mask ((L, L), (B, L, L), (B, 1 or H, 1 or L, L)) whose queries are
     local.
     """

@@ -1,4 +1,6 @@
-"""A picture of when the stages of a pipeline were at work."""
+"""Draw when the stages of a pipeline were at work in a run: for the report, the route and the
+bench.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ...parallel_runtime.client.run import Evaluation
+from .run import Evaluation
 
 WIDTH, ROW, BAR, MARGIN, FOOT = 1000, 44, 30, 10, 48
 FONT, LEGEND = 22, 118  # a node shows it at less than half its size
@@ -15,7 +17,7 @@ WHITE, INK, WHOLE = "#ffffff", "#222222", "#8a8f98"
 PATCHES = ("#2a78d6", "#e8833a", "#3a9d5d", "#b04ac0", "#c9a227", "#1fa3a3")
 
 
-def timeline(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.Image | None:
+def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.Image | None:
     """Draw a row for each rank and in it a bar for each patch, at the times when the rank computed
     it. None if the run was not sampled in patches.
     """
