@@ -30,6 +30,8 @@ def write_model(path: str | Path, form: Form, size: Size, *, dtype: torch.dtype 
         raise ValueError(f"no file form is known for {form.config_class}")
     if size.head_dim != form.file.head_dim:
         raise ValueError(f"heads of {size.head_dim}, but ComfyUI reads a file's heads as {form.file.head_dim} wide")
+    if form.file.text_dim not in (0, size.text_dim):
+        raise ValueError(f"text of width {size.text_dim}, but ComfyUI reads a file's as {form.file.text_dim} wide")
     shapes = form.file.shapes(form.config(size))
     return _write_safetensors(Path(path), shapes, dtype, lambda name, shape: random_tensor(name, shape, seed, dtype))
 

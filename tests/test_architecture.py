@@ -44,6 +44,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "parallel_runtime/client/in_process.py",
     "launcher/commands/",
     "launcher/demo_nodes/",
+    "launcher/quantised_files.py",
 )
 BEFORE_COMFYUI = (
     "launcher/__init__.py",

@@ -327,7 +327,7 @@ def test_weight_patches_without_room_for_their_place_leave_no_descriptor(monkeyp
     monkeypatch.setattr("pipemesh.parallel_runtime.client.residency.share_out_weights", full)
     before = descriptors("pipemesh-parcel")
     with pytest.raises(SharedMemoryFull):
-        client.residency.set_weight_patches("a", "p", {"k": [torch.zeros(4)]}, {}, {"k": torch.zeros(4)}, lambda: False)
+        client.residency.set_weight_patches("a", "p", {"k": [torch.zeros(4)]}, {}, {"k": 16}, lambda: False)
     assert descriptors("pipemesh-parcel") == before
 
 

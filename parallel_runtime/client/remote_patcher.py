@@ -24,8 +24,9 @@ from ..comfy_bridge.forward import PREFIX, forward_binder, forward_patch
 from ..comfy_bridge.guard import refuse_foreign_levers, refuse_in_block_patches, require_plan
 from ..comfy_bridge.interrupt import interrupted, interrupting
 from ..comfy_bridge.options import CrossingOptions, leave_out_compilation
+from ..comfy_bridge.quantised import stored_bytes
 from ..comfy_bridge.source import Source, describe_source, state_source
-from ..comfy_bridge.weight_patches import cast_switches, content_id, pack_patches, plain_objects
+from ..comfy_bridge.weight_patches import cast_switches, content_id, pack_patches, patched_sizes, plain_objects, widened_weights
 from ..comfy_bridge.weights import give_back, is_patched
 from ..errors import Refused
 from .patch_backend import PipelineBackend
@@ -81,8 +82,7 @@ class Remote:
         """Returns the bytes of weights that ranks on the UI's own device hold once the model is
         loaded.
         """
-        whole = sum(p.numel() * p.element_size() for p in diffusion_model.parameters())
-        return round(whole * self.holds_ui_device)
+        return round(stored_bytes(diffusion_model.parameters()) * self.holds_ui_device)
 
     def release(self) -> None:
         self.pool.residency.release(self.model)
@@ -176,7 +176,8 @@ class RemotePatcher(ModelPatcher):
         self, device_to: Any = None, lowvram_model_memory: int = 0, load_weights: bool = True, force_patch_weights: bool = False
     ) -> Any:
         name, own = forward_patch(self.model.diffusion_model), self.object_patches
-        self.object_patches = {name: RemoteForward(self, name), **own}  # first: what is taken away again must have been put
+        widened = widened_weights(self.model, self.patches)
+        self.object_patches = {name: RemoteForward(self, name), **widened, **own}  # first: what is taken away again must have been put
         self.object_patches_backup.setdefault(name, comfy.utils.ATTR_UNSET)
         try:
             return super().patch_model(device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights)
@@ -240,8 +241,8 @@ class RemotePatcher(ModelPatcher):
         while not residency.is_ready(model, self.patches_id):
             residency.load(self.remote.source, lambda: state_source(self, self.remote.source.weights), interrupted)
             if not residency.is_ready(model, self.patches_id):
-                patches, weights = weight_patches_of(self)
-                residency.set_weight_patches(model, self.patches_id, patches, objects, weights, interrupted)
+                patches, sizes = weight_patches_of(self)
+                residency.set_weight_patches(model, self.patches_id, patches, objects, sizes, interrupted)
 
     @interrupting
     def evaluate(self, arguments: dict[str, Any]) -> Any:
@@ -259,12 +260,14 @@ class RemotePatcher(ModelPatcher):
         return self.remote.pool.evaluations.evaluate(run, self.patches_id, arguments, branch, interrupted)
 
 
-def weight_patches_of(patcher: RemotePatcher) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Returns the transformer's weight patches, packed, and the UI's tensors that they are for."""
+def weight_patches_of(patcher: RemotePatcher) -> tuple[dict, dict[str, int]]:
+    """Returns the transformer's weight patches, packed, and the bytes to reserve for each patched
+    weight.
+    """
     patches, hook_patches = patcher.patches, patcher.hook_set[1]
     keys = sorted(key for key in {*patches, *hook_patches} if key.startswith(PREFIX))
-    packed = pack_patches({key: [*patches.get(key, []), *hook_patches.get(key, [])] for key in keys})
-    return packed, {key: comfy.utils.get_attr(patcher.model, key) for key in keys}
+    patches = {key: [*patches.get(key, []), *hook_patches.get(key, [])] for key in keys}
+    return pack_patches(patches), patched_sizes(patcher.model, patches)
 
 
 def prepare_sampling(

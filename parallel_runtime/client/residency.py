@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-import torch
-
 from ..comfy_bridge.source import Source
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
 from ..planner.balance import Sizes, StageBalance
 from ..wire.messages import Adopt, Load, Release, SetWeightPatches
 from ..wire.parcel import Parcel
-from ..wire.segment import Segment, TensorRef, aligned, dtype_name
+from ..wire.segment import Segment, TensorRef, aligned
 from .runs import Runs
 from .session import Resident, ResidentState, Session, Sessions
 
@@ -124,11 +122,10 @@ class Residency:
         self.loads[source.model] += 1
 
     def set_weight_patches(
-        self, model: str, patches_id: str, patches: dict, objects: dict, weights: dict[str, torch.Tensor], interrupted: Callable[[], bool]
+        self, model: str, patches_id: str, patches: dict, objects: dict, sizes: dict[str, int], interrupted: Callable[[], bool]
     ) -> None:
-        """Brings every rank that holds the model to ``patches_id``. ``weights``: the UI's tensors
-        of the patched keys, for their shapes and dtypes. Raises ModelError, Refused, PoolFailed,
-        RunCancelled.
+        """Brings every rank that holds the model to ``patches_id``. ``sizes``: the bytes of each
+        patched weight, as it will be stored. Raises ModelError, Refused, PoolFailed, RunCancelled.
 
         Nothing is done where the pool was lost since the model was loaded: ``is_ready`` tells.
         """
@@ -144,7 +141,7 @@ class Residency:
                 closing.callback(parcel.segment.close)
                 shared, fds = None, [parcel.segment.fd]
                 if patches and self._shares_weights:
-                    shared, place = share_out_weights(session.pool.facts.everyone, weights)
+                    shared, place = share_out_weights(session.pool.facts.everyone, sizes)
                     closing.callback(place.close)
                     fds.append(place.fd)
                 session.ask(SetWeightPatches, fds, interrupted, model=model, patches_id=patches_id, payload=parcel.tree, shared=shared)
@@ -218,17 +215,16 @@ class Residency:
             self.release(model)
 
 
-def share_out_weights(ranks: Sequence[int], weights: dict[str, torch.Tensor]) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:
+def share_out_weights(ranks: Sequence[int], sizes: dict[str, int]) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:
     """Places each patched weight in a new segment and names the rank that computes it: largest
-    first, always to the rank with least so far.
+    first, always to the rank with least so far. ``sizes``: the bytes to reserve for each.
     """
     loads = dict.fromkeys(ranks, 0)
     shared: dict[str, tuple[int, TensorRef]] = {}
     offset = 0
-    for key in sorted(weights, key=lambda key: (-weights[key].numel(), key)):
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
         rank = min(loads, key=lambda rank: loads[rank])
-        ref = TensorRef(offset, tuple(weights[key].shape), dtype_name(weights[key].dtype))
-        shared[key] = (rank, ref)
-        loads[rank] += ref.nbytes
-        offset += aligned(ref.nbytes)
+        shared[key] = (rank, TensorRef(offset, (sizes[key],), "uint8"))
+        loads[rank] += sizes[key]
+        offset += aligned(sizes[key])
     return shared, Segment.create("patched", max(offset, 1))

@@ -61,8 +61,8 @@ def refuse_foreign_levers(patcher: Any) -> None:
 def refuse_state(patcher: Any) -> None:
     """Raises Refused for a model that cannot be rebuilt from its configuration and state dict."""
     config = patcher.model.model_config
-    if config.custom_operations is not None or getattr(config, "quant_config", None) is not None or not is_plain(config.unet_config):
+    if config.custom_operations is not None or not is_plain(config.unet_config) or not is_plain(config.quant_config):
         raise Refused(
-            f"{type(patcher.model.diffusion_model).__name__} from this loader cannot be sent to the pool (custom or quantised operations): "
+            f"{type(patcher.model.diffusion_model).__name__} from this loader cannot be sent to the pool (custom operations): "
             "load it with a stock loader, or leave PipeMesh Parallelize out."
         )

@@ -22,6 +22,7 @@ from ..errors import Refused
 from ..wire.tree import encode_tree, is_plain
 from .forward import PREFIX
 from .guard import refuse_state
+from .quantised import is_quantised, named_tensors
 from .weights import Weights
 
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]
@@ -123,15 +124,23 @@ def state_source(patcher: Any, weights: Weights | None = None) -> dict[str, Any]
     config = patcher.model.model_config
     diffusion_model = patcher.model.diffusion_model
     named = {**dict(diffusion_model.named_parameters()), **dict(diffusion_model.named_buffers())}
-    state = {key: named[key] for key in diffusion_model.state_dict()}
+    whole = {key: tensor for key, tensor in named.items() if not is_quantised(tensor)}
+    state = {key: whole.get(key, tensor) for key, tensor in diffusion_model.state_dict().items()}
     unpatched = {**patcher.object_patches_backup, **{key: backup.weight for key, backup in patcher.backup.items()}}
     for key, original in unpatched.items():  # patches in place are sent for themselves
-        if isinstance(original, torch.Tensor) and key.removeprefix(PREFIX) in state:
-            state[key.removeprefix(PREFIX)] = original
+        name = key.removeprefix(PREFIX)
+        if isinstance(original, torch.Tensor) and name in state:
+            state |= named_tensors(name, original) if is_quantised(original) else {name: original}
     state = {key: tensor.detach() for key, tensor in state.items()}
     if weights is not None:
         weights.note_sent(state)
-    return {"config": type(config).__name__, "unet_config": dict(config.unet_config), "dtypes": resolved_dtypes(config), "state": state}
+    return {
+        "config": type(config).__name__,
+        "unet_config": dict(config.unet_config),
+        "quant_config": config.quant_config,
+        "dtypes": resolved_dtypes(config),
+        "state": state,
+    }
 
 
 def build_from_state(source: dict[str, Any]) -> Any:
@@ -142,6 +151,7 @@ def build_from_state(source: dict[str, Any]) -> Any:
 
     config = getattr(comfy.supported_models, source["config"])(source["unet_config"])
     config.unet_config.update(source["unet_config"])
+    config.quant_config = source["quant_config"]
     device = comfy.model_management.get_torch_device()
     config.set_inference_dtype(*source["dtypes"])
     model = config.get_model(source["state"], "")

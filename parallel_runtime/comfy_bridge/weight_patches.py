@@ -8,19 +8,22 @@ Read: comfy/model_patcher.py (add_patches, patch_model, set_model_compute_dtype)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import Refused
+from ..wire.reserved import room_for
 from ..wire.segment import TensorRef, dtype_name
 from ..wire.tree import encode_tree, is_plain
 from .forward import PREFIX
 from .guard import patch_name
+from .quantised import stored_tensors
 
 
-def pack_patches(patches: dict[str, Iterable[tuple]]) -> dict[str, list]:
+def pack_patches(patches: Mapping[str, Iterable[tuple]]) -> dict[str, list]:
     """ComfyUI's weight patches as trees of tensors and plain data, those below the transformer.
 
     Raises Refused for one that carries a function.
@@ -91,9 +94,45 @@ def cast_switches(patcher: Any) -> dict[str, Any]:
     return {f"{PREFIX}{path}.comfy_cast_weights": True for path, module in modules if getattr(module, "comfy_cast_weights", True) is False}
 
 
+def patched_sizes(model: Any, patches: Mapping[str, list]) -> dict[str, int]:
+    """In the UI: the bytes to reserve for each patched weight, as it is stored."""
+    import comfy.utils
+
+    sizes = {}
+    for key, shape in patched_shapes(model, patches).items():
+        weight = comfy.utils.get_attr(model, key)
+        growth = math.prod(shape) / max(1, weight.numel())
+        sizes[key] = room_for(math.ceil(tensor.nbytes * growth) for tensor in stored_tensors(weight))
+    return sizes
+
+
+def widened_weights(model: Any, patches: Mapping[str, list]) -> dict[str, torch.nn.Parameter]:
+    """In the UI, as object patches: weights of the right shape, without content, for the layers
+    that a weight patch widens, as control LoRAs do. ComfyUI tells by the shape which inputs the
+    model takes.
+    """
+    import comfy.utils
+
+    made = {}
+    for key, shape in patched_shapes(model, patches).items():
+        weight = comfy.utils.get_attr(model, key)
+        if shape != tuple(weight.shape):
+            empty = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(shape)
+            made[key] = torch.nn.Parameter(empty, requires_grad=False)
+    return made
+
+
+def patched_shapes(model: Any, patches: Mapping[str, list]) -> dict[str, tuple[int, ...]]:
+    import comfy.lora
+    import comfy.utils
+
+    below = {key: entries for key, entries in patches.items() if key.startswith(PREFIX)}
+    return {key: tuple(comfy.lora.calculate_shape(entries, comfy.utils.get_attr(model, key), key)) for key, entries in below.items()}
+
+
 def put_object(model: Any, name: str, value: Any, device: torch.device) -> Callable[[], Any] | None:
-    """In a rank: puts an object patch into place. Returns the call that takes it away again, None
-    where this rank has no such place: a stage has no blocks but its own.
+    """In a rank: puts an object patch that is no parameter into place. Returns the call that takes
+    it away again, None where this rank has no such place: a stage has no blocks but its own.
     """
     import comfy.utils
 
@@ -105,8 +144,6 @@ def put_object(model: Any, name: str, value: Any, device: torch.device) -> Calla
     before = getattr(holder, attribute, comfy.utils.ATTR_UNSET)
     if isinstance(value, torch.Tensor):
         value = value.to(device)
-        if isinstance(before, torch.nn.Parameter):  # a parameter crosses as a plain tensor
-            value = torch.nn.Parameter(value, requires_grad=False)
     setattr(holder, attribute, value)
     return lambda: comfy.utils.set_attr(holder, attribute, before)
 

@@ -1,5 +1,4 @@
-"""A model's weights: the UI compares its own with what the ranks have, a rank moves its own to its
-device.
+"""The UI's weights of a model, compared with what the ranks have.
 
 The ranks read the checkpoint themselves, or are sent a state dict once. A node that changes a
 weight in place tells nobody, so the UI compares contents in full. That reads the checkpoint once
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,26 +19,36 @@ from ..checkpoint import File, check_file, check_mapped
 from ..errors import Refused
 from ..memory import equal_memory, give_back_freed, is_unwritten
 from .forward import PREFIX
+from .quantised import is_quantised, named_tensors, store_in, taken_apart
 
 SAMPLE = 1024  # elements of a tensor that are looked at where a full comparison would cost too much
 CHECKSUM_ROW = 4093  # prime, so that no two rows of a weight stand in the same columns by their shape
 
 
 class Slot(NamedTuple):
-    """A parameter or buffer of the transformer. ``archived``: the dtype that ComfyUI gave it."""
+    """A parameter or buffer of the transformer, or a tensor that a quantised one is stored as,
+    under its name in a state dict. ``owner``: the name of the parameter or buffer; ``holder``: a
+    quantised one. ``archived``: the dtype that ComfyUI gave it.
+    """
 
     name: str
     tensor: torch.Tensor
     archived: torch.dtype
+    owner: str
+    holder: Any = None
 
 
 def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
-    """All parameters and buffers that are plain tensors: quantised ones cannot be compared."""
+    """All parameters and buffers."""
     for path, module in diffusion_model.named_modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if type(tensor.data) is torch.Tensor and not tensor.is_meta:
+            owner = f"{path}.{name}" if path else name
+            if is_quantised(tensor):
+                for stored, inner in named_tensors(owner, tensor).items():
+                    yield Slot(stored, inner, inner.dtype, owner, tensor)
+            elif type(tensor.data) is torch.Tensor and not tensor.is_meta:
                 archived = getattr(module, f"{name}_comfy_model_dtype", None) or tensor.dtype
-                yield Slot(f"{path}.{name}" if path else name, tensor, archived)
+                yield Slot(owner, tensor, archived, owner)
 
 
 class Weights:
@@ -86,9 +95,10 @@ class Weights:
             self._seen[slot.name] = Seen(slot.tensor, on_file=same and maps and theirs.lend(slot))
         give_back_freed()
 
-    def changed_tensors(self, diffusion_model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def changed_tensors(self, diffusion_model: torch.nn.Module) -> dict[str, Any]:
         """The weights of ``changed`` as object patches for the ranks."""
-        return {PREFIX + slot.name: slot.tensor.detach() for slot in slots(diffusion_model) if slot.name in self.changed}
+        found = [slot for slot in slots(diffusion_model) if slot.name in self.changed]
+        return {PREFIX + slot.owner: taken_apart(slot.tensor if slot.holder is None else slot.holder) for slot in found}
 
     def _is_as_seen(self, slot: Slot) -> bool:
         return slot.name in self._seen and self._seen[slot.name].is_still(slot.tensor)
@@ -170,6 +180,7 @@ class CheckpointContent:
             state = comfy.utils.load_torch_file(path)
         prefix = model_detection.unet_prefix_from_state_dict(state)
         bare = comfy.utils.state_dict_prefix_replace(state, {prefix: ""}, filter_keys=True) or state
+        bare, _ = comfy.utils.convert_old_quants(bare, "")
         self._tensors: dict[str, torch.Tensor] = model.model_config.process_unet_state_dict(bare)
 
     def has(self, slot: Slot) -> bool:
@@ -188,7 +199,11 @@ class CheckpointContent:
         """
         theirs, ours = self._tensors.get(slot.name), slot.tensor
         key = None if theirs is None or theirs.dtype != ours.dtype else self._keys.get(theirs.data_ptr())
-        if self._lent is None or key is None or ours.device.type != "cpu" or not isinstance(ours, torch.nn.Parameter):
+        if self._lent is None or key is None or ours.device.type != "cpu":
+            return False
+        if slot.holder is not None:
+            return store_in(slot.holder, ours, self._lent.get_tensor(key))
+        if not isinstance(ours, torch.nn.Parameter):
             return False
         with torch.inference_mode(ours.is_inference()):  # a parameter of one kind with data of the other is neither
             ours.data = self._lent.get_tensor(key)
@@ -262,19 +277,3 @@ def is_patched(patcher: Any) -> bool:
     model = patcher.model
     loaded = model.model_loaded_weight_memory > 0 or model.current_weight_patches_uuid is not None
     return loaded or bool(patcher.backup or patcher.hook_backup or patcher.pinned)
-
-
-def settle_weights(model: torch.nn.Module, device: torch.device, on_progress: Callable[[], None]) -> None:
-    """Moves a rank's weights to its device, in the dtype that ComfyUI archived for the module.
-
-    Weights that were assigned from a file still have the file's dtype.
-    """
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            wanted = getattr(module, f"{name}_comfy_model_dtype", parameter.dtype)
-            if type(parameter.data) is torch.Tensor and parameter.dtype != wanted:
-                parameter.data = parameter.data.to(wanted)
-            parameter.data = parameter.data.to(device)
-            on_progress()
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))

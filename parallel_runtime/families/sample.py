@@ -54,13 +54,14 @@ class FileForm:
     """The tensors of a checkpoint file from which ComfyUI detects the model.
 
     ``shapes``: a ``unet_config`` -> every tensor, under its name in a file. ``head_dim``: the only
-    head size that ComfyUI reads from files. ``lora_targets``: name endings of the layers that a
-    LoRA changes.
+    head size that ComfyUI reads from files; ``text_dim``: the only width of a prompt's tokens, 0
+    where it reads that too. ``lora_targets``: name endings of the layers that a LoRA changes.
     """
 
     shapes: Callable[[Config], Shapes]
     head_dim: int
     lora_targets: tuple[str, ...]
+    text_dim: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ cross-attention.
 The 5B model may modulate per frame: ``e`` has one row per frame then, else one.
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, FileForm, Form, Sample, Shapes, Size
 
 IMG = ("img",)
 
@@ -49,13 +50,54 @@ def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: 
         "in_dim": channels + extra_channels,
         "out_dim": channels,
         "text_dim": size.text_dim,
-        "freq_dim": 32,
+        "freq_dim": 256,  # the only one that ComfyUI reads from files
         "patch_size": (1, 2, 2),
         "window_size": (-1, -1),
         "qk_norm": True,
         "cross_attn_norm": True,
         "eps": 1e-6,
     }
+
+
+def shapes(config: Config) -> Shapes:
+    """Every tensor of the text-to-video model that ``config`` describes, under its name in a
+    file.
+    """
+    hidden, patch = config["dim"], config["patch_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embedding.weight": (hidden, config["in_dim"], *patch),
+        "patch_embedding.bias": (hidden,),
+        "head.modulation": (1, 2, hidden),
+    }
+
+    def linear(name: str, fan_in: int, fan_out: int) -> None:
+        shapes[f"{name}.weight"] = (fan_out, fan_in)
+        shapes[f"{name}.bias"] = (fan_out,)
+
+    for name, width in (("text_embedding", config["text_dim"]), ("time_embedding", config["freq_dim"])):
+        linear(f"{name}.0", width, hidden)
+        linear(f"{name}.2", hidden, hidden)
+    linear("time_projection.1", hidden, 6 * hidden)
+    linear("head.head", hidden, config["out_dim"] * math.prod(patch))
+    for block in range(config["num_layers"]):
+        prefix = f"blocks.{block}"
+        shapes[f"{prefix}.modulation"] = (1, 6, hidden)
+        for attention in ("self_attn", "cross_attn"):
+            for part in "qkvo":
+                linear(f"{prefix}.{attention}.{part}", hidden, hidden)
+            shapes |= {f"{prefix}.{attention}.norm_{part}.weight": (hidden,) for part in "qk"}
+        shapes |= {f"{prefix}.norm3.{part}": (hidden,) for part in ("weight", "bias")}
+        linear(f"{prefix}.ffn.0", hidden, config["ffn_dim"])
+        linear(f"{prefix}.ffn.2", config["ffn_dim"], hidden)
+    return shapes
+
+
+FILE = FileForm(
+    shapes=shapes,
+    head_dim=128,
+    text_dim=4096,
+    lora_targets=("attn.q", "attn.k", "attn.v", "attn.o", "ffn.0", "ffn.2"),
+)
 
 
 def first_frame(latent: torch.Tensor) -> dict[str, Any]:
@@ -82,7 +124,7 @@ WAN = Family(
     samples=(
         Sample(
             name="wan2.1-t2v",
-            form=Form(config_class="WAN21_T2V", config=config),
+            form=Form(config_class="WAN21_T2V", config=config, file=FILE),
             heads=(5,),
             tiny=tiny,
             larger={"equal": Size(heads=16, head_dim=16, blocks=(24,))},

@@ -7,19 +7,16 @@ from typing import Any
 
 import torch
 
+from ..comfy_bridge.device_weights import DeviceWeights
+from ..comfy_bridge.quantised import taken_apart
 from ..comfy_bridge.weight_patches import put_object, unpack_patches
-from ..comfy_bridge.weights import settle_weights
 from ..comm.mesh import Mesh
 from ..errors import Refused
 from ..families import plan_for
 from ..methods.factory import make_method
 from ..methods.method import Rank
+from ..wire.reserved import read_tree, write_tree
 from ..wire.segment import Segment, TensorRef
-
-
-def parameter_slot(model: torch.nn.Module, key: str) -> tuple[torch.nn.Module, str]:
-    path, _, name = key.rpartition(".")
-    return model.get_submodule(path), name
 
 
 class ResidentModel:
@@ -35,7 +32,6 @@ class ResidentModel:
         self.device = device
         self.rank = mesh.rank
         self.patches_id = ""
-        self._unpatched: dict[str, torch.nn.Parameter] = {}
         self._take_away: list[Callable[[], Any]] = []  # what takes object patches away, in the order in which they were put
         self._pending: tuple[dict[str, tuple[int, TensorRef]], Segment] | None = None
         self.diffusion_model = patcher.model.diffusion_model
@@ -45,8 +41,8 @@ class ResidentModel:
         self.method = make_method(
             self.diffusion_model, plan, mesh, rank, stages
         )  # first, so that no weights of other stages' blocks are moved
-        settle_weights(self.diffusion_model, device, rank.tick)
-        self.nbytes = sum(p.numel() * p.element_size() for p in self.diffusion_model.parameters())  # once: every answer reports it
+        self._weights = DeviceWeights(self.diffusion_model, device, rank.tick)
+        self.nbytes = self._weights.nbytes  # once: every answer reports it
         self.method.attach()
 
     def patch(
@@ -56,46 +52,37 @@ class ResidentModel:
         computes its own keys into ``segment``; ``adopt`` follows.
         """
         self.unpatch()
-        model = self.patcher.model
-        self.patcher.patches = {key: value for key, value in unpack_patches(patches).items() if self._has(key)}
+        self.patcher.patches = {key: value for key, value in unpack_patches(patches).items() if self._weights.has(key)}
         for name, value in objects.items():
-            take_away = put_object(model, name, value, self.device)
+            if self._weights.has(name):
+                self._weights.replace(name, value)
+                continue
+            take_away = put_object(self.patcher.model, name, value, self.device)
             if take_away is not None:
                 self._take_away.append(take_away)
         if shared is None or segment is None:
             for key in self.patcher.patches:
-                self._swap(key, self._patched(key))
+                self._weights.replace(key, self._patched(key))
             self.patcher.patches = {}
         else:
             for key in self.patcher.patches:
                 if shared[key][0] == self.rank:
-                    segment.tensor(shared[key][1]).copy_(self._patched(key))
+                    write_tree(segment, shared[key][1], taken_apart(self._patched(key)))
             self._pending = (shared, segment)
         self.patches_id = patches_id
-
-    def _has(self, key: str) -> bool:
-        """Whether this rank has the weight: a stage has those of its own blocks alone."""
-        try:
-            module, name = parameter_slot(self.patcher.model, key)
-        except AttributeError:
-            return False
-        return hasattr(module, name)
 
     def adopt(self) -> None:
         """Use the shared patched weights, all of which are computed now."""
         assert self._pending is not None
         shared, segment = self._pending
-        for key, (_rank, ref) in shared.items():
-            self._swap(key, segment.tensor(ref))
+        for key, (_rank, place) in shared.items():
+            self._weights.replace(key, read_tree(segment, place))
         self._pending = None
         self.patcher.patches = {}
 
     def unpatch(self) -> None:
         """Put back the weights and objects as they were loaded."""
-        for key, parameter in self._unpatched.items():
-            module, name = parameter_slot(self.patcher.model, key)
-            setattr(module, name, parameter)
-        self._unpatched.clear()
+        self._weights.restore()
         while self._take_away:
             self._take_away.pop()()
         self.patches_id = ""
@@ -103,11 +90,6 @@ class ResidentModel:
 
     def _patched(self, key: str) -> torch.Tensor:
         return self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
-
-    def _swap(self, key: str, weight: torch.Tensor) -> None:
-        module, name = parameter_slot(self.patcher.model, key)
-        self._unpatched[key] = getattr(module, name)
-        setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
 
     def evaluate(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that the method's ``begin`` named."""

@@ -1,0 +1,103 @@
+"""A rank's weights on its device, and the way back from patched ones.
+
+Read: comfy/ops.py (_quantized_apply), comfy/model_management.py (archive_model_dtypes) @ ComfyUI
+0.30.0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..memory import is_unwritten
+from .forward import PREFIX
+from .quantised import is_quantised, put_together, stored_bytes, stored_tensors
+
+
+class DeviceWeights:
+    """The transformer's parameters on a rank's device, in the dtype that ComfyUI archived for each:
+    those assigned from a file still have the file's.
+
+    What a parameter was loaded from is kept where it is a file's mapped pages, which cost no
+    memory. So nothing stays on the device beside a patched weight, and taking the patch away reads
+    the file's pages again. Names begin with ``diffusion_model.``, as those of weight patches do.
+    """
+
+    def __init__(self, diffusion_model: torch.nn.Module, device: torch.device, on_progress: Callable[[], None]):
+        self._model = diffusion_model
+        self._device = device
+        self._loaded: dict[str, torch.nn.Parameter] = {}
+        self._replaced: dict[str, torch.nn.Parameter] = {}
+        uses = Counter(id(parameter) for module in diffusion_model.modules() for parameter in module.parameters(recurse=False))
+        shared: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # with the old one, so that its id stays its own
+        for path, module in diffusion_model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                settled = shared[id(parameter)][1] if id(parameter) in shared else self._settled(module, name, parameter)
+                if uses[id(parameter)] > 1:
+                    shared[id(parameter)] = parameter, settled
+                if settled is not parameter:
+                    setattr(module, name, settled)
+                    if is_mapped(parameter):
+                        self._loaded[PREFIX + (f"{path}.{name}" if path else name)] = parameter
+                on_progress()
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return stored_bytes(self._model.parameters())
+
+    def has(self, name: str) -> bool:
+        """Whether this rank has the parameter: a stage has those of its own blocks alone."""
+        try:
+            module, attribute = self._slot(name)
+        except AttributeError:
+            return False
+        return module._parameters.get(attribute) is not None
+
+    def replace(self, name: str, weight: Any) -> None:
+        """Puts a weight, or one that was taken apart, in the place of a parameter."""
+        module, attribute = self._slot(name)
+        before = getattr(module, attribute)
+        if name not in self._replaced:
+            self._replaced[name] = self._loaded[name] if name in self._loaded else away_from(before, self._device)
+        weight = put_together(weight, before).to(self._device)
+        setattr(module, attribute, torch.nn.Parameter(weight, requires_grad=False))
+
+    def restore(self) -> None:
+        """Puts every parameter back as it was loaded."""
+        while self._replaced:
+            name, loaded = self._replaced.popitem()
+            module, attribute = self._slot(name)
+            setattr(module, attribute, self._settled(module, attribute, loaded))
+
+    def _slot(self, name: str) -> tuple[torch.nn.Module, str]:
+        path, _, attribute = name.removeprefix(PREFIX).rpartition(".")
+        return self._model.get_submodule(path), attribute
+
+    def _settled(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """The parameter on the device: itself where it is there, else a new one, because what a
+        quantised one holds cannot be swapped for tensors of another device.
+        """
+        value = parameter.data
+        wanted = value.dtype if is_quantised(value) else getattr(module, f"{name}_comfy_model_dtype", value.dtype)
+        settled = value.to(dtype=wanted).to(self._device)
+        return parameter if settled is value else torch.nn.Parameter(settled, requires_grad=False)
+
+
+def is_mapped(parameter: torch.Tensor) -> bool:
+    """True if it lies on pages of a file that nobody wrote to."""
+    tensors = stored_tensors(parameter)
+    largest = max(tensors, key=lambda tensor: tensor.nbytes)  # a scale is a few bytes, and may be a tensor of its own
+    return largest.device.type == "cpu" and largest.nbytes > 0 and is_unwritten(largest.data_ptr(), largest.nbytes)
+
+
+def away_from(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    """A copy in the machine's memory; itself where the device is the CPU."""
+    if device.type == "cpu":
+        return parameter
+    return torch.nn.Parameter(parameter.data.to("cpu"), requires_grad=False)

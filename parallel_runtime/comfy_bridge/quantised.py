@@ -1,0 +1,68 @@
+"""Quantised weights: ComfyUI's QuantizedTensor stands for a weight and holds the tensors that it is
+stored as. Here it is taken apart into those and plain data, and put together again.
+
+Read: comfy/quant_ops.py, comfy/ops.py (mixed_precision_ops) @ ComfyUI 0.30.0. The class follows
+torch's protocol for tensors that hold others (``__tensor_flatten__``), so nothing here imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+FIELDS = "non_tensor_fields"  # under which QuantizedTensor's own description has its plain data
+
+
+def is_quantised(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "__tensor_flatten__")
+
+
+def taken_apart(tensor: torch.Tensor) -> Any:
+    """A weight as a tree that can cross to another process: itself, or what a quantised one
+    holds.
+    """
+    if not is_quantised(tensor):
+        return tensor.detach()
+    names, context = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+    return {"tensors": {name: getattr(tensor, name).detach() for name in names}, "fields": dict(context[FIELDS])}
+
+
+def put_together(tree: Any, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``taken_apart``. ``like``: a weight that is quantised the same way, such as
+    the one to be replaced.
+    """
+    if isinstance(tree, torch.Tensor):
+        return tree
+    context = like.__tensor_flatten__()[1]  # pyright: ignore[reportAttributeAccessIssue]
+    context = {**context, FIELDS: tree["fields"]}
+    return type(like).__tensor_unflatten__(tree["tensors"], context, None, None)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def stored_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a weight is stored as."""
+    apart = taken_apart(tensor)
+    return [apart] if isinstance(apart, torch.Tensor) else list(apart["tensors"].values())
+
+
+def stored_bytes(weights: Iterable[torch.Tensor]) -> int:
+    """Bytes in memory: a quantised weight says the dtype that it computes in, not the one that
+    it is stored in.
+    """
+    return sum(tensor.nbytes for weight in weights for tensor in stored_tensors(weight))
+
+
+def named_tensors(name: str, weight: Any) -> dict[str, torch.Tensor]:
+    """What the quantised weight ``name`` is stored as, by the names in a state dict."""
+    return {key: tensor for key, tensor in weight.state_dict(name).items() if tensor is not None}
+
+
+def store_in(weight: Any, old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Stores a quantised weight in ``new``, an equal tensor in other memory. False for its scales,
+    which are small and cannot be swapped.
+    """
+    is_data = weight._qdata is old
+    if is_data:
+        weight._qdata = new
+    return is_data

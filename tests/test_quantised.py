@@ -1,0 +1,218 @@
+"""Models whose weights are quantised: in the pool they are as far from the fp32 truth as stock's
+are, in every format that ComfyUI loads, with and without a LoRA.
+"""
+
+import itertools
+from functools import cache
+
+import comfy.model_management as mm
+import comfy.sd
+import comfy.utils
+import pytest
+import torch
+from pipemesh.launcher.commands.parity import rms
+from pipemesh.launcher.quantised_files import FORMATS, write_quantised
+from pipemesh.launcher.random_files import write_lora, write_model
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.comfy_bridge.source import describe_source
+from pipemesh.parallel_runtime.comfy_bridge.weights import slots
+from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families.sample import Size
+from pipemesh.parallel_runtime.memory import is_unwritten
+from safetensors.torch import save_file
+
+from .conftest import ALL
+from .models import run
+from .pipelines import ALL_WARM
+
+BOUNDS = (0.8, 1.2)  # our distance from the fp32 truth over stock's; far below 1, the ranks would not quantise
+LAYOUTS = {"ulysses": (2,), "ring": (1, 2), "pipefusion": (1, 1, 2)}
+FAMILIES = {sample.name: sample.form for sample in SAMPLES.values() if sample.form.file is not None}
+
+
+def size_of(family):
+    """Two small blocks at least: one for each stage."""
+    file, containers = FAMILIES[family].file, len(SAMPLES[family].tiny(2).blocks)
+    blocks = (2,) if containers == 1 else (1,) * containers
+    return Size(heads=2, head_dim=file.head_dim, blocks=blocks, text_dim=file.text_dim or 64)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """(family, format) -> the path of a file; no format: in fp32; "lora": a LoRA of it."""
+    folder = tmp_path_factory.mktemp("quantised")
+
+    @cache
+    def file(family, form=""):
+        path = folder / f"{family}-{form}.safetensors"
+        if not form:
+            return str(write_model(path, FAMILIES[family], size_of(family)))
+        if form == "lora":
+            return str(write_lora(path, file(family), (*FAMILIES[family].file.lora_targets, "txt_in", "text_embedding.0")))
+        return str(write_quantised(path, file(family), form))
+
+    return file
+
+
+def text(seed, tokens, dim):
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(1, tokens, dim, generator=generator), {"pooled_output": torch.randn(1, 32, generator=generator)}]]
+
+
+def sampled(model, family):
+    latent = torch.zeros(SAMPLES[family].latents["odd"])
+    dim = size_of(family).text_dim
+    return run(model, cfg=2.0, latent=latent, positive=text(1, 13, dim), negative=text(2, 7, dim))
+
+
+@pytest.fixture(scope="module")
+def stock(written):
+    """(family, format, whether under a LoRA) -> what stock computes."""
+
+    @cache
+    def computed(family, form, lora):
+        return sampled(with_lora(loaded(written(family, form)), written(family, "lora"), lora), family)
+
+    return computed
+
+
+def loaded(path):
+    """As a server does it: in inference mode, outside of which ComfyUI could not move such weights
+    in it. A file without scales in the dtype that it has, as the loader's input asks.
+    """
+    form = FORMATS.get(path.removesuffix(".safetensors").rpartition("-")[2])
+    options = {} if form is None or form.algorithm else {"dtype": form.dtype}
+    with torch.inference_mode():
+        return comfy.sd.load_diffusion_model(path, options)
+
+
+def with_lora(model, file, lora):
+    return comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(file), 1.0, 0)[0] if lora else model
+
+
+def in_pool(model, clients, layout):
+    patching = Patching(2, ALL_WARM) if layout == "pipefusion" else None
+    return parallelize(model, clients(*LAYOUTS[layout]), holds_ui_device=0, patching=patching)
+
+
+PRODUCT = list(itertools.product(FORMATS, FAMILIES, (False, True), LAYOUTS))
+
+
+def cover():
+    """Every format in every layout, in each family, with and without a LoRA, though not all at
+    once.
+    """
+    layouts, families = itertools.cycle(LAYOUTS), itertools.cycle(FAMILIES)
+    return [(form, next(families), lora, next(layouts)) for form in FORMATS for lora in (False, True)]
+
+
+@pytest.mark.parametrize(("form", "family", "lora", "layout"), PRODUCT if ALL else cover())
+def test_quantised_weights_are_as_far_from_the_truth_as_stocks(written, stock, clients, form, family, lora, layout):
+    truth, rounded = stock(family, "", lora), stock(family, form, lora)
+    ours = sampled(with_lora(in_pool(loaded(written(family, form)), clients, layout), written(family, "lora"), lora), family)
+    distance = rms(rounded - truth)
+    assert distance > 5e-3 * rms(truth), "nothing is quantised"
+    assert BOUNDS[0] <= rms(ours - truth) / distance <= BOUNDS[1]
+
+
+@pytest.fixture
+def near(stock):
+    """What the pool computes of a format, near what stock does: far nearer than to fp32."""
+
+    def is_near(ours, form, lora, truth=None):
+        expected = stock(PLAIN, form, lora) if truth is None else truth
+        return rms(ours - expected) <= 0.5 * rms(stock(PLAIN, form, lora) - stock(PLAIN, "", lora))
+
+    return is_near
+
+
+def test_a_lora_goes_on_and_off_without_a_load(written, client, requests, near):
+    model = in_pool(loaded(written(PLAIN, "nvfp4")), lambda *_: client, "ulysses")
+    assert near(sampled(model, PLAIN), "nvfp4", False)
+    requests.clear()
+    assert near(sampled(with_lora(model, written(PLAIN, "lora"), True), PLAIN), "nvfp4", True)
+    assert near(sampled(model, PLAIN), "nvfp4", False)
+    assert requests["SetWeightPatches"] and not requests["Load"]
+
+
+@pytest.mark.parametrize("form", ["fp8_scaled_old", "int8_convrot", "mxfp8", "nvfp4"])
+def test_the_uis_quantised_weights_lie_on_the_checkpoints_pages(written, form):
+    model = loaded(written(PLAIN, form))
+    before = {slot.name: slot.tensor.clone() for slot in slots(model.model.diffusion_model)}
+    weights = describe_source(model).weights
+    weights.compare(model)
+    assert not weights.changed
+    of_quantised = [slot for slot in slots(model.model.diffusion_model) if slot.holder is not None]
+    assert all(
+        torch.equal(slot.tensor.view(torch.uint8), before[slot.name].view(torch.uint8)) for slot in of_quantised if slot.tensor.dim()
+    )
+    data = [slot for slot in of_quantised if slot.name == slot.owner]
+    assert data and all(is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes) for slot in data)
+
+
+@pytest.mark.parametrize("what", ["data", "scale"])
+def test_a_quantised_weight_that_a_node_changed_in_place_reaches_the_ranks(written, clients, what):
+    def change(model):
+        weight = model.model.diffusion_model.double_blocks[0].img_attn.qkv.weight
+        if what == "data":
+            weight._qdata.zero_()
+        else:
+            weight._params.scale.mul_(3)
+
+    stock, model = loaded(written(PLAIN, "int8")), loaded(written(PLAIN, "int8"))
+    unchanged = sampled(stock, PLAIN)
+    with torch.inference_mode():
+        change(stock)
+        change(model)
+    truth = sampled(stock, PLAIN)
+    ours = sampled(in_pool(model, clients, "ulysses"), PLAIN)
+    assert rms(ours - truth) <= 0.1 * rms(truth - unchanged)
+
+
+def test_a_quantised_model_without_a_file_is_sent(written, clients, near):
+    with torch.inference_mode():
+        model = comfy.sd.load_diffusion_model_state_dict(comfy.utils.load_torch_file(written(PLAIN, "int8_convrot")))
+    assert model.cached_patcher_init is None
+    parallel = in_pool(model, clients, "ulysses")
+    assert near(sampled(parallel, PLAIN), "int8_convrot", False)
+    assert near(sampled(with_lora(parallel, written(PLAIN, "lora"), True), PLAIN), "int8_convrot", True)
+
+
+@pytest.mark.parametrize("form", ["", "int8"])
+def test_a_lora_that_widens_the_first_layer_takes_the_image_that_it_was_made_for(written, clients, tmp_path, form):
+    """As the control LoRAs of released models do."""
+    lora = {
+        "diffusion_model.img_in.lora_down.weight": torch.randn(4, 128, generator=torch.Generator().manual_seed(1)) / 11,
+        "diffusion_model.img_in.lora_up.weight": torch.randn(256, 4, generator=torch.Generator().manual_seed(2)) / 2,
+        "diffusion_model.img_in.reshape_weight": torch.tensor([256, 128]),
+    }
+    file = str(tmp_path / "control.safetensors")
+    save_file(lora, file)
+    image = torch.randn(SAMPLES[PLAIN].latents["odd"], generator=torch.Generator().manual_seed(3))
+
+    def controlled(model, image):
+        prompts = [
+            [[tensor, {**extras, "concat_latent_image": image}] for tensor, extras in text(seed, 13, size_of(PLAIN).text_dim)]
+            for seed in (1, 2)
+        ]
+        patched = with_lora(model, file, True)
+        return run(patched, cfg=2.0, latent=torch.zeros_like(image), positive=prompts[0], negative=prompts[1])
+
+    stock, parallel = loaded(written(PLAIN, form)), in_pool(loaded(written(PLAIN, form)), clients, "ulysses")
+    truth = controlled(stock, image)
+    assert rms(truth - controlled(stock, -image)) > 0.01 * rms(truth), "the image does nothing"
+    assert rms(controlled(parallel, image) - truth) <= 1e-2 * rms(truth)
+    assert parallel.model.diffusion_model.img_in.weight.shape == (256, 128)
+    sampled(parallel, PLAIN)
+    assert parallel.model.diffusion_model.img_in.weight.shape == (256, 64)
+
+
+def test_ranks_cast_quantised_weights_to_the_dtype_that_the_ui_resolved(written, clients, monkeypatch, stock):
+    monkeypatch.setattr(mm, "unet_manual_cast", lambda *args, **kwargs: torch.bfloat16)
+    half = loaded(written(PLAIN, "int8"))
+    monkeypatch.undo()
+    assert half.model.get_dtype_inference() == torch.bfloat16
+    ours, truth = sampled(in_pool(half, clients, "ulysses"), PLAIN), stock(PLAIN, "", False)
+    in_bf16 = rms(sampled(half, PLAIN) - truth)
+    assert 0.8 <= rms(ours - truth) / in_bf16 <= 1.2
+    assert rms(ours - stock(PLAIN, "int8", False)) > 1e-3 * rms(truth), "the ranks compute in fp32"
