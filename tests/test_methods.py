@@ -233,7 +233,7 @@ def with_blocks(**changed):
         (with_blocks(local=("cross",)), "blocks.0.cross"),
         (with_blocks(tokens={"text": ("txt",), "img": ("img",)}), "blocks(text=)"),
         (with_blocks(along=(Along(arg="pe", dim=1, streams=("img",)),)), "blocks(pe=)"),
-        (with_blocks(ranges=(Ranges(arg="spans", stream="img"),)), "blocks(spans=)"),
+        (with_blocks(ranges=(Ranges(arg="spans", streams=("img",)),)), "blocks(spans=)"),
         (replace(PLAN, positions=("rope",)), "rope"),
         (replace(PLAN, leave=Leave(path="tail", stream="img")), "tail"),
         (replace(PLAN, leave=Leave(path="head", stream="img", along=(Along(arg="e", dim=1, streams=("img",)),))), "head(e=)"),

@@ -2,6 +2,7 @@
 as many rounds as layers.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
-from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES, plan_for
+from pipemesh.parallel_runtime.errors import ModelError
+from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, REPRESENTATIVES, SAMPLES, plan_for
+from pipemesh.parallel_runtime.families.plan import TokenPlan
 from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 
+from .conftest import ALL
 from .models import asked_of
 
 
@@ -28,11 +32,11 @@ PATCHES = [*((case, patches) for case in CASES for patches in (1, 2, 3, 5)), *((
 class Model:
     """A stock transformer and what its sampler asks of it in the first steps of a case."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, plan: TokenPlan | None = None):
         patcher = stock_model(case.heads, family=case.family)
         self.module = patcher.model.diffusion_model
         self.forward, self.asked = asked_of(patcher, case)
-        self.plan = plan_for(type(self.module))
+        self.plan = plan or plan_for(type(self.module))
         self.method = PatchForward(self.module, self.plan)
         self.method.attach()
 
@@ -71,6 +75,46 @@ def test_with_constant_inputs_every_patch_equals_the_serial_forward(model, patch
     model.warm(model.asked[0])
     for _ in range(2):
         assert relative_error(model.round(model.asked[0], patches), truth) <= BOUND
+
+
+def words_of(family):
+    """Every word of a family's plans that says how an argument runs along tokens, and the plan
+    without it.
+    """
+    for plan in family.plans:
+        for place, group in enumerate((*plan.blocks, plan.leave)):
+            for kind in ("along", "ranges"):
+                for number, word in enumerate(getattr(group, kind)):
+                    less = replace(group, **{kind: tuple(other for at, other in enumerate(getattr(group, kind)) if at != number)})
+                    groups = [*plan.blocks, plan.leave]
+                    groups[place] = less
+                    yield word, plan, replace(plan, blocks=tuple(groups[:-1]), leave=groups[-1])
+
+
+def chosen(words):
+    """Of each kind of word the first, or all of them where the environment asks for it."""
+    seen = set()
+    for family, (word, plan, less) in words:
+        kind = (type(word), *(name for name in ("repeated", "masks_keys", "after") if getattr(word, name, None)))
+        if ALL or kind not in seen:
+            seen.add(kind)
+            yield pytest.param(family, plan, less, id=f"{family.plans[0].family}-{word.arg}")
+
+
+@pytest.mark.parametrize(("family", "plan", "less"), [*chosen((family, word) for family in FAMILIES for word in words_of(family))])
+def test_every_word_of_a_plan_is_needed_for_a_patch_to_equal_the_serial_forward(family, plan, less):
+    cases = [replace(odd(one), mask=mask) for one in family.samples for mask in {False, one.masks is not None}]
+    assert any(plan_for(type((model := Model(case, less)).module)) is plan and is_wrong(model) for case in cases)
+
+
+def is_wrong(model):
+    asked = model.asked[0]
+    truth = model.serial(asked)
+    try:
+        model.warm(asked)
+        return relative_error(model.round(asked, 3), truth) > 100 * BOUND
+    except (ModelError, RuntimeError):
+        return True
 
 
 def test_after_a_change_stale_rows_are_fresh_again_in_as_many_rounds_as_there_are_layers(model):

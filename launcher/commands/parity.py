@@ -126,6 +126,8 @@ def empty_latent(case: Case) -> torch.Tensor:
 
 def attention_masks(masks: Masks, texts: tuple[int, int], latent: torch.Tensor) -> tuple[list[torch.Tensor], tuple[int, int]]:
     """Make a mask for each prompt, over its text and image tokens, and the image's token grid."""
+    if masks.text_only:
+        return [text_mask(7 + text, text) for text in texts], (0, 0)
     grid = (-(-latent.shape[-2] // masks.side), -(-latent.shape[-1] // masks.side))
     return [attention_mask(7 + text, (masks.text or text) + grid[0] * grid[1]) for text in texts], grid
 
@@ -148,6 +150,14 @@ def attention_mask(seed: int, tokens: int, closed: float = 0.4) -> torch.Tensor:
     open_ = torch.rand(1, tokens, tokens, generator=torch.Generator().manual_seed(seed)) > closed
     open_ |= torch.eye(tokens, dtype=torch.bool)
     return torch.zeros(1, tokens, tokens).masked_fill(~open_, -10000.0)
+
+
+def text_mask(seed: int, tokens: int) -> torch.Tensor:
+    """Make a mask (1, L) of ones and zeros that closes a random part of the tokens, never the first
+    one.
+    """
+    mask = (torch.rand(1, tokens, generator=torch.Generator().manual_seed(seed)) > 0.4).long()
+    return mask.index_fill(1, torch.tensor([0]), 1)
 
 
 def sample(model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from .flux import FLUX
 from .kandinsky import KANDINSKY
 from .plan import TokenPlan
+from .qwen_image import QWEN_IMAGE
 from .sample import Family, Sample, Size
 from .sd3 import SD3
 from .wan import WAN
@@ -22,6 +23,7 @@ FAMILIES: tuple[Family, ...] = (
     WAN_CAMERA,
     WAN_SCAIL,
     KANDINSKY,
+    QWEN_IMAGE,
 )
 PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
 SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}

@@ -7,6 +7,10 @@ Files are laid out as black-forest-labs' flux1 files, which ComfyUI detects
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from .plan import Along, Blocks, Leave, Ranges, TokenPlan
 from .sample import Config, Family, FileForm, Form, Masks, Sample, Shapes, Size
 
@@ -23,17 +27,17 @@ PLAN = TokenPlan(
             returns=("img", "txt"),
             control="input",
             along=(Along(arg="pe", dim=2, streams=JOINT),),
-            ranges=(Ranges(arg="modulation_dims_img", stream="img"), Ranges(arg="modulation_dims_txt", stream="txt")),
+            ranges=(Ranges(arg="modulation_dims_img", streams=("img",)),),  # that of the text is one range, of all of it
         ),
         Blocks(
             path="single_blocks",
             tokens={"x": JOINT},
             control="output",
             along=(Along(arg="pe", dim=2, streams=JOINT),),
-            ranges=(Ranges(arg="modulation_dims", stream="img", after="txt"),),
+            ranges=(Ranges(arg="modulation_dims", streams=("img",), after="txt"),),
         ),
     ),
-    leave=Leave(path="final_layer", stream="img", ranges=(Ranges(arg="modulation_dims", stream="img"),)),
+    leave=Leave(path="final_layer", stream="img"),  # the rows that have another timestep are dropped behind it
     positions=("pe_embedder",),
 )
 
@@ -93,6 +97,12 @@ def config_2(size: Size) -> Config:
         "default_ref_method": "index",
         "ref_index_scale": 10.0,
     }
+
+
+def references(latent: torch.Tensor) -> dict[str, Any]:
+    """The extras that an edit adds to a prompt: a picture, with a timestep of its own."""
+    picture = torch.randn(1, 128, 4, 3, generator=torch.Generator().manual_seed(4))
+    return {"reference_latents": [picture], "reference_latents_method": "index_timestep_zero"}
 
 
 def shapes(config: Config) -> Shapes:
@@ -164,6 +174,14 @@ FLUX = Family(
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)},
             masks=Masks(side=1, text=512),
             stands_for=("Ranges",),
+        ),
+        Sample(
+            name="flux2-edit",
+            form=Form(config_class="Flux2", config=config_2),
+            heads=(5,),
+            tiny=tiny,
+            latents={"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)},
+            prompt_extras=references,
         ),
     ),
 )

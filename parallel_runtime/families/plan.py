@@ -21,25 +21,40 @@ class Along:
     ``repeated``: the argument may have fewer rows (one per frame, say), which ComfyUI repeats over
     equal runs of tokens. Where the runs do not divide they are rounded up, as in
     comfy/ldm/wan/model.py:repeat_e@0.30.0.
+
+    ``masks_keys``: blocks make the attention's mask of the rows that they are given, and of zeros
+    over their other tokens. Attention over all tokens gets the mask of all rows in its place.
     """
 
     arg: str
     dim: int
     streams: tuple[str, ...]
     repeated: bool = False
+    masks_keys: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranges:
-    """An argument that lists ``(begin, end, ...)`` token ranges of ``stream``.
+    """An argument that lists ``(begin, end, ...)`` token ranges of the given streams one after
+    another; an end of None is the last token's.
 
     ``after`` names a stream that comes first in the same tensor: ComfyUI shifts the ranges by its
     local length, except a begin of 0.
     """
 
     arg: str
-    stream: str
+    streams: tuple[str, ...]
     after: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """An argument that counts tokens of the given streams, one after another: those before it and
+    those behind it are treated differently.
+    """
+
+    arg: str
+    streams: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +73,7 @@ class Blocks:
     path: str
     tokens: Mapping[str, tuple[str, ...]]
     along: tuple[Along, ...] = ()
-    ranges: tuple[Ranges, ...] = ()
+    ranges: tuple[Ranges | Boundary, ...] = ()
     positional: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()

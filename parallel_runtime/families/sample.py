@@ -101,10 +101,13 @@ class Form:
 class Masks:
     """How ComfyUI lays out an attention mask over text and image tokens. ``side``: latent pixels
     along a token's edge. ``text``: the tokens that ComfyUI pads shorter texts to, 0 for none.
+    ``text_only``: the mask has a number per token of the text, 0 where it is closed, as text
+    encoders return it.
     """
 
     side: int = 2
     text: int = 0
+    text_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import Refused
-from ..families.plan import Along, Blocks, Leave, Ranges, TokenPlan
+from ..families.plan import Along, Blocks, Boundary, Leave, Ranges, TokenPlan
 from .shards import Rows
 
 Attention = Callable[..., torch.Tensor]
@@ -70,6 +70,7 @@ class TokenHooks:
         self._rows: Rows | None = None
         self._control: dict[str, list] | None = None
         self._shares_attention = False
+        self._key_mask: tuple[torch.Tensor, Along] | None = None  # all rows of what the block makes its mask of
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -109,7 +110,7 @@ class TokenHooks:
 
     def end_run(self) -> None:
         """Free what was made of the last evaluation's arguments."""
-        self._rows = self._control = None
+        self._rows = self._control = self._key_mask = None
 
     def _left(self, _module: nn.Module, _args: Any, out_BlC: torch.Tensor) -> torch.Tensor | None:
         return self._sharding.leave(self._rows, out_BlC)
@@ -138,6 +139,8 @@ class TokenHooks:
         """
         if not self._shares_attention:
             return attention(q, k, v, heads, mask, *args, **kwargs)
+        if mask is not None and self._rows is not None and self._key_mask is not None:
+            mask = self._rows.key_mask(*self._key_mask, mask)
         return self._sharding.attend(self._rows, attention, q, k, v, heads, mask, *args, **kwargs)
 
     def _entering(self, block: nn.Module, group: Blocks, first: bool) -> Callable:
@@ -147,7 +150,8 @@ class TokenHooks:
             arguments = bind(args, kwargs)
             if first:
                 self._enter(group, arguments)
-            self._localize(arguments, group.along, group.ranges)
+            self._key_mask = next(((arguments[item.arg], item) for item in group.along if item.masks_keys and item.arg in arguments), None)
+            self._localize(arguments, (*group.along, *group.ranges))
             self._share_attention(True)
             self._sharding.enter_block()
             return (), arguments
@@ -189,22 +193,19 @@ class TokenHooks:
                     for block, rows in enumerate(control[key])
                 ]
 
-    def _localize(self, arguments: dict[str, Any], along: Sequence[Along], ranges: Sequence[Ranges]) -> None:
+    def _localize(self, arguments: dict[str, Any], items: Sequence[Along | Ranges | Boundary]) -> None:
         if self._rows is None:
             return
-        for item in along:
+        for item in items:
             if arguments.get(item.arg) is not None:
-                arguments[item.arg] = self._rows.along(arguments[item.arg], item)
-        for item in ranges:
-            if arguments.get(item.arg) is not None:
-                arguments[item.arg] = self._rows.ranges(arguments[item.arg], item)
+                arguments[item.arg] = self._rows.cut(arguments[item.arg], item)
 
     def _entering_leave(self, module: nn.Module, leave: Leave) -> Callable:
         bind = binder(module)
 
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             arguments = bind(args, kwargs)
-            self._localize(arguments, leave.along, leave.ranges)
+            self._localize(arguments, (*leave.along, *leave.ranges))
             return (), arguments
 
         return hook

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import ModelError
-from ..families.plan import Along, Ranges
+from ..families.plan import Along, Boundary, Ranges
 from ..layout import Split, clip_ranges
 
 T = TypeVar("T")
@@ -58,15 +58,55 @@ class Rows:
         source = torch.arange(total, device=tensor.device) // run
         return tensor.index_select(item.dim, self.slice(source, 0, item.streams))
 
+    def cut(self, value: Any, item: Along | Ranges | Boundary) -> Any:
+        """Return what an argument of a block is for the local rows."""
+        if isinstance(item, Along):
+            return self.along(value, item)
+        return self.ranges(value, item) if isinstance(item, Ranges) else self.boundary(value, item)
+
     def ranges(self, ranges: list, item: Ranges) -> list[tuple]:
-        """Cut token ranges of the whole stream to the local rows."""
-        start, size = self.local[item.stream]
+        """Cut token ranges of whole streams to the local rows."""
         if item.after is None:
-            return clip_ranges(ranges, start, size)
+            total = sum(self.all_tokens[stream] for stream in item.streams)
+            return [
+                part
+                for begin, end, *rest in ranges
+                for there, here, start, size in self._places(item.streams)
+                for part in clip_ranges([(begin - there, (total if end is None else end) - there, *rest)], start, size, offset=here)
+            ]
+        start, size = self.local[item.streams[0]]
         shift = self.local[item.after][1]  # what the host added: the local length of the stream before
         stream_ranges = [(0 if begin == 0 else begin - shift, end - shift, *rest) for begin, end, *rest in ranges]
         reaches_front = [tuple(rest) for begin, _end, *rest in ranges if begin == 0]
         return [(0, shift, *rest) for rest in reaches_front] + clip_ranges(stream_ranges, start, size, offset=shift)
+
+    def boundary(self, index: int, item: Boundary) -> int:
+        """Return how many of the local rows stand before the boundary."""
+        return sum(min(max(index - there - start, 0), size) for there, _, start, size in self._places(item.streams))
+
+    def _places(self, streams: Sequence[str]) -> list[tuple[int, int, int, int]]:
+        """Return (where it begins among all rows, where among the local ones, start, size) of each
+        stream's local rows.
+        """
+        places, there, here = [], 0, 0
+        for stream in streams:
+            start, size = self.local[stream]
+            places.append((there, here, start, size))
+            there, here = there + self.all_tokens[stream], here + size
+        return places
+
+    def key_mask(self, rows: torch.Tensor, item: Along, mask: torch.Tensor) -> torch.Tensor:
+        """Return the mask over all tokens that stands for ``mask``, which a block made of the local
+        ones of ``rows``.
+        """
+
+        def make() -> torch.Tensor:
+            pieces = [rows.new_zeros(1).expand(*rows.shape[: item.dim], count) for count in self.all_tokens.values()]
+            given = rows.split([self.all_tokens[stream] for stream in item.streams], item.dim)
+            by_stream = {**dict(zip(self.all_tokens, pieces, strict=True)), **dict(zip(item.streams, given, strict=True))}
+            return torch.cat(list(by_stream.values()), -1).to(mask).view(*mask.shape[:-1], -1)
+
+        return self.memoise(rows, ("key mask", mask.shape, mask.dtype), make)
 
     def memoise(self, value: Any, key: tuple, make: Callable[[], T]) -> T:
         """Return ``make()``, called once for this very object ``value`` in the evaluation: every

@@ -1,0 +1,76 @@
+"""Qwen-Image, Edit and Layered (comfy/ldm/qwen_image/model.py@0.30.0): text and image apart in
+every block, reference latents behind the image.
+
+Edit 2511 gives the references a timestep of their own. The mask closes tokens of the text alone.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from .plan import Along, Blocks, Boundary, Leave, TokenPlan
+from .sample import Config, Family, Form, Masks, Sample, Size
+
+PLAN = TokenPlan(
+    family="qwen-image",
+    models=("comfy.ldm.qwen_image.model:QwenImageTransformer2DModel",),
+    streams=("txt", "img"),
+    blocks=(
+        Blocks(
+            path="transformer_blocks",
+            tokens={"encoder_hidden_states": ("txt",), "hidden_states": ("img",)},
+            control="input",
+            along=(
+                Along(arg="image_rotary_emb", dim=2, streams=("txt", "img")),
+                Along(arg="encoder_hidden_states_mask", dim=1, streams=("txt",), masks_keys=True),
+            ),
+            ranges=(Boundary(arg="timestep_zero_index", streams=("img",)),),
+        ),
+    ),
+    leave=Leave(path="proj_out", stream="img"),
+    positions=("pe_embedder",),
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(4,))
+
+
+def config(size: Size, **form: Any) -> Config:
+    return {
+        "image_model": "qwen_image",
+        "in_channels": 64,
+        "num_layers": size.blocks[0],
+        "attention_head_dim": size.head_dim,
+        "num_attention_heads": size.heads,
+        "joint_attention_dim": size.text_dim,
+        "axes_dims_rope": (4, 6, 6),
+        **form,
+    }
+
+
+def references(latent: torch.Tensor) -> dict[str, Any]:
+    """The extras that an edit adds to a prompt: two pictures, of other sizes than the latent."""
+    first = torch.randn(1, 16, 1, 9, 8, generator=torch.Generator().manual_seed(4))
+    return {"reference_latents": [first, first[..., :4, :]]}
+
+
+def form(**more: Any) -> Form:
+    return Form(config_class="QwenImage", config=partial(config, **more))
+
+
+LATENTS = {"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)}
+LAYERS = {"even": (1, 16, 4, 8, 6), "odd": (1, 16, 3, 5, 6)}
+EDIT = {"default_ref_method": "index_timestep_zero"}
+LAYERED = {"default_ref_method": "negative_index", "use_additional_t_cond": True}
+MASKS = Masks(text_only=True)
+
+QWEN_IMAGE = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(name="qwen-image", form=form(), heads=(5,), tiny=tiny, latents=LATENTS, masks=MASKS),
+        Sample(name="qwen-image-edit", form=form(**EDIT), heads=(5,), tiny=tiny, latents=LATENTS, masks=MASKS, prompt_extras=references),
+        Sample(name="qwen-image-layered", form=form(**LAYERED), heads=(5,), tiny=tiny, latents=LAYERS, prompt_extras=references),
+    ),
+)
