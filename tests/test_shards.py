@@ -1,0 +1,61 @@
+"""What arguments that count tokens are for the rows of one rank: each row keeps what it had."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipemesh.parallel_runtime.families.plan import Along, Boundary, Ranges
+from pipemesh.parallel_runtime.methods.shards import Shards, permute_mask
+
+STREAMS = ("txt", "img")
+
+
+@st.composite
+def shards(draw):
+    totals = {stream: draw(st.integers(1, 9)) for stream in STREAMS}
+    ranks = draw(st.integers(1, 5))
+    return Shards(totals, draw(st.integers(0, ranks - 1)), ranks)
+
+
+def marked(ranges, tokens):
+    """(tokens,): the number of the range that each is in."""
+    marks = torch.zeros(tokens)
+    for begin, end, number in ranges:
+        marks[begin:end] = number
+    return marks
+
+
+def local(rows, marks, streams):
+    return rows.slice(marks, 0, streams).tolist()
+
+
+@settings(deadline=None)
+@given(rows=shards(), first=st.integers(0, 20), streams=st.sampled_from([STREAMS, ("img",)]), open_end=st.booleans())
+def test_ranges_over_one_stream_or_several_mark_the_rows_that_they_marked(rows, first, streams, open_end):
+    total = sum(rows.all_tokens[stream] for stream in streams)
+    first = min(first, total)
+    ranges = [(0, first, 1), (first, None if open_end else total, 2)]
+    own = rows.cut(ranges, Ranges(arg="dims", streams=streams))
+    assert marked(own, len(local(rows, marked(ranges, total), streams))).tolist() == local(rows, marked(ranges, total), streams)
+
+
+@settings(deadline=None)
+@given(rows=shards(), index=st.integers(0, 20), streams=st.sampled_from([STREAMS, ("img",)]))
+def test_a_boundary_parts_the_rows_that_it_parted(rows, index, streams):
+    before = torch.arange(sum(rows.all_tokens[stream] for stream in streams)) < index
+    own = rows.cut(index, Boundary(arg="index", streams=streams))
+    here = local(rows, before, streams)
+    assert [row < own for row in range(len(here))] == here
+
+
+@settings(deadline=None)
+@given(rows=shards(), seed=st.integers(0, 99))
+def test_attention_gets_the_whole_mask_for_one_that_a_block_makes_of_its_own_rows(rows, seed):
+    """It made (B, 1, l) of (B, l) and zeros; no rank has the rows of the others."""
+    item = Along(arg="mask", dim=1, streams=("txt",), masks_keys=True)
+    given_ = torch.randn(2, rows.all_tokens["txt"], generator=torch.Generator().manual_seed(seed))
+    own = rows.cut(given_, item)
+    made = torch.cat((own, own.new_zeros(2, rows.local["img"][1])), 1).unsqueeze(1)
+    whole = rows.key_mask(given_, item, made)
+    assert torch.equal(whole, torch.cat((given_, given_.new_zeros(2, rows.all_tokens["img"])), 1).unsqueeze(1))
+    assert rows.key_mask(given_, item, made) is whole, "it is permuted anew for every block"
+    assert permute_mask(whole, rows.joint(STREAMS)).shape == whole.shape
