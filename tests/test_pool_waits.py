@@ -40,8 +40,8 @@ def handle():
     """
     made = []
 
-    def handle(placement, *rules: str, stall_s: float = NEVER_S) -> PoolHandle:
-        made.append(PoolHandle(placement, fake_setup(*rules, stall_s=stall_s)))
+    def handle(placement, *rules: str) -> PoolHandle:
+        made.append(PoolHandle(placement, fake_setup(*rules, stall_s=NEVER_S)))
         return made[-1]
 
     yield handle
@@ -158,10 +158,10 @@ def test_ranks_that_are_silent_for_longer_than_a_stop_waits_stay_warm(handle, pl
 
 @pytest.mark.usefixtures("brief")
 def test_stop_pressed_again_and_again_does_not_begin_the_judgement_of_a_hang_anew(handle):
-    handle = handle(cpus(2), "1:Load=hang", stall_s=1.0)
-    pool = handle.ensure()
+    pool = handle(cpus(2), "1:Load=hang").ensure()
     with pytest.raises(RunCancelled):
         call(pool, "Load", inside(pool, "loading"))
+    pool._conversation.stall_s = 0.5  # not before: to start takes long on a busy machine
 
     def settled() -> None:
         while pool.state == "ready":

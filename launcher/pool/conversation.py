@@ -122,14 +122,14 @@ class Conversation:
         cancelled = False
         side: list[InFlight] = []  # that a failure may keep from answering
         while any(one.owing for one in [*wanted, *side]) and time.monotonic() <= until:
-            self._take_answers()
-            failing = [one for one in self._in_flight.values() if one.failures]
+            is_silent = not self._take_answers()
+            failing = [one for one in self._in_flight.values() if one.has_failed]
             if failing and not side:
                 side = connected(list(self._in_flight.values()), failing)
                 until = min(until, time.monotonic() + wait_after_failure(failing))
                 if any(one.meets is Meets.STAGES for one in failing):
                     self._cancel()
-            if until == math.inf:  # else the wait ends by itself
+            if is_silent and until == math.inf:  # else the wait ends by itself
                 self._fail_if_stalled()
             if not cancelled and interrupted():
                 cancelled = True
@@ -148,24 +148,30 @@ class Conversation:
             phase, over_machines = self._board.phase(rank), self._ranks.spans_machines
             raise Lost(sentence_of_stall(self._facts.where(rank), phase, stall_s, over_machines=over_machines), rank)
 
-    def _take_answers(self) -> None:
-        for rank, answer in self._ranks.listen(POLL_S):
+    def _take_answers(self) -> bool:
+        """Waits for answers, ``POLL_S`` at most; returns whether there were some."""
+        said = self._ranks.listen(POLL_S)
+        for rank, answer in said:
             number = getattr(answer, "request", 0)  # Ready answers the start
             if number in self._in_flight:
                 self._in_flight[number].take(rank, answer)
+        return bool(said)
 
     def _pass_judgement(self, *, forgiven: bool = False) -> None:
         """Raises the error of what failed in flight. Then all that was answered in connected groups
         is over.
         """
         requests = list(self._in_flight.values())
+        failing = [one for one in requests if one.has_failed]
+        if not failing:
+            return
         verdict = judge(requests, self._facts, forgiven=forgiven)
         if verdict is None:
             return
         error, rank = verdict
         if isinstance(error, PoolFailed):
             raise Lost(str(error), rank)
-        for one in connected(requests, [one for one in requests if one.failures]):
+        for one in connected(requests, failing):
             if not one.owing:
                 del self._in_flight[one.number]
         raise error

@@ -31,6 +31,7 @@ class InFlight:
     awaited: bool = True
     owing: set[int] = field(init=False)
     answers: dict[int, Answer] = field(default_factory=dict)
+    has_failed: bool = False
 
     def __post_init__(self) -> None:
         self.owing = set(self.group)
@@ -44,3 +45,4 @@ class InFlight:
         if rank in self.owing:
             self.owing.discard(rank)
             self.answers[rank] = answer
+            self.has_failed |= isinstance(answer, Failed)

@@ -78,7 +78,7 @@ def judge(requests: Sequence[InFlight], facts: Facts, *, forgiven: bool = False)
     between stages, and ranks that meet in collectives have failed all alike. Else the error is
     PoolFailed. ``forgiven``: the requests belong to a cancelled run, so only that is told.
     """
-    requests = connected(requests, [one for one in requests if one.failures])
+    requests = connected(requests, [one for one in requests if one.has_failed])
     failures = {rank: failure for one in reversed(requests) for rank, failure in one.failures.items()}
     if not failures:
         return None

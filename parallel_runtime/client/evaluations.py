@@ -131,27 +131,30 @@ class Evaluations:
         rank, reply = next(((rank, reply) for rank, reply in replies.items() if reply.output or reply.needs_bytes), (0, None))
         if reply is None:
             raise PoolFailed("No rank returned an output: restart ComfyUI, and report it if it happens again.")
-        with session.pool.arena.frame() as larger:
-            if reply.needs_bytes:
-                reply = self._fetch(session, larger, rank, reply.needs_bytes, interrupted)
-            output = decode_tree(reply.output, lambda ref: session.pool.arena.segment.tensor(ref).to(ticket.device, copy=True))
+        if reply.needs_bytes:
+            output = self._fetch(session, ticket, rank, reply.needs_bytes, interrupted)
+        else:
+            output = own_tensors(session, ticket, reply)
         self._done_with(session, ticket)
         self._residency.release_leaving(session)
-        self._balance.learn(ticket.run.model, ticket.part, (reply.block_s for reply in replies.values()))
-        part = ticket.part if session.pool.facts.stages > 1 else None
+        part = None
+        if session.pool.facts.stages > 1:
+            part = ticket.part
+            self._balance.learn(ticket.run.model, part, (reply.block_s for reply in replies.values()))
         ticket.run.evaluations.append(measured(ticket.began, replies.values(), part))
         return output
 
-    def _fetch(self, session: Session, frame: Frame, rank: int, nbytes: int, interrupted: Callable[[], bool]) -> Done:
+    def _fetch(self, session: Session, ticket: Ticket, rank: int, nbytes: int, interrupted: Callable[[], bool]) -> Any:
         """Has ``rank`` write its last output, which took more room than the latent, into a larger
-        place.
+        place. Returns it.
         """
         if len(session.tickets) > 1 or session.pool.facts.stages > 1:
             raise ModelError(f"The output takes {mib(nbytes)}, more than the latent that went in: set pipefusion to 1.")
-        out = frame.blank(nbytes)
-        fetch = Fetch(request=session.pool.next_request(), arena_bytes=session.pool.arena.nbytes, out=out)
-        session.pool.submit(fetch, (rank,))
-        return session.pool.collect(fetch.request, interrupted)[rank]
+        with session.pool.arena.frame() as frame:
+            out = frame.blank(nbytes)
+            fetch = Fetch(request=session.pool.next_request(), arena_bytes=session.pool.arena.nbytes, out=out)
+            session.pool.submit(fetch, (rank,))
+            return own_tensors(session, ticket, session.pool.collect(fetch.request, interrupted)[rank])
 
     def _retract(self, ticket: Ticket, interrupted: Callable[[], bool]) -> None:
         """Calls the ranks back from the only evaluation in flight. They have as long as they need
@@ -206,12 +209,20 @@ def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bo
         raise
 
 
+def own_tensors(session: Session, ticket: Ticket, reply: Done) -> Any:
+    """Copies an output out of the arena, to the latent's device."""
+    return decode_tree(reply.output, lambda ref: session.pool.arena.segment.tensor(ref).to(ticket.device, copy=True))
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Has torch compute on one thread inside. Copies of a megabyte gain nothing from more, and
     torch's waiting threads spin on the cores that CPU ranks need.
     """
     threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
     torch.set_num_threads(1)
     try:
         yield
