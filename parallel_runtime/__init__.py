@@ -1,1 +1,1 @@
-"""What runs in parallel, and how: layouts, the wire, the worker's engine, the client side."""
+"""Compute one model's forward on several ranks: both ends, the border between them, the methods."""

@@ -1,4 +1,4 @@
-"""When the stages of a pipeline were at work, and how busy that made them."""
+"""Note when ranks were at work on an evaluation, and sum up how busy that made them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """When a rank was at work on an evaluation, by its machine's monotonic clock, and how long it
-    waited for others meanwhile.
+    """The time in which a rank was at work on an evaluation, by its machine's monotonic clock;
+    ``waited_s`` of it for other ranks.
     """
 
     began_s: float
@@ -22,13 +22,13 @@ class Span:
 
     @property
     def came_in_s(self) -> float:
-        """When there was something to compute: a stage waits before all else."""
+        """The moment at which its input was there: a stage waits before all else."""
         return self.began_s + self.waited_s
 
 
 def busy_shares(submissions: Sequence[Sequence[Span]]) -> list[float]:
-    """Of each rank, the share of the time from the first to the last of these submissions in which
-    it computed.
+    """Return, for each rank, the share of the time from the first to the last of these submissions
+    in which it computed.
     """
     ranks = list(zip(*submissions, strict=True))
     if not ranks:

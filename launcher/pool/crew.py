@@ -36,7 +36,7 @@ log = logging.getLogger("pipemesh")
 
 @dataclass(frozen=True)
 class Net:
-    """Where the ranks of several machines meet, and the network interface of this machine that
+    """The meeting place of the ranks of several machines, and this machine's network interface that
     leads there.
     """
 
@@ -45,13 +45,13 @@ class Net:
 
 
 def rank_environment(device: Device, backend: str, environ: dict[str, str], interface: str = "") -> dict[str, str]:
-    """A rank's environment: that of the starting process, without what breaks a rank (allocator
-    choices, other launchers' ranks, hidden GPUs). ``interface``: by which other machines are
-    reached.
+    """Returns a rank's environment: that of the starting process, less what breaks a rank
+    (allocator choices, other launchers' ranks, hidden GPUs). ``interface``: the one that leads to
+    other machines.
 
-    A CPU rank keeps the memory of its activations between layers (glibc), because fresh pages cost
-    it a quarter of a forward: at most 1 GiB, which goes back to the system when a model is
-    released.
+    A CPU rank keeps freed memory (glibc), because fresh pages would cost it a quarter of a forward:
+    at most 1 GiB. It goes back to the system when a model is released, and when a run of a pipeline
+    ends.
     """
     scrubbed = {*ALLOCATOR_VARIABLES, *LAUNCHER_VARIABLES, SECRET_VARIABLE, "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
     env = {key: value for key, value in environ.items() if key not in scrubbed and not key.startswith(LAUNCHER_PREFIXES)}
@@ -77,7 +77,7 @@ class Crew:
 
     @property
     def pids(self) -> dict[int, int]:
-        """By rank; empty before the start."""
+        """Process ids by rank; empty before the start."""
         return dict(zip(self.ranks, self._supervisor.pids, strict=False)) if self._supervisor else {}
 
     def start(self, arena: Segment, net: Net | None) -> None:
@@ -127,7 +127,7 @@ class Crew:
         )
 
     def pump(self, rank: int) -> list[Any]:
-        """Reads once: the messages of ``rank`` that are whole. Raises ChannelClosed,
+        """Reads once, and returns the messages of ``rank`` that are whole. Raises ChannelClosed,
         msgspec.DecodeError.
         """
         return [message for message, _fds in self.channels[rank].pump()]
@@ -138,11 +138,13 @@ class Crew:
         return self._supervisor
 
     def tail(self, rank: int) -> list[str]:
-        """The last lines of its output."""
+        """Returns the last lines of the rank's log."""
         return self._started.tail(self.ranks.index(rank))
 
     def exit_of(self, rank: int, wait_s: float) -> int | None:
-        """The exit status (negative: a signal), or None if the rank still runs after ``wait_s``."""
+        """Returns the exit status (negative: a signal), None if the rank still runs after
+        ``wait_s``.
+        """
         return self._started.exit_of(self.ranks.index(rank), wait_s)
 
     def has_ended(self, rank: int) -> bool:
@@ -160,5 +162,5 @@ class Crew:
 
 
 def no_tensor(path: str, _tensor: Any) -> Any:
-    """For a tree that holds none. Raises TypeError."""
+    """Raises TypeError: the tree was to hold plain data only."""
     raise TypeError(f"{path} is a tensor")

@@ -1,4 +1,4 @@
-"""Ranks as forks of a process that has imported torch already: the second pool of a ComfyUI starts
+"""Fork ranks from a process that has imported torch already: the second pool of a ComfyUI starts
 in a fraction of the first one's time.
 
 Python's own ``multiprocessing.forkserver`` is not used: it is one for the whole process, runs
@@ -54,7 +54,7 @@ class ForkServer:
         weakref.finalize(self, end, self._servers)
 
     def start(self, command: Command) -> Forked:
-        """Has a rank forked. Returns at once: the server may still be importing. ``argv`` of the
+        """Forks a rank. Returns at once: the server may still be importing. ``argv`` of the
         command is a Python, a script and its arguments.
 
         Raises OSError.
@@ -113,7 +113,7 @@ def launch(command: Command, preloaded: Sequence[str]) -> ServerProcess:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Raises OSError where the system has no thread left."""
+    """Starts the thread. Raises OSError where the system has no thread left."""
     try:
         thread.start()
     except RuntimeError as error:
@@ -159,7 +159,7 @@ class ServerProcess:
 
     @property
     def is_usable(self) -> bool:
-        """False where it has ended, is stopped, takes no request, or still imports after
+        """True unless it has ended, is stopped, takes no request, or still imports after
         ``IMPORT_S``.
         """
         state = state_of(self.process.pid)
@@ -212,8 +212,8 @@ class ServerProcess:
 
 
 def state_of(pid: int) -> str:
-    """The state of a process as the kernel's letter: T stopped, Z ended and not yet waited for.
-    Empty where there is none.
+    """Returns the state of a process as the kernel's letter: T stopped, Z ended and not yet waited
+    for. Empty where there is none.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
@@ -248,8 +248,8 @@ class Forked:
         return self.returncode
 
     def wait(self) -> int:
-        """The exit status (negative: a signal), NEVER_STARTED, or SERVER_ENDED for a rank that was
-        killed with its server.
+        """Returns the exit status (negative: a signal), NEVER_STARTED, or SERVER_ENDED for a rank
+        that was killed with its server.
         """
         while self.returncode is None:
             self._listen(wait=True)
@@ -278,7 +278,7 @@ class Forked:
                 self._report = -1
 
     def _listen(self, wait: bool) -> None:
-        """Takes what the server has to say of this rank, or waits a moment for it. A server that
+        """Takes the server's report on this rank, or waits a moment for it. A server that
         owes a word and does not answer is ended; the end of its report says so here.
         """
         poller = select.poll()
@@ -305,7 +305,7 @@ class Forked:
             self._server.has_forked, self._owing_since = True, None
 
     def _check_server(self) -> None:
-        """Has the server ended if it should have said more of this rank long ago."""
+        """Ends the server if its report on this rank is long overdue."""
         if self._pid and self._owing_since is None and state_of(self._pid) in ENDED:
             self._owing_since = time.monotonic()
         if self._owing_since is not None:

@@ -15,7 +15,7 @@ log = logging.getLogger("pipemesh")
 
 
 class PoolHandle:
-    """A placement and how to get its pool: for nodes to pass around, never a live socket."""
+    """Starts the pool of a placement when it is needed. Nodes pass it around in place of a pool."""
 
     def __init__(self, placement: Placement, setup: RankSetup, before_start: Callable[[PoolHandle], None] = lambda handle: None):
         self.placement = placement
@@ -29,12 +29,12 @@ class PoolHandle:
         return self._pool.state if self._pool else "closed"
 
     def live(self) -> WorkerPool | None:
-        """The pool if it can take requests now: not one that lost a rank while nobody looked."""
+        """Returns the pool if it can take requests now, None where it has lost a rank meanwhile."""
         usable = self._pool is not None and self._pool.state in ("ready", "busy") and not self._pool.ranks.has_lost_one(self._pool.idle)
         return self._pool if usable else None
 
     def ensure(self, interrupted: Callable[[], bool] = never) -> WorkerPool:
-        """The live pool, else a fresh one. Raises PoolFailed, RunCancelled."""
+        """Returns the live pool, else a fresh one. Raises PoolFailed, RunCancelled."""
         with self._lock:
             pool = self.live()
             if pool is None:
@@ -54,8 +54,8 @@ class PoolHandle:
 
 
 class PoolKeeper:
-    """Every pool of this ComfyUI. One at a time may hold a device: starting another layout on it
-    closes the first.
+    """Keeps every pool of this ComfyUI. One at a time may hold a device: starting another layout on
+    it closes the first.
     """
 
     def __init__(self, setup: RankSetup):

@@ -91,7 +91,7 @@ class LentRanks:
                         selector.unregister(key.fileobj)
 
     def _pass_on(self, crew: Crew, arena: Segment) -> bool:
-        """Passes on what ComfyUI has sent. True after Close."""
+        """Reads from ComfyUI once, and passes its messages on. True after Close."""
         for message, fds in self._link.pump():
             try:
                 if isinstance(message, Close):
@@ -135,13 +135,13 @@ class LentRanks:
         return True
 
     def _beat(self, crew: Crew, board: Board) -> None:
-        """Tells ComfyUI how far the ranks here have come."""
+        """Tells ComfyUI the progress of the ranks here."""
         self._link.send(Beat({rank: board.line(rank) for rank in crew.ranks}))
         self._last_beat = time.monotonic()
 
 
 def send_all(crew: Crew, message: Request | Close, fds: Sequence[int] = (), ranks: Sequence[int] | None = None) -> None:
-    """Sends to ``ranks`` of the crew, by default to all."""
+    """Sends a message to ``ranks`` of the crew, by default to all."""
     for channel in [channel for rank, channel in crew.channels.items() if ranks is None or rank in ranks]:
         with contextlib.suppress(ChannelClosed):  # its end is told when its channel is read
             channel.send(message, fds)
@@ -152,7 +152,7 @@ def shared_memory_full(request: int, error: SharedMemoryFull) -> Failed:
 
 
 def placement_here(opening: Open) -> Placement:
-    """The placement of the whole pool, with the addresses of this machine's GPUs. Raises
+    """Returns the placement of the whole pool, with the addresses of this machine's GPUs. Raises
     LayoutError where it names one that is not here.
     """
     devices = [Device(name) for name in opening.devices]

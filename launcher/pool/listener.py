@@ -1,4 +1,4 @@
-"""Takes a leader's connections. A stranger can open some, but neither hold them nor use them up."""
+"""Take a leader's connections. A stranger can open some, but neither hold them nor use them up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Unproved:
 
     @contextlib.contextmanager
     def hold(self, sock: socket.socket) -> Iterator[None]:
-        """``sock`` is one of them inside the block, and may be cut off there."""
+        """Counts ``sock`` among them inside the block, where it may be cut off."""
         with self._changed:
             self._socks.append(sock)
             while len(self._socks) > self._most:

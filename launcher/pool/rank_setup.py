@@ -1,5 +1,5 @@
-"""What the ranks of a ComfyUI, or of a leader, are started with; read from the environment here and
-nowhere else.
+"""Set up the ranks of a ComfyUI, or of a leader. The pack's variables are read from the environment
+here and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_":
 
 
 def start_as(environ: Mapping[str, str]) -> Callable[[Command], Process]:
-    """How ranks are started: forked, unless PIPEMESH_FORK says 0."""
+    """Returns the function that starts a rank: it forks, unless PIPEMESH_FORK says 0."""
     return process_of_its_own if environ.get(FORK_VARIABLE) == "0" else ForkServer(tuple(KEEP_MEMORY)).start
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """What a rank must know of this ComfyUI to compute as it does, and how it is watched.
+    """The settings by which a rank computes as this ComfyUI does, and by which it is watched.
 
     ``start`` starts ``argv`` (tests put fakes here). ``stall_s``: without progress, a rank hangs.
     ``rendezvous`` (ADDRESS:PORT, torchrun's), ``secret`` and ``lost_s``, the silence after which a
@@ -49,8 +49,8 @@ class RankSetup:
 
 
 def rank_setup_from(environ: Mapping[str, str], comfyui: str, comfy_args: dict[str, Any] | None = None) -> RankSetup:
-    """The setup that the PIPEMESH_ variables ask for. Raises LayoutError, which names the variable
-    that cannot be read.
+    """Returns the setup that the PIPEMESH_ variables ask for. Raises LayoutError, which names the
+    variable that cannot be read.
     """
     return RankSetup(
         comfyui=comfyui,
@@ -64,7 +64,7 @@ def rank_setup_from(environ: Mapping[str, str], comfyui: str, comfy_args: dict[s
 
 
 def seconds(environ: Mapping[str, str], variable: str, default: float, allowed: tuple[float, float]) -> float:
-    """The variable as a number of seconds. Raises LayoutError."""
+    """Returns the variable as a number of seconds. Raises LayoutError."""
     text, (least, most) = environ.get(variable) or str(default), allowed
     try:
         number = float(text)

@@ -1,4 +1,4 @@
-"""Every rank of a pool, on this machine and on others, as one thing to send to and to listen to."""
+"""Send to the ranks of a pool and listen to them, on whichever machine they are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEATH_WAIT_S = 2.0  # for a process to be reaped whose connection has closed
 
 
 class Lost(Exception):
-    """Ranks that nothing can be asked of any more. ``rank``: whose last log lines say more."""
+    """Ranks were lost, and the pool with them. ``rank``: the one whose last log lines say more."""
 
     def __init__(self, sentence: str, rank: int | None = None):
         super().__init__(sentence)
@@ -50,7 +50,7 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """By rank; 0 for a rank on another machine. Empty before the start."""
+        """Process ids by rank; 0 for a rank on another machine. Empty before the start."""
         pids = self._crew.pids
         return [pids.get(rank, 0) for rank in range(len(self._placement.devices))] if pids else []
 
@@ -114,7 +114,7 @@ class Ranks:
                 close()
 
     def listen(self, wait_s: float) -> list[tuple[int, Any]]:
-        """Waits for messages: each with the rank that said it. Raises Lost."""
+        """Waits for messages; returns each with the rank that sent it. Raises Lost."""
         said: list[tuple[int, Any]] = []
         for key, _ in self._selector.select(wait_s):
             said += self._read(key.data)
@@ -124,8 +124,8 @@ class Ranks:
         return said
 
     def _read(self, source: int | RemoteMachine) -> list[tuple[int, Any]]:
-        """``source``: a rank of this machine, or another machine, which speaks for all of its
-        ranks.
+        """Reads once from ``source``: a rank of this machine, or another machine, which speaks for
+        all of its ranks.
         """
         try:
             return source.pump() if isinstance(source, RemoteMachine) else [(source, message) for message in self._crew.pump(source)]
@@ -145,7 +145,7 @@ class Ranks:
         return any(map(self._crew.has_ended, self._crew.ranks)) or (idle and any(machine.has_news() for machine in self._machines))
 
     def tail(self, rank: int) -> list[str]:
-        """Its last log lines."""
+        """Returns the last lines of the rank's log."""
         return self._side_of(rank).tail(rank)
 
     def stop(self, grace_s: float, machines_s: float = FINISH_S) -> None:

@@ -47,7 +47,9 @@ def join(name: str, ranks: tuple[int, ...], setup: RankSetup, board: Board) -> R
 
 
 def leader_address(name: str, setup: RankSetup) -> str:
-    """ADDRESS:PORT, empty where the machine has not joined. Raises MachineMissing, LayoutError."""
+    """Returns the leader's ADDRESS:PORT, empty where the machine has not joined. Raises
+    MachineMissing, LayoutError.
+    """
     address, port = check_rendezvous(setup, name)
     try:
         return find(open_store(address, port, setup.lost_s), name)
@@ -143,11 +145,13 @@ class RemoteMachine:
         return bool(poller.poll(0))
 
     def exit_of(self, rank: int, wait_s: float = 0) -> int | None:
-        """The exit status that the leader told; None if the rank is not known to have ended."""
+        """Returns the exit status that the leader told; None if the rank is not known to have
+        ended.
+        """
         return self._ended[rank].status if rank in self._ended else None
 
     def tail(self, rank: int) -> list[str]:
-        """The last lines of its output, once it has ended."""
+        """Returns the last lines of the rank's log, once it has ended."""
         return list(self._ended[rank].tail) if rank in self._ended else [f"(on machine {self.name})"]
 
     def close(self, wait_s: float = FINISH_S) -> None:

@@ -1,4 +1,4 @@
-"""How the machines of a pool find each other, and that they have the same version: what ComfyUI's
+"""Find the machines of a pool, and check that they have the same version: what ComfyUI's
 end and a leader share.
 """
 
@@ -33,12 +33,12 @@ NODE_COMMAND = (
 
 
 class MachineMissing(PipeMeshError):
-    """Another machine's ranks cannot be had; the sentence says why."""
+    """Another machine's ranks are out of reach; the sentence says why."""
 
 
 def check_rendezvous(setup: RankSetup, name: str) -> tuple[str, int]:
-    """The rendezvous as address and port. Raises LayoutError unless the setup says where machines
-    meet and holds a secret. ``name``: of the machine to be met.
+    """Returns the rendezvous as address and port. Raises LayoutError unless the setup says where
+    machines meet and holds a secret. ``name``: of the machine to be met.
     """
     address, _, port = setup.rendezvous.rpartition(":")
     if not (address and port.isdigit()):
@@ -55,7 +55,7 @@ def check_rendezvous(setup: RankSetup, name: str) -> tuple[str, int]:
 
 
 def node_command(rendezvous: str, name: str = "") -> str:
-    """The command to run on every machine; with ``name``, on the one that is called so."""
+    """Returns the command to run on every machine; with ``name``, on the one that is called so."""
     return NODE_COMMAND.format(nodes="MACHINES", rendezvous=rendezvous) + (f" --name {name}" if name else "")
 
 
@@ -63,8 +63,8 @@ def node_command(rendezvous: str, name: str = "") -> str:
 
 
 def open_store(address: str, port: int, timeout_s: float) -> TCPStore:
-    """A client of the store that torchrun keeps at its rendezvous. Raises RuntimeError where there
-    is none.
+    """Returns a client of the store that torchrun keeps at its rendezvous. Raises RuntimeError
+    where there is none.
     """
     import torch.distributed as dist
 
@@ -72,20 +72,20 @@ def open_store(address: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def store_key(name: str) -> str:
-    """Where the store keeps a leader's address. As in version 0.1, so that versions that differ
-    meet and say so.
+    """Returns the key of a leader's address in the store. As in version 0.1, so that versions that
+    differ meet and say so.
     """
     return f"pipemesh/hosts/{name}"
 
 
 def find(store: TCPStore, name: str) -> str:
-    """ADDRESS:PORT of the leader of that name; empty where none has joined."""
+    """Returns ADDRESS:PORT of the leader of that name; empty where none has joined."""
     key = store_key(name)
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def register(store: TCPStore, name: str, known: str) -> None:
-    """Writes down that the leader of machine ``name`` is at ``known``, ADDRESS:PORT. A leader that
+    """Enters ``known``, ADDRESS:PORT, in the store as the leader of machine ``name``. A leader that
     is started again may have another port. Raises LaunchError where another machine has the name.
     """
     before = ""
@@ -103,12 +103,12 @@ def register(store: TCPStore, name: str, known: str) -> None:
 
 
 def new_meeting() -> str:
-    """A name in the store that no other pool has."""
+    """Returns a name in the store that no other pool has."""
     return f"pipemesh/pools/{secrets.token_hex(8)}"
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address. Raises MachineMissing."""
+    """Returns the network interface that has this IPv4 address. Raises MachineMissing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:
@@ -123,8 +123,8 @@ def interface_of(address: str) -> str:
 
 
 def net_for(setup: RankSetup, own_address: str, meeting: str) -> Net:
-    """How the ranks of this machine reach those of the others. ``own_address``: by which this
-    machine speaks to them. Raises MachineMissing, LayoutError.
+    """Returns the meeting place, and the interface by which this machine's ranks reach the others.
+    ``own_address``: by which this machine speaks to them. Raises MachineMissing, LayoutError.
     """
     address, port = check_rendezvous(setup, own_address)
     return Net(Meeting(address, port, meeting), os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(own_address))
@@ -138,8 +138,8 @@ def own_hello(machine: str) -> Hello:
 
 
 def version_conflict(name: str, leader: Hello | None, comfyui: Hello | None) -> str:
-    """One sentence where the leader of machine ``name`` and ComfyUI have different versions of
-    PipeMesh, empty where they agree. None: a version that does not say yet which it is.
+    """Returns a sentence where the leader of machine ``name`` and ComfyUI have different versions
+    of PipeMesh, empty where they agree. None: a version that does not say yet which it is.
     """
     if leader and comfyui and leader.version == comfyui.version:
         return ""

@@ -99,11 +99,13 @@ class Supervisor:
         return [process.pid for process in self._processes]
 
     def tail(self, rank: int) -> list[str]:
-        """The last lines of its output."""
+        """Returns the last lines of the rank's log."""
         return [*self._tails[rank], *filter(None, [shown(self._partial[rank])])]
 
     def exit_of(self, rank: int, wait_s: float) -> int | None:
-        """The exit status (negative: a signal), or None if the rank still runs after ``wait_s``."""
+        """Returns the exit status (negative: a signal), or None if the rank still runs after
+        ``wait_s``.
+        """
         return self._processes[rank].returncode if self._exits[rank].wait(wait_s) else None
 
     def has_ended(self, rank: int) -> bool:
@@ -165,5 +167,5 @@ class Supervisor:
 
 
 def shown(line: str) -> str:
-    """The line as a terminal shows it after a progress bar has rewritten it."""
+    """Returns the line as a terminal shows it after a progress bar has rewritten it."""
     return line.rstrip().rsplit("\r", 1)[-1][-LINE_CHARS:]

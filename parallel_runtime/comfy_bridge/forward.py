@@ -1,6 +1,4 @@
-"""The transformer's forward as ComfyUI calls it: which method that is, and its arguments by
-name.
-"""
+"""Name the transformer's forward as ComfyUI calls it, and its arguments."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ PREFIX = "diffusion_model."  # of every name below the transformer
 
 
 def forward_patch(diffusion_model: torch.nn.Module) -> str:
-    """The name of the method that the remote forward replaces: ``_forward`` where the class has
-    one, else ``forward``.
+    """Returns the name of the method that the remote forward replaces: ``_forward`` where the class
+    has one, else ``forward``.
 
     ``_forward`` runs inside ComfyUI's own DIFFUSION_MODEL wrappers, so they stay in the UI.
     """
@@ -23,8 +21,8 @@ def forward_patch(diffusion_model: torch.nn.Module) -> str:
 
 
 def forward_binder(diffusion_model: torch.nn.Module, name: str) -> Callable[[tuple, dict], dict[str, Any]]:
-    """(args, kwargs) of the method ``name`` (as ``forward_patch`` returns it) -> all arguments by
-    name.
+    """Returns a function (args, kwargs) -> all arguments by name, of the method ``name`` (as
+    ``forward_patch`` returns it).
     """
     signature = inspect.signature(getattr(type(diffusion_model), name.removeprefix(PREFIX)))
 

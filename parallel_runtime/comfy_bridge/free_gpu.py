@@ -1,4 +1,4 @@
-"""Unloads what ComfyUI left on the UI's GPU, where the first rank often is too.
+"""Unload models that ComfyUI left on the UI's GPU, where the first rank often is too.
 
 ComfyUI keeps free what an evaluation computes (PREPARE_SAMPLING), and knows nothing of what stages
 keep: with a text encoder beside them they may find no room. Read: comfy/model_management.py,
@@ -21,8 +21,8 @@ ALL_OF_IT = 1e30  # bytes; as ComfyUI itself writes it
 
 
 def unload_unused(guider: Any, *, is_known: bool) -> bool:
-    """Inside a run of ``guider``: unloads the models that the run does not use from the UI's GPU.
-    Returns whether there is more room than before.
+    """Unloads, inside a run of ``guider``, the models that the run does not use from the UI's GPU.
+    Returns True if more is free than before.
 
     ``is_known``: every model that such a guider uses can be asked for (``used_by``). Where it is
     not, or no rank computes on that GPU, or it is a CPU, nothing is unloaded. Models of wrappers
@@ -43,7 +43,9 @@ def unload_unused(guider: Any, *, is_known: bool) -> bool:
 
 
 def free_on(device: torch.device) -> int:
-    """Free bytes as every process sees them: what the UI's torch caches counts as taken."""
+    """Returns the free bytes as every process sees them: memory that the UI's torch caches is
+    taken.
+    """
     return torch.cuda.mem_get_info(device)[0]
 
 

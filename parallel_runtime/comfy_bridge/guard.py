@@ -1,4 +1,4 @@
-"""What the pool cannot honour of a MODEL, refused by name with the next move."""
+"""Refuse, by name and with the next move, what the pool cannot honour of a MODEL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..wire.tree import is_plain
 
 
 def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
-    """The token plan of a transformer. Raises Refused where there is none."""
+    """Returns the token plan of a transformer. Raises Refused where there is none."""
     plan = plan_for(type(diffusion_model))
     if plan is None:
         families = ", ".join(plan.family for plan in PLANS)
@@ -23,7 +23,7 @@ def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
 
 
 def patch_name(value: Any) -> str:
-    """Module and name of a function, or of an object's class, for an error message."""
+    """Returns module and name of a function, or of an object's class, for an error message."""
     kind = value if hasattr(value, "__qualname__") else type(value)
     return f"{getattr(kind, '__module__', '?')}.{kind.__qualname__}"
 
@@ -47,7 +47,9 @@ def refuse_in_block_patches(transformer_options: dict[str, Any]) -> None:
 
 
 def refuse_foreign_levers(patcher: Any) -> None:
-    """Raises Refused for what other nodes set on a MODEL beside patches and options, naming it."""
+    """Raises Refused for settings of other nodes on a MODEL beside patches and options, naming
+    them.
+    """
     found = {
         "bypass injections": patcher.injections,
         "weight wrappers": patcher.weight_wrapper_patches,

@@ -1,4 +1,4 @@
-"""What of a MODEL's options crosses to the ranks, and what is left out with a word."""
+"""Choose which of a MODEL's options go to the ranks; name in the log those that do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CrossingOptions:
         self._named: set[str] = set()
 
     def plain(self, transformer_options: dict[str, Any]) -> dict[str, Any]:
-        """The options that are plain data. Raises Refused for in-block patches.
+        """Returns the options that are plain data. Raises Refused for in-block patches.
 
         Other objects stay in the UI: no code in a rank could read them. The log names each of them
         once, because the node that set it may count on being read in the transformer.

@@ -1,4 +1,4 @@
-"""Brings inputs to every machine before its ranks begin. Rank 0's machine has them already; the
+"""Bring inputs to every machine before its ranks begin. Rank 0's machine has them already; the
 first rank of every other machine receives them by broadcast.
 """
 

@@ -21,7 +21,7 @@ Attention = Callable[..., torch.Tensor]
 
 
 class Sharding(Protocol):
-    """The decisions of a method, asked for in the middle of a forward."""
+    """Makes a method's decisions in the middle of a forward."""
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Rows | None:
         """Choose the rows of each stream that are computed here; None computes all of them, and
@@ -29,11 +29,11 @@ class Sharding(Protocol):
         """
 
     def enter_block(self) -> None:
-        """Called before every block."""
+        """Note that a block begins: called before every one."""
 
     def adds_residual(self, container: str, block: int) -> bool:
-        """Whether this rank adds the ControlNet residual after that block of the container with
-        that control key.
+        """Return True if this rank adds the ControlNet residual after that block of the container
+        with that control key.
         """
         ...
 

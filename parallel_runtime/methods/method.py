@@ -17,8 +17,9 @@ Progress = Literal["none", "some", "all"]
 
 @dataclass(frozen=True)
 class Facts:
-    """Figures of the evaluation at hand. ``messages_done``: how many of the messages that a later
-    evaluation would find have gone through. ``block_s``: seconds in each block that was timed.
+    """Figures of the evaluation at hand. ``messages_done``: how many of its messages between stages
+    have gone through; a later evaluation would find the others. ``block_s``: seconds in each block
+    that was timed.
     """
 
     messages_done: Progress = "all"
@@ -26,7 +27,7 @@ class Facts:
 
 
 class Rank(Protocol):
-    """What a method asks of the rank it runs in."""
+    """Serves the method that runs in it."""
 
     def tick(self) -> None:
         """Note progress: a rank without any is taken for hung."""
@@ -37,7 +38,7 @@ class Rank(Protocol):
         """
 
     def reserve(self, nbytes: int) -> None:
-        """Raise NoRoom where the device has not so much free."""
+        """Check that the device has so much free. Raises NoRoom."""
 
 
 class Method(Protocol):
@@ -72,4 +73,6 @@ class Method(Protocol):
         """Free all that was kept for later evaluations of the run."""
 
     @property
-    def facts(self) -> Facts: ...
+    def facts(self) -> Facts:
+        """Return the figures of the evaluation that ``begin`` opened."""
+        ...

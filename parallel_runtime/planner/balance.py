@@ -24,7 +24,7 @@ class StageBalance:
 
     def learn(self, model: str, part: Part, block_s: Iterable[Mapping[int, float]]) -> None:
         """Notes the seconds that each rank's blocks took for one patch, until sizes were chosen by
-        it.
+        them.
         """
         if model not in self._measured:
             for blocks in block_s:
@@ -39,7 +39,7 @@ class StageBalance:
         again and again. ``stages`` 0: not known yet, so nothing is measured.
         """
         if asked:
-            self._seconds.pop(model, None)  # nobody will ask for them
+            self._seconds.pop(model, None)  # not needed any more
             self._wanted[model] = asked
         else:
             costs = self._costs_of(model) if stages and model not in self._measured else []
@@ -62,7 +62,9 @@ class StageBalance:
 
 
 def best_sizes(costs: list[float], stages: int) -> Sizes:
-    """Empty where as many blocks each are as good."""
+    """Returns the sizes that make the slowest stage fastest; () where as many blocks each are about
+    as good.
+    """
     even, best = (share_out(of, stages) for of in ([1.0] * len(costs), costs))
     worth_it = slowest(costs, best) < MAX_RECUT_RATIO * slowest(costs, even)
     return tuple(stage.size for stage in best) if worth_it else ()

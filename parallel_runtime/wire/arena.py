@@ -45,8 +45,8 @@ class Board:
         self._words[LINE_WORDS * (rank + 1)] += steps
 
     def enter(self, rank: int, phase: str, request: int = 0) -> None:
-        """Every request starts the counter at a place of its own, so that ranks at work on the same
-        one can be compared.
+        """Notes the phase, and the progress that it begins with. Every request starts the counter
+        at a place of its own, so that ranks at work on the same one can be compared.
         """
         line = LINE_WORDS * (rank + 1)
         self._words[line + 1] = PHASES.index(phase)
@@ -56,7 +56,7 @@ class Board:
         return int(self._words[LINE_WORDS * (rank + 1)])
 
     def line(self, rank: int) -> tuple[int, int]:
-        """Progress and phase, for the board of another machine."""
+        """Returns progress and phase, for ``copy_line`` on another machine's board."""
         start = LINE_WORDS * (rank + 1)
         return int(self._words[start]), int(self._words[start + 1])
 
@@ -69,8 +69,8 @@ class Board:
 
 
 class Allocator:
-    """First fit over [start, end); ``end`` moves out when nothing fits. Pure bookkeeping, sizes in
-    bytes.
+    """Hands out ranges of [start, end), first fit; ``end`` moves out when nothing fits. Sizes are
+    in bytes. Touches no memory.
     """
 
     def __init__(self, start: int):
@@ -78,7 +78,9 @@ class Allocator:
         self._free: list[tuple[int, int]] = []  # (offset, size), sorted, never adjacent
 
     def take(self, nbytes: int, grow: Callable[[int], None] = lambda end: None) -> int:
-        """``grow`` is told the new end before it moves out; if it raises, nothing has changed."""
+        """Returns the offset of a free range. ``grow`` is told the new end before it moves out; if
+        it raises, nothing has changed.
+        """
         size = max(aligned(nbytes), aligned(1))
         for index, (offset, room) in enumerate(self._free):
             if room >= size:
@@ -116,7 +118,9 @@ class Arena:
         return self.segment.nbytes
 
     def take(self, nbytes: int) -> int:
-        """Raises SharedMemoryFull, and leaves the arena as it was, when it cannot grow."""
+        """Returns the offset of a free range. Raises SharedMemoryFull, and leaves the arena as it
+        was, when it cannot grow.
+        """
         return self._allocator.take(nbytes, self._grow)
 
     def _grow(self, end: int) -> None:
@@ -143,7 +147,7 @@ class Arena:
 
     @contextmanager
     def frame(self) -> Iterator[Frame]:
-        """Room that is given back when the evaluation is over."""
+        """Yields a frame, whose memory is given back at the end of the block."""
         frame = Frame(self)
         try:
             yield frame
@@ -151,7 +155,9 @@ class Arena:
             frame.release()
 
     def close(self) -> None:
-        """The memory is given back with the last view; the board stays readable."""
+        """Gives the descriptor back now and the memory with the last view. The board stays
+        readable.
+        """
         self.board.freeze()
         self.segment.close()
         self.segment.unmap()

@@ -21,8 +21,8 @@ class ChannelClosed(ConnectionError):
 
 
 class Channel:
-    """One end. ``incoming`` is the union of message types this end accepts; anything else raises
-    msgspec.ValidationError.
+    """One end of a connection. ``incoming`` is the union of message types this end accepts;
+    anything else raises msgspec.ValidationError.
     """
 
     def __init__(self, sock: socket.socket, incoming: Any):
@@ -89,7 +89,7 @@ class Channel:
             raise
 
     def _attached(self, count: int) -> list[int]:
-        """The descriptors of the message just read."""
+        """Returns the descriptors of the message just read."""
         fds, self._fds = self._fds[:count], self._fds[count:]
         return fds
 

@@ -1,4 +1,6 @@
-"""The schema of what the UI and a rank say to each other. Trees are bytes made by ``wire.tree``."""
+"""The schema of every message between the UI, its ranks and other machines' leaders. Trees are
+bytes made by ``wire.tree``.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ class Meeting(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """First word to a rank; carries the arena's and the rendezvous store's descriptors, in this
-    order.
+    """Sets a rank up: its first message. Carries the descriptors of the arena and of the rendezvous
+    store, in this order.
 
     ``cores``: where a CPU rank computes; empty for a rank on a GPU. ``machines``: a number for
     each rank's machine, 0 for ComfyUI's own; empty where that is the only one. Where there are
@@ -73,27 +75,29 @@ class SetWeightPatches(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Adopt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Every rank has computed its part of the shared patched weights: use them."""
+    """Use the shared patched weights: every rank has computed its part of them."""
 
     request: int
     model: str
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Free a model."""
+
     request: int
     model: str
 
 
 class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A run of a model is over: what ranks keep of it is void, and its memory free."""
+    """Free all that is kept for the run of a model, which is over."""
 
     request: int
     model: str
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that has the
-    output writes it into ``out`` if it fits, else keeps it for a Fetch.
+    """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
+    has the output writes it into ``out`` if it fits, else keeps it for a Fetch.
     """
 
     request: int
@@ -106,7 +110,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The output of the last evaluation, which did not fit, into a larger place."""
+    """Write the output of the last evaluation, which did not fit, into a larger place."""
 
     request: int
     arena_bytes: int
@@ -114,11 +118,11 @@ class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """End the process, or the lending of a machine."""
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """Of the rank's device, in bytes; ``model`` is what the resident models hold there."""
+    """Bytes of a rank's device; ``model``: those of the weights of its resident models."""
 
     free: int
     total: int
@@ -126,13 +130,15 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answers Start: the rank has met the others and waits for requests."""
+
     device_name: str
     memory: Memory
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """``output`` is a tree, of the rank that has it; ``needs_bytes`` > 0 asks for a Fetch into a
-    place of that size.
+    """Answers a request that was carried out. ``output`` is a tree, of the rank that has it;
+    ``needs_bytes`` > 0 asks for a Fetch into a place of that size.
 
     ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
     taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``exchange_s`` of
@@ -152,8 +158,8 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """``messages_done``: of the messages that a stage takes and sends for every patch, whether
-    none, all or only some have gone through.
+    """Answers a request that failed on this rank. ``messages_done``: of the messages that a stage
+    takes and sends for every patch, whether none, all or only some have gone through.
     """
 
     request: int
@@ -166,8 +172,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """First word to another machine's leader: the pool whose ranks on ``machine`` it is to start.
-    ``devices`` of all ranks, by name.
+    """Start a pool's ranks on ``machine``: the first message to its leader. ``devices`` of all
+    ranks, by name.
     """
 
     machine: str
@@ -180,28 +186,28 @@ class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ForRanks(msgspec.Struct, frozen=True, tag=True):
-    """A request for some of the ranks on that machine; it carries the request's descriptors."""
+    """Pass a request on to some of the ranks on that machine. Carries the request's descriptors."""
 
     ranks: tuple[int, ...]
     request: Load | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
-    """What a rank there answered."""
+    """Passes back the answer of a rank on that machine."""
 
     rank: int
     message: Ready | Done | Failed
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The board's lines of the ranks there, while they owe an answer."""
+    """Tells the board's lines of the ranks on that machine, while they owe an answer."""
 
     lines: dict[int, tuple[int, int]]
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A rank's process is gone. ``status`` is negative for a signal, None where it only closed its
-    connection.
+    """Tells that a rank's process is gone. ``status`` is negative for a signal, None where it only
+    closed its connection. ``tail``: the last lines of its log.
     """
 
     rank: int
@@ -210,7 +216,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Denied(msgspec.Struct, frozen=True, tag=True):
-    """The leader cannot start these ranks."""
+    """Tells why the leader cannot start these ranks."""
 
     text: str
 

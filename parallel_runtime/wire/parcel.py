@@ -1,4 +1,4 @@
-"""What is sent once, in a segment of its own."""
+"""Pack a tree that is sent once, with a segment of its own for its tensors."""
 
 from __future__ import annotations
 

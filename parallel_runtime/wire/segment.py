@@ -42,7 +42,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Raises msgspec.DecodeError for a name that came over the wire and is no dtype's."""
+    """Returns the dtype. Raises msgspec.DecodeError for a name that came over the wire and is no
+    dtype's.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise msgspec.DecodeError(f"{name!r} is not a dtype")
@@ -65,8 +67,8 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> Segment:
-        """Raises SharedMemoryFull when the system has no room: pages are reserved here, not at
-        first touch.
+        """Makes a segment. Raises SharedMemoryFull when the system has no room: pages are reserved
+        here, not at first touch.
         """
         if not hasattr(os, "memfd_create"):
             raise PipeMeshError("This system has no memfd_create, which PipeMesh needs for shared memory: run on Linux.")
@@ -79,21 +81,21 @@ class Segment:
             raise
 
     def grow(self, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> None:
-        """Makes room; refs stay valid, old views too (they keep the older mapping of the same
-        pages).
+        """Extends the segment to ``nbytes``. Refs stay valid, old views too (they keep the older
+        mapping of the same pages).
         """
         if nbytes > self.nbytes:
             reserve(self.fd, self.nbytes, nbytes - self.nbytes, allocate)
             self.follow(nbytes)
 
     def follow(self, nbytes: int) -> None:
-        """Maps what another process has grown."""
+        """Maps the segment as far as another process has extended it."""
         if nbytes > self.nbytes:
             self._mapping = mmap.mmap(self.fd, nbytes)
             self.nbytes = nbytes
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """A view of the segment, not a copy."""
+        """Returns a view of the segment, not a copy."""
         dtype, count = dtype_named(ref.dtype), math.prod(ref.shape)
         if not count:  # frombuffer takes no empty range
             return torch.empty(ref.shape, dtype=dtype)
@@ -105,8 +107,8 @@ class Segment:
         return ref
 
     def unmap(self) -> None:
-        """Nothing can be read or written here any more; existing views stay. A mapping holds a
-        descriptor of its own.
+        """Drops the mapping, which holds a descriptor of its own. Nothing can be read or written
+        here any more; existing views stay.
         """
         self._mapping = b""
 
@@ -127,7 +129,7 @@ def reserve(fd: int, start: int, nbytes: int, allocate: Callable[[int, int, int]
 
 
 def pack(name: str, tensors: Iterable[torch.Tensor]) -> tuple[Segment, list[TensorRef]]:
-    """A new segment that holds the given tensors one after another, and where each lies."""
+    """Returns a new segment that holds the tensors one after another, and the place of each."""
     tensors = list(tensors)
     segment = Segment.create(name, max(ALIGN, sum(aligned(t.numel() * t.element_size()) for t in tensors)))
     refs, offset = [], 0

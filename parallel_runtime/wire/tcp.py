@@ -52,7 +52,7 @@ def shake_hands(sock: socket.socket, secret: str, role: Role, own: Hello, limit_
     side's Hello; None where its version is too old to have one.
 
     Both ends must call it, one in each role; the leader speaks last, so that it tells a stranger
-    nothing. ``limit_s`` is for all of it: who sends a byte now and then does not hold it up.
+    nothing. ``limit_s`` is for all of it: a byte now and then does not hold it up.
     Raises SecretRefused, TimeoutError, other OSErrors.
     """
     until = time.monotonic() + limit_s
@@ -69,7 +69,9 @@ def shake_hands(sock: socket.socket, secret: str, role: Role, own: Hello, limit_
 
 
 def prove(sock: socket.socket, secret: str, role: Role, until: float) -> None:
-    """The exchange of secrets, before ``until`` of the monotonic clock."""
+    """Proves the secret to the other side and has it proved, before ``until`` of the monotonic
+    clock.
+    """
     mine = os.urandom(NONCE_BYTES)
     send_before(sock, mine, until)
     theirs = read_before(sock, NONCE_BYTES, until)
@@ -93,7 +95,9 @@ def send_hello(sock: socket.socket, own: Hello, until: float) -> None:
 
 
 def receive_hello(sock: socket.socket, until: float) -> Hello | None:
-    """The first message, which is something else in versions that have no Hello: then None."""
+    """Returns the other side's Hello. None where its first message is another one: its version has
+    no Hello.
+    """
     length, _descriptors = HEADER.unpack(read_before(sock, HEADER.size, until))
     try:
         return msgspec.msgpack.decode(read_before(sock, length, until), type=Hello) if length <= MAX_HELLO_BYTES else None
@@ -107,7 +111,9 @@ def send_before(sock: socket.socket, data: bytes, until: float) -> None:
 
 
 def read_before(sock: socket.socket, count: int, until: float) -> bytes:
-    """Raises SecretRefused where the other side closes the connection: that is how it refuses."""
+    """Returns ``count`` bytes. Raises SecretRefused where the other side closes the connection:
+    that is how it refuses.
+    """
     data = b""
     while len(data) < count:
         sock.settimeout(seconds_left(until))
@@ -119,7 +125,7 @@ def read_before(sock: socket.socket, count: int, until: float) -> bytes:
 
 
 def seconds_left(until: float) -> float:
-    """Raises TimeoutError where there are none."""
+    """Returns them. Raises TimeoutError where there are none."""
     left = until - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")
@@ -127,8 +133,8 @@ def seconds_left(until: float) -> float:
 
 
 def notice_loss(sock: socket.socket, lost_s: float) -> None:
-    """The kernel asks a silent peer once a second, and gives the connection up when ``lost_s``
-    brought no sign of it.
+    """Has the kernel ask a silent peer once a second, and give the connection up after ``lost_s``
+    without a sign of it.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,8 +145,8 @@ def notice_loss(sock: socket.socket, lost_s: float) -> None:
 
 
 class Link(Channel):
-    """A descriptor's content goes after the message; at the other end it is a memfd of its own,
-    which the caller owns.
+    """A channel over TCP. A descriptor's content goes after the message; at the other end it is a
+    memfd of its own, which the caller owns.
 
     ``no_room``: why the content that came with the last message could not be kept.
     """
@@ -148,7 +154,9 @@ class Link(Channel):
     no_room: SharedMemoryFull | None = None
 
     def send(self, message: msgspec.Struct, fds: Sequence[int] = (), before_piece: Callable[[], None] = lambda: None) -> None:
-        """If ``before_piece`` raises, the message is cut off: then the link can only be closed."""
+        """Sends the message and what its descriptors hold, in pieces. If ``before_piece`` raises,
+        the message is cut off: then the link can only be closed.
+        """
         body = msgspec.msgpack.encode(message)
         try:
             self._sock.sendall(HEADER.pack(len(body), len(fds)) + body)
@@ -182,7 +190,9 @@ class Link(Channel):
         return fds
 
     def _parcel(self) -> int:
-        """Read to its end whether there is room for it or not: the next message comes behind it."""
+        """Returns the content of one descriptor as a memfd. It is read to its end whether there is
+        room for it or not: the next message comes behind it.
+        """
         (left,) = PARCEL.unpack(self._read(PARCEL.size))
         fd = os.memfd_create("pipemesh-parcel", os.MFD_CLOEXEC)
         try:

@@ -32,8 +32,8 @@ class NotPlain(TypeError):
 
 
 def encode_tree(tree: Any, put: Callable[[str, torch.Tensor], TensorRef]) -> bytes:
-    """``put`` stores a tensor found at a path (such as ``control/input/0``) and says where. Raises
-    NotPlain.
+    """Returns the tree as bytes. ``put`` stores a tensor found at a path (such as
+    ``control/input/0``) and returns its place. Raises NotPlain.
     """
     return _encode(_flatten(tree, "", put))
 
@@ -66,14 +66,18 @@ def _flatten(value: Any, path: str, put: Callable[[str, torch.Tensor], TensorRef
 
 
 def _fits(value: Any) -> bool:
-    """msgpack knows integers of 64 bits and text that is UTF-8 (a file name need not be)."""
+    """True if msgpack can hold it: an integer of 64 bits, text that is UTF-8 (a file name need not
+    be).
+    """
     if type(value) is int:
         return -(2**63) <= value < 2**64
     return type(value) is not str or value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def decode_tree(data: bytes, get: Callable[[TensorRef], torch.Tensor]) -> Any:
-    """Raises msgspec.DecodeError for anything that is not such a tree."""
+    """Returns the tree. ``get`` returns the tensor at a place. Raises msgspec.DecodeError for
+    anything that is not such a tree.
+    """
 
     return msgspec.msgpack.decode(data, ext_hook=_Reader(get))
 

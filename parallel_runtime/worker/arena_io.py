@@ -1,4 +1,4 @@
-"""A rank's reading of arguments from the arena, and writing of outputs into it."""
+"""Read an evaluation's arguments from the arena, and write its output there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EMPTY = torch.empty(0)
 
 
 class ArenaIO:
-    """``arena`` is the UI's arena, mapped; on another machine, the leader's, which ``machines``
-    fills.
+    """Reads and writes for one rank. ``arena`` is the UI's arena, mapped; on another machine, the
+    leader's, which ``machines`` fills.
     """
 
     def __init__(self, arena: Segment, device: torch.device, machines: MachineComm | None = None):
@@ -29,23 +29,21 @@ class ArenaIO:
         self._unwritten: Any = None  # the last output, where it did not fit
 
     def follow(self, arena_bytes: int) -> None:
-        """Maps what the UI has grown."""
+        """Maps the arena as far as the UI has extended it."""
         self._arena.follow(arena_bytes)
 
     def forget_conditioning(self) -> None:
         self._versions.clear()
 
     def read(self, arguments: bytes) -> Any:
-        """The tree of one evaluation's arguments. Every rank must call it, as machines exchange
-        them.
-        """
+        """Returns one evaluation's arguments. Every rank must call it: machines exchange them."""
         if self._machines is not None:
             self._receive(self._machines, arguments)
         return decode_tree(arguments, self.tensor)
 
     def _receive(self, machines: MachineComm, arguments: bytes) -> None:
-        """Brings to every machine's arena what this evaluation names and the machine has not; what
-        has a version goes once.
+        """Brings the tensors that this evaluation names to every machine's arena. Those with a
+        version go once.
         """
         new: dict[int, TensorRef] = {}
 
@@ -59,9 +57,9 @@ class ArenaIO:
         self._spread.update(ref.version for ref in new.values() if ref.version)
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """The tensor at ``ref``, on the device. Conditioning is moved there once; a tensor that
-        changes with every evaluation is copied, so that a model may write to it; one that is read
-        in place is not: the method takes the rows it needs.
+        """Returns the tensor at ``ref``. Conditioning is moved to the device once and kept there. A
+        tensor that changes with every evaluation is copied, because a model may write to it. One
+        that is ``in_place`` stays in the arena: the method moves the rows that it needs.
         """
         view = self._arena.tensor(ref)
         if ref.in_place:

@@ -1,6 +1,4 @@
-"""The memory of a rank's device: how much is free, whether a run has room, and giving back what is
-not used.
-"""
+"""Measure the memory of a rank's device, reserve it for a run, and give back what is unused."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short ev
 
 
 class DeviceMemory:
-    """``model_bytes``: what the resident models hold there; whoever loads and releases them keeps
-    it.
+    """The memory of one rank's device. ``model_bytes``: of the resident models' weights; set by the
+    handler, which loads and releases them.
     """
 
     def __init__(self, device: torch.device, rank: int):
@@ -34,7 +32,7 @@ class DeviceMemory:
         return self._last
 
     def recent(self) -> Memory:
-        """At most ``MEMORY_KEPT_S`` old."""
+        """Returns the last measurement if it is at most ``MEMORY_KEPT_S`` old, else a new one."""
         return self._last if time.monotonic() - self._asked_at <= MEMORY_KEPT_S else self.now()
 
     def _measure(self) -> Memory:
@@ -45,7 +43,7 @@ class DeviceMemory:
         return Memory(*system_memory(), self.model_bytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Raises NoRoom where this rank's device has not so much free."""
+        """Checks that the device has so much free. Raises NoRoom."""
         free = self.now().free
         if nbytes > free:
             raise NoRoom(
@@ -54,8 +52,8 @@ class DeviceMemory:
             )
 
     def give_back(self) -> None:
-        """Returns to the system what is free in this process: on its GPU the UI decodes images, and
-        text encoders wait.
+        """Returns memory that is free in this process to the system: on its GPU the UI decodes
+        images, and text encoders wait.
         """
         give_back_freed()
         self.empty_cache()

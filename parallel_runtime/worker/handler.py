@@ -1,6 +1,4 @@
-"""What a rank does for each request: load, patch and release models, compute evaluations, end
-runs.
-"""
+"""Carry out a rank's requests: load, patch and release models, compute evaluations, end runs."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from .resident import ResidentModel
 
 
 class RequestHandler:
-    """The models of one rank. ``away``: the rank is on another machine than ComfyUI, where files
-    have times of their own.
+    """Carries out the requests of one rank, and holds its models. ``away``: the rank is on another
+    machine than ComfyUI, where files have times of their own.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, memory: DeviceMemory, io: ArenaIO, away: bool):
@@ -37,8 +35,8 @@ class RequestHandler:
         self._away = away
 
     def handle(self, request: Request, segments: list[Segment], rank: Rank) -> Done:
-        """``segments``: those that the request carried, in its order. Raises whatever goes
-        wrong.
+        """Carries out ``request`` and returns the answer. ``segments``: those that the request
+        carried, in its order. Errors of every kind pass through: the loop answers with them.
         """
         match request:
             case Forward():
@@ -60,7 +58,7 @@ class RequestHandler:
         return Done(request=request.request, memory=self._memory.now())
 
     def messages_done(self, request: Request) -> Progress:
-        """Which of the messages of a pipeline went through: none, some or all."""
+        """Returns how many of a patch's messages between stages have gone through."""
         if not isinstance(request, Forward):
             return "all"
         return self.models[request.model].method.facts.messages_done if request.model in self.models else "none"
@@ -78,8 +76,8 @@ class RequestHandler:
         self._count_models()
 
     def _checked(self, args: tuple, file: File | None) -> tuple:
-        """The factory's arguments, with the checkpoint as this machine has it. Raises Refused if it
-        is not the one the UI loaded.
+        """Returns the factory's arguments, with the checkpoint's path on this machine. Raises
+        Refused if it is not the file that the UI loaded.
         """
         if file is None or not self._away:
             check_file(file)

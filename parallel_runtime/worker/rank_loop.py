@@ -1,4 +1,4 @@
-"""The rank's loop: wait for a message on its own socket, handle it, answer. A rank never waits in a
+"""Wait for a message on the rank's own socket, handle it, answer. A rank never waits in a
 collective while idle.
 """
 
@@ -24,7 +24,9 @@ from .handler import RequestHandler
 
 
 class RankLoop:
-    """One rank. Methods also ask it for progress, for room, and for what comes next."""
+    """The loop of one rank. Serves methods too: notes their progress, reserves memory, tells which
+    part comes next.
+    """
 
     def __init__(self, channel: Channel, board: Board, rank: int, memory: DeviceMemory):
         self._channel = channel
@@ -43,7 +45,9 @@ class RankLoop:
         self._board.tick(self._rank)
 
     def next_part(self) -> Part | None:
-        """The part that the next message asks for, if it is here already and for the same model."""
+        """Returns the part that the next message asks for, if it is here already and for the same
+        model.
+        """
         while not self._ahead and select.select([self._channel], [], [], 0)[0]:
             self._ahead.extend(self._channel.pump())
         message = self._ahead[0][0] if self._ahead else None
@@ -51,11 +55,11 @@ class RankLoop:
         return message.part if isinstance(message, Forward) and isinstance(now, Forward) and message.model == now.model else None
 
     def reserve(self, nbytes: int) -> None:
-        """Raises NoRoom where this rank's device has not so much free."""
+        """Checks that this rank's device has so much free. Raises NoRoom."""
         self._memory.reserve(nbytes)
 
     def serve(self, handler: RequestHandler) -> None:
-        """Until Close, or until the UI is gone (ChannelClosed)."""
+        """Answers messages until Close, or until the UI is gone (ChannelClosed)."""
         while True:
             self._board.enter(self._rank, "waiting")
             message, fds = self._ahead.popleft() if self._ahead else self._channel.receive()
@@ -65,8 +69,8 @@ class RankLoop:
             self._channel.send(self._answer(handler, message, fds))
 
     def _answer(self, handler: RequestHandler, request: Request, fds: list[int]) -> Done | Failed:
-        """The worker's top: every error is told to the UI, which decides whether the pool can go
-        on.
+        """Handles the request. Every error becomes an answer: the UI decides whether the pool can
+        go on.
         """
         self._request = request
         try:
@@ -95,7 +99,7 @@ class RankLoop:
 
 
 def kind_of(error: Exception) -> Literal["memory", "room", "refused", "error"]:
-    """``Failed.kind``."""
+    """Returns the error's ``Failed.kind``."""
     if is_out_of_memory(error):
         return "memory"
     if isinstance(error, NoRoom):
