@@ -158,7 +158,7 @@ def test_ranks_that_are_silent_for_longer_than_a_stop_waits_stay_warm(handle, pl
 
 @pytest.mark.usefixtures("brief")
 def test_stop_pressed_again_and_again_does_not_begin_the_judgement_of_a_hang_anew(handle):
-    pool = handle(cpus(2), "1:Load=hang").ensure()
+    pool = handle(cpus(2), "*:Load=hang").ensure()
     with pytest.raises(RunCancelled):
         call(pool, "Load", inside(pool, "loading"))
     pool._conversation.stall_s = 0.5  # not before: to start takes long on a busy machine
