@@ -79,7 +79,7 @@ class Evaluations:
         began: float | None = None,
     ) -> Ticket:
         """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of
-        submission, or ``abandon``.
+        submission, or ``abandon``. Call it where torch computes on ``one_thread``.
 
         Patches of the same ``arguments`` that are in flight together share what was written of
         them. ``assume``: names the conditioning that this branch sent last without looking at it;
@@ -201,8 +201,7 @@ def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bo
         return ref
 
     try:
-        with one_thread():
-            tree = encode_tree(arguments, put)
+        tree = encode_tree(arguments, put)
         return WrittenArguments(arguments, tree, frame, lambda: all([is_right() for is_right in checks]))
     except BaseException:
         frame.release()

@@ -9,6 +9,7 @@ import torch
 
 from ..comfy_bridge.interrupt import interrupted, interrupting
 from ..patches import Part, Patch
+from .evaluations import one_thread
 from .remote_pool import RemotePool
 from .session import Ticket
 from .timelines import Branch
@@ -38,7 +39,8 @@ class PipelineBackend:
     def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> Ticket:
         run = self._pool.runs.of(self._model)
         part = Part(run.id, run.number_of(branch), astuple(patch) if patch else None)
-        return self._pool.evaluations.submit(run, branch.weights, arguments, branch.conds, part)
+        with one_thread():
+            return self._pool.evaluations.submit(run, branch.weights, arguments, branch.conds, part)
 
     @interrupting
     def collect(self, ticket: Ticket) -> torch.Tensor:
