@@ -197,6 +197,14 @@ def test_what_flash_does_not_take_goes_to_a_kernel_that_does():
     assert choose("cpu", torch.float16, 60, True) is kernels.cpu_flash
 
 
+def test_gpus_of_amds_are_not_taken_for_nvidias_of_the_same_version(monkeypatch):
+    monkeypatch.setattr("torch.version.hip", "6.4", raising=False)
+    monkeypatch.setattr(kernels, "installed_flash", lambda: frozenset(kernels.FLASH_PACKAGES))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))  # as gfx942 says
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 3, 128))
+    assert kernels.choose_for(q, False) is kernels.flash_attn("flash_attn")
+
+
 @pytest.mark.parametrize("package", kernels.FLASH_PACKAGES)
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_flash_attn_is_called_as_its_packages_want_it(monkeypatch, package, scale):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pipemesh.launcher.commands.parity import stock_model
 from pipemesh.launcher.pool.verdict import Facts
-from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.remote_patcher import bring_up, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Ticket
 from pipemesh.parallel_runtime.comfy_bridge.source import Source
@@ -418,7 +418,7 @@ def test_a_pool_that_is_lost_between_a_load_and_its_weight_patches_is_replaced_a
     key = next(key for key in patched.model_state_dict() if key.startswith("diffusion_model.") and key.endswith(".weight"))
     patched.add_patches({key: ("diff", (torch.zeros_like(patched.model_state_dict()[key]),))})
     parallel = parallelize(patched, RemotePool(Successive(first, second), shares_weights=False), holds_ui_device=0.0)
-    parallel._bring_up()
+    bring_up(parallel)
     assert [kind for kind, _model in first.asked + second.asked] == ["Load", "Load", "SetWeightPatches"]
 
 

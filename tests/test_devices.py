@@ -6,6 +6,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pipemesh.launcher.pool.crew import rank_environment
 from pipemesh.launcher.pool.devices import Device, Placement, place, visible_gpus
 from pipemesh.parallel_runtime.comm.cores import share_of_cores
 from pipemesh.parallel_runtime.errors import LayoutError
@@ -65,7 +66,7 @@ def test_cores_are_shared_out_among_the_ranks_of_one_machine(monkeypatch):
 
 def test_gpus_are_addressed_by_uuid():
     devices = place(Layout(ulysses=2), "cuda:2,cuda:0", "auto", GPUS).devices
-    assert [device.uuid for device in devices] == ["GPU-2", "GPU-0"]
+    assert [device.address for device in devices] == ["GPU-2", "GPU-0"]
     assert all(device.is_gpu for device in devices)
     assert not CPU.is_gpu
 
@@ -166,3 +167,22 @@ def test_no_gpu_is_seen_where_comfyui_runs_on_the_cpu():
 def test_stages_share_one_machine():
     with pytest.raises(LayoutError, match=r"^pipefusion 2 = 2 ranks over several machines: stages share one machine, list devices of this"):
         place(Layout(pipefusion=2), "cpu,node1/cpu", "gloo", ())
+
+
+@pytest.mark.parametrize(
+    ("environ", "addresses"),
+    [({}, ["0", "1"]), ({"HIP_VISIBLE_DEVICES": "3, 1"}, ["3", "1"]), ({"CUDA_VISIBLE_DEVICES": "2,5"}, ["2", "5"])],
+)
+def test_gpus_of_amds_are_addressed_by_their_index_among_all(monkeypatch, environ, addresses):
+    """HIP takes no UUID, and indices in a rank count from those that ComfyUI was given."""
+    for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.version.hip", "6.4", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    gpus = visible_gpus(cpu_only=False)
+    assert [gpu.address for gpu in gpus] == addresses
+    env = rank_environment(gpus[0], "nccl", {"HIP_VISIBLE_DEVICES": "3,1", "CUDA_VISIBLE_DEVICES": "2,5"})
+    assert env["HIP_VISIBLE_DEVICES"] == addresses[0] and "CUDA_VISIBLE_DEVICES" not in env

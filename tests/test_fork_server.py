@@ -209,7 +209,7 @@ def test_a_request_that_cannot_be_met_ends_one_rank_and_not_the_others(server, r
     assert not other.has_ended(0)
 
 
-def test_a_process_that_holds_a_gpu_is_not_forked(tmp_path):
+def test_a_process_that_holds_a_gpu_is_not_forked_and_says_so(tmp_path, capfd):
     """It starts afresh without what opened it, and its ranks import for themselves."""
     assert holds_a_gpu(["/dev/null", "/dev/nvidiactl"])
     assert holds_a_gpu(["/dev/kfd"])
@@ -218,6 +218,7 @@ def test_a_process_that_holds_a_gpu_is_not_forked(tmp_path):
         assert os.devnull in open_files()
     (tmp_path / "opens_a_gpu.py").write_text('__import__("__main__").holds_a_gpu = lambda files: True')
     assert has_imported_fractions(tmp_path, "opens_a_gpu") is False
+    assert "[PipeMesh] importing opened a GPU in the process that workers are forked from" in capfd.readouterr().err
 
 
 def test_ranks_share_the_memory_of_what_their_server_has_imported(setup):

@@ -1,12 +1,24 @@
-"""A rank's memory at the end of a run, seen with a model that holds nothing."""
+"""A rank's memory, at the end of a run and after it ran out, seen with models that hold nothing."""
 
+import sys
+import weakref
 from types import SimpleNamespace
 
+import comfy.model_base
+import comfy.model_management as mm
 import pytest
 import torch
+from pipemesh.launcher.pool.crew import Crew
+from pipemesh.launcher.pool.devices import Device, place
+from pipemesh.parallel_runtime.comfy_bridge.prepare import prepare
+from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import EndRun, Memory
+from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
+from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
+
+from .fake_pools import fake_setup
 
 
 class Counted:
@@ -35,3 +47,66 @@ def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layou
     handler.models["m"] = SimpleNamespace(method=SimpleNamespace(end_run=lambda: ended.append("m")))
     handler.handle(EndRun(request=1, model="m"), [], None)
     assert (ended, memory.done) == (["m"], [done])
+
+
+def test_memory_that_an_evaluation_ran_out_of_is_free_again_before_the_gpus_cache_is_emptied():
+    """The error's traceback holds the frames, and these what was being computed."""
+    alive = []
+
+    class Watched(Counted):
+        def empty_cache(self):
+            alive.append(activations())
+
+    def evaluate(*_):
+        nonlocal activations
+        tensor = torch.zeros(8)
+        activations = weakref.ref(tensor)
+        try:
+            raise MemoryError("no room")
+        except MemoryError as error:
+            raise torch.OutOfMemoryError("out of memory") from error
+
+    activations = weakref.ref(evaluate)
+    loop = RankLoop(None, None, 0, Watched())
+    handler = SimpleNamespace(handle=evaluate, messages_done=lambda request: "all")
+    answer = loop._answer(handler, EndRun(request=1, model="m"), [])
+    assert (answer.kind, answer.text) == ("memory", "out of memory")
+    assert alive == [None]
+
+
+def test_a_gpu_that_repeats_an_error_does_not_hide_the_errors_own_sentence(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for name in ("mem_get_info", "memory_reserved", "memory_allocated", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, fail)
+    memory = DeviceMemory(torch.device("cuda"), 0)
+    handler = SimpleNamespace(handle=fail, messages_done=lambda request: "all")
+    answer = RankLoop(None, None, 0, memory)._answer(handler, EndRun(request=1, model="m"), [])
+    assert answer.text == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    memory.empty_cache()
+
+
+def test_ranks_on_one_device_each_count_their_share_of_what_is_free(monkeypatch):
+    monkeypatch.setattr(DeviceMemory, "_measure", lambda memory: Memory(10 << 20, 20 << 20, 0))
+    DeviceMemory(torch.device("cpu"), 0).reserve(10 << 20)
+    DeviceMemory(torch.device("cpu"), 1, sharers=2).reserve(5 << 20)
+    with pytest.raises(NoRoom, match=r"Rank 1 needs 6\.0 MiB .* and 5\.0 MiB are free"):
+        DeviceMemory(torch.device("cpu"), 1, sharers=2).reserve(6 << 20)
+
+
+def test_ranks_are_told_how_many_are_on_their_device():
+    gpus = Device("cuda:0", "GPU-0"), Device("cuda:1", "GPU-1")
+    crew = Crew(place(Layout(ulysses=3), "cuda:0,cuda:1,cuda:0", "gloo", gpus), "", fake_setup())
+    assert [crew._first_message(rank, 0, None).sharers for rank in range(3)] == [2, 1, 2]
+
+
+def test_under_highvram_a_rank_loads_no_whole_model_onto_its_gpu_before_a_stage_leaves_blocks_out(monkeypatch):
+    for name in ("unet_inital_load_device", "unet_offload_device"):
+        monkeypatch.setattr(mm, name, getattr(mm, name))
+    monkeypatch.setattr(comfy.model_base.BaseModel, "load_model_weights", comfy.model_base.BaseModel.load_model_weights)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    prepare("", {})
+    monkeypatch.setattr(mm, "vram_state", mm.VRAMState.HIGH_VRAM)
+    monkeypatch.setattr(mm, "get_torch_device", lambda: torch.device("meta"))
+    assert {mm.unet_offload_device(), mm.unet_inital_load_device(1, torch.float16)} == {torch.device("cpu")}

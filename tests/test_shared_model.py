@@ -8,6 +8,7 @@ import comfy.utils
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 from pipemesh.parallel_runtime.errors import ModelError, Refused
@@ -79,7 +80,7 @@ def _raising(parallel, monkeypatch, error):
     def bring_up(self):
         raise error
 
-    monkeypatch.setattr(RemotePatcher, "_bring_up", bring_up)
+    monkeypatch.setattr(remote_patcher, "bring_up", bring_up)
     return parallel, type(error)
 
 

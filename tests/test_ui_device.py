@@ -3,6 +3,7 @@ device when they are used: what goes there and comes back.
 """
 
 import comfy.hooks
+import comfy.model_management as mm
 import comfy.utils
 import pytest
 import torch
@@ -124,3 +125,15 @@ def test_scheduled_loras_of_a_dynamic_model_are_applied_in_the_pool(files, truth
     with ui_on_it(dynamic=True):
         parallel = parallelize(load(files["model"]), client, holds_ui_device=0)
         assert relative_error(run(parallel, positive=positive), truth[1]) <= BOUND
+
+
+def test_at_the_next_run_comfyui_makes_no_room_for_weights_that_a_rank_on_its_device_holds(files, client):
+    """Else text encoder and VAE would be unloaded for them at every run."""
+    with ui_on_it():
+        parallel = parallelize(load(files["model"]), client, holds_ui_device=1.0)
+        loaded = mm.LoadedModel(parallel)
+        assert loaded.model_memory_required(DEVICE) == parallel.model_size() > 0
+        run(parallel)
+        assert loaded.model_memory_required(DEVICE) == 0
+        parallel.remote.release()
+        assert loaded.model_memory_required(DEVICE) == parallel.model_size()

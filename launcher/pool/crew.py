@@ -15,7 +15,7 @@ from ...parallel_runtime.wire.channel import Channel, ChannelClosed
 from ...parallel_runtime.wire.messages import FromRank, Meeting, Start
 from ...parallel_runtime.wire.segment import Segment
 from ...parallel_runtime.wire.tree import encode_tree
-from .devices import Device, Placement
+from .devices import CUDA_VARIABLE, HIP_VARIABLE, Device, Placement
 from .rank_setup import COLLECTIVE_TIMEOUT_S, KEEP_MEMORY, SECRET_VARIABLE, RankSetup
 from .supervisor import Command, Supervisor
 
@@ -53,11 +53,11 @@ def rank_environment(device: Device, backend: str, environ: dict[str, str], inte
     at most 1 GiB. It goes back to the system when a model is released, and when a run of a pipeline
     ends.
     """
-    scrubbed = {*ALLOCATOR_VARIABLES, *LAUNCHER_VARIABLES, SECRET_VARIABLE, "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+    scrubbed = {*ALLOCATOR_VARIABLES, *LAUNCHER_VARIABLES, SECRET_VARIABLE, CUDA_VARIABLE, HIP_VARIABLE, "PYTHONPATH"}
     env = {key: value for key, value in environ.items() if key not in scrubbed and not key.startswith(LAUNCHER_PREFIXES)}
     if not device.is_gpu:
         env = {**KEEP_MEMORY, **env}
-    env["CUDA_VISIBLE_DEVICES"] = device.uuid if device.is_gpu else ""
+    env[device.variable] = device.address if device.is_gpu else ""
     if backend == "gloo" or interface:
         env["GLOO_SOCKET_IFNAME"] = interface or "lo"
     if interface:
@@ -123,6 +123,7 @@ class Crew:
             arena_bytes=arena_bytes,
             log_level=logging.WARNING if log.getEffectiveLevel() >= logging.INFO else logging.DEBUG,
             machines=self._placement.machines,
+            sharers=self._placement.devices.count(device),
             meeting=net.meeting if net else None,
         )
 

@@ -13,17 +13,20 @@ from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.wire.arena import MAX_RANKS
 
 Backend = Literal["gloo", "nccl"]
+CUDA_VARIABLE, HIP_VARIABLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"  # HIP reads the first too, where the second is not set
 ELSEWHERE = re.compile(r"[\w.-]+/(cpu|cuda:\d+)")
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device by the name that the UI knows it by: ``cuda:1``, ``cpu``, on another machine
-    ``node1/cuda:1``. ``uuid`` addresses a GPU of this machine whatever CUDA_VISIBLE_DEVICES says.
+    """Names a device as the UI knows it: ``cuda:1``, ``cpu``, on another machine ``node1/cuda:1``.
+    ``address`` is of a GPU of this machine: the value of ``variable`` with which a process sees
+    that GPU alone.
     """
 
     name: str
-    uuid: str = ""
+    address: str = ""
+    variable: str = CUDA_VARIABLE
 
     @property
     def machine(self) -> str:
@@ -152,10 +155,17 @@ def count(number: int, noun: str) -> str:
 
 
 def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
-    """The GPUs that this process sees. ``cpu_only``: ComfyUI runs with --cpu, so none."""
+    """Returns the GPUs that this process sees. ``cpu_only``: ComfyUI runs with --cpu, so none.
+
+    A GPU of NVIDIA's is addressed by its UUID. HIP takes only the indices of all GPUs, of which a
+    process may see some.
+    """
     import torch
 
     if cpu_only or not torch.cuda.is_available():
         return ()
-    uuids = [torch.cuda.get_device_properties(index).uuid for index in range(torch.cuda.device_count())]
-    return tuple(Device(f"cuda:{index}", f"GPU-{uuid}") for index, uuid in enumerate(uuids))
+    indices = range(torch.cuda.device_count())
+    if torch.version.hip is not None:
+        seen = [one.strip() for one in (os.environ.get(HIP_VARIABLE) or os.environ.get(CUDA_VARIABLE) or "").split(",") if one.strip()]
+        return tuple(Device(f"cuda:{index}", seen[index] if seen else str(index), HIP_VARIABLE) for index in indices)
+    return tuple(Device(f"cuda:{index}", f"GPU-{torch.cuda.get_device_properties(index).uuid}") for index in indices)

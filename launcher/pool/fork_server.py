@@ -23,13 +23,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from .devices import CUDA_VARIABLE, HIP_VARIABLE
 from .fork_server_main import REQUEST_BYTES, WORD
 from .supervisor import NEVER_STARTED, SERVER_ENDED, Command
 
 # Most of what ComfyUI's modules take to import. None of its own: they open the GPU, and a process
 # that has opened one cannot be forked.
 PRELOADED = ("torch", "torch._dynamo", "torchvision", "transformers")
-GPU = "CUDA_VISIBLE_DEVICES"  # each rank has its own, and a server none
+GPUS = (CUDA_VARIABLE, HIP_VARIABLE)  # each rank has its own, and a server none
 LISTEN_MS = 200
 ANSWER_S = 10.0  # a server that has imported answers within milliseconds
 IMPORT_S = 120.0  # a rank that waits longer is judged by the pool; then the next pool has another server
@@ -99,7 +100,7 @@ def launch(command: Command, preloaded: Sequence[str]) -> ServerProcess:
     ours.settimeout(ANSWER_S)
     script = str(Path(__file__).with_name("fork_server_main.py"))
     argv = [command.argv[0], script, str(theirs.fileno()), str(os.getpid()), *preloaded]
-    env = {name: value for name, value in command.env.items() if name != GPU}
+    env = {name: value for name, value in command.env.items() if name not in GPUS}
     started: Future[subprocess.Popen] = Future()
     expected = threading.Event()
     keeper = threading.Thread(target=keep, args=(argv, env, theirs.fileno(), started, expected), name="pipemesh-fork-server", daemon=True)

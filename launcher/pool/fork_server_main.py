@@ -31,6 +31,12 @@ def main() -> None:
     control, parent, *modules = sys.argv[1:]
     die_with_parent(int(parent))  # even where it is stopped
     if modules and (not preload(modules) or holds_a_gpu(open_files())):
+        cause = "importing opened a GPU" if holds_a_gpu(open_files()) else "a library could not be imported"
+        print(
+            f"[PipeMesh] {cause} in the process that workers are forked from: they import for themselves and start more slowly",
+            file=sys.stderr,
+        )
+        sys.stderr.flush()
         os.execv(sys.executable, [sys.executable, *sys.argv[:3]])  # afresh, with nothing imported: every rank imports for itself
     if holds_a_gpu(open_files()):
         sys.exit("PipeMesh cannot fork workers here, as Python holds a GPU from its start: set PIPEMESH_FORK=0 in ComfyUI's environment.")

@@ -157,11 +157,11 @@ def placement_here(opening: Open) -> Placement:
     """
     devices = [Device(name) for name in opening.devices]
     mine = [device for device in devices if device.machine == opening.machine]
-    gpus = {gpu.name: gpu.uuid for gpu in visible_gpus(cpu_only=not any(device.is_gpu for device in mine))}
+    gpus = {gpu.name: gpu for gpu in visible_gpus(cpu_only=not any(device.is_gpu for device in mine))}
     lacking = [device.local_name for device in mine if device.is_gpu and device.local_name not in gpus]
     if lacking:
         raise LayoutError(f"It has no {lacking[0]}: choose from {', '.join(['cpu', *gpus])}.")
-    devices = [replace(device, uuid=gpus.get(device.local_name, "")) if device in mine else device for device in devices]
+    devices = [replace(gpus.get(device.local_name, device), name=device.name) if device in mine else device for device in devices]
     return Placement(layout=Layout(**opening.degrees), devices=tuple(devices), backend=opening.backend)
 
 

@@ -116,7 +116,9 @@ def choose(
 
 
 def choose_for(q: torch.Tensor, masked: bool) -> Kernel:
-    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)
+    capability = (0, 0)
+    if q.device.type == "cuda":  # AMD's GPUs have version numbers of their own: all that ROCm's torch runs on count as Ampere
+        capability = (AMPERE, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(q.device)
     return choose(q.device.type, q.dtype, q.shape[-1], masked, capability, installed_flash())
 
 

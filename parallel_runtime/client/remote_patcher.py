@@ -139,6 +139,13 @@ class RemotePatcher(ModelPatcher):
     def loaded_size(self) -> int:
         return self.model_size() if hasattr(self, "remote") and self.remote.pool.residency.holds(self.remote.model) else 0
 
+    def current_loaded_device(self) -> torch.device:
+        """Returns the UI's device where ranks hold the model: ComfyUI makes room there for the rest
+        alone. Elsewhere the modules are on the CPU, so that at every run room would be made for all
+        of it, and text encoder and VAE unloaded.
+        """
+        return self.load_device if self.loaded_size() else super().current_loaded_device()
+
     def get_free_memory(self, device: torch.device) -> int:
         """Returns the free bytes of the rank that has least, as the run began; ComfyUI decides by
         it whether cond and uncond fit one batch. The same all through a run: other batches would
@@ -164,7 +171,7 @@ class RemotePatcher(ModelPatcher):
             name = content_id(objects) + weights.changed_id
             self.objects = name, {**weights.changed_tensors(self.model.diffusion_model), **objects}
             self.remote.recut()
-            self._bring_up()
+            bring_up(self)
             self.patch_model(load_weights=False)
         return self.loaded_size() - before
 
@@ -228,23 +235,6 @@ class RemotePatcher(ModelPatcher):
         self.current_hooks = None
 
     @interrupting
-    def _bring_up(self) -> None:
-        """Has every rank hold the model under exactly this clone's weight patches and object
-        patches; begins again where the pool is lost on the way.
-        """
-        hook_id, hook_patches = self.hook_set
-        objects_id, objects = self.objects
-        patched = any(key.startswith(PREFIX) for key in (*self.patches, *hook_patches))
-        self.patches_id = f"{self.patches_uuid.hex}{hook_id}{objects_id}" if patched or objects else ""
-        residency, model = self.remote.pool.residency, self.remote.model
-        self.remote.pool.sessions.settle(interrupted)
-        while not residency.is_ready(model, self.patches_id):
-            residency.load(self.remote.source, lambda: state_source(self, self.remote.source.weights), interrupted)
-            if not residency.is_ready(model, self.patches_id):
-                patches, sizes = weight_patches_of(self)
-                residency.set_weight_patches(model, self.patches_id, patches, objects, sizes, interrupted)
-
-    @interrupting
     def evaluate(self, arguments: dict[str, Any]) -> Any:
         """Computes one evaluation in the pool; brings the pool up again first where it failed, was
         closed or serves another clone.
@@ -253,11 +243,29 @@ class RemotePatcher(ModelPatcher):
         branch = branch_of(options)
         arguments = {**arguments, "transformer_options": self.remote.options.plain(options)}
         if not self.remote.pool.evaluations.in_flight:  # else nothing has changed, but for a loss that those in flight tell of
-            self._bring_up()
+            bring_up(self)
         if self.remote.sampling is not None:
             return self.remote.sampling.evaluate(arguments, branch, self.patches_id)
         run = self.remote.pool.runs.of(self.remote.model)
         return self.remote.pool.evaluations.evaluate(run, self.patches_id, arguments, branch, interrupted)
+
+
+@interrupting
+def bring_up(patcher: RemotePatcher) -> None:
+    """Has every rank hold the model under exactly this clone's weight patches and object
+    patches; begins again where the pool is lost on the way.
+    """
+    hook_id, hook_patches = patcher.hook_set
+    objects_id, objects = patcher.objects
+    patched = any(key.startswith(PREFIX) for key in (*patcher.patches, *hook_patches))
+    patcher.patches_id = f"{patcher.patches_uuid.hex}{hook_id}{objects_id}" if patched or objects else ""
+    residency, model = patcher.remote.pool.residency, patcher.remote.model
+    patcher.remote.pool.sessions.settle(interrupted)
+    while not residency.is_ready(model, patcher.patches_id):
+        residency.load(patcher.remote.source, lambda: state_source(patcher, patcher.remote.source.weights), interrupted)
+        if not residency.is_ready(model, patcher.patches_id):
+            patches, sizes = weight_patches_of(patcher)
+            residency.set_weight_patches(model, patcher.patches_id, patches, objects, sizes, interrupted)
 
 
 def weight_patches_of(patcher: RemotePatcher) -> tuple[dict, dict[str, int]]:

@@ -26,4 +26,6 @@ def prepare(comfyui: str, args: dict[str, Any]) -> None:
     # of one private copy each.
     stock_load = comfy.model_base.BaseModel.load_model_weights
     comfy.model_base.BaseModel.load_model_weights = lambda model, sd, prefix="", assign=False: stock_load(model, sd, prefix, assign=True)
+    # A stage leaves out the blocks of others before anything goes to its GPU, under --highvram too.
     comfy.model_management.unet_inital_load_device = lambda parameters, dtype: torch.device("cpu")
+    comfy.model_management.unet_offload_device = lambda: torch.device("cpu")

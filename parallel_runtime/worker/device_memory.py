@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 
@@ -20,15 +21,21 @@ class DeviceMemory:
     handler, which loads and releases them.
     """
 
-    def __init__(self, device: torch.device, rank: int):
+    def __init__(self, device: torch.device, rank: int, sharers: int = 1):
+        """``sharers``: the ranks on the device, this one too."""
         self.model_bytes = 0
+        self._sharers = sharers
         self._device = device
         self._rank = rank
         self._last = Memory(0, 0, 0)
         self._asked_at = -MEMORY_KEPT_S
 
     def now(self) -> Memory:
-        self._last, self._asked_at = self._measure(), time.monotonic()
+        """Measures the device's memory. A GPU that repeats an earlier error answers nothing: then
+        the last figures stand, for the error has a sentence of its own.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._last, self._asked_at = self._measure(), time.monotonic()
         return self._last
 
     def recent(self) -> Memory:
@@ -43,8 +50,10 @@ class DeviceMemory:
         return Memory(*system_memory(), self.model_bytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Checks that the device has so much free. Raises NoRoom."""
-        free = self.now().free
+        """Checks that this rank's share of the device has so much free: all that are on it ask at
+        the same time. Raises NoRoom.
+        """
+        free = self.now().free // self._sharers
         if nbytes > free:
             raise NoRoom(
                 f"Rank {self._rank} needs {mib(nbytes)} for the keys and values of its blocks and {mib(free)} are free: "
@@ -59,8 +68,12 @@ class DeviceMemory:
         self.empty_cache()
 
     def empty_cache(self) -> None:
+        """Returns the memory that torch caches to the GPU. Nothing happens on a GPU that repeats an
+        earlier error.
+        """
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -66,7 +66,7 @@ def run(channel: Channel) -> None:
         torch.cuda.set_device(device)
     board.enter(start.rank, "joining")
     layout = Layout(**start.degrees)
-    memory = DeviceMemory(device, start.rank)
+    memory = DeviceMemory(device, start.rank, start.sharers)
     loop = RankLoop(channel, board, start.rank, memory)
     size = layout.world_size
     with giving_way() if start.cores else contextlib.nullcontext():

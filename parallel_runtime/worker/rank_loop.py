@@ -4,6 +4,7 @@ collective while idle.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import traceback
@@ -74,28 +75,34 @@ class RankLoop:
         """
         self._request = request
         try:
-            segments = map_segments(fds)
-            try:
-                with torch.inference_mode():
-                    return handler.handle(request, segments, self)
-            finally:
-                for segment in segments:
-                    segment.close()
+            return self._handle(handler, request, fds)
         except Stopped:
             return Done(request=request.request, memory=self._memory.now(), cancelled=True)
         except Exception as error:  # noqa: BLE001
-            kind = kind_of(error)
-            if kind == "memory":
-                self._memory.empty_cache()
-            return Failed(
-                request=request.request,
-                kind=kind,
-                phase=PHASE[type(request)],
-                text=f"{type(error).__name__}: {error}" if kind == "error" else str(error),
-                trace=traceback.format_exc(),
-                memory=self._memory.now(),
-                messages_done=handler.messages_done(request),
-            )
+            kind, trace = kind_of(error), traceback.format_exc()
+            text = f"{type(error).__name__}: {error}" if kind == "error" else str(error)
+        # Only here are the error and its frames gone, which held all that was being computed.
+        if kind == "memory":
+            gc.collect()
+            self._memory.empty_cache()
+        return Failed(
+            request=request.request,
+            kind=kind,
+            phase=PHASE[type(request)],
+            text=text,
+            trace=trace,
+            memory=self._memory.now(),
+            messages_done=handler.messages_done(request),
+        )
+
+    def _handle(self, handler: RequestHandler, request: Request, fds: list[int]) -> Done:
+        segments = map_segments(fds)
+        try:
+            with torch.inference_mode():
+                return handler.handle(request, segments, self)
+        finally:
+            for segment in segments:
+                segment.close()
 
 
 def kind_of(error: Exception) -> Literal["memory", "room", "refused", "error"]:
