@@ -164,8 +164,9 @@ def test_every_other_sample_runs_free_and_is_stock_when_warm(name):
     case = Case(name, "ulysses1", "odd", SAMPLES[name].heads[0], 4.0, False, "euler")
     warm = Patched(stock_model(case.heads, family=name))
     assert torch.equal(sample(warm.model, case, steps=2), sample(stock_model(case.heads, family=name), case, steps=2))
-    before = " and ".join(f"reference_latent in the {side} conditioning" for side in ("positive", "negative"))
-    assert warm.mode in (FREE, f"single-timeline, because of {before}")
+    sides = ("positive", "negative")
+    before = [" and ".join(f"{name} in the {side} conditioning" for side in sides) for name in ("reference_latent", "ref_latent")]
+    assert warm.mode in (FREE, *(f"single-timeline, because of {reason}" for reason in before))
 
 
 @pytest.mark.parametrize("key", ["time_dim_concat", "context_latents"])

@@ -85,6 +85,8 @@ MODEL_CONDS = {
     "clip_fea",
     "denoise_mask",
     "guidance",
+    "guiding_frame_index",
+    "txt_byt5",
     "y",
     *("context_latents", "pose_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),  # tokens behind the image's
     *("camera_conditions", "ref_mask_flag", "ref_mask_latents", "sam_latents"),  # added to tokens before the blocks

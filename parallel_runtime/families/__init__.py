@@ -6,7 +6,9 @@ what is tried once for every word of the vocabulary ``REPRESENTATIVES``.
 
 from collections.abc import Mapping
 
+from .chroma import CHROMA
 from .flux import FLUX
+from .hunyuan_video import HUNYUAN_VIDEO
 from .kandinsky import KANDINSKY
 from .plan import TokenPlan
 from .qwen_image import QWEN_IMAGE
@@ -24,6 +26,8 @@ FAMILIES: tuple[Family, ...] = (
     WAN_SCAIL,
     KANDINSKY,
     QWEN_IMAGE,
+    HUNYUAN_VIDEO,
+    CHROMA,
 )
 PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
 SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}
