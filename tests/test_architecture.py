@@ -95,7 +95,7 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 PACK = "pipemesh"
 NAMED_MODULE = re.compile(rf"\b{PACK}((?:\.\w+)+)")
-FAMILIES = sorted({file.stem for file in (ROOT / RUNTIME / "families").glob("*.py")} - {"__init__", "plan", "sample"})
+FAMILIES = sorted({file.stem for file in (ROOT / RUNTIME / "families").glob("*.py")} - {"__init__", "plan", "sample", "without_plan"})
 NAMED_FAMILY = re.compile(rf"(?:(?<![a-zA-Z])(?i:{'|'.join(FAMILIES)})|(?<=[a-z])(?:{'|'.join(map(str.title, FAMILIES))}))(?![a-z])")
 NAMED_SAMPLE = re.compile(rf"[\"'](?:{'|'.join(FAMILIES)})[\d.]*(?:-\w+)?[\"']")
 

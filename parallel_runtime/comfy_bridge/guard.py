@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import Refused
-from ..families import PLANS, plan_for
+from ..families import plan_for, why_no_plan
 from ..families.plan import TokenPlan
 from ..wire.tree import is_plain
 
@@ -16,9 +16,11 @@ def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
     """Returns the token plan of a transformer. Raises Refused where there is none."""
     plan = plan_for(type(diffusion_model))
     if plan is None:
-        families = ", ".join(plan.family for plan in PLANS)
         name = type(diffusion_model).__name__
-        raise Refused(f"{name} has no token plan (families with one: {families}): leave PipeMesh Parallelize out for this model.")
+        why = why_no_plan(type(diffusion_model))
+        raise Refused(
+            f"{name} has no token plan ({why}; docs/FAMILIES.md has the models with one): leave PipeMesh Parallelize out for this model."
+        )
     return plan
 
 

@@ -17,6 +17,9 @@ from .sd3 import SD3
 from .wan import WAN
 from .wan_camera import WAN_CAMERA
 from .wan_scail import WAN_SCAIL
+from .without_plan import NOT_YET as NOT_YET
+from .without_plan import WITHOUT_PLAN as WITHOUT_PLAN
+from .without_plan import why_no_plan as why_no_plan
 
 FAMILIES: tuple[Family, ...] = (
     FLUX,

@@ -1,0 +1,54 @@
+"""The table of model families tells the truth about the registry and about the host's classes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.launcher.commands import families
+from pipemesh.parallel_runtime.families import NOT_YET, PLAIN, PLANS, WITHOUT_PLAN, why_no_plan
+from pipemesh.parallel_runtime.families.plan import TokenPlan
+
+from .conftest import COMFYUI
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_docs_families_is_what_the_registry_says():
+    """`python3 -m launcher families --markdown > docs/FAMILIES.md` brings it up to date."""
+    text = (ROOT / "docs" / "FAMILIES.md").read_text(encoding="utf-8")
+    assert text == families.markdown(families.rows(), families.on_one_gpu(Path(COMFYUI)))
+
+
+def test_every_class_of_a_plan_and_every_one_without_is_the_hosts():
+    hosts = set(families.transformers(Path(COMFYUI)))
+    planned = {model for plan in PLANS for model in plan.models}
+    assert len(hosts) > 40
+    assert planned <= hosts | {"comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper"}
+    assert set(WITHOUT_PLAN) <= hosts
+    assert not planned & set(WITHOUT_PLAN)
+
+
+def test_a_plan_that_is_only_whole_says_why():
+    plan = PLANS[0]
+    whole = TokenPlan(**{**vars(plan), "only_whole": "it looks at all frames"})
+    assert families.row_of(plan, []).pipefusion == "approximate"
+    row = families.row_of(whole, [PLAIN])
+    assert (row.pipefusion, row.whole) == ("whole", "it looks at all frames")
+    assert "whole: it looks at all frames" in families.markdown([row], {})
+
+
+@pytest.mark.parametrize("option", ["--json", ""])
+def test_the_command_lists_families_and_those_on_one_gpu_with_the_reason(capsys, option):
+    assert families.main([option] if option else [], ComfyInstall(python="", comfyui=COMFYUI, version="", base="")) == 0
+    said = capsys.readouterr().out
+    if option:
+        answer = json.loads(said)
+        assert {plan.family for plan in PLANS} == {row["family"] for row in answer["families"]}
+        assert answer["one_gpu"]["comfy.ldm.seedvr.model:NaDiT"].startswith("its attention looks at windows")
+    else:
+        assert "NaDiT; its attention looks at windows" in said
+
+
+def test_an_unknown_class_has_no_plan_yet():
+    assert why_no_plan(dict) == NOT_YET
