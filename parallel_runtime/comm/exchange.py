@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from .late import LateValue
+
 LOOK_AHEAD = 8
 
 Shape = tuple[int, ...]
@@ -30,15 +32,18 @@ class StopFlag:
     attention and sends it along; every rank decides when it has all of them.
 
     On CUDA the flag is read ``LOOK_AHEAD`` attentions later, so that the CPU does not wait for the
-    GPU.
+    GPU; in an evaluation of few attentions, half of them later.
     """
 
     def __init__(self, wants_stop: Callable[[], bool]):
         self._wants_stop = wants_stop
-        self._later: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._later: deque[LateValue] = deque()
+        self._look_ahead = 0
 
-    def begin(self) -> None:
+    def begin(self, attentions: int) -> None:
+        """Begin an evaluation of so many attentions."""
         self._later.clear()
+        self._look_ahead = min(LOOK_AHEAD, attentions // 2)
 
     def wish(self, like: torch.Tensor) -> torch.Tensor:
         """Return the flag (1,) of ``like``'s dtype: 1 if this rank wishes to stop."""
@@ -46,20 +51,9 @@ class StopFlag:
 
     def decide(self, flag: torch.Tensor) -> None:
         """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
-        if flag.device.type != "cuda":
-            if bool(flag):
-                raise Stopped
-            return
-        copy = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
-        copy.copy_(flag, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._later.append((event, copy))
-        if len(self._later) > LOOK_AHEAD:
-            event, copy = self._later.popleft()
-            event.synchronize()
-            if bool(copy):
-                raise Stopped
+        self._later.append(LateValue(flag))
+        if len(self._later) > (self._look_ahead if self._later[-1].costs_a_wait else 0) and self._later.popleft().read():
+            raise Stopped
 
 
 class Exchange:

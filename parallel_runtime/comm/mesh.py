@@ -65,10 +65,11 @@ class SequenceComm:
     def sent_bytes(self) -> int:
         return self.ulysses.sent_bytes + self.ring.sent_bytes + self.world.sent_bytes
 
-    def begin(self) -> None:
-        """Begin an evaluation: set the counters to zero."""
-        for part in (self.ulysses, self.ring, self.world, self.stop):
+    def begin(self, attentions: int) -> None:
+        """Begin an evaluation of so many attentions: set the counters to zero."""
+        for part in (self.ulysses, self.ring, self.world):
             part.begin()
+        self.stop.begin(attentions)
 
     def free_buffers(self) -> None:
         for part in (self.ulysses, self.ring, self.world):

@@ -183,7 +183,7 @@ class TokenHooks:
         def bring(rows: torch.Tensor) -> torch.Tensor:
             key = (rows.data_ptr(), rows.shape, rows.stride(), rows.dtype)
             if key not in brought:
-                brought[key] = rows[:, own].to(device)
+                brought[key] = rows[:, own].to(device, non_blocking=True)  # from the arena, whose pages the driver stages
             return brought[key]
 
         for key in {group.control for group in self._plan.blocks}:

@@ -23,7 +23,7 @@ from ..errors import LayoutError
 from ..families.plan import TokenPlan
 from ..layout import Layout
 from ..patches import Part
-from .hooks import Attention, TokenHooks, require_fit
+from .hooks import Attention, TokenHooks, blocks_of, require_fit
 from .method import Facts
 from .sequence_attention import QKV, Call, SequenceAttention
 from .shards import Rows, Shards, part_of_mask, permute_mask
@@ -43,6 +43,7 @@ class SequenceParallel:
         self._comm = comm
         self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, on_progress))
         self._run: int | None = None
+        self._attentions = len(list(blocks_of(model, plan)))
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
@@ -62,7 +63,7 @@ class SequenceParallel:
         self._run = part.run
 
     def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
-        self._comm.begin()
+        self._comm.begin(self._attentions)
         return forward(**self._hooks.arguments(arguments))
 
     def end_run(self) -> None:

@@ -60,16 +60,18 @@ class ArenaIO:
         """Returns the tensor at ``ref``. Conditioning is moved to the device once and kept there. A
         tensor that changes with every evaluation is copied, because a model may write to it. One
         that is ``in_place`` stays in the arena: the method moves the rows that it needs.
+
+        No copy waits for the device: the driver has staged the arena's pages when it returns.
         """
         view = self._arena.tensor(ref)
         if ref.in_place:
             return view
         if not ref.version:
-            return view.to(self._device, copy=True)
+            return view.to(self._device, copy=True, non_blocking=True)
         if self._device.type == "cpu":
             return view
         if ref.version not in self._versions:
-            self._versions[ref.version] = view.to(self._device)
+            self._versions[ref.version] = view.to(self._device, non_blocking=True)
             if len(self._versions) > KEPT_VERSIONS:
                 self._versions.popitem(last=False)
         self._versions.move_to_end(ref.version)

@@ -32,6 +32,10 @@ class MessagesDone:
     def received(self) -> None:
         self.must_receive = False
 
+    def misread(self) -> None:
+        """Take back ``received``: it was another patch's message, and this one's is in the link."""
+        self.must_receive = self._receives
+
     def sent(self) -> None:
         self.must_send = False
 

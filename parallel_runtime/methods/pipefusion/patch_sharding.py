@@ -132,7 +132,7 @@ def mask_of_own_queries(mask: torch.Tensor, call: Call) -> torch.Tensor:
     computed here, for the own heads.
     """
     if mask.ndim > 1 and mask.shape[-2] == call.joint.all_tokens:
-        mask = mask.index_select(-2, call.joint.rank_major().to(mask.device))
+        mask = mask.index_select(-2, call.joint.rank_major().to(mask.device, non_blocking=True))
     if mask.ndim == 4 and mask.shape[1] == call.heads.total > 1:
         mask = mask[:, call.own]
     return mask

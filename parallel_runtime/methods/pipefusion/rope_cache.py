@@ -13,7 +13,8 @@ KEPT = 4  # positions that a forward asks for in turn: of its branches, of the p
 
 class RopeCache:
     """Memoises the forward of one module, of one tensor, from ``attach`` to ``detach``. Positions
-    are compared by value: hosts build them anew for every forward.
+    are compared by value: hosts build them anew for every forward. On other devices than the CPU
+    the comparison would wait for all that they have to compute, and the result is made anew.
 
     The result must not be written to.
     """
@@ -31,6 +32,8 @@ class RopeCache:
         self._kept.clear()
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        if positions.device.type != "cpu":
+            return self._make(positions)
         for before, made in self._kept:
             if before.dtype == positions.dtype and before.device == positions.device and torch.equal(before, positions):
                 return made

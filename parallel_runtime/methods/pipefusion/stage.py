@@ -43,6 +43,7 @@ class PipeFusion:
         adds = range(stage.first - 1, stage.end - (not stage.closes))  # what is added behind the last own block, the next stage adds
         residuals = frozenset((group.control, place) for index, _, place, group in blocks if index in adds)
         self._comm = comm
+        self._attentions = stage.size + alone
         self._part = Part(0, 0)
         self._clock = BlockClock(clocked)
         self._kv = KVBuffers()
@@ -83,10 +84,12 @@ class PipeFusion:
         self._clock.start(part)
         self._kv.start(part)
         self._messages.start(number, part)
-        self._comm.begin()
+        self._comm.begin(self._attentions)
         self._sharding.patch = Patch(*part.patch) if part.patch else None
         try:
-            return forward(**self._hooks.arguments(arguments))
+            output = forward(**self._hooks.arguments(arguments))
+            self._messages.check()
+            return output
         except StageDone:
             return None
         except BaseException:
@@ -94,9 +97,10 @@ class PipeFusion:
             raise
 
     def end_run(self) -> None:
-        for kept in (self._hooks, self._kv, self._ropes, self._clock, self._messages):
+        for kept in (self._hooks, self._kv, self._ropes, self._clock):
             kept.end_run()
         self._comm.free_buffers()
+        self._messages.end_run()  # last, because it may raise
 
     @property
     def facts(self) -> Facts:

@@ -94,6 +94,17 @@ class StageMessages:
             self._link.send(self._number, torch.zeros(numel, dtype=dtype, device=device))
             self.done.sent()
 
+    def check(self) -> None:
+        """Raise RuntimeError where a patch that came was another request's. Call before an output
+        leaves the last stage.
+        """
+        try:
+            self._link.check()
+        except RuntimeError:
+            self.done.misread()
+            raise
+
     def end_run(self) -> None:
+        """Raises RuntimeError as ``check`` does."""
         self._received.clear()
         self._link.free_buffers()
