@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..parallel_runtime.planner.expected import even_bytes
 from .capacity import capacity
 from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
 from .lockstep import Phase, Ranks, merge, run
@@ -38,14 +39,6 @@ def exchange_share(rounds: Sequence[Round]) -> float:
     return typical(rounds, "exchange") / typical(rounds, "parallel")
 
 
-def formula_bytes(ulysses: int, ring: int, tokens: int, hidden: int, blocks: int, item_bytes: int, batch: int = 1) -> float:
-    """Bytes that one rank sends in one evaluation: q, k, v and the output within a ulysses group,
-    then k and v around the ring.
-    """
-    own = batch * tokens * hidden * blocks * item_bytes / (ulysses * ring)
-    return own * (4 * (ulysses - 1) / ulysses + 2 * (ring - 1))
-
-
 def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> dict[str, Any]:
     from ..parallel_runtime.comm.cores import giving_way
     from ..parallel_runtime.comm.mesh import connect
@@ -71,7 +64,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
         "both": Phase(forwards.whole),
         "shards": Phase(lambda: sum(forwards.through(one) for one in standins), alone=True),
     }
-    formula = formula_bytes(ulysses, ring, tokens, forwards.hidden, forwards.blocks, 4)
+    formula = even_bytes(ulysses, ring, tokens, forwards.hidden, forwards.blocks, 4)
     measured = ranks.measure(phases, rounds) if rounds else [{"parallel": parallel()}]
     measured = [{**round_, "exchange": seconds} for round_, seconds in zip(measured, exchanges[-len(measured) :], strict=True)]
     return {"rounds": measured, "sent_bytes": comm.sent_bytes, "formula": formula}

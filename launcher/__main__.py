@@ -23,6 +23,7 @@ python3 -m launcher COMMAND [options]
   bench     the measurements
   parity    parity with stock ComfyUI
   families  which model families run in parallel, how, and why others do not
+  dryrun    what each rank would compute, hold and send, on GPUs that are not there
   node      lends this machine to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
 
 PIPEMESH_COMFYUI names a ComfyUI of your own, PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for the one installed here.
@@ -34,6 +35,7 @@ INSIDE = {  # command -> the module whose main(argv, host) it is
     "bench": "benchmarks.command",
     "parity": "launcher.commands.parity",
     "families": "launcher.commands.families",
+    "dryrun": "launcher.commands.dryrun",
     "node": "launcher.commands.node",
 }
 

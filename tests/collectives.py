@@ -70,13 +70,14 @@ class RankRun(greenlet):
 
 class World:
     """Stands in for torch.distributed between the ranks of ``layout``. ``made`` are the groups that
-    each rank made, in its order.
+    each rank made, in its order, ``opened`` what each sent in them before anything else.
     """
 
     def __init__(self, layout, backend: str, monkeypatch):
         self.layout, self.backend = layout, backend
         self.members: dict[str, tuple[int, ...]] = {}
         self.made: list[list[tuple[int, ...]]] = []
+        self.opened: list[list[Event]] = []
         self._names: dict[int, str] = {}
         self._kept = []  # groups, whose addresses are their names here
         self._sends, self._receives = defaultdict(deque), defaultdict(deque)
@@ -98,6 +99,7 @@ class World:
             patch.setattr(
                 device_mesh, "new_group", lambda *args, ranks, **kwargs: made.append(tuple(ranks)) or new_group(ranks=ranks, **kwargs)
             )
+            self._trace_opening(rank, patch)
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.layout.world_size)
             try:
                 wants_stop = lambda: getcurrent().wants_stop()  # noqa: E731
@@ -110,6 +112,18 @@ class World:
             finally:
                 dist.destroy_process_group()
         return mesh
+
+    def _trace_opening(self, rank, patch):
+        opened = []
+        self.opened.append(opened)
+
+        def meet(tensor, group=None):
+            ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+            opened.append(Event(rank, f"group of {ranks}", "all_to_all", (1,) * 2 * len(ranks)))
+
+        patch.setattr(dist, "all_reduce", meet)
+        patch.setattr(dist, "send", lambda tensor, peer: opened.append(Event(rank, "all", "send", (tensor.numel(),), peer=peer)))
+        patch.setattr(dist, "recv", lambda tensor, peer: opened.append(Event(rank, "all", "receive", (tensor.numel(),), peer=peer)))
 
     def name_of(self, group) -> str:
         return "all" if group is None else self._names[id(group)]

@@ -19,6 +19,7 @@ from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.planner.dry_run import joined
 
 from .collectives import Event, Stuck, World, disagreements, has_an_order
 from .joint_model import BLOCKS, CONDS, PLAN, Model
@@ -100,10 +101,40 @@ IN_PATCHES = [Part(1, branch, patch) for _ in range(2) for patch in PATCHES for 
 def test_every_rank_makes_the_same_groups_in_the_same_order(layout, monkeypatch):
     world = World(layout, "nccl", monkeypatch)
     assert all(made == world.made[0] for made in world.made)
-    for rank, joined in enumerate(world.meshes):
-        for axis, place in joined.axes.items():
+    for rank, made in enumerate(world.meshes):
+        for axis, place in made.axes.items():
             assert place.ranks == layout.group(axis, rank) and place.rank == layout.coordinates(rank)[axis]
             assert place.group is None or world.members[world.name_of(place.group)] == place.ranks
+
+
+@pytest.mark.parametrize("layout", SEQUENCES + PIPELINES, ids=Layout.equation)
+def test_every_connection_is_opened_at_the_start_in_one_order(layout, monkeypatch):
+    world = World(layout, "nccl", monkeypatch)
+    groups = {
+        event.group: ranks for ranks in world.members.values() for event in world.opened[ranks[0]] if event.group == f"group of {ranks}"
+    }
+    assert disagreements(world.opened, groups) == []
+    assert has_an_order(world.opened, in_order=True)
+    for rank, made in enumerate(world.meshes):
+        met = {event.group for event in world.opened[rank] if event.operation == "all_to_all"}
+        sequence = {made.sequence.size: tuple(range(layout.world_size))} if made.link is None else {}
+        used = [place.ranks for place in made.axes.values() if place.group is not None and place.size > 1]
+        assert met == {f"group of {ranks}" for ranks in (*used, *sequence.values())}
+        peers = {event.peer for event in world.opened[rank] if event.operation != "all_to_all"}
+        stages = made.axes["pipefusion"]
+        assert peers == {other for at, other in enumerate(stages.ranks) if abs(at - stages.rank) == 1}
+
+
+def test_a_connection_that_fails_names_its_ranks(monkeypatch):
+    def fail(tensor, group=None):
+        raise RuntimeError("no route")
+
+    monkeypatch.setattr(dist, "all_reduce", fail)
+    with (
+        pytest.raises(RuntimeError, match="The ring group of ranks 0, 2 could not connect: no route"),
+        joined(Layout(ulysses=2, ring=2), 0),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,12 +1,15 @@
 """Make the grid of ranks: each axis's groups, and the communicators that methods use.
 
-All groups are made here, in one order on every rank: making a group is itself a collective.
+All groups are made and opened here, in one order on every rank: making a group is itself a
+collective, and so is its first message, at which NCCL connects its members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -128,7 +131,42 @@ def connect(
         before = stages.ranks[stages.rank - 1] if stages.rank else None
         after = stages.ranks[stages.rank + 1] if stages.rank + 1 < stages.size else None
         link = StageLink(before, after, via_cpu=via_cpu, before_waiting=lambda: tick(stages.rank * STAGE_STEPS))
-    return Mesh(rank, degrees, axes, sequence, link)
+    mesh = Mesh(rank, degrees, axes, sequence, link)
+    open_connections(mesh, device_type)
+    return mesh
+
+
+def open_connections(mesh: Mesh, device_type: str) -> None:
+    """Send a first message in each group, outermost axis first, then from each stage to the next.
+    Every rank must call it.
+
+    Else the first evaluation would, and a failure there has no name. Raises RuntimeError that names
+    the group.
+    """
+    token = torch.zeros(1, device=device_type)
+    for axis, place in [*mesh.axes.items()][::-1]:
+        if place.group is not None and place.size > 1:
+            with naming(f"The {axis} group of", place.ranks):
+                dist.all_reduce(token, group=place.group)
+                token.item()  # NCCL tells of a failure here
+    if mesh.link is None and mesh.sequence.size > 1:
+        with naming("The sequence of", range(mesh.sequence.size)):
+            dist.all_reduce(token)
+            token.item()
+    stages = mesh.axes["pipefusion"]
+    for before, after in pairwise(stages.ranks):
+        if mesh.rank in (before, after):
+            with naming("The stages of", (before, after)):
+                dist.send(token, after) if mesh.rank == before else dist.recv(token, before)
+                token.item()
+
+
+@contextmanager
+def naming(what: str, ranks: Sequence[int]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's own for whatever a backend meets
+        raise RuntimeError(f"{what} ranks {', '.join(map(str, ranks))} could not connect: {error}") from error
 
 
 def make_axes(degrees: Mapping[str, int], rank: int, device_type: str) -> dict[str, Axis]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, Ranges, TokenPlan
-from .sample import Config, Family, FileForm, Form, Masks, Sample, Shapes, Size
+from .sample import Config, Family, FileForm, Form, Masks, Released, Sample, Shapes, Size
 
 JOINT = ("txt", "img")
 
@@ -148,12 +148,25 @@ def shapes(config: Config) -> Shapes:
 
 FILE = FileForm(shapes=shapes, head_dim=128, lora_targets=("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "linear1", "linear2"))
 
+DEV = Released(
+    name="flux1-dev",
+    size=Size(heads=24, head_dim=128, blocks=(19, 38), text_dim=4096, pooled_dim=768),
+    text=512,
+    changes={"guidance_embed": True},
+)
+DEV_2 = Released(
+    name="flux2-dev",
+    size=Size(heads=48, head_dim=128, blocks=(8, 48), text_dim=15360),
+    text=512,
+    changes={"guidance_embed": True, "axes_dim": [32, 32, 32, 32]},
+)
+
 FLUX = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="flux",
-            form=Form(config_class="FluxSchnell", config=config, file=FILE),
+            form=Form(config_class="FluxSchnell", config=config, file=FILE, released=(DEV,)),
             heads=(12, 5),  # 12 divides by every world size that parity tries, 5 by none
             tiny=tiny,
             larger={
@@ -168,7 +181,7 @@ FLUX = Family(
         ),
         Sample(
             name="flux2",
-            form=Form(config_class="Flux2", config=config_2),
+            form=Form(config_class="Flux2", config=config_2, released=(DEV_2,)),
             heads=(5,),
             tiny=tiny,
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)},

@@ -6,7 +6,7 @@ of the video again, so they leave there.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Released, Sample, Size
 
 IMG = ("visual_embed",)
 
@@ -49,12 +49,20 @@ def config(size: Size) -> Config:
     }
 
 
+RELEASED = Released(
+    name="kandinsky5-lite",
+    size=Size(heads=28, head_dim=64, blocks=(32,), text_dim=3584, pooled_dim=768),
+    text=256,
+    extent=(768, 512, 121),
+    changes={"axes_dims": (16, 24, 24), "ff_dim": 7168, "time_dim": 512},
+)
+
 KANDINSKY = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="kandinsky5",
-            form=Form(config_class="Kandinsky5", config=config),
+            form=Form(config_class="Kandinsky5", config=config, released=(RELEASED,)),
             heads=(5,),
             tiny=tiny,
             latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Boundary, Leave, TokenPlan
-from .sample import Config, Family, Form, Masks, Sample, Size
+from .sample import Config, Family, Form, Masks, Released, Sample, Size
 
 PLAN = TokenPlan(
     family="qwen-image",
@@ -56,8 +56,17 @@ def references(latent: torch.Tensor) -> dict[str, Any]:
     return {"reference_latents": [first, first[..., :4, :]]}
 
 
+RELEASED = Released(
+    name="qwen-image-20b",
+    size=Size(heads=24, head_dim=128, blocks=(60,), text_dim=3584),
+    text=256,
+    extent=(1328, 1328, 1),
+    changes={"axes_dims_rope": (16, 56, 56)},
+)
+
+
 def form(**more: Any) -> Form:
-    return Form(config_class="QwenImage", config=partial(config, **more))
+    return Form(config_class="QwenImage", config=partial(config, **more), released=() if more else (RELEASED,))
 
 
 LATENTS = {"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)}

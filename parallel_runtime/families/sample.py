@@ -65,30 +65,55 @@ class FileForm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Released:
+    """A released model of a sample's form, and a usual request, for the dry run: nothing of it is
+    drawn or downloaded.
+
+    ``changes``: what its config has otherwise than the form's. ``text``: tokens of a prompt.
+    ``extent``: width and height in pixels, and frames.
+    """
+
+    name: str
+    size: Size
+    text: int
+    extent: tuple[int, int, int] = (1024, 1024, 1)
+    changes: Config = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Form:
     """The shape of a random model. ``config_class`` names a class of ``comfy.supported_models``.
 
     With a ``file`` the weights are drawn under the names that they have there, so that a model is
     the same with and without one; else under those of the transformer's own state dict.
+    ``released``: the models of this form that the dry run knows.
     """
 
     config_class: str
     config: Callable[[Size], Config]
     file: FileForm | None = None
+    released: tuple[Released, ...] = ()
+
+    def base_model(self, config: Config, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+        """Build a BaseModel of ``config`` that computes in ``dtype``. Its weights hold nothing
+        yet.
+        """
+        import comfy.supported_models
+
+        made = getattr(comfy.supported_models, self.config_class)(config)
+        made.unet_config.update(config)  # some classes put values of their own over those given
+        made.set_inference_dtype(dtype, None)  # no cast: ComfyUI computes in fp32 on CPUs, whatever the weights are
+        return made.get_model({}, "", device=device)
 
     def random_model(self, size: Size, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
         """Build a stock MODEL (a ModelPatcher) that computes in ``dtype``; its
         ``cached_patcher_init`` is None.
         """
         import comfy.model_management
-        import comfy.supported_models
         from comfy.model_patcher import ModelPatcher
 
         device, offload_device = comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
-        config = getattr(comfy.supported_models, self.config_class)(self.config(size))
-        config.unet_config.update(self.config(size))  # some classes put values of their own over those given
-        config.set_inference_dtype(dtype, None)  # no cast: ComfyUI computes in fp32 on CPUs, whatever the weights are
-        model = config.get_model({}, "").to(offload_device)
+        model = self.base_model(self.config(size), dtype).to(offload_device)
         if self.file is not None:
             shapes = self.file.shapes(self.config(size))
         else:

@@ -5,7 +5,7 @@ SD3.5 medium attends over the image tokens a second time, alone. The last block 
 """
 
 from .plan import Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Released, Sample, Size
 
 PLAN = TokenPlan(
     family="sd3",
@@ -52,6 +52,14 @@ def medium_config(size: Size) -> Config:
     return {**config(size), "qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}
 
 
+def released(name: str, heads: int, side: int, changes: Config) -> tuple[Released, ...]:
+    """``side``: tokens along an edge of the largest image that has positions."""
+    size = Size(heads=heads, head_dim=64, blocks=(heads,), text_dim=4096, pooled_dim=2048)
+    return (Released(name=name, size=size, text=154, changes={"pos_embed_max_size": side, "num_patches": side * side, **changes}),)
+
+
+LARGE = released("sd3.5-large", 38, 192, {"qk_norm": "rms"})
+MEDIUM = released("sd3.5-medium", 24, 384, {"x_block_self_attn_layers": list(range(13))})
 LATENTS = {"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)}
 
 SD3 = Family(
@@ -59,7 +67,7 @@ SD3 = Family(
     samples=(
         Sample(
             name="sd3",
-            form=Form(config_class="SD3", config=config),
+            form=Form(config_class="SD3", config=config, released=LARGE),
             heads=(5,),
             tiny=tiny,
             latents=LATENTS,
@@ -67,7 +75,7 @@ SD3 = Family(
         ),
         Sample(
             name="sd3.5-medium",
-            form=Form(config_class="SD3", config=medium_config),
+            form=Form(config_class="SD3", config=medium_config, released=MEDIUM),
             heads=(3,),
             tiny=tiny,
             latents=LATENTS,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, FileForm, Form, Sample, Shapes, Size
+from .sample import Config, Family, FileForm, Form, Released, Sample, Shapes, Size
 
 IMG = ("img",)
 
@@ -119,12 +119,21 @@ def latents(channels: int) -> Mapping[str, tuple[int, ...]]:
     return {"even": (1, channels, 3, 8, 6), "odd": (1, channels, 3, 5, 6)}
 
 
+def released(name: str, heads: int, blocks: int, ffn: int, extent: tuple[int, int, int]) -> Released:
+    size = Size(heads=heads, head_dim=128, blocks=(blocks,), text_dim=4096)
+    return Released(name=name, size=size, text=512, extent=extent, changes={"ffn_dim": ffn, "freq_dim": 256})
+
+
+T2V = (released("wan2.2-t2v-14b", 40, 40, 13824, (1280, 720, 81)), released("wan2.1-t2v-1.3b", 12, 30, 8960, (832, 480, 81)))
+I2V = (released("wan2.1-i2v-14b", 40, 40, 13824, (832, 480, 81)),)
+TI2V = (released("wan2.2-ti2v-5b", 24, 30, 14336, (1280, 704, 121)),)
+
 WAN = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="wan2.1-t2v",
-            form=Form(config_class="WAN21_T2V", config=config, file=FILE),
+            form=Form(config_class="WAN21_T2V", config=config, file=FILE, released=T2V),
             heads=(5,),
             tiny=tiny,
             larger={"equal": Size(heads=16, head_dim=16, blocks=(24,))},
@@ -133,7 +142,7 @@ WAN = Family(
         ),
         Sample(
             name="wan2.1-i2v",
-            form=Form(config_class="WAN21_I2V", config=partial(config, extra_channels=20, model_type="i2v")),
+            form=Form(config_class="WAN21_I2V", config=partial(config, extra_channels=20, model_type="i2v"), released=I2V),
             heads=(5,),
             tiny=tiny,
             latents=latents(16),
@@ -142,7 +151,7 @@ WAN = Family(
         ),
         Sample(
             name="wan2.2-5b",
-            form=Form(config_class="WAN22_T2V", config=partial(config, channels=48)),
+            form=Form(config_class="WAN22_T2V", config=partial(config, channels=48), released=TI2V),
             heads=(5,),
             tiny=tiny,
             latents=latents(48),

@@ -31,12 +31,14 @@ def path(latent: torch.Tensor) -> dict[str, Any]:
     return {"camera_conditions": rays, **wan.first_frame(latent)}
 
 
+RELEASED = (wan.released("wan2.1-fun-camera-14b", 40, 40, 13824, (832, 480, 81)),)
+
 WAN_CAMERA = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="wan-camera",
-            form=Form(config_class="WAN21_Camera", config=partial(wan.config, extra_channels=16, model_type="camera")),
+            form=Form(config_class="WAN21_Camera", config=partial(wan.config, extra_channels=16, model_type="camera"), released=RELEASED),
             heads=(5,),
             tiny=wan.tiny,
             latents=wan.latents(16),

@@ -42,12 +42,16 @@ def masked_pose(latent: torch.Tensor) -> dict[str, Any]:
     return {**extras, "ref_mask_28ch": masks, "driving_mask_28ch": driving, "ref_mask_flag": False}
 
 
+LARGE = (40, 40, 13824, (832, 480, 81))
+
 WAN_SCAIL = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="wan-scail",
-            form=Form(config_class="WAN21_SCAIL", config=partial(config, model_type="scail")),
+            form=Form(
+                config_class="WAN21_SCAIL", config=partial(config, model_type="scail"), released=(wan.released("scail-14b", *LARGE),)
+            ),
             heads=(5,),
             tiny=wan.tiny,
             latents=wan.latents(16),
@@ -55,7 +59,9 @@ WAN_SCAIL = Family(
         ),
         Sample(
             name="wan-scail2",
-            form=Form(config_class="WAN21_SCAIL2", config=partial(config, model_type="scail2")),
+            form=Form(
+                config_class="WAN21_SCAIL2", config=partial(config, model_type="scail2"), released=(wan.released("scail2-14b", *LARGE),)
+            ),
             heads=(5,),
             tiny=wan.tiny,
             latents=wan.latents(16),

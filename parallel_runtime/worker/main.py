@@ -76,7 +76,8 @@ def run(channel: Channel) -> None:
             else:
                 store = PrefixStore(start.meeting.name, TCPStore(start.meeting.address, start.meeting.port))
             timeout = timedelta(seconds=start.timeout_s)
-            dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout)
+            own_gpu = device if start.backend == "nccl" else None  # NCCL connects at once then
+            dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout, device_id=own_gpu)
         machines = MachineComm(start.machines, start.rank) if start.machines else None
         mesh = connect(
             layout.degrees(),

@@ -1,0 +1,200 @@
+"""Stand in for a CUDA device: operations return tensors without content, and count what they would
+compute, hold, send and wait for.
+
+FakeTensorMode knows shapes, dtypes and devices alone, and raises where two devices meet in one
+operation. Nothing of the driver is called. A value that is read of the device is made up.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from .figures import Wait
+
+DEVICE = torch.device("cuda", 0)
+CAPABILITY = (9, 0)  # of an H100; kernels are chosen by it
+aten = torch.ops.aten
+QUESTIONS = {torch.ops.prim.device.default, aten.is_pinned.default}  # they compute nothing
+READS = {aten._local_scalar_dense.default, aten.equal.default}
+COPIES = {aten._to_copy.default, aten.copy_.default}
+
+
+class Counts(TorchDispatchMode):
+    """Counts while it is entered. ``live`` and ``peak``: bytes of tensors on the device that were
+    made meanwhile. ``messages``: bytes sent, by operation of torch.distributed. ``value``: all that
+    code reads of the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = 0.0
+        self.flops = 0
+        self.live = self.peak = 0
+        self.messages: Counter[str] = Counter()
+        self.waits: Counter[Wait] = Counter()
+        self._storages: dict[int, weakref.ref] = {}
+        self._pinned: dict[int, weakref.ref] = {}
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        options = dict(kwargs or {})
+        if func in QUESTIONS:
+            return func(*args, **options)
+        if func in READS:
+            return self._read(func, args)
+        if func is aten.scaled_dot_product_attention.default:
+            with self:
+                return fused_attention(*args, **options)
+        if func._overloadpacket not in flop_registry and func._can_decompose():
+            with self:
+                made = func.decompose(*args, **options)
+            if made is not NotImplemented:
+                return made
+        return self._compute(func, args, options)
+
+    def _compute(self, func: Any, args: tuple, options: dict[str, Any]) -> Any:
+        if func in COPIES:
+            self._note_copy(func, args, options)
+        if options.get("device") is not None:  # torch would make the real thing of a tensor whose value it knows
+            for leaf in args:
+                if isinstance(leaf, FakeTensor):
+                    leaf.constant = None
+        is_pinned = options.pop("pin_memory", False)
+        made = func(*args, **options)
+        if func._overloadpacket in flop_registry:
+            self.flops += flop_registry[func._overloadpacket](*args, **options, out_val=made)
+        if func.namespace == "c10d":
+            self._note_message(func, args)
+        for leaf in (made,) if isinstance(made, torch.Tensor) else tree_leaves(made):
+            if isinstance(leaf, FakeTensor):
+                self._hold(leaf, is_pinned)
+        return made
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count the memory of these, which were there before."""
+        for tensor in tensors:
+            self._known.add(tensor.untyped_storage()._cdata)
+
+    def _read(self, func: Any, args: tuple) -> Any:
+        """Read a value. A tensor that was made of a number on the CPU has it still."""
+        if is_on_device(args[0]):
+            self.wait("read")
+        else:
+            try:
+                return func(*args)
+            except DataDependentOutputException:
+                pass
+        if func is aten.equal.default:
+            return True
+        return self.value if args[0].dtype.is_floating_point else int(self.value)
+
+    def _note_copy(self, func: Any, args: tuple, options: dict[str, Any]) -> None:
+        """A copy from the CPU's ordinary memory returns when the driver has staged it; one into it,
+        and any that is not asked to return early, when the device has come so far.
+        """
+        if func is aten.copy_.default:
+            target, source, returns_early = is_on_device(args[0]), is_on_device(args[1]), (args[2:] or (options.get("non_blocking"),))[0]
+        else:
+            source, returns_early = is_on_device(args[0]), options.get("non_blocking")
+            target = source if options.get("device") is None else torch.device(options["device"]).type == DEVICE.type
+        if target != source and not (returns_early and (target or self._is_pinned(args[0]))):
+            self.wait("copy to the device" if target else "copy from the device")
+
+    def wait(self, call: str) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and (is_within_torch(frame.f_code.co_filename) or frame.f_code.co_filename == __file__):
+            frame = frame.f_back
+        if frame is not None:
+            self.waits[Wait(call, frame.f_code.co_filename, frame.f_code.co_name)] += 1
+
+    def _note_message(self, func: Any, args: tuple) -> None:
+        sent = {"alltoall_base_": args[1:2], "send": args[0] if args else ()}.get(func._opname, ())
+        self.messages[func._opname] += sum(tensor.numel() * tensor.element_size() for tensor in sent)
+
+    def _hold(self, tensor: FakeTensor, is_pinned: bool) -> None:
+        """Count a tensor's memory until its last view has gone."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if is_pinned:
+            self._pinned[key] = weakref.ref(storage, lambda _: self._pinned.pop(key))
+        if not is_on_device(tensor) or key in self._storages or key in self._known:
+            return
+        nbytes = storage.nbytes()
+
+        def free(_: Any) -> None:
+            del self._storages[key]
+            self.live -= nbytes
+
+        self._storages[key] = weakref.ref(storage, free)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._pinned
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == DEVICE.type
+
+
+def is_within_torch(file: str) -> bool:
+    return file.startswith((str(Path(torch.__file__).parent), "<"))
+
+
+def fused_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False) -> torch.Tensor:
+    """Attend by the kernel that torch has for it on such a device, which holds no scores."""
+    if enable_gqa:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    if attn_mask is None and q.dtype in (torch.float16, torch.bfloat16):
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, False, dropout_p, is_causal, scale=scale)[0]
+
+
+class Driver:
+    """The parts of torch.cuda that ranks call, without a driver."""
+
+    def __init__(self, counts: Counts):
+        self._counts = counts
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        return CAPABILITY
+
+    def current_stream(self, device: Any = None) -> Driver:
+        return self
+
+    def synchronize(self, device: Any = None) -> None:
+        self._counts.wait("synchronize")
+
+    class Event:
+        """What is awaited by one lies some operations back: it is not counted."""
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def record(self, *_: Any) -> None: ...
+        def synchronize(self) -> None: ...
+
+
+@contextmanager
+def dry_device(mode: FakeTensorMode) -> Iterator[Counts]:
+    """Compute on the device that is not there. ``mode`` has the tensors of before."""
+    counts = Counts()
+    driver = Driver(counts)
+    with ExitStack() as stack:
+        for name in ("get_device_capability", "current_stream", "synchronize", "Event"):
+            stack.enter_context(patch.object(torch.cuda, name, getattr(driver, name)))
+        for entered in (mode, torch.inference_mode(), counts):
+            stack.enter_context(entered)
+        yield counts

@@ -1,0 +1,96 @@
+"""What one evaluation should cost each rank, by formula, to hold a dry run's figures to.
+
+Legend: N ranks of a sequence = U ulysses x R ring, L tokens, H heads, D head dim, C = H * D; of one
+rank: l tokens, g tokens of its ulysses group, h heads. Elements that a rank sends per attention:
+
+- Ulysses (arXiv 2309.14509, section 3.2): q, k and v of its tokens for the other heads, and its
+  heads' output for the other tokens: D * (3 * l * (H - h) + (g - l) * h). Evenly split this is
+  4 * L * C / N * (U - 1) / U.
+- Ring (arXiv 2310.01889, section 3): k and v of its own group and of all but the last that pass by:
+  2 * (R - 1) * g * h * D, evenly split 2 * (R - 1) * L * C / N.
+
+PipeFusion (arXiv 2405.14430, section 3.2) sends the hidden rows between stages, once an evaluation
+whatever the patches: L * C / U, from each stage but the last.
+"""
+
+from __future__ import annotations
+
+from ..layout import Layout, Split
+from .figures import Attended, RankFigures, Whole
+
+ITEM_BYTES = 2  # bf16
+WITHIN = 0.02
+
+
+def even_bytes(ulysses: int, ring: int, tokens: int, hidden: int, blocks: int, item_bytes: int, batch: int = 1) -> float:
+    """Return the bytes that one rank of a sequence sends where everything splits evenly."""
+    own = batch * tokens * hidden * blocks * item_bytes / (ulysses * ring)
+    return own * (4 * (ulysses - 1) / ulysses + 2 * (ring - 1))
+
+
+def sequence_bytes(layout: Layout, rank: int, attended: Attended) -> int:
+    """Return the bytes that a rank sends for one attention."""
+    place = layout.coordinates(rank)
+    ulysses, ring = layout.ulysses, layout.ring
+    tokens = Split.even(attended.tokens, ulysses * ring).sizes
+    own_heads = Split.even(attended.heads, ulysses).sizes[place["ulysses"]]
+    own = tokens[place["ring"] * ulysses + place["ulysses"]]
+    groups = [sum(tokens[index * ulysses : (index + 1) * ulysses]) for index in range(ring)]
+    exchanged = 3 * own * (attended.heads - own_heads) + (groups[place["ring"]] - own) * own_heads
+    unsent = (place["ring"] + 1) % ring  # a rank's block has come round when it reaches the rank before it
+    passed_on = 2 * own_heads * (sum(groups) - groups[unsent]) if ring > 1 else 0
+    return attended.head_dim * ITEM_BYTES * (exchanged + passed_on)
+
+
+def sent_bytes(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None) -> int:
+    """Return the bytes that a rank sends in one evaluation, but for the output's rows."""
+    if stage is None:
+        return sum(sequence_bytes(layout, rank, attended) for attended in whole.attended)
+    own = [attended for block in range(*stage) for attended in whole.attended_by_block[block]]
+    within = sum(sequence_bytes(Layout(ulysses=layout.ulysses), layout.coordinates(rank)["ulysses"], attended) for attended in own)
+    is_last = stage[1] == len(whole.block_flops)
+    onwards = sum(whole.tokens.values()) * whole.hidden * ITEM_BYTES // layout.ulysses
+    return within + (0 if is_last else onwards)
+
+
+def weight_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
+    """Return the bytes of a rank's weights: all, or the stage's blocks and what is around them."""
+    blocks = sum(whole.block_weight_bytes)
+    return whole.weight_bytes if stage is None else whole.weight_bytes - blocks + sum(whole.block_weight_bytes[slice(*stage)])
+
+
+def flops(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None, patches: int) -> float:
+    """Return what a rank computes: an even share of the blocks, or of its stage's, and all that is
+    around them, for each of ``patches``.
+
+    Attention is shared by heads, which may not divide: a rank computes its own.
+    """
+    blocks = slice(0, len(whole.block_flops)) if stage is None else slice(*stage)
+    attended = [one for block in whole.attended_by_block[blocks] for one in block]
+    own = layout.coordinates(rank)["ulysses"]
+    unevenness = sum(
+        attention_flops(one) * (Split.even(one.heads, layout.ulysses).sizes[own] / one.heads - 1 / layout.ulysses) for one in attended
+    )
+    ranks = layout.ulysses * layout.ring
+    return whole.around_flops * patches + sum(whole.block_flops[blocks]) / ranks + unevenness / layout.ring
+
+
+def attention_flops(attended: Attended) -> int:
+    """Return the FLOPs of both products: scores, and their sum over values."""
+    return 4 * attended.tokens**2 * attended.heads * attended.head_dim
+
+
+def misses(whole: Whole, layout: Layout, figures: RankFigures) -> list[str]:
+    """Name each figure of a rank that is not as it should be."""
+    found = []
+    sent = sum(size for axis, size in figures.sent_bytes.items() if axis != "gather")
+    for name, value, due in (
+        ("sent bytes", sent, sent_bytes(whole, layout, figures.rank, figures.stage)),
+        ("bytes of weights", figures.weight_bytes, weight_bytes(whole, figures.stage)),
+        ("FLOPs", figures.flops, flops(whole, layout, figures.rank, figures.stage, figures.patches)),
+    ):
+        if abs(value - due) > WITHIN * due:
+            found.append(f"{value:.4g} {name} for {due:.4g}")
+    if figures.wired_bytes != sum(figures.sent_bytes.values()):
+        found.append(f"counts {sum(figures.sent_bytes.values())} sent bytes, and torch was given {figures.wired_bytes}")
+    return found + [f"waits for the device: {wait}" for wait in figures.waits if wait.is_ours]

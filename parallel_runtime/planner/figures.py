@@ -1,0 +1,81 @@
+"""The figures of a dry run: of the model on one device, and of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+PACK = Path(__file__).resolve().parent.parent.parent
+
+
+class Wait(NamedTuple):
+    """A call that makes the CPU wait for the device, and where the code has it."""
+
+    call: str
+    file: str
+    function: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the call is the pack's own; ComfyUI and its models have others."""
+        return Path(self.file).is_relative_to(PACK)
+
+    def __str__(self) -> str:
+        return f"{self.call} in {'/'.join(Path(self.file).parts[-2:])}, {self.function}"
+
+
+class Attended(NamedTuple):
+    """One attention of the whole model that ranks share."""
+
+    tokens: int
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """One evaluation on a single device. ``around_flops`` are computed outside the blocks.
+    ``tokens`` of each stream enter the blocks, ``hidden`` wide.
+    """
+
+    weight_bytes: int
+    block_weight_bytes: Sequence[int]
+    block_flops: Sequence[int]
+    around_flops: int
+    peak_bytes: int
+    attended_by_block: Sequence[Sequence[Attended]]
+    tokens: Mapping[str, int]
+    hidden: int
+
+    @property
+    def flops(self) -> int:
+        return self.around_flops + sum(self.block_flops)
+
+    @property
+    def attended(self) -> Sequence[Attended]:
+        return tuple(chain(*self.attended_by_block))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """One evaluation on one rank: under a pipeline all its patches, and ``peak_bytes`` of the
+    warm-up too. Weights are not in ``peak_bytes``. ``kept_bytes`` of it are held when it has ended:
+    keys and values, buffers for messages.
+
+    ``sent_bytes``: by axis, the output's rows under ``gather``. ``wired_bytes``: what torch was
+    given to send. ``stage``: the rank's blocks [first, end). ``patches``: 1 without a pipeline.
+    """
+
+    rank: int
+    weight_bytes: int
+    flops: int
+    sent_bytes: Mapping[str, int]
+    wired_bytes: int
+    peak_bytes: int
+    kept_bytes: int
+    waits: Mapping[Wait, int]
+    stage: tuple[int, int] | None = None
+    patches: int = 1

@@ -1,0 +1,197 @@
+"""A GPU that is not there: it counts what a real one would do, and finds what would go wrong on it.
+
+The pack's own code on it never waits for it, but for what it must read.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pipemesh.parallel_runtime.comm.exchange import LOOK_AHEAD, Stopped
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.factory import make_method
+from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
+from pipemesh.parallel_runtime.planner.dry_run import TURN, IdleRank, joined
+from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
+from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .joint_model import HEADS, IMAGE, PLAN, WIDTH, Model, attention, inputs
+
+MIB = 1 << 20
+WARM, PATCHES = Part(1, 0), [Part(1, 0, patch) for patch in ((0, 4, False), (4, 4, False), (8, 5, True))]
+
+
+@pytest.fixture
+def mode():
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def on_device(arguments):
+    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+
+
+def run(mode, layout, rank, parts, number=TURN, value=0.0, blocks=8, **conds):
+    """Compute parts of an evaluation as one rank of ``layout``. Returns counts and method."""
+    with joined(layout, rank) as mesh:
+        with dry_device(mode) as counts, DEVICE:
+            model, arguments = Model(blocks), {**on_device(inputs(5)), **conds}
+        idle = IdleRank(parts)
+        method = make_method(model, PLAN, mesh, idle, [blocks // layout.pipefusion] * layout.pipefusion if layout.pipefusion > 1 else ())
+        method.attach()
+        with dry_device(mode) as counts:
+            for idle.at, part in enumerate(parts):
+                counts.value = value if part is parts[-1] else 0.0
+                method.begin(part)
+                method.evaluate(model, arguments, number + TURN * idle.at)
+        return counts, method
+
+
+# -- what it counts
+
+
+def test_memory_counts_until_the_last_view_has_gone(mode):
+    with dry_device(mode) as counts:
+        first = torch.empty(MIB, dtype=torch.uint8, device=DEVICE)
+        half = first[: MIB // 2]
+        second = torch.empty(2 * MIB, dtype=torch.uint8, device=DEVICE)
+        torch.empty(8 * MIB, dtype=torch.uint8)  # not on the device
+        assert counts.live == counts.peak == 3 * MIB
+        del first, second
+        assert counts.live == MIB
+        del half
+    assert (counts.live, counts.peak) == (0, 3 * MIB)
+
+
+def test_a_product_and_an_attention_count_their_flops_and_hold_no_scores(mode):
+    with dry_device(mode) as counts:
+        torch.nn.functional.linear(torch.empty(1, 5, 7, device=DEVICE), torch.empty(11, 7, device=DEVICE))
+        assert counts.flops == 2 * 5 * 7 * 11
+        q, k, v = (torch.empty(1, 2, 1000, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+        torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert counts.flops == 2 * 5 * 7 * 11 + 2 * 2 * 2 * 1000 * 1000 * 64
+    assert counts.peak < 2 * 2 * 1000 * 1000
+
+
+@pytest.mark.parametrize(
+    ("call", "waits"),
+    [
+        (lambda cpu, gpu: bool(gpu[0] > 0), 1),
+        (lambda cpu, gpu: torch.equal(gpu, gpu), 1),
+        (lambda cpu, gpu: gpu.cpu(), 1),
+        (lambda cpu, gpu: gpu.to("cpu", non_blocking=True), 1),  # into ordinary memory
+        (lambda cpu, gpu: cpu.to(DEVICE), 1),
+        (lambda cpu, gpu: gpu.copy_(cpu), 1),
+        (lambda cpu, gpu: torch.cuda.current_stream().synchronize(), 1),
+        (lambda cpu, gpu: cpu.to(DEVICE, non_blocking=True), 0),
+        (lambda cpu, gpu: gpu.copy_(cpu, non_blocking=True), 0),
+        (lambda cpu, gpu: torch.empty(4, pin_memory=True).copy_(gpu, non_blocking=True), 0),
+        (lambda cpu, gpu: gpu.fill_(3), 0),
+        (lambda cpu, gpu: gpu.to(torch.float64) + 1.0, 0),
+        (lambda cpu, gpu: bool(cpu[0] > 0), 0),
+    ],
+)
+def test_what_makes_the_cpu_wait_is_counted_where_it_is_called(mode, call, waits):
+    with dry_device(mode) as counts:
+        cpu, gpu = torch.zeros(4), torch.zeros(4, device=DEVICE)
+        call(cpu, gpu)
+    assert sum(counts.waits.values()) == waits
+    assert all(wait.file == __file__ and wait.is_ours for wait in counts.waits)
+
+
+def test_two_devices_in_one_operation_are_found_in_a_method(mode):
+    with pytest.raises(RuntimeError, match="devices"):
+        run(mode, Layout(ulysses=2), 1, [WARM], mask=torch.zeros(18, 18))
+
+
+@pytest.mark.parametrize("layout", [Layout(ulysses=3), Layout(ring=3), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
+def test_torch_is_given_as_many_bytes_as_communicators_count(mode, layout):
+    for rank in range(layout.world_size):
+        with joined(layout, rank) as mesh, dry_device(mode) as counts, DEVICE:
+            model, arguments = Model(4), inputs(5)
+            method = make_method(model, PLAN, mesh, IdleRank([WARM]), ())
+            method.attach()
+            method.begin(WARM)
+            method.evaluate(model, on_device(arguments), TURN)
+        assert sum(counts.messages.values()) == mesh.sent_bytes
+        assert mesh.sent_bytes > 0 or rank == layout.writer
+
+
+def test_the_models_attention_is_what_it_is_elsewhere(mode):
+    with dry_device(mode):
+        q = torch.empty(1, 4, WIDTH, device=DEVICE)
+        assert attention(q, q, q, HEADS).shape == q.shape
+
+
+# -- what the pack's code must not do on it
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(ulysses=4), Layout(ring=4), Layout(ulysses=2, ring=2), Layout(pipefusion=4), Layout(ulysses=2, pipefusion=2)]
+)
+def test_no_evaluation_and_no_patch_waits_for_the_device(mode, layout):
+    for rank in {0, layout.world_size - 1}:
+        with dry_device(mode):
+            mask = torch.zeros(18, 18, device=DEVICE)
+        counts, _ = run(mode, layout, rank, [WARM, *PATCHES] if layout.pipefusion > 1 else [WARM], blocks=4, mask=mask)
+        asked = {wait.function for wait in counts.waits}
+        assert asked <= ({"_any_refuses"} if layout.pipefusion > 1 else set())  # once a run, before anything is computed
+
+
+def test_an_input_is_read_from_the_arena_without_waiting_for_the_device(mode):
+    arena = Segment.create("dry", 4096)
+    with dry_device(mode) as counts:
+        io = ArenaIO(arena, DEVICE)
+        for version in (0, 3):
+            assert io.tensor(TensorRef(64, (4, 4), "float32", version=version)).device == DEVICE
+    assert counts.waits == {}
+    arena.close()
+
+
+class Controlled(Model):
+    def forward(self, txt, img, mask, transformer_options, control):
+        return super().forward(txt, img, mask, transformer_options) + control["output"][0].sum()
+
+
+def test_residuals_of_a_controlnet_come_to_the_device_without_waiting_for_it(mode):
+    plan = replace(PLAN, blocks=(replace(PLAN.blocks[0], control="output"),))
+    residuals = [torch.zeros(1, IMAGE, WIDTH), None]
+    with dry_device(mode), DEVICE:
+        model, arguments = Controlled(2), on_device(inputs(5))
+    with joined(Layout(ulysses=2), 1) as mesh, dry_device(mode) as counts:
+        method = make_method(model, plan, mesh, IdleRank([WARM]), ())
+        method.attach()
+        method.begin(WARM)
+        method.evaluate(model, {**arguments, "control": {"output": residuals}}, TURN)
+    assert counts.waits == {}
+
+
+@pytest.mark.parametrize("blocks", [2, 4, LOOK_AHEAD, LOOK_AHEAD + 2, 3 * LOOK_AHEAD])
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
+def test_a_wish_to_stop_is_read_in_the_evaluation_it_is_made_in_however_few_its_attentions(mode, layout, blocks):
+    with pytest.raises(Stopped):
+        run(mode, layout, 0, [WARM, PATCHES[0]] if layout.pipefusion > 1 else [WARM], value=1.0, blocks=blocks)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_message_of_another_request_is_found_on_the_device(mode, rank):
+    """The number that comes is 0, the one that is due 1; the last stage looks before its output
+    leaves, another one some patches later.
+    """
+    layout = Layout(pipefusion=3)
+    run(mode, layout, rank, [WARM, *PATCHES], blocks=9)
+    with pytest.raises(RuntimeError, match="out of step"):
+        run(mode, layout, rank, [WARM, *PATCHES], number=TURN + 1, blocks=9)
+
+
+def test_a_message_of_another_request_is_found_by_the_end_of_the_run(mode):
+    _, method = run(mode, Layout(pipefusion=3), 1, [WARM], number=TURN + 1, blocks=9)
+    with dry_device(mode), pytest.raises(RuntimeError, match="out of step"):
+        method.end_run()
+    method.end_run()
+
+
+def test_the_last_stage_keeps_an_output_that_is_not_its_requests(mode):
+    with pytest.raises(RuntimeError, match="out of step"):
+        run(mode, Layout(pipefusion=3), 2, [WARM], number=TURN + 1, blocks=9)
