@@ -3,7 +3,7 @@ all of them.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Masks, Sample, Size
+from .sample import Config, Family, Form, Masks, Released, Sample, Size
 
 JOINT = ("txt", "img")
 ROPE = (Along(arg="pe", dim=2, streams=JOINT),)
@@ -50,12 +50,19 @@ def config(size: Size) -> Config:
     }
 
 
+RELEASED = Released(
+    name="chroma1-hd",
+    size=Size(heads=24, head_dim=128, blocks=(19, 38), text_dim=4096),
+    text=512,
+    changes={"axes_dim": [16, 56, 56], "hidden_dim": 5120, "n_layers": 5},
+)
+
 CHROMA = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="chroma",
-            form=Form(config_class="Chroma", config=config),
+            form=Form(config_class="Chroma", config=config, released=(RELEASED,)),
             heads=(5,),
             tiny=tiny,
             latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)},

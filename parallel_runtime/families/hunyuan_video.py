@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, Ranges, TokenPlan
-from .sample import Config, Family, Form, Masks, Sample, Size
+from .sample import Config, Family, Form, Masks, Released, Sample, Size
 
 JOINT = ("txt", "img")
 
@@ -106,15 +106,26 @@ IMAGE = {
 }
 
 
-def sample(name: str, config_class: str, latents: dict[str, tuple[int, ...]], form: Config, **more: Any) -> Sample:
-    made = Form(config_class=config_class, config=partial(config, **form))
+RELEASED = Released(
+    name="hunyuan-video-13b",
+    size=Size(heads=24, head_dim=128, blocks=(20, 40), text_dim=4096, pooled_dim=768),
+    text=256,
+    extent=(1280, 720, 129),
+    changes={"axes_dim": [16, 56, 56]},
+)
+
+
+def sample(
+    name: str, config_class: str, latents: dict[str, tuple[int, ...]], form: Config, released: tuple[Released, ...] = (), **more: Any
+) -> Sample:
+    made = Form(config_class=config_class, config=partial(config, **form), released=released)
     return Sample(name=name, form=made, heads=(5,), tiny=tiny, latents=latents, **more)
 
 
 HUNYUAN_VIDEO = Family(
     plans=(PLAN,),
     samples=(
-        sample("hunyuan-video", "HunyuanVideo", VIDEO, {}, masks=Masks(text_only=True), prompt_extras=guide_frame),
+        sample("hunyuan-video", "HunyuanVideo", VIDEO, {}, (RELEASED,), masks=Masks(text_only=True), prompt_extras=guide_frame),
         sample("hunyuan-video-reference", "HunyuanVideo", VIDEO, {}, prompt_extras=reference),
         sample("hunyuan-video-1.5", "HunyuanVideo15", {"even": (1, 32, 3, 4, 4), "odd": (1, 32, 3, 3, 5)}, NEXT, prompt_extras=picture),
         sample("hunyuan-image", "HunyuanImage21", {"even": (1, 64, 8, 6), "odd": (1, 64, 5, 7)}, IMAGE, prompt_extras=glyphs),
