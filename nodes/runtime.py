@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,10 @@ class Runtime:
     """
 
     def __init__(self, setup: RankSetup, show: Callable[[str], None] = lambda text: None, fault: str = ""):
-        self._setup = setup
+        self._setup = replace(setup, tell=self._tell)
         self._fault = fault
         self._show = show
-        self._keeper = PoolKeeper(setup)
+        self._keeper = PoolKeeper(self._setup)
         self._pools: dict[Placement, RemotePool] = {}
 
     @classmethod
@@ -150,9 +151,12 @@ class Runtime:
     def _begins(self, pool: RemotePool, mode: str) -> None:
         """Tell the user how a run in patches, which begins now, is sampled."""
         text = f"PipeMesh samples in patches, {mode}."
-        log.info("[PipeMesh] %s", text)
         if pool.last_run is not None:
             pool.last_run.mode = mode
+        self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        log.info("[PipeMesh] %s", text.removeprefix("PipeMesh: "))
         self._show(text)
 
 

@@ -142,7 +142,9 @@ def test_a_pipeline_is_exact_while_it_warms_up_says_how_it_samples_and_gives_the
         assert answers[1].headers["Cache-Control"] == "no-store", "a browser would show the picture of an earlier run"
         return ours, result.outputs["report"]["text"][0], texts, pids(server)
 
-    whole, text, _, ranks = sampled("warm_pipeline", warm_up=100)
+    whole, text, texts, ranks = sampled("warm_pipeline", warm_up=100)
+    assert any(b"samplerPipeMesh: starting workers, " in said for said in texts), "a user sees why nothing moves yet"
+    assert any(said.endswith(b"samplerPipeMesh: workers are ready") for said in texts)
     assert relative_error(whole, truth) <= BOUND
     assert "stage 1:   1 cpu" in text and ", sampled whole" in text
     first, text, texts, same = sampled("pipeline", warm_up=1)

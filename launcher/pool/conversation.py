@@ -15,6 +15,7 @@ from ...parallel_runtime.errors import PoolFailed, RunCancelled
 from ...parallel_runtime.wire.arena import Board
 from ...parallel_runtime.wire.messages import Request
 from .in_flight import InFlight, Meets
+from .progress import Progress
 from .ranks import Lost, Ranks
 from .verdict import Facts, connected, judge, sentence_of_stall, wait_after_failure
 from .watch import Watch
@@ -27,8 +28,9 @@ LEAVE_STALL_S = 60.0  # without progress, ranks that were told to leave hang
 class Conversation:
     """Raises ``Lost`` where the pool cannot go on, and otherwise what its methods say."""
 
-    def __init__(self, ranks: Ranks, board: Board, facts: Facts, stall_s: float):
+    def __init__(self, ranks: Ranks, board: Board, facts: Facts, stall_s: float, progress: Progress):
         self.stall_s = stall_s
+        self._progress = progress
         self._ranks = ranks
         self._board = board
         self._facts = facts
@@ -50,6 +52,7 @@ class Conversation:
         """Counts on an answer to ``number`` from every rank of ``group``."""
         if not self._in_flight:
             self._leave_by, self._watch = math.inf, Watch(self._board.progress)
+            self._progress.begin()
         self._in_flight[number] = InFlight(number, tuple(group), meets)
 
     def submit(self, request: Request, group: Sequence[int], fds: Sequence[int], interrupted: Callable[[], bool]) -> None:
@@ -85,6 +88,7 @@ class Conversation:
             del self._in_flight[number]
         if cancelled or request.owing:
             raise RunCancelled("The run was cancelled.")
+        self._progress.end()
         return dict(sorted(request.answers.items()))
 
     def abandon(self) -> None:
@@ -129,8 +133,11 @@ class Conversation:
                 until = min(until, time.monotonic() + wait_after_failure(failing))
                 if any(one.meets is Meets.STAGES for one in failing):
                     self._cancel()
-            if is_silent and until == math.inf:  # else the wait ends by itself
-                self._fail_if_stalled()
+            if is_silent:
+                owing = self._owing()
+                self._progress.look([self._board.phase(rank) for rank in owing])
+                if until == math.inf:  # else the wait ends by itself
+                    self._fail_if_stalled(owing)
             if not cancelled and interrupted():
                 cancelled = True
                 if not leave:
@@ -139,9 +146,11 @@ class Conversation:
                 until = self._leave_by
         return cancelled
 
-    def _fail_if_stalled(self) -> None:
+    def _owing(self) -> list[int]:
+        return sorted(set().union(*(one.owing for one in self._in_flight.values())))
+
+    def _fail_if_stalled(self, owing: Sequence[int]) -> None:
         """Raises Lost."""
-        owing = sorted(set().union(*(one.owing for one in self._in_flight.values())))
         stall_s = self.stall_s if self._leave_by == math.inf else min(self.stall_s, LEAVE_STALL_S)
         rank = self._watch.stalled_rank(owing, stall_s)
         if rank is not None:

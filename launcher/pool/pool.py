@@ -20,6 +20,7 @@ from ...parallel_runtime.wire.arena import Arena
 from ...parallel_runtime.wire.messages import Done, Memory, Request
 from .conversation import Conversation, stop_if
 from .devices import Placement
+from .progress import Progress
 from .rank_setup import RankSetup
 from .ranks import Lost, Ranks
 from .rendezvous import MachineMissing
@@ -52,7 +53,8 @@ class WorkerPool:
         self.ranks = Ranks(placement, setup, self.arena, self.facts)
         self.memory: list[Memory] = []  # of every rank, as it last told
         self.next_request: Callable[[], int] = partial(next, count(1))
-        self._conversation = Conversation(self.ranks, self.arena.board, self.facts, setup.stall_s)
+        progress = Progress(len(names), setup.tell)
+        self._conversation = Conversation(self.ranks, self.arena.board, self.facts, setup.stall_s, progress)
         self._lock = threading.RLock()
         self._life = "starting"
 
