@@ -14,7 +14,7 @@ from typing import Any
 from ...parallel_runtime.errors import PoolFailed, RunCancelled
 from ...parallel_runtime.wire.arena import Board
 from ...parallel_runtime.wire.messages import Request
-from .in_flight import InFlight, Meets
+from .in_flight import InFlight, Meets, owing_ranks
 from .progress import Progress
 from .ranks import Lost, Ranks
 from .verdict import Facts, connected, judge, sentence_of_stall, wait_after_failure
@@ -134,7 +134,7 @@ class Conversation:
                 if any(one.meets is Meets.STAGES for one in failing):
                     self._cancel()
             if is_silent:
-                owing = self._owing()
+                owing = owing_ranks(self._in_flight.values())
                 self._progress.look([self._board.phase(rank) for rank in owing])
                 if until == math.inf:  # else the wait ends by itself
                     self._fail_if_stalled(owing)
@@ -145,9 +145,6 @@ class Conversation:
                 self._cancel()
                 until = self._leave_by
         return cancelled
-
-    def _owing(self) -> list[int]:
-        return sorted(set().union(*(one.owing for one in self._in_flight.values())))
 
     def _fail_if_stalled(self, owing: Sequence[int]) -> None:
         """Raises Lost."""

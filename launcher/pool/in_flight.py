@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -46,3 +47,8 @@ class InFlight:
             self.owing.discard(rank)
             self.answers[rank] = answer
             self.has_failed |= isinstance(answer, Failed)
+
+
+def owing_ranks(requests: Iterable[InFlight]) -> list[int]:
+    """Returns the ranks that owe an answer to one of ``requests``."""
+    return sorted(set().union(*(one.owing for one in requests)))
