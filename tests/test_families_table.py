@@ -1,13 +1,14 @@
 """The table of model families tells the truth about the registry and about the host's classes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.commands import families
 from pipemesh.parallel_runtime.families import NOT_YET, PLAIN, PLANS, WITHOUT_PLAN, why_no_plan
-from pipemesh.parallel_runtime.families.plan import TokenPlan
+from pipemesh.parallel_runtime.families.plan import Together
 
 from .conftest import COMFYUI
 
@@ -31,11 +32,18 @@ def test_every_class_of_a_plan_and_every_one_without_is_the_hosts():
 
 def test_a_plan_that_is_only_whole_says_why():
     plan = PLANS[0]
-    whole = TokenPlan(**{**vars(plan), "only_whole": "it looks at all frames"})
+    whole = replace(plan, together=Together(always="it looks at all frames"))
     assert families.row_of(plan, []).pipefusion == "approximate"
     row = families.row_of(whole, [PLAIN])
     assert (row.pipefusion, row.whole) == ("whole", "it looks at all frames")
     assert "whole: it looks at all frames" in families.markdown([row], {})
+
+
+def test_a_plan_whose_patches_are_bound_says_by_what():
+    bound = replace(PLANS[0], together=Together(refiners=("first",), arguments=("ref_latents",)))
+    row = families.row_of(bound, [PLAIN])
+    says = "approximate; step by step, because of the model's first, which looks at the whole image; whole with ref_latents"
+    assert says in families.markdown([row], {})
 
 
 @pytest.mark.parametrize("option", ["--json", ""])

@@ -16,7 +16,7 @@ from pipemesh.parallel_runtime.client import separable as modes
 from pipemesh.parallel_runtime.client import timelines
 from pipemesh.parallel_runtime.client.patchwise import branch_of
 from pipemesh.parallel_runtime.errors import ModelError
-from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
+from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.flux import guided_config
 from pipemesh.parallel_runtime.families.sample import random_tensor
 
@@ -164,9 +164,19 @@ def test_every_other_sample_runs_free_and_is_stock_when_warm(name):
     case = Case(name, "ulysses1", "odd", SAMPLES[name].heads[0], 4.0, False, "euler")
     warm = Patched(stock_model(case.heads, family=name))
     assert torch.equal(sample(warm.model, case, steps=2), sample(stock_model(case.heads, family=name), case, steps=2))
-    sides = ("positive", "negative")
-    before = [" and ".join(f"{name} in the {side} conditioning" for side in sides) for name in ("reference_latent", "ref_latent")]
-    assert warm.mode in (FREE, *(f"single-timeline, because of {reason}" for reason in before))
+    together, facts = plan_for(type(warm.model.model.diffusion_model)).together, SAMPLES[name]
+    refers = facts.prompt_extras is not None and "reference_latents" in facts.prompt_extras(parity.empty_latent(case))
+    if refers and together.arguments:
+        assert warm.mode == f"all of them at once, because of {both_sides(*together.arguments)}"
+    elif together.refiners:
+        assert warm.mode == f"single-timeline, because of the model's {together.refiners[0]}, which looks at the whole image"
+    else:
+        before = [f"single-timeline, because of {both_sides(name)}" for name in ("reference_latent", "ref_latent")]
+        assert warm.mode in (FREE, *before)
+
+
+def both_sides(name):
+    return " and ".join(f"{name} in the {side} conditioning" for side in ("positive", "negative"))
 
 
 @pytest.mark.parametrize("key", ["time_dim_concat", "context_latents"])

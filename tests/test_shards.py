@@ -1,8 +1,12 @@
 """What arguments that count tokens are for the rows of one rank: each row keeps what it had."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipemesh.parallel_runtime.families import PLANS
 from pipemesh.parallel_runtime.families.plan import Along, Boundary, Ranges
 from pipemesh.parallel_runtime.methods.shards import Shards, permute_mask
 
@@ -59,3 +63,19 @@ def test_attention_gets_the_whole_mask_for_one_that_a_block_makes_of_its_own_row
     assert torch.equal(whole, torch.cat((given_, given_.new_zeros(2, rows.all_tokens["img"])), 1).unsqueeze(1))
     assert rows.key_mask(given_, item, made) is whole, "it is permuted anew for every block"
     assert permute_mask(whole, rows.joint(STREAMS)).shape == whole.shape
+
+
+def test_a_plan_that_cannot_tell_how_long_its_streams_are_is_refused():
+    plan = next(plan for plan in PLANS if plan.lengths)
+    with pytest.raises(ValueError, match="must give `lengths` of all but one of the streams in"):
+        replace(plan, lengths={})
+
+
+@settings(deadline=None)
+@given(rows=shards(), stream=st.sampled_from(STREAMS), order=st.permutations(STREAMS))
+def test_rows_that_left_stand_where_the_model_will_look_for_them(rows, stream, order):
+    left = torch.arange(rows.all_tokens[stream]).view(1, -1, 1) + 1
+    among = rows.among(left, stream, order)
+    begin = 0 if order[0] == stream else rows.all_tokens[order[0]]
+    assert among.shape[1] == sum(rows.all_tokens.values()) and among.sum() == left.sum()
+    assert torch.equal(among[:, begin : begin + rows.all_tokens[stream]], left)

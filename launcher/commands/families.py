@@ -30,7 +30,7 @@ divided among the GPUs, and every evaluation goes through them in one piece: exa
 @dataclass(frozen=True)
 class Row:
     """One token plan. ``sequence``: under Ulysses, ring and both; ``pipefusion``: exact where it is
-    whole, for the reason ``whole``.
+    whole, for the reason ``whole``; ``note``: what else its patches are bound by.
     """
 
     family: str
@@ -39,6 +39,7 @@ class Row:
     sequence: str
     pipefusion: str
     whole: str
+    note: str
 
 
 def rows() -> list[Row]:
@@ -48,7 +49,11 @@ def rows() -> list[Row]:
 
 def row_of(plan: TokenPlan, samples: Sequence[str]) -> Row:
     models = tuple(model.partition(":")[2] for model in plan.models)
-    return Row(plan.family, models, tuple(samples), "exact", "whole" if plan.only_whole else "approximate", plan.only_whole)
+    together = plan.together
+    notes = [f"step by step, because of the model's {path}, which looks at the whole image" for path in together.refiners]
+    notes += [f"whole with {name}" for name in together.arguments]
+    pipefusion = "whole" if together.always else "approximate"
+    return Row(plan.family, models, tuple(samples), "exact", pipefusion, together.always, "; ".join(notes))
 
 
 def transformers(comfyui: Path) -> list[str]:
@@ -84,7 +89,7 @@ def on_one_gpu(comfyui: Path) -> dict[str, str]:
 def markdown(table: Sequence[Row], others: Mapping[str, str]) -> str:
     lines = ["| Family | ComfyUI's classes | Ulysses, ring, both | PipeFusion |", "|---|---|---|---|"]
     for row in table:
-        pipefusion = f"whole: {row.whole}" if row.whole else row.pipefusion
+        pipefusion = f"whole: {row.whole}" if row.whole else "; ".join(filter(None, (row.pipefusion, row.note)))
         lines.append(f"| {row.family} | {', '.join(f'`{model}`' for model in row.models)} | {row.sequence} | {pipefusion} |")
     lines += ["", "## On one GPU", "", "| ComfyUI's class | Why |", "|---|---|"]
     lines += [

@@ -78,8 +78,13 @@ def full_product() -> list[Case]:
     return [
         Case(sample.name, *values)
         for sample in SAMPLES.values()
-        for values in itertools.product(METHODS, TOKENS, sample.heads, CFGS, (False, True) if sample.masks else (False,), SAMPLERS)
+        for values in itertools.product(METHODS, TOKENS, sample.heads, CFGS, mask_values(sample), SAMPLERS)
     ]
+
+
+def mask_values(sample: Sample) -> tuple[bool, ...]:
+    """Return whether cases have a mask: with and without one, or the only way there is."""
+    return (sample.masks is not None,) if sample.masks is None or sample.masks.open else (False, True)
 
 
 def cover() -> list[Case]:
@@ -98,7 +103,7 @@ def two_cases(sample: Sample, ring: str) -> tuple[Case, Case]:
     """
     heads = sample.heads[-1]
     odd = Case(sample.name, "ulysses2", "odd", heads, CFGS[-1], sample.masks is not None, SAMPLERS[0])
-    return odd, Case(sample.name, ring, "even", heads, CFGS[0], False, SAMPLERS[0])
+    return odd, Case(sample.name, ring, "even", heads, CFGS[0], mask_values(sample)[0], SAMPLERS[0])
 
 
 def cover_of(cases: list[Case]) -> list[Case]:
@@ -126,6 +131,8 @@ def empty_latent(case: Case) -> torch.Tensor:
 
 def attention_masks(masks: Masks, texts: tuple[int, int], latent: torch.Tensor) -> tuple[list[torch.Tensor], tuple[int, int]]:
     """Make a mask for each prompt, over its text and image tokens, and the image's token grid."""
+    if masks.open:
+        return [torch.ones(1, text, dtype=torch.long) for text in texts], (0, 0)
     if masks.text_only:
         return [text_mask(7 + text, text) for text in texts], (0, 0)
     grid = (-(-latent.shape[-2] // masks.side), -(-latent.shape[-1] // masks.side))
@@ -166,7 +173,7 @@ def sample(model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS) -
 
     facts, latent = SAMPLES[case.family], empty_latent(case)
     texts = (16, 24) if case.tokens == "even" else (13, 7)
-    masks, grid = attention_masks(facts.masks, texts, latent) if case.mask and facts.masks else ([None, None], (0, 0))
+    masks, grid = attention_masks(facts.masks, texts, latent) if facts.masks and (case.mask or facts.masks.open) else ([None, None], (0, 0))
     prompts = [conditioning(number, n, mask, grid) for number, n, mask in zip((1, 2), texts, masks, strict=True)]
     if facts.prompt_extras is not None:
         prompts = [[[tensor, {**extras, **facts.prompt_extras(latent)}] for tensor, extras in prompt] for prompt in prompts]

@@ -23,7 +23,7 @@ from ..comfy_bridge.free_gpu import unload_unused
 from ..errors import NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid, assembled
-from .separable import WRAPPER_KEY, known_guider, must_run_conds_in_sequence, why_single_timeline
+from .separable import WRAPPER_KEY, is_set, known_guider, must_run_conds_in_sequence, why_single_timeline, why_whole
 from .timelines import Asked, Branch, Cond, PatchBackend, RandomState, Timeline, free_run, in_flight_together
 
 log = logging.getLogger("pipemesh")
@@ -77,8 +77,9 @@ class Patchwise:
     ):
         """A SAMPLER_SAMPLE wrapper."""
         self._text = text_tokens(guider.conds) if len(self._plan.streams) > 1 else 0
-        reason = self._plan.only_whole or why_single_timeline(executor.class_obj, guider, extra_args["model_options"], noise)
-        together = "all of them at once" if self._plan.only_whole else "single-timeline"
+        whole = why_whole(self._plan, guider.conds)
+        reason = whole or why_single_timeline(executor.class_obj, guider, extra_args["model_options"], noise, self._plan.together.refiners)
+        together = "all of them at once" if whole else "single-timeline"
         self._notice(f"{together}, because of {reason}" if reason else FREE_RUNNING)
 
         def once() -> torch.Tensor:
@@ -162,7 +163,9 @@ class Patchwise:
         """The patches of the next evaluation of ``branch``; None is all of it."""
         number = self._counts[branch]
         self._counts[branch] += 1
-        whole = self._plan.only_whole or number < self._warm_up
+        together = self._plan.together
+        uncut = together.always or any(is_set(arguments.get(name)) for name in together.arguments)
+        whole = uncut or number < self._warm_up
         return (None,) if whole else self._cut(next(iter(arguments.values())).shape)[1]
 
     def _cut(self, shape: torch.Size) -> tuple[TokenGrid, tuple[Patch, ...]]:

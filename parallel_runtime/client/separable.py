@@ -18,6 +18,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfy_bridge.forward import PREFIX
 from ..comfy_bridge.guard import patch_name
+from ..families.plan import TokenPlan
 from ..wire.tree import is_plain
 
 WRAPPER_KEY = "pipemesh"
@@ -88,14 +89,33 @@ MODEL_CONDS = {
     "guiding_frame_index",
     "txt_byt5",
     "y",
+    *("clip_text_pooled", "num_tokens"),  # of the whole text
     *("context_latents", "pose_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),  # tokens behind the image's
     *("camera_conditions", "ref_mask_flag", "ref_mask_latents", "sam_latents"),  # added to tokens before the blocks
 }
 
 
-def why_single_timeline(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> str | None:
-    """Names everything that keeps the patches of this run together. None: nothing does."""
-    return " and ".join(dict.fromkeys(_objections(sampler, guider, model_options, noise))) or None
+def why_single_timeline(
+    sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor, refiners: Sequence[str] = ()
+) -> str | None:
+    """Names everything that keeps the patches of this run together. None: nothing does.
+
+    ``refiners``: modules of the transformer that look at the whole image before it is cut.
+    """
+    of_model = [f"the model's {path}, which looks at the whole image" for path in refiners]
+    return " and ".join(dict.fromkeys([*of_model, *_objections(sampler, guider, model_options, noise)])) or None
+
+
+def why_whole(plan: TokenPlan, conds: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> str | None:
+    """Names everything that keeps the evaluations of this run whole. None: nothing does."""
+    of_conds = [
+        f"{name} in the {side} conditioning"
+        for side, of_side in conds.items()
+        for cond in of_side or ()
+        for name in plan.together.arguments
+        if name in cond.get("model_conds", {})
+    ]
+    return plan.together.always or " and ".join(dict.fromkeys(of_conds)) or None
 
 
 def must_run_conds_in_sequence(patcher: Any, conds: Sequence[Sequence[Mapping[str, Any]] | None], model_options: Mapping[str, Any]) -> bool:

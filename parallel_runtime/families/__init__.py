@@ -7,9 +7,16 @@ what is tried once for every word of the vocabulary ``REPRESENTATIVES``.
 from collections.abc import Mapping
 
 from .chroma import CHROMA
+from .ernie import ERNIE
 from .flux import FLUX
 from .hunyuan_video import HUNYUAN_VIDEO
+from .ideogram4 import IDEOGRAM4
 from .kandinsky import KANDINSKY
+from .krea2 import KREA2
+from .lens import LENS
+from .mage_flow import MAGE_FLOW
+from .nextdit import NEXTDIT
+from .omnigen2 import OMNIGEN2
 from .plan import TokenPlan
 from .qwen_image import QWEN_IMAGE
 from .sample import Family, Sample, Size
@@ -31,6 +38,13 @@ FAMILIES: tuple[Family, ...] = (
     QWEN_IMAGE,
     HUNYUAN_VIDEO,
     CHROMA,
+    NEXTDIT,
+    OMNIGEN2,
+    KREA2,
+    MAGE_FLOW,
+    IDEOGRAM4,
+    ERNIE,
+    LENS,
 )
 PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
 SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}

@@ -9,7 +9,7 @@ channels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -67,7 +67,8 @@ class Blocks:
     which every rank has whole (cross-attention). ``self_attention_2``: the submodule that attends
     over the plan's ``also_attend_alone`` streams, in blocks that have one. ``control``: the key of
     the control dict whose residuals (B, L, C) ComfyUI adds to the stream that leaves, one behind
-    each of these blocks, and only reads.
+    each of these blocks, and only reads. ``without_options``: the submodule whose forward calls
+    ComfyUI's ``optimized_attention`` without ``transformer_options``.
     """
 
     path: str
@@ -79,6 +80,7 @@ class Blocks:
     returns: tuple[str, ...] = ()
     self_attention_2: str = ""
     control: str = ""
+    without_options: str = ""
 
     def __post_init__(self) -> None:
         if not self.returns:
@@ -93,12 +95,32 @@ class Leave:
     ``path`` may be that of the last ``Blocks`` instead, where what follows takes all tokens: their
     output is gathered behind the last block. Where that holds other streams as well, those stay
     local, as the model's own slices by their lengths expect.
+
+    ``streams``: what the output holds one after another, where that is more than ``stream`` and the
+    model slices it by lengths from before the blocks: it gets as many rows, those of the others
+    zero.
     """
 
     path: str
     stream: str
+    streams: tuple[str, ...] = ()
     along: tuple[Along, ...] = ()
     ranges: tuple[Ranges, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """What keeps the patches of an evaluation together under PipeFusion.
+
+    ``always``: why this model's evaluations cannot be cut at all, in words for users. ``arguments``
+    of the forward with which they cannot: then other tokens stand before the image's in its stream.
+    ``refiners``: modules before the blocks that look at the whole image; patches may not run ahead
+    of each other then, which would show them there what no sampler has made yet.
+    """
+
+    always: str = ""
+    arguments: tuple[str, ...] = ()
+    refiners: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +130,12 @@ class TokenPlan:
 
     ``also_attend_alone``: streams that blocks also attend over by themselves. ``positions``:
     modules whose output depends on the positions of tokens and on nothing else, so that a stage may
-    keep it for a run. ``only_whole``: why PipeFusion cannot cut this model's evaluations into
-    patches, in words for users; they are all whole then. ``patch_size``: the model's attribute that
-    says how many latent pixels a token stands for, along each of the last two dimensions or of all;
-    or that number.
+    keep it for a run. ``together``: where PipeFusion cannot let patches run apart. ``patch_size``:
+    the model's attribute that says how many latent pixels a token stands for, along each of the
+    last two dimensions or of all; or that number.
+
+    ``lengths``: stream -> the module whose output (B, L, C) has its rows, for streams that the
+    first container gets in one argument; one of these has no entry and gets the rest.
     """
 
     family: str
@@ -121,13 +145,19 @@ class TokenPlan:
     leave: Leave
     also_attend_alone: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
-    only_whole: str = ""
+    together: Together = Together()
     patch_size: str | int = "patch_size"
+    lengths: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def leaves_behind_blocks(self) -> bool:
         """Whether what follows ``leave`` takes all tokens."""
         return self.leave.path == self.blocks[-1].path
+
+    def __post_init__(self) -> None:
+        for arg, streams in self.blocks[0].tokens.items():
+            if len(set(streams) - set(self.lengths)) != 1:
+                raise ValueError(f"The {self.family} plan must give `lengths` of all but one of the streams in {arg}.")
 
     def patch_size_of(self, model: Any) -> Any:
         """The number, or numbers, of one model."""

@@ -84,6 +84,8 @@ class Released:
 class Form:
     """The shape of a random model. ``config_class`` names a class of ``comfy.supported_models``.
 
+    ``offset_scales``: norm scales are offsets from 1.
+
     With a ``file`` the weights are drawn under the names that they have there, so that a model is
     the same with and without one; else under those of the transformer's own state dict.
     ``released``: the models of this form that the dry run knows.
@@ -93,6 +95,7 @@ class Form:
     config: Callable[[Size], Config]
     file: FileForm | None = None
     released: tuple[Released, ...] = ()
+    offset_scales: bool = False
 
     def base_model(self, config: Config, dtype: torch.dtype, device: torch.device | None = None) -> Any:
         """Build a BaseModel of ``config`` that computes in ``dtype``. Its weights hold nothing
@@ -118,7 +121,10 @@ class Form:
             shapes = self.file.shapes(self.config(size))
         else:
             shapes = {name: tuple(tensor.shape) for name, tensor in model.diffusion_model.state_dict().items()}
-        model.load_model_weights({name: random_tensor(name, shape, seed, dtype) for name, shape in shapes.items()}, "")
+        weights = {name: random_tensor(name, shape, seed, dtype) for name, shape in shapes.items()}
+        if self.offset_scales:
+            weights |= {name: weight - 1 for name, weight in weights.items() if name.endswith(".scale")}
+        model.load_model_weights(weights, "")
         return ModelPatcher(model, load_device=device, offload_device=offload_device)
 
 
@@ -127,12 +133,14 @@ class Masks:
     """How ComfyUI lays out an attention mask over text and image tokens. ``side``: latent pixels
     along a token's edge. ``text``: the tokens that ComfyUI pads shorter texts to, 0 for none.
     ``text_only``: the mask has a number per token of the text, 0 where it is closed, as text
-    encoders return it.
+    encoders return it. ``open``: such a mask, of ones, comes with every prompt, and says how many
+    tokens it has.
     """
 
     side: int = 2
     text: int = 0
     text_only: bool = False
+    open: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import Refused
 from ..families.plan import Along, Blocks, Boundary, Leave, Ranges, TokenPlan
+from .override import Overridden
 from .shards import Rows
 
 Attention = Callable[..., torch.Tensor]
@@ -70,10 +71,14 @@ class TokenHooks:
         self._rows: Rows | None = None
         self._control: dict[str, list] | None = None
         self._shares_attention = False
+        self._told: dict[str, int] = {}  # rows of the plan's ``lengths`` in this evaluation
         self._key_mask: tuple[torch.Tensor, Along] | None = None  # all rows of what the block makes its mask of
         self._handles: list[Any] = []
 
     def attach(self) -> None:
+        for stream, path in self._plan.lengths.items():
+            tell = partial(told_by, self._told, stream)
+            self._handles.append(self._model.get_submodule(path).register_forward_hook(tell))
         blocks = list(blocks_of(self._model, self._plan))
         for place, (container, index, group) in enumerate(blocks):
             self._attach_block(container[index], group, first=place == 0)
@@ -89,7 +94,11 @@ class TokenHooks:
     def _attach_block(self, block: nn.Module, group: Blocks, first: bool) -> None:
         self._handles.append(block.register_forward_pre_hook(self._entering(block, group, first), with_kwargs=True))
         self._handles.append(block.register_forward_hook(lambda *_: self._share_attention(False)))
-        for path in group.local if not hasattr(block, "stands_for") else ():
+        if hasattr(block, "stands_for"):
+            return
+        if group.without_options:
+            self._handles.append(Overridden(block.get_submodule(group.without_options), self._attend))
+        for path in group.local:
             local = block.get_submodule(path)
             self._handles.append(local.register_forward_pre_hook(lambda *_: self._share_attention(False)))
             self._handles.append(local.register_forward_hook(lambda *_: self._share_attention(True)))
@@ -102,6 +111,7 @@ class TokenHooks:
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin an evaluation: return the arguments to call the model's forward with."""
         self._rows = None
+        self._told.clear()
         self._share_attention(False)
         control = arguments.get("control")
         self._control = dict(control) if control else None
@@ -113,7 +123,12 @@ class TokenHooks:
         self._rows = self._control = self._key_mask = None
 
     def _left(self, _module: nn.Module, _args: Any, out_BlC: torch.Tensor) -> torch.Tensor | None:
-        return self._sharding.leave(self._rows, out_BlC)
+        leave, rows = self._plan.leave, self._rows
+        if not leave.streams or rows is None:
+            return self._sharding.leave(rows, out_BlC)
+        own = out_BlC.split([rows.local[stream][1] for stream in leave.streams], dim=1)[leave.streams.index(leave.stream)]
+        gathered = self._sharding.leave(rows, own)
+        return None if gathered is None else rows.among(gathered, leave.stream, leave.streams)
 
     def _left_behind(self, group: Blocks, _block: nn.Module, _args: Any, out: Any) -> Any:
         """Gather the leaving stream's rows in what the last block returned."""
@@ -159,7 +174,11 @@ class TokenHooks:
         return hook
 
     def _enter(self, group: Blocks, arguments: dict[str, Any]) -> None:
-        lengths = {stream: arguments[arg].shape[1] for arg, (stream,) in group.tokens.items()}
+        lengths: dict[str, int] = {}
+        for arg, streams in group.tokens.items():
+            told = {stream: self._told.get(stream, 0) for stream in streams if stream in self._plan.lengths}
+            (rest,) = set(streams) - set(told)
+            lengths |= {**told, rest: arguments[arg].shape[1] - sum(told.values())}
         self._rows = self._sharding.choose_rows({stream: lengths[stream] for stream in self._plan.streams})
         if self._control:
             self._bring_control(self._control, arguments[next(iter(group.tokens))].device)
@@ -211,6 +230,11 @@ class TokenHooks:
         return hook
 
 
+def told_by(told: dict[str, int], stream: str, _module: nn.Module, _args: Any, out_BLC: torch.Tensor) -> None:
+    """Note the rows of a stream, as a forward hook."""
+    told[stream] = out_BLC.shape[1]
+
+
 def blocks_of(model: nn.Module, plan: TokenPlan) -> Iterator[tuple[nn.ModuleList, int, Blocks]]:
     """Yield every block's container, its index there, and its part of the plan."""
     for group in plan.blocks:
@@ -252,11 +276,11 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
     host that renamed one would be given rows that do not belong together.
     """
     modules = dict(model.named_modules())
-    for path in (*(group.path for group in plan.blocks), plan.leave.path, *plan.positions):
+    for path in (*(group.path for group in plan.blocks), plan.leave.path, *plan.positions, *plan.lengths.values(), *plan.together.refiners):
         if path not in modules:
             raise Refused(_misfit(model, plan, path))
     for container, index, group in blocks_of(model, plan):
-        for path in group.local:
+        for path in (*group.local, *filter(None, (group.without_options,))):
             if path not in dict(container[index].named_modules()):
                 raise Refused(_misfit(model, plan, f"{group.path}.{index}.{path}"))
         _require_arguments(model, plan, group.path, container[index], {*group.tokens, *_named(group)} - {*group.positional})

@@ -108,6 +108,11 @@ class Rows:
 
         return self.memoise(rows, ("key mask", mask.shape, mask.dtype), make)
 
+    def among(self, rows: torch.Tensor, stream: str, streams: Sequence[str]) -> torch.Tensor:
+        """Return all rows (B, L, C) of ``streams``: as given those of ``stream``, else zeros."""
+        batch, _, channels = rows.shape
+        return torch.cat([rows if one == stream else rows.new_zeros(batch, self.all_tokens[one], channels) for one in streams], 1)
+
     def memoise(self, value: Any, key: tuple, make: Callable[[], T]) -> T:
         """Return ``make()``, called once for this very object ``value`` in the evaluation: every
         block is given the same ones.

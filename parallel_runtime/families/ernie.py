@@ -1,0 +1,56 @@
+"""Ernie-Image (comfy/ldm/ernie/model.py@0.30.0): image and text in one sequence, one token per
+latent pixel. Its attention calls ComfyUI's without ``transformer_options``.
+"""
+
+from .plan import Along, Blocks, Leave, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
+
+JOINT = ("img", "txt")
+
+PLAN = TokenPlan(
+    family="ernie",
+    models=("comfy.ldm.ernie.model:ErnieImageModel",),
+    streams=JOINT,
+    blocks=(
+        Blocks(
+            path="layers",
+            tokens={"x": JOINT},
+            along=(Along(arg="rotary_pos_emb", dim=1, streams=JOINT),),
+            without_options="self_attention",
+        ),
+    ),
+    leave=Leave(path="final_linear", stream="img", streams=JOINT),
+    positions=("pos_embed",),
+    lengths={"img": "x_embedder"},
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(5,))
+
+
+def config(size: Size) -> Config:
+    return {
+        "image_model": "ernie",
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+        "num_layers": size.blocks[0],
+        "ffn_hidden_size": 96,
+        "text_in_dim": size.text_dim,
+        "rope_axes_dim": (4, 6, 6),
+    }
+
+
+ERNIE = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="ernie",
+            form=Form(config_class="ErnieImage", config=config),
+            heads=(5,),
+            tiny=tiny,
+            latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
+            stands_for=("Blocks.without_options",),
+        ),
+    ),
+)

@@ -1,0 +1,53 @@
+"""Ideogram 4 (comfy/ldm/ideogram4/model.py@0.30.0): text and image in one sequence, one token per
+latent pixel. A negative without a text is the image alone.
+"""
+
+from .plan import Along, Blocks, Leave, TokenPlan
+from .sample import Config, Family, Form, Masks, Sample, Size
+
+JOINT = ("txt", "img")
+
+PLAN = TokenPlan(
+    family="ideogram4",
+    models=("comfy.ldm.ideogram4.model:Ideogram4Transformer2DModel",),
+    streams=JOINT,
+    blocks=(Blocks(path="layers", tokens={"x": JOINT}, along=(Along(arg="freqs_cis", dim=1, streams=JOINT),)),),
+    leave=Leave(path="final_layer", stream="img", streams=JOINT),
+    patch_size=1,
+    lengths={"txt": "llm_cond_proj"},
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(5,))
+
+
+def config(size: Size) -> Config:
+    return {
+        "image_model": "ideogram4",
+        "in_channels": 128,
+        "num_layers": size.blocks[0],
+        "num_attention_heads": size.heads,
+        "attention_head_dim": size.head_dim,
+        "intermediate_size": 96,
+        "adaln_dim": 32,
+        "llm_features_dim": size.text_dim,
+        "rope_theta": 5000000,
+        "mrope_section": [4, 2, 2],
+        "norm_eps": 1e-5,
+    }
+
+
+IDEOGRAM4 = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="ideogram4",
+            form=Form(config_class="Ideogram4", config=config),
+            heads=(5,),
+            tiny=tiny,
+            latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
+            masks=Masks(text_only=True),
+        ),
+    ),
+)

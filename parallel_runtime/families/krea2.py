@@ -1,0 +1,77 @@
+"""Krea 2 (comfy/ldm/krea2/model.py@0.30.0): text, image and the images it refers to in one
+sequence. References may have a timestep of their own.
+
+The model's own text transformer runs whole.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from .plan import Along, Blocks, Boundary, Leave, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
+
+JOINT = ("txt", "img")
+
+PLAN = TokenPlan(
+    family="krea2",
+    models=("comfy.ldm.krea2.model:SingleStreamDiT",),
+    streams=JOINT,
+    blocks=(
+        Blocks(
+            path="blocks",
+            tokens={"x": JOINT},
+            along=(Along(arg="freqs", dim=2, streams=JOINT),),
+            ranges=(Boundary(arg="timestep_zero_index", streams=JOINT),),
+        ),
+    ),
+    leave=Leave(path="last", stream="img", streams=JOINT),
+    positions=("pe_embedder",),
+    patch_size="patch",
+    lengths={"img": "first"},
+)
+TEXT_LAYERS = 4  # of the text encoder, side by side in a prompt's tokens
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(5,))
+
+
+def config(size: Size) -> Config:
+    return {
+        "image_model": "krea2",
+        "features": size.hidden,
+        "tdim": 32,
+        "txtdim": size.text_dim // TEXT_LAYERS,
+        "heads": size.heads,
+        "kvheads": 1,
+        "multiplier": 1,
+        "layers": size.blocks[0],
+        "txtlayers": TEXT_LAYERS,
+        "txtheads": 2,
+        "txtkvheads": 1,
+    }
+
+
+def references(latent: torch.Tensor) -> dict[str, Any]:
+    """Two images to refer to, with a timestep of zero."""
+    images = torch.randn(2, 1, 16, 1, 6, 8, generator=torch.Generator().manual_seed(4))
+    return {"reference_latents": [images[0], images[1, ..., :4]], "reference_latents_method": "index_timestep_zero"}
+
+
+sample = partial(
+    Sample,
+    form=Form(config_class="Krea2", config=config, offset_scales=True),
+    heads=(5,),
+    tiny=tiny,
+    latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)},
+)
+
+KREA2 = Family(
+    plans=(PLAN,),
+    samples=(
+        sample(name="krea2", stands_for=("lengths", "Leave.streams")),
+        sample(name="krea2-edit", prompt_extras=references),
+    ),
+)

@@ -1,0 +1,57 @@
+"""Lens (comfy/ldm/lens/model.py@0.30.0): image and text apart in every block, one token per latent
+pixel, under a mask over the keys of both that blocks check by its length.
+"""
+
+from .plan import Along, Blocks, Leave, TokenPlan
+from .sample import Config, Family, Form, Masks, Sample, Size
+
+JOINT = ("img", "txt")
+
+PLAN = TokenPlan(
+    family="lens",
+    models=("comfy.ldm.lens.model:LensTransformer2DModel",),
+    streams=JOINT,
+    blocks=(
+        Blocks(
+            path="transformer_blocks",
+            tokens={"encoder_hidden_states": ("txt",), "hidden_states": ("img",)},
+            control="input",
+            along=(Along(arg="freqs_cis", dim=2, streams=JOINT), Along(arg="attention_mask", dim=3, streams=JOINT, masks_keys=True)),
+        ),
+    ),
+    leave=Leave(path="proj_out", stream="img"),
+    positions=("pos_embed",),
+    patch_size=1,
+)
+TEXT_LAYERS = (5, 11, 17, 23)  # of the text encoder, side by side in a prompt's tokens
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(5,))
+
+
+def config(size: Size) -> Config:
+    return {
+        "image_model": "lens",
+        "num_layers": size.blocks[0],
+        "attention_head_dim": size.head_dim,
+        "num_attention_heads": size.heads,
+        "enc_hidden_dim": size.text_dim // len(TEXT_LAYERS),
+        "axes_dims_rope": (4, 6, 6),
+        "selected_layer_index": TEXT_LAYERS,
+    }
+
+
+LENS = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="lens",
+            form=Form(config_class="Lens", config=config),
+            heads=(5,),
+            tiny=tiny,
+            latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
+            masks=Masks(text_only=True),
+        ),
+    ),
+)

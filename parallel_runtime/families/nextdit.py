@@ -1,0 +1,102 @@
+"""NextDiT (comfy/ldm/lumina/model.py@0.30.0): Lumina 2, NewBie, Z-Image. Text, reference images and
+image are one sequence; refiners before the blocks see each kind alone, and run whole.
+
+Z-Image Omni gives its references a timestep of zero: ``timestep_zero_index`` lists the ranges of
+the tokens that have the sampler's.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .plan import Along, Blocks, Leave, Ranges, Together, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
+
+JOINT = ("txt", "img")
+SECOND_TIMESTEP = (Ranges(arg="timestep_zero_index", streams=JOINT),)
+
+PLAN = TokenPlan(
+    family="nextdit",
+    models=("comfy.ldm.lumina.model:NextDiT",),
+    streams=JOINT,
+    blocks=(Blocks(path="layers", tokens={"x": JOINT}, along=(Along(arg="freqs_cis", dim=1, streams=JOINT),), ranges=SECOND_TIMESTEP),),
+    leave=Leave(path="final_layer", stream="img", streams=JOINT, ranges=SECOND_TIMESTEP),
+    positions=("rope_embedder",),
+    lengths={"img": "noise_refiner.0"},
+    together=Together(refiners=("noise_refiner",), arguments=("ref_latents",)),
+)
+
+AXES = {16: [4, 6, 6], 64: [16, 24, 24]}  # head size -> position axes
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(5,))
+
+
+def tiny_z_image(heads: int) -> Size:
+    """Its modulation takes 256 numbers, and a model of fewer has not so many."""
+    return Size(heads=heads, head_dim=64, blocks=(5,))
+
+
+def config(size: Size, **others: Any) -> Config:
+    """Lumina 2, whose queries share keys."""
+    return {
+        "image_model": "lumina2",
+        "in_channels": 16,
+        "dim": size.hidden,
+        "n_layers": size.blocks[0],
+        "n_refiner_layers": 1,
+        "n_heads": size.heads,
+        "n_kv_heads": 1,
+        "multiple_of": 16,
+        "ffn_dim_multiplier": 1.0,
+        "qk_norm": True,
+        "cap_feat_dim": size.text_dim,
+        "axes_dims": AXES[size.head_dim],
+        **others,
+    }
+
+
+def newbie_config(size: Size) -> Config:
+    return config(size, clip_text_dim=size.pooled_dim)
+
+
+def z_image_config(size: Size, **others: Any) -> Config:
+    """Text and image padded to multiples, with tokens that are learned."""
+    own = {"n_kv_heads": size.heads, "z_image_modulation": True, "time_scale": 1000.0, "rope_theta": 256.0, "pad_tokens_multiple": 8}
+    return config(size, **own, **others)
+
+
+def references(latent: torch.Tensor) -> dict[str, Any]:
+    """Two images to refer to, each with its text and its CLIP vision tokens, and a text behind
+    them.
+    """
+    generator = torch.Generator().manual_seed(4)
+    images = [torch.randn(1, 16, 6, width, generator=generator) for width in (8, 4)]
+    texts = [torch.randn(1, tokens, 64, generator=generator) for tokens in (5, 9, 6)]
+    seen = [SimpleNamespace(image_sizes=[(3, 32, 48)], last_hidden_state=torch.randn(1, 6, 24, generator=generator)) for _ in images]
+    return {
+        "reference_latents": images,
+        "reference_latents_text_embeds": texts,
+        "unclip_conditioning": [{"clip_vision_output": one} for one in seen],
+    }
+
+
+sample = partial(Sample, heads=(5,), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
+
+NEXTDIT = Family(
+    plans=(PLAN,),
+    samples=(
+        sample(name="z-image", tiny=tiny_z_image, form=Form(config_class="ZImage", config=z_image_config)),
+        sample(
+            name="z-image-omni",
+            tiny=tiny_z_image,
+            form=Form(config_class="ZImage", config=partial(z_image_config, siglip_feat_dim=24)),
+            prompt_extras=references,
+        ),
+        sample(name="lumina2", tiny=tiny, form=Form(config_class="Lumina2", config=config)),
+        sample(name="newbie", tiny=tiny, form=Form(config_class="Lumina2", config=newbie_config)),
+    ),
+)

@@ -1,0 +1,100 @@
+"""OmniGen2 and Boogu (comfy/ldm/omnigen/omnigen2.py, comfy/ldm/boogu/model.py@0.30.0): text,
+reference images and image in one sequence; Boogu has blocks that keep the text apart before it.
+
+Refiners before the blocks see each kind alone, and run whole.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from .plan import Along, Blocks, Leave, Together, TokenPlan
+from .sample import Config, Family, Form, Masks, Sample, Size
+
+JOINT, IMG = ("txt", "img"), ("img",)
+REFINED = Together(refiners=("noise_refiner",))
+
+PLAN = TokenPlan(
+    family="omnigen2",
+    models=("comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel",),
+    streams=JOINT,
+    blocks=(Blocks(path="layers", tokens={"hidden_states": JOINT}, along=(Along(arg="image_rotary_emb", dim=1, streams=JOINT),)),),
+    leave=Leave(path="norm_out", stream="img", streams=JOINT),
+    positions=("rope_embedder.rope_embedder",),
+    together=REFINED,
+    lengths={"img": "x_embedder"},
+)
+
+BOOGU = TokenPlan(
+    family="boogu",
+    models=("comfy.ldm.boogu.model:BooguTransformer2DModel",),
+    streams=JOINT,
+    blocks=(
+        Blocks(
+            path="double_stream_layers",
+            tokens={"instruct_hidden_states": ("txt",), "img_hidden_states": IMG},
+            returns=("img_hidden_states", "instruct_hidden_states"),
+            self_attention_2="img_self_attn",
+            along=(Along(arg="joint_rotary_emb", dim=1, streams=JOINT), Along(arg="img_rotary_emb", dim=1, streams=IMG)),
+        ),
+        Blocks(
+            path="single_stream_layers",
+            tokens={"hidden_states": JOINT},
+            along=(Along(arg="image_rotary_emb", dim=1, streams=JOINT),),
+        ),
+    ),
+    leave=Leave(path="norm_out", stream="img", streams=JOINT),
+    also_attend_alone=IMG,
+    positions=PLAN.positions,
+    together=replace(REFINED, arguments=("ref_latents",)),
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(5,))
+
+
+def tiny_boogu(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(2, 3))
+
+
+def config(size: Size, image_model: str = "omnigen2", **others: Any) -> Config:
+    return {
+        "image_model": image_model,
+        "hidden_size": size.hidden,
+        "num_layers": size.blocks[-1],
+        "num_refiner_layers": 1,
+        "num_attention_heads": size.heads,
+        "num_kv_heads": 1,
+        "multiple_of": 16,
+        "axes_dim_rope": (4, 6, 6),
+        **others,
+    }
+
+
+def omnigen2_config(size: Size) -> Config:
+    return config(size, text_feat_dim=size.text_dim, timestep_scale=1000.0)
+
+
+def boogu_config(size: Size) -> Config:
+    return config(size, "boogu", instruction_feat_dim=size.text_dim, num_double_stream_layers=size.blocks[0])
+
+
+def references(latent: torch.Tensor) -> dict[str, Any]:
+    """Two images to refer to."""
+    images = torch.randn(2, 1, 16, 6, 8, generator=torch.Generator().manual_seed(4))
+    return {"reference_latents": [images[0], images[1, ..., :4]]}
+
+
+sample = partial(Sample, heads=(5,), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)}, masks=Masks(open=True))
+
+OMNIGEN2 = Family(
+    plans=(PLAN, BOOGU),
+    samples=(
+        sample(name="omnigen2", form=Form(config_class="Omnigen2", config=omnigen2_config), tiny=tiny, prompt_extras=references),
+        sample(name="boogu", form=Form(config_class="Boogu", config=boogu_config), tiny=tiny_boogu),
+        sample(name="boogu-edit", form=Form(config_class="Boogu", config=boogu_config), tiny=tiny_boogu, prompt_extras=references),
+    ),
+)
