@@ -14,7 +14,7 @@ import torch
 
 from ..memory import is_unwritten
 from .forward import PREFIX
-from .quantised import is_quantised, put_together, stored_bytes, stored_tensors
+from .quantised import put_together, stored_bytes, stored_tensors
 
 
 class DeviceWeights:
@@ -59,6 +59,10 @@ class DeviceWeights:
             return False
         return module._parameters.get(attribute) is not None
 
+    def get(self, name: str) -> torch.nn.Parameter:
+        module, attribute = self._slot(name)
+        return getattr(module, attribute)
+
     def replace(self, name: str, weight: Any) -> None:
         """Puts a weight, or one that was taken apart, in the place of a parameter."""
         module, attribute = self._slot(name)
@@ -83,10 +87,10 @@ class DeviceWeights:
         """The parameter on the device: itself where it is there, else a new one, because what a
         quantised one holds cannot be swapped for tensors of another device.
         """
-        value = parameter.data
-        wanted = value.dtype if is_quantised(value) else getattr(module, f"{name}_comfy_model_dtype", value.dtype)
-        settled = value.to(dtype=wanted).to(self._device)
-        return parameter if settled is value else torch.nn.Parameter(settled, requires_grad=False)
+        is_plain = type(parameter) is torch.nn.Parameter  # the bytes of others are not numbers in their dtype
+        wanted = getattr(module, f"{name}_comfy_model_dtype", parameter.dtype) if is_plain else parameter.dtype
+        settled = parameter.to(dtype=wanted).to(self._device)
+        return parameter if settled is parameter else torch.nn.Parameter(settled, requires_grad=False)
 
 
 def is_mapped(parameter: torch.Tensor) -> bool:
@@ -100,4 +104,4 @@ def away_from(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.P
     """A copy in the machine's memory; itself where the device is the CPU."""
     if device.type == "cpu":
         return parameter
-    return torch.nn.Parameter(parameter.data.to("cpu"), requires_grad=False)
+    return torch.nn.Parameter(parameter.to("cpu"), requires_grad=False)

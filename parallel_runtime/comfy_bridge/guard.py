@@ -10,6 +10,7 @@ from ..errors import Refused
 from ..families import plan_for, why_no_plan
 from ..families.plan import TokenPlan
 from ..wire.tree import is_plain
+from .gguf import described_operations
 
 
 def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
@@ -65,8 +66,10 @@ def refuse_foreign_levers(patcher: Any) -> None:
 def refuse_state(patcher: Any) -> None:
     """Raises Refused for a model that cannot be rebuilt from its configuration and state dict."""
     config = patcher.model.model_config
-    if config.custom_operations is not None or not is_plain(config.unet_config) or not is_plain(config.quant_config):
+    described_operations(config.custom_operations)
+    if not is_plain(config.unet_config) or not is_plain(config.quant_config):
+        name = type(patcher.model.diffusion_model).__name__
         raise Refused(
-            f"{type(patcher.model.diffusion_model).__name__} from this loader cannot be sent to the pool (custom operations): "
+            f"{name} from this loader cannot be sent to the pool (its configuration is no plain data): "
             "load it with a stock loader, or leave PipeMesh Parallelize out."
         )

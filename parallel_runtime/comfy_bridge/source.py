@@ -21,6 +21,7 @@ from ..checkpoint import File, stat_file
 from ..errors import Refused
 from ..wire.tree import encode_tree, is_plain
 from .forward import PREFIX
+from .gguf import described_operations, described_weight, import_operations, is_ggml, rebuilt_weight
 from .guard import refuse_state
 from .quantised import is_quantised, named_tensors
 from .weights import Weights
@@ -126,6 +127,8 @@ def state_source(patcher: Any, weights: Weights | None = None) -> dict[str, Any]
     named = {**dict(diffusion_model.named_parameters()), **dict(diffusion_model.named_buffers())}
     whole = {key: tensor for key, tensor in named.items() if not is_quantised(tensor)}
     state = {key: whole.get(key, tensor) for key, tensor in diffusion_model.state_dict().items()}
+    late = {key: described_weight(tensor) for key, tensor in state.items() if is_ggml(tensor)}
+    state = {key: tensor for key, tensor in state.items() if key not in late and not tensor.is_meta}
     unpatched = {**patcher.object_patches_backup, **{key: backup.weight for key, backup in patcher.backup.items()}}
     for key, original in unpatched.items():  # patches in place are sent for themselves
         name = key.removeprefix(PREFIX)
@@ -139,6 +142,9 @@ def state_source(patcher: Any, weights: Weights | None = None) -> dict[str, Any]
         "unet_config": dict(config.unet_config),
         "quant_config": config.quant_config,
         "dtypes": resolved_dtypes(config),
+        "operations": described_operations(config.custom_operations),
+        "patch_on_device": bool(getattr(patcher, "patch_on_device", False)),
+        "ggml": late,
         "state": state,
     }
 
@@ -154,9 +160,16 @@ def build_from_state(source: dict[str, Any]) -> Any:
     config.quant_config = source["quant_config"]
     device = comfy.model_management.get_torch_device()
     config.set_inference_dtype(*source["dtypes"])
-    model = config.get_model(source["state"], "")
-    model.load_model_weights(source["state"], "")
-    return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
+    state = source["state"]
+    if source["operations"] is not None:
+        operations = import_operations(source["operations"])
+        config.custom_operations = operations.GGMLOps
+        state |= {key: rebuilt_weight(described, operations) for key, described in source["ggml"].items()}
+    model = config.get_model(state, "")
+    model.load_model_weights(state, "")
+    patcher = comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
+    patcher.patch_on_device = source["patch_on_device"]
+    return patcher
 
 
 def _no_tensor(path: str, _tensor: Any) -> Any:

@@ -19,6 +19,7 @@ from ..wire.reserved import room_for
 from ..wire.segment import TensorRef, dtype_name
 from ..wire.tree import encode_tree, is_plain
 from .forward import PREFIX
+from .gguf import is_dequantised_late
 from .guard import patch_name
 from .quantised import stored_tensors
 
@@ -95,12 +96,16 @@ def cast_switches(patcher: Any) -> dict[str, Any]:
 
 
 def patched_sizes(model: Any, patches: Mapping[str, list]) -> dict[str, int]:
-    """In the UI: the bytes to reserve for each patched weight, as it is stored."""
+    """In the UI: the bytes to reserve for each patched weight, as it is stored. None for those that
+    each rank patches in every forward.
+    """
     import comfy.utils
 
     sizes = {}
     for key, shape in patched_shapes(model, patches).items():
         weight = comfy.utils.get_attr(model, key)
+        if is_dequantised_late(weight):
+            continue
         growth = math.prod(shape) / max(1, weight.numel())
         sizes[key] = room_for(math.ceil(tensor.nbytes * growth) for tensor in stored_tensors(weight))
     return sizes

@@ -45,7 +45,8 @@ def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
             owner = f"{path}.{name}" if path else name
             if is_quantised(tensor):
                 for stored, inner in named_tensors(owner, tensor).items():
-                    yield Slot(stored, inner, inner.dtype, owner, tensor)
+                    if not inner.is_meta:
+                        yield Slot(stored, inner, inner.dtype, owner, tensor)
             elif type(tensor.data) is torch.Tensor and not tensor.is_meta:
                 archived = getattr(module, f"{name}_comfy_model_dtype", None) or tensor.dtype
                 yield Slot(owner, tensor, archived, owner)

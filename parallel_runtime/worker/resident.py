@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..comfy_bridge.device_weights import DeviceWeights
+from ..comfy_bridge.gguf import is_dequantised_late, with_patches
 from ..comfy_bridge.quantised import taken_apart
 from ..comfy_bridge.weight_patches import put_object, unpack_patches
 from ..comm.mesh import Mesh
@@ -60,14 +61,14 @@ class ResidentModel:
             take_away = put_object(self.patcher.model, name, value, self.device)
             if take_away is not None:
                 self._take_away.append(take_away)
-        if shared is None or segment is None:
-            for key in self.patcher.patches:
+        for key in self.patcher.patches:
+            if shared is None or segment is None or key not in shared:
                 self._weights.replace(key, self._patched(key))
+            elif shared[key][0] == self.rank:
+                write_tree(segment, shared[key][1], taken_apart(self._patched(key)))
+        if shared is None or segment is None:
             self.patcher.patches = {}
         else:
-            for key in self.patcher.patches:
-                if shared[key][0] == self.rank:
-                    write_tree(segment, shared[key][1], taken_apart(self._patched(key)))
             self._pending = (shared, segment)
         self.patches_id = patches_id
 
@@ -89,6 +90,10 @@ class ResidentModel:
         self._pending = None
 
     def _patched(self, key: str) -> torch.Tensor:
+        weight = self._weights.get(key)
+        if is_dequantised_late(weight):
+            device = self.device if self.patcher.patch_on_device else torch.device("cpu")
+            return with_patches(weight, self.patcher.patches[key], key, device)
         return self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
 
     def evaluate(self, arguments: dict[str, Any], number: int) -> Any:
