@@ -4,22 +4,25 @@ are, in every format that ComfyUI loads, with and without a LoRA.
 
 import itertools
 from functools import cache
+from pathlib import Path
 
 import comfy.model_management as mm
+import comfy.model_patcher
 import comfy.sd
+import comfy.supported_models
 import comfy.utils
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import rms
+from pipemesh.launcher.commands.parity import Case, rms, sample
 from pipemesh.launcher.quantised_files import FORMATS, write_quantised
 from pipemesh.launcher.random_files import write_lora, write_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.source import describe_source
 from pipemesh.parallel_runtime.comfy_bridge.weights import slots
-from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.memory import is_unwritten
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from .conftest import ALL
 from .models import run
@@ -27,29 +30,39 @@ from .pipelines import ALL_WARM
 
 BOUNDS = (0.8, 1.2)  # our distance from the fp32 truth over stock's; far below 1, the ranks would not quantise
 LAYOUTS = {"ulysses": (2,), "ring": (1, 2), "pipefusion": (1, 1, 2)}
-FAMILIES = {sample.name: sample.form for sample in SAMPLES.values() if sample.form.file is not None}
+SAMPLE_OF = {family.samples[0].name: family.samples[0] for family in FAMILIES}
+HEADS = 8  # of models without a file: their layers are as wide then as those that are quantised
 
 
 def size_of(family):
     """Two small blocks at least: one for each stage."""
-    file, containers = FAMILIES[family].file, len(SAMPLES[family].tiny(2).blocks)
+    sample = SAMPLE_OF[family]
+    if sample.form.file is None:
+        return sample.tiny(HEADS)
+    file, containers = sample.form.file, len(sample.tiny(2).blocks)
     blocks = (2,) if containers == 1 else (1,) * containers
     return Size(heads=2, head_dim=file.head_dim, blocks=blocks, text_dim=file.text_dim or 64)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """(family, format) -> the path of a file; no format: in fp32; "lora": a LoRA of it."""
+    """(family, format) -> the path of a file; no format: in fp32; "lora": a LoRA of all its
+    layers.
+    """
     folder = tmp_path_factory.mktemp("quantised")
 
     @cache
     def file(family, form=""):
-        path = folder / f"{family}-{form}.safetensors"
-        if not form:
-            return str(write_model(path, FAMILIES[family], size_of(family)))
+        path, sample = folder / f"{family}-{form}.safetensors", SAMPLE_OF[family]
         if form == "lora":
-            return str(write_lora(path, file(family), (*FAMILIES[family].file.lora_targets, "txt_in", "text_embedding.0")))
-        return str(write_quantised(path, file(family), form))
+            layers = {name: tensor for name, tensor in load_file(file(family)).items() if tensor.dim() == 2}
+            return str(write_lora(path, file(family), tuple(name.removesuffix(".weight") for name in layers), size=0.2))
+        if form:
+            return str(write_quantised(path, file(family), form))
+        if sample.form.file is not None:
+            return str(write_model(path, sample.form, size_of(family)))
+        save_file(sample.form.random_model(size_of(family)).model.diffusion_model.state_dict(), path)
+        return str(path)
 
     return file
 
@@ -60,7 +73,9 @@ def text(seed, tokens, dim):
 
 
 def sampled(model, family):
-    latent = torch.zeros(SAMPLES[family].latents["odd"])
+    if SAMPLE_OF[family].form.file is None:
+        return sample(model, Case(family, "ulysses1", "odd", HEADS, 2.0, False, "euler"), steps=3)
+    latent = torch.zeros(SAMPLE_OF[family].latents["odd"])
     dim = size_of(family).text_dim
     return run(model, cfg=2.0, latent=latent, positive=text(1, 13, dim), negative=text(2, 7, dim))
 
@@ -76,14 +91,28 @@ def stock(written):
     return computed
 
 
+@torch.inference_mode()
 def loaded(path):
     """As a server does it: in inference mode, outside of which ComfyUI could not move such weights
     in it. A file without scales in the dtype that it has, as the loader's input asks.
     """
-    form = FORMATS.get(path.removesuffix(".safetensors").rpartition("-")[2])
-    options = {} if form is None or form.algorithm else {"dtype": form.dtype}
-    with torch.inference_mode():
-        return comfy.sd.load_diffusion_model(path, options)
+    family, _, form = Path(path).stem.rpartition("-")
+    plain = form in FORMATS and not FORMATS[form].algorithm
+    if SAMPLE_OF[family].form.file is not None:
+        return comfy.sd.load_diffusion_model(path, {"dtype": FORMATS[form].dtype} if plain else {})
+    return from_state(SAMPLE_OF[family].form, size_of(family), comfy.utils.load_torch_file(path), FORMATS[form].dtype if plain else None)
+
+
+def from_state(form, size, state, dtype):
+    """A MODEL that ComfyUI detects in no file, as it builds those that it does."""
+    config = getattr(comfy.supported_models, form.config_class)(form.config(size))
+    config.unet_config.update(form.config(size))
+    state, _ = comfy.utils.convert_old_quants(state, "")
+    config.quant_config = comfy.utils.detect_layer_quantization(state, "")
+    config.set_inference_dtype(dtype or torch.float32, None if dtype is None else torch.float32)
+    model = config.get_model(state, "")
+    model.load_model_weights(state, "")
+    return comfy.model_patcher.ModelPatcher(model, load_device=torch.device("cpu"), offload_device=torch.device("cpu"))
 
 
 def with_lora(model, file, lora):
@@ -95,15 +124,18 @@ def in_pool(model, clients, layout):
     return parallelize(model, clients(*LAYOUTS[layout]), holds_ui_device=0, patching=patching)
 
 
-PRODUCT = list(itertools.product(FORMATS, FAMILIES, (False, True), LAYOUTS))
+PRODUCT = list(itertools.product(FORMATS, SAMPLE_OF, (False, True), LAYOUTS))
 
 
 def cover():
-    """Every format in every layout, in each family, with and without a LoRA, though not all at
-    once.
+    """Every format with and without a LoRA; the families that have files, and the layouts, in
+    turn.
     """
-    layouts, families = itertools.cycle(LAYOUTS), itertools.cycle(FAMILIES)
-    return [(form, next(families), lora, next(layouts)) for form in FORMATS for lora in (False, True)]
+    families, layouts = [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None], list(LAYOUTS)
+    turns = [(number, form, lora) for number, form in enumerate(FORMATS) for lora in (False, True)]
+    return [
+        (form, families[(number + lora) % len(families)], lora, layouts[(number + 2 * lora) % len(layouts)]) for number, form, lora in turns
+    ]
 
 
 @pytest.mark.parametrize(("form", "family", "lora", "layout"), PRODUCT if ALL else cover())
