@@ -38,10 +38,11 @@ def test_a_samples_model_has_the_size_that_it_says(bench, name):
 
 
 def test_a_subclass_of_a_model_with_a_plan_has_none_of_its_own():
-    from comfy.ldm.wan.model import VaceWanModel, WanModel
+    from comfy.ldm.wan.ar_model import CausalWanModel
+    from comfy.ldm.wan.model import WanModel
 
     assert plan_for(WanModel) is not None
-    assert plan_for(VaceWanModel) is None
+    assert plan_for(CausalWanModel) is None
 
 
 def test_wans_timestep_of_a_given_frame_matters_so_that_dropping_it_would_show(bench):
@@ -122,3 +123,23 @@ def test_reference_latents_with_a_timestep_of_their_own_go_with_the_last_patch(p
     stock, patched = edited(truths.stock_model("flux2")), edited(truths.own_model("flux2", 3))
     assert relative_error(edited(pipeline("flux2", (2, 1), 3, ALL_WARM)), stock) <= BOUND
     assert relative_error(edited(pipeline("flux2", (2, 1), 3)), patched) <= BOUND
+
+
+def with_patched_text(model, strength=2.0):
+    """Patch a weight that a model reads as it prepares its text, in ComfyUI's process."""
+    key = "diffusion_model.video_embeddings_connector.transformer_1d_blocks.0.attn1.to_v.weight"
+    clone = model.clone()
+    delta = torch.randn(model.model.state_dict()[key].shape, generator=torch.Generator().manual_seed(8))
+    assert clone.add_patches({key: ("diff", (delta,))}, strength)
+    return clone
+
+
+def test_text_that_a_model_prepares_itself_is_prepared_with_its_weight_patches(bench):
+    case = Case("ltx2", "ulysses2", "even", 5, 1.0, False, "euler")
+    truth = sample(with_patched_text(bench.stock(5, "ltx2")), case)
+    assert relative_error(truth, bench.truth(case)) > 1e-3
+    parallel = bench.parallel(5, (2, 1), "ltx2")
+    assert relative_error(sample(with_patched_text(parallel), case), truth) <= BOUND
+    assert bench.error(case) <= BOUND
+    module = bench.stock(5, "ltx2").model.diffusion_model
+    assert not any(getattr(one, "weight_function", None) for one in module.modules()), "the call left its patches"

@@ -368,3 +368,37 @@ def test_behind_joined_blocks_the_leaving_stream_is_whole_and_the_others_stay_lo
     hooks.detach()
     assert ours.shape == truth.shape
     assert torch.equal(ours[:, 2:5], truth[:, 2:5]) and not ours[:, :2].any() and not ours[:, 5:].any()
+
+
+def test_an_argument_of_several_tensors_or_of_the_models_own_kind_is_cut_as_one_tensor_is():
+    rows = Rows({"txt": 4, "img": 6}, {"txt": (1, 2), "img": (2, 3)})
+    table, other, frames = torch.arange(20).view(1, 10, 2), torch.arange(10).view(10, 1), torch.arange(3)
+    wanted = torch.tensor([1, 2, 6, 7, 8])
+
+    def expanded(one, cut):
+        return {**one, "rows": cut(one["frames"].repeat_interleave(2).view(1, 6))}
+
+    along = Along(arg="pe", dim=1, streams=("txt", "img"))
+    cos, split = rows.along((table, True), along)
+    assert torch.equal(cos, table[:, wanted]) and split is True
+    assert torch.equal(rows.along((other, other), replace(along, dim=0))[1], other[wanted])
+    given = {"frames": frames}
+    own = Along(arg="timestep", dim=1, streams=("img",), within=expanded)
+    cut = rows.along(given, own)
+    assert cut["rows"].tolist() == [[1, 1, 2]]
+    assert rows.along(given, own) is cut, "made once for all blocks"
+    assert torch.equal(rows.along(frames.view(1, 3).repeat(1, 2), own), torch.tensor([[2, 0, 1]])), "as a tensor it needs no more"
+
+
+def test_blocks_that_run_among_others_are_cut_where_they_are_given_all_tokens():
+    rows = Rows({"img": 7}, {"img": (2, 3)})
+    whole = torch.arange(7.0).view(1, 7, 1)
+    local = rows.localized(whole, ("img",))
+    assert local.flatten().tolist() == [2, 3, 4]
+    assert rows.localized(local, ("img",)) is local
+
+
+def test_no_stage_holds_a_part_of_a_model_whose_blocks_run_among_others():
+    plan = replace(PLAN, blocks=tuple(replace(group, interleaved=True) for group in PLAN.blocks))
+    with pytest.raises(Refused, match=r"blocks of Model run among its other blocks.*set pipefusion to 1"):
+        PipeFusion.check(Model(4), plan, Layout(pipefusion=2))

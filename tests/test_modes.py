@@ -158,15 +158,17 @@ def test_every_family_runs_free(case):
 
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name not in REPRESENTATIVES])
 def test_every_other_sample_runs_free_and_is_stock_when_warm(name):
-    """What its nodes add to a prompt is known to leave each pixel to itself, but for references
-    whose tokens stand before the image's: those are named.
+    """What its nodes add to a prompt is known to leave each pixel to itself, or named. A plan that
+    cannot be cut says why.
     """
     case = Case(name, "ulysses1", "odd", SAMPLES[name].heads[0], 4.0, False, "euler")
     warm = Patched(stock_model(case.heads, family=name))
     assert torch.equal(sample(warm.model, case, steps=2), sample(stock_model(case.heads, family=name), case, steps=2))
     together, facts = plan_for(type(warm.model.model.diffusion_model)).together, SAMPLES[name]
     refers = facts.prompt_extras is not None and "reference_latents" in facts.prompt_extras(parity.empty_latent(case))
-    if refers and together.arguments:
+    if together.always:
+        assert warm.mode == f"all of them at once, because of {together.always}"
+    elif refers and together.arguments:
         assert warm.mode == f"all of them at once, because of {both_sides(*together.arguments)}"
     elif together.refiners:
         assert warm.mode == f"single-timeline, because of the model's {together.refiners[0]}, which looks at the whole image"

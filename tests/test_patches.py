@@ -45,18 +45,27 @@ class Model:
         self.method.detach()
         out = self.forward(**arguments)
         self.method.attach()
-        return out
+        return in_one(out)
 
     @torch.inference_mode()
     def warm(self, arguments: dict) -> torch.Tensor:
-        return self.method.evaluate(self.forward, arguments, "cond", None)
+        return in_one(self.method.evaluate(self.forward, arguments, "cond", None))
 
     @torch.inference_mode()
     def round(self, arguments: dict, patches: int) -> torch.Tensor:
-        """All patches one after another; their rows together."""
+        """All patches one after another; their rows together. Of a model that cannot be cut, all at
+        once.
+        """
+        if self.plan.together.always:
+            return self.warm(arguments)
         grid = TokenGrid.of(next(iter(arguments.values())).shape, self.plan.patch_size_of(self.module))
         outputs = [self.method.evaluate(self.forward, arguments, "cond", patch) for patch in grid.cut(patches)]
         return assembled(outputs, self.plan.leaves_behind_blocks)
+
+
+def in_one(output):
+    """One tensor of an output that may be a list: video and audio."""
+    return output if isinstance(output, torch.Tensor) else torch.cat([one.flatten() for one in output])
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)

@@ -125,8 +125,14 @@ def cover_of(cases: list[Case]) -> list[Case]:
     return cover
 
 
-def empty_latent(case: Case) -> torch.Tensor:
-    return torch.zeros(SAMPLES[case.family].latents[case.tokens])
+def empty_latent(case: Case) -> Any:
+    """A latent, or several in a NestedTensor."""
+    shape = SAMPLES[case.family].latents[case.tokens]
+    if isinstance(shape[0], int):
+        return torch.zeros(shape)
+    from comfy.nested_tensor import NestedTensor
+
+    return NestedTensor([torch.zeros(one) for one in shape])
 
 
 def attention_masks(masks: Masks, texts: tuple[int, int], latent: torch.Tensor) -> tuple[list[torch.Tensor], tuple[int, int]]:
@@ -168,7 +174,7 @@ def text_mask(seed: int, tokens: int) -> torch.Tensor:
 
 
 def sample(model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS) -> torch.Tensor:
-    """Sample a case on a MODEL as ComfyUI's KSampler does."""
+    """Sample a case on a MODEL as ComfyUI's KSampler does. Several latents come back in one row."""
     import comfy.sample
 
     facts, latent = SAMPLES[case.family], empty_latent(case)
@@ -180,9 +186,10 @@ def sample(model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS) -
     options = {"noise_mask": facts.noise_mask(latent)} if facts.noise_mask is not None else {}
     with torch.inference_mode():
         noise = comfy.sample.prepare_noise(latent, seed)
-        return comfy.sample.sample(
+        samples = comfy.sample.sample(
             model, noise, steps, case.cfg, case.sampler, "simple", *prompts, latent, disable_pbar=True, seed=seed, **options
         )
+    return torch.cat([one.flatten() for one in samples.unbind()]) if samples.is_nested else samples
 
 
 def stock_model(heads: int, dtype: torch.dtype = torch.float32, seed: int = 0, family: str = PLAIN) -> ModelPatcher:

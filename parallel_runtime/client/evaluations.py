@@ -25,6 +25,7 @@ from .run import Run, measured
 from .session import Session, Sessions, Ticket, WrittenArguments
 
 CONTROL = "control"  # the argument that brings a ControlNet's residuals
+CHANGING = (CONTROL, "transformer_options", "a_timestep")  # with every evaluation; the last is of a second latent
 
 
 class Evaluations:
@@ -187,7 +188,7 @@ def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bo
     when its content is new.
     """
     frame = Frame(session.pool.arena)
-    changing = {*list(arguments)[:2], CONTROL, "transformer_options"}
+    changing = {*list(arguments)[:2], *CHANGING}
     checks: list[Callable[[], bool]] = []
 
     def put(path: str, tensor: torch.Tensor) -> TensorRef:

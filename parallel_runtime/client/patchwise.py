@@ -133,7 +133,8 @@ class Patchwise:
         the weight patches it is computed under.
         """
         latent = next(iter(arguments.values()))
-        asked = (arguments, Branch((*branch, tuple(latent.shape)), weights))
+        shapes = [tuple(one.shape) for one in (latent if isinstance(latent, list) else [latent])]
+        asked = (arguments, Branch((*branch, *shapes), weights))
         cond = getcurrent()
         if isinstance(cond, Cond):
             return cond.evaluate(asked)

@@ -24,6 +24,7 @@ from ..comfy_bridge.forward import PREFIX, forward_binder, forward_patch
 from ..comfy_bridge.guard import refuse_foreign_levers, refuse_in_block_patches, require_plan
 from ..comfy_bridge.interrupt import interrupted, interrupting
 from ..comfy_bridge.options import CrossingOptions, leave_out_compilation
+from ..comfy_bridge.prepared_text import text_patch
 from ..comfy_bridge.quantised import stored_bytes
 from ..comfy_bridge.source import Source, describe_source, state_source
 from ..comfy_bridge.weight_patches import cast_switches, content_id, pack_patches, patched_sizes, plain_objects, widened_weights
@@ -183,9 +184,11 @@ class RemotePatcher(ModelPatcher):
         self, device_to: Any = None, lowvram_model_memory: int = 0, load_weights: bool = True, force_patch_weights: bool = False
     ) -> Any:
         name, own = forward_patch(self.model.diffusion_model), self.object_patches
-        widened = widened_weights(self.model, self.patches)
-        self.object_patches = {name: RemoteForward(self, name), **widened, **own}  # first: what is taken away again must have been put
-        self.object_patches_backup.setdefault(name, comfy.utils.ATTR_UNSET)
+        widened, text = widened_weights(self.model, self.patches), text_patch(self)
+        ours = {name: RemoteForward(self, name), **text}
+        self.object_patches = {**ours, **widened, **own}  # ours first: what is taken away again must have been put
+        for instead in ours:
+            self.object_patches_backup.setdefault(instead, comfy.utils.ATTR_UNSET)
         try:
             return super().patch_model(device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights)
         except BaseException:

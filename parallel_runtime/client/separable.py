@@ -85,13 +85,22 @@ MODEL_CONDS = {
     "c_crossattn",
     "clip_fea",
     "denoise_mask",
+    "fps",
+    "frame_rate",
     "guidance",
     "guiding_frame_index",
     "txt_byt5",
     "y",
     *("clip_text_pooled", "num_tokens"),  # of the whole text
     *("context_latents", "pose_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),  # tokens behind the image's
-    *("camera_conditions", "ref_mask_flag", "ref_mask_latents", "sam_latents"),  # added to tokens before the blocks
+    *(
+        "camera_conditions",
+        "ref_mask_flag",
+        "ref_mask_latents",
+        "sam_latents",
+        "vace_context",
+        "vace_strength",
+    ),  # added to tokens before the blocks
 }
 
 

@@ -7,6 +7,7 @@ what is tried once for every word of the vocabulary ``REPRESENTATIVES``.
 from collections.abc import Mapping
 
 from .chroma import CHROMA
+from .cosmos import COSMOS
 from .ernie import ERNIE
 from .flux import FLUX
 from .hunyuan_video import HUNYUAN_VIDEO
@@ -14,6 +15,7 @@ from .ideogram4 import IDEOGRAM4
 from .kandinsky import KANDINSKY
 from .krea2 import KREA2
 from .lens import LENS
+from .ltx import LTX
 from .mage_flow import MAGE_FLOW
 from .nextdit import NEXTDIT
 from .omnigen2 import OMNIGEN2
@@ -24,6 +26,7 @@ from .sd3 import SD3
 from .wan import WAN
 from .wan_camera import WAN_CAMERA
 from .wan_scail import WAN_SCAIL
+from .wan_vace import WAN_VACE
 from .without_plan import NOT_YET as NOT_YET
 from .without_plan import WITHOUT_PLAN as WITHOUT_PLAN
 from .without_plan import why_no_plan as why_no_plan
@@ -34,6 +37,7 @@ FAMILIES: tuple[Family, ...] = (
     WAN,
     WAN_CAMERA,
     WAN_SCAIL,
+    WAN_VACE,
     KANDINSKY,
     QWEN_IMAGE,
     HUNYUAN_VIDEO,
@@ -45,6 +49,8 @@ FAMILIES: tuple[Family, ...] = (
     IDEOGRAM4,
     ERNIE,
     LENS,
+    LTX,
+    COSMOS,
 )
 PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
 SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}

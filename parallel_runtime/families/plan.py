@@ -8,7 +8,7 @@ channels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from typing import Any
 @dataclass(frozen=True, kw_only=True)
 class Along:
     """An argument with one row per token along ``dim``, over the given streams one after another,
-    in the same order for all blocks.
+    in the same order for all blocks; or a tuple, each of whose tensors has such rows.
 
     ``repeated``: the argument may have fewer rows (one per frame, say), which ComfyUI repeats over
     equal runs of tokens. Where the runs do not divide they are rounded up, as in
@@ -24,6 +24,9 @@ class Along:
 
     ``masks_keys``: blocks make the attention's mask of the rows that they are given, and of zeros
     over their other tokens. Attention over all tokens gets the mask of all rows in its place.
+
+    ``within``: how to cut an argument that is an object of the model's. A function of the object
+    and of a function that cuts a tensor of such rows; returns what blocks are given instead.
     """
 
     arg: str
@@ -31,6 +34,7 @@ class Along:
     streams: tuple[str, ...]
     repeated: bool = False
     masks_keys: bool = False
+    within: Callable[[Any, Callable[[Any], Any]], Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +65,20 @@ class Boundary:
 class Blocks:
     """A container of consecutive blocks.
 
-    ``tokens``: argument -> the streams that it holds along dim 1 (B, L, C). ``returns``: these
-    arguments in the order in which a block returns them, where that differs. ``positional`` names
-    the arguments of a forward that takes ``*args``. ``local``: submodules that attend to tensors
-    which every rank has whole (cross-attention). ``self_attention_2``: the submodule that attends
-    over the plan's ``also_attend_alone`` streams, in blocks that have one. ``control``: the key of
-    the control dict whose residuals (B, L, C) ComfyUI adds to the stream that leaves, one behind
-    each of these blocks, and only reads. ``without_options``: the submodule whose forward calls
-    ComfyUI's ``optimized_attention`` without ``transformer_options``.
+    ``tokens``: argument -> the streams that it holds along dim 1 (B, L, C); of a tuple, ``x.0`` is
+    its first element. Of (B, T, H, W, C) blocks get the local tokens as (B, l, 1, 1, C), and behind
+    the last block it has its shape again. ``returns``: these arguments in the order in which a
+    block returns them, where that differs, and others that it changes and every rank has whole.
+    ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules that
+    attend to tensors which every rank has whole (cross-attention). ``whole_queries``: submodules
+    whose queries every rank has whole, and whose keys are of the stream that leaves.
+    ``self_attention_2``: the submodule that attends over the plan's ``also_attend_alone`` streams,
+    in blocks that have one. ``control``: the key of the control dict whose residuals (B, L, C)
+    ComfyUI adds to the stream that leaves, one behind each of these blocks, and only reads.
+    ``interleaved``: these blocks run among those of the containers before, and are given tokens
+    that are still whole, or local ones; of such a model no stage can hold a part.
+    ``without_options``: the submodule whose forward calls ComfyUI's ``optimized_attention`` without
+    ``transformer_options``.
     """
 
     path: str
@@ -77,10 +87,12 @@ class Blocks:
     ranges: tuple[Ranges | Boundary, ...] = ()
     positional: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
+    whole_queries: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()
     self_attention_2: str = ""
     control: str = ""
     without_options: str = ""
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if not self.returns:

@@ -155,17 +155,17 @@ class Sample:
     ``heads``: the head counts to try, and ``tiny``: head count -> the size to try it at. ``larger``
     are sizes by the name of their use: ``demo``, and of the benches ``bench`` (24 blocks), ``deep``
     (as many as released models), ``large`` (a file of gigabytes) and ``equal`` (blocks that all
-    take as long). ``latents``: a latent with an ``even`` and one with an ``odd`` number of tokens.
-    ``masks`` is None where ComfyUI takes no attention mask. ``prompt_extras``: an empty latent ->
-    what the family's nodes add to a prompt. ``noise_mask``: an empty latent -> the mask to sample
-    it under.
+    take as long). ``latents``: a latent with an ``even`` and one with an ``odd`` number of tokens,
+    or several that are sampled together, such as video and audio. ``masks`` is None where ComfyUI
+    takes no attention mask. ``prompt_extras``: an empty latent -> what the family's nodes add to a
+    prompt. ``noise_mask``: an empty latent -> the mask to sample it under.
     """
 
     name: str
     form: Form
     heads: tuple[int, ...]
     tiny: Callable[[int], Size]
-    latents: Mapping[str, tuple[int, ...]]
+    latents: Mapping[str, Any]
     larger: Mapping[str, Size] = field(default_factory=dict)
     masks: Masks | None = None
     prompt_extras: Callable[[torch.Tensor], dict[str, Any]] | None = None

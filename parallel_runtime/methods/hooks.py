@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -55,6 +55,10 @@ class Sharding(Protocol):
         """
         ...
 
+    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute an attention whose queries every rank has whole, over keys that are cut."""
+        ...
+
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor | None:
         """Return all rows of the leaving stream's output, of which ``out_BlC`` are the local ones;
         None leaves it as it is.
@@ -69,10 +73,11 @@ class TokenHooks:
         self._plan = plan
         self._sharding = sharding
         self._rows: Rows | None = None
+        self._grid = torch.Size()  # of the tokens that the first block is given
         self._control: dict[str, list] | None = None
-        self._shares_attention = False
         self._told: dict[str, int] = {}  # rows of the plan's ``lengths`` in this evaluation
         self._key_mask: tuple[torch.Tensor, Along] | None = None  # all rows of what the block makes its mask of
+        self._shares_attention: bool | Literal["keys"] = False  # with other ranks: all of it, or keys that whole queries look at
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -102,6 +107,10 @@ class TokenHooks:
             local = block.get_submodule(path)
             self._handles.append(local.register_forward_pre_hook(lambda *_: self._share_attention(False)))
             self._handles.append(local.register_forward_hook(lambda *_: self._share_attention(True)))
+        for path in group.whole_queries if not hasattr(block, "stands_for") else ():
+            over = block.get_submodule(path)
+            self._handles.append(over.register_forward_pre_hook(lambda *_: self._share_attention("keys")))
+            self._handles.append(over.register_forward_hook(lambda *_: self._share_attention(True)))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -136,16 +145,16 @@ class TokenHooks:
             return None
         returned = list(out) if isinstance(out, tuple) else [out]
         place, streams = next(
-            (place, group.tokens[arg]) for place, arg in enumerate(group.returns) if self._plan.leave.stream in group.tokens[arg]
+            (place, group.tokens[arg]) for place, arg in enumerate(group.returns) if self._plan.leave.stream in group.tokens.get(arg, ())
         )
         parts = list(returned[place].split([self._rows.local[stream][1] for stream in streams], dim=1))
         own = streams.index(self._plan.leave.stream)
-        gathered = self._sharding.leave(self._rows, parts[own])
-        parts[own] = parts[own] if gathered is None else gathered
+        gathered = self._sharding.leave(self._rows, parts[own].flatten(1, -2))
+        parts[own] = parts[own] if gathered is None else gathered.unflatten(1, self._grid) if len(self._grid) > 1 else gathered
         returned[place] = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return tuple(returned) if isinstance(out, tuple) else returned[0]
 
-    def _share_attention(self, shared: bool) -> None:
+    def _share_attention(self, shared: bool | Literal["keys"]) -> None:
         self._shares_attention = shared
 
     def _attend(self, attention: Attention, q, k, v, heads: int, mask=None, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -156,7 +165,8 @@ class TokenHooks:
             return attention(q, k, v, heads, mask, *args, **kwargs)
         if mask is not None and self._rows is not None and self._key_mask is not None:
             mask = self._rows.key_mask(*self._key_mask, mask)
-        return self._sharding.attend(self._rows, attention, q, k, v, heads, mask, *args, **kwargs)
+        attend = self._sharding.attend_over if self._shares_attention == "keys" else self._sharding.attend
+        return attend(self._rows, attention, q, k, v, heads, mask, *args, **kwargs)
 
     def _entering(self, block: nn.Module, group: Blocks, first: bool) -> Callable:
         bind = binder(block, group.positional)
@@ -165,6 +175,8 @@ class TokenHooks:
             arguments = bind(args, kwargs)
             if first:
                 self._enter(group, arguments)
+            if group.interleaved and self._rows is not None:
+                arguments |= {arg: self._rows.localized(arguments[arg], streams) for arg, streams in group.tokens.items()}
             self._key_mask = next(((arguments[item.arg], item) for item in group.along if item.masks_keys and item.arg in arguments), None)
             self._localize(arguments, (*group.along, *group.ranges))
             self._share_attention(True)
@@ -174,19 +186,23 @@ class TokenHooks:
         return hook
 
     def _enter(self, group: Blocks, arguments: dict[str, Any]) -> None:
+        tokens = {arg: taken(arguments, arg) for arg in group.tokens}
+        self._grid = next(iter(tokens.values())).shape[1:-1]
+        tokens = {arg: one.flatten(1, -2) for arg, one in tokens.items()}
         lengths: dict[str, int] = {}
         for arg, streams in group.tokens.items():
             told = {stream: self._told.get(stream, 0) for stream in streams if stream in self._plan.lengths}
             (rest,) = set(streams) - set(told)
-            lengths |= {**told, rest: arguments[arg].shape[1] - sum(told.values())}
+            lengths |= {**told, rest: tokens[arg].shape[1] - sum(told.values())}
         self._rows = self._sharding.choose_rows({stream: lengths[stream] for stream in self._plan.streams})
         if self._control:
-            self._bring_control(self._control, arguments[next(iter(group.tokens))].device)
+            self._bring_control(self._control, taken(arguments, next(iter(group.tokens))).device)
             self._control = None  # the forward has it: what was brought goes with the forward
         if self._rows is None:
             return
         for arg, streams in group.tokens.items():
-            arguments[arg] = self._rows.slice(arguments[arg], 1, streams)
+            local = self._rows.slice(tokens[arg], 1, streams)
+            put(arguments, arg, local.unflatten(1, (-1,) + (1,) * (len(self._grid) - 1)))
 
     def _bring_control(self, control: dict[str, list], device: torch.device) -> None:
         """Move the local rows of the ControlNet residuals that are added here to ``device``; all
@@ -244,6 +260,23 @@ def blocks_of(model: nn.Module, plan: TokenPlan) -> Iterator[tuple[nn.ModuleList
             yield container, index, group
 
 
+def taken(arguments: Mapping[str, Any], name: str) -> torch.Tensor:
+    """Return the argument of a plan's ``name``, which may be an element of a tuple."""
+    name, _, place = name.partition(".")
+    return arguments[name][int(place)] if place else arguments[name]
+
+
+def put(arguments: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+    """Set what ``taken`` returns."""
+    name, _, place = name.partition(".")
+    if place:
+        elements = list(arguments[name])
+        elements[int(place)] = tensor
+        arguments[name] = tuple(elements)
+    else:
+        arguments[name] = tensor
+
+
 def split_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """(B, l, H*D) or (B, l, H, D) -> (B, H, l, D)."""
     return tensor.reshape(*tensor.shape[:2], -1, dim).transpose(1, 2)
@@ -280,15 +313,16 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
         if path not in modules:
             raise Refused(_misfit(model, plan, path))
     for container, index, group in blocks_of(model, plan):
-        for path in (*group.local, *filter(None, (group.without_options,))):
+        for path in (*group.local, *group.whole_queries, *filter(None, (group.without_options,))):
             if path not in dict(container[index].named_modules()):
                 raise Refused(_misfit(model, plan, f"{group.path}.{index}.{path}"))
-        _require_arguments(model, plan, group.path, container[index], {*group.tokens, *_named(group)} - {*group.positional})
+        _require_arguments(model, plan, group.path, container[index], _named(group) - {*group.positional})
     _require_arguments(model, plan, plan.leave.path, modules[plan.leave.path], _named(plan.leave))
 
 
 def _named(item: Blocks | Leave) -> set[str]:
-    return {one.arg for one in (*item.along, *item.ranges)}
+    tokens = (*item.tokens, *item.returns) if isinstance(item, Blocks) else ()
+    return {one.arg for one in (*item.along, *item.ranges)} | {name.partition(".")[0] for name in tokens}
 
 
 def _require_arguments(model: nn.Module, plan: TokenPlan, path: str, module: nn.Module, wanted: set[str]) -> None:

@@ -8,11 +8,13 @@ D head dim, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
+from ..attention.kernels import Partial, merge, partial_attention
 from ..comm.mesh import SequenceComm
 from ..errors import ModelError
 from ..families.plan import TokenPlan
@@ -48,6 +50,14 @@ class Call(NamedTuple):
 Inner = Callable[[Call, QKV, torch.Tensor], torch.Tensor]  # call, 3 x (B, h, g, D), flag (1,) -> (B, h, g, D)
 
 
+def by_heads(q, k, v, heads: int, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """3 x (B, l, H*D) or, as ``skip_reshape`` says, (B, H, l, D) -> 3 x (B, H, l, D)."""
+    skip_reshape = kwargs.pop("skip_reshape", False)
+    dim = q.shape[-1] if skip_reshape else q[0, 0].numel() // heads
+    q, k, v = (t if skip_reshape else split_heads(t, dim) for t in (q, k, v))
+    return q, k, v
+
+
 class SequenceAttention:
     """Gives each rank its own heads of all tokens of its ulysses group. ``before_exchange`` is
     called before every message.
@@ -68,9 +78,8 @@ class SequenceAttention:
         """
         if args:
             kwargs["attn_precision"] = args[0]  # the only other argument hosts pass by position
-        skip_reshape, skip_output_reshape = kwargs.pop("skip_reshape", False), kwargs.pop("skip_output_reshape", False)
-        dim = q.shape[-1] if skip_reshape else q[0, 0].numel() // heads
-        q_BHlD, k_BHlD, v_BHlD = (t if skip_reshape else split_heads(t, dim) for t in (q, k, v))
+        q_BHlD, k_BHlD, v_BHlD = by_heads(q, k, v, heads, kwargs)
+        skip_output_reshape = kwargs.pop("skip_output_reshape", False)
         if k_BHlD.shape[1] != q_BHlD.shape[1]:  # grouped queries: an uneven split of heads needs them in full
             repeats = q_BHlD.shape[1] // k_BHlD.shape[1]
             k_BHlD, v_BHlD = (t.repeat_interleave(repeats, dim=1) for t in (k_BHlD, v_BHlD))
@@ -82,6 +91,25 @@ class SequenceAttention:
         out_BhgD = inner(Call(attention, kwargs, mask, split, own, joint, rows), qkv_3BhgD, flag)
         out_BlHD = self._tokens_for_heads(out_BhgD, split, joint)
         return out_BlHD.transpose(1, 2) if skip_output_reshape else out_BlHD.flatten(2)
+
+    def attend_over(self, rows: Shards, q, k, v, heads: int, mask: torch.Tensor | None, kwargs: dict) -> torch.Tensor:
+        """Attend with queries that every rank has whole to keys that are cut: each rank to its own
+        keys, and all merge the same parts in the same order.
+        """
+        if mask is not None:
+            raise ModelError("Attention over keys that are cut has a mask, which no plan says how to cut: this model needs another plan.")
+        q_BHQD, k_BHlD, v_BHlD = by_heads(q, k, v, heads, kwargs)
+        joint, exchange = rows.joint((self._plan.leave.stream,)), self._comm.world
+        part = partial_attention(q_BHQD, joint.drop_anchors(k_BHlD, 2), joint.drop_anchors(v_BHlD, 2), None, kwargs.get("scale"))
+        own = torch.cat((part.out.float(), part.level.unsqueeze(-1)), -1)
+        self._before_exchange()
+        received, flag = exchange.all_to_all([[own]] * exchange.size, [own.shape] * exchange.size, self._comm.stop.wish(own))
+        self._comm.stop.decide(flag)
+        parts = [(own if rank == exchange.rank else received[rank].to(own.device)) for rank in range(exchange.size)]
+        weights = [float(max(1, count)) for count in joint.counts]
+        whole = reduce(merge, (Partial(part[..., :-1], part[..., -1], weight) for part, weight in zip(parts, weights, strict=True)))
+        out_BHQD = whole.out.to(q.dtype)
+        return out_BHQD if kwargs.get("skip_output_reshape") else out_BHQD.transpose(1, 2).flatten(2)
 
     def _joint_of(self, rows: Shards, count: int) -> Joint:
         """Return the streams that attend together, told by how many local rows they have."""

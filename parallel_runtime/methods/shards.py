@@ -7,6 +7,7 @@ tokens in rank-major order: rank 0's rows of all streams, then rank 1's, and so 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -39,10 +40,20 @@ class Rows:
             offset += self.all_tokens[stream]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
-    def along(self, tensor: torch.Tensor, item: Along) -> torch.Tensor:
+    def localized(self, tensor_BLC: torch.Tensor, streams: Sequence[str]) -> torch.Tensor:
+        """Return the local rows of a tensor that has all rows of ``streams``, or those already."""
+        whole = tensor_BLC.shape[1] == sum(self.all_tokens[stream] for stream in streams)
+        return self.slice(tensor_BLC, 1, streams) if whole else tensor_BLC
+
+    def along(self, tensor: Any, item: Along) -> Any:
         """Return the local rows of an argument that runs along tokens. Raises ModelError where the
         plan does not fit the model.
         """
+        if item.within is not None and not isinstance(tensor, torch.Tensor):
+            within, rows_alone = item.within, replace(item, within=None)
+            return self.memoise(tensor, (item.arg,), lambda: within(tensor, lambda rows: self.along(rows, rows_alone)))
+        if isinstance(tensor, tuple):
+            return tuple(self.along(one, item) if isinstance(one, torch.Tensor) else one for one in tensor)
         rows, total = tensor.shape[item.dim], sum(self.all_tokens[stream] for stream in item.streams)
         if rows == 1:
             return tensor

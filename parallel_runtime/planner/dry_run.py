@@ -159,6 +159,9 @@ class Recorder:
         self.attended[-1].append(Attended(q.shape[2 if skips else 1], heads, q.shape[-1] if skips else q[0, 0].numel() // heads))
         return attention(q, k, v, heads, mask, *args, **kwargs)
 
+    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return attention(q, k, v, heads, mask, *args, **kwargs)  # what travels of it is as small as the whole queries
+
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> None:
         self.left = self._figures.flops
 

@@ -72,6 +72,11 @@ class PatchSharding:
         assert isinstance(rows, Shards)
         return self._attention.attend(self._over_last_seen, rows, attention, q, k, v, heads, mask, args, kwargs)
 
+    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(rows, Shards) or self._comm.size == 1:
+            return attention(q, k, v, heads, mask, *args, **kwargs)
+        return self._attention.attend_over(rows, q, k, v, heads, mask, kwargs)
+
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor:
         """Return the patch's rows of the leaving stream among all its rows, zero elsewhere, or as
         last seen where the model goes on with all of them; on other ranks than the stage's first,

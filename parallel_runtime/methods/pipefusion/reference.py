@@ -101,6 +101,10 @@ class PatchForward:
             mask = None if mask is None else mask_of_patch(mask, rows, streams)
         return attention(q_BHlD, k_BHlD, v_BHlD, heads, mask, skip_reshape=True, **kwargs)
 
+    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert rows is None, "a plan with whole queries says why its evaluations are whole"
+        return attention(q, k, v, heads, mask, *args, **kwargs)
+
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor | None:
         if rows is None:
             return None

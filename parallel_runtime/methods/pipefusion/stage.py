@@ -13,6 +13,7 @@ from torch import nn
 
 from ...comm.mesh import SequenceComm
 from ...comm.stage_link import StageLink
+from ...errors import Refused
 from ...families.plan import TokenPlan
 from ...layout import Layout
 from ...patches import Part, Patch
@@ -56,6 +57,11 @@ class PipeFusion:
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
         require_fit(model, plan)
+        if interleaved := [group.path for group in plan.blocks if group.interleaved]:
+            raise Refused(
+                f"The {interleaved[0]} of {type(model).__name__} run among its other blocks, so that no stage can hold a part of it: "
+                "set pipefusion to 1."
+            )
         require_blocks(layout.pipefusion, len(list(blocks_of(model, plan))))
 
     def attach(self) -> None:

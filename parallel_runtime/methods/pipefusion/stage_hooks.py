@@ -16,7 +16,7 @@ from torch import nn
 from ...comm.exchange import StopFlag
 from ...families.plan import Blocks, TokenPlan
 from ...stages import Stage
-from ..hooks import blocks_of
+from ..hooks import blocks_of, taken
 from .clock import BlockClock
 from .stage_messages import StageMessages
 
@@ -33,7 +33,7 @@ class Stub(nn.Module):
         self.receive: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
 
     def forward(self, **arguments: Any) -> Any:
-        tokens = [arguments[name] for name in self.returns]
+        tokens = [taken(arguments, name) for name in self.returns]
         if self.receive is not None:
             tokens = self.receive(tokens)
         return tuple(tokens) if len(tokens) > 1 else tokens[0]
@@ -94,7 +94,7 @@ class StageHooks:
 
     def _entering(self, group: Blocks) -> Callable:
         def hook(_block: nn.Module, _args: tuple, arguments: dict[str, Any]) -> None:
-            self._messages.enter([arguments[name] for name in group.tokens])
+            self._messages.enter([taken(arguments, name) for name in group.returns])
             if self._stop is not None:
                 self._stop.decide(self._stop.wish(torch.empty(0)))
 

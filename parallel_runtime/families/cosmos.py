@@ -1,0 +1,69 @@
+"""Cosmos-Predict 2 and Anima (comfy/ldm/cosmos/predict2.py@0.30.0, comfy/ldm/anima/model.py): image
+tokens alone in the blocks, in the shape of the video, text through cross-attention.
+
+Modulation has one row, or one for each frame. Anima is the same forward behind text that it
+prepares itself; its adapter has one size, too large for a sample.
+"""
+
+from .plan import Along, Blocks, Leave, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
+
+IMG = ("img",)
+
+PLAN = TokenPlan(
+    family="cosmos",
+    models=("comfy.ldm.cosmos.predict2:MiniTrainDIT", "comfy.ldm.anima.model:Anima"),
+    streams=IMG,
+    blocks=(
+        Blocks(
+            path="blocks",
+            tokens={"x_B_T_H_W_D": IMG},
+            along=(
+                Along(arg="rope_emb_L_1_1_D", dim=1, streams=IMG),
+                Along(arg="emb_B_T_D", dim=1, streams=IMG, repeated=True),
+                Along(arg="adaln_lora_B_T_3D", dim=1, streams=IMG, repeated=True),
+            ),
+            local=("cross_attn",),
+        ),
+    ),
+    leave=Leave(path="blocks", stream="img"),
+    patch_size="patch_spatial",
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(5,))
+
+
+def config(size: Size) -> Config:
+    return {
+        "image_model": "cosmos_predict2",
+        "max_img_h": 240,
+        "max_img_w": 240,
+        "max_frames": 128,
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_spatial": 2,
+        "patch_temporal": 1,
+        "model_channels": size.hidden,
+        "num_blocks": size.blocks[0],
+        "num_heads": size.heads,
+        "crossattn_emb_channels": size.text_dim,
+        "pos_emb_cls": "rope3d",
+        "use_adaln_lora": True,
+        "adaln_lora_dim": 16,
+    }
+
+
+COSMOS = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="cosmos-predict2",
+            form=Form(config_class="CosmosT2IPredict2", config=config),
+            heads=(5,),
+            tiny=tiny,
+            latents={"even": (1, 16, 1, 12, 8), "odd": (1, 16, 1, 9, 6)},
+        ),
+    ),
+)
