@@ -28,7 +28,7 @@ ROW = "{:9}{:24}{:16}{:>12}  {:26}{:7}{:24}{}"
 def table_row(figure: Figure) -> str:
     value, low, high = map(number, figure.estimate)
     goal = str(figure.goal) if figure.goal else ""
-    verdict = "" if not goal else "ok" if figure.met else "MISS"
+    verdict = "" if not goal else "ok" if figure.is_met else "MISS"
     interval = "" if low == high else f"{low} .. {high}"
     return ROW.format(figure.bench, figure.case, figure.metric, value, interval, figure.unit, goal, verdict).rstrip()
 
@@ -63,6 +63,6 @@ def main(argv: list[str], host: ComfyInstall) -> int:
                 figure = next(figures, None)
             if figure is None:
                 break
-            missed += not figure.met
+            missed += not figure.is_met
             print(json.dumps(figure.record()) if options.json else table_row(figure), flush=True)
     return 1 if missed else 0

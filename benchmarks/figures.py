@@ -63,7 +63,7 @@ class Goal:
     def within(cls, share: float, of: float) -> Goal:
         return cls(at_least=of * (1 - share), at_most=of * (1 + share))
 
-    def met(self, estimate: Estimate) -> bool:
+    def is_met(self, estimate: Estimate) -> bool:
         return estimate.high >= self.at_least and estimate.low <= self.at_most
 
     def __str__(self) -> str:
@@ -82,8 +82,8 @@ class Figure:
     goal: Goal | None = None
 
     @property
-    def met(self) -> bool:
-        return self.goal is None or self.goal.met(self.estimate)
+    def is_met(self) -> bool:
+        return self.goal is None or self.goal.is_met(self.estimate)
 
     def record(self) -> dict[str, Any]:
         """One line of ``--json``; ``goal`` is null or reads like ``>= 0.88``."""

@@ -1,1 +1,1 @@
-"""What a user drags into a graph."""
+"""The nodes that a user drags into a graph."""

@@ -43,7 +43,9 @@ def plain_args(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def rank_setup(environ: Mapping[str, str]) -> RankSetup:
-    """What ranks must know of this ComfyUI. Raises LayoutError where a variable cannot be read."""
+    """Return the set-up of ranks that compute as this ComfyUI does. Raises LayoutError where a
+    variable cannot be read.
+    """
     return rank_setup_from(environ, str(Path(comfy.__path__[0]).parent), plain_args(vars(comfy.cli_args.args)))
 
 

@@ -22,7 +22,7 @@ PLACED_BY = {"devices", "ulysses", "ring", "pipefusion"}  # inputs without which
 
 @dataclass(frozen=True, kw_only=True)
 class Takes:
-    """What an input takes, for its socket and for its check."""
+    """The values that an input takes, for its socket and for its check."""
 
     default: str | int
     tooltip: str
@@ -187,7 +187,7 @@ def blocks_of_stages(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What PipeMesh Pool hands out. The placement alone says which pool: another ``patching`` needs
+    """The output of PipeMesh Pool. The placement alone says which pool: another ``patching`` needs
     no other ranks.
     """
 

@@ -17,7 +17,7 @@ class LayoutError(PipeMeshError, ValueError):
 
 
 class Refused(PipeMeshError):
-    """Something that cannot be honoured in parallel (an in-block patch, a model without a plan), by
+    """A setting that cannot be honoured in parallel (an in-block patch, a model without a plan), by
     name.
     """
 

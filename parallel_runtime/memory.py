@@ -27,7 +27,7 @@ def give_back_freed() -> None:
         trim(0)
 
 
-def equal_memory(one: int, other: int, nbytes: int) -> bool:
+def is_equal_memory(one: int, other: int, nbytes: int) -> bool:
     """True if the bytes at two addresses are equal. As fast as memory is, without the GIL."""
     compare = ctypes.CDLL(None).memcmp
     compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

@@ -18,14 +18,14 @@ class Stage:
     blocks: int
 
     @property
-    def opens(self) -> bool:
+    def is_first(self) -> bool:
         return self.first == 0
 
     @property
-    def closes(self) -> bool:
+    def is_last(self) -> bool:
         return self.end == self.blocks
 
-    def owns(self, block: int) -> bool:
+    def holds(self, block: int) -> bool:
         return self.first <= block < self.end
 
     @property

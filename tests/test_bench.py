@@ -72,7 +72,7 @@ def test_a_percentile_is_a_measured_value(share, value):
     ],
 )
 def test_a_goal_fails_only_where_the_favourable_end_misses_it(goal, low, high, met):
-    assert goal.met(Estimate((low + high) / 2, low, high)) is met
+    assert goal.is_met(Estimate((low + high) / 2, low, high)) is met
 
 
 def test_goals_read_like_conditions():
@@ -222,9 +222,9 @@ def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_t
     figures = {(figure.case, figure.metric): figure for figure in pipefusion.bench(Options(host=host(), rounds=1, pictures=tmp_path))}
     assert {path.name for path in tmp_path.iterdir()} == {"pipefusion-free-m2.png", "pipefusion-single-m2.png"}
     assert {case for case, metric in figures if metric == "efficiency"} == {"free_m2_320", "single_m2_320"}
-    assert figures["free_m2_320", "bytes_per_step"].met and figures["single_m2_320", "bytes_per_step"].met
+    assert figures["free_m2_320", "bytes_per_step"].is_met and figures["single_m2_320", "bytes_per_step"].is_met
     assert 0 < figures["free_m2_320", "occupancy"].estimate.value <= 1
-    assert figures["cut_by_hand", "weights_share"].met
+    assert figures["cut_by_hand", "weights_share"].is_met
     assert 0.5 < figures["equal_blocks", "weights_share"].estimate.value < 0.9  # with so few steps the blocks' times are rough
 
 
@@ -265,4 +265,4 @@ def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
     assert {figure.case for figure in figures if figure.metric == "efficiency"} == {case for case in cases if case.endswith("_192")}
     counted = [figure for figure in figures if figure.metric == "bytes_per_step"]
     assert [figure.case for figure in counted] == cases
-    assert all(figure.met for figure in counted)
+    assert all(figure.is_met for figure in counted)

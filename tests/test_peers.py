@@ -90,7 +90,7 @@ def test_the_figures_are_those_of_the_definition(monkeypatch):
         "max_difference": 1e-6,
         "serial_difference": 3e-5,
     }
-    assert [metric for metric, figure in figures.items() if not figure.met] == ["serial_difference"]
+    assert [metric for metric, figure in figures.items() if not figure.is_met] == ["serial_difference"]
 
 
 # -- with diffusers

@@ -33,8 +33,8 @@ def test_stages_cut_by_hand_have_all_blocks_of_the_model_or_are_refused(sizes, b
             cut(sizes, blocks)
         return
     made = cut(sizes, blocks)
-    assert [stage.size for stage in made] == sizes and made[0].opens and made[-1].closes
-    assert [[stage.owns(block) for stage in made].count(True) for block in range(blocks)] == [1] * blocks
+    assert [stage.size for stage in made] == sizes and made[0].is_first and made[-1].is_last
+    assert [[stage.holds(block) for stage in made].count(True) for block in range(blocks)] == [1] * blocks
 
 
 def test_blocks_of_two_kinds_are_shared_out_by_what_they_cost():

@@ -1,4 +1,6 @@
-"""What a long command shows on the screen, and what it writes into a log. Standard library only."""
+"""Show the progress of a long command on the screen, and write its output into a log. Standard
+library only.
+"""
 
 from __future__ import annotations
 

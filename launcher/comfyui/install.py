@@ -48,7 +48,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """What an install needs of the world around it; tests bring their own."""
+    """The ways in which an install reaches the world around it; tests bring their own."""
 
     console: Console = field(default_factory=stderr_console)
     run: Callable[[Sequence[str], Path, Callable[[str], None], Mapping[str, str], int], int] = run_logged
@@ -72,8 +72,9 @@ def cache_folder(env: Mapping[str, str]) -> Path:
 
 
 def pack_requirements(root: Path) -> tuple[str, ...]:
-    """What the pack and its tests need beside ComfyUI's own requirements: requirements.txt and
-    pyproject's `test` extra, read by hand because tomllib comes with Python 3.11 only.
+    """Returns the packages of the pack and its tests beside ComfyUI's own requirements:
+    requirements.txt and pyproject's `test` extra, read by hand because tomllib comes with Python
+    3.11 only.
     """
     ours = [line.strip() for line in (root / "requirements.txt").read_text(encoding="utf-8").splitlines()]
     extra = re.search(r"^test = \[(.*?)^\]", (root / "pyproject.toml").read_text(encoding="utf-8"), re.S | re.M)
@@ -111,7 +112,7 @@ class Install:
         return self.base / "scratch"
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """True if every step was finished, and the Python it was made from is still there."""
         return (self.base / STAMP).exists() and self.python.exists()
 
@@ -122,12 +123,12 @@ def ensure_installed(root: Path, tools: Tools) -> Install:
     """
     requirements = pack_requirements(root)
     install = Install(cache_folder(tools.env) / "hosts" / install_key(requirements))
-    if install.complete:
+    if install.is_complete:
         return install
     try:
         install.base.parent.mkdir(parents=True, exist_ok=True)
         with _locked(install.base.with_suffix(".lock"), tools.console) as lock:
-            if not install.complete:  # whoever held the lock may have finished it
+            if not install.is_complete:  # whoever held the lock may have finished it
                 _install(install, requirements, tools, lock)
     except OSError as error:
         if error.errno == errno.ENOSPC:

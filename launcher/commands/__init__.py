@@ -1,1 +1,1 @@
-"""What `python3 -m launcher` can be told to do."""
+"""The commands of `python3 -m launcher`."""

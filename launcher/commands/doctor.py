@@ -64,7 +64,7 @@ class Torch:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What one page is about. ``python``: the version of the one that runs, ``executable``."""
+    """The facts on one page. ``python``: the version of the one that runs, ``executable``."""
 
     python: str
     executable: str

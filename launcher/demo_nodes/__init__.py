@@ -1,5 +1,5 @@
-"""What demo and test workflows need beyond stock nodes; a pack of its own, loaded by the demo's and
-the tests' ComfyUI only.
+"""The nodes of demo and test workflows beyond stock ones; a pack of its own, loaded by the demo's
+and the tests' ComfyUI only.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class Placement:
         return () if self.devices[rank].is_gpu else share_of_cores(own_cores(), here.index(rank), len(here))
 
     def threads(self, rank: int) -> int:
-        """How many CPU threads the rank has: its share of the cores of this process, and no more
-        than OMP_NUM_THREADS.
+        """Returns the number of CPU threads of the rank: its share of the cores of this process,
+        and no more than OMP_NUM_THREADS.
         """
         share = len(share_of_cores(own_cores(), 0, len(self.ranks_on(self.devices[rank].machine))))
         limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP takes one number per level of nesting
@@ -85,8 +85,8 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
     """Gives every rank a device. ``wanted`` is ``auto``, ``cpu`` or a list such as
     ``cuda:0,cuda:2`` or ``cuda:0,node1/cuda:0``; ``gpus`` are those of this machine.
 
-    What another machine has is found out when the pool starts. Raises LayoutError with the equation
-    that fails.
+    The devices of another machine are found out when the pool starts. Raises LayoutError with the
+    equation that fails.
     """
     names = names_of(layout, wanted, gpus)
     known = {device.name: device for device in (Device("cpu"), *gpus)}

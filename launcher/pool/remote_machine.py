@@ -74,8 +74,8 @@ def trust(sock: socket.socket, name: str, known: str, setup: RankSetup) -> None:
 
 
 class RemoteMachine:
-    """The ranks of one other machine, over the connection to its leader. What they write on its
-    board is copied onto ComfyUI's.
+    """The ranks of one other machine, over the connection to its leader. Their lines of its
+    board are copied onto ComfyUI's.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], sock: socket.socket, board: Board):

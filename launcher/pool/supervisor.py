@@ -26,7 +26,7 @@ log = logging.getLogger("pipemesh")
 
 @dataclass(frozen=True)
 class Command:
-    """How to start one rank. ``line`` fills ``{fd}`` and ``{parent}`` in."""
+    """The command line and environment of one rank. ``line`` fills ``{fd}`` and ``{parent}`` in."""
 
     argv: tuple[str, ...]
     env: dict[str, str]

@@ -34,7 +34,7 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class InPatches:
-    """How a run under pipefusion was sampled. ``patches`` is 0 where it was all warm-up."""
+    """Figures of a run that was sampled in patches. ``patches`` is 0 where it was all warm-up."""
 
     mode: str
     patches: int

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from ..checkpoint import File, check_file, check_mapped
 from ..errors import Refused
-from ..memory import equal_memory, give_back_freed, is_unwritten
+from ..memory import give_back_freed, is_equal_memory, is_unwritten
 from .forward import PREFIX
 from .quantised import is_quantised, named_tensors, store_in, taken_apart
 
@@ -257,7 +257,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape:
         return False
     one, other = one.cpu().contiguous(), other.contiguous()
-    return equal_memory(one.data_ptr(), other.data_ptr(), one.nbytes)
+    return is_equal_memory(one.data_ptr(), other.data_ptr(), one.nbytes)
 
 
 def give_back(patcher: Any, kind: type, device: Any, unpatch_weights: bool) -> None:

@@ -13,8 +13,8 @@ from .segment import TensorRef
 
 
 class Meeting(msgspec.Struct, frozen=True, array_like=True):
-    """Where the ranks of a pool over several machines meet: torchrun's store, and a name of the
-    pool's own in it.
+    """The meeting place of the ranks of a pool over several machines: torchrun's store, and a name
+    of the pool's own in it.
     """
 
     address: str

@@ -16,8 +16,8 @@ ALIGN = 64
 
 
 class TensorRef(msgspec.Struct, frozen=True, array_like=True):
-    """Where a contiguous tensor lies in a segment. ``version`` names content that stays unchanged;
-    0 means volatile.
+    """The place of a contiguous tensor in a segment. ``version`` names content that stays
+    unchanged; 0 means volatile.
 
     ``in_place``: a rank reads it where it lies and takes the rows it needs; nobody writes to it.
     """

@@ -78,8 +78,8 @@ class ArenaIO:
         return self._versions[ref.version]
 
     def write(self, output: Any, place: TensorRef) -> tuple[bytes, int]:
-        """Writes ``output`` into ``place``; returns its tree. Where it does not fit, nothing is
-        returned but the bytes it needs, and it is kept for ``write_again``.
+        """Writes ``output`` into ``place``; returns its tree, and 0. An output that does not fit is
+        kept for ``write_again``: then the tree is empty, and the bytes that it takes come with it.
         """
         offset, fits = place.offset, True
 

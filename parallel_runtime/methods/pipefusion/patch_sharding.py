@@ -124,7 +124,7 @@ class PatchSharding:
             raise Stopped
 
     def _any_refuses(self, like: torch.Tensor, refuses: bool) -> bool:
-        """Whether any rank of the stage refuses; ``refuses``: whether this one does."""
+        """Return True if any rank of the stage refuses; ``refuses``: this one does."""
         group, nothing = self._comm.ulysses, like.new_empty(0)
         if group.size == 1:
             return refuses

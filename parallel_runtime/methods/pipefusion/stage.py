@@ -40,8 +40,8 @@ class PipeFusion:
     ):
         leave_out(model, plan, stage)
         blocks = [(index, container[place], place, group) for index, (container, place, group) in enumerate(blocks_of(model, plan))]
-        alone = sum(has(block, group.self_attention_2) for index, block, _, group in blocks if stage.owns(index))
-        adds = range(stage.first - 1, stage.end - (not stage.closes))  # what is added behind the last own block, the next stage adds
+        alone = sum(has(block, group.self_attention_2) for index, block, _, group in blocks if stage.holds(index))
+        adds = range(stage.first - 1, stage.end - (not stage.is_last))  # what is added behind the last own block, the next stage adds
         residuals = frozenset((group.control, place) for index, _, place, group in blocks if index in adds)
         self._comm = comm
         self._attentions = stage.size + alone

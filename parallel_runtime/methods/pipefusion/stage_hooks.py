@@ -42,7 +42,7 @@ class Stub(nn.Module):
 def leave_out(model: nn.Module, plan: TokenPlan, stage: Stage) -> None:
     """Replace the blocks that are not the stage's by stubs; their weights are freed."""
     for index, (container, place, group) in enumerate(blocks_of(model, plan)):
-        if not stage.owns(index) and not isinstance(container[place], Stub):
+        if not stage.holds(index) and not isinstance(container[place], Stub):
             container[place] = Stub(type(container[place]), group.returns)
 
 
@@ -70,15 +70,15 @@ class StageHooks:
             if index == self._stage.first - 1:
                 assert isinstance(block, Stub)
                 self._receiver, block.receive = block, self._messages.receive_hidden
-            if self._stage.owns(index):
+            if self._stage.holds(index):
                 self._attach_own(index, block, group)
 
     def _attach_own(self, index: int, block: nn.Module, group: Blocks) -> None:
         if index == self._stage.first:
             self._handles.append(block.register_forward_pre_hook(self._entering(group), with_kwargs=True))
-        self._handles.append(block.register_forward_pre_hook(lambda *_: self._clock.note(index, self._messages.on_cuda)))
-        self._handles.append(block.register_forward_hook(lambda *_: self._clock.note(index, self._messages.on_cuda)))
-        if index == self._stage.end - 1 and not self._stage.closes:
+        self._handles.append(block.register_forward_pre_hook(lambda *_: self._clock.note(index, self._messages.is_on_cuda)))
+        self._handles.append(block.register_forward_hook(lambda *_: self._clock.note(index, self._messages.is_on_cuda)))
+        if index == self._stage.end - 1 and not self._stage.is_last:
             self._handles.append(block.register_forward_hook(self._leaving))
 
     def detach(self) -> None:

@@ -38,7 +38,7 @@ class StageMessages:
     """
 
     def __init__(self, stage: Stage, link: StageLink, next_part: Callable[[], Part | None]):
-        self.done = MessagesDone(receives=not stage.opens, sends=not stage.closes)
+        self.done = MessagesDone(receives=not stage.is_first, sends=not stage.is_last)
         self._link = link
         self._next_part = next_part
         self._part: Part | None = None
@@ -77,7 +77,7 @@ class StageMessages:
         self._here = Hidden.of(tokens)
 
     @property
-    def on_cuda(self) -> bool:
+    def is_on_cuda(self) -> bool:
         return self._here is not None and self._here.device.type == "cuda"
 
     def send_hidden(self, out: torch.Tensor | tuple[torch.Tensor, ...]) -> NoReturn:
