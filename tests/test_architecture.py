@@ -38,6 +38,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "__init__.py",
     "nodes/",
     "parallel_runtime/comfy_bridge/",
+    "parallel_runtime/client/remote_forward.py",
     "parallel_runtime/client/remote_patcher.py",
     "parallel_runtime/client/patchwise.py",
     "parallel_runtime/client/separable.py",

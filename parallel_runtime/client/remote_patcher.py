@@ -8,7 +8,6 @@ guider or wrapper that calls the model calls the right forward.
 from __future__ import annotations
 
 import uuid
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ..checkpoint import check_mapped
-from ..comfy_bridge.forward import PREFIX, forward_binder, forward_patch
+from ..comfy_bridge.forward import PREFIX, forward_patch
 from ..comfy_bridge.guard import refuse_foreign_levers, refuse_in_block_patches, require_plan
+from ..comfy_bridge.in_place import Watch, require_unchanged
 from ..comfy_bridge.interrupt import interrupted, interrupting
 from ..comfy_bridge.options import CrossingOptions, leave_out_compilation
 from ..comfy_bridge.prepared_text import text_patch
@@ -32,6 +32,7 @@ from ..comfy_bridge.weights import give_back, is_patched
 from ..errors import Refused
 from .patch_backend import PipelineBackend
 from .patchwise import Patchwise, branch_of
+from .remote_forward import WRAPPERS, RemoteForward
 from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY
 
@@ -123,6 +124,7 @@ class RemotePatcher(ModelPatcher):
     remote: Remote
     stock_class: type[ModelPatcher] = ModelPatcher  # of the MODEL that was parallelized
     hook_set: tuple[str, dict] = ("", {})
+    watch: Watch | None = None
     objects: tuple[str, dict] = ("", {})  # a name of its content, and what ranks put into place beside weight patches
 
     def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
@@ -167,6 +169,8 @@ class RemotePatcher(ModelPatcher):
         before = self.loaded_size()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             self.unpatch_model(self.offload_device, unpatch_weights=is_patched(self))
+            require_plan(self.model.diffusion_model)  # again: a node may have changed the class since
+            require_unchanged(self.model.diffusion_model, operations=self.model.model_config.custom_operations)
             weights.compare(self)
             objects = {**cast_switches(self), **plain}
             name = content_id(objects) + weights.changed_id
@@ -190,7 +194,9 @@ class RemotePatcher(ModelPatcher):
         for instead in ours:
             self.object_patches_backup.setdefault(instead, comfy.utils.ATTR_UNSET)
         try:
-            return super().patch_model(device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights)
+            model = super().patch_model(device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights)
+            self.watch = Watch(model.diffusion_model, tuple(ours.values()), model.model_config.custom_operations)
+            return model
         except BaseException:
             self.unpatch_model(unpatch_weights=False)
             raise
@@ -297,22 +303,6 @@ def prepare_sampling(
     return executor(model, shape, conds, model_options, *args, **kwargs)
 
 
-class RemoteForward:
-    """Stands where the transformer's own forward was, for as long as its patcher is the one
-    loaded.
-    """
-
-    def __init__(self, patcher: RemotePatcher, name: str):
-        self._patcher = weakref.ref(patcher)
-        self._bind = forward_binder(patcher.model.diffusion_model, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        patcher = self._patcher()
-        if patcher is None:
-            raise RuntimeError("The parallelized MODEL is gone while its forward is still in place: run the workflow again.")
-        return patcher.evaluate(self._bind(args, kwargs))
-
-
 def parallelize(
     patcher: ModelPatcher,
     pool: RemotePool,
@@ -340,8 +330,9 @@ def parallelize(
         sampling = Patchwise(backend, patch_size, plan, patching.patches, patching.warm_up, notice)
     remote = Remote(pool, source, holds_ui_device, activations, sampling, patching.stages if patching else ())
     made = remote_clone(patcher, remote)
-    made.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY)
-    made.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY, prepare_sampling)
+    for kind, wrapper in ((WrappersMP.PREPARE_SAMPLING, prepare_sampling), *WRAPPERS.items()):
+        made.remove_wrappers_with_key(kind, WRAPPER_KEY)
+        made.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
     Patchwise.detach(made)
     if sampling is not None:
         sampling.attach(made)

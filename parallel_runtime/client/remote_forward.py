@@ -1,0 +1,107 @@
+"""The forward that stands in a transformer for its own, and wrappers that see to it that every
+evaluation comes there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ..comfy_bridge.forward import PREFIX, forward_binder, forward_patch
+from ..comfy_bridge.guard import patch_name
+from ..comfy_bridge.in_place import Watch
+from ..errors import Refused
+
+
+class Evaluating(Protocol):
+    """``watch`` is the patcher's: held by the forward, it would keep the model alive that holds the
+    forward.
+    """
+
+    model: Any
+    watch: Watch | None
+
+    def evaluate(self, arguments: dict[str, Any]) -> Any: ...
+
+
+class RemoteForward:
+    """Stands where the transformer's own forward was, for as long as its patcher is the one
+    loaded. ``calls``: how many evaluations came here.
+    """
+
+    def __init__(self, patcher: Evaluating, name: str):
+        self._patcher = weakref.ref(patcher)
+        self._bind = forward_binder(patcher.model.diffusion_model, name)
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        patcher = self._patcher()
+        if patcher is None:
+            raise RuntimeError("The parallelized MODEL is gone while its forward is still in place: run the workflow again.")
+        self.calls += 1
+        self.require_unchanged()
+        return patcher.evaluate(self._bind(args, kwargs))
+
+    def require_unchanged(self) -> None:
+        """Raises Refused for what was changed of the transformer in place since it was loaded."""
+        patcher = self._patcher()
+        if patcher is not None and patcher.watch is not None:
+            patcher.watch.check()
+
+
+def forward_of(model: Any) -> RemoteForward | None:
+    """The remote forward in place in a BaseModel, None where another clone of it is loaded."""
+    diffusion_model = model.diffusion_model
+    forward = vars(diffusion_model).get(forward_patch(diffusion_model).removeprefix(PREFIX))
+    return forward if isinstance(forward, RemoteForward) else None
+
+
+def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """An APPLY_MODEL wrapper. Raises Refused where the transformer was evaluated by other code than
+    the remote forward. A cache may skip it, but not in the first evaluation of a run.
+    """
+    forward = forward_of(executor.class_obj)
+    before = forward.calls if forward is not None else 0
+    output = executor(*args, **kwargs)
+    if forward is not None and forward.calls == before:
+        forward.require_unchanged()
+        if not before:
+            raise _unused(executor.class_obj.current_patcher)
+    return output
+
+
+def outer_sample(executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """An OUTER_SAMPLE wrapper. Raises Refused after a run that asked the pool for nothing, where a
+    node's code stands between the sampler and the model.
+    """
+    output = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+    patcher = executor.class_obj.model_patcher
+    forward = forward_of(patcher.model)
+    if forward is not None and not forward.calls and len(sigmas) > 1 and any(_between(patcher)):
+        raise _unused(patcher)
+    return output
+
+
+def _between(patcher: Any) -> list[Any]:
+    """The code of nodes between the sampler and the transformer."""
+    options = patcher.model_options
+    wrappers = [options.get("model_function_wrapper")]
+    for kind in (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL):
+        wrappers += patcher.get_all_wrappers(kind)
+    return [wrapper for wrapper in wrappers if wrapper is not None and wrapper not in WRAPPERS.values()]
+
+
+def _unused(patcher: Any) -> Refused:
+    names = ", ".join(patch_name(wrapper) for wrapper in _between(patcher))
+    by = f" by {names}" if names else ""
+    return Refused(
+        f"This MODEL was evaluated{by} without its transformer's forward, so nothing ran in the pool: "
+        "remove the node that takes the forward's place, or leave PipeMesh Parallelize out."
+    )
+
+
+WRAPPERS: dict[str, Callable] = {WrappersMP.APPLY_MODEL: apply_model, WrappersMP.OUTER_SAMPLE: outer_sample}

@@ -1,0 +1,98 @@
+"""Finds what other packs changed of a transformer in place: the methods, hooks, classes and
+submodules of its modules.
+
+ComfyUI does not know of such changes, and ranks build the model without them, so a change that is
+not found here has no effect, or takes the forward away from the pool, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import Refused
+from .guard import patch_name
+
+LIBRARIES = frozenset({"comfy", "comfy_aimdo", "comfy_extras", "comfy_kitchen", "einops", "torch", "torchvision"})
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def require_unchanged(diffusion_model: torch.nn.Module, ours: Sequence[Any] = (), operations: Any = None) -> None:
+    """Raises Refused for the first change in place, naming it. ``ours`` are those of PipeMesh
+    itself; ``operations``: the class whose layers the loader chose.
+    """
+    trusted = LIBRARIES | {_root(type(diffusion_model)), _root(operations)}
+    for path, module in diffusion_model.named_modules():
+        for what, culprit in _changes_of(module, ours, trusted):
+            raise _refusal(path, what, culprit)
+
+
+class Watch:
+    """A transformer as it was when it was loaded, for a check so short that every evaluation can
+    have it: tens of microseconds for a thousand modules.
+    """
+
+    def __init__(self, diffusion_model: torch.nn.Module, ours: Sequence[Any] = (), operations: Any = None):
+        self._model = diffusion_model
+        self._ours = ours
+        self._operations = operations
+        self._record()
+
+    def _record(self) -> None:
+        self._seen = [
+            (module, type(module), own := vars(module), len(own), own["_modules"], dict(own["_modules"]), *(own[name] for name in HOOKS))
+            for module in self._model.modules()
+        ]
+
+    def check(self) -> None:
+        """Raises Refused for what was changed since, naming it. Attributes that are no code are
+        let be: ComfyUI itself sets some.
+        """
+        changed = False
+        for module, kind, own, count, children, before, hooks, pre_hooks in self._seen:
+            if module.__class__ is not kind or len(own) != count or hooks or pre_hooks:
+                changed = True
+            if own["_modules"] is not children or children != before:
+                raise self._swapped(module, before)
+        if changed:
+            require_unchanged(self._model, self._ours, self._operations)
+            for module, kind, *_ in self._seen:
+                if module.__class__ is not kind:
+                    raise _refusal(self._path_of(module), "is of another class than it was loaded with", type(module))
+            self._record()
+
+    def _swapped(self, module: torch.nn.Module, before: dict[str, torch.nn.Module | None]) -> Refused:
+        now = module._modules
+        name = next((name for name in {**before, **now} if before.get(name) is not now.get(name)), "")
+        path = ".".join(part for part in (self._path_of(module), name) if part)
+        child = now.get(name)
+        inner = next((one for one in child.modules() if _root(type(one)) not in LIBRARIES), child) if child is not None else None
+        return _refusal(path, "was swapped while the model samples", type(inner))
+
+    def _path_of(self, module: torch.nn.Module) -> str:
+        return next((path for path, one in self._model.named_modules() if one is module), "")
+
+
+def _changes_of(module: torch.nn.Module, ours: Sequence[Any], trusted: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    kind, own = type(module), vars(module)
+    if _root(kind) not in trusted:
+        yield "is of a class of another pack", kind
+    for name, value in own.items():
+        if callable(value) and hasattr(kind, name) and not any(value is one for one in ours):
+            yield f"has its method {name} replaced in place", value
+    for name in HOOKS:
+        for hook in own[name].values():
+            yield "has a forward hook", hook
+
+
+def _root(kind: Any) -> str:
+    return str(getattr(kind, "__module__", "")).partition(".")[0]
+
+
+def _refusal(path: str, what: str, culprit: Any) -> Refused:
+    name = patch_name(culprit)
+    move = "use EasyCache in its place, which works in the pool" if "cache" in name.lower() else "remove the node that does it"
+    place = f"diffusion_model.{path}" if path else "diffusion_model"
+    return Refused(f"{place} of this MODEL {what} ({name}), which ranks know nothing of: {move}, or leave PipeMesh Parallelize out.")

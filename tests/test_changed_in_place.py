@@ -1,0 +1,230 @@
+"""Packs that change a model behind ComfyUI's back: found and named, whenever they do it.
+
+Each is imitated from what it is known to do, under a name like its own.
+"""
+
+import gc
+import types
+import weakref
+
+import comfy.model_management as mm
+import pytest
+import torch
+from comfy.ldm.flux.layers import DoubleStreamBlock
+from comfy.ldm.flux.model import Flux
+from pipemesh.launcher.commands.parity import BOUND, relative_error, stock_model
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.comfy_bridge.in_place import Watch, require_unchanged
+from pipemesh.parallel_runtime.errors import Refused
+
+from .models import load, run
+
+
+def pulid_forward(self, *args, **kwargs):
+    return Flux.forward_orig(self, *args, **kwargs)
+
+
+def nag_forward(self, x, timestep, context, *args, **kwargs):
+    return torch.zeros_like(x)
+
+
+def block_forward(self, *args, **kwargs):
+    return DoubleStreamBlock.forward(self, *args, **kwargs)
+
+
+def layer_hook(*args):
+    return None
+
+
+class ReFlux(Flux):
+    """As RES4LYF's patchers make of a Flux."""
+
+
+class ReDoubleStreamBlock(DoubleStreamBlock):
+    """Likewise of its blocks."""
+
+
+def set_on(thing, name, function):
+    setattr(thing, name, types.MethodType(function, thing))
+
+
+IN_PLACE = {
+    "PuLID-Flux": (lambda dm: set_on(dm, "forward_orig", pulid_forward), r"its method forward_orig .*pulid_forward"),
+    "NAG": (lambda dm: set_on(dm, "forward", nag_forward), r"its method forward .*nag_forward"),
+    "a block's forward": (
+        lambda dm: set_on(dm.double_blocks[1], "forward", block_forward),
+        r"diffusion_model.double_blocks.1 .*its method forward .*block_forward",
+    ),
+    "a layer's hook": (lambda dm: dm.img_in.register_forward_hook(layer_hook), r"img_in .*forward hook .*layer_hook"),
+    "a layer's pre-hook": (lambda dm: dm.img_in.register_forward_pre_hook(layer_hook), r"img_in .*forward hook .*layer_hook"),
+    "RES4LYF": (lambda dm: setattr(dm, "__class__", ReFlux), r"ReFlux has no token plan"),
+    "RES4LYF's blocks": (
+        lambda dm: setattr(dm.double_blocks[0], "__class__", ReDoubleStreamBlock),
+        r"double_blocks.0 .*class of another pack .*ReDoubleStreamBlock",
+    ),
+    "another pack's block": (
+        lambda dm: dm.double_blocks.__setitem__(0, torch.nn.Sequential(Foreign())),
+        r"double_blocks.0.0 .*class of another pack .*Foreign",
+    ),
+    "torch.compile": (lambda dm: dm.compile(), r"_compiled_call_impl"),
+}
+
+
+class Foreign(torch.nn.Module):
+    pass
+
+
+@pytest.mark.parametrize("when", ["before it is parallelized", "before it is sampled", "between two runs"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_changed_in_place_is_named_before_anything_is_computed(files, client, requests, name, when):
+    change, what = IN_PLACE[name]
+    model = load(files["model"])
+    parallel = None
+    if when != "before it is parallelized":
+        parallel = parallelize(model, client, True)
+    if when == "between two runs":
+        run(parallel, steps=1)
+    requests.clear()
+    change(model.model.diffusion_model)
+    with pytest.raises(Refused, match=f"{what}.*leave PipeMesh Parallelize out"):
+        run(parallel or parallelize(model, client, True), steps=1)
+    assert not requests["Forward"]
+
+
+class CachedTransformerBlocks(torch.nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, *args, **kwargs):
+        return self.blocks[0](*args, **kwargs)
+
+
+def teacache_forward(self, *args, **kwargs):
+    return Flux.forward_orig(self, *args, **kwargs)
+
+
+def within_a_wrapper(change, put_back):
+    """A MODEL patch that changes the transformer around each call of the model, and puts it
+    back.
+    """
+
+    def wrapper(apply_model, options):
+        model = apply_model.__self__.diffusion_model
+        kept = change(model)
+        try:
+            return apply_model(options["input"], options["timestep"], **options["c"])
+        finally:
+            put_back(model, kept)
+
+    return wrapper
+
+
+def swap_blocks(model):
+    kept, model.double_blocks = model.double_blocks, torch.nn.ModuleList([CachedTransformerBlocks(model.double_blocks)])
+    return kept
+
+
+WITHIN = {
+    "TeaCache": (
+        lambda dm: set_on(dm, "forward_orig", teacache_forward),
+        lambda dm, _: delattr(dm, "forward_orig"),
+        "forward_orig .*teacache_forward.*use EasyCache",
+    ),
+    "WaveSpeed": (
+        swap_blocks,
+        lambda dm, kept: setattr(dm, "double_blocks", kept),
+        "double_blocks .*was swapped .*CachedTransformerBlocks.*use EasyCache",
+    ),
+    "blocks left out": (
+        lambda dm: dm.single_blocks._modules.popitem(),
+        lambda dm, kept: dm.single_blocks._modules.update([kept]),
+        "single_blocks.1 .*was swapped",
+    ),
+    "NAG": (lambda dm: set_on(dm, "forward", nag_forward), lambda dm, _: delattr(dm, "forward"), "method forward .*nag_forward"),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_what_a_wrapper_changes_while_the_model_samples_is_named(pair, requests, name):
+    change, put_back, what = WITHIN[name]
+    stock, parallel = pair
+    clone = parallel.clone()
+    clone.set_model_unet_function_wrapper(within_a_wrapper(change, put_back))
+    with pytest.raises(Refused, match=f"{what}.*leave PipeMesh Parallelize out"):
+        run(clone)
+    assert not requests["Forward"]
+    assert relative_error(run(parallel), run(stock)) <= BOUND
+
+
+def test_a_forward_that_is_replaced_after_the_first_steps_is_named(pair, requests):
+    _stock, parallel = pair
+    left = [2]
+
+    def change(model):
+        left[0] -= 1
+        if left[0] < 0:
+            set_on(model, "forward", nag_forward)
+
+    clone = parallel.clone()
+    clone.set_model_unet_function_wrapper(within_a_wrapper(change, lambda model, _: vars(model).pop("forward", None)))
+    with pytest.raises(Refused, match="nag_forward"):
+        run(clone, steps=4)
+    assert requests["Forward"] == 2
+
+
+def own_sampler(apply_model, options):
+    return options["input"]
+
+
+def own_transformer(executor, x, *args, **kwargs):
+    return torch.zeros_like(x)
+
+
+def test_a_run_that_asks_the_pool_for_nothing_is_refused_by_the_name_of_the_wrapper(pair, requests):
+    from comfy.patcher_extension import WrappersMP
+
+    stock, parallel = pair
+    clone = parallel.clone()
+    clone.set_model_unet_function_wrapper(own_sampler)
+    with pytest.raises(Refused, match=r"evaluated by .*own_sampler without .* nothing ran in the pool"):
+        run(clone)
+    clone = parallel.clone()
+    clone.add_wrapper(WrappersMP.DIFFUSION_MODEL, own_transformer)
+    with pytest.raises(Refused, match=r"evaluated by .*own_transformer without"):
+        run(clone)
+    assert not requests["Forward"]
+    assert relative_error(run(parallel), run(stock)) <= BOUND
+
+
+def test_torch_compile_as_object_patch_is_refused_by_name(pair):
+    _stock, parallel = pair
+    clone = parallel.clone()
+    clone.add_object_patch("diffusion_model", torch.compile(clone.model.diffusion_model))
+    with pytest.raises(Refused, match=r"diffusion_model \(.*OptimizedModule\) is code"):
+        run(clone)
+
+
+def test_a_model_that_was_sampled_and_dropped_is_gone_at_once(files, client):
+    parallel = parallelize(load(files["model"]), client, True)
+    run(parallel, steps=1)
+    transformer = weakref.ref(parallel.model.diffusion_model)
+    mm.current_loaded_models.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        del parallel
+        assert transformer() is None
+    finally:
+        gc.enable()
+
+
+def test_attributes_that_are_no_code_are_let_be():
+    model = stock_model(1).model.diffusion_model
+    watch = Watch(model)
+    model.pulid_data, model.double_blocks[0].step = {}, 3
+    watch.check()
+    require_unchanged(model)
+    set_on(model.double_blocks[0], "forward", block_forward)
+    with pytest.raises(Refused, match="block_forward"):
+        watch.check()
