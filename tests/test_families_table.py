@@ -35,14 +35,16 @@ def test_a_plan_that_is_only_whole_says_why():
     whole = replace(plan, together=Together(always="it looks at all frames"))
     assert families.row_of(plan, []).pipefusion == "approximate"
     row = families.row_of(whole, [PLAIN])
-    assert (row.pipefusion, row.whole) == ("whole", "it looks at all frames")
+    assert (row.pipefusion, row.why) == ("whole", "it looks at all frames")
     assert "whole: it looks at all frames" in families.markdown([row], {})
+    among = replace(plan, blocks=(*plan.blocks[:-1], replace(plan.blocks[-1], interleaved=True)))
+    assert families.row_of(among, []).pipefusion == "refused"
 
 
 def test_a_plan_whose_patches_are_bound_says_by_what():
     bound = replace(PLANS[0], together=Together(refiners=("first",), arguments=("ref_latents",)))
     row = families.row_of(bound, [PLAIN])
-    says = "approximate; step by step, because of the model's first, which looks at the whole image; whole with ref_latents"
+    says = "approximate: step by step, because of the model's first, which looks at the whole image; whole with ref_latents"
     assert says in families.markdown([row], {})
 
 

@@ -23,14 +23,15 @@ Written by `python3 -m launcher families --markdown`; a test fails where it is s
 *Exact*: the image of stock ComfyUI at the same seed, up to float rounding. *Approximate*: patches
 look at keys and values of the step before ([PIPEFUSION.md](PIPEFUSION.md)). *Whole*: the blocks are
 divided among the GPUs, and every evaluation goes through them in one piece: exact, and no faster.
+*Refused*: choose Ulysses or ring.
 
 """
 
 
 @dataclass(frozen=True)
 class Row:
-    """One token plan. ``sequence``: under Ulysses, ring and both; ``pipefusion``: exact where it is
-    whole, for the reason ``whole``; ``note``: what else its patches are bound by.
+    """One token plan. ``sequence``: under Ulysses, ring and both; ``why`` PipeFusion refuses it or
+    keeps it whole, or what its patches are bound by.
     """
 
     family: str
@@ -38,8 +39,7 @@ class Row:
     samples: tuple[str, ...]
     sequence: str
     pipefusion: str
-    whole: str
-    note: str
+    why: str
 
 
 def rows() -> list[Row]:
@@ -49,11 +49,19 @@ def rows() -> list[Row]:
 
 def row_of(plan: TokenPlan, samples: Sequence[str]) -> Row:
     models = tuple(model.partition(":")[2] for model in plan.models)
+    return Row(plan.family, models, tuple(samples), "exact", *under_pipefusion(plan))
+
+
+def under_pipefusion(plan: TokenPlan) -> tuple[str, str]:
+    """Returns how PipeFusion samples such a model, and why."""
+    interleaved = [group.path for group in plan.blocks if group.interleaved]
+    if interleaved:
+        return "refused", f"its {interleaved[0]} run among its other blocks, so that no stage can hold a part of it"
     together = plan.together
+    if together.always:
+        return "whole", together.always
     notes = [f"step by step, because of the model's {path}, which looks at the whole image" for path in together.refiners]
-    notes += [f"whole with {name}" for name in together.arguments]
-    pipefusion = "whole" if together.always else "approximate"
-    return Row(plan.family, models, tuple(samples), "exact", pipefusion, together.always, "; ".join(notes))
+    return "approximate", "; ".join([*notes, *(f"whole with {name}" for name in together.arguments)])
 
 
 def transformers(comfyui: Path) -> list[str]:
@@ -89,7 +97,7 @@ def on_one_gpu(comfyui: Path) -> dict[str, str]:
 def markdown(table: Sequence[Row], others: Mapping[str, str]) -> str:
     lines = ["| Family | ComfyUI's classes | Ulysses, ring, both | PipeFusion |", "|---|---|---|---|"]
     for row in table:
-        pipefusion = f"whole: {row.whole}" if row.whole else "; ".join(filter(None, (row.pipefusion, row.note)))
+        pipefusion = ": ".join(filter(None, (row.pipefusion, row.why)))
         lines.append(f"| {row.family} | {', '.join(f'`{model}`' for model in row.models)} | {row.sequence} | {pipefusion} |")
     lines += ["", "## On one GPU", "", "| ComfyUI's class | Why |", "|---|---|"]
     lines += [
@@ -111,7 +119,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         print(markdown(table, others), end="")
     else:
         for row in table:
-            print(f"{row.family:16}{row.sequence:8}{row.pipefusion:13}{', '.join(row.models)}{'; ' + row.whole if row.whole else ''}")
+            print(f"{row.family:16}{row.sequence:8}{row.pipefusion:13}{', '.join(row.models)}{'; ' + row.why if row.why else ''}")
         for name, why in others.items():
             print(f"{'-':16}{'one GPU':21}{name.partition(':')[2]}; {why}")
     return 0
