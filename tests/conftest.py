@@ -32,16 +32,21 @@ torch.set_num_threads(1)
 
 SHARED_POOLS = {"clients", "broken", "bench"}  # fixtures of pools of real ranks that many tests use
 LANES = ("shared", "other")
+ALONGSIDE = {"test_adding_a_model", "test_demo", "test_dry_run"}  # share nothing; the shorter lane has time for them
 
 
 def pytest_addoption(parser):
     parser.addoption("--lane", choices=LANES, help="only the tests that share pools of real ranks, or only all others")
 
 
+def lane_of(item):
+    return "shared" if SHARED_POOLS & set(item.fixturenames) or item.path.stem in ALONGSIDE else "other"
+
+
 def pytest_collection_modifyitems(config, items):
     lane = config.getoption("--lane")
     if lane is not None:
-        left_out = [item for item in items if lane != ("shared" if SHARED_POOLS & set(item.fixturenames) else "other")]
+        left_out = [item for item in items if lane != lane_of(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 

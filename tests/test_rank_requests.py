@@ -32,10 +32,14 @@ class Rank:
         self.handler = RequestHandler(mesh, CPU, DeviceMemory(CPU, 0), ArenaIO(self._arena.segment, CPU), away=False)
 
     def ask(self, kind, model, tree=None, **fields):
-        parcel = Parcel(tree) if tree is not None else None
-        if parcel is not None:
-            fields["source" if kind is Load else "payload"] = parcel.tree
-        return self.handler.handle(kind(request=1, model=model, **fields), [parcel.segment] if parcel else [], IdleRank())
+        if tree is None:
+            return self.handler.handle(kind(request=1, model=model, **fields), [], IdleRank())
+        parcel = Parcel(tree)
+        fields["source" if kind is Load else "payload"] = parcel.tree
+        try:
+            return self.handler.handle(kind(request=1, model=model, **fields), [parcel.segment], IdleRank())
+        finally:
+            parcel.segment.close()
 
     def load(self, model, heads):
         return self.ask(Load, model, state_source(stock_model(heads)))
