@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 
@@ -39,6 +39,32 @@ CLOSE_GRACE_S = 5.0
 
 def never() -> bool:
     return False
+
+
+class Opened:
+    """Gives the conversation of a ready pool to one caller at a time; a caller may come again
+    inside. Raises PoolFailed where the pool is over, or ends meanwhile.
+
+    A class, for every evaluation comes here twice, and a generator takes three times as long.
+    """
+
+    def __init__(self, pool: WorkerPool):
+        self._pool = pool
+
+    def __enter__(self) -> Conversation:
+        pool = self._pool
+        pool._lock.acquire()
+        if pool._life != "ready":
+            pool._lock.release()
+            raise PoolFailed(f"The pool is {pool._life}: run again to start a fresh one.")
+        return pool._conversation
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            if isinstance(error, Lost):
+                raise self._pool._fail(error) from error.__cause__
+        finally:
+            self._pool._lock.release()
 
 
 class WorkerPool:
@@ -125,24 +151,11 @@ class WorkerPool:
 
     # -- requests
 
-    @contextmanager
-    def _open(self) -> Iterator[Conversation]:
-        """The conversation, for one caller at a time. Raises PoolFailed where the pool is over, or
-        ends meanwhile.
-        """
-        with self._lock:
-            if self._life != "ready":
-                raise PoolFailed(f"The pool is {self._life}: run again to start a fresh one.")
-            try:
-                yield self._conversation
-            except Lost as lost:
-                raise self._fail(lost) from lost.__cause__
-
     def ask(self, request: Request, fds: Sequence[int] = (), interrupted: Callable[[], bool] = never) -> list[Done]:
         """Submits ``request`` to every rank, once nothing cancelled is outstanding, and collects
         the answers, in rank order. Raises what ``submit`` and ``collect`` raise.
         """
-        with self._open():
+        with Opened(self):
             stop_if(interrupted)
             self.settle(interrupted)
             self.submit(request, self.facts.everyone, fds, interrupted)
@@ -155,7 +168,7 @@ class WorkerPool:
         Raises PoolFailed, and RunCancelled where a cancel comes while tensors are on their way to
         another machine, which ends the pool. Any other error leaves the pool as it was.
         """
-        with self._open() as conversation:
+        with Opened(self) as conversation:
             try:
                 conversation.submit(request, group, fds, interrupted)
             except RunCancelled:
@@ -166,7 +179,7 @@ class WorkerPool:
         """Tells the ranks to leave what is in flight at their next block, without a deadline: they
         still answer, and ``collect`` waits for that.
         """
-        with self._open() as conversation:
+        with Opened(self) as conversation:
             conversation.call_back()
 
     def collect(self, number: int, interrupted: Callable[[], bool] = never) -> dict[int, Done]:
@@ -178,7 +191,7 @@ class WorkerPool:
         (the ranks rejected it): the pool stays warm; what else is in flight is to be abandoned.
         Raises PoolFailed.
         """
-        with self._open() as conversation:
+        with Opened(self) as conversation:
             answers = conversation.collect(number, interrupted)
             self.memory = [answers[rank].memory if rank in answers else known for rank, known in enumerate(self.memory)]
             return answers
@@ -187,7 +200,7 @@ class WorkerPool:
         """Cancels what is in flight and waits a while until the ranks have left it. Raises nothing
         of ours: whoever abandons has an error to tell already.
         """
-        with suppress(PipeMeshError), self._open() as conversation:
+        with suppress(PipeMeshError), Opened(self) as conversation:
             conversation.abandon()
 
     def settle(self, interrupted: Callable[[], bool] = never) -> None:
@@ -196,5 +209,5 @@ class WorkerPool:
 
         Raises RunCancelled, and PoolFailed where a rank failed or hangs meanwhile.
         """
-        with self._open() as conversation:
+        with Opened(self) as conversation:
             conversation.settle(interrupted)
