@@ -158,7 +158,8 @@ class Runtime:
         self._tell(text)
 
     def _tell(self, text: str) -> None:
-        log.info("[PipeMesh] %s", text.removeprefix("PipeMesh: "))
+        if text:
+            log.info("[PipeMesh] %s", text.removeprefix("PipeMesh: "))
         self._show(text)
 
 

@@ -125,6 +125,12 @@ def swap_blocks(model):
     return kept
 
 
+def replace_forward(model):
+    kept = model._forward
+    set_on(model, "_forward", nag_forward)
+    return kept
+
+
 WITHIN = {
     "TeaCache": (
         lambda dm: set_on(dm, "forward_orig", teacache_forward),
@@ -142,6 +148,7 @@ WITHIN = {
         "single_blocks.1 .*was swapped",
     ),
     "NAG": (lambda dm: set_on(dm, "forward", nag_forward), lambda dm, _: delattr(dm, "forward"), "method forward .*nag_forward"),
+    "the very method": (replace_forward, lambda dm, kept: setattr(dm, "_forward", kept), "method _forward .*nag_forward"),
 }
 
 
@@ -177,6 +184,14 @@ def own_sampler(apply_model, options):
     return options["input"]
 
 
+def own_conds(arguments):
+    return [torch.zeros_like(arguments["input"]) for _ in arguments["conds"]]
+
+
+def own_model(x, *args, **kwargs):
+    return torch.zeros_like(x)
+
+
 def own_transformer(executor, x, *args, **kwargs):
     return torch.zeros_like(x)
 
@@ -192,6 +207,14 @@ def test_a_run_that_asks_the_pool_for_nothing_is_refused_by_the_name_of_the_wrap
     clone = parallel.clone()
     clone.add_wrapper(WrappersMP.DIFFUSION_MODEL, own_transformer)
     with pytest.raises(Refused, match=r"evaluated by .*own_transformer without"):
+        run(clone)
+    clone = parallel.clone()
+    clone.model_options["sampler_calc_cond_batch_function"] = own_conds
+    with pytest.raises(Refused, match=r"evaluated by .*own_conds without"):
+        run(clone)
+    clone = parallel.clone()
+    clone.add_object_patch("apply_model", own_model)
+    with pytest.raises(Refused, match=r"evaluated by .*own_model without"):
         run(clone)
     assert not requests["Forward"]
     assert relative_error(run(parallel), run(stock)) <= BOUND

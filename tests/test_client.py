@@ -228,6 +228,20 @@ def test_the_end_of_a_run_asks_nothing_of_ranks_that_are_still_at_what_was_cance
     assert pool.asked == [("Load", "a")]
 
 
+def test_the_end_of_a_run_that_ranks_were_too_busy_to_hear_is_told_once_they_are_free():
+    """Else its keys and values would stay beside those of the next run, of another model."""
+    pool = Ledger(room=2)
+    client = remote(pool, "a", "b")
+    client.runs.begin("a")
+    pool.idle = False
+    client.runs.end("a")
+    pool.idle = True
+    client.runs.begin("b")
+    for _ in range(2):
+        client.runs.end_owed()
+    assert pool.asked[2:] == [("EndRun", "a")]
+
+
 @pytest.mark.parametrize("error", [OutOfMemory("full"), OSError("full")])
 def test_the_end_of_a_run_hides_nothing_that_the_run_ended_with(caplog, monkeypatch, error):
     pool = Ledger(room=1)
@@ -242,7 +256,7 @@ def test_the_end_of_a_run_hides_nothing_that_the_run_ended_with(caplog, monkeypa
     assert "full" in caplog.text
 
 
-def test_the_end_of_a_run_is_waited_for_a_little_and_no_longer(monkeypatch):
+def test_the_end_of_a_run_is_waited_for_a_little_and_no_longer(monkeypatch, caplog):
     pool = Ledger(room=1)
     client = remote(pool, "a")
     client.runs.begin("a")
@@ -255,7 +269,7 @@ def test_the_end_of_a_run_is_waited_for_a_little_and_no_longer(monkeypatch):
 
     monkeypatch.setattr(pool, "ask", hang)
     client.runs.end("a")
-    assert given_up == [True]
+    assert given_up == [True] and not caplog.text
 
 
 def conditioned(text: float) -> dict:

@@ -33,7 +33,7 @@ def test_an_output_larger_than_the_latent_is_fetched(pair, client, requests):
         output = client.evaluations.evaluate(client.runs.of(source.model), "", swapped, (branch,), never)
         assert relative_error(output, truth) <= BOUND
     assert requests == {"Forward": 2, "Fetch": 2}
-    client.runs.end(client.runs.of(source.model))
+    client.runs.end(source.model)
 
 
 def test_torch_computes_on_one_thread_inside_and_on_as_many_as_before_afterwards():

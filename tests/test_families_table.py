@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.commands import families
-from pipemesh.parallel_runtime.families import NOT_YET, PLAIN, PLANS, WITHOUT_PLAN, why_no_plan
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.families import FAMILIES, NOT_YET, PLAIN, PLANS, SAMPLES, WITHOUT_PLAN, why_no_plan
 from pipemesh.parallel_runtime.families.plan import Together
 
 from .conftest import COMFYUI
@@ -62,3 +64,15 @@ def test_the_command_lists_families_and_those_on_one_gpu_with_the_reason(capsys,
 
 def test_an_unknown_class_has_no_plan_yet():
     assert why_no_plan(dict) == NOT_YET
+
+
+def test_a_model_that_no_stage_can_hold_a_part_of_is_refused_before_anything_starts(client):
+    refused = {plan.family for plan in PLANS if plan.why_no_stages}
+    sample = next(one for name, one in SAMPLES.items() if family_of(name) in refused)
+    model = sample.form.random_model(sample.tiny(sample.heads[0]))
+    with pytest.raises(Refused, match=r"cannot be divided into stages, because its .* run among its other blocks"):
+        parallelize(model, client, 0.0, Patching(2))
+
+
+def family_of(name):
+    return next(family.plans[0].family for family in FAMILIES if name in [sample.name for sample in family.samples])

@@ -101,6 +101,13 @@ def test_ranks_are_told_how_many_are_on_their_device():
     assert [crew._first_message(rank, 0, None).sharers for rank in range(3)] == [2, 1, 2]
 
 
+def test_stages_on_one_device_ask_for_room_one_after_the_other():
+    placement = place(
+        Layout(ulysses=2, pipefusion=2), "cuda:0,cuda:0,cuda:0,cuda:1", "gloo", (Device("cuda:0", "GPU-0"), Device("cuda:1", "GPU-1"))
+    )
+    assert [placement.sharers(rank) for rank in range(4)] == [2, 2, 1, 1]
+
+
 def test_under_highvram_a_rank_loads_no_whole_model_onto_its_gpu_before_a_stage_leaves_blocks_out(monkeypatch):
     for name in ("unet_inital_load_device", "unet_offload_device"):
         monkeypatch.setattr(mm, name, getattr(mm, name))

@@ -19,12 +19,14 @@ def told(monkeypatch):
 
 @pytest.fixture
 def pool(told):
-    """(rule, ...) -> a pool of two fake ranks that is ready."""
+    """(rule, ...) -> a pool of two fake ranks that is ready; a gated rank waits until the other is
+    told to be ready.
+    """
     made = []
 
     def pool(*rules):
         made.append(WorkerPool(cpus(2), replace(fake_setup(*rules), tell=told.append)))
-        made[-1].start()
+        made[-1].start(goes_on(made[-1], told))
         return made[-1]
 
     yield pool
@@ -32,8 +34,13 @@ def pool(told):
         one.close()
 
 
+def goes_on(pool, told):
+    """An ``interrupted`` that opens the gate once one rank was told to be ready, and says no."""
+    return lambda: any("1 of 2 ready" in line for line in told) and opens(pool)()
+
+
 def test_the_start_of_workers_is_told_and_its_end(told, pool):
-    pool("0:Start=slow")
+    pool("0:Start=gated")
     assert told[-2:] == ["PipeMesh: starting workers, 1 of 2 ready", "PipeMesh: workers are ready"]
 
 
@@ -42,9 +49,9 @@ def test_the_start_of_workers_is_told_and_its_end(told, pool):
     [("Load", "loading the model", "the model is loaded"), ("SetWeightPatches", "patching weights", "weights are patched")],
 )
 def test_what_takes_its_time_is_told_with_how_many_are_ready(told, pool, kind, act, done):
-    made = pool(f"1:{kind}=slow")
+    made = pool(f"1:{kind}=gated")
     told.clear()
-    call(made, kind)
+    call(made, kind, goes_on(made, told))
     assert told[-2:] == [f"PipeMesh: {act}, 1 of 2 ready", f"PipeMesh: {done}"]
     assert len(set(told)) == len(told)
 
@@ -56,18 +63,32 @@ def test_evaluations_tell_nothing(told, pool):
     assert told == []
 
 
-def test_a_load_that_fails_or_is_cancelled_is_not_told_to_be_done(told, pool):
+def test_a_load_that_is_cancelled_is_not_told_to_be_done_and_the_next_request_waits_for_it_openly(told, pool):
     made = pool("*:Load=gated")
     told.clear()
     with pytest.raises(RunCancelled):
-        call(made, "Load", inside(made, "loading"))
-    call(made, "Forward", opens(made))
-    assert "PipeMesh: the model is loaded" not in told
-    refusing = pool("0:Load=error", "1:Load=slow")
+        call(made, "Load", lambda: len(told) > 0)
+    assert told[-1] == ""
+    call(made, "Release", lambda: len(told) > 2 and opens(made)())
+    assert told[-2:] == ["PipeMesh: loading the model, 0 of 2 ready", "PipeMesh: the model is loaded"]
+
+
+def test_a_load_that_fails_is_not_told_to_be_done(told, pool):
+    made = pool("0:Load=error", "1:Load=gated")
     told.clear()
     with pytest.raises(ModelError):
-        call(refusing, "Load")
-    assert told == ["PipeMesh: loading the model, 1 of 2 ready"]
+        call(made, "Load", goes_on(made, told))
+    assert told[-2:] == ["PipeMesh: loading the model, 1 of 2 ready", ""]
+
+
+def test_what_was_stopped_and_is_still_computed_is_waited_for_openly(told, pool, monkeypatch):
+    monkeypatch.setattr("pipemesh.launcher.pool.conversation.CANCEL_WAIT_S", 0.1)
+    made = pool("*:Forward=gated")
+    told.clear()
+    with pytest.raises(RunCancelled):
+        call(made, "Forward", inside(made, "computing"))
+    call(made, "Release", lambda: len(told) > 0 and opens(made)())
+    assert "PipeMesh: waiting for what was stopped, 0 of 2 ready" in told and told[-1] == "PipeMesh: workers are ready"
 
 
 def test_a_line_is_told_once():

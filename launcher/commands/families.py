@@ -54,9 +54,8 @@ def row_of(plan: TokenPlan, samples: Sequence[str]) -> Row:
 
 def under_pipefusion(plan: TokenPlan) -> tuple[str, str]:
     """Returns how PipeFusion samples such a model, and why."""
-    interleaved = [group.path for group in plan.blocks if group.interleaved]
-    if interleaved:
-        return "refused", f"its {interleaved[0]} run among its other blocks, so that no stage can hold a part of it"
+    if plan.why_no_stages:
+        return "refused", plan.why_no_stages
     together = plan.together
     if together.always:
         return "whole", together.always

@@ -22,7 +22,7 @@ from .watch import Watch
 
 POLL_S = 0.05
 CANCEL_WAIT_S = 10.0  # for ranks to leave what was cancelled; after that the next run waits for them
-LEAVE_STALL_S = 60.0  # without progress, ranks that were told to leave hang
+LEAVE_STALLS_AFTER = 0.2  # of the limit for hangs: ranks that were told to leave have that long without progress
 
 
 class Conversation:
@@ -80,14 +80,18 @@ class Conversation:
         """The answers to ``number``, by rank. Raises RunCancelled, ModelError, Refused."""
         request = self._in_flight[number]
         try:
-            cancelled = self._listen([request], interrupted, leave=request.meets is not Meets.NOBODY)
-        finally:
-            request.awaited = False
-        self._pass_judgement()
-        if not request.owing:
-            del self._in_flight[number]
-        if cancelled or request.owing:
-            raise RunCancelled("The run was cancelled.")
+            try:
+                cancelled = self._listen([request], interrupted, leave=request.meets is not Meets.NOBODY)
+            finally:
+                request.awaited = False
+            self._pass_judgement()
+            if not request.owing:
+                del self._in_flight[number]
+            if cancelled or request.owing:
+                raise RunCancelled("The run was cancelled.")
+        except BaseException:
+            self._progress.clear()
+            raise
         self._progress.end()
         return dict(sorted(request.answers.items()))
 
@@ -114,6 +118,7 @@ class Conversation:
         for one in outstanding:
             if not one.owing:
                 self._in_flight.pop(one.number, None)
+        self._progress.end()
 
     def _listen(self, wanted: Sequence[InFlight], interrupted: Callable[[], bool], *, leave: bool, until: float = math.inf) -> bool:
         """Takes answers until all ``wanted`` are there, and after a failure until no connected
@@ -135,7 +140,7 @@ class Conversation:
                     self._cancel()
             if is_silent:
                 owing = owing_ranks(self._in_flight.values())
-                self._progress.look([self._board.phase(rank) for rank in owing])
+                self._progress.look([self._board.phase(rank) for rank in owing], is_wanted=any(one.awaited for one in wanted))
                 if until == math.inf:  # else the wait ends by itself
                     self._fail_if_stalled(owing)
             if not cancelled and interrupted():
@@ -148,7 +153,7 @@ class Conversation:
 
     def _fail_if_stalled(self, owing: Sequence[int]) -> None:
         """Raises Lost."""
-        stall_s = self.stall_s if self._leave_by == math.inf else min(self.stall_s, LEAVE_STALL_S)
+        stall_s = self.stall_s * (1.0 if self._leave_by == math.inf else LEAVE_STALLS_AFTER)
         rank = self._watch.stalled_rank(owing, stall_s)
         if rank is not None:
             phase, over_machines = self._board.phase(rank), self._ranks.spans_machines

@@ -123,7 +123,7 @@ class Crew:
             arena_bytes=arena_bytes,
             log_level=logging.WARNING if log.getEffectiveLevel() >= logging.INFO else logging.DEBUG,
             machines=self._placement.machines,
-            sharers=self._placement.devices.count(device),
+            sharers=self._placement.sharers(rank),
             meeting=net.meeting if net else None,
         )
 

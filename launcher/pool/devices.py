@@ -50,6 +50,13 @@ class Placement:
     devices: tuple[Device, ...]
     backend: Backend
 
+    def sharers(self, rank: int) -> int:
+        """Returns how many ranks of this one's stage are on its device: they ask for room at the
+        same time, and stages one after the other.
+        """
+        own = self.layout.coordinates(rank)["pipefusion"], self.devices[rank]
+        return sum((self.layout.coordinates(other)["pipefusion"], device) == own for other, device in enumerate(self.devices))
+
     @property
     def other_machines(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(device.machine for device in self.devices if device.machine))

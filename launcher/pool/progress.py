@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 STARTING, LOADING, PATCHING = "starting workers", "loading the model", "patching weights"
+LEAVING = "waiting for what was stopped"
 ACTS = {"starting": STARTING, "importing": STARTING, "joining": STARTING, "loading": LOADING, "patching": PATCHING}
-DONE = {STARTING: "workers are ready", LOADING: "the model is loaded", PATCHING: "weights are patched"}
+DONE = {STARTING: "workers are ready", LOADING: "the model is loaded", PATCHING: "weights are patched", LEAVING: "workers are ready"}
 
 
 def act_of(phases: Sequence[str]) -> str:
@@ -24,12 +25,20 @@ class Progress:
         self._last = ""
 
     def begin(self) -> None:
-        """Forgets what was waited for: it failed, or was cancelled."""
+        """Forgets what was told of earlier requests."""
         self._act = self._last = ""
 
-    def look(self, phases: Sequence[str]) -> None:
-        """``phases`` of the ranks that owe an answer."""
-        act = act_of(phases)
+    def clear(self) -> None:
+        """Takes the line away: what was waited for failed, or was cancelled."""
+        if self._act:
+            self._say("")
+            self._act = ""
+
+    def look(self, phases: Sequence[str], is_wanted: bool = True) -> None:
+        """Says what is waited for. ``phases`` of the ranks that owe an answer; ``is_wanted``: it
+        was not cancelled.
+        """
+        act = act_of(phases) or ("" if is_wanted else LEAVING)
         if act:
             self._act = act
             self._say(f"PipeMesh: {act}, {self._ranks - len(phases)} of {self._ranks} ready")

@@ -13,7 +13,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ..comfy_bridge.forward import PREFIX, forward_binder, forward_patch
 from ..comfy_bridge.guard import patch_name
-from ..comfy_bridge.in_place import Watch
+from ..comfy_bridge.in_place import Watch, refusal
 from ..errors import Refused
 
 
@@ -65,6 +65,8 @@ def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     the remote forward. A cache may skip it, but not in the first evaluation of a run.
     """
     forward = forward_of(executor.class_obj)
+    if forward is None:
+        refuse_replaced(executor.class_obj)
     before = forward.calls if forward is not None else 0
     output = executor(*args, **kwargs)
     if forward is not None and forward.calls == before:
@@ -72,6 +74,15 @@ def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         if not before:
             raise _unused(executor.class_obj.current_patcher)
     return output
+
+
+def refuse_replaced(model: Any) -> None:
+    """Raises Refused where other code stands in the place of the remote forward."""
+    diffusion_model = model.diffusion_model
+    name = forward_patch(diffusion_model).removeprefix(PREFIX)
+    instead = vars(diffusion_model).get(name)
+    if instead is not None:
+        raise refusal("", f"has its method {name} replaced in place", instead)
 
 
 def outer_sample(executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +100,8 @@ def outer_sample(executor: Any, noise: Any, latent_image: Any, sampler: Any, sig
 def _between(patcher: Any) -> list[Any]:
     """The code of nodes between the sampler and the transformer."""
     options = patcher.model_options
-    wrappers = [options.get("model_function_wrapper")]
+    wrappers = [options.get("model_function_wrapper"), options.get("sampler_calc_cond_batch_function")]
+    wrappers += [value for name, value in patcher.object_patches.items() if callable(getattr(type(patcher.model), name, None))]
     for kind in (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL):
         wrappers += patcher.get_all_wrappers(kind)
     return [wrapper for wrapper in wrappers if wrapper is not None and wrapper not in WRAPPERS.values()]

@@ -270,6 +270,7 @@ def bring_up(patcher: RemotePatcher) -> None:
     patcher.patches_id = f"{patcher.patches_uuid.hex}{hook_id}{objects_id}" if patched or objects else ""
     residency, model = patcher.remote.pool.residency, patcher.remote.model
     patcher.remote.pool.sessions.settle(interrupted)
+    patcher.remote.pool.runs.end_owed()
     while not residency.is_ready(model, patcher.patches_id):
         residency.load(patcher.remote.source, lambda: state_source(patcher, patcher.remote.source.weights), interrupted)
         if not residency.is_ready(model, patcher.patches_id):
@@ -322,6 +323,9 @@ def parallelize(
     plan = require_plan(patcher.model.diffusion_model)
     if isinstance(patcher, RemotePatcher) and patcher.remote.pool is pool and patching is None:
         return patcher
+    if patching is not None and plan.why_no_stages:
+        name = type(patcher.model.diffusion_model).__name__
+        raise Refused(f"{name} cannot be divided into stages, because {plan.why_no_stages}: set pipefusion to 1.")
     source = pool.residency.use(patcher.model, lambda: describe_source(patcher))
     sampling = None
     if patching is not None:

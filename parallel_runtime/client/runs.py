@@ -6,6 +6,7 @@ import logging
 import time
 from itertools import count
 
+from ..errors import RunCancelled
 from ..wire.messages import EndRun
 from .run import Run
 from .session import Session, Sessions
@@ -21,6 +22,7 @@ class Runs:
         self._sessions = sessions
         self._ids = count(1)
         self._open: dict[str, Run] = {}
+        self._owed: list[str] = []  # models whose ranks were too busy to hear of the end
         self.last: Run | None = None
 
     def begin(self, model: str) -> Run:
@@ -64,17 +66,30 @@ class Runs:
         """Ends the run that ``model`` is in, if any, and those that joined it; has the ranks free
         what they keep of them. Never raises, so it cannot mask the run's own error.
 
-        Ranks that are still busy with what was cancelled are not waited for: they free it when the
-        next run begins.
+        Ranks that are still busy with what was cancelled are not waited for: ``end_owed`` tells
+        them.
         """
         run = self._open.pop(model, None)
         if run is None:
             return
         session = self._sessions.live
-        if session is not None and model in session.models and session.pool.idle:
-            tell(session, model)
+        if session is not None and model in session.models:
+            if session.pool.idle:
+                tell(session, model)
+            else:
+                self._owed.append(model)
         for joined in run.joined:
             self.end(joined)
+
+    def end_owed(self) -> None:
+        """Has the ranks free what is left of runs that were stopped. Call it once they have left
+        what was in flight.
+        """
+        session = self._sessions.live
+        while self._owed:
+            model = self._owed.pop()
+            if session is not None and model in session.models:
+                tell(session, model)
 
     def models(self) -> set[str]:
         """Returns the models of sampled runs, and of runs that joined them."""
@@ -89,5 +104,7 @@ def tell(session: Session, model: str) -> None:
     until = time.monotonic() + END_WAIT_S
     try:
         session.ask(EndRun, (), lambda: time.monotonic() > until, model=model)
+    except RunCancelled:  # they need longer: the next request waits for them
+        pass
     except Exception as error:  # noqa: BLE001 - the run's own error is told, not this one
         log.warning("[PipeMesh] Freeing the memory of a run: %s", error)

@@ -26,7 +26,7 @@ def require_unchanged(diffusion_model: torch.nn.Module, ours: Sequence[Any] = ()
     trusted = LIBRARIES | {_root(type(diffusion_model)), _root(operations)}
     for path, module in diffusion_model.named_modules():
         for what, culprit in _changes_of(module, ours, trusted):
-            raise _refusal(path, what, culprit)
+            raise refusal(path, what, culprit)
 
 
 class Watch:
@@ -60,7 +60,7 @@ class Watch:
             require_unchanged(self._model, self._ours, self._operations)
             for module, kind, *_ in self._seen:
                 if module.__class__ is not kind:
-                    raise _refusal(self._path_of(module), "is of another class than it was loaded with", type(module))
+                    raise refusal(self._path_of(module), "is of another class than it was loaded with", type(module))
             self._record()
 
     def _swapped(self, module: torch.nn.Module, before: dict[str, torch.nn.Module | None]) -> Refused:
@@ -69,7 +69,7 @@ class Watch:
         path = ".".join(part for part in (self._path_of(module), name) if part)
         child = now.get(name)
         inner = next((one for one in child.modules() if _root(type(one)) not in LIBRARIES), child) if child is not None else None
-        return _refusal(path, "was swapped while the model samples", type(inner))
+        return refusal(path, "was swapped while the model samples", type(inner))
 
     def _path_of(self, module: torch.nn.Module) -> str:
         return next((path for path, one in self._model.named_modules() if one is module), "")
@@ -91,7 +91,8 @@ def _root(kind: Any) -> str:
     return str(getattr(kind, "__module__", "")).partition(".")[0]
 
 
-def _refusal(path: str, what: str, culprit: Any) -> Refused:
+def refusal(path: str, what: str, culprit: Any) -> Refused:
+    """Makes the error of a change at ``path`` below the transformer, made by ``culprit``."""
     name = patch_name(culprit)
     move = "use EasyCache in its place, which works in the pool" if "cache" in name.lower() else "remove the node that does it"
     place = f"diffusion_model.{path}" if path else "diffusion_model"

@@ -162,6 +162,12 @@ class TokenPlan:
     lengths: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def why_no_stages(self) -> str:
+        """Returns why PipeFusion refuses the model, in words for users; empty where it does not."""
+        among = next((group.path for group in self.blocks if group.interleaved), "")
+        return among and f"its {among} run among its other blocks, so that no stage can hold a part of it"
+
+    @property
     def leaves_behind_blocks(self) -> bool:
         """Whether what follows ``leave`` takes all tokens."""
         return self.leave.path == self.blocks[-1].path

@@ -28,7 +28,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     ``cores``: where a CPU rank computes; empty for a rank on a GPU. ``machines``: a number for
     each rank's machine, 0 for ComfyUI's own; empty where that is the only one. Where there are
-    several, ``meeting`` stands for the store. ``sharers``: the ranks on this one's device.
+    several, ``meeting`` stands for the store. ``sharers``: the ranks of its stage on its device.
     """
 
     rank: int

@@ -22,7 +22,7 @@ class DeviceMemory:
     """
 
     def __init__(self, device: torch.device, rank: int, sharers: int = 1):
-        """``sharers``: the ranks on the device, this one too."""
+        """``sharers``: the ranks on the device that ask for room at the same time, this one too."""
         self.model_bytes = 0
         self._sharers = sharers
         self._device = device
@@ -50,9 +50,7 @@ class DeviceMemory:
         return Memory(*system_memory(), self.model_bytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Checks that this rank's share of the device has so much free: all that are on it ask at
-        the same time. Raises NoRoom.
-        """
+        """Checks that this rank's share of what is free is so much. Raises NoRoom."""
         free = self.now().free // self._sharers
         if nbytes > free:
             raise NoRoom(

@@ -59,7 +59,7 @@ class RequestHandler:
 
     def messages_done(self, request: Request) -> Progress:
         """Returns how many of a patch's messages between stages have gone through."""
-        if not isinstance(request, Forward):
+        if not isinstance(request, (Forward, EndRun)):
             return "all"
         return self.models[request.model].method.facts.messages_done if request.model in self.models else "none"
 

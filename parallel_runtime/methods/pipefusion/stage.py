@@ -57,11 +57,8 @@ class PipeFusion:
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
         require_fit(model, plan)
-        if interleaved := [group.path for group in plan.blocks if group.interleaved]:
-            raise Refused(
-                f"The {interleaved[0]} of {type(model).__name__} run among its other blocks, so that no stage can hold a part of it: "
-                "set pipefusion to 1."
-            )
+        if plan.why_no_stages:
+            raise Refused(f"{type(model).__name__} cannot be divided into stages, because {plan.why_no_stages}: set pipefusion to 1.")
         require_blocks(layout.pipefusion, len(list(blocks_of(model, plan))))
 
     def attach(self) -> None:

@@ -107,4 +107,8 @@ class StageMessages:
     def end_run(self) -> None:
         """Raises RuntimeError as ``check`` does."""
         self._received.clear()
-        self._link.free_buffers()
+        try:
+            self._link.free_buffers()
+        except RuntimeError:
+            self.done.misread()
+            raise
