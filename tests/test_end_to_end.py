@@ -227,12 +227,12 @@ def test_a_node_that_runs_out_of_memory_frees_what_the_pool_holds(server, truth)
     seen = []
 
     def look(event):
-        if event.type == "executing" and event.data.get("node") == "more":
+        if event.type == "progress":  # once the node runs, it frees them at once
             seen.append(live_pool(server)["models"])
 
     error = server.run(nodes, on_event=look).error
     assert error.kind == "failed" and "Allocation on device" in error.message
-    assert seen and seen[0]
+    assert any(seen)
     latent(server, graph("stock_after_memory", parallel=False, seed=24))
     assert live_pool(server)["models"] == []
     assert relative_error(latent(server, graph("after_memory"))[0], truth) <= BOUND

@@ -30,8 +30,8 @@ class PoolHandle:
 
     def live(self) -> WorkerPool | None:
         """Returns the pool if it can take requests now, None where it has lost a rank meanwhile."""
-        usable = self._pool is not None and self._pool.state in ("ready", "busy") and not self._pool.ranks.has_lost_one(self._pool.idle)
-        return self._pool if usable else None
+        pool = self._pool
+        return pool if pool is not None and pool.is_alive and not pool.ranks.has_lost_one(pool.idle) else None
 
     def ensure(self, interrupted: Callable[[], bool] = never) -> WorkerPool:
         """Returns the live pool, else a fresh one. Raises PoolFailed, RunCancelled."""

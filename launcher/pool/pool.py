@@ -90,6 +90,11 @@ class WorkerPool:
         return "busy" if self._life == "ready" and self._conversation.is_awaited else self._life
 
     @property
+    def is_alive(self) -> bool:
+        """Returns whether it has started and not ended."""
+        return self._life == "ready"
+
+    @property
     def idle(self) -> bool:
         """True if a request would be handled at once. May be asked from any thread."""
         return self._life == "ready" and self._conversation.is_over

@@ -83,25 +83,22 @@ class Ranks:
         RunCancelled: then the stream is cut, and all ranks are ended before it is raised. Raises
         Lost. Any other error is raised before a rank has got a byte.
         """
-        for machine in self._machines:
-            there = tuple(rank for rank in group if rank in machine.ranks)
-            if there:
-                self._send(
-                    machine, f"Machine {machine.name}", lambda machine=machine, there=there: machine.send(request, there, fds, check)
-                )
-        for rank, channel in self._crew.channels.items():
-            if rank in group:
-                self._send(rank, self._facts.where(rank), lambda channel=channel: channel.send(request, fds))
-
-    def _send(self, source: int | RemoteMachine, name: str, send: Callable[[], None]) -> None:
+        source: int | RemoteMachine = 0
         try:
-            send()
+            for source in self._machines:
+                there = tuple(rank for rank in group if rank in source.ranks)
+                if there:
+                    source.send(request, there, fds, check)
+            for source, channel in self._crew.channels.items():
+                if source in group:
+                    channel.send(request, fds)
         except RunCancelled:
             self.stop(0, CUT_S)
             raise
         except ChannelClosed as error:
             raise self._gone(source, error) from None
         except OSError as error:
+            name = f"Machine {source.name}" if isinstance(source, RemoteMachine) else self._facts.where(source)
             raise Lost(f"{name} could not be reached ({error}): run again to start a fresh pool.") from error
 
     def send_close(self) -> None:
