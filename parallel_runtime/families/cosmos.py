@@ -63,7 +63,7 @@ COSMOS = Family(
             form=Form(config_class="CosmosT2IPredict2", config=config),
             heads=(5,),
             tiny=tiny,
-            latents={"even": (1, 16, 1, 12, 8), "odd": (1, 16, 1, 9, 6)},
+            latents={"even": (1, 16, 1, 16, 6), "odd": (1, 16, 1, 9, 6)},
         ),
     ),
 )
