@@ -12,6 +12,7 @@ from .ernie import ERNIE
 from .flux import FLUX
 from .hunyuan_video import HUNYUAN_VIDEO
 from .ideogram4 import IDEOGRAM4
+from .joyimage import JOYIMAGE
 from .kandinsky import KANDINSKY
 from .krea2 import KREA2
 from .lens import LENS
@@ -42,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN_IMAGE,
     HUNYUAN_VIDEO,
     CHROMA,
+    JOYIMAGE,
     NEXTDIT,
     OMNIGEN2,
     KREA2,

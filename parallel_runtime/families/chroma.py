@@ -1,8 +1,13 @@
-"""Chroma (comfy/ldm/chroma/model.py@0.30.0): the blocks of Flux, their modulation computed once for
-all of them.
+"""Chroma and Chroma Radiance (comfy/ldm/chroma/model.py, chroma_radiance/model.py@0.30.0): the
+blocks of Flux, their modulation computed once for all of them.
+
+Radiance makes pixels of all tokens behind the blocks, and its last layer looks at neighbours.
 """
 
-from .plan import Along, Blocks, Leave, TokenPlan
+from dataclasses import replace
+from typing import Any
+
+from .plan import Along, Blocks, Leave, Together, TokenPlan
 from .sample import Config, Family, Form, Masks, Released, Sample, Size
 
 JOINT = ("txt", "img")
@@ -18,6 +23,14 @@ PLAN = TokenPlan(
     ),
     leave=Leave(path="final_layer", stream="img"),
     positions=("pe_embedder",),
+)
+
+RADIANCE = replace(
+    PLAN,
+    family="chroma-radiance",
+    models=("comfy.ldm.chroma_radiance.model:ChromaRadiance",),
+    leave=Leave(path="single_blocks", stream="img"),
+    together=Together(always="the last layer of Chroma Radiance, which looks at neighbouring pixels"),
 )
 
 
@@ -50,6 +63,14 @@ def config(size: Size) -> Config:
     }
 
 
+def radiance_config(size: Size) -> Config:
+    """Tokens of 4 x 4 pixels, a conv at the end, predictions of the picture itself."""
+    head: dict[str, Any] = {"nerf_hidden_size": 16, "nerf_mlp_ratio": 2, "nerf_depth": 2, "nerf_max_freqs": 4, "nerf_tile_size": 512}
+    head |= {"nerf_final_head_type": "conv", "nerf_embedder_dtype": None, "use_x0": True, "use_sequential_txt_ids": True}
+    pixels = {"image_model": "chroma_radiance", "in_channels": 3, "out_channels": 3, "patch_size": 4}
+    return {**config(size), **pixels, **head}
+
+
 RELEASED = Released(
     name="chroma1-hd",
     size=Size(heads=24, head_dim=128, blocks=(19, 38), text_dim=4096),
@@ -58,7 +79,7 @@ RELEASED = Released(
 )
 
 CHROMA = Family(
-    plans=(PLAN,),
+    plans=(PLAN, RADIANCE),
     samples=(
         Sample(
             name="chroma",
@@ -67,6 +88,13 @@ CHROMA = Family(
             tiny=tiny,
             latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)},
             masks=Masks(),
+        ),
+        Sample(
+            name="chroma-radiance",
+            form=Form(config_class="ChromaRadiance", config=radiance_config),
+            heads=(5,),
+            tiny=tiny,
+            latents={"even": (1, 3, 16, 12), "odd": (1, 3, 12, 20)},
         ),
     ),
 )

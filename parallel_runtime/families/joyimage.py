@@ -1,0 +1,65 @@
+"""JoyImage (comfy/ldm/joyimage/model.py@0.30.0): image and text apart in every block, in this
+order; only the image has positions.
+
+References stand behind the image, and are cut off behind the blocks by the image's own length: the
+rows leave there.
+"""
+
+from typing import Any
+
+import torch
+
+from .plan import Along, Blocks, Leave, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
+
+IMG = ("img",)
+
+PLAN = TokenPlan(
+    family="joyimage",
+    models=("comfy.ldm.joyimage.model:JoyImageTransformer3DModel",),
+    streams=("img", "txt"),
+    blocks=(
+        Blocks(
+            path="double_blocks",
+            tokens={"hidden_states": IMG, "encoder_hidden_states": ("txt",)},
+            along=(Along(arg="image_rotary_emb", dim=1, streams=IMG),),
+        ),
+    ),
+    leave=Leave(path="double_blocks", stream="img"),
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(4,))
+
+
+def config(size: Size) -> Config:
+    return {
+        "image_model": "joyimage",
+        "in_channels": 16,
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+        "text_dim": size.text_dim,
+        "num_layers": size.blocks[0],
+        "rope_dim_list": [4, 6, 6],
+    }
+
+
+def references(latent: torch.Tensor) -> dict[str, Any]:
+    first = torch.randn(1, 16, 1, 9, 8, generator=torch.Generator().manual_seed(4))
+    return {"reference_latents": [first, first[..., :4, :]]}
+
+
+JOYIMAGE = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="joyimage-edit",
+            form=Form(config_class="JoyImage", config=config),
+            heads=(5,),
+            tiny=tiny,
+            latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)},
+            prompt_extras=references,
+        ),
+    ),
+)
