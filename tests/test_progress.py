@@ -7,7 +7,7 @@ from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.launcher.pool.progress import Progress
 from pipemesh.parallel_runtime.errors import ModelError, RunCancelled
 
-from .fake_pools import call, cpus, fake_setup, inside, opens
+from .fake_pools import call, cpus, fake_setup, gate, inside, opens
 
 
 @pytest.fixture
@@ -27,6 +27,7 @@ def pool(told):
     def pool(*rules):
         made.append(WorkerPool(cpus(2), replace(fake_setup(*rules), tell=told.append)))
         made[-1].start(goes_on(made[-1], told))
+        gate(made[-1]).fill_(0)  # which a slow start may have opened
         return made[-1]
 
     yield pool
