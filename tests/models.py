@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from pipemesh.launcher import random_files
 from pipemesh.launcher.commands.parity import conditioning, sample
+from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.families import FAMILIES, SAMPLES, sample_with
 from pipemesh.parallel_runtime.families.sample import Size
 
@@ -86,7 +87,7 @@ def asked_of(patcher, case):
     case.
     """
     module = patcher.model.diffusion_model
-    name = "_forward" if hasattr(type(module), "_forward") else "forward"
+    name = forward_name(module)
     forward = getattr(module, name)
     signature = inspect.signature(forward)
     asked = []

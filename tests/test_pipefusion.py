@@ -9,6 +9,7 @@ import torch
 from pipemesh.launcher.commands.parity import BF16_BOUNDS, BOUND, conditioning, relative_error, rms, sample, stock_model
 from pipemesh.parallel_runtime.client.in_process import reference
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, Refused
 from pipemesh.parallel_runtime.families import FAMILIES as REGISTRY
 from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES, plan_for
@@ -53,9 +54,8 @@ def inputs_of(pipeline, truths, of, layout=(2, 1)):
     sample(model, of, steps=1)
     arguments, branch, _weights = asked[0]
     serial = truths.stock_model(of.family).model.diffusion_model
-    forward = getattr(type(serial), "_forward", type(serial).forward)
     with torch.inference_mode():
-        return arguments, branch, forward(serial, **arguments)
+        return arguments, branch, getattr(serial, forward_name(serial))(**arguments)
 
 
 @pytest.mark.parametrize("family, layout", PIPELINES)

@@ -80,10 +80,7 @@ class Conversation:
         """The answers to ``number``, by rank. Raises RunCancelled, ModelError, Refused."""
         request = self._in_flight[number]
         try:
-            try:
-                cancelled = self._listen([request], interrupted, leave=request.meets is not Meets.NOBODY)
-            finally:
-                request.awaited = False
+            cancelled = self._listen([request], interrupted, leave=request.meets is not Meets.NOBODY)
             self._pass_judgement()
             if not request.owing:
                 del self._in_flight[number]
@@ -92,6 +89,8 @@ class Conversation:
         except BaseException:
             self._progress.clear()
             raise
+        finally:
+            request.awaited = False
         self._progress.end()
         return dict(sorted(request.answers.items()))
 
@@ -176,13 +175,14 @@ class Conversation:
         failing = [one for one in requests if one.has_failed]
         if not failing:
             return
-        verdict = judge(requests, self._facts, forgiven=forgiven)
+        side = connected(requests, failing)
+        verdict = judge(side, self._facts, forgiven=forgiven)
         if verdict is None:
             return
         error, rank = verdict
         if isinstance(error, PoolFailed):
             raise Lost(str(error), rank)
-        for one in connected(requests, failing):
+        for one in side:
             if not one.owing:
                 del self._in_flight[one.number]
         raise error

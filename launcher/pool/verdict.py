@@ -72,13 +72,12 @@ def connected(requests: Sequence[InFlight], failing: Sequence[InFlight]) -> list
 
 def judge(requests: Sequence[InFlight], facts: Facts, *, forgiven: bool = False) -> tuple[PipeMeshError, int] | None:
     """Returns the error to raise and the rank that it is about, or None. ``requests``: those in
-    flight.
+    flight that are ``connected`` with failed ones.
 
     The pool goes on if all ranks are known to be in step: none owes an answer, no message is left
     between stages, and ranks that meet in collectives have failed all alike. Else the error is
     PoolFailed. ``forgiven``: the requests belong to a cancelled run, so only that is told.
     """
-    requests = connected(requests, [one for one in requests if one.has_failed])
     failures = {rank: failure for one in reversed(requests) for rank, failure in one.failures.items()}
     if not failures:
         return None

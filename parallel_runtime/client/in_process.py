@@ -13,7 +13,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
-from ..comfy_bridge.forward import forward_binder, forward_patch
+from ..comfy_bridge.forward import forward_binder, forward_name, forward_patch
 from ..comfy_bridge.guard import require_plan
 from ..families.plan import TokenPlan
 from ..methods.pipefusion.reference import PatchForward
@@ -56,7 +56,7 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
     model = patcher.model.diffusion_model
     name = forward_patch(model)
     plan = require_plan(model)
-    backend = InOneProcess(model, plan, getattr(model, name.rpartition(".")[2]))
+    backend = InOneProcess(model, plan, getattr(model, forward_name(model)))
     sampling = Patchwise(backend, plan.patch_size_of(model), plan, patches, warm_up, notice)
     bind = forward_binder(model, name)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ..comfy_bridge.forward import PREFIX, forward_binder, forward_patch
+from ..comfy_bridge.forward import forward_binder, forward_name
 from ..comfy_bridge.guard import patch_name
 from ..comfy_bridge.in_place import Watch, refusal
 from ..errors import Refused
@@ -55,9 +55,13 @@ class RemoteForward:
 
 def forward_of(model: Any) -> RemoteForward | None:
     """The remote forward in place in a BaseModel, None where another clone of it is loaded."""
-    diffusion_model = model.diffusion_model
-    forward = vars(diffusion_model).get(forward_patch(diffusion_model).removeprefix(PREFIX))
+    forward = in_place_of_forward(model)
     return forward if isinstance(forward, RemoteForward) else None
+
+
+def in_place_of_forward(model: Any) -> Any:
+    """Returns what was put in the place of the transformer's own forward; None: nothing."""
+    return vars(model.diffusion_model).get(forward_name(model.diffusion_model))
 
 
 def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,9 +71,10 @@ def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     forward = forward_of(executor.class_obj)
     if forward is None:
         refuse_replaced(executor.class_obj)
-    before = forward.calls if forward is not None else 0
+        return executor(*args, **kwargs)
+    before = forward.calls
     output = executor(*args, **kwargs)
-    if forward is not None and forward.calls == before:
+    if forward.calls == before:
         forward.require_unchanged()
         if not before:
             raise _unused(executor.class_obj.current_patcher)
@@ -78,11 +83,9 @@ def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 def refuse_replaced(model: Any) -> None:
     """Raises Refused where other code stands in the place of the remote forward."""
-    diffusion_model = model.diffusion_model
-    name = forward_patch(diffusion_model).removeprefix(PREFIX)
-    instead = vars(diffusion_model).get(name)
+    instead = in_place_of_forward(model)
     if instead is not None:
-        raise refusal("", f"has its method {name} replaced in place", instead)
+        raise refusal("", f"has its method {forward_name(model.diffusion_model)} replaced in place", instead)
 
 
 def outer_sample(executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -323,9 +323,8 @@ def parallelize(
     plan = require_plan(patcher.model.diffusion_model)
     if isinstance(patcher, RemotePatcher) and patcher.remote.pool is pool and patching is None:
         return patcher
-    if patching is not None and plan.why_no_stages:
-        name = type(patcher.model.diffusion_model).__name__
-        raise Refused(f"{name} cannot be divided into stages, because {plan.why_no_stages}: set pipefusion to 1.")
+    if patching is not None:
+        plan.require_stages(type(patcher.model.diffusion_model))
     source = pool.residency.use(patcher.model, lambda: describe_source(patcher))
     sampling = None
     if patching is not None:

@@ -22,7 +22,7 @@ class Runs:
         self._sessions = sessions
         self._ids = count(1)
         self._open: dict[str, Run] = {}
-        self._owed: list[str] = []  # models whose ranks were too busy to hear of the end
+        self._owed: list[str] = []  # models of ended runs, until their ranks have heard of it
         self.last: Run | None = None
 
     def begin(self, model: str) -> Run:
@@ -72,21 +72,17 @@ class Runs:
         run = self._open.pop(model, None)
         if run is None:
             return
-        session = self._sessions.live
-        if session is not None and model in session.models:
-            if session.pool.idle:
-                tell(session, model)
-            else:
-                self._owed.append(model)
+        self._owed.append(model)
+        self.end_owed()
         for joined in run.joined:
             self.end(joined)
 
     def end_owed(self) -> None:
-        """Has the ranks free what is left of runs that were stopped. Call it once they have left
-        what was in flight.
+        """Has the ranks free what they keep of ended runs, unless they are still busy. Call it
+        again once they have left what was in flight.
         """
-        session = self._sessions.live
-        while self._owed:
+        session = self._sessions.live if self._owed else None
+        while self._owed and (session is None or session.pool.idle):
             model = self._owed.pop()
             if session is not None and model in session.models:
                 tell(session, model)

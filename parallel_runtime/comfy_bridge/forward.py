@@ -11,13 +11,18 @@ import torch
 PREFIX = "diffusion_model."  # of every name below the transformer
 
 
-def forward_patch(diffusion_model: torch.nn.Module) -> str:
+def forward_name(diffusion_model: torch.nn.Module) -> str:
     """Returns the name of the method that the remote forward replaces: ``_forward`` where the class
     has one, else ``forward``.
 
     ``_forward`` runs inside ComfyUI's own DIFFUSION_MODEL wrappers, so they stay in the UI.
     """
-    return PREFIX + ("_forward" if hasattr(type(diffusion_model), "_forward") else "forward")
+    return "_forward" if hasattr(type(diffusion_model), "_forward") else "forward"
+
+
+def forward_patch(diffusion_model: torch.nn.Module) -> str:
+    """Returns that name as object patches have it."""
+    return PREFIX + forward_name(diffusion_model)
 
 
 def forward_binder(diffusion_model: torch.nn.Module, name: str) -> Callable[[tuple, dict], dict[str, Any]]:

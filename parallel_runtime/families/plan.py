@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import Refused
+
 
 @dataclass(frozen=True, kw_only=True)
 class Along:
@@ -166,6 +168,11 @@ class TokenPlan:
         """Returns why PipeFusion refuses the model, in words for users; empty where it does not."""
         among = next((group.path for group in self.blocks if group.interleaved), "")
         return among and f"its {among} run among its other blocks, so that no stage can hold a part of it"
+
+    def require_stages(self, model_class: type) -> None:
+        """Raises Refused where no stage can hold a part of such a model."""
+        if self.why_no_stages:
+            raise Refused(f"{model_class.__name__} cannot be divided into stages, because {self.why_no_stages}: set pipefusion to 1.")
 
     @property
     def leaves_behind_blocks(self) -> bool:

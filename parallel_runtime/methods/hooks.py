@@ -107,7 +107,7 @@ class TokenHooks:
             local = block.get_submodule(path)
             self._handles.append(local.register_forward_pre_hook(lambda *_: self._share_attention(False)))
             self._handles.append(local.register_forward_hook(lambda *_: self._share_attention(True)))
-        for path in group.whole_queries if not hasattr(block, "stands_for") else ():
+        for path in group.whole_queries:
             over = block.get_submodule(path)
             self._handles.append(over.register_forward_pre_hook(lambda *_: self._share_attention("keys")))
             self._handles.append(over.register_forward_hook(lambda *_: self._share_attention(True)))

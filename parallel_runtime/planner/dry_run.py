@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..comfy_bridge.forward import PREFIX, forward_patch
+from ..comfy_bridge.forward import forward_name
 from ..comfy_bridge.released_model import Extent, arguments_of, empty_model, latent_shape
 from ..comm.mesh import Mesh, connect
 from ..families import plan_for
@@ -58,7 +58,7 @@ class DryModel:
             return empty_model(self._sample, self.released, torch.bfloat16, DEVICE)
 
     def _forward(self, model: Any) -> Any:
-        return getattr(model.diffusion_model, forward_patch(model.diffusion_model).removeprefix(PREFIX))
+        return getattr(model.diffusion_model, forward_name(model.diffusion_model))
 
     def whole(self) -> Whole:
         """Run the model on one device as ComfyUI does."""

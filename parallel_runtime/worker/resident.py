@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..comfy_bridge.device_weights import DeviceWeights
+from ..comfy_bridge.forward import forward_name
 from ..comfy_bridge.gguf import is_dequantised_late, with_patches
 from ..comfy_bridge.quantised import taken_apart
 from ..comfy_bridge.weight_patches import put_object, unpack_patches
@@ -98,6 +99,5 @@ class ResidentModel:
 
     def evaluate(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that the method's ``begin`` named."""
-        model = self.diffusion_model
-        call = model._forward if hasattr(type(model), "_forward") else model.forward
-        return self.method.evaluate(call, arguments, number)
+        forward = getattr(self.diffusion_model, forward_name(self.diffusion_model))
+        return self.method.evaluate(forward, arguments, number)

@@ -13,7 +13,6 @@ from torch import nn
 
 from ...comm.mesh import SequenceComm
 from ...comm.stage_link import StageLink
-from ...errors import Refused
 from ...families.plan import TokenPlan
 from ...layout import Layout
 from ...patches import Part, Patch
@@ -57,8 +56,7 @@ class PipeFusion:
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
         require_fit(model, plan)
-        if plan.why_no_stages:
-            raise Refused(f"{type(model).__name__} cannot be divided into stages, because {plan.why_no_stages}: set pipefusion to 1.")
+        plan.require_stages(type(model))
         require_blocks(layout.pipefusion, len(list(blocks_of(model, plan))))
 
     def attach(self) -> None:
