@@ -34,7 +34,10 @@ def table_row(figure: Figure) -> str:
 
 
 def main(argv: list[str], host: ComfyInstall) -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m launcher bench", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python3 -m launcher bench",
+        description="Measure how much PipeMesh gains and costs on this machine, as ratios taken in one run.",
+    )
     parser.add_argument("names", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument(

@@ -138,7 +138,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
         return number
 
-    parser = argparse.ArgumentParser(prog="python3 -m launcher demo", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python3 -m launcher demo",
+        description="Run one stock workflow on stock ComfyUI and on a pool of ranks, and show both side by side.",
+    )
     parser.add_argument("--ranks", type=at_least(2), default=2, help="processes that share one image (default 2)")
     parser.add_argument("--steps", type=at_least(2), default=6, help="sampling steps of a run (default 6)")
     parser.add_argument(

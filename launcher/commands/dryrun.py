@@ -111,7 +111,10 @@ def row(record: dict[str, Any]) -> str:
 
 
 def main(argv: list[str], host: ComfyInstall) -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m launcher dryrun", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python3 -m launcher dryrun",
+        description="Show what each rank of a layout computes, holds and sends in one evaluation, on GPUs that are not there.",
+    )
     parser.add_argument("--family", choices=MODELS, metavar="F", help=", ".join(MODELS))
     parser.add_argument("--layout", type=parsed_layout, action="append", help="such as ulysses=4,ring=2; several times for several")
     parser.add_argument("--size", type=parsed_size, metavar="WxHxFRAMES", help="in pixels (default: what is usual for the model)")

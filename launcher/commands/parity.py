@@ -242,7 +242,7 @@ def rms(tensor: torch.Tensor) -> float:
 def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     """Parse the options and select their cases. Exits with a sentence where there are none."""
     in_bf16 = [sample.name for sample in SAMPLES.values() if sample.bf16]
-    parser = argparse.ArgumentParser(prog="python3 -m launcher parity", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python3 -m launcher parity", description="Compare stock ComfyUI with the pool at the same seed.")
     parser.add_argument("--family", choices=SAMPLES)
     parser.add_argument("--method", choices=METHODS)
     parser.add_argument("--ranks", type=int, choices=sorted({ulysses * ring for ulysses, ring in METHODS.values()}))
