@@ -270,7 +270,7 @@ def test_stages_take_what_belongs_to_their_blocks(files, clients):
 @pytest.mark.parametrize(
     "spoil, what",
     [
-        (lambda m: m.set_injections("bypass", [object()]), "bypass injections"),
+        (lambda m: m.set_injections("bypass", [object()]), "the injection builtins.object"),
         (lambda m: m.add_weight_wrapper(f"{PREFIX}img_in.weight", lambda w: w), "weight wrappers"),
         (lambda m: m.set_additional_models("multigpu", [m.clone()]), "MultiGPU CFG Split"),
     ],

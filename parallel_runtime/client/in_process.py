@@ -13,8 +13,10 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
+from ..comfy_bridge.by_name import restored
 from ..comfy_bridge.forward import forward_binder, forward_name, forward_patch
 from ..comfy_bridge.guard import require_plan
+from ..comfy_bridge.options import CrossingOptions
 from ..families.plan import TokenPlan
 from ..methods.pipefusion.reference import PatchForward
 from ..patches import Patch
@@ -58,11 +60,12 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
     plan = require_plan(model)
     backend = InOneProcess(model, plan, getattr(model, forward_name(model)))
     sampling = Patchwise(backend, plan.patch_size_of(model), plan, patches, warm_up, notice)
-    bind = forward_binder(model, name)
+    bind, crossing = forward_binder(model, name), CrossingOptions()
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         arguments = bind(args, kwargs)
-        return sampling.evaluate(arguments, branch_of(arguments.get("transformer_options", {})))
+        options = arguments.get("transformer_options", {})
+        return sampling.evaluate({**arguments, "transformer_options": restored(crossing.plain(options))}, branch_of(options))
 
     made = patcher.clone()
     made.add_object_patch(name, forward)

@@ -19,6 +19,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from greenlet import getcurrent
 
+from ..comfy_bridge.by_name import blocks_left_out
 from ..comfy_bridge.free_gpu import unload_unused
 from ..errors import NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
@@ -181,11 +182,11 @@ def text_tokens(conds: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> int:
 
 
 def branch_of(transformer_options: dict[str, Any]) -> tuple:
-    """Identifies a cond of a run, and the window of a long video, so that the K/V buffers of one
-    are never used for another. ComfyUI gives the negative that it makes for a region the region's
-    id.
+    """Identifies a cond of a run, the window of a long video, and blocks that are left out, so that
+    the K/V buffers of one are never used for another. ComfyUI gives the negative that it makes for
+    a region the region's id.
     """
     window = transformer_options.get("context_window")
     frames = tuple(window.index_list) if window is not None else ()
     conds = zip(transformer_options.get("uuids", ()), transformer_options.get("cond_or_uncond", ()), strict=False)
-    return (*(f"{cond} {side}" for cond, side in conds), *frames)
+    return (*(f"{cond} {side}" for cond, side in conds), *frames, *blocks_left_out(transformer_options))

@@ -19,6 +19,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ..checkpoint import check_mapped
+from ..comfy_bridge.bypass import pack_bypass
 from ..comfy_bridge.forward import PREFIX, forward_patch
 from ..comfy_bridge.guard import refuse_foreign_levers, refuse_in_block_patches, require_plan
 from ..comfy_bridge.in_place import Watch, require_unchanged
@@ -132,6 +133,7 @@ class RemotePatcher(ModelPatcher):
         made.remote = self.remote
         made.stock_class = self.stock_class
         made.hook_set = self.hook_set
+        made.skip_injection = True  # adapters are injected in the ranks
         return made
 
     # -- for ComfyUI's memory manager
@@ -172,7 +174,7 @@ class RemotePatcher(ModelPatcher):
             require_plan(self.model.diffusion_model)  # again: a node may have changed the class since
             require_unchanged(self.model.diffusion_model, operations=self.model.model_config.custom_operations)
             weights.compare(self)
-            objects = {**cast_switches(self), **plain}
+            objects = {**cast_switches(self), **pack_bypass(self.injections), **plain}
             name = content_id(objects) + weights.changed_id
             self.objects = name, {**weights.changed_tensors(self.model.diffusion_model), **objects}
             self.remote.recut()
@@ -289,7 +291,7 @@ def weight_patches_of(patcher: RemotePatcher) -> tuple[dict, dict[str, int]]:
 
 
 def prepare_sampling(
-    executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, model_options: Any = None, *args: Any, **kwargs: Any
+    executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, *args: Any, model_options: Any = None, **kwargs: Any
 ) -> Any:
     """Shows the host a smaller shape to estimate activations from (reference latents are counted
     whole), so that text encoder and VAE are not unloaded for activations on other devices. A
@@ -301,7 +303,7 @@ def prepare_sampling(
         raise Refused(f"The latent is empty ({shape}): connect one with at least one image of at least one pixel.")
     leave_out_compilation(model_options or {})
     shape = [noise_shape[0] * model.remote.activations, *noise_shape[1:]]
-    return executor(model, shape, conds, model_options, *args, **kwargs)
+    return executor(model, shape, conds, *args, model_options=model_options, **kwargs)  # by name, as other wrappers look for it
 
 
 def parallelize(
@@ -349,6 +351,7 @@ def remote_clone(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
     made.__class__ = RemotePatcher
     made.stock_class = patcher.stock_class if isinstance(patcher, RemotePatcher) else type(patcher)
     made.remote = remote
+    made.skip_injection = True
     made.size = 0
     return made
 

@@ -10,6 +10,8 @@ from ..errors import Refused
 from ..families import plan_for, why_no_plan
 from ..families.plan import TokenPlan
 from ..wire.tree import is_plain
+from .by_name import OVERRIDE, attention_backend, does_as, leave_out
+from .bypass import adapters_of
 from .gguf import described_operations
 
 
@@ -32,15 +34,17 @@ def patch_name(value: Any) -> str:
 
 
 def refuse_in_block_patches(transformer_options: dict[str, Any]) -> None:
-    """Raises Refused for callables that must run inside the transformer, naming the first.
+    """Raises Refused for callables that must run inside the transformer, naming the first, but for
+    those that ranks know by name.
 
     The transformer's blocks run in the ranks, which have no code of other packs.
     """
     patches, replacements = transformer_options.get("patches", {}), transformer_options.get("patches_replace", {})
     found = [(f"patches/{kind}", patch) for kind, items in patches.items() for patch in items]
-    found += [(f"patches_replace/{kind}", patch) for kind, blocks in replacements.items() for patch in blocks.values()]
-    if "optimized_attention_override" in transformer_options:
-        found.append(("optimized_attention_override", transformer_options["optimized_attention_override"]))
+    for kind, blocks in replacements.items():
+        found += [(f"patches_replace/{kind}", patch) for patch in blocks.values() if kind != "dit" or not does_as(patch, leave_out)]
+    if OVERRIDE in transformer_options and attention_backend(transformer_options) is None:
+        found.append((OVERRIDE, transformer_options[OVERRIDE]))
     if found:
         kind, patch = found[0]
         raise Refused(
@@ -53,8 +57,9 @@ def refuse_foreign_levers(patcher: Any) -> None:
     """Raises Refused for settings of other nodes on a MODEL beside patches and options, naming
     them.
     """
+    foreign = [one for items in patcher.injections.values() for one in items if adapters_of(one) is None]
     found = {
-        "bypass injections": patcher.injections,
+        "injections" if not foreign else f"the injection {patch_name(getattr(foreign[0], 'inject', foreign[0]))}": foreign,
         "weight wrappers": patcher.weight_wrapper_patches,
         "MultiGPU CFG Split clones": patcher.additional_models.get("multigpu"),
     }

@@ -80,11 +80,16 @@ def _changes_of(module: torch.nn.Module, ours: Sequence[Any], trusted: frozenset
     if _root(kind) not in trusted:
         yield "is of a class of another pack", kind
     for name, value in own.items():
-        if callable(value) and hasattr(kind, name) and not any(value is one for one in ours):
+        if callable(value) and hasattr(kind, name) and not _is_own(module, name, value) and not any(value is one for one in ours):
             yield f"has its method {name} replaced in place", value
     for name in HOOKS:
         for hook in own[name].values():
             yield "has a forward hook", hook
+
+
+def _is_own(module: torch.nn.Module, name: str, value: Any) -> bool:
+    """True for the module's own method, which ComfyUI puts back in place of what it replaced."""
+    return getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is getattr(type(module), name)
 
 
 def _root(kind: Any) -> str:

@@ -6,12 +6,13 @@ import logging
 from typing import Any
 
 from ..wire.tree import is_plain
+from .by_name import OVERRIDE, described
 from .guard import patch_name, refuse_in_block_patches
 
 log = logging.getLogger("pipemesh")
 OF_COMFYUI = frozenset(  # ComfyUI's own options that are read in the UI only
     {
-        *("wrappers", "callbacks", "patches", "patches_replace"),
+        *("wrappers", "callbacks", "patches", "patches_replace", OVERRIDE),
         *("uuids", "prefetch_dynamic_vbars", "context_window", "easycache", "ar_state"),
     }
 )
@@ -24,13 +25,14 @@ class CrossingOptions:
         self._named: set[str] = set()
 
     def plain(self, transformer_options: dict[str, Any]) -> dict[str, Any]:
-        """Returns the options that are plain data. Raises Refused for in-block patches.
+        """Returns the options that are plain data, and what of the others is known by name. Raises
+        Refused for other in-block patches.
 
         Other objects stay in the UI: no code in a rank could read them. The log names each of them
         once, because the node that set it may count on being read in the transformer.
         """
         refuse_in_block_patches(transformer_options)
-        crossing = {}
+        crossing = described(transformer_options)
         for name, value in transformer_options.items():
             if name in OF_COMFYUI:
                 continue

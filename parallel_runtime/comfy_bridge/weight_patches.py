@@ -18,6 +18,7 @@ from ..errors import Refused
 from ..wire.reserved import room_for
 from ..wire.segment import TensorRef, dtype_name
 from ..wire.tree import encode_tree, is_plain
+from .bypass import BYPASS, put_bypass
 from .forward import PREFIX
 from .gguf import is_dequantised_late
 from .guard import patch_name
@@ -141,6 +142,8 @@ def put_object(model: Any, name: str, value: Any, device: torch.device) -> Calla
     """
     import comfy.utils
 
+    if name == BYPASS:
+        return put_bypass(model, value)
     *path, attribute = name.split(".")
     try:
         holder = comfy.utils.get_attr(model, ".".join(path))

@@ -63,6 +63,9 @@ class Boundary:
     streams: tuple[str, ...]
 
 
+LEFT_OUT = "blocks_left_out"  # the transformer option that lists (kind, index) of blocks to leave out
+
+
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
     """A container of consecutive blocks.

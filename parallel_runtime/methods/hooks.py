@@ -6,7 +6,7 @@ A Sharding decides which rows, and what attention over them sees.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -15,6 +15,8 @@ from torch import nn
 
 from ..errors import Refused
 from ..families.plan import Along, Blocks, Boundary, Leave, Ranges, TokenPlan
+from .blocks import blocks_of, put, taken
+from .node_patches import OVERRIDE, NodePatches
 from .override import Overridden
 from .shards import Rows
 
@@ -73,11 +75,11 @@ class TokenHooks:
         self._plan = plan
         self._sharding = sharding
         self._rows: Rows | None = None
-        self._grid = torch.Size()  # of the tokens that the first block is given
         self._control: dict[str, list] | None = None
         self._told: dict[str, int] = {}  # rows of the plan's ``lengths`` in this evaluation
         self._key_mask: tuple[torch.Tensor, Along] | None = None  # all rows of what the block makes its mask of
         self._shares_attention: bool | Literal["keys"] = False  # with other ranks: all of it, or keys that whole queries look at
+        self._patches = NodePatches(model, plan)
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -116,6 +118,7 @@ class TokenHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._patches.end()
 
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin an evaluation: return the arguments to call the model's forward with."""
@@ -124,12 +127,14 @@ class TokenHooks:
         self._share_attention(False)
         control = arguments.get("control")
         self._control = dict(control) if control else None
-        options = {**arguments.get("transformer_options", {}), "optimized_attention_override": self._attend}
+        options = self._patches.begin(arguments.get("transformer_options", {}))
+        options[OVERRIDE] = lambda attention, *args, **kwargs: self._attend(self._patches.chosen(attention), *args, **kwargs)
         return {**arguments, "transformer_options": options, **({"control": self._control} if self._control else {})}
 
     def end_run(self) -> None:
         """Free what was made of the last evaluation's arguments."""
         self._rows = self._control = self._key_mask = None
+        self._patches.end()
 
     def _left(self, _module: nn.Module, _args: Any, out_BlC: torch.Tensor) -> torch.Tensor | None:
         leave, rows = self._plan.leave, self._rows
@@ -143,6 +148,7 @@ class TokenHooks:
         """Gather the leaving stream's rows in what the last block returned."""
         if self._rows is None:
             return None
+        grid = self._rows.grid
         returned = list(out) if isinstance(out, tuple) else [out]
         place, streams = next(
             (place, group.tokens[arg]) for place, arg in enumerate(group.returns) if self._plan.leave.stream in group.tokens.get(arg, ())
@@ -150,7 +156,7 @@ class TokenHooks:
         parts = list(returned[place].split([self._rows.local[stream][1] for stream in streams], dim=1))
         own = streams.index(self._plan.leave.stream)
         gathered = self._sharding.leave(self._rows, parts[own].flatten(1, -2))
-        parts[own] = parts[own] if gathered is None else gathered.unflatten(1, self._grid) if len(self._grid) > 1 else gathered
+        parts[own] = parts[own] if gathered is None else gathered.unflatten(1, grid) if len(grid) > 1 else gathered
         returned[place] = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return tuple(returned) if isinstance(out, tuple) else returned[0]
 
@@ -187,7 +193,7 @@ class TokenHooks:
 
     def _enter(self, group: Blocks, arguments: dict[str, Any]) -> None:
         tokens = {arg: taken(arguments, arg) for arg in group.tokens}
-        self._grid = next(iter(tokens.values())).shape[1:-1]
+        grid = next(iter(tokens.values())).shape[1:-1]
         tokens = {arg: one.flatten(1, -2) for arg, one in tokens.items()}
         lengths: dict[str, int] = {}
         for arg, streams in group.tokens.items():
@@ -200,9 +206,10 @@ class TokenHooks:
             self._control = None  # the forward has it: what was brought goes with the forward
         if self._rows is None:
             return
+        self._rows.grid = grid
         for arg, streams in group.tokens.items():
             local = self._rows.slice(tokens[arg], 1, streams)
-            put(arguments, arg, local.unflatten(1, (-1,) + (1,) * (len(self._grid) - 1)))
+            put(arguments, arg, local.unflatten(1, (-1,) + (1,) * (len(grid) - 1)))
 
     def _bring_control(self, control: dict[str, list], device: torch.device) -> None:
         """Move the local rows of the ControlNet residuals that are added here to ``device``; all
@@ -249,32 +256,6 @@ class TokenHooks:
 def told_by(told: dict[str, int], stream: str, _module: nn.Module, _args: Any, out_BLC: torch.Tensor) -> None:
     """Note the rows of a stream, as a forward hook."""
     told[stream] = out_BLC.shape[1]
-
-
-def blocks_of(model: nn.Module, plan: TokenPlan) -> Iterator[tuple[nn.ModuleList, int, Blocks]]:
-    """Yield every block's container, its index there, and its part of the plan."""
-    for group in plan.blocks:
-        container = model.get_submodule(group.path)
-        assert isinstance(container, nn.ModuleList)
-        for index in range(len(container)):
-            yield container, index, group
-
-
-def taken(arguments: Mapping[str, Any], name: str) -> torch.Tensor:
-    """Return the argument of a plan's ``name``, which may be an element of a tuple."""
-    name, _, place = name.partition(".")
-    return arguments[name][int(place)] if place else arguments[name]
-
-
-def put(arguments: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
-    """Set what ``taken`` returns."""
-    name, _, place = name.partition(".")
-    if place:
-        elements = list(arguments[name])
-        elements[int(place)] = tensor
-        arguments[name] = tuple(elements)
-    else:
-        arguments[name] = tensor
 
 
 def split_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:

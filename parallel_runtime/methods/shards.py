@@ -21,12 +21,14 @@ T = TypeVar("T")
 
 class Rows:
     """The rows of each stream that are computed here: ``local`` (start, size) of its
-    ``all_tokens`` rows, streams in the plan's order.
+    ``all_tokens`` rows, streams in the plan's order. ``grid``: the shape (L) or (T, H, W) in
+    which the first block is given its tokens.
     """
 
     def __init__(self, all_tokens: Mapping[str, int], local: Mapping[str, tuple[int, int]]):
         self.all_tokens = all_tokens
         self.local = local
+        self.grid = torch.Size()
         self._memoised: dict[tuple, tuple[Any, Any]] = {}
 
     def slice(self, tensor: torch.Tensor, dim: int, streams: Sequence[str]) -> torch.Tensor:

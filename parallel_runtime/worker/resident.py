@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..comfy_bridge.by_name import restored
 from ..comfy_bridge.device_weights import DeviceWeights
 from ..comfy_bridge.forward import forward_name
 from ..comfy_bridge.gguf import is_dequantised_late, with_patches
@@ -99,5 +100,7 @@ class ResidentModel:
 
     def evaluate(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that the method's ``begin`` named."""
+        if "transformer_options" in arguments:
+            arguments = {**arguments, "transformer_options": restored(arguments["transformer_options"])}
         forward = getattr(self.diffusion_model, forward_name(self.diffusion_model))
         return self.method.evaluate(forward, arguments, number)

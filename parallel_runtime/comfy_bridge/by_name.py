@@ -1,0 +1,142 @@
+"""Patches that run inside a model's blocks and can be named: described as plain data in the UI, put
+together again in a rank from code of its own.
+
+Known are block replacements that leave a block out (Skip Layer Guidance), attention overrides that
+choose one of ComfyUI's registered attention functions, and settings of torch. Such a replacement or
+override is told by its bytecode, so nothing that does more is taken for it.
+
+Read: comfy_extras/nodes_slg.py, comfy/ldm/modules/attention.py @ ComfyUI 0.30.0;
+ModelPatcher.set_model_optimized_attention of later ones; KJNodes' Patch Sage Attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from types import CodeType
+from typing import Any
+
+import torch
+
+from ..errors import Refused
+from ..families.plan import LEFT_OUT
+
+OVERRIDE = "optimized_attention_override"
+BACKEND, SETTINGS = "attention_backend", "torch_settings"  # options as they cross
+TORCH_SETTINGS = (
+    "backends.cuda.matmul.allow_fp16_accumulation",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cudnn.benchmark",
+)
+Options = Mapping[str, Any]
+
+
+def leave_out(args: Any, extra_args: Any) -> Any:
+    """A block replacement that returns its arguments as they came."""
+    return args
+
+
+def choose(function: Callable) -> Callable:
+    """An attention override that calls ``function``, as ComfyUI makes it."""
+
+    def override(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return override
+
+
+def choose_unwrapped(function: Any) -> Callable:
+    """Likewise, as KJNodes makes it."""
+
+    def override(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return function.__wrapped__(*args, **kwargs)
+
+    return override
+
+
+def does_as(function: Any, model: Callable) -> bool:
+    """True if both are compiled to the same instructions on as many arguments."""
+    ours, theirs = model.__code__, getattr(function, "__code__", None)
+    return isinstance(theirs, CodeType) and _form(theirs) == _form(ours)
+
+
+def _form(code: CodeType) -> tuple:
+    return code.co_code, code.co_argcount, code.co_kwonlyargcount, code.co_flags & 0x0C, code.co_names, len(code.co_freevars)
+
+
+def blocks_left_out(options: Options) -> list[tuple[str, int]]:
+    """(kind, index) of the blocks that a node replaces by nothing."""
+    replaced = options.get("patches_replace", {}).get("dit", {})
+    return sorted((key[0], key[1]) for key, patch in replaced.items() if len(key) == 2 and does_as(patch, leave_out))
+
+
+def attention_backend(options: Options) -> str | None:
+    """The name of the registered attention function that a node chose; None for none and for an
+    override that does anything else.
+    """
+    override: Any = options.get(OVERRIDE)
+    if not any(does_as(override, form(override)) for form in (choose, choose_unwrapped)):
+        return None
+    from comfy.ldm.modules.attention import REGISTERED_ATTENTION_FUNCTIONS as registered
+
+    (chosen,) = (cell.cell_contents for cell in override.__closure__)
+    return next((name for name, function in registered.items() if function is chosen or _calls_same(function, chosen)), None)
+
+
+def _calls_same(registered: Any, chosen: Any) -> bool:
+    """True if ``chosen`` is KJNodes' function over SageAttention's own choice of a kernel (its mode
+    "auto"), which is what ComfyUI's does.
+    """
+    name = "sageattn"
+    kernel = getattr(registered, "__globals__", {}).get(name) if registered.__name__ == "attention_sage" else None
+    return kernel is not None and chosen.__name__ == registered.__name__ and any(cell is kernel for cell in _reached(chosen))
+
+
+def _reached(function: Any, depth: int = 3) -> Iterator[Any]:
+    """What a function closes over, and what those functions do."""
+    function = getattr(function, "__wrapped__", function)
+    for cell in getattr(function, "__closure__", None) or ():
+        yield cell.cell_contents
+        if callable(cell.cell_contents) and depth:
+            yield from _reached(cell.cell_contents, depth - 1)
+
+
+def described(options: Options) -> dict[str, Any]:
+    """In the UI: options of plain data in place of what is known by name."""
+    found: dict[str, Any] = {SETTINGS: {name: value for name in TORCH_SETTINGS if (value := _setting(name)) is not None}}
+    if left_out := blocks_left_out(options):
+        found[LEFT_OUT] = left_out
+    if backend := attention_backend(options):
+        found[BACKEND] = backend
+    return found
+
+
+def restored(options: Options) -> dict[str, Any]:
+    """In a rank: the inverse of ``described``; torch's settings are made. Raises Refused for an
+    attention function that ComfyUI does not have here.
+    """
+    made = {name: value for name, value in options.items() if name not in (SETTINGS, BACKEND)}
+    for name, value in options.get(SETTINGS, {}).items():
+        if _setting(name) not in (None, value):
+            path, _, last = name.rpartition(".")
+            setattr(attrgetter(path)(torch), last, value)
+    if BACKEND in options:
+        made[OVERRIDE] = choose(_registered(options[BACKEND]))
+    return made
+
+
+def _setting(name: str) -> Any:
+    try:
+        return attrgetter(name)(torch)
+    except AttributeError:  # of another version
+        return None
+
+
+def _registered(name: str) -> Callable:
+    from comfy.ldm.modules.attention import REGISTERED_ATTENTION_FUNCTIONS as registered
+
+    if name not in registered:
+        here = ", ".join(registered)
+        raise Refused(f"A rank's ComfyUI has no attention function {name} ({here}): install its package there, or choose another.")
+    return registered[name]

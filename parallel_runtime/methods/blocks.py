@@ -1,0 +1,37 @@
+"""Find a plan's blocks in a model, and the tokens among a block's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..families.plan import Blocks, TokenPlan
+
+
+def blocks_of(model: nn.Module, plan: TokenPlan) -> Iterator[tuple[nn.ModuleList, int, Blocks]]:
+    """Yield every block's container, its index there, and its part of the plan."""
+    for group in plan.blocks:
+        container = model.get_submodule(group.path)
+        assert isinstance(container, nn.ModuleList)
+        for index in range(len(container)):
+            yield container, index, group
+
+
+def taken(arguments: Mapping[str, Any], name: str) -> torch.Tensor:
+    """Return the argument of a plan's ``name``, which may be an element of a tuple."""
+    name, _, place = name.partition(".")
+    return arguments[name][int(place)] if place else arguments[name]
+
+
+def put(arguments: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+    """Set what ``taken`` returns."""
+    name, _, place = name.partition(".")
+    if place:
+        elements = list(arguments[name])
+        elements[int(place)] = tensor
+        arguments[name] = tuple(elements)
+    else:
+        arguments[name] = tensor

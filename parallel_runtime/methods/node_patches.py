@@ -1,0 +1,85 @@
+"""Apply what nodes attach to a model's blocks: blocks that are left out, and the choice of an
+attention function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..errors import Refused
+from ..families.plan import LEFT_OUT, TokenPlan
+from .blocks import blocks_of
+
+OVERRIDE = "optimized_attention_override"  # ComfyUI's name of the option that replaces attention
+
+
+class NodePatches:
+    """What nodes attached to one model, from ``begin`` of an evaluation to the next, or to
+    ``end``.
+    """
+
+    def __init__(self, model: nn.Module, plan: TokenPlan):
+        self._model = model
+        self._plan = plan
+        self._override: Callable[..., Any] | None = None
+        self._left_out: list[nn.Module] = []
+
+    def begin(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Begin an evaluation: take what is applied here out of its ``transformer_options``; return
+        the others.
+        """
+        options = dict(options)
+        self._override = options.pop(OVERRIDE, None)
+        self._leave_out(options.pop(LEFT_OUT, ()))
+        return options
+
+    def end(self) -> None:
+        """Leave the model as it was."""
+        self.begin({})
+
+    def chosen(self, attention: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the attention function to use where the model calls ``attention``."""
+        return attention if self._override is None else partial(self._override, attention)
+
+    def _leave_out(self, blocks: Sequence[tuple[str, int]]) -> None:
+        """Let these blocks, (kind, index), and no others return their tokens as they come. Hooks
+        stay in place: rows enter, travel and leave as ever.
+        """
+        while self._left_out:
+            del self._left_out.pop().forward
+        wanted = set(blocks)
+        kinds = kinds_of(self._model, self._plan) if wanted else {}
+        if any(group.interleaved for group in self._plan.blocks) and (next(iter(kinds.values()), ""), 0) in wanted:
+            raise Refused(
+                f"The first block of {type(self._model).__name__} cannot be left out in the pool: "
+                "take it off the list of layers of the node, or leave PipeMesh Parallelize out."
+            )  # behind it the host adds to the tokens in place, which other blocks are given too
+        for container, index, group in blocks_of(self._model, self._plan) if wanted else ():
+            block = container[index]
+            if (kinds.get(group.path), index) in wanted and not hasattr(block, "stands_for"):
+                block.forward = partial(pass_through, group.returns)
+                self._left_out.append(block)
+
+
+def kinds_of(model: nn.Module, plan: TokenPlan) -> dict[str, str]:
+    """Return the name under which the model looks up what replaces a container's blocks, by the
+    container's path; those of which it looks up none are not there.
+    """
+    methods = (method for kind in type(model).__mro__ for method in vars(kind).values())
+    looked_up = {constant for method in methods for constant in getattr(getattr(method, "__code__", None), "co_consts", ())}
+    kinds: dict[str, str] = {}
+    for group in plan.blocks:
+        kind = "single_block" if "single" in group.path else "double_block"
+        if {"patches_replace", kind} <= looked_up and kind not in kinds.values():
+            kinds[group.path] = kind
+    return kinds
+
+
+def pass_through(returns: Sequence[str], **arguments: Any) -> Any:
+    """Return the tokens as a block that ``returns`` these arguments does."""
+    tokens = [arguments[name] for name in dict.fromkeys(name.partition(".")[0] for name in returns)]
+    return tuple(tokens) if len(tokens) > 1 else tokens[0]
