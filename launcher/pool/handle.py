@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from .conversation import POLL_S, stop_if
 from .devices import Placement
 from .pool import WorkerPool, never
 from .rank_setup import RankSetup
@@ -35,16 +36,19 @@ class PoolHandle:
 
     def ensure(self, interrupted: Callable[[], bool] = never) -> WorkerPool:
         """Returns the live pool, else a fresh one. Raises PoolFailed, RunCancelled."""
-        with self._lock:
+        while not self._lock.acquire(timeout=POLL_S):  # another thread starts it
+            stop_if(interrupted)
+        try:
             pool = self.live()
             if pool is None:
                 if self._pool is not None:
                     self._pool.close()  # of one that lost a rank between runs, the others are still there
                 self._before_start(self)
-                pool = WorkerPool(self.placement, self._setup)
+                pool = self._pool = WorkerPool(self.placement, self._setup)
                 pool.start(interrupted)
-                self._pool = pool
             return pool
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         with self._lock:

@@ -8,7 +8,8 @@ guider or wrapper that calls the model calls the right forward.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ from .patchwise import Patchwise, branch_of
 from .remote_forward import WRAPPERS, RemoteForward
 from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY
+
+TURN_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class Remote:
         except Refused:
             self.release()
             raise
-        self.pool.runs.begin(self.model)
+        with turn_of(self.pool):
+            self.pool.runs.begin(self.model)
         self.recut()
         self.free_bytes = self.pool.free_bytes()
         if self.sampling is not None:
@@ -115,6 +119,17 @@ class Remote:
         rest.
         """
         self.pool.runs.end(self.model)
+
+
+@contextmanager
+def turn_of(pool: RemotePool) -> Iterator[None]:
+    """Waits while another thread acts on the pools. Raises ComfyUI's interrupt."""
+    while not pool.turn.acquire(timeout=TURN_POLL_S):
+        comfy.model_management.throw_exception_if_processing_interrupted()
+    try:
+        yield
+    finally:
+        pool.turn.release()
 
 
 class RemotePatcher(ModelPatcher):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from ..planner.balance import StageBalance
 from .evaluations import Evaluations
 from .residency import Residency
@@ -13,10 +15,12 @@ from .session import Handle, Session, Sessions
 class RemotePool:
     """Keeps the UI's side of one pool handle, shared by every model that runs on it."""
 
-    def __init__(self, handle: Handle, shares_weights: bool):
+    def __init__(self, handle: Handle, shares_weights: bool, turn: threading.Lock | None = None):
         """``shares_weights``: the ranks live in one machine's memory, so patched weights are
-        computed once and mapped by all.
+        computed once and mapped by all. ``turn``: held by a thread that acts on the pool between
+        two runs.
         """
+        self.turn = turn or threading.Lock()
         self.sessions = Sessions(handle)
         self.runs = Runs(self.sessions)
         balance = StageBalance()

@@ -40,6 +40,7 @@ class Residency:
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
         self._unused: list[str] = []  # to be released at the next occasion
         self._thread = 0  # that asks for models: requests of another could come between its own
+        self.titles: dict[str, str] = {}  # of each model, the name by which users know it
         self.loads: Counter[str] = Counter()  # of each model, by this pool and those before
 
     # -- who uses a model
@@ -53,6 +54,7 @@ class Residency:
         """
         if host_model not in self._sources:
             source = self._sources[host_model] = describe()
+            self.titles[source.model] = source.title
             self._users[source.model] += 1
             weakref.finalize(host_model, self._drop_user, source.model).atexit = False
         return self._sources[host_model]

@@ -47,6 +47,7 @@ class Run:
     branches: dict[Hashable, int] = field(default_factory=dict)
     is_sampled: bool = False
     joined: list[str] = field(default_factory=list)
+    ended_s: float = 0.0  # 0 while it goes on
 
     def number_of(self, branch: Hashable) -> int:
         """Returns the number by which ranks know this branch of the run."""

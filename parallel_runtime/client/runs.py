@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from itertools import count
 
 from ..errors import RunCancelled
@@ -12,6 +13,7 @@ from .run import Run
 from .session import Session, Sessions
 
 END_WAIT_S = 2.0  # for ranks to free what they keep of a run; the next request waits for those that need longer
+KEPT = 10  # runs, for those who ask what was sampled
 log = logging.getLogger("pipemesh")
 
 
@@ -23,13 +25,17 @@ class Runs:
         self._ids = count(1)
         self._open: dict[str, Run] = {}
         self._owed: list[str] = []  # models of ended runs, until their ranks have heard of it
-        self.last: Run | None = None
+        self.recent: deque[Run] = deque(maxlen=KEPT)  # the newest last
+
+    @property
+    def last(self) -> Run | None:
+        return self.recent[-1] if self.recent else None
 
     def begin(self, model: str) -> Run:
         """Begins a sampler's run of ``model``; ends the run that it is in, if any."""
         self.end(model)
         run = self._opened(Run(next(self._ids), model, is_sampled=True))
-        self.last = run
+        self.recent.append(run)
         session = self._sessions.live
         if session is not None:
             session.conditioning.begin_run()
@@ -46,7 +52,8 @@ class Runs:
     def _join(self, model: str) -> Run:
         sampled = next((run for run in reversed(self._open.values()) if run.is_sampled), None)
         if sampled is None:
-            run = self.last = Run(next(self._ids), model)
+            run = Run(next(self._ids), model)
+            self.recent.append(run)
         else:
             run = Run(next(self._ids), model, began_s=sampled.began_s, evaluations=sampled.evaluations)
             sampled.joined.append(model)
@@ -72,6 +79,7 @@ class Runs:
         run = self._open.pop(model, None)
         if run is None:
             return
+        run.ended_s = time.time()
         self._owed.append(model)
         self.end_owed()
         for joined in run.joined:

@@ -49,6 +49,11 @@ class Source:
     def __post_init__(self):
         object.__setattr__(self, "weights", Weights(self.file if self.factory else None))
 
+    @property
+    def title(self) -> str:
+        """The name by which users know the model: its file's."""
+        return Path(self.file[0]).name if self.file else self.model
+
     def tree(self) -> dict[str, Any]:
         """What ``call_factory`` in a rank needs to know."""
         return {"factory": self.factory, "args": self.args, "index": self.index, "file": self.file, "dtypes": self.dtypes}
