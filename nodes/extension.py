@@ -1,23 +1,26 @@
-"""The extension that ComfyUI loads: its nodes and its routes."""
+"""The extension that ComfyUI loads: its nodes, its routes, and auto mode."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from io import BytesIO
+from pathlib import Path
 
-from aiohttp import web
+import folder_paths
+from comfy.cli_args import args
 from comfy_api.latest import ComfyExtension, io
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
+from .auto.sampling import Auto
+from .auto.switch import FILE, Switch
 from .ksampler import sampler_nodes
+from .notices import Notice, Notices
 from .pool import pool_nodes
 from .report.node import report_node
+from .routes import add_routes
 from .runtime import Runtime
-
-NOT_CACHED = {"Cache-Control": "no-store"}  # ComfyUI lets a browser keep a .png for a day
-NO_TIMELINE = "The last run was not in patches: set pipefusion above 1 on PipeMesh Pool and run."
+from .status.control import PoolControl
 
 
 def show_on_node(text: str) -> None:
@@ -27,23 +30,31 @@ def show_on_node(text: str) -> None:
         PromptServer.instance.send_progress_text(text, executing.node_id)
 
 
+def show_notice(notice: Notice) -> None:
+    """Put a notice on its node, and a badge there in the browser that has queued the prompt."""
+    server = PromptServer.instance
+    if notice.node:
+        server.send_progress_text(f"PipeMesh: {notice.text}", notice.node)
+        server.send_sync("pipemesh.notice", asdict(notice), server.client_id)
+
+
+def settings_file() -> Path | None:
+    """Return the file of ComfyUI's settings; None where every user has their own."""
+    folder = None if args.multi_user else folder_paths.get_public_user_directory("default")
+    return Path(folder) / FILE if folder else None
+
+
 class PipeMeshExtension(ComfyExtension):
     def __init__(self) -> None:
-        self._runtime = Runtime.of(os.environ, show_on_node)
+        notices = Notices(show_notice)
+        self._runtime = Runtime.of(os.environ, show_on_node, notices)
+        self._auto = Auto(self._runtime, Switch(os.environ, settings_file), notices)
 
     async def on_load(self) -> None:
-        @PromptServer.instance.routes.get("/pipemesh/report")
-        async def report(_request: web.Request) -> web.Response:
-            return web.json_response(asdict(self._runtime.report()))
-
-        @PromptServer.instance.routes.get("/pipemesh/timeline.png")
-        async def timeline(_request: web.Request) -> web.Response:
-            drawn = self._runtime.draw_last_run()
-            if drawn is None:
-                return web.Response(status=404, text=NO_TIMELINE, headers=NOT_CACHED)
-            png = BytesIO()
-            drawn.save(png, "PNG")
-            return web.Response(body=png.getvalue(), content_type="image/png", headers=NOT_CACHED)
+        server = PromptServer.instance
+        control = PoolControl(self._runtime, lambda: bool(server.prompt_queue.currently_running))
+        add_routes(server.routes, self._runtime, self._auto, control)
+        self._auto.install()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [*pool_nodes(self._runtime), *sampler_nodes(self._runtime), report_node(self._runtime)]

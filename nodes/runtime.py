@@ -5,6 +5,7 @@ node.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from ..parallel_runtime.client.run_picture import draw_run
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
+from .notices import Notices
 from .report.figures import MemoryFigures, PoolFigures, RankFigures, Report, last_run
 from .settings import PLACED_BY, Choice, PoolSettings
 
@@ -51,29 +53,31 @@ def rank_setup(environ: Mapping[str, str]) -> RankSetup:
 
 class Runtime:
     """Makes choices, and the pools and parallelized models that they name. ``show`` puts a line of
-    text on the node that samples.
+    text on the node that samples; ``notices`` are kept for those who ask.
 
     ``fault``: why no pool can be started. It is raised when a model is parallelized, so that
     ComfyUI has the nodes all the same.
     """
 
-    def __init__(self, setup: RankSetup, show: Callable[[str], None] = lambda text: None, fault: str = ""):
+    def __init__(self, setup: RankSetup, show: Callable[[str], None] = lambda text: None, fault: str = "", notices: Notices | None = None):
+        self.notices = notices or Notices()
         self._setup = replace(setup, tell=self._tell)
         self._fault = fault
         self._show = show
         self._keeper = PoolKeeper(self._setup)
         self._pools: dict[Placement, RemotePool] = {}
+        self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
 
     @classmethod
-    def of(cls, environ: Mapping[str, str], show: Callable[[str], None]) -> Runtime:
+    def of(cls, environ: Mapping[str, str], show: Callable[[str], None], notices: Notices | None = None) -> Runtime:
         """Make the runtime of a ComfyUI in this environment. Raises nothing for a variable that
         cannot be read, or ComfyUI would load no node of the pack.
         """
         try:
-            return cls(rank_setup(environ), show)
+            return cls(rank_setup(environ), show, notices=notices)
         except LayoutError as error:
             log.error("[PipeMesh] %s", error)
-            return cls(rank_setup({}), show, fault=str(error))
+            return cls(rank_setup({}), show, fault=str(error), notices=notices)
 
     def choose(self, **values: Any) -> Choice:
         """Make the choice that these inputs of PipeMesh Pool stand for. Raises LayoutError."""
@@ -116,14 +120,15 @@ class Runtime:
         return parallelize(model, pool, choice.held_on(device), choice.patching, begins, choice.computed_on(device))
 
     def report(self, only: Choice | None = None) -> Report:
-        """Collect the figures of every pool, or of ``only`` one."""
-        return Report(tuple(pool_figures(self._keeper.handle(placement), pool) for placement, pool in self._pools_of(only)))
+        """Collect the figures of every pool, or of ``only`` one, and the notices."""
+        pools = tuple(pool_figures(handle, pool) for handle, pool in self.pools(only))
+        return Report(pools, self.notices.latest())
 
     def draw_last_run(self, only: Choice | None = None) -> Image | None:
         """Draw the last run, of all pools or of ``only`` one. None unless it was sampled in
         patches, over gloo: NCCL works beside the clock that ranks look at.
         """
-        runs = [(run, placement) for placement, pool in self._pools_of(only) if (run := run_of(pool)) and run.evaluations]
+        runs = [(run, handle.placement) for handle, pool in self.pools(only) if (run := run_of(pool)) and run.evaluations]
         if not runs:
             return None
         run, placement = max(runs, key=lambda one: one[0].began_s)
@@ -143,12 +148,15 @@ class Runtime:
         if placement not in self._pools:
             whole = placement.layout.pipefusion == 1
             shares = whole and not placement.devices[0].is_gpu and not placement.other_machines
-            self._pools[placement] = RemotePool(self._keeper.handle(placement), shares_weights=shares)
+            self._pools[placement] = RemotePool(self._keeper.handle(placement), shares_weights=shares, turn=self.turn)
         return self._pools[placement]
 
-    def _pools_of(self, only: Choice | None) -> list[tuple[Placement, RemotePool]]:
-        pools = list(self._pools.items())  # asked for by the server's thread while another runs a graph
-        return [(placement, pool) for placement, pool in pools if only is None or only.placement == placement]
+    def pools(self, only: Choice | None = None) -> list[tuple[PoolHandle, RemotePool]]:
+        """List the pools that were asked for so far, or ``only`` one. May be asked from any
+        thread.
+        """
+        pools = list(self._pools.items())
+        return [(self._keeper.handle(placement), pool) for placement, pool in pools if only is None or only.placement == placement]
 
     def _begins(self, pool: RemotePool, mode: str) -> None:
         """Tell the user how a run in patches, which begins now, is sampled."""

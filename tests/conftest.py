@@ -224,3 +224,40 @@ def pair(files, client):
     from .models import load
 
     return load(files["model"]), parallelize(load(files["model"]), client, holds_ui_device=True)
+
+
+# -- a real ComfyUI
+
+
+@pytest.fixture(scope="session")
+def host():
+    from pipemesh.launcher.comfyui.find import ComfyInstall
+
+    return ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """A folder with a model and a LoRA of it."""
+    from .models import write_lora, write_model
+
+    folder = tmp_path_factory.mktemp("models")
+    model = write_model(folder / "model.safetensors", blocks=(2, 4))
+    write_lora(folder / "lora.safetensors", model)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(host, models):
+    """A server that all files named test_end_to_end share, in the order of their names."""
+    from .served import start
+
+    with start(host, models) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def truth(server):
+    from .served import graph, latent
+
+    return latent(server, graph("truth", parallel=False))[0]

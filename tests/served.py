@@ -5,8 +5,9 @@ questions to it.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
-from pipemesh.launcher.comfyui.server import ComfyServer
+from pipemesh.launcher.comfyui.server import CUSTOM_NODES, ComfyServer
 from pipemesh.launcher.commands.demo import node
 from safetensors.torch import load_file
 
@@ -14,27 +15,12 @@ SMALL, LARGE = 128, 1024  # pixels: 64 and 4096 image tokens
 STEPS = 3
 TITLE = 30  # height of a node's title, above its position
 
-OUT_OF_MEMORY = """
-import torch
 
-class OutOfMemory:
-    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "run", True, "tests"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"samples": ("LATENT",)}}
-
-    def run(self, samples):
-        raise torch.cuda.OutOfMemoryError("Allocation on device")
-
-NODE_CLASS_MAPPINGS = {"TestOutOfMemory": OutOfMemory}
-"""
-
-
-def start(host, models):
-    server = ComfyServer(host, env={"OMP_NUM_THREADS": "1"})
-    (server.base / "custom_nodes").mkdir()
-    (server.base / "custom_nodes" / "out_of_memory.py").write_text(OUT_OF_MEMORY)
+def start(host, models, *, pack=True):
+    """``pack``: PipeMesh is among its packs."""
+    packs = {name: folder for name, folder in CUSTOM_NODES.items() if pack or name != "pipemesh"}
+    packs["foreign"] = Path(__file__).with_name("foreign_pack")
+    server = ComfyServer(host, env={"OMP_NUM_THREADS": "1"}, custom_nodes=packs)
     for folder, name in (("diffusion_models", "model"), ("loras", "lora")):
         target = server.models / folder / f"{name}.safetensors"
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -15,40 +15,15 @@ import psutil
 import pytest
 import torch
 from PIL import Image
-from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.commands.demo import node
 from pipemesh.launcher.commands.parity import BOUND, relative_error
 from pipemesh.parallel_runtime.client.run_picture import FOOT, ROW, WIDTH
 
 from .conftest import ALL
-from .models import write_lora, write_model
+from .models import write_model
 from .served import LARGE, STEPS, accepts, box, graph, latent, linked, live_pool, overlap, pids, start, wait_for_phase, widgets
 
 TEXT = 3  # comfyui: protocol.BinaryEventTypes
-
-
-@pytest.fixture(scope="module")
-def host():
-    return ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    model = write_model(folder / "model.safetensors", blocks=(2, 4))
-    write_lora(folder / "lora.safetensors", model)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(host, models):
-    with start(host, models) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def truth(server):
-    return latent(server, graph("truth", parallel=False))[0]
 
 
 # -- the same result

@@ -15,6 +15,7 @@ LOCALES = ROOT / "locales"
 HELP = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "web" / "docs").glob("*.md")}
 HOST = {"en": "host", "fr": "hôte", "ja": "ホスト", "zh": "主机"}  # ComfyUI alone; a computer is a machine
 LANGUAGES = sorted(folder.name for folder in LOCALES.iterdir())
+JOINED = re.compile(r'"\s*\+\s*"')  # where a text of a script goes on in the next line
 VUE_I18N_SYNTAX = set("{}@$|")  # the frontend compiles names as messages, in which these have a meaning
 
 
@@ -82,6 +83,17 @@ def test_a_translation_is_one(nodes, language):
     """Tooltips and descriptions are in the language; names may stay as they are."""
     said, english = leaves(translation(language)), leaves(nodes)
     assert not [place for place, text in said.items() if place.endswith(("/tooltip", "/description")) and text == english[place]]
+
+
+@pytest.mark.parametrize("file", ["settings.json", "main.json"])
+def test_the_settings_are_translated_into_every_language_and_english_is_what_the_script_says(file):
+    said = {language: json.loads((LOCALES / language / file).read_text(encoding="utf-8")) for language in LANGUAGES}
+    assert {frozenset(leaves(one)) for one in said.values()} == {frozenset(leaves(said["en"]))}
+    texts = [text for one in said.values() for text in leaves(one).values()]
+    assert len(set(texts) - {"PipeMesh"}) == len([text for text in texts if text != "PipeMesh"]), "one is not translated"
+    assert not [text for text in texts if VUE_I18N_SYNTAX & set(text)]
+    script = JOINED.sub("", (ROOT / "web" / "auto.js").read_text(encoding="utf-8"))
+    assert not [text for text in leaves(said["en"]).values() if f'"{text}"' not in script]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from pipemesh.launcher.pool.devices import place
+from pipemesh.nodes.notices import Notice
 from pipemesh.nodes.report.figures import InPatches, LastRun, MemoryFigures, PoolFigures, RankFigures, Report, last_run
 from pipemesh.nodes.report.text import NO_POOL, report_text
 from pipemesh.parallel_runtime.client.run import Evaluation
@@ -197,5 +198,14 @@ def test_scripts_that_read_the_report_find_every_figure_under_its_name():
     patched = whole | UNKNOWN | {"in_patches": {"mode": "free-running", "patches": 3, "whole": 2}, "busy": [0.5, 0.25]}
     pools = [pool(ring=1), in_patches, pool(ring=1, ran=False)]
     assert json.dumps(asdict(Report(tuple(pools)))) == json.dumps(
-        {"pools": [told, told | {"last_run": patched}, told | {"last_run": None}]}
+        {"pools": [told, told | {"last_run": patched}, told | {"last_run": None}], "notices": []}
     )
+
+
+def test_a_sampling_on_one_gpu_after_the_last_run_is_told_first_and_an_earlier_one_is_not():
+    notice = Notice(RUN.began + 1, "7", "prompt", "On one GPU: it has no plan.")
+    text = report_text(Report((pool(),), (notice,)))
+    assert text.startswith("Last sampling, node 7\nOn one GPU: it has no plan.\n\nulysses 2")
+    assert report_text(Report((), (notice,))).startswith("Last sampling, node 7")
+    assert report_text(Report((pool(),), (replace(notice, at=RUN.began - 1),))) == text_of(pool())
+    assert report_text(Report((pool(),), (replace(notice, node=""),))) == text_of(pool())

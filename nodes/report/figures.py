@@ -12,6 +12,7 @@ from statistics import median
 from ...parallel_runtime.client.run import Evaluation
 from ...parallel_runtime.occupancy import busy_shares
 from ...parallel_runtime.patches import Part
+from ..notices import Notice
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,16 @@ class PoolFigures:
 
 @dataclass(frozen=True)
 class Report:
+    """``notices``: the newest first."""
+
     pools: tuple[PoolFigures, ...]
+    notices: tuple[Notice, ...] = ()
+
+    @property
+    def not_in_the_pool(self) -> Notice | None:
+        """The newest notice of a node, where no run in a pool has begun since."""
+        newest = next((notice for notice in self.notices if notice.node), None)
+        return newest if newest and not (self.latest and self.latest[1].began > newest.at) else None
 
     @property
     def latest(self) -> tuple[PoolFigures, LastRun] | None:

@@ -19,13 +19,14 @@ def report_text(report: Report, asked: Placement | None = None) -> str:
     """Describe the pool that sampled last. Where none has, say how to get a report of the pool
     ``asked`` for.
     """
-    pools = report.pools
+    pools, notice = report.pools, report.not_in_the_pool
+    said = [f"Last sampling, node {notice.node}\n{notice.text}"] if notice else []
     if report.latest is None:
-        return not_run_text(pools[-1]) if pools else unused_text(asked) if asked else NO_POOL
+        return "\n\n".join([*said, not_run_text(pools[-1]) if pools else unused_text(asked) if asked else NO_POOL])
     pool, run = report.latest
     others = [f"Another pool: {other.layout}, {other.state}" for other in pools if other is not pool]
     head = f"{pool.layout}, {pool.backend}, {pool.state}\n{pool.grid}"
-    parts = [head, run_text(run), held_text(pool), memory_text(pool.ranks)]
+    parts = [*said, head, run_text(run), held_text(pool), memory_text(pool.ranks)]
     return "\n\n".join([*parts, *(["\n".join(others)] if others else [])])
 
 

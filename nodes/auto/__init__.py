@@ -1,0 +1,1 @@
+"""Auto mode: every sampler runs in the pool, without a node of PipeMesh in the graph."""

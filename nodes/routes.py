@@ -1,0 +1,62 @@
+"""The routes that PipeMesh adds to ComfyUI's own server, whose rules about origins hold for them.
+
+GET only reads. POST answers with the pool as it is then, or with the sentence that says why nothing
+was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict
+from io import BytesIO
+
+from aiohttp import web
+
+from ..launcher.pool.handle import PoolHandle
+from ..parallel_runtime.client.remote_pool import RemotePool
+from ..parallel_runtime.errors import PipeMeshError
+from .auto.sampling import Auto
+from .runtime import Runtime
+from .status.ask import pool_status, status_of
+from .status.control import Busy, PoolControl, Unknown
+
+NOT_CACHED = {"Cache-Control": "no-store"}  # ComfyUI lets a browser keep a .png for a day
+NO_TIMELINE = "The last run was not in patches: set pipefusion above 1 on PipeMesh Pool and run."
+CODES = {Unknown: 404, Busy: 409}
+
+
+def add_routes(routes: web.RouteTableDef, runtime: Runtime, auto: Auto, control: PoolControl) -> None:
+    @routes.get("/pipemesh/report")
+    async def report(_request: web.Request) -> web.Response:
+        return web.json_response(asdict(runtime.report()))
+
+    @routes.get("/pipemesh/timeline.png")
+    async def timeline(_request: web.Request) -> web.Response:
+        drawn = runtime.draw_last_run()
+        if drawn is None:
+            return web.Response(status=404, text=NO_TIMELINE, headers=NOT_CACHED)
+        png = BytesIO()
+        drawn.save(png, "PNG")
+        return web.Response(body=png.getvalue(), content_type="image/png", headers=NOT_CACHED)
+
+    @routes.get("/pipemesh/status")
+    async def status(_request: web.Request) -> web.Response:
+        return web.json_response(asdict(status_of(runtime, auto)), headers=NOT_CACHED)
+
+    @routes.post("/pipemesh/pools/{id}/restart")
+    async def restart(request: web.Request) -> web.Response:
+        return await answer(control.restart, request)
+
+    @routes.post("/pipemesh/pools/{id}/unload")
+    async def unload(request: web.Request) -> web.Response:
+        return await answer(control.unload, request)
+
+
+async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: web.Request) -> web.Response:
+    """Act on a pool on a thread of its own, so that the server goes on meanwhile."""
+    try:
+        handle, pool = await asyncio.to_thread(act, request.match_info["id"])
+    except PipeMeshError as error:
+        return web.json_response({"error": str(error)}, status=CODES.get(type(error), 500), headers=NOT_CACHED)
+    return web.json_response(asdict(pool_status(handle, pool)), headers=NOT_CACHED)

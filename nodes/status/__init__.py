@@ -1,0 +1,1 @@
+"""The status API: what PipeMesh does now, and buttons for its pools."""

@@ -1,0 +1,79 @@
+"""Collects the status of this ComfyUI's pools. Asked for by the server's thread while another runs
+a graph: nothing is waited for, and nothing changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import comfy.cli_args
+import comfy.model_management
+import torch
+
+from ...launcher.pool.devices import Placement, visible_gpus
+from ...launcher.pool.handle import PoolHandle
+from ...parallel_runtime.client.remote_pool import RemotePool
+from ...parallel_runtime.client.run import Run
+from ..auto.sampling import Auto
+from ..report.figures import RankFigures, last_run
+from ..runtime import Runtime, rank_figures
+from .figures import AutoStatus, DeviceStatus, ModelStatus, PoolStatus, RunStatus, Status
+
+
+def status_of(runtime: Runtime, auto: Auto) -> Status:
+    known = runtime.pools()
+    pools = tuple(pool_status(handle, pool) for handle, pool in known)
+    runs = [run_status(handle, pool, run) for handle, pool in known for run in list(pool.runs.recent)]
+    runs.sort(key=lambda run: -run.began)
+    return Status(
+        auto=AutoStatus(auto.switch.is_on(), auto.unavailable),
+        devices=device_statuses([rank for pool in pools for rank in pool.ranks]),
+        pools=pools,
+        current_run=next((run for run in runs if run.ended is None), None),
+        last_runs=tuple(run for run in runs if run.ended is not None),
+        notices=runtime.notices.latest(),
+    )
+
+
+def pool_id(placement: Placement) -> str:
+    """Name a pool by its layout and devices, in letters that fit an address."""
+    names = [device.name for device in placement.devices]
+    return hashlib.blake2b(repr((placement.layout, names, placement.backend)).encode(), digest_size=4).hexdigest()
+
+
+def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
+    placement, session = handle.placement, pool.session
+    models = list(session.models.items()) if session is not None else []
+    return PoolStatus(
+        id=pool_id(placement),
+        state=handle.state,
+        layout=placement.layout.equation(),
+        grid=placement.layout.grid([device.name for device in placement.devices]),
+        backend=placement.backend,
+        ranks=rank_figures(handle),
+        models=tuple(ModelStatus(name, title_of(pool, name), held.state.name.lower()) for name, held in models),
+    )
+
+
+def run_status(handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
+    backend = handle.placement.backend
+    figures = last_run(run.began_s, run.mode, list(run.evaluations), backend)
+    return RunStatus(pool_id(handle.placement), run.model, title_of(pool, run.model), run.began_s, run.ended_s or None, figures)
+
+
+def title_of(pool: RemotePool, model: str) -> str:
+    return pool.residency.titles.get(model, model)
+
+
+def device_statuses(ranks: list[RankFigures]) -> tuple[DeviceStatus, ...]:
+    """Describe the devices of this machine."""
+    gpus = visible_gpus(comfy.cli_args.args.cpu)
+    if not gpus:
+        cpu = torch.device("cpu")
+        total, free = comfy.model_management.get_total_memory(cpu), comfy.model_management.get_free_memory(cpu)
+        return (DeviceStatus("cpu", "CPU", total, free),)
+    free = {rank.device: rank.memory.free for rank in ranks if rank.memory is not None}
+    own = comfy.model_management.get_torch_device()
+    free[str(own)] = int(comfy.model_management.get_free_memory(own))
+    properties = {gpu.name: torch.cuda.get_device_properties(index) for index, gpu in enumerate(gpus)}
+    return tuple(DeviceStatus(name, one.name, one.total_memory, free.get(name)) for name, one in properties.items())

@@ -1,0 +1,76 @@
+"""What GET /pipemesh/status answers with: every name of the JSON is a field here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..notices import Notice
+from ..report.figures import LastRun, RankFigures
+
+
+@dataclass(frozen=True)
+class AutoStatus:
+    """``unavailable``: why this ComfyUI cannot have auto mode; empty where it can."""
+
+    on: bool
+    unavailable: str
+
+
+@dataclass(frozen=True)
+class DeviceStatus:
+    """Bytes. ``free`` is None where neither ComfyUI nor a live rank computes on the device: asking
+    it would take memory there.
+    """
+
+    name: str
+    title: str
+    total: int
+    free: int | None
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """``model``: its id in the pool; ``title``: its file. ``state``: loading, patching or ready."""
+
+    model: str
+    title: str
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStatus:
+    """``id`` is the same for as long as ComfyUI runs. ``models``: least recently used first."""
+
+    id: str
+    state: str
+    layout: str
+    grid: str
+    backend: str
+    ranks: tuple[RankFigures, ...]
+    models: tuple[ModelStatus, ...]
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """``began`` and ``ended``: seconds since 1970; ``ended`` is None while it goes on. ``figures``
+    are None before its first evaluation.
+    """
+
+    pool: str
+    model: str
+    title: str
+    began: float
+    ended: float | None
+    figures: LastRun | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """``last_runs`` and ``notices``: the newest first."""
+
+    auto: AutoStatus
+    devices: tuple[DeviceStatus, ...]
+    pools: tuple[PoolStatus, ...]
+    current_run: RunStatus | None
+    last_runs: tuple[RunStatus, ...]
+    notices: tuple[Notice, ...]

@@ -1,0 +1,114 @@
+"""A pack of another author's, as a real ComfyUI loads it in tests: nodes that stock has not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def unet() -> Any:
+    """A MODEL that is no transformer: a tiny UNet with random weights."""
+    import comfy.supported_models
+
+    config = {"image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": [1], "channel_mult": [1]}
+    config |= {"transformer_depth": [1], "transformer_depth_middle": 1, "transformer_depth_output": [1, 1], "context_dim": 64}
+    config |= {"use_spatial_transformer": True, "legacy": False, "use_linear_in_transformer": False, "adm_in_channels": None}
+    return random_model(comfy.supported_models.SD15({**config, "use_temporal_attention": False}))
+
+
+def random_model(config: Any) -> Any:
+    from comfy.model_patcher import ModelPatcher
+
+    config.set_inference_dtype(torch.float32, None)
+    model = config.get_model({}, "").eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.diffusion_model.parameters():
+            normal = torch.randn(weight.shape, generator=generator)
+            weight.copy_(normal * weight[0].numel() ** -0.5 if weight.dim() > 1 else torch.full_like(weight, 0.5))
+    return ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
+
+
+def without_plan(model: Any) -> Any:
+    """Makes a MODEL's transformer one of a class that nobody has looked at."""
+    transformer = model.model.diffusion_model
+    transformer.__class__ = type("Unplanned", (type(transformer),), {"__module__": "comfy.ldm.unplanned"})
+    return model
+
+
+class OutOfMemory:
+    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "run", True, "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"samples": ("LATENT",)}}
+
+    def run(self, samples):
+        raise torch.cuda.OutOfMemoryError("Allocation on device")
+
+
+class UNet:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "run", "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {}}
+
+    def run(self):
+        return (unet(),)
+
+
+class WithoutPlan:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "run", "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"unet_name": ("STRING",)}}
+
+    def run(self, unet_name):
+        import comfy.sd
+        import folder_paths
+
+        return (without_plan(comfy.sd.load_diffusion_model(folder_paths.get_full_path("diffusion_models", unet_name))),)
+
+
+class AttentionPatch:
+    """Code of its own inside the model's blocks."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "run", "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+    def run(self, model):
+        made = model.clone()
+        made.set_model_attn1_patch(halved_keys)
+        return (made,)
+
+
+def halved_keys(q, k, v, **_):
+    return {"q": q, "k": k * 0.5, "v": v}
+
+
+class Picture:
+    """Shows three channels of a latent, so that it can be saved as a PNG without a VAE."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("IMAGE",), "run", "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"samples": ("LATENT",)}}
+
+    def run(self, samples):
+        return (torch.sigmoid(samples["samples"][:, :3]).movedim(1, -1).cpu(),)
+
+
+NODE_CLASS_MAPPINGS = {
+    "TestOutOfMemory": OutOfMemory,
+    "TestUNet": UNet,
+    "TestWithoutPlan": WithoutPlan,
+    "TestAttentionPatch": AttentionPatch,
+    "TestPicture": Picture,
+}

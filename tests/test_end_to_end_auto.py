@@ -1,0 +1,164 @@
+"""Auto mode on a real server: stock graphs in, over the API, and back to stock with one switch."""
+
+import json
+import time
+from urllib.request import urlopen
+
+import pytest
+import torch
+from PIL import Image, ImageChops
+from pipemesh.launcher.commands.demo import node
+from pipemesh.launcher.commands.parity import BOUND, relative_error
+
+from .conftest import ALL
+from .served import STEPS, graph, latent, start
+
+WORKFLOW = {"nodes": [{"id": 7, "type": "KSampler", "widgets_values": [5, "fixed", 3, 2.0, "euler"]}], "extra": {"ds": {"scale": 0.5}}}
+
+
+def switch(server, on):
+    server.post("/settings/PipeMesh.Auto", on)
+
+
+@pytest.fixture
+def auto(server):
+    """The shared server, its switch on; off again afterwards."""
+    switch(server, True)
+    yield server
+    switch(server, False)
+
+
+def runs(server):
+    """When the last run of any pool began."""
+    pools = server.get("/pipemesh/report")["pools"]
+    return max((pool["last_run"]["began"] for pool in pools if pool["last_run"]), default=0.0)
+
+
+def in_subgraph(nodes, path="12:"):
+    """The same graph as the frontend sends it where the sampler is in a subgraph."""
+    moved = json.loads(json.dumps(nodes).replace('["sampler", 0]', f'["{path}sampler", 0]'))
+    moved[f"{path}sampler"] = moved.pop("sampler")
+    return moved
+
+
+def anew(nodes):
+    """The same sampling with other inputs, so that ComfyUI has no result of it kept."""
+    made = json.loads(json.dumps(nodes))
+    inputs = next(one["inputs"] for key, one in made.items() if key in ("sigmas", "sampler", "12:sampler"))
+    inputs |= {"denoise": 0.99995} if "denoise" in inputs else {"end_at_step": 9999}
+    return made
+
+
+@pytest.mark.parametrize("sampler", ["KSampler", "KSamplerAdvanced"])
+def test_a_stock_graph_runs_in_the_pool_without_an_edit_and_its_client_is_told_the_same(auto, sampler):
+    nodes = in_subgraph(graph(f"auto_{sampler}", parallel=False, sampler=sampler, seed=31))
+    before, (ours, parallel) = runs(auto), latent(auto, nodes)
+    assert runs(auto) > before
+    began = runs(auto)
+    assert not auto.run(nodes).ticks and runs(auto) == began, "nothing has changed, so ComfyUI runs nothing again"
+    switch(auto, False)
+    truth, stock = latent(auto, anew(nodes))
+    assert runs(auto) == began
+    assert relative_error(ours, truth) <= BOUND
+    told = [tick for tick in parallel.ticks if tick.node == "12:sampler"]
+    assert [(tick.value, tick.maximum) for tick in told] == [(tick.value, tick.maximum) for tick in stock.ticks]
+    assert len(parallel.previews) == len(stock.previews) >= STEPS
+
+
+def custom(name, seed):
+    nodes = graph(name, parallel=False)
+    nodes.pop("sampler")
+    nodes |= {
+        "noise": node("RandomNoise", noise_seed=seed),
+        "solver": node("KSamplerSelect", sampler_name="dpmpp_2m"),
+        "sigmas": node("BasicScheduler", model=["unet", 0], scheduler="simple", steps=STEPS, denoise=1.0),
+        "guider": node("CFGGuider", model=["unet", 0], positive=["positive", 0], negative=["negative", 0], cfg=3.0),
+    }
+    links = {"noise": ["noise", 0], "guider": ["guider", 0], "sampler": ["solver", 0], "sigmas": ["sigmas", 0]}
+    nodes["sampler"] = node("SamplerCustomAdvanced", latent_image=["empty", 0], **links)
+    return nodes
+
+
+def test_a_guider_that_comfyui_kept_from_when_it_was_off_is_parallel_once_it_is_on(server, request):
+    latent(server, custom("kept", 42))
+    request.getfixturevalue("auto")
+    before, (ours, result) = runs(server), latent(server, custom("kept_on", 41))
+    assert "guider" not in {event.data.get("node") for event in result.events if event.type == "executing"}
+    assert runs(server) > before
+    switch(server, False)
+    assert relative_error(ours, latent(server, anew(custom("kept_stock", 41)))[0]) <= BOUND
+
+
+def picture(server, nodes, name):
+    """Queues with a workflow, as the frontend does; returns the pictures that were saved."""
+    nodes["picture"] = node("TestPicture", samples=["sampler", 0])
+    nodes["png"] = node("SaveImage", images=["picture", 0], filename_prefix=name)
+    prompt = server.post("/prompt", {"prompt": nodes, "extra_data": {"extra_pnginfo": {"workflow": WORKFLOW}}})["prompt_id"]
+    until = time.monotonic() + 60
+    while not (done := server.get(f"/history/{prompt}")):
+        assert time.monotonic() < until
+        time.sleep(0.02)  # each question is answered by the server
+    (saved,) = done[prompt]["outputs"]["png"]["images"]
+    image = Image.open(server.output / saved["filename"])
+    image.load()
+    return image
+
+
+def test_a_picture_carries_the_prompt_and_the_workflow_that_were_queued_byte_for_byte(auto, host, models):
+    nodes = graph("png", parallel=False, seed=51)
+    before, ours = runs(auto), picture(auto, nodes, "auto")
+    assert runs(auto) > before
+    assert ours.text["workflow"] == json.dumps(WORKFLOW)
+    assert ours.text["prompt"] == json.dumps(nodes)
+    switch(auto, False)
+    assert max(most for _least, most in difference(picture(auto, anew(nodes), "auto"), ours)) <= 1
+    if ALL:
+        with start(host, models, pack=False) as without:
+            stock = picture(without, nodes, "auto")
+        assert stock.info == ours.info
+        assert max(most for _least, most in difference(stock, ours)) <= 1
+
+
+def difference(one, other):
+    return ImageChops.difference(one.convert("RGB"), other.convert("RGB")).getextrema()
+
+
+KINDS = {
+    "unet": (("TestUNet", {}), (), "UNetModel has no token plan (a UNet"),
+    "no_plan": (("TestWithoutPlan", {"unet_name": "model.safetensors"}), (), "Unplanned has no token plan"),
+    "patch": (None, [("TestAttentionPatch", {})], "halved_keys (patches/attn1_patch) runs inside the model's blocks"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_honoured_runs_on_one_gpu_and_its_node_says_why(auto, kind):
+    loader, between, sentence = KINDS[kind]
+
+    def nodes(name):
+        made = graph(name, parallel=False, seed=61, between=between)
+        if loader is not None:
+            made["unet"] = node(loader[0], **loader[1])
+        return made
+
+    ours, result = latent(auto, nodes(f"{kind}_auto"))
+    (notice,) = [event.data for event in result.events if event.type == "pipemesh.notice"]
+    assert notice["node"] == "sampler" and notice["prompt"] == result.prompt_id
+    assert notice["text"].startswith("On one GPU: ") and sentence in notice["text"]
+    assert any(event.image.endswith(notice["text"].encode()) for event in result.events if event.type == "binary 3")
+    assert notice == auto.get("/pipemesh/report")["notices"][0]
+    switch(auto, False)
+    assert torch.equal(latent(auto, anew(nodes(f"{kind}_stock")))[0], ours)
+
+
+def test_an_error_names_the_node_as_stock_does(auto):
+    nodes = graph("wrong", parallel=False, seed=71)
+    nodes["positive"]["inputs"]["context_dim"] = 63
+    error = auto.run(nodes).error
+    assert (error.kind, error.node, error.class_type) == ("failed", "sampler", "KSampler")
+
+
+def test_the_browser_gets_the_switch_and_its_texts(server):
+    assert "/extensions/pipemesh/auto.js" in server.get("/extensions")
+    script = urlopen(f"http://{server.address}/extensions/pipemesh/auto.js").read().decode()
+    said = server.get("/i18n")["en"]["settings"]["PipeMesh_Auto"]
+    assert f'name: "{said["name"]}"' in script

@@ -1,0 +1,157 @@
+"""The status API of a real server: what it says, to whom, and what it changes."""
+
+import json
+import os
+import threading
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import msgspec
+import psutil
+import pytest
+from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.nodes.status.figures import PoolStatus, Status
+
+from .conftest import ALL
+from .served import LARGE, graph, latent, live_pool, pids, wait_for_phase
+
+MANY = 10_000 if ALL else 300
+FOREIGN = {"Origin": "https://example.org", "Sec-Fetch-Site": "cross-site"}
+
+
+def status(server):
+    """Checked against its types: no field is missing, none is of another kind."""
+    return msgspec.convert(server.get("/pipemesh/status"), Status)
+
+
+def ready_pool(server):
+    (pool,) = (pool for pool in status(server).pools if pool.state == "ready")
+    return pool
+
+
+def ask(server, method, path, **headers):
+    """Code and JSON of the answer."""
+    request = Request(f"http://{server.address}{path}", b"" if method == "POST" else None, headers, method=method)
+    try:
+        with urlopen(request) as answer:
+            return answer.status, json.loads(answer.read())
+    except HTTPError as error:
+        text = error.read()
+        return error.code, json.loads(text) if text[:1] == b"{" else text
+
+
+def test_the_status_has_devices_pools_models_and_runs_and_every_name_is_in_the_reference(server):
+    latent(server, graph("status", seed=81))
+    said = server.get("/pipemesh/status")
+    now = msgspec.convert(said, Status)
+    pool, run = ready_pool(server), now.last_runs[0]
+    assert (run.pool, run.title, run.ended is not None) == (pool.id, "model.safetensors", True)
+    assert run.figures.evaluations == live_pool(server)["last_run"]["evaluations"]
+    assert [(model.title, model.state) for model in pool.models if model.model == run.model] == [("model.safetensors", "ready")]
+    assert now.devices[0].name == "cpu" and 0 < now.devices[0].free < now.devices[0].total
+    assert now.current_run is None and not now.auto.on and not now.auto.unavailable
+    assert fields(said) <= fields(example())
+
+
+def example():
+    from .test_docs import REFERENCE
+
+    return json.loads(REFERENCE.read_text(encoding="utf-8").partition("```json")[2].partition("```")[0])
+
+
+def fields(tree):
+    """Every path in it, of all members of a list together."""
+    if isinstance(tree, dict):
+        return {f"/{name}{path}" for name, branch in tree.items() for path in fields(branch)}
+    if isinstance(tree, list):
+        return {path for one in tree for path in fields(one)}
+    return set() if tree is None else {""}
+
+
+def test_the_example_of_the_reference_is_a_status():
+    assert msgspec.convert(example(), Status).pools[0].ranks[0].memory is not None
+
+
+def test_unload_frees_the_models_and_keeps_the_ranks_and_the_next_run_is_right(server, truth):
+    latent(server, graph("to_unload", seed=82))
+    before, ranks = ready_pool(server), pids(server)
+    assert before.models
+    code, said = ask(server, "POST", f"/pipemesh/pools/{before.id}/unload")
+    assert (code, msgspec.convert(said, PoolStatus).models) == (200, ())
+    assert relative_error(latent(server, graph("unloaded"))[0], truth) <= BOUND
+    assert pids(server) == ranks
+
+
+def test_a_restart_starts_fresh_ranks_and_the_next_run_is_right(server, truth):
+    latent(server, graph("to_restart", seed=83))
+    before, pool = pids(server), ready_pool(server)
+    code, said = ask(server, "POST", f"/pipemesh/pools/{pool.id}/restart")
+    assert (code, msgspec.convert(said, PoolStatus).state) == (200, "ready")
+    assert not set(before) & set(pids(server)) and not any(psutil.pid_exists(pid) for pid in before)
+    assert relative_error(latent(server, graph("restarted"))[0], truth) <= BOUND
+
+
+def test_amid_a_run_nothing_is_restarted_or_unloaded_and_the_status_tells_the_run(server):
+    latent(server, graph("warm_status", seed=84))
+    pool, ranks, answers, runs = ready_pool(server), pids(server), [], []
+
+    def look(event):
+        if event.type == "executing" and event.data.get("node") == "sampler":
+            wait_for_phase(server, "computing")
+            runs.append(status(server).current_run)
+            answers.extend(ask(server, "POST", f"/pipemesh/pools/{pool.id}/{act}") for act in ("restart", "unload"))
+            server.interrupt()
+
+    server.run(graph("asked_amid", pixels=LARGE, steps=20), on_event=look)
+    assert [code for code, _ in answers] == [409, 409]
+    assert all("press Stop first" in said["error"] for _, said in answers)
+    (run,) = runs
+    assert (run.pool, run.ended) == (pool.id, None)
+    assert pids(server) == ranks
+
+
+def test_a_pool_that_is_not_there_is_said_to_be(server):
+    code, said = ask(server, "POST", "/pipemesh/pools/0123abcd/restart")
+    assert code == 404 and said["error"].startswith("No pool has the id 0123abcd")
+
+
+@pytest.mark.parametrize("act", ["restart", "unload"])
+def test_looking_changes_nothing(server, act):
+    before = pids(server)
+    assert ask(server, "GET", f"/pipemesh/pools/{ready_pool(server).id}/{act}")[0] in (404, 405)
+    assert ask(server, "POST", "/pipemesh/status")[0] == 405
+    assert pids(server) == before and ready_pool(server).models
+
+
+def test_a_page_of_another_origin_gets_no_answer(server):
+    before, pool = pids(server), ready_pool(server).id
+    paths = [("GET", "/pipemesh/status"), ("POST", f"/pipemesh/pools/{pool}/restart"), ("POST", f"/pipemesh/pools/{pool}/unload")]
+    for method, path in paths:
+        for headers in (FOREIGN, {"Origin": FOREIGN["Origin"]}, {"Sec-Fetch-Site": "cross-site"}):
+            code, said = ask(server, method, path, **headers)
+            assert code == 403 and not said
+    assert ready_pool(server).models and pids(server) == before
+
+
+def test_many_requests_during_runs_are_all_answered_and_leave_nothing_behind(server):
+    latent(server, graph("before_many", seed=85))
+    process, codes = psutil.Process(server.pid), []
+    before = process.num_fds(), process.num_threads()
+
+    def asks():
+        for _ in range(MANY):
+            codes.append(ask(server, "GET", "/pipemesh/status")[0])
+
+    asking = threading.Thread(target=asks)
+    asking.start()
+    runs = 0
+    while asking.is_alive() or not runs:
+        runs += 1
+        assert server.run(graph("many", seed=100 + runs)).error is None
+        if ALL and runs % 20 == 0:
+            assert ask(server, "POST", f"/pipemesh/pools/{ready_pool(server).id}/restart")[0] == 200
+    asking.join()
+    assert codes == [200] * MANY
+    assert process.num_threads() <= before[1] + 2
+    assert process.num_fds() <= before[0] + 4
+    assert os.path.exists(f"/proc/{server.pid}")
