@@ -51,7 +51,12 @@ FORMATS: Mapping[str, Format] = {
 
 def write_quantised(path: str | Path, model: str | Path, form: str) -> Path:
     """Write the file ``model`` in one of ``FORMATS``."""
-    given, weights = FORMATS[form], load_file(model)
+    save_file(quantised_state(load_file(model), FORMATS[form]), path)
+    return Path(path)
+
+
+def quantised_state(weights: Mapping[str, torch.Tensor], given: Format) -> dict[str, torch.Tensor]:
+    """The tensors of a file that stores ``weights`` in a format."""
     stored: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         if not given.algorithm:
@@ -62,8 +67,7 @@ def write_quantised(path: str | Path, model: str | Path, form: str) -> Path:
             stored[name] = weight
     if given.old:
         stored["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
-    save_file(stored, path)
-    return Path(path)
+    return stored
 
 
 def is_large(name: str, weight: torch.Tensor) -> bool:

@@ -46,6 +46,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "launcher/commands/",
     "launcher/demo_nodes/",
     "launcher/quantised_files.py",
+    "launcher/templates/stand_ins/",
 )
 BEFORE_COMFYUI = (
     "launcher/__init__.py",
@@ -91,6 +92,9 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "parallel_runtime/families/plan.py Blocks": "its fields are the words of a vocabulary",
     "parallel_runtime/wire/messages.py Start": "the fields of a message are its schema",
     "benchmarks/diffusers_peer.py families": "the peer is one model of another library",
+    "launcher/templates/stand_ins/names.py families": "says which family a file's name stands for",
+    "launcher/templates/stand_ins/nodes.py families": "replaces nodes of ComfyUI's that load for one family",
+    "launcher/templates/stand_ins/attached.py families": "makes ComfyUI's own networks that attach to one family",
     "tests/test_families.py families": "tries what one family alone has",
     "tests/test_architecture.py families": "sources that break the rules",
 }

@@ -57,13 +57,14 @@ class Tick:
 @dataclass(frozen=True)
 class RunError:
     """Why a run gave no result. `kind`: "refused" (by validation), "failed" or "interrupted"; the
-    node is "" when it is the whole graph.
+    node is "" when it is the whole graph. `exception`: the name of its class, where there was one.
     """
 
     kind: str
     node: str
     class_type: str
     message: str
+    exception: str = ""
 
     def __str__(self) -> str:
         return f"{self.class_type} (node {self.node}) {self.kind}: {self.message}" if self.node else f"{self.kind}: {self.message}"
@@ -212,7 +213,8 @@ def _tick(event: Event) -> Tick:
 def _failure(event: Event) -> RunError:
     data = event.data
     kind = "interrupted" if event.type == "execution_interrupted" else "failed"
-    return RunError(kind, data["node_id"], data["node_type"], data.get("exception_message", kind).strip())
+    message = data.get("exception_message", kind).strip()
+    return RunError(kind, data["node_id"], data["node_type"], message, data.get("exception_type", ""))
 
 
 def _refusal(answer: Mapping[str, Any]) -> RunError:

@@ -42,13 +42,14 @@ class ComfyServer(ComfyApi):
         env: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
         custom_nodes: Mapping[str, Path] | None = None,
+        api_nodes: bool = False,
         start_timeout_s: float = 120.0,
     ):
         self._host = host
         self._own_base = base is None
         self.base = base if base is not None else Path(tempfile.mkdtemp(prefix="pipemesh-comfyui-"))
         self.log = log if log is not None else self.base / "comfyui.log"
-        self._args = [*(["--cpu"] if cpu else []), *args]
+        self._args = [*(["--cpu"] if cpu else []), *([] if api_nodes else ["--disable-api-nodes"]), *args]
         self._env = {**os.environ, **(env or {})}
         self._custom_nodes = CUSTOM_NODES if custom_nodes is None else custom_nodes
         self._start_timeout_s = start_timeout_s
@@ -94,7 +95,7 @@ class ComfyServer(ComfyApi):
         self.address = f"127.0.0.1:{port}"
         command = [self._host.python, str(Path(self._host.comfyui) / "main.py"), "--listen", "127.0.0.1", "--port", str(port)]
         command += ["--base-directory", str(self.base), "--database-url", "sqlite:///:memory:", "--disable-auto-launch"]
-        command += ["--disable-api-nodes", "--preview-method", "latent2rgb", *self._args]
+        command += ["--preview-method", "latent2rgb", *self._args]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, cwd=self._host.comfyui, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT

@@ -1,0 +1,143 @@
+"""A workflow template on a real server, by stock ComfyUI and with PipeMesh Parallelize before each
+sampler, and what came of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from ..comfyui.api import RunError
+from ..comfyui.server import ComfyServer
+from .cut import Graph
+from .surgery import Link, exact, file_name, made_small, model_files, parallel_key, parallelized, recorded, sampled_models, samplers
+
+BOUND = 2e-5  # of a latent's scale in fp32, as in parity
+FARTHEST = 1.2  # quantised: our distance from the fp32 truth over stock's
+NO_PLAN = "has no token plan"
+
+TIMEOUT_S = 150.0
+
+Latents = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a template gave. ``result``: "same", "one GPU", "refused", "different" or "error".
+
+    ``error``: the largest difference of a latent, in units of its scale; ``ratio``: of the distance
+    from the fp32 truth over stock's, where the weights are quantised and the latents not equal.
+    ``evaluations``: of the pool's last run. ``one_gpu``: models that were left to stock, and why.
+    """
+
+    name: str
+    result: str
+    reason: str = ""
+    models: list[str] = field(default_factory=list)
+    samplers: int = 0
+    evaluations: int = 0
+    error: float | None = None
+    ratio: float | None = None
+    one_gpu: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Failed(Exception):
+    """A run that gave no latent: nothing of PipeMesh's."""
+
+
+class Tries:
+    """Tries graphs on one server, whose pool stays up from one to the next."""
+
+    def __init__(self, server: ComfyServer, info: dict[str, Any], pool: Mapping[str, Any]):
+        self.server, self.info, self.pool = server, info, pool
+        self._runs = count()
+
+    def outcome(self, name: str, graph: Graph) -> Outcome:
+        """Raises ServerError where the server is gone."""
+        begun = time.perf_counter()
+        small = made_small(graph, self.info)
+        facts: dict[str, Any] = {"name": name, "models": model_files(small), "samplers": len(samplers(small, self.info))}
+        try:
+            facts |= self._compared(small)
+        except Failed as failed:
+            one_gpu = NO_PLAN in str(failed)
+            facts |= {"result": "one GPU" if one_gpu else "error", "reason": str(failed)}
+        return Outcome(**facts, seconds=round(time.perf_counter() - begun, 1))
+
+    def _compared(self, graph: Graph) -> dict[str, Any]:
+        stock = self._stock(graph)
+        left_out: dict[Link, str] = {}
+        wanted = {link for _key, _name, link in sampled_models(graph, self.info)}
+        while wanted - set(left_out):
+            ours = self._run(parallelized(graph, self.info, self.pool, left_out))
+            if not isinstance(ours, RunError):
+                return {**self._judged(graph, ours, stock), "one_gpu": list(left_out.values()), "evaluations": self._evaluations()}
+            link = next((link for link in wanted if ours.node == parallel_key(link)), None)
+            if link is None or NO_PLAN not in ours.message:
+                return {"result": "refused" if ours.exception.endswith("Refused") else "error", "reason": str(ours)}
+            left_out[link] = ours.message
+        return {"result": "one GPU", "reason": "; ".join(dict.fromkeys(left_out.values()))}
+
+    def _judged(self, graph: Graph, ours: Latents, stock: Latents) -> dict[str, Any]:
+        error = max(relative_error(ours[name], stock[name]) for name in stock)
+        facts: dict[str, Any] = {"error": error}
+        if not error <= BOUND:
+            truth = self._stock(exact(graph))
+            ratio = max(distance(ours[name], truth[name]) / max(distance(stock[name], truth[name]), 1e-30) for name in stock)
+            if any(distance(stock[name], truth[name]) > BOUND for name in stock):
+                facts["ratio"] = ratio
+        same = error <= BOUND or facts.get("ratio", FARTHEST + 1) <= FARTHEST
+        reason = "" if same else f"{error:.1e} of the latent's scale" + (f", {facts['ratio']:.2f} x stock's distance" * ("ratio" in facts))
+        return {**facts, "result": "same" if same else "different", "reason": reason}
+
+    def _evaluations(self) -> int:
+        """What the pool was asked for in its last run."""
+        return sum((pool["last_run"] or {}).get("evaluations", 0) for pool in self.server.get("/pipemesh/report")["pools"])
+
+    def _stock(self, graph: Graph) -> Latents:
+        """Raises Failed."""
+        found = self._run(graph)
+        if isinstance(found, RunError):
+            raise Failed(f"stock: {found}")
+        if not all(torch.isfinite(latent).all() for latent in found.values()):
+            raise Failed("stock: a latent is not finite")
+        return found
+
+    def _run(self, graph: Graph) -> Latents | RunError:
+        """Raises Failed where a part of the graph was not run."""
+        run = f"run{next(self._runs)}"
+        graph = recorded(graph, self.info, run)
+        result = self.server.run(graph, timeout_s=TIMEOUT_S)
+        if result.error is not None:
+            return result.error
+        latents = {}
+        for key in samplers(graph, self.info):
+            file = self.server.output / f"{run}-{file_name(key)}"
+            if not file.exists():
+                raise Failed(f"nothing was recorded behind node {key}: ComfyUI left its part of the graph out")
+            latents |= {f"{key}/{part}": latent for part, latent in load_file(file).items()}
+            file.unlink()
+        return latents
+
+
+def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """The largest difference, in units of the truth's standard deviation; infinite for other shapes
+    and what is no number.
+    """
+    if ours.shape != truth.shape or not torch.isfinite(ours).all():
+        return float("inf")
+    return float((ours - truth).abs().max() / truth.std().clamp(min=1e-12))
+
+
+def distance(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """The root mean square of the difference, in the same units."""
+    if ours.shape != truth.shape:
+        return float("inf")
+    return float((ours - truth).square().mean().sqrt() / truth.std().clamp(min=1e-12))

@@ -1,0 +1,149 @@
+"""The nodes that read files, with stand-ins behind them: same inputs and outputs, so that the rest
+of a graph stays. And three nodes of the command's own: sizes cut on their way, latents recorded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from comfy_api.latest import io
+from safetensors.torch import save_file
+
+import nodes
+
+from ..cut import CUT_NODE, KINDS, RECORD_NODE
+from .attached import make_control_net, make_latent_upscaler, make_model_patch, make_style_model
+from .foreign import FOREIGN, add_schedulers
+from .looked import LOOKED, OF_SERVICES, answer, nothing
+from .media import Hearing, Sight, picture, sound, video
+from .models import make_model, with_lora
+from .names import HEARINGS, SIGHTS, SOUNDS, TEXTS, VAES, TextShape, known
+from .text import make_clip
+from .vae import make_sound_vae, make_vae
+
+Outputs = tuple[Any, ...]
+
+
+def checkpoint(ckpt_name: str) -> Outputs:
+    if "sam3" in ckpt_name:
+        return (*nothing(), make_clip(TextShape()), None)
+    return make_model(ckpt_name), make_clip(known(TEXTS, ckpt_name, "text encoder")), vae(ckpt_name)[0]
+
+
+def clip(**names: str) -> Outputs:
+    return (make_clip(known(TEXTS, " ".join(names.values()), "text encoder")),)
+
+
+def vae(vae_name: str, **_: Any) -> Outputs:
+    try:
+        return (make_vae(known(VAES, vae_name, "VAE")),)
+    except ValueError:
+        return sound_vae(vae_name)
+
+
+def sound_vae(ckpt_name: str) -> Outputs:
+    return (make_sound_vae(known(SOUNDS, ckpt_name, "audio VAE")),)
+
+
+def lora(model: Any, lora_name: str, strength_model: float, clip: Any = None, **_: Any) -> Outputs:
+    return with_lora(model, clip, lora_name, strength_model)
+
+
+STAND_INS: Mapping[str, Callable[..., Outputs]] = {
+    "UNETLoader": lambda unet_name, weight_dtype="default": (make_model(unet_name, weight_dtype),),
+    "CheckpointLoaderSimple": checkpoint,
+    "CLIPLoader": clip,
+    "DualCLIPLoader": clip,
+    "TripleCLIPLoader": clip,
+    "QuadrupleCLIPLoader": lambda **names: clip(type="hidream", **names),
+    "LTXAVTextEncoderLoader": lambda **names: clip(type="ltxav", **names),
+    "VAELoader": vae,
+    "LTXVAudioVAELoader": sound_vae,
+    "LoraLoader": lora,
+    "LoraLoaderModelOnly": lambda **given: lora(**given)[:1],
+    "CLIPVisionLoader": lambda clip_name: (Sight(known(SIGHTS, clip_name, "CLIP vision model")),),
+    "AudioEncoderLoader": lambda audio_encoder_name: (Hearing(*known(HEARINGS, audio_encoder_name, "audio encoder")),),
+    "StyleModelLoader": lambda style_model_name: (make_style_model(style_model_name),),
+    "ModelPatchLoader": lambda name: (make_model_patch(name),),
+    "ControlNetLoader": lambda control_net_name: (make_control_net(control_net_name),),
+    "LatentUpscaleModelLoader": lambda model_name: (make_latent_upscaler(model_name),),
+    "LoadImage": lambda image: picture(image),
+    "LoadImageMask": lambda image, channel="alpha": picture(image)[1:],
+    "LoadVideo": lambda file: (video(file),),
+    "LoadAudio": lambda audio: (sound(audio),),
+}
+
+
+def stand_in_for_loaders() -> None:
+    """Puts every stand-in in the place of its loader, in this process."""
+    add_schedulers()
+    known_nodes = nodes.NODE_CLASS_MAPPINGS  # pyright: ignore[reportAttributeAccessIssue]  # not of this project's nodes
+    for name, original in known_nodes.items():
+        make = {**STAND_INS, **LOOKED}.get(name) or (answer(original) if OF_SERVICES in original.__module__ else None)
+        if make is not None:
+            known_nodes[name] = stand_in(original, make)
+
+
+def stand_in(original: Any, make: Callable[..., Outputs]) -> type:
+    """A node class with the inputs and outputs of ``original`` that takes any file name."""
+
+    def unchanged(cls: type, **_: Any) -> str:
+        return ""
+
+    def takes_any(cls: type, **_: Any) -> bool:
+        return True
+
+    if inspect.isclass(original) and issubclass(original, io.ComfyNode):
+
+        def execute(cls: type, **given: Any) -> io.NodeOutput:
+            return io.NodeOutput(*make(**given))
+
+        methods = {"execute": execute, "validate_inputs": takes_any, "fingerprint_inputs": unchanged}
+        return type(original.__name__, (original,), {name: classmethod(method) for name, method in methods.items()})
+
+    def load(self: Any, **given: Any) -> Outputs:
+        return make(**given)
+
+    own = {
+        original.FUNCTION: load,  # pyright: ignore[reportAttributeAccessIssue]
+        "VALIDATE_INPUTS": classmethod(takes_any),
+        "IS_CHANGED": classmethod(unchanged),
+    }
+    return type(original.__name__, (original,), own)
+
+
+class Cut:
+    """Cuts a number as the command cuts those that stand in the graph."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("*",), "run", "PipeMesh/templates"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"value": ("*",), "kind": ("STRING", {"default": "side"})}}
+
+    def run(self, value: float, kind: str) -> Outputs:
+        return (KINDS[kind](value),)
+
+
+class Record:
+    """Writes what a sampler gives, bit for bit, into ComfyUI's output folder."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "run", "PipeMesh/templates", True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"samples": ("LATENT",), "name": ("STRING", {"default": ""})}}
+
+    def run(self, samples: dict[str, Any], name: str) -> dict[str, Any]:
+        latent = samples["samples"]
+        parts = latent.unbind() if latent.is_nested else [latent]
+        file = Path(folder_paths.get_output_directory()) / name
+        save_file({str(number): part.float().cpu().contiguous() for number, part in enumerate(parts)}, file)
+        return {"ui": {"text": [name]}}
+
+
+OWN_NODES = {CUT_NODE: Cut, RECORD_NODE: Record, **FOREIGN}

@@ -1,0 +1,101 @@
+"""The workflow templates are tried with stand-ins: small by one rule, of the shapes that the files
+have, parallel before each sampler.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from pipemesh.launcher.commands.templates import line_of, pool_inputs
+from pipemesh.launcher.templates import cut, surgery
+from pipemesh.launcher.templates.run import Outcome, relative_error
+
+INFO = {
+    "Loader": {"input": {"required": {"unet_name": ["COMBO", {}]}}, "output": ["MODEL"]},
+    "Patch": {"input": {"required": {"model": ["MODEL", {}]}}, "output": ["MODEL"]},
+    "Scheduler": {"input": {"required": {"model": ["MODEL", {}], "steps": ["INT", {}]}}, "output": ["SIGMAS"]},
+    "Guider": {"input": {"required": {"model": ["MODEL", {}]}}, "output": ["GUIDER"]},
+    "Custom": {"input": {"required": {"guider": ["GUIDER", {}], "sigmas": ["SIGMAS", {}]}}, "output": ["STRING", "LATENT"]},
+    "KSampler": {"input": {"required": {"model": ["MODEL", {}], "latent": ["LATENT", {}]}}, "output": ["LATENT"]},
+    "Empty": {"input": {"required": {"width": ["INT", {}]}, "optional": {"size": ["STRING", {}]}}, "output": ["LATENT"]},
+    "Number": {"input": {"required": {"value": ["INT", {}]}}, "output": ["INT"]},
+    "Decode": {"input": {"required": {"samples": ["LATENT", {}]}}, "output": ["IMAGE"]},
+}
+
+
+def node(class_type, **inputs):
+    return {"class_type": class_type, "inputs": inputs}
+
+
+GRAPH = {
+    "model": node("Loader", unet_name="a.safetensors"),
+    "patch": node("Patch", model=["model", 0]),
+    "sigmas": node("Scheduler", model=["patch", 0], steps=20),
+    "guider": node("Guider", model=["patch", 0]),
+    "first": node("Custom", guider=["guider", 0], sigmas=["sigmas", 0]),
+    "second": node("KSampler", model=["model", 0], latent=["first", 1]),
+    "decode": node("Decode", samples=["second", 0]),
+}
+
+
+def test_sizes_that_are_cut_stay_as_they_are_and_landscapes_stay_landscapes():
+    for rule, most in ((cut.cut_side, 10000), (cut.cut_frames, 500)):
+        assert all(rule(rule(value)) == rule(value) for value in range(most))
+    assert cut.cut_side(1280) > cut.cut_side(720) and cut.cut_side(1024) == cut.cut_side(1328)
+
+
+def test_steps_cut_in_two_parts_keep_both_and_their_order():
+    cuts = [cut.cut_steps(steps) for steps in range(10001)]
+    assert cuts == sorted(cuts) and all(0 < cut.cut_steps(steps // 2) < cut.cut_steps(steps) for steps in range(2, 10001))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("width", "side"),
+        ("resize_type.longer_size", "side"),
+        ("length", "frames"),
+        ("start_at_step", "steps"),
+        ("seed", ""),
+        ("strength", ""),
+    ],
+)
+def test_an_input_is_cut_by_its_name(name, kind):
+    assert cut.kind_of(name) == kind
+
+
+def test_a_size_that_another_node_computes_is_cut_on_its_way_and_text_is_not():
+    graph = {"number": node("Number", value=4096), "empty": node("Empty", width=["number", 0], size=["number", 0])}
+    small = cut.cut(graph, partial(surgery.takes_number, INFO), partial(surgery.least, INFO))
+    (between,) = set(small) - set(graph)
+    assert small["empty"]["inputs"] == {"width": [between, 0], "size": ["number", 0]}
+    assert small[between] == node(cut.CUT_NODE, value=["number", 0], kind="side")
+
+
+def test_parallelize_stands_before_what_samples_and_nothing_else_and_can_be_left_out():
+    small = surgery.made_small(GRAPH, INFO)
+    assert "decode" not in small and small["sigmas"]["inputs"]["steps"] < 20
+    parallel = surgery.parallelized(small, INFO, {"ulysses": 2}, {})
+    before = {key: parallel[key]["inputs"]["model"] for key in ("sigmas", "guider", "second")}
+    assert before == {"sigmas": ["patch", 0], "guider": ["pipemesh parallelize patch 0", 0], "second": ["pipemesh parallelize model 0", 0]}
+    left_out = surgery.parallelized(small, INFO, {}, {("model", 0): "a UNet"})
+    assert left_out["second"]["inputs"]["model"] == ["model", 0] and left_out["guider"]["inputs"]["model"] != ["patch", 0]
+
+
+def test_the_latent_of_every_sampler_is_recorded():
+    records = [one for one in surgery.recorded(GRAPH, INFO, "run1").values() if one["class_type"] == cut.RECORD_NODE]
+    assert [one["inputs"] for one in records] == [
+        {"samples": ["first", 1], "name": "run1-first"},
+        {"samples": ["second", 0], "name": "run1-second"},
+    ]
+
+
+def test_latents_of_other_shapes_or_without_numbers_are_never_the_same():
+    latent = torch.randn(1, 4, 2, 2)
+    assert relative_error(latent, latent) == 0
+    assert relative_error(latent[:, :2], latent) == relative_error(latent * float("nan"), latent) == float("inf")
+
+
+def test_a_line_says_the_result_and_its_reason():
+    assert line_of(Outcome(name="a", result="refused", reason="why", seconds=2.0)) == "refused   a  2 s  why"
+    assert pool_inputs("ring", 3)["ring"] == 3 and pool_inputs("ring", 3)["ulysses"] == 1
