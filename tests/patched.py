@@ -12,7 +12,8 @@ from comfy.model_patcher import ModelPatcher
 from pipemesh.launcher.commands.parity import conditioning
 from pipemesh.parallel_runtime.client import timelines
 from pipemesh.parallel_runtime.client.in_process import reference
-from pipemesh.parallel_runtime.families.flux import FILE, guided_config
+from pipemesh.parallel_runtime.families.files import FLUX as FILE
+from pipemesh.parallel_runtime.families.flux import guided_config
 from pipemesh.parallel_runtime.families.sample import Form, Size
 
 FREE = "free-running"

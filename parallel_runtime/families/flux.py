@@ -1,18 +1,14 @@
 """Flux 1 and Flux 2 (comfy/ldm/flux/model.py@0.30.0): text and image apart in the double blocks,
 joined in the single ones.
-
-Files are laid out as black-forest-labs' flux1 files, which ComfyUI detects
-(comfy/model_detection.py@0.30.0: heads = hidden / 128).
 """
-
-from __future__ import annotations
 
 from typing import Any
 
 import torch
 
+from . import files
 from .plan import Along, Blocks, Leave, Ranges, TokenPlan
-from .sample import Config, Family, FileForm, Form, Masks, Released, Sample, Shapes, Size
+from .sample import Config, Family, Form, Masks, Released, Sample, Size
 
 JOINT = ("txt", "img")
 
@@ -105,68 +101,17 @@ def references(latent: torch.Tensor) -> dict[str, Any]:
     return {"reference_latents": [picture], "reference_latents_method": "index_timestep_zero"}
 
 
-def shapes(config: Config) -> Shapes:
-    """Every tensor of the Flux 1 that ``config`` describes, under its name in a file."""
-    hidden, head_dim = config["hidden_size"], sum(config["axes_dim"])
-    mlp = int(hidden * config["mlp_ratio"])
-    pixels = config["in_channels"] * config["patch_size"] ** 2
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def linear(name: str, fan_in: int, fan_out: int) -> None:
-        shapes[f"{name}.weight"] = (fan_out, fan_in)
-        shapes[f"{name}.bias"] = (fan_out,)
-
-    def qk_norm(name: str) -> None:
-        shapes[f"{name}.query_norm.scale"] = (head_dim,)
-        shapes[f"{name}.key_norm.scale"] = (head_dim,)
-
-    linear("img_in", pixels, hidden)
-    linear("txt_in", config["context_in_dim"], hidden)
-    embedders = {"time_in": 256, "vector_in": config["vec_in_dim"]} | ({"guidance_in": 256} if config["guidance_embed"] else {})
-    for name, width in embedders.items():
-        linear(f"{name}.in_layer", width, hidden)
-        linear(f"{name}.out_layer", hidden, hidden)
-    for block in range(config["depth"]):
-        for stream in ("img", "txt"):
-            prefix = f"double_blocks.{block}.{stream}"
-            linear(f"{prefix}_mod.lin", hidden, 6 * hidden)
-            linear(f"{prefix}_attn.qkv", hidden, 3 * hidden)
-            qk_norm(f"{prefix}_attn.norm")
-            linear(f"{prefix}_attn.proj", hidden, hidden)
-            linear(f"{prefix}_mlp.0", hidden, mlp)
-            linear(f"{prefix}_mlp.2", mlp, hidden)
-    for block in range(config["depth_single_blocks"]):
-        prefix = f"single_blocks.{block}"
-        linear(f"{prefix}.modulation.lin", hidden, 3 * hidden)
-        linear(f"{prefix}.linear1", hidden, 3 * hidden + mlp)
-        qk_norm(f"{prefix}.norm")
-        linear(f"{prefix}.linear2", hidden + mlp, hidden)
-    linear("final_layer.adaLN_modulation.1", hidden, 2 * hidden)
-    linear("final_layer.linear", hidden, pixels)
-    return shapes
-
-
-FILE = FileForm(shapes=shapes, head_dim=128, lora_targets=("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "linear1", "linear2"))
-
-DEV = Released(
-    name="flux1-dev",
-    size=Size(heads=24, head_dim=128, blocks=(19, 38), text_dim=4096, pooled_dim=768),
-    text=512,
-    changes={"guidance_embed": True},
-)
-DEV_2 = Released(
-    name="flux2-dev",
-    size=Size(heads=48, head_dim=128, blocks=(8, 48), text_dim=15360),
-    text=512,
-    changes={"guidance_embed": True, "axes_dim": [32, 32, 32, 32]},
-)
+LARGE = Size(heads=24, head_dim=128, blocks=(19, 38), text_dim=4096, pooled_dim=768)
+LARGE_2 = Size(heads=48, head_dim=128, blocks=(8, 48), text_dim=15360)
+DEV = Released(name="flux1-dev", size=LARGE, text=512, changes={"guidance_embed": True})
+DEV_2 = Released(name="flux2-dev", size=LARGE_2, text=512, changes={"guidance_embed": True, "axes_dim": [32, 32, 32, 32]})
 
 FLUX = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="flux",
-            form=Form(config_class="FluxSchnell", config=config, file=FILE, released=(DEV,)),
+            form=Form(config_class="FluxSchnell", config=config, file=files.FLUX, released=(DEV,)),
             heads=(12, 5),  # 12 divides by every world size that parity tries, 5 by none
             tiny=tiny,
             larger={

@@ -130,32 +130,18 @@ def given_guide(latent: torch.Tensor) -> torch.Tensor:
 
 LATENTS: Mapping[str, tuple] = {"even": (1, 128, 3, 4, 2), "odd": (1, 128, 3, 3, 3)}
 AUDIO = {name: (shape, (1, 8, 5, 16)) for name, shape in LATENTS.items()}
+
+
+def sample(name: str, config: Callable[[Size], Config], config_class: str = "LTXV", **inputs: Any) -> Sample:
+    form = Form(config_class=config_class, config=config)
+    return Sample(name=name, form=form, heads=(5,), tiny=tiny, **{"latents": LATENTS, **inputs})
+
+
 LTX = Family(
     plans=(LTXV_PLAN, AV_PLAN),
     samples=(
-        Sample(
-            name="ltxv",
-            form=Form(config_class="LTXV", config=config),
-            heads=(5,),
-            tiny=tiny,
-            latents=LATENTS,
-            prompt_extras=text_mask,
-        ),
-        Sample(
-            name="ltxv-guided",
-            form=Form(config_class="LTXV", config=config),
-            heads=(5,),
-            tiny=tiny,
-            latents=LATENTS,
-            prompt_extras=guides,
-            noise_mask=given_guide,
-        ),
-        Sample(
-            name="ltx2",
-            form=Form(config_class="LTXAV", config=av_config),
-            heads=(5,),
-            tiny=tiny,
-            latents=AUDIO,
-        ),
+        sample("ltxv", config, prompt_extras=text_mask),
+        sample("ltxv-guided", config, prompt_extras=guides, noise_mask=given_guide),
+        sample("ltx2", av_config, "LTXAV", latents=AUDIO),
     ),
 )

@@ -4,7 +4,6 @@ cross-attention.
 The 5B model may modulate per frame: ``e`` has one row per frame then, else one.
 """
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -12,8 +11,9 @@ from typing import Any
 
 import torch
 
+from . import files
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, FileForm, Form, Released, Sample, Shapes, Size
+from .sample import Config, Family, Form, Released, Sample, Size
 
 IMG = ("img",)
 
@@ -59,47 +59,6 @@ def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: 
     }
 
 
-def shapes(config: Config) -> Shapes:
-    """Every tensor of the text-to-video model that ``config`` describes, under its name in a
-    file.
-    """
-    hidden, patch = config["dim"], config["patch_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "patch_embedding.weight": (hidden, config["in_dim"], *patch),
-        "patch_embedding.bias": (hidden,),
-        "head.modulation": (1, 2, hidden),
-    }
-
-    def linear(name: str, fan_in: int, fan_out: int) -> None:
-        shapes[f"{name}.weight"] = (fan_out, fan_in)
-        shapes[f"{name}.bias"] = (fan_out,)
-
-    for name, width in (("text_embedding", config["text_dim"]), ("time_embedding", config["freq_dim"])):
-        linear(f"{name}.0", width, hidden)
-        linear(f"{name}.2", hidden, hidden)
-    linear("time_projection.1", hidden, 6 * hidden)
-    linear("head.head", hidden, config["out_dim"] * math.prod(patch))
-    for block in range(config["num_layers"]):
-        prefix = f"blocks.{block}"
-        shapes[f"{prefix}.modulation"] = (1, 6, hidden)
-        for attention in ("self_attn", "cross_attn"):
-            for part in "qkvo":
-                linear(f"{prefix}.{attention}.{part}", hidden, hidden)
-            shapes |= {f"{prefix}.{attention}.norm_{part}.weight": (hidden,) for part in "qk"}
-        shapes |= {f"{prefix}.norm3.{part}": (hidden,) for part in ("weight", "bias")}
-        linear(f"{prefix}.ffn.0", hidden, config["ffn_dim"])
-        linear(f"{prefix}.ffn.2", config["ffn_dim"], hidden)
-    return shapes
-
-
-FILE = FileForm(
-    shapes=shapes,
-    head_dim=128,
-    text_dim=4096,
-    lora_targets=("attn.q", "attn.k", "attn.v", "attn.o", "ffn.0", "ffn.2"),
-)
-
-
 def first_frame(latent: torch.Tensor) -> dict[str, Any]:
     """The extras that an image-to-video node adds to a prompt: the frame as latent channels, and as
     a CLIP vision embedding.
@@ -133,7 +92,7 @@ WAN = Family(
     samples=(
         Sample(
             name="wan2.1-t2v",
-            form=Form(config_class="WAN21_T2V", config=config, file=FILE, released=T2V),
+            form=Form(config_class="WAN21_T2V", config=config, file=files.WAN, released=T2V),
             heads=(5,),
             tiny=tiny,
             larger={"equal": Size(heads=16, head_dim=16, blocks=(24,))},
