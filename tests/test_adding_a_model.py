@@ -1,5 +1,5 @@
 """docs/ADDING_A_MODEL.md followed to the letter: its file and registry lines are put into a copy of
-the package, and its commands are run there.
+the package without them, and its commands are run there.
 """
 
 import os
@@ -40,6 +40,24 @@ def follow(document: str, copy: Path) -> None:
         file.write_text(text.replace(before, before + added), encoding="utf-8")
 
 
+def undo(copy: Path) -> None:
+    """Take the document's family out of the copy, where it is to the letter what the document
+    says.
+    """
+    for block in blocks("python"):
+        first, text = block.split("\n", 1)
+        file = copy / first.removeprefix("# ")
+        assert file.read_text(encoding="utf-8") == text, f"{file.name} is no longer the document's"
+        file.unlink()
+    for block in blocks("diff"):
+        first, *lines = block.splitlines()
+        file = copy / first.removeprefix("# ")
+        text = file.read_text(encoding="utf-8")
+        for line in lines:
+            text = text.replace(f"{line[1:]}\n", "") if line.startswith("+") else text
+        file.write_text(text, encoding="utf-8")
+
+
 @pytest.fixture
 def copy(tmp_path):
     for name in PACKAGE:
@@ -48,6 +66,7 @@ def copy(tmp_path):
             shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, tmp_path / name)
+    undo(tmp_path)
     return tmp_path
 
 

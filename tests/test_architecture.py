@@ -73,13 +73,15 @@ NEVER = (  # room, what it may not import, why
 )
 ONLY = {  # room -> what it may import of this project, and of all else but the standard library
     "comm": (("comm", "errors"), ("torch",)),
-    "families": (("families/plan", "families/sample", "errors"), ("torch",)),
+    "families": (("families/files", "families/plan", "families/sample", "errors"), ("torch",)),
     "wire": (("wire", "errors", "patches"), ("torch", "msgspec")),
 }
 ALSO = {  # file -> what it may import although its room may not
     "client/in_process.py": ("methods",),
     "families/__init__.py": ("families",),
-    **{f"families/wan_{form}.py": ("families/wan",) for form in ("camera", "scail", "vace")},  # Wan's derived classes
+    **{
+        f"families/wan_{form}.py": ("families/wan",) for form in ("animate", "camera", "dancer", "humo", "s2v", "scail", "vace")
+    },  # Wan's derived classes
 }
 LAZILY = {"families": "comfy"}  # room -> what it may import inside functions
 
@@ -101,7 +103,9 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 PACK = "pipemesh"
 NAMED_MODULE = re.compile(rf"\b{PACK}((?:\.\w+)+)")
-FAMILIES = sorted({file.stem for file in (ROOT / RUNTIME / "families").glob("*.py")} - {"__init__", "plan", "sample", "without_plan"})
+FAMILIES = sorted(
+    {file.stem for file in (ROOT / RUNTIME / "families").glob("*.py")} - {"__init__", "files", "plan", "sample", "without_plan"}
+)
 NAMED_FAMILY = re.compile(rf"(?:(?<![a-zA-Z])(?i:{'|'.join(FAMILIES)})|(?<=[a-z])(?:{'|'.join(map(str.title, FAMILIES))}))(?![a-z])")
 NAMED_SAMPLE = re.compile(rf"[\"'](?:{'|'.join(FAMILIES)})[\d.]*(?:-\w+)?[\"']")
 

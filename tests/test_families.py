@@ -13,6 +13,7 @@ from pipemesh.parallel_runtime.families.sample import Size
 from .bounds import assert_same
 from .models import with_references
 from .pipelines import ALL_WARM
+from .test_patches import Model
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +144,25 @@ def test_text_that_a_model_prepares_itself_is_prepared_with_its_weight_patches(b
     assert bench.error(case) <= BOUND
     module = bench.stock(5, "ltx2").model.diffusion_model
     assert not any(getattr(one, "weight_function", None) for one in module.modules()), "the call left its patches"
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("wan-s2v", "audio_embed"), ("wan-humo", "audio_embed"), ("wan-dancer", "audio_embed"), ("pid", "lq_latent")]
+)
+def test_what_tokens_move_to_matters_so_that_dropping_it_would_show(name, given):
+    model = Model(Case(name, "ulysses1", "odd", 5, 1.0, False, "euler"))
+    asked = model.asked[0]
+    truth, other = model.serial(asked), model.serial({**asked, given: asked[given].roll(1, 1)})
+    assert relative_error(other, truth) > 100 * BOUND
+
+
+def test_a_face_moves_the_tokens_of_its_own_frames_whichever_patch_they_are_in():
+    """In one process, and by pictures that cost nothing to look at."""
+    model = Model(Case("wan-animate", "ulysses1", "odd", 5, 1.0, False, "euler"))
+    model.module.motion_encoder.get_motion = lambda pictures: torch.nn.functional.pad(pictures.flatten(1), (0, 464))
+    faces = {"face_pixel_values": torch.randn(1, 3, 5, 4, 4, generator=torch.Generator().manual_seed(3))}
+    asked = {**model.asked[0], **faces}
+    truth = model.serial(asked)
+    assert relative_error(truth, model.serial(model.asked[0])) > 100 * BOUND, "the face does nothing"
+    model.warm(asked)
+    assert relative_error(model.round(asked, 5), truth) <= BOUND

@@ -16,7 +16,7 @@ from pipemesh.parallel_runtime.comm import stage_link
 from pipemesh.parallel_runtime.comm.mesh import Axis, Mesh
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, NoRoom, Refused
-from pipemesh.parallel_runtime.families.plan import Along, Blocks, Leave, Ranges, TokenPlan
+from pipemesh.parallel_runtime.families.plan import Along, Blocks, Frames, Insert, Leave, Ranges, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout, axis
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.hooks import TokenHooks, require_fit
@@ -237,6 +237,9 @@ def with_blocks(**changed):
         (replace(PLAN, positions=("rope",)), "rope"),
         (replace(PLAN, leave=Leave(path="tail", stream="img")), "tail"),
         (replace(PLAN, leave=Leave(path="head", stream="img", along=(Along(arg="e", dim=1, streams=("img",)),))), "head(e=)"),
+        (replace(PLAN, leave=Leave(path="head", stream="img", instead="tail")), "tail"),
+        (with_blocks(inserts=(Insert(path="gates.*"),)), "gates.*"),
+        (with_blocks(inserts=(Insert(path="blocks.*.qkv", frames=Frames(stream="img", each={}, tokens="x")),)), "blocks.*.qkv(x=)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

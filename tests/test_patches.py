@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, REPRESENTATIVES, SAMPLES, plan_for
-from pipemesh.parallel_runtime.families.plan import TokenPlan
+from pipemesh.parallel_runtime.families.plan import Insert, TokenPlan
 from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 
@@ -98,6 +98,11 @@ def words_of(family):
                     groups = [*plan.blocks, plan.leave]
                     groups[place] = less
                     yield word, plan, replace(plan, blocks=tuple(groups[:-1]), leave=groups[-1])
+        for place, group in enumerate(plan.blocks):
+            if group.inserts:
+                groups = [*plan.blocks]
+                groups[place] = replace(group, inserts=())
+                yield group.inserts[0], plan, replace(plan, blocks=tuple(groups))
 
 
 def chosen(words):
@@ -109,7 +114,8 @@ def chosen(words):
         kind = id(word) if ALL else (type(word), *(name for name in ("repeated", "masks_keys", "after") if getattr(word, name, None)))
         if kind not in seen:
             seen.add(kind)
-            yield pytest.param(family, plan, less, id=f"{family.plans[0].family}-{word.arg}")
+            named = word.path if isinstance(word, Insert) else word.arg
+            yield pytest.param(family, plan, less, id=f"{family.plans[0].family}-{named}")
 
 
 @pytest.mark.parametrize(("family", "plan", "less"), [*chosen((family, word) for family in FAMILIES for word in words_of(family))])

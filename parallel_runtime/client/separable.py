@@ -93,8 +93,11 @@ MODEL_CONDS = {
     "y",
     *("clip_text_pooled", "num_tokens"),  # of the whole text
     *("context_latents", "pose_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),  # tokens behind the image's
+    "reference_motion",  # likewise
+    *("audio_embed", "audio_inject_scale", "clip_fea_ref", "face_pixel_values"),  # what tokens attend to
     *(
         "camera_conditions",
+        "control_video",
         "ref_mask_flag",
         "ref_mask_latents",
         "sam_latents",

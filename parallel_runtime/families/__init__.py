@@ -6,6 +6,7 @@ what is tried once for every word of the vocabulary ``REPRESENTATIVES``.
 
 from collections.abc import Mapping
 
+from .aura import AURA
 from .chroma import CHROMA
 from .cosmos import COSMOS
 from .ernie import ERNIE
@@ -20,12 +21,18 @@ from .ltx import LTX
 from .mage_flow import MAGE_FLOW
 from .nextdit import NEXTDIT
 from .omnigen2 import OMNIGEN2
+from .pixart import PIXART
+from .pixeldit import PIXELDIT
 from .plan import TokenPlan
 from .qwen_image import QWEN_IMAGE
 from .sample import Family, Sample, Size
 from .sd3 import SD3
 from .wan import WAN
+from .wan_animate import WAN_ANIMATE
 from .wan_camera import WAN_CAMERA
+from .wan_dancer import WAN_DANCER
+from .wan_humo import WAN_HUMO
+from .wan_s2v import WAN_S2V
 from .wan_scail import WAN_SCAIL
 from .wan_vace import WAN_VACE
 from .without_plan import NOT_YET as NOT_YET
@@ -39,6 +46,10 @@ FAMILIES: tuple[Family, ...] = (
     WAN_CAMERA,
     WAN_SCAIL,
     WAN_VACE,
+    WAN_S2V,
+    WAN_HUMO,
+    WAN_DANCER,
+    WAN_ANIMATE,
     KANDINSKY,
     QWEN_IMAGE,
     HUNYUAN_VIDEO,
@@ -53,6 +64,9 @@ FAMILIES: tuple[Family, ...] = (
     LENS,
     LTX,
     COSMOS,
+    PIXELDIT,
+    PIXART,
+    AURA,
 )
 PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
 SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}

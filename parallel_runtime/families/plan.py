@@ -67,6 +67,37 @@ LEFT_OUT = "blocks_left_out"  # the transformer option that lists (kind, index) 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Frames:
+    """Arguments that belong together frame by frame, of a module whose queries look at nothing but
+    keys of their own frame: it is given the frames that local tokens are of, so that no rank needs
+    another's tokens.
+
+    ``tokens``: the argument with the rows of ``stream``. ``each``: other arguments -> their rows
+    for each frame, along dim 1. ``count``: the argument that says how many tokens, from the first
+    one, are of frames; else all are.
+    """
+
+    stream: str
+    each: Mapping[str, int]
+    tokens: str = "x"
+    count: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Insert:
+    """Modules that the model runs between its blocks, or within them, on tokens that are cut, and
+    that return as many.
+
+    ``path``: in the model; ``*`` in it stands for any name. ``along`` and ``frames``: their other
+    arguments, by tokens and by frames. Attention within blocks is ``Blocks.local`` as well.
+    """
+
+    path: str
+    along: tuple[Along, ...] = ()
+    frames: Frames | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Blocks:
     """A container of consecutive blocks.
 
@@ -81,7 +112,8 @@ class Blocks:
     in blocks that have one. ``control``: the key of the control dict whose residuals (B, L, C)
     ComfyUI adds to the stream that leaves, one behind each of these blocks, and only reads.
     ``interleaved``: these blocks run among those of the containers before, and are given tokens
-    that are still whole, or local ones; of such a model no stage can hold a part.
+    that are still whole, or local ones; of such a model no stage can hold a part. ``inserts``: what
+    runs between these blocks, or within them, and has arguments by tokens or by frames.
     ``without_options``: the submodule whose forward calls ComfyUI's ``optimized_attention`` without
     ``transformer_options``.
     """
@@ -98,6 +130,7 @@ class Blocks:
     control: str = ""
     without_options: str = ""
     interleaved: bool = False
+    inserts: tuple[Insert, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.returns:
@@ -108,6 +141,8 @@ class Blocks:
 class Leave:
     """The module whose output (B, L, C) is gathered over the tokens of ``stream``: choose the last
     one before the tokens become pixels, where the fewest numbers travel.
+
+    ``instead``: the module that the model runs in its place for some inputs.
 
     ``path`` may be that of the last ``Blocks`` instead, where what follows takes all tokens: their
     output is gathered behind the last block. Where that holds other streams as well, those stay
@@ -120,9 +155,14 @@ class Leave:
 
     path: str
     stream: str
+    instead: str = ""
     streams: tuple[str, ...] = ()
     along: tuple[Along, ...] = ()
     ranges: tuple[Ranges, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path, self.instead) if self.instead else (self.path,)
 
 
 @dataclass(frozen=True, kw_only=True)

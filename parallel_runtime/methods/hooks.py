@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import Refused
 from ..families.plan import Along, Blocks, Boundary, Leave, Ranges, TokenPlan
 from .blocks import blocks_of, put, taken
+from .inserts import Inserted, inserts_of, named
 from .node_patches import OVERRIDE, NodePatches
 from .override import Overridden
 from .shards import Rows
@@ -89,14 +90,19 @@ class TokenHooks:
         blocks = list(blocks_of(self._model, self._plan))
         for place, (container, index, group) in enumerate(blocks):
             self._attach_block(container[index], group, first=place == 0)
+        for insert in inserts_of(self._plan):
+            for module in named(self._model, insert.path):
+                inserted = Inserted(insert, binder(module), lambda: self._rows)
+                self._handles.append(module.register_forward_pre_hook(inserted.enter, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(inserted.leave))
         if self._plan.leaves_behind_blocks:
             container, index, group = blocks[-1]
             self._handles.append(container[index].register_forward_hook(partial(self._left_behind, group)))
             return
-        leave = self._model.get_submodule(self._plan.leave.path)
-        if self._plan.leave.along or self._plan.leave.ranges:  # else leave them be: some modules take arguments by position only
-            self._handles.append(leave.register_forward_pre_hook(self._entering_leave(leave, self._plan.leave), with_kwargs=True))
-        self._handles.append(leave.register_forward_hook(self._left))
+        for leave in map(self._model.get_submodule, self._plan.leave.paths):
+            if self._plan.leave.along or self._plan.leave.ranges:  # else leave them be: some modules take arguments by position only
+                self._handles.append(leave.register_forward_pre_hook(self._entering_leave(leave, self._plan.leave), with_kwargs=True))
+            self._handles.append(leave.register_forward_hook(self._left))
 
     def _attach_block(self, block: nn.Module, group: Blocks, first: bool) -> None:
         self._handles.append(block.register_forward_pre_hook(self._entering(block, group, first), with_kwargs=True))
@@ -290,7 +296,13 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
     host that renamed one would be given rows that do not belong together.
     """
     modules = dict(model.named_modules())
-    for path in (*(group.path for group in plan.blocks), plan.leave.path, *plan.positions, *plan.lengths.values(), *plan.together.refiners):
+    for path in (
+        *(group.path for group in plan.blocks),
+        *plan.leave.paths,
+        *plan.positions,
+        *plan.lengths.values(),
+        *plan.together.refiners,
+    ):
         if path not in modules:
             raise Refused(_misfit(model, plan, path))
     for container, index, group in blocks_of(model, plan):
@@ -298,7 +310,14 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
             if path not in dict(container[index].named_modules()):
                 raise Refused(_misfit(model, plan, f"{group.path}.{index}.{path}"))
         _require_arguments(model, plan, group.path, container[index], _named(group) - {*group.positional})
-    _require_arguments(model, plan, plan.leave.path, modules[plan.leave.path], _named(plan.leave))
+    for path in plan.leave.paths:
+        _require_arguments(model, plan, path, modules[path], _named(plan.leave))
+    for insert in inserts_of(plan):
+        module = next(named(model, insert.path), None)
+        if module is None:
+            raise Refused(_misfit(model, plan, insert.path))
+        frames = {insert.frames.tokens, *insert.frames.each, insert.frames.count} - {""} if insert.frames else set()
+        _require_arguments(model, plan, insert.path, module, {one.arg for one in insert.along} | frames)
 
 
 def _named(item: Blocks | Leave) -> set[str]:

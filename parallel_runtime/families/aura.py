@@ -1,0 +1,50 @@
+"""AuraFlow (comfy/ldm/aura/mmdit.py@0.30.0): text and image apart in the double layers, joined in
+the single ones.
+"""
+
+from .plan import Blocks, Leave, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
+
+PLAN = TokenPlan(
+    family="aura",
+    models=("comfy.ldm.aura.mmdit:MMDiT",),
+    streams=("c", "x"),
+    blocks=(
+        Blocks(path="double_layers", tokens={"c": ("c",), "x": ("x",)}),
+        Blocks(path="single_layers", tokens={"cx": ("c", "x")}),
+    ),
+    leave=Leave(path="final_linear", stream="x"),
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(2, 3))
+
+
+def config(size: Size) -> Config:
+    double_layers, single_layers = size.blocks
+    return {
+        "in_channels": 4,
+        "out_channels": 4,
+        "dim": size.hidden,
+        "n_heads": size.heads,
+        "n_double_layers": double_layers,
+        "n_layers": double_layers + single_layers,
+        "global_conddim": size.hidden,
+        "cond_seq_dim": size.text_dim,
+        "max_seq": 16 * 16,
+    }
+
+
+AURA = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="auraflow",
+            form=Form(config_class="AuraFlow", config=config),
+            heads=(5,),
+            tiny=tiny,
+            latents={"even": (1, 4, 16, 12), "odd": (1, 4, 13, 18)},
+        ),
+    ),
+)

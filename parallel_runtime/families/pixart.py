@@ -1,0 +1,44 @@
+"""PixArt Alpha and Sigma (comfy/ldm/pixart/pixartms.py@0.30.0): image tokens alone in the blocks,
+text through cross-attention; attention passes no options.
+"""
+
+from .plan import Blocks, Leave, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
+
+PLAN = TokenPlan(
+    family="pixart",
+    models=("comfy.ldm.pixart.pixartms:PixArtMS",),
+    streams=("x",),
+    blocks=(Blocks(path="blocks", tokens={"x": ("x",)}, without_options="attn"),),
+    leave=Leave(path="final_layer", stream="x"),
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(5,))
+
+
+def config(size: Size) -> Config:
+    return {
+        "num_heads": size.heads,
+        "hidden_size": size.hidden,
+        "depth": size.blocks[0],
+        "caption_channels": size.text_dim,
+        "model_max_length": 300,
+        "micro_condition": False,
+        "pe_interpolation": 2,
+    }
+
+
+PIXART = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="pixart-sigma",
+            form=Form(config_class="PixArtSigma", config=config),
+            heads=(5,),
+            tiny=tiny,
+            latents={"even": (1, 4, 40, 28), "odd": (1, 4, 42, 26)},  # ComfyUI has no positions for smaller ones
+        ),
+    ),
+)

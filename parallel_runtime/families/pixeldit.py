@@ -1,0 +1,83 @@
+"""PixelDiT and PiD (comfy/ldm/pixeldit/model.py, pid.py@0.30.0): text and patches of pixels in the
+blocks; behind them, blocks of pixels look at all patches and run whole on every rank.
+
+PiD adds features of a small picture to the tokens before some of its blocks.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .plan import Along, Blocks, Insert, Leave, Together, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
+
+BLOCKS = Blocks(
+    path="patch_blocks",
+    tokens={"y": ("y",), "x": ("x",)},
+    returns=("x", "y"),
+    along=(Along(arg="pos_txt", dim=0, streams=("y",)), Along(arg="pos_img", dim=0, streams=("x",))),
+)
+PLAN = TokenPlan(
+    family="pixeldit",
+    models=("comfy.ldm.pixeldit.model:PixDiT_T2I",),
+    streams=("y", "x"),
+    blocks=(BLOCKS,),
+    leave=Leave(path="patch_blocks", stream="x"),
+    together=Together(always="its blocks of pixels, which look at the whole picture"),
+)
+GATES = Insert(path="lq_proj.gate_modules.*", along=(Along(arg="lq", dim=1, streams=("x",)),))
+PID = replace(PLAN, family="pid", models=("comfy.ldm.pixeldit.pid:PidNet",), blocks=(replace(BLOCKS, inserts=(GATES,)),))
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(4,))
+
+
+def config(size: Size) -> Config:
+    """Patches of 4 x 4 pixels."""
+    return {
+        "image_model": "pixeldit_t2i",
+        "num_groups": size.heads,
+        "hidden_size": size.hidden,
+        "patch_depth": size.blocks[0],
+        "patch_size": 4,
+        "pixel_hidden_size": 16,
+        "pixel_attn_hidden_size": 32,
+        "pixel_num_groups": 2,
+        "txt_embed_dim": size.text_dim,
+    }
+
+
+def pid_config(size: Size) -> Config:
+    picture = {"lq_latent_channels": 16, "lq_hidden_dim": 16, "lq_num_res_blocks": 1, "pit_lq_inject": True}
+    return {**config(size), "image_model": "pid", **picture}
+
+
+def small_picture(latent: torch.Tensor) -> dict[str, Any]:
+    """The extras of the PiD node: a latent of the picture, and how much noise it has."""
+    return {"lq_latent": torch.randn(1, 16, 2, 3, generator=torch.Generator().manual_seed(14)), "degrade_sigma": torch.tensor([0.2])}
+
+
+LATENTS = {"even": (1, 3, 16, 12), "odd": (1, 3, 11, 20)}
+
+PIXELDIT = Family(
+    plans=(PLAN, PID),
+    samples=(
+        Sample(
+            name="pixeldit",
+            form=Form(config_class="PixelDiTT2I", config=config),
+            heads=(5,),
+            tiny=tiny,
+            latents=LATENTS,
+        ),
+        Sample(
+            name="pid",
+            form=Form(config_class="PiD", config=pid_config),
+            heads=(5,),
+            tiny=tiny,
+            latents=LATENTS,
+            prompt_extras=small_picture,
+        ),
+    ),
+)

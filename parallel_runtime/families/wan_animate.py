@@ -1,0 +1,43 @@
+"""Wan Animate (comfy/ldm/wan/model_animate.py@0.30.0): behind every fifth block, tokens attend to
+what the face does in their own frame.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import wan
+from .plan import Frames, Insert
+from .sample import Family, Form, Sample
+
+(BLOCKS,) = wan.PLAN.blocks
+FACE = Insert(path="face_adapter.fuser_blocks.*", frames=Frames(stream="img", each={"motion_vec": 1}))
+PLAN = replace(
+    wan.PLAN,
+    family="wan_animate",
+    models=("comfy.ldm.wan.model_animate:AnimateWanModel",),
+    blocks=(replace(BLOCKS, inserts=(FACE,)),),
+)
+
+
+def pose(latent: torch.Tensor) -> dict[str, Any]:
+    """The extras of the Animate node but for the face, whose pictures take seconds to look at."""
+    generator = torch.Generator().manual_seed(13)
+    return {**wan.first_frame(latent), "pose_video_latent": torch.randn(latent[:, :, 1:].shape, generator=generator)}
+
+
+WAN_ANIMATE = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="wan-animate",
+            form=Form(config_class="WAN22_Animate", config=partial(wan.config, extra_channels=20, model_type="animate")),
+            heads=(5,),
+            tiny=wan.tiny,
+            latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
+            prompt_extras=pose,
+        ),
+    ),
+)

@@ -1,0 +1,47 @@
+"""HuMo (comfy/ldm/wan/model.py:HumoWanModel@0.30.0): Wan whose blocks let each token attend to the
+sound of its own frame, 16 tokens of it. A reference's tokens come last, and have silence.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import wan
+from .plan import Frames, Insert
+from .sample import Family, Form, Sample
+
+(BLOCKS,) = wan.PLAN.blocks
+SOUND = Insert(path="blocks.*.audio_cross_attn_wrapper", frames=Frames(stream="img", each={"audio": 16}))
+PLAN = replace(
+    wan.PLAN,
+    family="wan_humo",
+    models=("comfy.ldm.wan.model:HumoWanModel",),
+    blocks=(replace(BLOCKS, local=("cross_attn", "audio_cross_attn_wrapper"), inserts=(SOUND,)),),
+)
+
+
+def sound(latent: torch.Tensor) -> dict[str, Any]:
+    """The extras of the HuMo node: what a sound encoder says of each frame, and a reference."""
+    generator = torch.Generator().manual_seed(11)
+    _, channels, frames, height, width = latent.shape
+    return {
+        "audio_embed": torch.randn(1, frames, 8, 5, 1280, generator=generator),
+        "reference_latents": [torch.randn(1, channels, 1, height, width, generator=generator)],
+    }
+
+
+WAN_HUMO = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="wan-humo",
+            form=Form(config_class="WAN21_HuMo", config=partial(wan.config, model_type="humo")),
+            heads=(5,),
+            tiny=wan.tiny,
+            latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 2, 6, 6)},
+            prompt_extras=sound,
+        ),
+    ),
+)

@@ -1,0 +1,52 @@
+"""Wan S2V (comfy/ldm/wan/model.py:WanModel_S2V@0.30.0): behind some blocks, tokens of the video
+attend to the speech of their own frame. Tokens of a reference and of the motion before come last.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from . import wan
+from .plan import Frames, Insert
+from .sample import Config, Family, Form, Sample, Size
+
+(BLOCKS,) = wan.PLAN.blocks
+SPEECH = Insert(path="audio_injector", frames=Frames(stream="img", each={"audio_emb": 1, "audio_emb_global": 1}, count="seq_len"))
+PLAN = replace(
+    wan.PLAN, family="wan_s2v", models=("comfy.ldm.wan.model:WanModel_S2V",), blocks=(replace(BLOCKS, inserts=(SPEECH,)),), positions=()
+)
+
+
+def config(size: Size) -> Config:
+    return {**wan.config(size, model_type="s2v"), "audio_dim": 24, "audio_inject_layers": [0, 2, 4]}
+
+
+def speech(latent: torch.Tensor) -> dict[str, Any]:
+    """The extras of the S2V node: four embeddings of speech for each frame, a reference, a pose,
+    and the video before.
+    """
+    generator = torch.Generator().manual_seed(10)
+    _, channels, frames, height, width = latent.shape
+    reference, *motion = torch.randn(20, 1, channels, 1, height, width, generator=generator)
+    return {
+        "audio_embed": torch.randn(1, 25, 24, 4 * frames, generator=generator),
+        "reference_latents": [reference],
+        "reference_motion": torch.cat(motion, 2),
+        "control_video": torch.randn(latent.shape, generator=generator),
+    }
+
+
+WAN_S2V = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="wan-s2v",
+            form=Form(config_class="WAN22_S2V", config=config),
+            heads=(5,),
+            tiny=wan.tiny,
+            latents={"even": (1, 16, 3, 8, 8), "odd": (1, 16, 3, 10, 10)},
+            prompt_extras=speech,
+        ),
+    ),
+)
