@@ -43,6 +43,14 @@ def track(images: torch.Tensor, **_: Any) -> Outputs:
     return ({"packed_masks": pack_masks(objects), "orig_size": (height, width), "n_frames": len(images), "scores": [0.9, 0.8]},)
 
 
+def painted(width: int, height: int, image: torch.Tensor | None = None, **_: Any) -> Outputs:
+    """What a user painted: the middle of a picture."""
+    canvas = pictures("painted") if image is None else image
+    if image is None:
+        canvas = functional.interpolate(canvas.movedim(-1, 1), size=(height, width)).movedim(1, -1)
+    return canvas, middle_of(canvas)
+
+
 def geometry(image: torch.Tensor, **_: Any) -> Outputs:
     return ({"image": image},)
 
@@ -96,6 +104,7 @@ def answer(original: type) -> Callable[..., Outputs]:
 LOOKED: Mapping[str, Callable[..., Outputs]] = {
     "SAM3_Detect": detect,
     "SAM3_VideoTrack": track,
+    "Painter": painted,
     "LoadDA3Model": nothing,
     "DA3Inference": geometry,
     "DA3Render": depth,
