@@ -8,7 +8,11 @@ import pytest
 import torch
 from pipemesh.launcher.commands.templates import line_of, pool_inputs
 from pipemesh.launcher.templates import cut, surgery
+from pipemesh.launcher.templates.files import templates
 from pipemesh.launcher.templates.run import Outcome, relative_error
+from pipemesh.launcher.templates.workflow import read
+
+from .conftest import ALL
 
 INFO = {
     "Loader": {"input": {"required": {"unet_name": ["COMBO", {}]}}, "output": ["MODEL"]},
@@ -99,3 +103,39 @@ def test_latents_of_other_shapes_or_without_numbers_are_never_the_same():
 def test_a_line_says_the_result_and_its_reason():
     assert line_of(Outcome(name="a", result="refused", reason="why", seconds=2.0)) == "refused   a  2 s  why"
     assert pool_inputs("ring", 3)["ring"] == 3 and pool_inputs("ring", 3)["ulysses"] == 1
+
+
+def model_files(host):
+    """Every file that an installed template of a transformer's loads a model from."""
+    for template in templates(host):
+        for graph in read(template.workflow()).values():
+            for loader in graph.nodes.values():
+                if loader.type in surgery.MODEL_FILES and not loader.is_off:
+                    yield loader.saved["widgets_values"][0]
+
+
+@pytest.mark.skipif(not ALL, reason="reads every template; the command does so too")
+def test_every_model_file_of_a_template_stands_for_a_model(host):
+    from pipemesh.launcher.templates.stand_ins import names
+
+    found = {names.known(names.MODELS, name, "model").sample for name in model_files(host) if "sam3" not in name}
+    assert len(found) > 30
+
+
+def test_every_stand_in_of_a_model_is_one_that_comfyui_builds_or_says_why_it_is_none():
+    from pipemesh.launcher.templates.stand_ins import models, names
+
+    for _pattern, shape in names.MODELS:
+        try:
+            form, size = models.form_of(shape)
+        except names.NotStoodFor as why:
+            assert "has no token plan" in str(why)
+        else:
+            form.base_model(form.config(size), torch.float32, torch.device("meta"))
+
+
+def test_a_file_that_nobody_knows_is_an_error_that_names_it():
+    from pipemesh.launcher.templates.stand_ins import names
+
+    with pytest.raises(names.UnknownName, match="brand_new_model"):
+        names.known(names.MODELS, "brand_new_model.safetensors", "model")

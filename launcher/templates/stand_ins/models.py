@@ -1,5 +1,5 @@
 """MODELs in place of files: ComfyUI's own class of a sample of the registry, with random weights,
-in the format that the file's name says; and LoRAs that fit whatever they are put on.
+in the format that the file's name says.
 """
 
 from __future__ import annotations
@@ -9,19 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import comfy.model_patcher
-import comfy.sd
 import comfy.supported_models
 import comfy.utils
 import torch
 
 from ....parallel_runtime.families import NOT_YET, PLANS, SAMPLES, WITHOUT_PLAN
-from ....parallel_runtime.families.sample import Form, Sample, Size, random_tensor
+from ....parallel_runtime.families.sample import Form, Sample, Size
 from ...quantised_files import FORMATS, quantised_state
 from ..surgery import EXACT
 from .names import DTYPES, MODELS, UNPLANNED, ModelShape, NotStoodFor, UnknownName, known
 from .names import FORMATS as FORMATS_OF_NAMES
-
-LORA_RANK, LORA_SIZE, LORA_EVERY, LORA_LEAST = 4, 0.2, 3, 32
 
 
 def format_of(name: str, weight_dtype: str) -> str:
@@ -69,23 +66,3 @@ def in_format(model: Any, form: Form, size: Size, name: str) -> Any:
     made = config.get_model(state, "")
     made.load_model_weights(state, "")
     return comfy.model_patcher.ModelPatcher(made, load_device=model.load_device, offload_device=model.offload_device)
-
-
-def make_lora(model: Any, name: str) -> dict[str, torch.Tensor]:
-    """A LoRA of every third layer of ``model``, drawn by its name."""
-    seed = zlib.crc32(name.encode())
-    layers = [
-        (path, module.weight.shape)
-        for path, module in model.model.diffusion_model.named_modules()
-        if isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.dim() == 2 and min(module.weight.shape) >= LORA_LEAST
-    ]
-    made = {}
-    for path, (fan_out, fan_in) in layers[::LORA_EVERY]:
-        made[f"diffusion_model.{path}.lora_down.weight"] = random_tensor(f"{path}.down", (LORA_RANK, fan_in), seed, torch.float32)
-        made[f"diffusion_model.{path}.lora_up.weight"] = LORA_SIZE * random_tensor(f"{path}.up", (fan_out, LORA_RANK), seed, torch.float32)
-        made[f"diffusion_model.{path}.alpha"] = torch.tensor(float(LORA_RANK))
-    return made
-
-
-def with_lora(model: Any, clip: Any, name: str, strength: float) -> tuple[Any, Any]:
-    return comfy.sd.load_lora_for_models(model, clip, make_lora(model, name), strength, 0) if strength else (model, clip)

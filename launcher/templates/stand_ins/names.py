@@ -102,6 +102,19 @@ class TextShape:
     extras: Callable[[int, Callable[..., torch.Tensor]], dict[str, Any]] = lambda count, draw: {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoraStyle:
+    """How a LoRA's file names its tensors. ``biases``: of what it adds to biases, where it does.
+    ``widens``: a layer that it makes wider.
+    """
+
+    prefix: str = "diffusion_model."
+    down: str = "lora_down"
+    up: str = "lora_up"
+    biases: str = ""
+    widens: str = ""
+
+
 def wan(sample: str, in_dim: int, **more: Any) -> ModelShape:
     return ModelShape(sample=sample, changes={"in_dim": in_dim}, **more)
 
@@ -228,6 +241,14 @@ FORMATS: Table[str] = (
     (r"fp8.*scaled|scaled.*fp8|fp8_?mixed|klein.*fp8|ltx.*fp8", "fp8_scaled"),
     (r"fp8|(hidream_o1.*|ltx-2-19b-dev)fp8", "fp8"),
     (r"", ""),
+)
+LORAS: Table[LoraStyle] = (
+    (r"flux1-(depth|canny)", LoraStyle(prefix="", down="lora_A", up="lora_B", biases="lora_B.bias", widens="img_in")),
+    (r"lightx2v|CausVid|chronoedit", LoraStyle(biases="diff_b")),
+    (r"diffsynth", LoraStyle(prefix="", down="lora_A.default", up="lora_B.default")),
+    (r"qwen|FireRed", LoraStyle(prefix="")),
+    (r"ltx|LTX", LoraStyle(down="lora_A", up="lora_B")),
+    (r"", LoraStyle()),
 )
 DTYPES: Table[str] = ((r"fp8_e4m3fn", "fp8"), (r"fp8_e5m2", "fp8_e5m2"), (r"", ""))
 

@@ -19,8 +19,9 @@ from ..cut import CUT_NODE, KINDS, RECORD_NODE
 from .attached import make_control_net, make_latent_upscaler, make_model_patch, make_style_model
 from .foreign import FOREIGN, add_schedulers
 from .looked import LOOKED, OF_SERVICES, answer, nothing
+from .loras import with_lora
 from .media import Hearing, Sight, picture, sound, video
-from .models import make_model, with_lora
+from .models import make_model
 from .names import HEARINGS, SIGHTS, SOUNDS, TEXTS, VAES, TextShape, known
 from .text import make_clip
 from .vae import make_sound_vae, make_vae
