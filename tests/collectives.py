@@ -62,6 +62,7 @@ class RankRun(greenlet):
         self.world, self.rank = world, rank
         self.trace: list[Event] = []
         self.wants_stop = lambda: False
+        self.fails = lambda place: False
 
     def note(self, operation: str, group: str = "", counts: tuple[int, ...] = (), **more: int) -> int:
         self.trace.append(Event(self.rank, group, operation, counts, **more))

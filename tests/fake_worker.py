@@ -190,10 +190,22 @@ class Rank:
             self.pause()
         self.answer(message)
 
+    def uneven_error(self, message: dict) -> None:
+        """As a rank that could not go through the messages that others wait for."""
+        self.fail(message, "error", "RuntimeError: shapes do not match", messages_done="some")
+
+    def uneven_memory(self, message: dict) -> None:
+        self.fail(message, "memory", "can't allocate memory: you tried to allocate 7 bytes.\nsecond line", messages_done="some")
+
     def gated_error(self, message: dict) -> None:
         while not self.board.word(GATE):
             self.pause()
         self.error(message)
+
+    def gated_uneven_error(self, message: dict) -> None:
+        while not self.board.word(GATE):
+            self.pause()
+        self.uneven_error(message)
 
     def cancellable(self, message: dict) -> None:
         """Ticks until the cancel word names this request or a later one, then says that it left."""
@@ -206,9 +218,9 @@ class Rank:
 
     # --
 
-    def fail(self, message: dict, kind: str, text: str) -> None:
+    def fail(self, message: dict, kind: str, text: str, **more: str) -> None:
         where = {"request": message["request"], "phase": PHASE[message["type"]]}
-        self.send({"type": "Failed", **where, "kind": kind, "text": text, "trace": "", "memory": MEMORY})
+        self.send({"type": "Failed", **where, "kind": kind, "text": text, "trace": "", "memory": MEMORY, **more})
 
     def pause(self, ticks: int = 1) -> None:
         """One tick, or none; ends with the UI."""

@@ -29,7 +29,7 @@ class Ledger:
 
     def __init__(self, room: int, short: type = Load, stages: int = 1):
         self.arena, self.memory, self.idle = Arena(), [Memory(1, 2, 3)], True
-        self.facts = Facts(("cpu",), "gloo", stages=stages)
+        self.facts = Facts(("cpu",), stages=stages)
         self.next_request = partial(next, count(1))
         self.room, self.short = room, short
         self.models: list[str] = []

@@ -11,17 +11,22 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
+from greenlet import getcurrent
 from pipemesh.parallel_runtime.comm import mesh
 from pipemesh.parallel_runtime.comm.exchange import Exchange, Stopped
 from pipemesh.parallel_runtime.comm.ring import Ring
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
-from pipemesh.parallel_runtime.errors import NoRoom
+from pipemesh.parallel_runtime.errors import ModelError, NoRoom
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods import usp
 from pipemesh.parallel_runtime.methods.factory import make_method
+from pipemesh.parallel_runtime.methods.pipefusion.stage_hooks import Stub
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_run import joined
 
-from .collectives import Event, Stuck, World, disagreements, has_an_order
+from . import joint_model
+from .collectives import Event, RankRun, Stuck, World, disagreements, has_an_order
+from .conftest import ALL
 from .joint_model import BLOCKS, CONDS, PLAN, Model
 
 SEQUENCES = [Layout(ulysses=ulysses, ring=ring) for ulysses in range(1, 9) for ring in range(1, 9) if 1 < ulysses * ring <= 8]
@@ -60,8 +65,11 @@ def evaluations(blocks, requests, outputs, ahead=True, prepare=lambda mesh, run,
         for rank.at, part in enumerate(requests):
             method.begin(part)
             try:
+                if run.fails("input"):
+                    method.fail(rank.at + 1)
+                    raise ZeroDivisionError
                 outputs[mesh.rank, rank.at] = method.evaluate(model, CONDS[part.branch], rank.at + 1)
-            except (Stopped, NoRoom, ZeroDivisionError) as error:
+            except (Stopped, NoRoom, ModelError, ZeroDivisionError) as error:
                 outputs[mesh.rank, rank.at] = type(error)
             assert method.facts.messages_done == "all"
         method.end_run()
@@ -215,6 +223,51 @@ def test_a_stage_that_fails_in_its_own_blocks_still_sends(traced, backend, who):
     assert outputs[who, 4] is ZeroDivisionError and len(outputs) == 4 * len(WARM + IN_PATCHES)
 
 
+AGAIN = [Part(2, branch) for branch in (0, 1)]
+SEQUENCE_FAILS = WARM + WARM, (0, 3)  # all requests, and those that fail: new ones, and such as were there before
+PIPELINE_FAILS = WARM + IN_PATCHES, (0, 5, 9)
+FAILING = {
+    Layout(ulysses=2, ring=2): SEQUENCE_FAILS,
+    Layout(pipefusion=3): PIPELINE_FAILS,
+    Layout(ulysses=2, pipefusion=2): PIPELINE_FAILS,
+    **({Layout(ulysses=3): SEQUENCE_FAILS, Layout(ring=3): SEQUENCE_FAILS} if ALL else {}),
+}
+PLACES = ("input", "first block", "attention", "last block", "head")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", FAILING, ids=Layout.equation)
+def test_a_rank_that_fails_anywhere_is_in_step_with_all_others(traced, monkeypatch, layout, place):
+    requests, failing = FAILING[layout]
+
+    def prepare(mesh, run, rank, model):
+        run.fails = lambda here: mesh.rank == who and rank.at in failing and here == place
+        own = [block for block in model.blocks if not isinstance(block, Stub)]
+        for module, here in ((own[0], "first block"), (own[-1], "last block"), (model.head, "head")):
+            module.register_forward_pre_hook(lambda *_, here=here: fail_at(here))
+
+    def failing_at_attention(real):
+        return lambda *args, **kwargs: (fail_at("attention"), real(*args, **kwargs))[1]
+
+    monkeypatch.setattr(joint_model, "attention", failing_at_attention(joint_model.attention))
+    monkeypatch.setattr(usp, "partial_attention", failing_at_attention(usp.partial_attention))
+    reach = range(layout.writer, layout.world_size) if place == "head" else range(layout.world_size)
+    number = PLACES.index(place)
+    cases = [(who, backend) for who in reach for backend in BACKENDS] if ALL else [(reach[number % len(reach)], BACKENDS[number % 2])]
+    for who, backend in cases:
+        world, traces, outputs = traced(layout, backend, requests + AGAIN, blocks=4, prepare=prepare)
+        assert_sound(world, traces)
+        assert {outputs[who, at] for at in failing} == {ZeroDivisionError}
+        for branch in (0, 1):
+            assert torch.allclose(outputs[layout.writer, len(requests) + branch], truth(branch, 4), atol=1e-5)
+
+
+def fail_at(place):
+    run = getcurrent()
+    if isinstance(run, RankRun) and run.fails(place):
+        raise ZeroDivisionError
+
+
 # -- that it would be seen
 
 
@@ -235,8 +288,8 @@ def test_a_rank_that_makes_groups_in_another_order_is_found(monkeypatch):
 def sound(traced):
     """A trace of each kind, and the groups it is of."""
 
-    def make(layout, backend="nccl"):
-        world, traces, _ = traced(layout, backend, WARM, blocks=4)
+    def make(layout, backend="nccl", requests=WARM):
+        world, traces, _ = traced(layout, backend, requests, blocks=4)
         return [list(trace) for trace in traces], world.members
 
     return make
@@ -287,9 +340,9 @@ def test_two_collectives_that_a_rank_swaps_are_found():
 
 
 def test_a_swapped_gather_is_found_in_the_trace_of_real_ranks(sound):
-    whole, members = sound(Layout(ulysses=2, ring=2))
+    whole, members = sound(Layout(ulysses=2, ring=2), requests=WARM + WARM)  # the second time ranks do not ask each other
     of_all = next(name for name, ranks in members.items() if len(ranks) == 4)
-    place = next(at for at, event in enumerate(whole[1]) if event.group == of_all)
+    place = max(at for at, event in enumerate(whole[1]) if event.group == of_all)
     before = max(at for at in range(place) if whole[1][at].operation == "all_to_all")
     assert has_an_order(whole, in_order=True)
     whole[1] = swapped(whole[1], place, before)
@@ -318,11 +371,9 @@ def test_a_stage_that_sends_before_it_receives_is_found_where_operations_run_in_
     ids=["exchange", "ring", "stage link"],
 )
 def test_a_rank_that_skips_a_message_leaves_the_others_waiting(traced, monkeypatch, owner, name, layout, backend):
-    from greenlet import getcurrent
-
     real, skipped = getattr(owner, name), []
 
-    def skip_one(self, *args):
+    def skip_one(self, *args, **kwargs):
         if getcurrent().rank == 0 and not skipped:
             skipped.append(args)
             return {
@@ -330,7 +381,7 @@ def test_a_rank_that_skips_a_message_leaves_the_others_waiting(traced, monkeypat
                 "_pass_on": list,
                 "send": lambda: None,
             }[name]()
-        return real(self, *args)
+        return real(self, *args, **kwargs)
 
     monkeypatch.setattr(owner, name, skip_one)
     with pytest.raises((Stuck, RuntimeError)):

@@ -118,13 +118,16 @@ class Pipe:
     def check(self):
         pass
 
+    def prepare(self, *of):
+        pass
+
     def expect(self, *of):
         pass
 
-    def receive(self, number, *of):
+    def receive(self, number, *of, **how):
         return self.hidden
 
-    def send(self, number, hidden):
+    def send(self, number, hidden, **how):
         self.hidden = hidden
 
 

@@ -7,7 +7,7 @@ from pipemesh.launcher.commands.parity import BOUND, relative_error, sample
 from pipemesh.nodes.report.figures import last_run
 from pipemesh.nodes.report.text import run_text
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.errors import PoolFailed, Refused
+from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.families import PLAIN
 
 from .conftest import ALL, running_clients
@@ -118,19 +118,25 @@ def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(doome
 
 
 @pytest.mark.parametrize(
-    ("mutation", "words"),
+    ("mutation", "error", "words"),
     [
-        ("falls_over", "failed while computing: ZeroDivisionError: made"),
-        ("cannot_read_its_input", r"ran out of memory while computing .*"),
-        ("has_no_memory_left", r"ran out of memory while computing .*: use more ranks, a smaller image or batch, or free memory"),
+        ("falls_over", ModelError, r"failed while computing: ZeroDivisionError: made\. .*; the workers are ready for the next run\."),
+        ("cannot_read_its_input", OutOfMemory, r"ran out of memory while computing .*"),
+        (
+            "has_no_memory_left",
+            OutOfMemory,
+            r"ran out of memory while computing .*: use more ranks, a smaller image or batch, or free memory",
+        ),
     ],
 )
-def test_a_stage_that_fails_before_its_message_came_takes_the_pool_with_it(broken_pipeline, mutation, words):
+def test_a_stage_that_fails_before_its_message_came_takes_it_all_the_same(broken_pipeline, mutation, error, words):
     """Else the next patch would find the message of this one."""
     model, client = broken_pipeline(mutation)
-    with pytest.raises(PoolFailed, match=rf"^Rank 1 on cpu {words}. Run again, a fresh pool"):
+    client.sessions.open(lambda: False)
+    pool = client.session.pool
+    with pytest.raises(error, match=rf"^Rank 1 on cpu {words}"):
         sample(model, case())
-    assert client.session is None
+    assert client.session.pool is pool and pool.idle
 
 
 def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):

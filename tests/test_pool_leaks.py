@@ -69,7 +69,7 @@ def closed_with_answers_outstanding(pool: WorkerPool) -> None:
         (failed_in_a_request, ("1:Forward=kill-9", "0:Forward=hang")),
         (failed_in_a_request, ("1:Forward=leave",)),
         (failed_in_a_request, ("1:Forward=garbage",)),
-        (failed_in_a_request, ("1:Forward=error",)),
+        (failed_in_a_request, ("1:Forward=uneven-error",)),
         (failed_at_start, ("1:Start=die",)),
         (failed_at_start, ("*:*=die-unheard",)),
         (cancelled_at_start, ("*:Start=gated",)),

@@ -180,7 +180,7 @@ def test_a_forward_that_cannot_be_left_in_time_is_collected_by_the_next_call(sta
 
 
 def test_a_forward_that_fails_while_it_is_cancelled_still_names_the_rank(started, brief):
-    pool = started(2, "0:Forward=hang", "1:Forward=gated-error")
+    pool = started(2, "0:Forward=hang", "1:Forward=gated-uneven-error")
     pressed = inside(pool, "computing")
     with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu failed while computing"):
         call(pool, "Forward", lambda: pressed() and opens(pool)() is False)

@@ -337,7 +337,7 @@ def test_a_far_rank_that_dies_is_named_with_its_last_lines(leader):
 
 
 def test_a_far_rank_that_dies_is_named_not_the_one_here_that_fails_for_it(leader):
-    far = leader("0:Forward=error", "1:Forward=slow-then-die")
+    far = leader("0:Forward=uneven-error", "1:Forward=slow-then-die")
     with running(far) as pool, pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu ended with exit status 3 while computing: run again"):
         call(pool, "Forward")
 

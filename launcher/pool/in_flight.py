@@ -15,7 +15,7 @@ class Meets(Enum):
     """Names the ranks that one exchanges messages with while it handles a request."""
 
     NOBODY = "each rank works by itself"
-    SEQUENCE = "all ranks of the group meet in collectives: after one has failed, the others may never answer"
+    SEQUENCE = "all ranks of the group meet in collectives: one that fails goes through them until all leave"
     STAGES = "ranks hand hidden states on to the next stage: the others can leave early"
 
 

@@ -31,8 +31,6 @@ class Facts:
     """Holds facts that a verdict depends on beside the answers. ``names``: each rank's device."""
 
     names: Sequence[str]
-    backend: str
-    ulysses: int = 1
     stages: int = 1
 
     @property
@@ -53,11 +51,9 @@ def wait_after_failure(failing: Sequence[InFlight]) -> float:
     """Returns the seconds to wait for the other ranks after these requests failed on some: infinite
     where they answer by themselves, however long that takes.
     """
-    failures = [failure for one in failing for failure in one.failures.values()]
-    if all(one.meets is Meets.NOBODY for one in failing):
-        return math.inf
-    staged = all(one.meets is not Meets.SEQUENCE for one in failing)
-    return LEAVE_WAIT_S if staged and all(failure.messages_done == "all" for failure in failures) else OTHERS_WAIT_S
+    if not all(failure.messages_done == "all" for one in failing for failure in one.failures.values()):
+        return OTHERS_WAIT_S
+    return LEAVE_WAIT_S if any(one.meets is Meets.STAGES for one in failing) else math.inf
 
 
 def connected(requests: Sequence[InFlight], failing: Sequence[InFlight]) -> list[InFlight]:
@@ -74,45 +70,27 @@ def judge(requests: Sequence[InFlight], facts: Facts, *, forgiven: bool = False)
     """Returns the error to raise and the rank that it is about, or None. ``requests``: those in
     flight that are ``connected`` with failed ones.
 
-    The pool goes on if all ranks are known to be in step: none owes an answer, no message is left
-    between stages, and ranks that meet in collectives have failed all alike. Else the error is
-    PoolFailed. ``forgiven``: the requests belong to a cancelled run, so only that is told.
+    The pool goes on if all ranks are known to be in step: none owes an answer, and those that
+    failed have gone through the messages that others wait for. Else the error is PoolFailed.
+    ``forgiven``: the requests belong to a cancelled run, so only that is told.
     """
     failures = {rank: failure for one in reversed(requests) for rank, failure in one.failures.items()}
     if not failures:
         return None
-    uneven = any(is_out_of_step(one) or may_lack_an_exchange(one, facts) for one in requests)
+    uneven = any(is_out_of_step(one) for one in requests)
     still_owing = any(one.owing for one in requests)
     if forgiven and not still_owing and not uneven:
         return None
-    warm = not still_owing and not uneven and all(map(lambda one: all_failed_alike(one, facts), requests))
     rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
-    return error_of(rank, failure, facts, warm), rank
-
-
-def all_failed_alike(request: InFlight, facts: Facts) -> bool:
-    """Returns False where some ranks of a collective have failed and others have not. NCCL may hold
-    exchanges that only some have issued, even where all have failed.
-    """
-    if request.meets is not Meets.SEQUENCE or not request.failures:
-        return True
-    return len(request.failures) == len(request.group) and facts.backend == "gloo"
+    return error_of(rank, failure, facts, warm=not still_owing and not uneven), rank
 
 
 def is_out_of_step(request: InFlight) -> bool:
-    """Returns whether a stage may have left a message on its way, where the next patch would find
-    it.
+    """Returns whether a rank may have left a message out, or on its way where the next request
+    would find it.
     """
     done = {answer.messages_done if isinstance(answer, Failed) else "all" for answer in request.answers.values()}
     return not (done <= {"all"} or (done == {"none"} and len(request.answers) == len(request.group)))
-
-
-def may_lack_an_exchange(request: InFlight, facts: Facts) -> bool:
-    """Returns whether a rank may have left out an exchange that others of its stage have issued:
-    NCCL lets them answer all the same. For room, and in refusals, the ranks of a stage agree.
-    """
-    several = request.meets is Meets.STAGES and facts.ulysses > 1 and facts.backend == "nccl"
-    return several and any(failure.kind in ("memory", "error") for failure in request.failures.values())
 
 
 def error_of(rank: int, failure: Failed, facts: Facts, warm: bool) -> PipeMeshError:

@@ -10,21 +10,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from .in_step import InStep, Step, Stopped
 from .late import LateValue
 
 LOOK_AHEAD = 8
 
 Shape = tuple[int, ...]
-
-
-class Stopped(BaseException):
-    """All ranks leave the forward here. Not an Exception: host code catches those around
-    attention.
-    """
 
 
 class StopFlag:
@@ -56,18 +53,29 @@ class StopFlag:
             raise Stopped
 
 
+class Message(NamedTuple):
+    """Elements to and from each rank of a group, the flag included; none for the own rank."""
+
+    to: tuple[int, ...]
+    come: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Exchange:
     """Moves tensors between the ranks of ``group``, all of which must make the same calls in the
     same order. ``rank`` and ``size`` are within the group.
 
-    ``via_cpu``: messages go through CPU memory, whatever the ranks compute on.
+    ``via_cpu``: messages go through CPU memory, whatever the ranks compute on. ``in_step``: where
+    the group's messages are noted.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool):
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool, in_step: InStep | None = None):
         self.rank = rank
         self.size = size
+        self.in_step = in_step
         self._group = group
-        self._via_cpu = via_cpu
+        self.via_cpu = via_cpu
         self._buffers: dict[tuple, torch.Tensor] = {}
         self.seconds = 0.0
         self.sent_bytes = 0
@@ -83,43 +91,67 @@ class Exchange:
         self, chunks: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Shape], flag: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Send the tensors ``chunks[j]`` to rank j; return one tensor of ``shapes[i]`` from each
-        rank i, and the largest ``flag`` (1,) of the group.
+        rank i, and the largest ``flag`` (1,) of the group. Raises Stopped where a rank has failed.
 
         The own chunk is not moved: its place in the result is empty. Results are views of a buffer
         that the next exchange reuses.
         """
         first = next(tensor for chunk in chunks for tensor in chunk)
-        device = torch.device("cpu") if self._via_cpu else first.device
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        send_sizes = [sum(t.numel() for t in chunks[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)]
-        receive_sizes = [math.prod(shapes[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)]
-        sending = self._buffer("send", sum(send_sizes), first.dtype, device)
-        receiving = self._buffer("receive", sum(receive_sizes), first.dtype, device)
-
-        offset = 0
-        for rank in others:
-            for tensor in chunks[rank]:
-                sending[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
+        message = Message(
+            tuple(sum(t.numel() for t in chunks[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)),
+            tuple(math.prod(shapes[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)),
+            first.dtype,
+            torch.device("cpu") if self.via_cpu else first.device,
+        )
+        sending, receiving = self._places(message)
+        for rank, place in enumerate(sending.split(message.to)):
+            offset = 0
+            for tensor in chunks[rank] if rank != self.rank else ():
+                place[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
                 offset += tensor.numel()
-            sending[offset : offset + 1].copy_(flag)
-            offset += 1
+        step = Step((self, tuple(map(tuple, shapes)), first.dtype), partial(self._pass, message))
+        flag = self.in_step.take(step, flag) if self.in_step is not None else self._pass(message, flag)
+        received = [receiving[:0]] * self.size
+        for rank, place in enumerate(receiving.split(message.come)):
+            if rank != self.rank:
+                received[rank] = place[:-1].view(shapes[rank])
+        return received, flag
 
+    def _pass(self, message: Message, flag: torch.Tensor) -> torch.Tensor:
+        """Move what lies in the places of ``message`` with ``flag``; return the group's largest."""
+        sending, receiving = self._places(message)
+        for rank, place in enumerate(sending.split(message.to)):
+            if rank != self.rank:
+                place[-1:].copy_(flag)
         began = time.perf_counter()
-        self._move(receiving, sending, receive_sizes, send_sizes)
+        self._move(receiving, sending, message.come, message.to)
         self.seconds += time.perf_counter() - began
-        self.sent_bytes += sum(send_sizes) * sending.element_size()
+        self.sent_bytes += sending.nbytes
+        flags = [place[-1:] for rank, place in enumerate(receiving.split(message.come)) if rank != self.rank]
+        return torch.stack([flag.to(message.device, message.dtype), *flags]).amax(0)
 
-        received, flags, offset = [receiving[:0]] * self.size, [flag.to(device)], 0
-        for rank in others:
-            count = receive_sizes[rank] - 1
-            received[rank] = receiving[offset : offset + count].view(shapes[rank])
-            flags.append(receiving[offset + count : offset + count + 1])
-            offset += count + 1
-        return received, torch.stack(flags).amax(0)
+    def _places(self, message: Message) -> tuple[torch.Tensor, torch.Tensor]:
+        sending = self._buffer("send", sum(message.to), message.dtype, message.device)
+        return sending, self._buffer("receive", sum(message.come), message.dtype, message.device)
+
+    def largest(self, flag: torch.Tensor) -> torch.Tensor:
+        """Return the largest ``flag`` (1,) of the group, by a message that is no step."""
+        flags = flag.new_zeros(self.size)
+        if self.size > 1:
+            counts = [int(rank != self.rank) for rank in range(self.size)]
+            received = flag.new_zeros(self.size - 1)
+            self._exchange(received, flag.repeat(self.size - 1), counts, counts)
+            self.sent_bytes += received.nbytes
+            flags[1:] = received
+        flags[:1] = flag
+        return flags.amax(0, keepdim=True)
 
     def _move(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
+        self._exchange(receiving, sending, receive_sizes, send_sizes)
+
+    def _exchange(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
         if dist.get_backend(self._group) != "gloo":
-            dist.all_to_all_single(receiving, sending, receive_sizes, send_sizes, group=self._group)
+            dist.all_to_all_single(receiving, sending, list(receive_sizes), list(send_sizes), group=self._group)
             return
         # gloo runs a collective on a thread of its own and a plain send on the caller's: two
         # switches of threads fewer at every exchange.
@@ -134,5 +166,5 @@ class Exchange:
     def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         key = (use, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < count:
-            self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self._via_cpu and torch.cuda.is_available())
+            self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self.via_cpu and torch.cuda.is_available())
         return self._buffers[key][:count]

@@ -6,7 +6,7 @@ collective, and so is its first message, at which NCCL connects its members.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import Exchange, StopFlag
+from .in_step import InStep, Step
 from .ring import Ring
 from .stage_link import StageLink
 
@@ -42,14 +43,19 @@ class Axis(NamedTuple):
 
 class SequenceComm:
     """Communicates among the ranks that share one sequence: ``ulysses`` and ``ring`` along those
-    axes, ``world`` among all of them.
+    axes, ``world`` among all of them; ``in_step`` where one fails. ``device_type``: where messages
+    lie.
     """
 
-    def __init__(self, ulysses: Exchange, ring: Ring, world: Exchange, stop: StopFlag):
+    def __init__(self, ulysses: Exchange, ring: Ring, world: Exchange, stop: StopFlag, device_type: str = "cpu"):
         self.ulysses = ulysses
         self.ring = ring
         self.world = world
         self.stop = stop
+        self.in_step = InStep(self._has_failed)
+        self._device_type = device_type
+        for part in (ulysses, ring, world):
+            part.in_step = self.in_step
 
     @property
     def rank(self) -> int:
@@ -68,13 +74,29 @@ class SequenceComm:
     def sent_bytes(self) -> int:
         return self.ulysses.sent_bytes + self.ring.sent_bytes + self.world.sent_bytes
 
-    def begin(self, attentions: int) -> None:
-        """Begin an evaluation of so many attentions: set the counters to zero."""
+    def _has_failed(self, here: bool) -> bool:
+        return bool(self.world.largest(torch.full((1,), float(here), device=self._device_type)))
+
+    def decide(self, flag: torch.Tensor) -> None:
+        """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
+
+        def decided(flag: torch.Tensor) -> torch.Tensor:
+            self.stop.decide(flag)
+            return flag
+
+        self.in_step.take(Step("decision", decided, decides=True), flag)
+
+    def begin(self, attentions: int, kind: Hashable = None) -> None:
+        """Begin an evaluation of so many attentions: set the counters to zero. ``kind``: as
+        ``InStep.begin`` has it.
+        """
+        self.in_step.begin(kind)
         for part in (self.ulysses, self.ring, self.world):
             part.begin()
         self.stop.begin(attentions)
 
     def free_buffers(self) -> None:
+        self.in_step.forget()
         for part in (self.ulysses, self.ring, self.world):
             part.free_buffers()
 
@@ -125,12 +147,13 @@ def connect(
         Ring(ring.group, ring.ranks, ring.rank, via_cpu=via_cpu),
         Exchange(world, place, size, via_cpu=via_cpu),
         StopFlag(wants_stop),
+        device_type,
     )
     link = None
     if stages.size > 1:
         before = stages.ranks[stages.rank - 1] if stages.rank else None
         after = stages.ranks[stages.rank + 1] if stages.rank + 1 < stages.size else None
-        link = StageLink(before, after, via_cpu=via_cpu, before_waiting=lambda: tick(stages.rank * STAGE_STEPS))
+        link = StageLink(before, after, via_cpu=via_cpu, device_type=device_type, before_waiting=lambda: tick(stages.rank * STAGE_STEPS))
     mesh = Mesh(rank, degrees, axes, sequence, link)
     open_connections(mesh, device_type)
     return mesh

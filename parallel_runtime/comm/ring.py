@@ -10,9 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from .in_step import InStep, Step
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,16 @@ class Block:
     """One rank's keys and values, and where they come from."""
 
     source: int  # its index in the ring
-    kv: torch.Tensor  # (2, B, h, K, D); a view of a buffer that is used again, valid until the next block
+    kv: torch.Tensor  # (2, B, h, K, D), where messages lie; a view of a buffer that is used again, valid until the next block
     flag: torch.Tensor  # (1,): not 0 if that rank wishes to stop
+
+
+class RingMessage(NamedTuple):
+    """Elements of every rank's block, the flag not included."""
+
+    counts: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Ring:
@@ -29,9 +41,10 @@ class Ring:
     ``ranks`` are their global ranks in ring order.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], index: int, *, via_cpu: bool):
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], index: int, *, via_cpu: bool, in_step: InStep | None = None):
         self.index = index
         self.size = len(ranks)
+        self.in_step = in_step
         self._group = group
         self._next = ranks[(index + 1) % self.size]
         self._previous = ranks[(index - 1) % self.size]
@@ -49,26 +62,41 @@ class Ring:
 
     def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: torch.Tensor) -> Iterator[Block]:
         """Yield every rank's block, the own one first. Walk it to its end: others wait for what is
-        passed on.
+        passed on. Raises Stopped where a rank has failed, before the first.
 
         ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring; ``flag`` (1,): this rank's
         wish to stop.
         """
         shape = list(kv.shape)
-        device = torch.device("cpu") if self._via_cpu else kv.device
-        current = self._buffer(0, kv.numel() + 1, kv.dtype, device)
-        current[:-1].copy_(kv.flatten())
+        counts = tuple(shape[0] * shape[1] * shape[2] * count * shape[4] for count in keys)
+        message = RingMessage(counts, kv.dtype, torch.device("cpu") if self._via_cpu else kv.device)
+        places = self._places(message)
+        places[0][: kv.numel()].copy_(kv.flatten())
+        if self.in_step is not None:
+            self.in_step.enter(Step((self, tuple(shape[:3]), tuple(keys), kv.dtype), partial(self._pass, message)))
+        flags = []
+        for step, (source, place) in enumerate(self._go_around(message, places, flag)):
+            flags.append(place[-1:].clone())
+            block = place[:-1].view(*shape[:3], keys[source], shape[4])
+            yield Block(source, kv if step == 0 else block, flags[-1])
+        if self.in_step is not None:
+            self.in_step.leave_with(torch.stack(flags).amax(0))
+
+    def _pass(self, message: RingMessage, flag: torch.Tensor) -> torch.Tensor:
+        """Walk the ring with whatever lies there as the own block; return the largest flag."""
+        return torch.stack([place[-1:].clone() for _, place in self._go_around(message, self._places(message), flag)]).amax(0)
+
+    def _go_around(self, message: RingMessage, places: Sequence[torch.Tensor], flag: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each block's source and its place, the flag behind it, while the next arrives."""
+        current, source = places[0][: message.counts[self.index] + 1], self.index
         current[-1:].copy_(flag)
-        source = self.index
         for step in range(self.size):
             arriving, works, coming = current, [], (source - 1) % self.size
             if step < self.size - 1:
-                count = shape[0] * shape[1] * shape[2] * keys[coming] * shape[4]
-                arriving = self._buffer(1 + step % 2, count + 1, kv.dtype, device)
+                arriving = places[1 + step % 2][: message.counts[coming] + 1]
                 works = self._pass_on(current, arriving)
-                self.sent_bytes += current.numel() * current.element_size()
-            block = current[:-1].view(*shape[:3], keys[source], shape[4])
-            yield Block(source, kv if step == 0 else block.to(kv.device), current[-1:].to(kv.device, copy=True))
+                self.sent_bytes += current.nbytes
+            yield source, current
             began = time.perf_counter()
             for work in works:
                 work.wait()
@@ -83,10 +111,16 @@ class Ring:
         ]
         return dist.batch_isend_irecv(operations)
 
-    def _buffer(self, slot: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the first ``count`` elements of one of three buffers, used in turn: one is sent,
-        one (the same, or the own block) computed with, and into one the next block arrives.
+    def _places(self, message: RingMessage) -> list[torch.Tensor]:
+        """Return three buffers, used in turn: one is sent, one (the same, or the own block) is
+        computed with, and into one the next block arrives. All are there before the first is sent.
         """
+        own, largest = message.counts[self.index] + 1, max(message.counts) + 1
+        arriving = min(2, self.size - 1)
+        return [self._buffer(slot, own if slot == 0 else largest, message.dtype, message.device) for slot in range(1 + arriving)]
+
+    def _buffer(self, slot: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the first ``count`` elements of a buffer."""
         key = (slot, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < count:
             self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self._via_cpu and torch.cuda.is_available())

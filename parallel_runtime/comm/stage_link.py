@@ -21,64 +21,147 @@ IN_FLIGHT = 4  # sends whose memory is kept
 CHECKED_LATER = 2  # patches, on CUDA: the CPU does not wait for a patch to know whose it is
 NUMBERS = 128  # each is exact in every dtype that hidden rows have
 OUT_OF_STEP = "the stages of the pipeline are out of step"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of hidden rows
 
 Works = Sequence["dist.Work | None"]  # torch's type: None where this rank is not of the group
+
+
+class Sends:
+    """The sends in flight to one rank, whose memory is kept until they have gone."""
+
+    def __init__(self, to: int | None):
+        self._to = to
+        self._sending: deque[tuple[Works, torch.Tensor]] = deque()
+        self.seconds = 0.0
+        self.nbytes = 0
+
+    def start(self, buffer: torch.Tensor) -> None:
+        self._sending.append(([dist.isend(chunk, self._to) for chunk in chunks_of(buffer)], buffer))
+        self.nbytes += buffer.numel() * buffer.element_size()
+        self.finish(but=IN_FLIGHT)
+
+    def finish(self, but: int = 0) -> None:
+        """Wait until all but so many have gone."""
+        while len(self._sending) > but:
+            works, _buffer = self._sending.popleft()
+            began = time.perf_counter()
+            wait_for(works)
+            self.seconds += time.perf_counter() - began
 
 
 class StageLink:
     """Receives from the rank ``previous`` and sends to ``next``: global ranks, None at the ends.
 
-    ``via_cpu``: messages go through CPU memory. ``before_waiting`` is called before each wait for
-    a receive.
+    ``via_cpu``: messages go through CPU memory; ``device_type``: where announcements lie.
+    ``before_waiting`` is called before each wait for a receive.
+
+    A message may be announced: whether it comes at all, its length and dtype go before it. So a
+    stage that fails before it knows them can take it, or send none.
     """
 
-    def __init__(self, previous: int | None, next: int | None, *, via_cpu: bool, before_waiting: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        previous: int | None,
+        next: int | None,
+        *,
+        via_cpu: bool,
+        device_type: str = "cpu",
+        before_waiting: Callable[[], None] = lambda: None,
+    ):
         self._previous = previous
-        self._next = next
+        self._sends = Sends(next)
         self._via_cpu = via_cpu
+        self._device_type = device_type
         self._before_waiting = before_waiting
+        self._prepared: torch.Tensor | None = None
         self._posted: deque[tuple[Works, torch.Tensor]] = deque()
-        self._sending: deque[tuple[Works, torch.Tensor]] = deque()
         self._unchecked: deque[tuple[LateValue, int]] = deque()  # the number that came with a patch, and the one it should be
-        self.seconds = 0.0
-        self.sent_bytes = 0
+        self._waited_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Spent waiting for messages since ``begin``."""
+        return self._waited_s + self._sends.seconds
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sends.nbytes
 
     def begin(self) -> None:
         """Begin a patch: set the counters to zero."""
-        self.seconds, self.sent_bytes = 0.0, 0
+        self._waited_s, self._sends.seconds, self._sends.nbytes = 0.0, 0.0, 0
 
     def free_buffers(self) -> None:
         """Wait for the sends in flight, then free their memory. Call between runs, when the next
         stage has asked for all of them. Raises as ``check``.
         """
-        while self._sending:
-            self._finish_oldest_send()
+        self._prepared = None
+        self._sends.finish()
         self.check()
 
     def expect(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         """Post the receive of the next patch for which none is posted: ``count`` elements, the
-        number of its request included.
+        number of its request included. It must not be announced.
         """
-        buffer = torch.empty(count, dtype=dtype, device="cpu" if self._via_cpu else device)
+        buffer, self._prepared = self._prepared, None
+        if buffer is None or (buffer.numel(), buffer.dtype) != (count, dtype):
+            buffer = torch.empty(count, dtype=dtype, device="cpu" if self._via_cpu else device)
         works = [dist.irecv(chunk, self._previous) for chunk in chunks_of(buffer)]
         self._posted.append((works, buffer))
 
-    def receive(self, number: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the next patch, (count,). Raises RuntimeError if it belongs to another request; on
-        CUDA, if one of ``CHECKED_LATER`` before it did.
+    def prepare(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make room for the next patch, as ``expect`` does: nothing else of a receive can fail for
+        want of memory.
         """
         if not self._posted:
-            self.expect(count + 1, dtype, device)
-        works, buffer = self._posted.popleft()
-        self._before_waiting()
-        began = time.perf_counter()
-        wait_for(works)
-        self.seconds += time.perf_counter() - began
+            self._prepared = torch.empty(count, dtype=dtype, device="cpu" if self._via_cpu else device)
+
+    def receive(
+        self, number: int, count: int, dtype: torch.dtype, device: torch.device, *, is_announced: bool = False
+    ) -> torch.Tensor | None:
+        """Return the next patch, (count,), where messages lie; None where it is announced that none
+        comes. Raises RuntimeError if it belongs to another request; on CUDA, if one of
+        ``CHECKED_LATER`` before it did.
+        """
+        if is_announced and int(self._announcement()[0]):
+            return None
+        buffer = self._take(count, dtype, device)
         if buffer.numel() != count + 1:
             raise RuntimeError(OUT_OF_STEP)
         self._unchecked.append((LateValue(buffer[-1:]), number % NUMBERS))
         self.check(CHECKED_LATER if self._unchecked[-1][0].costs_a_wait else 0)
-        return buffer[:-1].to(device)
+        return buffer[:-1]
+
+    def discard(self, known: tuple[int, torch.dtype] | None, device: torch.device) -> tuple[int, torch.dtype] | None:
+        """Take the next patch for no use. ``known``: its elements and their dtype; None where it is
+        announced. Return those of the patch that came, None where none did.
+        """
+        if known is None:
+            is_nothing, count, dtype = self._announcement().tolist()
+            if is_nothing:
+                return None
+            known = count, DTYPES[dtype]
+        self._take(*known, device)
+        return known
+
+    def _take(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if not self._posted:
+            self.expect(count + 1, dtype, device)
+        works, buffer = self._posted.popleft()
+        self._wait(works)
+        return buffer
+
+    def _announcement(self) -> torch.Tensor:
+        """Return (whether nothing follows, elements, place of their dtype in ``DTYPES``)."""
+        announced = torch.zeros(3, dtype=torch.int64, device=self._device_type)
+        self._wait([dist.irecv(announced, self._previous)])
+        return announced
+
+    def _wait(self, works: Works) -> None:
+        self._before_waiting()
+        began = time.perf_counter()
+        wait_for(works)
+        self._waited_s += time.perf_counter() - began
 
     def check(self, but: int = 0) -> None:
         """Raise RuntimeError if a patch that was received belongs to another request; ``but`` so
@@ -90,21 +173,22 @@ class StageLink:
                 self._unchecked.clear()
                 raise RuntimeError(OUT_OF_STEP)
 
-    def send(self, number: int, hidden: torch.Tensor) -> None:
+    def send(self, number: int, hidden: torch.Tensor, *, is_announced: bool = False) -> None:
         """Start to send (count,), a copy of which is kept until it has gone."""
         buffer = torch.empty(hidden.numel() + 1, dtype=hidden.dtype, device="cpu" if self._via_cpu else hidden.device)
         buffer[:-1].copy_(hidden)
         buffer[-1:].fill_(number % NUMBERS)  # an assignment would copy the number from the CPU, and wait
-        self._sending.append(([dist.isend(chunk, self._next) for chunk in chunks_of(buffer)], buffer))
-        self.sent_bytes += buffer.numel() * buffer.element_size()
-        while len(self._sending) > IN_FLIGHT:
-            self._finish_oldest_send()
+        if is_announced:
+            self._sends.start(announcement(self._device_type, 0, hidden.numel(), DTYPES.index(hidden.dtype)))
+        self._sends.start(buffer)
 
-    def _finish_oldest_send(self) -> None:
-        works, _buffer = self._sending.popleft()
-        began = time.perf_counter()
-        wait_for(works)
-        self.seconds += time.perf_counter() - began
+    def announce_nothing(self) -> None:
+        """Announce that no rows of this patch come."""
+        self._sends.start(announcement(self._device_type, 1, 0, 0))
+
+
+def announcement(device_type: str, *content: int) -> torch.Tensor:
+    return torch.tensor(content, dtype=torch.int64, device=device_type)
 
 
 def wait_for(works: Works) -> None:

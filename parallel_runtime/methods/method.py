@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -17,7 +18,7 @@ Progress = Literal["none", "some", "all"]
 
 @dataclass(frozen=True)
 class Facts:
-    """Figures of the evaluation at hand. ``messages_done``: how many of its messages between stages
+    """Figures of the evaluation at hand. ``messages_done``: how many of its messages to other ranks
     have gone through; a later evaluation would find the others. ``block_s``: seconds in each block
     that was timed.
     """
@@ -66,7 +67,13 @@ class Method(Protocol):
     def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that ``begin`` named; return the output where this rank has it.
 
-        ``number`` is the request's, the same on all ranks. Raises Stopped on all ranks alike.
+        ``number`` is the request's, the same on all ranks. Raises Stopped on all ranks alike. Where
+        it raises anything else, this rank has gone through the messages that others wait for.
+        """
+
+    def fail(self, number: int) -> None:
+        """Go through the messages of the evaluation that ``begin`` opened, because this rank failed
+        before it came to ``evaluate``. Nothing happens after ``evaluate``. ``number``: as there.
         """
 
     def end_run(self) -> None:
@@ -76,3 +83,13 @@ class Method(Protocol):
     def facts(self) -> Facts:
         """Return the figures of the evaluation that ``begin`` opened."""
         ...
+
+
+def free_frames(error: BaseException) -> None:
+    """Free what the frames hold that ``error`` came through: all that was being computed. Their
+    lines can still be shown.
+    """
+    at: BaseException | None = error
+    while at is not None:
+        traceback.clear_frames(at.__traceback__)
+        at = at.__cause__ or at.__context__

@@ -104,7 +104,7 @@ class SequenceAttention:
         own = torch.cat((part.out.float(), part.level.unsqueeze(-1)), -1)
         self._before_exchange()
         received, flag = exchange.all_to_all([[own]] * exchange.size, [own.shape] * exchange.size, self._comm.stop.wish(own))
-        self._comm.stop.decide(flag)
+        self._comm.decide(flag)
         parts = [(own if rank == exchange.rank else received[rank].to(own.device)) for rank in range(exchange.size)]
         weights = [float(max(1, count)) for count in joint.counts]
         whole = reduce(merge, (Partial(part[..., :-1], part[..., -1], weight) for part, weight in zip(parts, weights, strict=True)))

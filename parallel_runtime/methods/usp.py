@@ -24,7 +24,7 @@ from ..families.plan import TokenPlan
 from ..layout import Layout
 from ..patches import Part
 from .hooks import Attention, TokenHooks, blocks_of, require_fit
-from .method import Facts
+from .method import Facts, free_frames
 from .sequence_attention import QKV, Call, SequenceAttention
 from .shards import Rows, Shards, part_of_mask, permute_mask
 
@@ -42,7 +42,7 @@ class SequenceParallel:
     def __init__(self, model: nn.Module, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None):
         self._comm = comm
         self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, on_progress))
-        self._run: int | None = None
+        self._part: Part | None = None
         self._attentions = len(list(blocks_of(model, plan)))
 
     @staticmethod
@@ -58,13 +58,24 @@ class SequenceParallel:
         self._hooks.detach()
 
     def begin(self, part: Part) -> None:
-        if part.run != self._run:
+        if self._part is None or part.run != self._part.run:
             self.end_run()
-        self._run = part.run
+        self._part = part
+        self._comm.begin(self._attentions, part)
 
     def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
-        self._comm.begin(self._attentions)
-        return forward(**self._hooks.arguments(arguments))
+        self._comm.begin(self._attentions, self._part)
+        try:
+            output = forward(**self._hooks.arguments(arguments))
+            self._comm.in_step.end()
+            return output
+        except Exception as error:
+            free_frames(error)
+            self.fail(number)
+            raise
+
+    def fail(self, number: int) -> None:
+        self._comm.in_step.fail()
 
     def end_run(self) -> None:
         self._hooks.end_run()
@@ -72,7 +83,7 @@ class SequenceParallel:
 
     @property
     def facts(self) -> Facts:
-        return Facts()
+        return Facts(messages_done="all" if self._comm.in_step.is_even else "some")
 
 
 class SequenceSharding:
@@ -84,7 +95,10 @@ class SequenceSharding:
         self._attention = SequenceAttention(plan, comm, on_progress)
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards | None:
-        return Shards(all_tokens, self._comm.rank, self._comm.size) if self._comm.size > 1 else None
+        if self._comm.size == 1:
+            return None
+        self._comm.in_step.expect(tuple(all_tokens.items()))
+        return Shards(all_tokens, self._comm.rank, self._comm.size)
 
     def enter_block(self) -> None:
         self._on_progress()
@@ -114,7 +128,7 @@ class SequenceSharding:
         if self._comm.ring.size > 1:
             qkv = qkv if isinstance(qkv, torch.Tensor) else torch.stack(tuple(qkv))
             return around_the_ring(self._comm, call, qkv, mask, flag, self._on_progress)
-        self._comm.stop.decide(flag)
+        self._comm.decide(flag)
         if not call.own_heads:
             return qkv[0]
         if mask is not None:
@@ -127,23 +141,32 @@ def around_the_ring(
 ) -> torch.Tensor:
     """(3, B, h, g, D) -> (B, h, g, D), attending to every group's keys in turn. The wishes to stop
     travel with them. ``mask`` is in rank-major order.
+
+    Where this rank fails, it passes on what others wait for, then raises.
     """
     ring, group, joint = comm.ring, comm.ulysses.size, call.joint
     keys = [sum(joint.counts[index * group : (index + 1) * group]) for index in range(ring.size)]
     starts = list(accumulate(keys, initial=0))
     rows = slice(starts[ring.index], starts[ring.index + 1])
     partial: Partial | None = None
+    failure: Exception | None = None
     flags = []
     for block in ring.walk(qkv[1:], keys, flag):
         on_progress()
-        part = None
-        if mask is not None:
-            columns = slice(starts[block.source], starts[block.source + 1])
-            part = part_of_mask(mask, rows, columns, call.own, joint.active_tokens, call.heads.total)
-        k, v = block.kv
-        here = partial_attention(qkv[0], k, v, part, call.options.get("scale"))
-        partial = here if partial is None else merge(partial, here)
         flags.append(block.flag)
-    comm.stop.decide(torch.stack(flags).amax(0))
+        try:
+            part = None
+            if mask is not None:
+                columns = slice(starts[block.source], starts[block.source + 1])
+                part = part_of_mask(mask, rows, columns, call.own, joint.active_tokens, call.heads.total)
+            k, v = block.kv.to(qkv.device)
+            if failure is None:
+                here = partial_attention(qkv[0], k, v, part, call.options.get("scale"))
+                partial = here if partial is None else merge(partial, here)
+        except Exception as error:  # noqa: BLE001 raised below
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    comm.decide(torch.stack(flags).amax(0))
     assert partial is not None
     return partial.out.to(qkv.dtype)

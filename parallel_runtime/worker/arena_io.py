@@ -28,6 +28,11 @@ class ArenaIO:
         self._versions: OrderedDict[int, torch.Tensor] = OrderedDict()  # conditioning on the device
         self._unwritten: Any = None  # the last output, where it did not fit
 
+    @property
+    def spans_machines(self) -> bool:
+        """Whether inputs come from another machine, for which ranks wait together."""
+        return self._machines is not None
+
     def follow(self, arena_bytes: int) -> None:
         """Maps the arena as far as the UI has extended it."""
         self._arena.follow(arena_bytes)

@@ -11,7 +11,7 @@ from ..comfy_bridge.source import build_from_state, call_factory, find_here
 from ..comm.mesh import Mesh
 from ..errors import Refused
 from ..layout import Layout
-from ..methods.method import Progress, Rank
+from ..methods.method import Progress, Rank, free_frames
 from ..wire.messages import Adopt, Done, EndRun, Fetch, Forward, Load, Release, Request, SetWeightPatches
 from ..wire.segment import Segment, TensorRef
 from ..wire.tree import decode_tree
@@ -116,7 +116,19 @@ class RequestHandler:
             self._memory.empty_cache()
 
     def _forward(self, request: Forward, rank: Rank) -> Done:
+        """Where it fails before the method computes, this rank still goes through the messages that
+        others wait for; but not where machines wait for the inputs.
+        """
         model = self.models[request.model]
+        try:
+            return self._evaluated(model, request, rank)
+        except Exception as error:
+            free_frames(error)
+            if not self._io.spans_machines:
+                model.method.fail(request.request)
+            raise
+
+    def _evaluated(self, model: ResidentModel, request: Forward, rank: Rank) -> Done:
         model.method.begin(request.part)
         self._io.follow(request.arena_bytes)
         if model.patches_id != request.patches_id:

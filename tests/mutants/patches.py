@@ -59,8 +59,8 @@ def stale_message():
     last = {}
 
     def make(real):
-        def receive(self, number, count, *of):
-            new = real(self, number, count, *of)
+        def receive(self, number, count, *of, **how):
+            new = real(self, number, count, *of, **how)
             last[count], old = new.clone(), last.get(count, new)
             return old
 

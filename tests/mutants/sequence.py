@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
+from types import SimpleNamespace
 
 from .seams import put, rooms
 
@@ -100,3 +102,53 @@ def ring_order():
         return walk
 
     put(rooms.ring.Ring, "walk", make)
+
+
+def runs_out_of_memory():
+    """One rank does, in every run with an odd number: another rank, in another place, in another
+    evaluation of the run each time.
+    """
+    seen = SimpleNamespace(part=None, evaluation=0, fails=False)
+
+    def fail_at(place):
+        if seen.fails and seen.place == place:
+            seen.fails = False
+            raise MemoryError("made")
+
+    def make_method(real):
+        def made(model, plan, mesh, rank, stages=()):
+            method = real(model, plan, mesh, rank, stages)
+            begin, own = method.begin, [block for block in model_blocks(model, plan) if not hasattr(block, "stands_for")]
+
+            def counted(part):
+                begin(part)
+                number, world = part.run // 2, prod(mesh.degrees.values())
+                seen.evaluation = seen.evaluation + 1 if seen.part and seen.part.run == part.run else 0
+                seen.part, seen.place = part, PLACES[number // world % len(PLACES)]
+                is_turn = part.run % 2 and seen.evaluation == 3 * number % 7
+                seen.fails = bool(is_turn) and mesh.rank == number % world
+                fail_at("input")
+
+            method.begin = counted
+            own[0].register_forward_pre_hook(lambda *_: fail_at("first block"))
+            own[-1].register_forward_hook(lambda *_: fail_at("last block"))
+            return method
+
+        return made
+
+    def model_blocks(model, plan):
+        return [container[place] for container, place, _group in rooms.hooks.blocks_of(model, plan)]
+
+    def failing(real):
+        def computed(*args):
+            fail_at("attention")
+            return real(*args)
+
+        return computed
+
+    put(rooms.resident, "make_method", make_method)
+    put(rooms.sequence_attention.Call, "compute", failing)
+    put(rooms.usp, "partial_attention", failing)
+
+
+PLACES = ("input", "first block", "attention", "last block")

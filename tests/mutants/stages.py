@@ -14,8 +14,8 @@ def slow_stage():
     """The second stage takes a good deal longer than the first."""
 
     def make(real):
-        def receive(self, *args):
-            hidden = real(self, *args)
+        def receive(self, *args, **how):
+            hidden = real(self, *args, **how)
             time.sleep(0.2)
             return hidden
 
@@ -72,10 +72,10 @@ def hangs_before_it_sends():
 
     def change(_method, mesh, now):
         def make(real):
-            def send(self, *args):
+            def send(self, *args, **how):
                 if mesh.rank == 0 and now.part.patch is not None:
                     Event().wait()
-                real(self, *args)
+                real(self, *args, **how)
 
             return send
 
@@ -118,10 +118,10 @@ def must_receive_ahead(rank_of=lambda rank: rank):
             return expect
 
         def checked(real):
-            def receive(self, *args):
+            def receive(self, *args, **how):
                 assert now.part not in seen or len(posted) == 1, "received late"
                 seen.add(now.part)
-                hidden = real(self, *args)
+                hidden = real(self, *args, **how)
                 posted.pop(0)
                 return hidden
 

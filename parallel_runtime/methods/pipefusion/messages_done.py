@@ -17,6 +17,7 @@ class MessagesDone:
         self._run: int | None = None
         self.must_receive = False
         self.must_send = False
+        self.is_lost = False  # whether it is not known which message of the link is this patch's
 
     def begin(self, run: int) -> None:
         """Mark this patch's receive and send as pending. Call before anything that can raise.
@@ -27,14 +28,18 @@ class MessagesDone:
         if run == self._run and (self.must_receive or self.must_send):
             raise ModelError("A patch before this one failed on its way through the stages: run again.")
         self._run = run
-        self.must_receive, self.must_send = self._receives, self._sends
+        self.must_receive, self.must_send, self.is_lost = self._receives, self._sends, False
+
+    def receiving(self) -> None:
+        """Note that ``received`` follows, unless it fails half way."""
+        self.is_lost = True
 
     def received(self) -> None:
-        self.must_receive = False
+        self.must_receive = self.is_lost = False
 
     def misread(self) -> None:
         """Take back ``received``: it was another patch's message, and this one's is in the link."""
-        self.must_receive = self._receives
+        self.must_receive, self.is_lost = self._receives, True
 
     def sent(self) -> None:
         self.must_send = False

@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from ...comm.exchange import Stopped
 from ...comm.mesh import SequenceComm
-from ...errors import NoRoom
 from ...families.plan import TokenPlan
 from ...patches import Patch
 from ...stages import Stage
@@ -60,6 +58,7 @@ class PatchSharding:
         if patch is not None:
             active = {stream: (0, count if patch.first else 0) for stream, count in all_tokens.items()}
             active[image] = (patch.start, all_tokens[image] - patch.start if patch.last else patch.size)
+        self._comm.in_step.expect(tuple(all_tokens.items()))
         return Shards(all_tokens, self._comm.rank, self._comm.size, active)
 
     def enter_block(self) -> None:
@@ -94,7 +93,7 @@ class PatchSharding:
         return whole
 
     def _over_last_seen(self, call: Call, qkv: QKV, flag: torch.Tensor) -> torch.Tensor:
-        self._comm.stop.decide(flag)
+        self._comm.decide(flag)
         q_BhgD, *kv = qkv
         layer, tokens = self._kv.next_layer(), call.joint.all_tokens
         if layer == 0 and self._kv.is_new:
@@ -108,28 +107,12 @@ class PatchSharding:
         return call.compute((q_BhgD, *buffer), mask)
 
     def _reserve(self, rows: Shards, like: torch.Tensor, tokens: int) -> None:
-        """Reserve the memory of a branch's K/V buffers before its first attention; all ranks of the
-        stage must call it.
-
-        Raises NoRoom where this rank has not enough for all layers, Stopped where another has not.
+        """Reserve the memory of a branch's K/V buffers before its first attention. Raises NoRoom
+        where this rank has not enough for all layers.
         """
         alone = self._layers_alone * sum(rows.all_tokens[stream] for stream in self._plan.also_attend_alone)
         kept = self._layers * tokens + alone
-        try:
-            self._rank.reserve(2 * like.shape[0] * like.shape[1] * kept * like.shape[3] * like.element_size())
-        except NoRoom:
-            self._any_refuses(like, True)
-            raise
-        if self._any_refuses(like, False):
-            raise Stopped
-
-    def _any_refuses(self, like: torch.Tensor, refuses: bool) -> bool:
-        """Return True if any rank of the stage refuses; ``refuses``: this one does."""
-        group, nothing = self._comm.ulysses, like.new_empty(0)
-        if group.size == 1:
-            return refuses
-        _, flag = group.all_to_all([[nothing]] * group.size, [(0,)] * group.size, like.new_full((1,), float(refuses)))
-        return bool(flag)
+        self._rank.reserve(2 * like.shape[0] * like.shape[1] * kept * like.shape[3] * like.element_size())
 
 
 def mask_of_own_queries(mask: torch.Tensor, call: Call) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ...comm.in_step import Stopped
 from ...comm.mesh import SequenceComm
 from ...comm.stage_link import StageLink
 from ...families.plan import TokenPlan
@@ -18,7 +19,7 @@ from ...layout import Layout
 from ...patches import Part, Patch
 from ...stages import Stage, require_blocks
 from ..hooks import TokenHooks, blocks_of, require_fit
-from ..method import Facts, Rank
+from ..method import Facts, Rank, free_frames
 from .clock import BlockClock
 from .kv_buffer import KVBuffers
 from .patch_sharding import PatchSharding
@@ -71,21 +72,32 @@ class PipeFusion:
         """Open an evaluation. Raises ModelError after a patch of the same run whose messages are
         still in the link.
         """
-        self._messages.done.begin(part.run)
+        self._messages.begin(part)
         if part.run != self._part.run:
             self.end_run()
         self._part = part
+        self._comm.begin(self._attentions, part)
 
     def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
-        """Run the part through this stage: the output on the last one, else None.
+        """Run the part through this stage: the output on the last one, else None."""
+        try:
+            output = self._through_own_blocks(forward, arguments, number)
+            self._comm.in_step.end()
+            return output
+        except Stopped:
+            self._messages.go_through()
+            raise
+        except Exception as error:
+            free_frames(error)
+            self.fail(number)
+            raise
 
-        The next stage gets its message in any case, unless not even the own blocks were reached.
-        """
+    def _through_own_blocks(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         part = self._part
+        self._messages.start(number)
+        self._comm.begin(self._attentions, part)
         self._clock.start(part)
         self._kv.start(part)
-        self._messages.start(number, part)
-        self._comm.begin(self._attentions)
         self._sharding.patch = Patch(*part.patch) if part.patch else None
         try:
             output = forward(**self._hooks.arguments(arguments))
@@ -93,9 +105,18 @@ class PipeFusion:
             return output
         except StageDone:
             return None
-        except BaseException:
-            self._messages.send_blank()
-            raise
+
+    def fail(self, number: int) -> None:
+        """The message of the stage before comes first: the other ranks of this stage take theirs
+        before they meet this one.
+        """
+        try:
+            self._messages.number = number
+            self._messages.take()
+            self._comm.in_step.fail()
+            self._messages.go_through()
+        except Exception:  # noqa: BLE001 the failure that came first is told, and ``facts`` say that messages are left
+            return
 
     def end_run(self) -> None:
         for kept in (self._hooks, self._kv, self._ropes, self._clock):
@@ -105,7 +126,7 @@ class PipeFusion:
 
     @property
     def facts(self) -> Facts:
-        return Facts(self._messages.done.progress, self._clock.seconds)
+        return Facts(self._messages.done.progress if self._comm.in_step.is_even else "some", self._clock.seconds)
 
 
 def has(block: nn.Module, path: str) -> bool:

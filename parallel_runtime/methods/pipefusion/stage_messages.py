@@ -1,6 +1,7 @@
 """Receive a patch's hidden rows from the stage before, send them to the stage after.
 
-Both happen once for every patch, even for one that fails here, so that stages stay in step.
+Both happen once for every patch, even for one that fails here, so that stages stay in step. Both
+ends know how long a message is from an earlier one of the same part; the first is announced.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ class Hidden(NamedTuple):
 
     numel: int
     dtype: torch.dtype
-    device: torch.device
 
     @classmethod
     def of(cls, tokens: list[torch.Tensor]) -> Hidden:
-        return cls(sum(t.numel() for t in tokens), tokens[0].dtype, tokens[0].device)
+        return cls(sum(t.numel() for t in tokens), tokens[0].dtype)
 
 
 class StageMessages:
@@ -41,57 +41,82 @@ class StageMessages:
         self.done = MessagesDone(receives=not stage.is_first, sends=not stage.is_last)
         self._link = link
         self._next_part = next_part
-        self._part: Part | None = None
-        self._number = 0
+        self._part = Part(0, 0)
+        self.number = 0
         self._received: dict[Part, Hidden] = {}  # what came of each part of this run, and will come of it again
-        self._here: Hidden | None = None
+        self._sent: dict[Part, Hidden] = {}  # likewise
+        self.device = torch.device("cpu")  # where rows are computed
 
-    def start(self, number: int, part: Part) -> None:
-        """Begin to compute a patch. ``number`` is its request's: both ends check that it is the
-        same.
+    def begin(self, part: Part) -> None:
+        """Open a patch. Raises ModelError after a patch of the same run whose messages are still in
+        the link.
         """
-        self._number, self._part, self._here = number, part, None
+        self.done.begin(part.run)
+        self._part = part
+
+    def start(self, number: int) -> None:
+        """Begin to compute it. ``number`` is its request's: both ends check that it is the same."""
+        self.number = number
         self._link.begin()
 
     def receive_hidden(self, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rows that the stage before computed in place of ``tokens``, which are of their
-        shapes.
+        shapes; zeros where it had none to send.
         """
-        assert self._part is not None
-        hidden = Hidden.of(tokens)
-        rows = self._link.receive(self._number, *hidden)
+        hidden, self.device = Hidden.of(tokens), tokens[0].device
+        self._link.prepare(hidden.numel + 1, hidden.dtype, self.device)
+        self.done.receiving()
+        rows = self._link.receive(self.number, *hidden, self.device, is_announced=self._received.get(self._part) != hidden)
         self.done.received()
+        if rows is None:
+            return [torch.zeros_like(t) for t in tokens]
         self._received[self._part] = hidden
         self._expect_next()
-        return [piece.view(t.shape) for piece, t in zip(rows.split([t.numel() for t in tokens]), tokens, strict=True)]
+        return [piece.view(t.shape) for piece, t in zip(rows.to(self.device).split([t.numel() for t in tokens]), tokens, strict=True)]
 
     def _expect_next(self) -> None:
         """Post the next patch's receive, so that it arrives while this one is computed."""
         part = self._next_part()
         coming = self._received.get(part) if part is not None else None
         if coming is not None:
-            self._link.expect(coming.numel + 1, coming.dtype, coming.device)
+            self._link.expect(coming.numel + 1, coming.dtype, self.device)
 
     def enter(self, tokens: list[torch.Tensor]) -> None:
-        """Note what is computed with: if that fails, as much is sent."""
-        self._here = Hidden.of(tokens)
+        """Note where the own blocks compute."""
+        self.device = tokens[0].device
 
     @property
     def is_on_cuda(self) -> bool:
-        return self._here is not None and self._here.device.type == "cuda"
+        return self.device.type == "cuda"
 
     def send_hidden(self, out: torch.Tensor | tuple[torch.Tensor, ...]) -> NoReturn:
         """Send what the last own block returned, and leave the forward by StageDone."""
-        tokens = out if isinstance(out, tuple) else (out,)
-        self._link.send(self._number, torch.cat([t.reshape(-1) for t in tokens]))
+        tokens = list(out) if isinstance(out, tuple) else [out]
+        hidden = Hidden.of(tokens)
+        rows = torch.cat([t.reshape(-1) for t in tokens])
+        self._link.send(self.number, rows, is_announced=self._sent.get(self._part) != hidden)
+        self._sent[self._part] = hidden
         self.done.sent()
         raise StageDone
 
-    def send_blank(self) -> None:
-        """Send zeros for a patch that failed here, if its own blocks were reached."""
-        if self.done.must_send and self._here is not None:
-            numel, dtype, device = self._here
-            self._link.send(self._number, torch.zeros(numel, dtype=dtype, device=device))
+    def take(self) -> None:
+        """Take the message of a patch that failed here, or that all leave, if one is to come."""
+        if self.done.must_receive and not self.done.is_lost:
+            self.done.receiving()
+            came = self._link.discard(self._received.get(self._part), self.device)
+            if came is not None:
+                self._received[self._part] = Hidden(*came)
+            self.done.received()
+
+    def go_through(self) -> None:
+        """Take and send what is left of such a patch: rows of it are of no use."""
+        self.take()
+        if self.done.must_send:
+            known = self._sent.get(self._part)
+            if known is None:
+                self._link.announce_nothing()
+            else:
+                self._link.send(self.number, torch.zeros(known.numel, dtype=known.dtype, device=self.device))
             self.done.sent()
 
     def check(self) -> None:
@@ -107,6 +132,7 @@ class StageMessages:
     def end_run(self) -> None:
         """Raises RuntimeError as ``check`` does."""
         self._received.clear()
+        self._sent.clear()
         try:
             self._link.free_buffers()
         except RuntimeError:
