@@ -86,16 +86,19 @@ class Tries:
         return {"result": "one GPU", "reason": "; ".join(dict.fromkeys(left_out.values()))}
 
     def _judged(self, graph: Graph, ours: Latents, stock: Latents) -> dict[str, Any]:
-        error = max(relative_error(ours[name], stock[name]) for name in stock)
-        facts: dict[str, Any] = {"error": error}
-        if not error <= BOUND:
-            truth = self._stock(exact(graph))
-            ratio = max(distance(ours[name], truth[name]) / max(distance(stock[name], truth[name]), 1e-30) for name in stock)
-            if any(distance(stock[name], truth[name]) > BOUND for name in stock):
-                facts["ratio"] = ratio
-        same = error <= BOUND or facts.get("ratio", FARTHEST + 1) <= FARTHEST
-        reason = "" if same else f"{error:.1e} of the latent's scale" + (f", {facts['ratio']:.2f} x stock's distance" * ("ratio" in facts))
-        return {**facts, "result": "same" if same else "different", "reason": reason}
+        errors = {name: relative_error(ours[name], latent) for name, latent in stock.items()}
+        worst = max(errors.values())
+        facts: dict[str, Any] = {"result": "same", "error": worst}
+        if worst <= BOUND:
+            return facts
+        truth = self._stock(exact(graph))
+        ours_off, stock_off = ({name: distance(run[name], truth[name]) for name in errors} for run in (ours, stock))
+        ratios = [ours_off[name] / (stock_off[name] or 1e-30) for name in errors if errors[name] > BOUND]
+        reason = f"{worst:.1e} of the latent's scale"
+        if max(stock_off.values()) > BOUND:  # else nothing is quantised
+            facts["ratio"] = max(ratios, default=float("inf"))
+            reason += f", {facts['ratio']:.2f} x stock's distance"
+        return facts if facts.get("ratio", float("inf")) <= FARTHEST else {**facts, "result": "different", "reason": reason}
 
     def _evaluations(self) -> int:
         """What the pool was asked for in its last run."""

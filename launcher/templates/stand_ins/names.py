@@ -175,7 +175,7 @@ MODELS: Table[ModelShape] = (
         ModelShape(sample="wan-camera", config_class="WAN22_Camera", changes={"in_dim": 36, "model_type": "camera_2.2"}),
     ),
     (r"fun_camera", ModelShape(sample="wan-camera")),
-    (r"s2v", ModelShape(sample="wan-s2v")),
+    (r"s2v", ModelShape(sample="wan-s2v", changes={"audio_dim": 1024})),
     (r"humo", ModelShape(sample="wan-humo")),
     (r"dancer", ModelShape(sample="wan-dancer")),
     (r"animate", ModelShape(sample="wan-animate")),
