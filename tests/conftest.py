@@ -37,6 +37,7 @@ ALONGSIDE = {"test_adding_a_model", "test_demo", "test_dry_run"}  # share nothin
 
 def pytest_addoption(parser):
     parser.addoption("--lane", choices=LANES, help="only the tests that share pools of real ranks, or only all others")
+    parser.addoption("--browser", action="store_true", help="also the tests that open ComfyUI's page in a Chromium")
 
 
 def lane_of(item):
@@ -44,6 +45,10 @@ def lane_of(item):
 
 
 def pytest_collection_modifyitems(config, items):
+    if why := why_no_browser(config):
+        for item in items:
+            if item.get_closest_marker("browser"):
+                item.add_marker(pytest.mark.skip(reason=why))
     lane = config.getoption("--lane")
     if lane is not None:
         left_out = [item for item in items if lane != lane_of(item)]
@@ -51,7 +56,17 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in set(left_out)]
 
 
-def pytest_configure():
+def why_no_browser(config):
+    """Why tests that open a page are left out; None where they are not."""
+    from .chromium import installed
+
+    if not config.getoption("--browser"):
+        return "opens a page: run with --browser"
+    return None if installed() else "no Chromium is installed: apt install chromium"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "browser: opens ComfyUI's page in a Chromium")
     import comfy.cli_args
 
     comfy.cli_args.args.cpu = True
@@ -261,3 +276,21 @@ def truth(server):
     from .served import graph, latent
 
     return latent(server, graph("truth", parallel=False))[0]
+
+
+@pytest.fixture(scope="session")
+def page_server(host):
+    """A server with every node of ComfyUI's own, those of paid APIs too."""
+    from pipemesh.launcher.comfyui.server import ComfyServer
+
+    with ComfyServer(host, api_nodes=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def page(page_server):
+    """That server's page in a Chromium."""
+    from .chromium import ComfyPage
+
+    with ComfyPage(f"http://{page_server.address}") as opened:
+        yield opened

@@ -15,8 +15,12 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+from pipemesh.launcher.comfyui.install import COMFYUI_VERSION
 from pipemesh.launcher.commands.demo import node
 from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.launcher.templates.files import templates
+from pipemesh.launcher.templates.graph import api_prompt
+from pipemesh.launcher.templates.workflow import GraphError
 from pipemesh.parallel_runtime.client.run_picture import FOOT, ROW, WIDTH
 
 from .conftest import ALL
@@ -24,6 +28,8 @@ from .models import write_model
 from .served import LARGE, STEPS, accepts, box, graph, latent, linked, live_pool, overlap, pids, start, wait_for_phase, widgets
 
 TEXT = 3  # comfyui: protocol.BinaryEventTypes
+PAID = {"ElevenLabsTextToSpeech", "GrokImageEditNode", "GeminiNode", "GeminiImage2Node"}  # this server has no nodes of paid APIs
+OF_PACKS = {"ImageRemoveAlpha+"}
 
 
 # -- the same result
@@ -363,6 +369,22 @@ def test_no_node_of_the_example_workflow_lies_over_another(server):
     for workflow in examples(server):
         boxes = [(item["type"], box(item, known.get(item["type"]))) for item in workflow["nodes"]]
         assert not [(one, other) for (one, here), (other, there) in combinations(boxes, 2) if overlap(here, there)]
+
+
+# -- the official templates
+
+
+def test_every_official_template_becomes_a_prompt_but_those_with_nodes_that_are_not_there(server, host):
+    known = server.get("/object_info")
+    found, lacking = templates(host), set()
+    for template in found:
+        try:
+            assert api_prompt(template.workflow(), known), template.name
+        except GraphError as error:
+            lacking.add(str(error).partition(" is a ")[2].partition(",")[0])
+    assert not lacking & known.keys()
+    if host.version == COMFYUI_VERSION:
+        assert (len(found), lacking) == (181, PAID | OF_PACKS)
 
 
 # -- two instances, and the end

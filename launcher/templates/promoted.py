@@ -120,7 +120,7 @@ def _migrated(graphs: Graphs, name: str, host: Node) -> Graphs:
             graphs, port = _with_port(graphs, host.type, entry.widget, [plan])
             graphs = _with_node(graphs, name, _told(graphs[name].nodes[host.id], port, [entry]))
     for primitive, cohort in by_primitive.items():
-        graphs, port = _take_over(graphs, host.type, primitive, cohort[0].widget)
+        graphs, port = _taken_over(graphs, host.type, primitive, cohort[0].widget)
         graphs = _with_node(graphs, name, _told(graphs[name].nodes[host.id], port, cohort))
     host = graphs[name].nodes[host.id]
     for entry in entries:
@@ -198,11 +198,20 @@ def _links_of(graph: Graph, node: Node) -> list[Link]:
     return [graph.links[link] for link in output.get("links") or () if link in graph.links]
 
 
-def _take_over(graphs: Graphs, name: str, primitive: str, widget: str) -> tuple[Graphs, str]:
-    """A new input of the subgraph has the primitive's links; the primitive keeps its name."""
+def _taken_over(graphs: Graphs, name: str, primitive: str, widget: str) -> tuple[Graphs, str]:
+    """A new input of the subgraph has the primitive's links; the primitive keeps its name. Nothing
+    changes, and the name is "", where a link leads to an input of another type, counted as saved.
+    """
     graph = graphs[name]
     node = graph.nodes[primitive]
-    targets = [target for link in _links_of(graph, node) if (target := graph.target(link.id))]
+    kind = node.outputs[0]
+    targets = []
+    for link in _links_of(graph, node):
+        target = graph.nodes.get(link.target)
+        slot = target.inputs[link.target_slot] if target and link.target_slot < len(target.inputs) else None
+        if target is None or slot is None or (slot.type != kind and "*" not in (slot.type, kind)):
+            return graphs, ""
+        targets.append((target, slot))
     title = node.saved.get("title") or "Primitive"
     graphs, port = _with_port(graphs, name, widget if title == PRIMITIVE else title, targets)
     properties = {**(node.saved.get("properties") or {}), BYPASSED_TO: port}

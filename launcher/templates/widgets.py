@@ -288,8 +288,8 @@ def _box(spec: Spec) -> tuple[Widget, ...]:
 
 
 def _recorder(spec: Spec) -> tuple[Widget, ...]:
-    """Nothing is recorded, and a button."""
-    return (Widget(spec.name, ""), Widget(spec.name, "", in_prompt=False))
+    """Nothing is recorded, whatever is saved: of a player and a button."""
+    return (Widget(spec.name, "", is_saved=False), *(Widget(spec.name, "", in_prompt=False),) * 2)
 
 
 WIDGETS: Mapping[str, Callable[[Spec], tuple[Widget, ...]]] = {
