@@ -1,54 +1,17 @@
-"""Bounds on differences that no CPU's rounding breaks.
-
-Kernels add up in another order on another CPU, and ranks in another order than stock. How far that
-moves the end of a run depends on the sampler and the prompts, so it is measured: stock runs once
-more with every evaluation off by one rounding. A sampler that chooses its steps by a norm would
-choose others then; its evaluations are compared one by one.
+"""Bounds on differences that no CPU's rounding breaks: ``launcher/commands/rounding.py`` measures
+them. A sampler that chooses its steps by a norm would choose others there; its evaluations are
+compared one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from comfy.patcher_extension import WrappersMP
-from pipemesh.launcher.commands.parity import relative_error
+from pipemesh.launcher.commands.rounding import FACTOR, ROUNDING, Run, bound, relative_error, wrapped
 
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # of an evaluation's scale: its rms error when ranks share its tokens
-FACTOR = 5.0  # CPUs differ from each other, and orders from other orders
 DEVIATIONS = 5.0  # of the largest among a million normal deviates
 ADAPTIVE = ("dpm_adaptive",)  # samplers to replay
-
-Run = Callable[[Any], torch.Tensor]
-
-
-def rounded(model: Any, seed: int = 0) -> Any:
-    """A clone of a stock MODEL whose every evaluation is off by one rounding, always the same in a
-    run; to be sampled once.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def evaluate(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        denoised = executor(x, *args, **kwargs)
-        return denoised + ROUNDING * (x - denoised).std() * torch.randn(x.shape, generator=generator)
-
-    return wrapped(model, evaluate)
-
-
-def wrapped(model: Any, evaluate: Callable) -> Any:
-    """A clone of a MODEL with ``evaluate`` around every evaluation, outside of other wrappers."""
-    clone = model.clone()
-    others = clone.wrappers.get(WrappersMP.APPLY_MODEL, {})
-    clone.wrappers[WrappersMP.APPLY_MODEL] = {f"bounds {len(others)}": [evaluate], **others}
-    return clone
-
-
-def bound(run: Run, stock: Any, truth: torch.Tensor | None = None) -> float:
-    """The largest relative error at the end of ``run`` that rounding explains. ``truth``: what
-    ``run(stock)`` gives, where it is known.
-    """
-    return FACTOR * relative_error(run(rounded(stock)), run(stock) if truth is None else truth)
 
 
 def assert_same(run: Run, ours: Any, stock: Any) -> None:

@@ -8,9 +8,10 @@ from itertools import cycle
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.launcher.commands.rounding import FACTOR, rounded, wrapped
 from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
 
-from .bounds import ADAPTIVE, FACTOR, assert_replayed, assert_same, bound, rounded, wrapped
+from .bounds import ADAPTIVE, assert_replayed, assert_same, bound
 from .models import run
 
 HOW = [("euler", 1.0), ("dpmpp_2m_sde", 4.0), ("uni_pc", 4.0)]

@@ -155,10 +155,18 @@ def test_fewer_text_tokens_than_ranks_are_exact_too(bench, text_tokens, layout):
 @pytest.mark.parametrize(("error", "status"), [(BOUND / 2, 0), (BOUND * 2, 1), (float("nan"), 1)])
 def test_the_command_fails_on_every_error_that_is_not_within_the_bound(monkeypatch, capsys, error, status):
     monkeypatch.setattr(Bench, "error", lambda self, case: error)
+    monkeypatch.setattr(Bench, "bound", lambda self, case: BOUND / 3)
     argv = ["--family", OTHER, "--method", "ring2", "--json"]
     assert parity.main(argv, ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])) == status
     lines = capsys.readouterr().out.splitlines()
     assert lines and all(json.loads(line)["ok"] is (status == 0) for line in lines)
+
+
+def test_the_command_holds_a_sensitive_model_to_stocks_own_sensitivity_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(Bench, "error", lambda self, case: 2 * BOUND)
+    monkeypatch.setattr(Bench, "bound", lambda self, case: 3 * BOUND)
+    assert parity.main(["--family", OTHER, "--method", "ring2"], ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])) == 0
+    assert all(line.startswith("ok ") and "stock's own sensitivity allows 6e-05" in line for line in capsys.readouterr().out.splitlines())
 
 
 def test_the_command_samples_with_stock_and_with_a_pool_of_its_own(monkeypatch, capsys):
