@@ -16,10 +16,11 @@ from pipemesh.parallel_runtime.comm import stage_link
 from pipemesh.parallel_runtime.comm.mesh import Axis, Mesh
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, NoRoom, Refused
-from pipemesh.parallel_runtime.families.plan import Along, Blocks, Frames, Insert, Leave, Ranges, TokenPlan
+from pipemesh.parallel_runtime.families.plan import Along, Blocks, Frames, Insert, Leave, Prefix, Ranges, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout, axis
 from pipemesh.parallel_runtime.methods.factory import make_method
-from pipemesh.parallel_runtime.methods.hooks import TokenHooks, require_fit
+from pipemesh.parallel_runtime.methods.fit import require_fit
+from pipemesh.parallel_runtime.methods.hooks import TokenHooks
 from pipemesh.parallel_runtime.methods.method import Method
 from pipemesh.parallel_runtime.methods.pipefusion.messages_done import MessagesDone
 from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
@@ -32,6 +33,7 @@ from .joint_model import CONDS, IMAGE, PLAN, Model
 from .models import IdleRank
 
 NUMBER = 1  # of every request here
+PREFIX = Prefix(stream="prompt", counted_by="mask", kept_in="mask", forget="forward")  # names that the joint model has
 TURNED = replace(PLAN, positions=("rope",))
 PATCHES = [astuple(patch) for patch in TokenGrid((IMAGE, 1), (1, 1)).cut(3)]
 
@@ -240,6 +242,9 @@ def with_blocks(**changed):
         (replace(PLAN, leave=Leave(path="head", stream="img", instead="tail")), "tail"),
         (with_blocks(inserts=(Insert(path="gates.*"),)), "gates.*"),
         (with_blocks(inserts=(Insert(path="blocks.*.qkv", frames=Frames(stream="img", each={}, tokens="x")),)), "blocks.*.qkv(x=)"),
+        (with_blocks(prefix=replace(PREFIX, forget="drop")), "drop"),
+        (with_blocks(prefix=replace(PREFIX, counted_by="past")), "past"),
+        (with_blocks(prefix=replace(PREFIX, kept_in="kv")), "blocks(kv=)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -399,6 +404,13 @@ def test_blocks_that_run_among_others_are_cut_where_they_are_given_all_tokens():
     local = rows.localized(whole, ("img",))
     assert local.flatten().tolist() == [2, 3, 4]
     assert rows.localized(local, ("img",)) is local
+
+
+def test_no_stage_holds_a_part_of_a_model_that_keeps_its_prompt():
+    with pytest.raises(
+        Refused, match=r"^Model cannot be divided into stages, because it keeps the keys and values of the prompt.*set pipefusion to 1"
+    ):
+        PipeFusion.check(Model(4), with_blocks(prefix=PREFIX), Layout(pipefusion=2))
 
 
 def test_no_stage_holds_a_part_of_a_model_whose_blocks_run_among_others():

@@ -165,7 +165,8 @@ def test_every_other_sample_runs_free_and_is_stock_when_warm(name):
     warm = Patched(stock_model(case.heads, family=name))
     assert torch.equal(sample(warm.model, case, steps=2), sample(stock_model(case.heads, family=name), case, steps=2))
     together, facts = plan_for(type(warm.model.model.diffusion_model)).together, SAMPLES[name]
-    refers = facts.prompt_extras is not None and "reference_latents" in facts.prompt_extras(parity.empty_latent(case))
+    extras = facts.extras(parity.empty_latent(case))
+    refers = {"reference_latents", "concat_latent_image"} & extras.keys()
     if together.always:
         assert warm.mode == f"all of them at once, because of {together.always}"
     elif refers and together.arguments:

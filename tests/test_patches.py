@@ -4,6 +4,7 @@ as many rounds as layers.
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ def odd(one):
 CASES = [Case(PLAIN, "ulysses1", "even", 12, 1.0, False, "euler"), *map(odd, REPRESENTATIVES.values())]
 OTHERS = [odd(one) for one in SAMPLES.values() if one.name not in REPRESENTATIVES]
 PATCHES = [*((case, patches) for case in CASES for patches in (1, 2, 3, 5)), *((case, 3) for case in OTHERS)]
+SLICED = SimpleNamespace(arg="sliced_between")  # a word of a container of blocks
 
 
 class Model:
@@ -87,22 +89,23 @@ def test_with_constant_inputs_every_patch_equals_the_serial_forward(model, patch
 
 
 def words_of(family):
-    """Every word of a family's plans that says how an argument runs along tokens, and the plan
-    without it.
+    """Every word of a family's plans that says how an argument runs along tokens, or which tokens
+    the model slices between blocks; and the plan without it.
     """
     for plan in family.plans:
-        for place, group in enumerate((*plan.blocks, plan.leave)):
+        groups = [*plan.blocks, plan.leave]
+        for place, group in enumerate(groups):
+            without = []
             for kind in ("along", "ranges"):
-                for number, word in enumerate(getattr(group, kind)):
-                    less = replace(group, **{kind: tuple(other for at, other in enumerate(getattr(group, kind)) if at != number)})
-                    groups = [*plan.blocks, plan.leave]
-                    groups[place] = less
-                    yield word, plan, replace(plan, blocks=tuple(groups[:-1]), leave=groups[-1])
-        for place, group in enumerate(plan.blocks):
-            if group.inserts:
-                groups = [*plan.blocks]
-                groups[place] = replace(group, inserts=())
-                yield group.inserts[0], plan, replace(plan, blocks=tuple(groups))
+                words = getattr(group, kind)
+                without += [(word, {kind: tuple(other for other in words if other is not word)}) for word in words]
+            if getattr(group, SLICED.arg, ()):
+                without.append((SLICED, {SLICED.arg: ()}))
+            if inserts := getattr(group, "inserts", ()):
+                without.append((inserts[0], {"inserts": ()}))
+            for word, changed in without:
+                less = [*groups[:place], replace(group, **changed), *groups[place + 1 :]]
+                yield word, plan, replace(plan, blocks=tuple(less[:-1]), leave=less[-1])
 
 
 def chosen(words):

@@ -34,6 +34,10 @@ def test_blocks_are_left_out_as_in_stock(family):
     blocks = {(kind, index): skip for kind in ("double_block", "single_block") for index in (1 if among else 0, 2, 99)}
     options = {**asked["transformer_options"], "patches_replace": {"dit": blocks}}
     method = PatchForward(model, plan)
+    if plan.prefix is not None:
+        with pytest.raises(Refused, match=r"^No block of .* can be left out in the pool"):
+            method.evaluate(forward, {**asked, "transformer_options": {LEFT_OUT: [("double_block", 1)]}}, "cond", None)
+        return
     with torch.inference_mode():
         plain, truth = forward(**asked), forward(**{**asked, "transformer_options": options})
         method.attach()

@@ -66,9 +66,9 @@ def test_attention_gets_the_whole_mask_for_one_that_a_block_makes_of_its_own_row
 
 
 def test_a_plan_that_cannot_tell_how_long_its_streams_are_is_refused():
-    plan = next(plan for plan in PLANS if plan.lengths)
+    plan = next(plan for plan in PLANS if plan.blocks[0].lengths)
     with pytest.raises(ValueError, match="must give `lengths` of all but one of the streams in"):
-        replace(plan, lengths={})
+        replace(plan, blocks=(replace(plan.blocks[0], lengths={}), *plan.blocks[1:]))
 
 
 @settings(deadline=None)
@@ -79,3 +79,17 @@ def test_rows_that_left_stand_where_the_model_will_look_for_them(rows, stream, o
     begin = 0 if order[0] == stream else rows.all_tokens[order[0]]
     assert among.shape[1] == sum(rows.all_tokens.values()) and among.sum() == left.sum()
     assert torch.equal(among[:, begin : begin + rows.all_tokens[stream]], left)
+
+
+@settings(deadline=None)
+@given(rows=shards(), sliced=st.sampled_from([("txt",), ("img",), STREAMS]), order=st.permutations(STREAMS))
+def test_rows_of_a_stream_that_a_model_slices_between_blocks_stand_in_their_own_places(rows, sliced, order):
+    local = rows.slice(torch.arange(sum(rows.all_tokens.values())).view(1, -1, 1) + 1, 1, order)
+    between = rows.spread(local, order, sliced)
+    assert torch.equal(rows.localized(between, order, sliced), local)
+    lengths = [rows.all_tokens[stream] if stream in sliced else rows.local[stream][1] for stream in order]
+    assert between.shape[1] == sum(lengths)
+    for stream, part in zip(order, between.split(lengths, 1), strict=True):
+        start, size = rows.local[stream]
+        own = part[:, start : start + size] if stream in sliced else part
+        assert own.count_nonzero() == part.count_nonzero() == size

@@ -25,7 +25,7 @@ from ..comfy_bridge.forward import PREFIX, forward_patch
 from ..comfy_bridge.guard import refuse_foreign_levers, refuse_in_block_patches, require_plan
 from ..comfy_bridge.in_place import Watch, require_unchanged
 from ..comfy_bridge.interrupt import interrupted, interrupting
-from ..comfy_bridge.options import CrossingOptions, leave_out_compilation
+from ..comfy_bridge.options import CrossingOptions, leave_out_compilation, without_rebuilt
 from ..comfy_bridge.prepared_text import text_patch
 from ..comfy_bridge.quantised import stored_bytes
 from ..comfy_bridge.source import Source, describe_source, state_source
@@ -268,6 +268,7 @@ class RemotePatcher(ModelPatcher):
         options = arguments.get("transformer_options", {})
         branch = branch_of(options)
         arguments = {**arguments, "transformer_options": self.remote.options.plain(options)}
+        arguments = without_rebuilt(arguments, require_plan(self.model.diffusion_model).rebuilt)
         if not self.remote.pool.evaluations.in_flight:  # else nothing has changed, but for a loss that those in flight tell of
             bring_up(self)
         if self.remote.sampling is not None:

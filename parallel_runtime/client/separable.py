@@ -85,10 +85,12 @@ MODEL_CONDS = {
     "c_crossattn",
     "clip_fea",
     "denoise_mask",
+    "encoder_hidden_states_llama3",
     "fps",
     "frame_rate",
     "guidance",
     "guiding_frame_index",
+    "ofs",
     "txt_byt5",
     "y",
     *("clip_text_pooled", "num_tokens"),  # of the whole text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from ..wire.tree import is_plain
@@ -47,6 +48,18 @@ class CrossingOptions:
                     patch_name(value),
                 )
         return crossing
+
+
+def without_rebuilt(arguments: dict[str, Any], rebuilt: Sequence[str]) -> dict[str, Any]:
+    """Returns the arguments of a forward without the entries that ranks make anew: ``rebuilt`` of
+    the model's plan.
+    """
+    for name in rebuilt:
+        argument, _, left_out = name.partition(".")
+        if arguments.get(argument):
+            kept = {entry: value for entry, value in arguments[argument].items() if entry != left_out}
+            arguments = {**arguments, argument: kept}
+    return arguments
 
 
 def leave_out_compilation(model_options: dict[str, Any]) -> bool:

@@ -41,8 +41,7 @@ def arguments_of(model: Any, sample: Sample, released: Released, shape: tuple[in
         "cross_attn": torch.zeros(1, released.text, released.size.text_dim),
         "pooled_output": torch.zeros(1, released.size.pooled_dim),
     }
-    if sample.prompt_extras is not None:
-        prompt |= sample.prompt_extras(torch.zeros(shape))
+    prompt |= sample.extras(torch.zeros(shape))
     made = model.extra_conds(device=device, noise=latent, latent_image=latent, width=0, height=0, prompt_type="positive", **prompt)
     conds = {name: cond.process_cond(batch_size=1, area=None).cond for name, cond in made.items()}
     found: dict[str, Any] = {}

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 
 from .aura import AURA
 from .chroma import CHROMA
+from .cogvideo import COGVIDEO
 from .cosmos import COSMOS
 from .ernie import ERNIE
 from .flux import FLUX
+from .hidream import HIDREAM
+from .hidream_o1 import HIDREAM_O1
 from .hunyuan_video import HUNYUAN_VIDEO
 from .ideogram4 import IDEOGRAM4
 from .joyimage import JOYIMAGE
@@ -19,6 +22,7 @@ from .krea2 import KREA2
 from .lens import LENS
 from .ltx import LTX
 from .mage_flow import MAGE_FLOW
+from .minimax import MINIMAX
 from .nextdit import NEXTDIT
 from .omnigen2 import OMNIGEN2
 from .pixart import PIXART
@@ -54,6 +58,8 @@ FAMILIES: tuple[Family, ...] = (
     QWEN_IMAGE,
     HUNYUAN_VIDEO,
     CHROMA,
+    HIDREAM,
+    HIDREAM_O1,
     JOYIMAGE,
     NEXTDIT,
     OMNIGEN2,
@@ -63,7 +69,9 @@ FAMILIES: tuple[Family, ...] = (
     ERNIE,
     LENS,
     LTX,
+    MINIMAX,
     COSMOS,
+    COGVIDEO,
     PIXELDIT,
     PIXART,
     AURA,

@@ -15,13 +15,13 @@ PLAN = TokenPlan(
         Blocks(
             path="layers",
             tokens={"x": JOINT},
+            lengths={"img": "x_embedder"},
             along=(Along(arg="rotary_pos_emb", dim=1, streams=JOINT),),
             without_options="self_attention",
         ),
     ),
     leave=Leave(path="final_linear", stream="img", streams=JOINT),
     positions=("pos_embed",),
-    lengths={"img": "x_embedder"},
 )
 
 

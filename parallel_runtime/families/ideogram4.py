@@ -11,10 +11,16 @@ PLAN = TokenPlan(
     family="ideogram4",
     models=("comfy.ldm.ideogram4.model:Ideogram4Transformer2DModel",),
     streams=JOINT,
-    blocks=(Blocks(path="layers", tokens={"x": JOINT}, along=(Along(arg="freqs_cis", dim=1, streams=JOINT),)),),
+    blocks=(
+        Blocks(
+            path="layers",
+            tokens={"x": JOINT},
+            lengths={"txt": "llm_cond_proj"},
+            along=(Along(arg="freqs_cis", dim=1, streams=JOINT),),
+        ),
+    ),
     leave=Leave(path="final_layer", stream="img", streams=JOINT),
     patch_size=1,
-    lengths={"txt": "llm_cond_proj"},
 )
 
 

@@ -22,6 +22,7 @@ PLAN = TokenPlan(
         Blocks(
             path="blocks",
             tokens={"x": JOINT},
+            lengths={"img": "first"},
             along=(Along(arg="freqs", dim=2, streams=JOINT),),
             ranges=(Boundary(arg="timestep_zero_index", streams=JOINT),),
         ),
@@ -29,7 +30,6 @@ PLAN = TokenPlan(
     leave=Leave(path="last", stream="img", streams=JOINT),
     positions=("pe_embedder",),
     patch_size="patch",
-    lengths={"img": "first"},
 )
 TEXT_LAYERS = 4  # of the text encoder, side by side in a prompt's tokens
 

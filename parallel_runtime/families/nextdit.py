@@ -5,6 +5,7 @@ Z-Image Omni gives its references a timestep of zero: ``timestep_zero_index`` li
 the tokens that have the sampler's.
 """
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,21 @@ PLAN = TokenPlan(
     family="nextdit",
     models=("comfy.ldm.lumina.model:NextDiT",),
     streams=JOINT,
-    blocks=(Blocks(path="layers", tokens={"x": JOINT}, along=(Along(arg="freqs_cis", dim=1, streams=JOINT),), ranges=SECOND_TIMESTEP),),
+    blocks=(
+        Blocks(
+            path="layers",
+            tokens={"x": JOINT},
+            lengths={"img": "noise_refiner.0"},
+            along=(Along(arg="freqs_cis", dim=1, streams=JOINT),),
+            ranges=SECOND_TIMESTEP,
+        ),
+    ),
     leave=Leave(path="final_layer", stream="img", streams=JOINT, ranges=SECOND_TIMESTEP),
     positions=("rope_embedder",),
-    lengths={"img": "noise_refiner.0"},
     together=Together(refiners=("noise_refiner",), arguments=("ref_latents",)),
 )
+
+PIXELS = replace(PLAN, models=("comfy.ldm.lumina.model:NextDiTPixelSpace",), leave=Leave(path="layers", stream="img", streams=JOINT))
 
 AXES = {16: [4, 6, 6], 64: [16, 24, 24]}  # head size -> position axes
 
@@ -69,6 +79,12 @@ def z_image_config(size: Size, **others: Any) -> Config:
     return config(size, **own, **others)
 
 
+def pixel_config(size: Size) -> Config:
+    """Pixels in place of latents, decoded token by token behind the blocks."""
+    own = {"in_channels": 3, "patch_size": 4, "decoder_hidden_size": 32, "decoder_num_res_blocks": 1}
+    return {**z_image_config(size), "image_model": "zimage_pixel", **own}
+
+
 def references(latent: torch.Tensor) -> dict[str, Any]:
     """Two images to refer to, each with its text and its CLIP vision tokens, and a text behind
     them.
@@ -87,7 +103,7 @@ def references(latent: torch.Tensor) -> dict[str, Any]:
 sample = partial(Sample, heads=(5,), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
 
 NEXTDIT = Family(
-    plans=(PLAN,),
+    plans=(PLAN, PIXELS),
     samples=(
         sample(name="z-image", tiny=tiny_z_image, form=Form(config_class="ZImage", config=z_image_config)),
         sample(
@@ -95,6 +111,12 @@ NEXTDIT = Family(
             tiny=tiny_z_image,
             form=Form(config_class="ZImage", config=partial(z_image_config, siglip_feat_dim=24)),
             prompt_extras=references,
+        ),
+        sample(
+            name="z-image-pixel",
+            tiny=tiny_z_image,
+            form=Form(config_class="ZImagePixelSpace", config=pixel_config),
+            latents={"even": (1, 3, 32, 24), "odd": (1, 3, 26, 36)},
         ),
         sample(name="lumina2", tiny=tiny, form=Form(config_class="Lumina2", config=config)),
         sample(name="newbie", tiny=tiny, form=Form(config_class="Lumina2", config=newbie_config)),

@@ -20,11 +20,17 @@ PLAN = TokenPlan(
     family="omnigen2",
     models=("comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel",),
     streams=JOINT,
-    blocks=(Blocks(path="layers", tokens={"hidden_states": JOINT}, along=(Along(arg="image_rotary_emb", dim=1, streams=JOINT),)),),
+    blocks=(
+        Blocks(
+            path="layers",
+            tokens={"hidden_states": JOINT},
+            lengths={"img": "x_embedder"},
+            along=(Along(arg="image_rotary_emb", dim=1, streams=JOINT),),
+        ),
+    ),
     leave=Leave(path="norm_out", stream="img", streams=JOINT),
     positions=("rope_embedder.rope_embedder",),
     together=REFINED,
-    lengths={"img": "x_embedder"},
 )
 
 BOOGU = TokenPlan(

@@ -98,13 +98,33 @@ class Insert:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """Tokens before all others that every rank computes whole, and that look at no other tokens.
+    The model may keep their keys and values from one evaluation to the next, and gives its blocks
+    the other tokens alone then. They are no stream of the plan's: attention gets their keys before
+    those of its streams.
+
+    ``stream``: its name in ``tokens`` and of arguments along them. ``counted_by``: the forward's
+    argument that counts them. ``kept_in``: the blocks' argument with their keys and values, empty
+    where the model gives the tokens themselves. ``forget``: the model's method that frees what it
+    kept, called when a run ends.
+    """
+
+    stream: str
+    counted_by: str
+    kept_in: str
+    forget: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Blocks:
     """A container of consecutive blocks.
 
-    ``tokens``: argument -> the streams that it holds along dim 1 (B, L, C); of a tuple, ``x.0`` is
-    its first element. Of (B, T, H, W, C) blocks get the local tokens as (B, l, 1, 1, C), and behind
-    the last block it has its shape again. ``returns``: these arguments in the order in which a
-    block returns them, where that differs, and others that it changes and every rank has whole.
+    ``tokens``: argument -> the streams that it holds along dim 1 (B, L, C), or of (L, C), without a
+    batch, along dim 0; of a tuple, ``x.0`` is its first element. Of (B, T, H, W, C) blocks get the
+    local tokens as (B, l, 1, 1, C), and behind the last block it has its shape again. ``returns``:
+    these arguments in the order in which a block returns them, where that differs, and others that
+    it changes and every rank has whole.
     ``positional`` names the arguments of a forward that takes ``*args``. ``local``: submodules that
     attend to tensors which every rank has whole (cross-attention). ``whole_queries``: submodules
     whose queries every rank has whole, and whose keys are of the stream that leaves.
@@ -116,6 +136,12 @@ class Blocks:
     runs between these blocks, or within them, and has arguments by tokens or by frames.
     ``without_options``: the submodule whose forward calls ComfyUI's ``optimized_attention`` without
     ``transformer_options``.
+
+    ``lengths``: stream -> the module whose output (B, L, C) has its rows, for streams that the
+    plan's first container gets in one argument; one of these has no entry and gets the rest.
+    ``prefix``: the tokens of the first container that are no stream. ``sliced_between``: streams
+    that the model slices and joins between blocks, by lengths from before them. There they have all
+    their rows, those of other ranks zero; each block is given its own.
     """
 
     path: str
@@ -131,10 +157,18 @@ class Blocks:
     without_options: str = ""
     interleaved: bool = False
     inserts: tuple[Insert, ...] = ()
+    lengths: Mapping[str, str] = field(default_factory=dict)
+    sliced_between: tuple[str, ...] = ()
+    prefix: Prefix | None = None
 
     def __post_init__(self) -> None:
         if not self.returns:
             object.__setattr__(self, "returns", tuple(self.tokens))
+
+    @property
+    def told(self) -> set[str]:
+        """Returns the streams whose rows are known before the tokens are."""
+        return {*self.lengths, *([self.prefix.stream] if self.prefix else [])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +223,9 @@ class TokenPlan:
     modules whose output depends on the positions of tokens and on nothing else, so that a stage may
     keep it for a run. ``together``: where PipeFusion cannot let patches run apart. ``patch_size``:
     the model's attribute that says how many latent pixels a token stands for, along each of the
-    last two dimensions or of all; or that number.
-
-    ``lengths``: stream -> the module whose output (B, L, C) has its rows, for streams that the
-    first container gets in one argument; one of these has no entry and gets the rest.
+    last two dimensions or of all; or one attribute for each; or that number. ``rebuilt``: entries
+    of dicts among the forward's arguments (``payload.layout``) that are no plain data, and that the
+    model makes anew where they are missing: they stay in ComfyUI's process.
     """
 
     family: str
@@ -203,14 +236,20 @@ class TokenPlan:
     also_attend_alone: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
     together: Together = Together()
-    patch_size: str | int = "patch_size"
-    lengths: Mapping[str, str] = field(default_factory=dict)
+    patch_size: str | int | tuple[str, ...] = "patch_size"
+    rebuilt: tuple[str, ...] = ()
 
     @property
     def why_no_stages(self) -> str:
         """Returns why PipeFusion refuses the model, in words for users; empty where it does not."""
         among = next((group.path for group in self.blocks if group.interleaved), "")
-        return among and f"its {among} run among its other blocks, so that no stage can hold a part of it"
+        if among:
+            return f"its {among} run among its other blocks, so that no stage can hold a part of it"
+        return "it keeps the keys and values of the prompt in all its blocks, of which a stage has some" if self.prefix else ""
+
+    @property
+    def prefix(self) -> Prefix | None:
+        return self.blocks[0].prefix
 
     def require_stages(self, model_class: type) -> None:
         """Raises Refused where no stage can hold a part of such a model."""
@@ -224,9 +263,11 @@ class TokenPlan:
 
     def __post_init__(self) -> None:
         for arg, streams in self.blocks[0].tokens.items():
-            if len(set(streams) - set(self.lengths)) != 1:
+            if len(set(streams) - self.blocks[0].told) != 1:
                 raise ValueError(f"The {self.family} plan must give `lengths` of all but one of the streams in {arg}.")
 
     def patch_size_of(self, model: Any) -> Any:
         """The number, or numbers, of one model."""
+        if isinstance(self.patch_size, tuple):
+            return tuple(getattr(model, name) or 1 for name in self.patch_size)
         return getattr(model, self.patch_size) if isinstance(self.patch_size, str) else self.patch_size

@@ -19,6 +19,7 @@ from .plan import TokenPlan
 
 Config = dict[str, Any]  # a ``unet_config``: the arguments that ComfyUI builds a transformer with
 Shapes = Mapping[str, tuple[int, ...]]
+Extras = dict[str, Any]  # of a prompt, beside its text
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -158,7 +159,8 @@ class Sample:
     take as long). ``latents``: a latent with an ``even`` and one with an ``odd`` number of tokens,
     or several that are sampled together, such as video and audio. ``masks`` is None where ComfyUI
     takes no attention mask. ``prompt_extras``: an empty latent -> what the family's nodes add to a
-    prompt. ``noise_mask``: an empty latent -> the mask to sample it under.
+    prompt; of two, what to the positive and what to the negative one. ``noise_mask``: an empty
+    latent -> the mask to sample it under.
     """
 
     name: str
@@ -168,9 +170,14 @@ class Sample:
     latents: Mapping[str, Any]
     larger: Mapping[str, Size] = field(default_factory=dict)
     masks: Masks | None = None
-    prompt_extras: Callable[[torch.Tensor], dict[str, Any]] | None = None
+    prompt_extras: Callable[[torch.Tensor], Extras | tuple[Extras, Extras]] | None = None
     noise_mask: Callable[[torch.Tensor], torch.Tensor] | None = None
     stands_for: tuple[str, ...] = ()
+
+    def extras(self, latent: Any, side: int = 0) -> Extras:
+        """Returns what nodes add to the positive prompt, or to the negative one (``side`` 1)."""
+        made = {} if self.prompt_extras is None else self.prompt_extras(latent)
+        return made[side] if isinstance(made, tuple) else made
 
     @property
     def bf16(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,20 @@ def taken(arguments: Mapping[str, Any], name: str) -> torch.Tensor:
     """Return the argument of a plan's ``name``, which may be an element of a tuple."""
     name, _, place = name.partition(".")
     return arguments[name][int(place)] if place else arguments[name]
+
+
+def as_BLC(tokens: torch.Tensor) -> torch.Tensor:
+    """(L, C), (B, L, C) or (B, T, H, W, C) -> (B, L, C)."""
+    return tokens.unsqueeze(0) if tokens.ndim == 2 else tokens.flatten(1, -2)
+
+
+def as_given(tokens_BLC: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    """Invert ``as_BLC``. ``grid``: what stood between batch and channels; nothing where there was
+    no batch.
+    """
+    if not grid:
+        return tokens_BLC[0]
+    return tokens_BLC.unflatten(1, grid) if len(grid) > 1 else tokens_BLC
 
 
 def put(arguments: dict[str, Any], name: str, tensor: torch.Tensor) -> None:

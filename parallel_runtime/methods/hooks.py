@@ -13,9 +13,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from ..errors import Refused
 from ..families.plan import Along, Blocks, Boundary, Leave, Ranges, TokenPlan
-from .blocks import blocks_of, put, taken
+from .blocks import as_BLC, as_given, blocks_of, put, taken
 from .inserts import Inserted, inserts_of, named
 from .node_patches import OVERRIDE, NodePatches
 from .override import Overridden
@@ -77,14 +76,14 @@ class TokenHooks:
         self._sharding = sharding
         self._rows: Rows | None = None
         self._control: dict[str, list] | None = None
-        self._told: dict[str, int] = {}  # rows of the plan's ``lengths`` in this evaluation
+        self._told: dict[str, int] = {}  # rows of ``lengths`` in this evaluation
         self._key_mask: tuple[torch.Tensor, Along] | None = None  # all rows of what the block makes its mask of
         self._shares_attention: bool | Literal["keys"] = False  # with other ranks: all of it, or keys that whole queries look at
         self._patches = NodePatches(model, plan)
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        for stream, path in self._plan.lengths.items():
+        for stream, path in self._plan.blocks[0].lengths.items():
             tell = partial(told_by, self._told, stream)
             self._handles.append(self._model.get_submodule(path).register_forward_hook(tell))
         blocks = list(blocks_of(self._model, self._plan))
@@ -107,6 +106,8 @@ class TokenHooks:
     def _attach_block(self, block: nn.Module, group: Blocks, first: bool) -> None:
         self._handles.append(block.register_forward_pre_hook(self._entering(block, group, first), with_kwargs=True))
         self._handles.append(block.register_forward_hook(lambda *_: self._share_attention(False)))
+        if group.sliced_between:
+            self._handles.append(block.register_forward_hook(lambda _block, _args, out: spread(self._rows, group, out)))
         if hasattr(block, "stands_for"):
             return
         if group.without_options:
@@ -130,6 +131,8 @@ class TokenHooks:
         """Begin an evaluation: return the arguments to call the model's forward with."""
         self._rows = None
         self._told.clear()
+        if self._plan.prefix is not None:
+            self._told[self._plan.prefix.stream] = arguments.get(self._plan.prefix.counted_by) or 0
         self._share_attention(False)
         control = arguments.get("control")
         self._control = dict(control) if control else None
@@ -141,29 +144,27 @@ class TokenHooks:
         """Free what was made of the last evaluation's arguments."""
         self._rows = self._control = self._key_mask = None
         self._patches.end()
+        if self._plan.prefix is not None:
+            getattr(self._model, self._plan.prefix.forget)()
 
     def _left(self, _module: nn.Module, _args: Any, out_BlC: torch.Tensor) -> torch.Tensor | None:
-        leave, rows = self._plan.leave, self._rows
-        if not leave.streams or rows is None:
-            return self._sharding.leave(rows, out_BlC)
-        own = out_BlC.split([rows.local[stream][1] for stream in leave.streams], dim=1)[leave.streams.index(leave.stream)]
-        gathered = self._sharding.leave(rows, own)
-        return None if gathered is None else rows.among(gathered, leave.stream, leave.streams)
+        leave = self._plan.leave
+        if self._rows is None:
+            return self._sharding.leave(None, out_BlC)
+        return gathered(self._rows, leave, self._sharding, leave.streams or (leave.stream,), out_BlC)
 
     def _left_behind(self, group: Blocks, _block: nn.Module, _args: Any, out: Any) -> Any:
         """Gather the leaving stream's rows in what the last block returned."""
         if self._rows is None:
             return None
-        grid = self._rows.grid
         returned = list(out) if isinstance(out, tuple) else [out]
         place, streams = next(
             (place, group.tokens[arg]) for place, arg in enumerate(group.returns) if self._plan.leave.stream in group.tokens.get(arg, ())
         )
-        parts = list(returned[place].split([self._rows.local[stream][1] for stream in streams], dim=1))
-        own = streams.index(self._plan.leave.stream)
-        gathered = self._sharding.leave(self._rows, parts[own].flatten(1, -2))
-        parts[own] = parts[own] if gathered is None else gathered.unflatten(1, grid) if len(grid) > 1 else gathered
-        returned[place] = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        whole = gathered(self._rows, self._plan.leave, self._sharding, streams, as_BLC(returned[place]))
+        if whole is None:
+            return None
+        returned[place] = as_given(whole, self._rows.grid)
         return tuple(returned) if isinstance(out, tuple) else returned[0]
 
     def _share_attention(self, shared: bool | Literal["keys"]) -> None:
@@ -187,8 +188,10 @@ class TokenHooks:
             arguments = bind(args, kwargs)
             if first:
                 self._enter(group, arguments)
-            if group.interleaved and self._rows is not None:
-                arguments |= {arg: self._rows.localized(arguments[arg], streams) for arg, streams in group.tokens.items()}
+            elif self._rows is not None and (group.interleaved or group.sliced_between):
+                arguments |= {
+                    arg: self._rows.localized(arguments[arg], streams, group.sliced_between) for arg, streams in group.tokens.items()
+                }
             self._key_mask = next(((arguments[item.arg], item) for item in group.along if item.masks_keys and item.arg in arguments), None)
             self._localize(arguments, (*group.along, *group.ranges))
             self._share_attention(True)
@@ -200,46 +203,26 @@ class TokenHooks:
     def _enter(self, group: Blocks, arguments: dict[str, Any]) -> None:
         tokens = {arg: taken(arguments, arg) for arg in group.tokens}
         grid = next(iter(tokens.values())).shape[1:-1]
-        tokens = {arg: one.flatten(1, -2) for arg, one in tokens.items()}
+        tokens = {arg: as_BLC(one) for arg, one in tokens.items()}
+        prefix = group.prefix
+        if prefix is not None and arguments.get(prefix.kept_in):
+            self._told[prefix.stream] = 0
         lengths: dict[str, int] = {}
         for arg, streams in group.tokens.items():
-            told = {stream: self._told.get(stream, 0) for stream in streams if stream in self._plan.lengths}
+            told = {stream: self._told.get(stream, 0) for stream in streams if stream in group.told}
             (rest,) = set(streams) - set(told)
             lengths |= {**told, rest: tokens[arg].shape[1] - sum(told.values())}
         self._rows = self._sharding.choose_rows({stream: lengths[stream] for stream in self._plan.streams})
+        if prefix is not None and self._rows is not None:
+            self._rows.keep_whole(prefix.stream, lengths[prefix.stream])
         if self._control:
-            self._bring_control(self._control, taken(arguments, next(iter(group.tokens))).device)
+            bring_control(self._control, self._plan, self._rows, self._sharding, taken(arguments, next(iter(group.tokens))).device)
             self._control = None  # the forward has it: what was brought goes with the forward
         if self._rows is None:
             return
         self._rows.grid = grid
         for arg, streams in group.tokens.items():
-            local = self._rows.slice(tokens[arg], 1, streams)
-            put(arguments, arg, local.unflatten(1, (-1,) + (1,) * (len(grid) - 1)))
-
-    def _bring_control(self, control: dict[str, list], device: torch.device) -> None:
-        """Move the local rows of the ControlNet residuals that are added here to ``device``; all
-        other rows stay where they lie. A residual that stands in several places, as hosts repeat
-        those of a net with fewer blocks, is moved once.
-        """
-        own = slice(None)
-        if self._rows is not None:
-            start, size = self._rows.local[self._plan.leave.stream]
-            own = slice(start, start + size)
-        brought: dict[tuple, torch.Tensor] = {}
-
-        def bring(rows: torch.Tensor) -> torch.Tensor:
-            key = (rows.data_ptr(), rows.shape, rows.stride(), rows.dtype)
-            if key not in brought:
-                brought[key] = rows[:, own].to(device, non_blocking=True)  # from the arena, whose pages the driver stages
-            return brought[key]
-
-        for key in {group.control for group in self._plan.blocks}:
-            if control.get(key) is not None:
-                control[key] = [
-                    bring(rows) if rows is not None and self._sharding.adds_residual(key, block) else None
-                    for block, rows in enumerate(control[key])
-                ]
+            put(arguments, arg, as_given(self._rows.slice(tokens[arg], 1, streams), (-1, 1, 1)[: len(grid)]))
 
     def _localize(self, arguments: dict[str, Any], items: Sequence[Along | Ranges | Boundary]) -> None:
         if self._rows is None:
@@ -262,6 +245,56 @@ class TokenHooks:
 def told_by(told: dict[str, int], stream: str, _module: nn.Module, _args: Any, out_BLC: torch.Tensor) -> None:
     """Note the rows of a stream, as a forward hook."""
     told[stream] = out_BLC.shape[1]
+
+
+def bring_control(control: dict[str, list], plan: TokenPlan, rows: Rows | None, sharding: Sharding, device: torch.device) -> None:
+    """Move the local rows of the ControlNet residuals that are added here to ``device``; all other
+    rows stay where they lie. A residual that stands in several places, as hosts repeat those of a
+    net with fewer blocks, is moved once.
+    """
+    own = slice(None)
+    if rows is not None:
+        start, size = rows.local[plan.leave.stream]
+        own = slice(start, start + size)
+    brought: dict[tuple, torch.Tensor] = {}
+
+    def bring(residual: torch.Tensor) -> torch.Tensor:
+        key = (residual.data_ptr(), residual.shape, residual.stride(), residual.dtype)
+        if key not in brought:
+            brought[key] = residual[:, own].to(device, non_blocking=True)  # from the arena, whose pages the driver stages
+        return brought[key]
+
+    for key in {group.control for group in plan.blocks}:
+        if control.get(key) is not None:
+            control[key] = [
+                bring(residual) if residual is not None and sharding.adds_residual(key, block) else None
+                for block, residual in enumerate(control[key])
+            ]
+
+
+def gathered(rows: Rows, leave: Leave, sharding: Sharding, streams: Sequence[str], out_BlC: torch.Tensor) -> torch.Tensor | None:
+    """Return ``out_BlC``, the local rows of ``streams``, with all rows of the one that leaves; of
+    the others as many as the model expects. None leaves it as it is.
+    """
+    parts = list(out_BlC.split([rows.local[stream][1] for stream in streams], dim=1))
+    own = streams.index(leave.stream)
+    left = sharding.leave(rows, parts[own])
+    if left is None:
+        return None
+    if leave.streams:
+        return rows.among(left, leave.stream, leave.streams)
+    parts[own] = left
+    return torch.cat(parts, dim=1) if len(parts) > 1 else left
+
+
+def spread(rows: Rows | None, group: Blocks, out: Any) -> Any:
+    """Give what a block returned all rows of the streams that the model slices behind it."""
+    if rows is None:
+        return None
+    returned = list(out) if isinstance(out, tuple) else [out]
+    for place, arg in enumerate(group.returns):
+        returned[place] = rows.spread(returned[place], group.tokens.get(arg, ()), group.sliced_between)
+    return tuple(returned) if isinstance(out, tuple) else returned[0]
 
 
 def split_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -289,50 +322,3 @@ def binder(module: nn.Module, positional: Sequence[str] = ()) -> Callable[[tuple
         return arguments
 
     return bind
-
-
-def require_fit(model: nn.Module, plan: TokenPlan) -> None:
-    """Raise Refused where the plan names a module or an argument that the model does not have: a
-    host that renamed one would be given rows that do not belong together.
-    """
-    modules = dict(model.named_modules())
-    for path in (
-        *(group.path for group in plan.blocks),
-        *plan.leave.paths,
-        *plan.positions,
-        *plan.lengths.values(),
-        *plan.together.refiners,
-    ):
-        if path not in modules:
-            raise Refused(_misfit(model, plan, path))
-    for container, index, group in blocks_of(model, plan):
-        for path in (*group.local, *group.whole_queries, *filter(None, (group.without_options,))):
-            if path not in dict(container[index].named_modules()):
-                raise Refused(_misfit(model, plan, f"{group.path}.{index}.{path}"))
-        _require_arguments(model, plan, group.path, container[index], _named(group) - {*group.positional})
-    for path in plan.leave.paths:
-        _require_arguments(model, plan, path, modules[path], _named(plan.leave))
-    for insert in inserts_of(plan):
-        module = next(named(model, insert.path), None)
-        if module is None:
-            raise Refused(_misfit(model, plan, insert.path))
-        frames = {insert.frames.tokens, *insert.frames.each, insert.frames.count} - {""} if insert.frames else set()
-        _require_arguments(model, plan, insert.path, module, {one.arg for one in insert.along} | frames)
-
-
-def _named(item: Blocks | Leave) -> set[str]:
-    tokens = (*item.tokens, *item.returns) if isinstance(item, Blocks) else ()
-    return {one.arg for one in (*item.along, *item.ranges)} | {name.partition(".")[0] for name in tokens}
-
-
-def _require_arguments(model: nn.Module, plan: TokenPlan, path: str, module: nn.Module, wanted: set[str]) -> None:
-    parameters = signature_of(module).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name in sorted(wanted - set(parameters)) if not takes_any else ():
-        raise Refused(_misfit(model, plan, f"{path}({name}=)"))
-
-
-def _misfit(model: nn.Module, plan: TokenPlan, name: str) -> str:
-    return (
-        f"{type(model).__name__} of this ComfyUI has no {name}, which the {plan.family} plan names: update PipeMesh, or sample without it."
-    )

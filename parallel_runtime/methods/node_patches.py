@@ -53,6 +53,11 @@ class NodePatches:
             del self._left_out.pop().forward
         wanted = set(blocks)
         kinds = kinds_of(self._model, self._plan) if wanted else {}
+        if self._plan.prefix is not None and wanted:
+            raise Refused(
+                f"No block of {type(self._model).__name__} can be left out in the pool: "
+                "take off the node that does so, or leave PipeMesh Parallelize out."
+            )  # the model asks every block for the keys and values that it keeps
         if any(group.interleaved for group in self._plan.blocks) and (next(iter(kinds.values()), ""), 0) in wanted:
             raise Refused(
                 f"The first block of {type(self._model).__name__} cannot be left out in the pool: "

@@ -27,7 +27,8 @@ QKV = torch.Tensor | Sequence[torch.Tensor]  # 3 x (B, h, g, D)
 
 class Call(NamedTuple):
     """One call of the host's attention, as each rank computes it for its own heads. ``mask`` is
-    the host's, of all heads and tokens in the host's order.
+    the host's, of all heads and tokens in the host's order. ``before``: keys and values of tokens
+    before those, 2 x (B, h, P, D), which every rank has whole.
     """
 
     attention: Attention
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     own: slice
     joint: Joint
     rows: Shards
+    before: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def own_heads(self) -> int:
@@ -44,6 +46,8 @@ class Call(NamedTuple):
 
     def compute(self, qkv: QKV, mask: torch.Tensor | None) -> torch.Tensor:
         """3 x (B, h, g, D) -> (B, h, g, D) by the host's own attention."""
+        if self.before is not None:
+            qkv = (qkv[0], *(torch.cat(parts, 2) for parts in zip(self.before, qkv[1:], strict=True)))
         return self.attention(*qkv, self.own_heads, mask, skip_reshape=True, skip_output_reshape=True, **self.options)
 
 
@@ -87,8 +91,14 @@ class SequenceAttention:
         joint = self._joint_of(rows, q_BHlD.shape[2])
         split, rank = Split.even(q_BHlD.shape[1], self._comm.ulysses.size), self._comm.ulysses.rank
         own = slice(split.starts[rank], split.starts[rank] + split.sizes[rank])
+        before = None
+        if more := k_BHlD.shape[2] - q_BHlD.shape[2]:
+            if self._plan.prefix is None:
+                raise ModelError(f"{q_BHlD.shape[2]} rows attend to {k_BHlD.shape[2]} others: this model needs another plan.")
+            before = k_BHlD[:, own, :more], v_BHlD[:, own, :more]
+            k_BHlD, v_BHlD = (t[:, :, more:] for t in (k_BHlD, v_BHlD))
         qkv_3BhgD, flag = self._heads_for_tokens((q_BHlD, k_BHlD, v_BHlD), split, joint)
-        out_BhgD = inner(Call(attention, kwargs, mask, split, own, joint, rows), qkv_3BhgD, flag)
+        out_BhgD = inner(Call(attention, kwargs, mask, split, own, joint, rows, before), qkv_3BhgD, flag)
         out_BlHD = self._tokens_for_heads(out_BhgD, split, joint)
         return out_BlHD.transpose(1, 2) if skip_output_reshape else out_BlHD.flatten(2)
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 class Rows:
     """The rows of each stream that are computed here: ``local`` (start, size) of its
     ``all_tokens`` rows, streams in the plan's order. ``grid``: the shape (L) or (T, H, W) in
-    which the first block is given its tokens.
+    which the first block is given its tokens; empty where they have no batch.
     """
 
     def __init__(self, all_tokens: Mapping[str, int], local: Mapping[str, tuple[int, int]]):
@@ -31,21 +31,44 @@ class Rows:
         self.grid = torch.Size()
         self._memoised: dict[tuple, tuple[Any, Any]] = {}
 
-    def slice(self, tensor: torch.Tensor, dim: int, streams: Sequence[str]) -> torch.Tensor:
-        """Return the local rows of a tensor that holds ``streams`` one after another along
-        ``dim``.
+    def keep_whole(self, stream: str, count: int) -> None:
+        """Add a stream all of whose rows are computed here, as on every rank."""
+        self.all_tokens = {**self.all_tokens, stream: count}
+        self.local = {**self.local, stream: (0, count)}
+
+    def slice(self, tensor: torch.Tensor, dim: int, streams: Sequence[str], whole: Sequence[str] | None = None) -> torch.Tensor:
+        """Return the local rows of a tensor that holds ``streams`` one after another along ``dim``:
+        all rows of each, or of those in ``whole`` and the local ones of others.
         """
         parts, offset = [], 0
         for stream in streams:
             start, size = self.local[stream]
-            parts.append(tensor.narrow(dim, offset + start, size))
-            offset += self.all_tokens[stream]
+            is_whole = whole is None or stream in whole
+            parts.append(tensor.narrow(dim, offset + (start if is_whole else 0), size))
+            offset += self.all_tokens[stream] if is_whole else size
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
-    def localized(self, tensor_BLC: torch.Tensor, streams: Sequence[str]) -> torch.Tensor:
-        """Return the local rows of a tensor that has all rows of ``streams``, or those already."""
-        whole = tensor_BLC.shape[1] == sum(self.all_tokens[stream] for stream in streams)
-        return self.slice(tensor_BLC, 1, streams) if whole else tensor_BLC
+    def localized(self, tensor_BLC: torch.Tensor, streams: Sequence[str], whole: Sequence[str] = ()) -> torch.Tensor:
+        """Return the local rows of a tensor that has all rows of ``streams``, or those already; or
+        all rows of those in ``whole``, and of others those already.
+        """
+        if whole:
+            return self.slice(tensor_BLC, 1, streams, whole)
+        is_whole = tensor_BLC.shape[1] == sum(self.all_tokens[stream] for stream in streams)
+        return self.slice(tensor_BLC, 1, streams) if is_whole else tensor_BLC
+
+    def spread(self, tensor_BlC: torch.Tensor, streams: Sequence[str], whole: Sequence[str]) -> torch.Tensor:
+        """Invert ``localized``: return all rows of the streams in ``whole``, zeros in the place of
+        those that are not local.
+        """
+        if not set(streams) & set(whole):
+            return tensor_BlC
+        parts = list(tensor_BlC.split([self.local[stream][1] for stream in streams], dim=1))
+        for place, stream in enumerate(streams):
+            if stream in whole:
+                start, size = self.local[stream]
+                parts[place] = torch.nn.functional.pad(parts[place], (0, 0, start, self.all_tokens[stream] - start - size))
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def along(self, tensor: Any, item: Along) -> Any:
         """Return the local rows of an argument that runs along tokens. Raises ModelError where the

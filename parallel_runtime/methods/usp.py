@@ -23,7 +23,8 @@ from ..errors import LayoutError
 from ..families.plan import TokenPlan
 from ..layout import Layout
 from ..patches import Part
-from .hooks import Attention, TokenHooks, blocks_of, require_fit
+from .fit import require_fit
+from .hooks import Attention, TokenHooks, blocks_of
 from .method import Facts, free_frames
 from .sequence_attention import QKV, Call, SequenceAttention
 from .shards import Rows, Shards, part_of_mask, permute_mask
@@ -148,6 +149,7 @@ def around_the_ring(
     keys = [sum(joint.counts[index * group : (index + 1) * group]) for index in range(ring.size)]
     starts = list(accumulate(keys, initial=0))
     rows = slice(starts[ring.index], starts[ring.index + 1])
+    scale = call.options.get("scale")
     partial: Partial | None = None
     failure: Exception | None = None
     flags = []
@@ -155,13 +157,15 @@ def around_the_ring(
         on_progress()
         flags.append(block.flag)
         try:
+            if partial is None and call.before is not None:
+                partial = partial_attention(qkv[0], *call.before, None, scale)
             part = None
             if mask is not None:
                 columns = slice(starts[block.source], starts[block.source + 1])
                 part = part_of_mask(mask, rows, columns, call.own, joint.active_tokens, call.heads.total)
             k, v = block.kv.to(qkv.device)
             if failure is None:
-                here = partial_attention(qkv[0], k, v, part, call.options.get("scale"))
+                here = partial_attention(qkv[0], k, v, part, scale)
                 partial = here if partial is None else merge(partial, here)
         except Exception as error:  # noqa: BLE001 raised below
             failure = failure or error

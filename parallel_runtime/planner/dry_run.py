@@ -126,7 +126,7 @@ class DryModel:
         if layout.pipefusion == 1:
             return [WARM_UP]
         text = sum(count for stream, count in whole.tokens.items() if stream != self.plan.leave.stream)
-        grid = TokenGrid.of(self._shape, self._model.diffusion_model.patch_size)
+        grid = TokenGrid.of(self._shape, self.plan.patch_size_of(self._model.diffusion_model))
         cut = grid.cut(patches or layout.pipefusion + 1, text)
         return [WARM_UP, *(Part(1, 0, (patch.start, patch.size, patch.last)) for patch in cut)]
 

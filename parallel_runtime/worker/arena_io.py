@@ -62,9 +62,10 @@ class ArenaIO:
         self._spread.update(ref.version for ref in new.values() if ref.version)
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """Returns the tensor at ``ref``. Conditioning is moved to the device once and kept there. A
-        tensor that changes with every evaluation is copied, because a model may write to it. One
-        that is ``in_place`` stays in the arena: the method moves the rows that it needs.
+        """Returns the tensor at ``ref``. Conditioning is moved to the device once, and is the same
+        object in every evaluation: a model may keep what it made of it under its identity. A tensor
+        that changes with every evaluation is copied, because a model may write to it. One that is
+        ``in_place`` stays in the arena: the method moves the rows that it needs.
 
         No copy waits for the device: the driver has staged the arena's pages when it returns.
         """
@@ -73,8 +74,6 @@ class ArenaIO:
             return view
         if not ref.version:
             return view.to(self._device, copy=True, non_blocking=True)
-        if self._device.type == "cpu":
-            return view
         if ref.version not in self._versions:
             self._versions[ref.version] = view.to(self._device, non_blocking=True)
             if len(self._versions) > KEPT_VERSIONS:

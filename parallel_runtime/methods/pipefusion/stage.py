@@ -18,7 +18,8 @@ from ...families.plan import TokenPlan
 from ...layout import Layout
 from ...patches import Part, Patch
 from ...stages import Stage, require_blocks
-from ..hooks import TokenHooks, blocks_of, require_fit
+from ..fit import require_fit
+from ..hooks import TokenHooks, blocks_of
 from ..method import Facts, Rank, free_frames
 from .clock import BlockClock
 from .kv_buffer import KVBuffers

@@ -77,9 +77,9 @@ class StageHooks:
         if index == self._stage.first:
             self._handles.append(block.register_forward_pre_hook(self._entering(group), with_kwargs=True))
         self._handles.append(block.register_forward_pre_hook(lambda *_: self._clock.note(index, self._messages.is_on_cuda)))
-        self._handles.append(block.register_forward_hook(lambda *_: self._clock.note(index, self._messages.is_on_cuda)))
-        if index == self._stage.end - 1 and not self._stage.is_last:
-            self._handles.append(block.register_forward_hook(self._leaving))
+        if index == self._stage.end - 1 and not self._stage.is_last:  # as the block returns it: before TokenHooks give it other rows
+            self._handles.append(block.register_forward_hook(self._leaving, prepend=True))
+        self._handles.append(block.register_forward_hook(lambda *_: self._clock.note(index, self._messages.is_on_cuda), prepend=True))
 
     def detach(self) -> None:
         for handle in self._handles:

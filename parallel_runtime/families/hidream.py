@@ -1,0 +1,78 @@
+"""HiDream I1 and E1 (comfy/ldm/hidream/model.py@0.30.0): image before text, a mixture of experts in
+every block.
+
+Behind the text that the blocks change stand, in every block, other tokens: a layer of the language
+model that read the prompt. E1 puts the given picture beside the latent.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from .plan import Along, Blocks, Leave, Together, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
+
+JOINT = ("img", "txt")
+ROPE = (Along(arg="rope", dim=1, streams=JOINT),)
+TXT = ("txt",)
+
+PLAN = TokenPlan(
+    family="hidream",
+    models=("comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",),
+    streams=JOINT,
+    blocks=(
+        Blocks(path="double_stream_blocks", tokens={"image_tokens": ("img",), "text_tokens": TXT}, along=ROPE, sliced_between=TXT),
+        Blocks(path="single_stream_blocks", tokens={"image_tokens": JOINT}, along=ROPE, sliced_between=TXT),
+    ),
+    leave=Leave(path="final_layer", stream="img"),
+    positions=("pe_embedder",),
+    together=Together(arguments=("image_cond",)),
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(2, 2))
+
+
+def config(size: Size) -> Config:
+    """Every token goes to both experts: a choice between two that are as good would hang on the
+    last bit.
+    """
+    double_blocks, single_blocks = size.blocks
+    return {
+        "image_model": "hidream",
+        "attention_head_dim": size.head_dim,
+        "axes_dims_rope": [8, 4, 4],
+        "caption_channels": [size.text_dim, size.text_dim],
+        "max_resolution": [128, 128],
+        "in_channels": 16,
+        "out_channels": 16,
+        "llama_layers": list(range(double_blocks + single_blocks)),
+        "num_attention_heads": size.heads,
+        "num_routed_experts": 2,
+        "num_activated_experts": 2,
+        "num_layers": double_blocks,
+        "num_single_layers": single_blocks,
+        "patch_size": 2,
+        "text_emb_dim": size.pooled_dim,
+    }
+
+
+def prompt(latent: torch.Tensor, edit: bool = False) -> dict[str, Any]:
+    """What the language model read, layer by layer; for an edit, the picture too."""
+    generator = torch.Generator().manual_seed(4)
+    read = {"conditioning_llama3": torch.randn(1, 4, 7, 64, generator=generator)}
+    return {**read, **({"concat_latent_image": torch.randn(latent.shape, generator=generator)} if edit else {})}
+
+
+FORM = Form(config_class="HiDream", config=config)
+sample = partial(Sample, form=FORM, heads=(5,), tiny=tiny, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
+
+HIDREAM = Family(
+    plans=(PLAN,),
+    samples=(
+        sample(name="hidream-i1", prompt_extras=prompt),
+        sample(name="hidream-e1", prompt_extras=partial(prompt, edit=True)),
+    ),
+)

@@ -1,0 +1,83 @@
+"""MiniMax H3 (comfy/ldm/minimax/model.py@0.30.0): text, references, audio and video are one
+sequence without a batch, whose parts have modulations of their own.
+
+Audio and video leave behind the blocks by ranges of all tokens, so that all leave there.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from .plan import Along, Blocks, Leave, Ranges, Together, TokenPlan
+from .sample import Config, Family, Form, Sample, Size
+
+ALL = ("tokens",)
+
+PLAN = TokenPlan(
+    family="minimax",
+    models=("comfy.ldm.minimax.model:MiniMaxH3Model",),
+    streams=ALL,
+    blocks=(
+        Blocks(
+            path="blocks",
+            tokens={"x": ALL},
+            along=(Along(arg="rope_freqs", dim=1, streams=ALL),),
+            ranges=(Ranges(arg="mod_segments", streams=ALL),),
+        ),
+    ),
+    leave=Leave(path="blocks", stream="tokens"),
+    together=Together(always="its audio, which attends to the whole video"),
+    rebuilt=("minimax_payload.layout",),
+)
+
+
+def tiny(heads: int) -> Size:
+    return Size(heads=heads, head_dim=16, blocks=(5,))
+
+
+def config(size: Size) -> Config:
+    return {
+        "image_model": "minimax_h3",
+        "hidden_size": size.hidden,
+        "num_layers": size.blocks[0],
+        "token_refiner_num_layers": 1,
+        "num_attention_heads": size.heads,
+        "attention_head_dim": size.head_dim,
+        "ffn_hidden_size": 96,
+        "text_dim": size.text_dim,
+        "timestep_input_dim": 32,
+        "time_embed_hidden_size": 48,
+        "time_embed_dim": 40,
+        "rope_inv_freq_len": 2,
+    }
+
+
+def references(_latent: Any) -> dict[str, Any]:
+    """A picture, a video with its sound, and the tokens of the text that show them."""
+    generator = torch.Generator().manual_seed(4)
+    picture, video = (torch.randn(1, 24, *size, generator=generator) for size in ((1, 4, 6), (2, 4, 4)))
+    sound = torch.randn(1, 32, 2, 3, generator=generator)
+    of_picture = {"kind": "image", "latent": picture, "latent_h": 4, "latent_w": 6}
+    of_video = {
+        "kind": "video_audio",
+        "latent": video,
+        "latent_t": 2,
+        "latent_h": 4,
+        "latent_w": 4,
+        "audio_latent": sound,
+        "ref_audio_t": 3,
+    }
+    return {"minimax_refs": [of_picture, of_video], "minimax_token_tags": torch.tensor([1, 1, 0, 0, 0] + [1] * 27)}
+
+
+LATENTS = {"even": ((1, 24, 3, 8, 6), (1, 32, 2, 5)), "odd": ((1, 24, 3, 5, 4), (1, 32, 2, 3))}
+sample = partial(Sample, form=Form(config_class="MiniMaxH3", config=config), heads=(5,), tiny=tiny, latents=LATENTS)
+
+MINIMAX = Family(
+    plans=(PLAN,),
+    samples=(
+        sample(name="minimax-h3"),
+        sample(name="minimax-h3-referring", prompt_extras=references),
+    ),
+)

@@ -1,0 +1,61 @@
+"""Check that a token plan fits the model of this host."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+from ..errors import Refused
+from ..families.plan import Blocks, Leave, TokenPlan
+from .blocks import blocks_of
+from .hooks import signature_of
+from .inserts import inserts_of, named
+
+
+def require_fit(model: nn.Module, plan: TokenPlan) -> None:
+    """Raise Refused where the plan names a module or an argument that the model does not have: a
+    host that renamed one would be given rows that do not belong together.
+    """
+    modules = dict(model.named_modules())
+    told = [path for group in plan.blocks for path in (group.path, *group.lengths.values())]
+    for path in (*told, *plan.leave.paths, *plan.positions, *plan.together.refiners):
+        if path not in modules:
+            raise Refused(_misfit(model, plan, path))
+    if plan.prefix is not None:
+        forward = getattr(type(model), "_forward", type(model).forward)
+        for name, there in ((plan.prefix.counted_by, inspect.signature(forward).parameters), (plan.prefix.forget, dir(model))):
+            if name not in there:
+                raise Refused(_misfit(model, plan, name))
+    for container, index, group in blocks_of(model, plan):
+        for path in (*group.local, *group.whole_queries, *filter(None, (group.without_options,))):
+            if path not in dict(container[index].named_modules()):
+                raise Refused(_misfit(model, plan, f"{group.path}.{index}.{path}"))
+        _require_arguments(model, plan, group.path, container[index], _named(group) - {*group.positional})
+    for path in plan.leave.paths:
+        _require_arguments(model, plan, path, modules[path], _named(plan.leave))
+    for insert in inserts_of(plan):
+        module = next(named(model, insert.path), None)
+        if module is None:
+            raise Refused(_misfit(model, plan, insert.path))
+        frames = {insert.frames.tokens, *insert.frames.each, insert.frames.count} - {""} if insert.frames else set()
+        _require_arguments(model, plan, insert.path, module, {one.arg for one in insert.along} | frames)
+
+
+def _named(item: Blocks | Leave) -> set[str]:
+    tokens = (*item.tokens, *item.returns) if isinstance(item, Blocks) else ()
+    tokens += (item.prefix.kept_in,) if isinstance(item, Blocks) and item.prefix else ()
+    return {one.arg for one in (*item.along, *item.ranges)} | {name.partition(".")[0] for name in tokens}
+
+
+def _require_arguments(model: nn.Module, plan: TokenPlan, path: str, module: nn.Module, wanted: set[str]) -> None:
+    parameters = signature_of(module).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in sorted(wanted - set(parameters)) if not takes_any else ():
+        raise Refused(_misfit(model, plan, f"{path}({name}=)"))
+
+
+def _misfit(model: nn.Module, plan: TokenPlan, name: str) -> str:
+    return (
+        f"{type(model).__name__} of this ComfyUI has no {name}, which the {plan.family} plan names: update PipeMesh, or sample without it."
+    )
