@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from pipemesh.launcher.comfyui.server import CUSTOM_NODES, ComfyServer
+from pipemesh.launcher.comfyui.server import CUSTOM_NODES, ROOT, ComfyServer
 from pipemesh.launcher.commands.demo import node
 from safetensors.torch import load_file
 
@@ -20,6 +20,8 @@ def start(host, models, *, pack=True):
     """``pack``: PipeMesh is among its packs."""
     packs = {name: folder for name, folder in CUSTOM_NODES.items() if pack or name != "pipemesh"}
     packs["foreign"] = Path(__file__).with_name("foreign_pack")
+    if pack:
+        packs["stand_ins.py"] = ROOT / "launcher" / "templates" / "stand_ins" / "pack.py"
     server = ComfyServer(host, env={"OMP_NUM_THREADS": "1"}, custom_nodes=packs)
     for folder, name in (("diffusion_models", "model"), ("loras", "lora")):
         target = server.models / folder / f"{name}.safetensors"

@@ -90,7 +90,9 @@ def stand_in_for_loaders() -> None:
 
 
 def stand_in(original: Any, make: Callable[..., Outputs]) -> type:
-    """A node class with the inputs and outputs of ``original`` that takes any file name."""
+    """A node class with the inputs and outputs of ``original`` that takes any file name. A file
+    that is there it loads as ever.
+    """
 
     def unchanged(cls: type, **_: Any) -> str:
         return ""
@@ -98,23 +100,26 @@ def stand_in(original: Any, make: Callable[..., Outputs]) -> type:
     def takes_any(cls: type, **_: Any) -> bool:
         return True
 
+    own: Any = original
     if inspect.isclass(original) and issubclass(original, io.ComfyNode):
 
         def execute(cls: type, **given: Any) -> io.NodeOutput:
-            return io.NodeOutput(*make(**given))
+            return own.execute(**given) if is_there(given) else io.NodeOutput(*make(**given))
 
         methods = {"execute": execute, "validate_inputs": takes_any, "fingerprint_inputs": unchanged}
         return type(original.__name__, (original,), {name: classmethod(method) for name, method in methods.items()})
 
     def load(self: Any, **given: Any) -> Outputs:
-        return make(**given)
+        return getattr(own, own.FUNCTION)(self, **given) if is_there(given) else make(**given)
 
-    own = {
-        original.FUNCTION: load,  # pyright: ignore[reportAttributeAccessIssue]
-        "VALIDATE_INPUTS": classmethod(takes_any),
-        "IS_CHANGED": classmethod(unchanged),
-    }
-    return type(original.__name__, (original,), own)
+    replaced = {own.FUNCTION: load, "VALIDATE_INPUTS": classmethod(takes_any), "IS_CHANGED": classmethod(unchanged)}
+    return type(original.__name__, (original,), replaced)
+
+
+def is_there(given: Mapping[str, Any]) -> bool:
+    """Whether a node is given the name of a file that is in one of ComfyUI's folders of models."""
+    names = [value for value in given.values() if isinstance(value, str) and value]
+    return any(folder_paths.get_full_path(folder, name) for folder in folder_paths.folder_names_and_paths for name in names)
 
 
 class Cut:
