@@ -265,13 +265,12 @@ def test_what_other_nodes_hold_and_no_pool_can_be_is_refused_at_the_pool(server,
     assert kinds == {"pipemesh.LayoutError"}, "the frontend shows it before the sentence: no path of this machine"
 
 
-def test_an_in_block_patch_is_an_error_at_the_node_that_names_it(server, truth):
-    skip = {"double_layers": "0", "single_layers": "0", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0, "rescaling_scale": 0.0}
-    error = server.run(graph("slg", between=[("SkipLayerGuidanceDiT", skip)])).error
+def test_a_packs_code_in_the_blocks_is_an_error_at_the_node_that_names_it(server, truth):
+    error = server.run(graph("patched", between=[("TestAttentionPatch", {})])).error
     assert error.kind == "failed"
     assert error.class_type == "KSampler"
-    assert "nodes_slg" in error.message and "remove the node" in error.message
-    assert relative_error(latent(server, graph("after_slg"))[0], truth) <= BOUND
+    assert "halved_keys" in error.message and "remove the node" in error.message
+    assert relative_error(latent(server, graph("after_patched"))[0], truth) <= BOUND
 
 
 def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh_pool(server, truth):
