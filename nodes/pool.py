@@ -50,12 +50,20 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
             pipefusion: int | None = PoolSettings.pipefusion,
             patches: int | None = PoolSettings.patches,
             stages: str | None = PoolSettings.stages,
+            layout: str | None = PoolSettings.layout,
         ) -> bool | str:
             """None is a linked input. ``warm_up`` is left to ComfyUI, as nothing else depends on
             it.
             """
             return runtime.check(
-                devices=devices, ulysses=ulysses, ring=ring, backend=backend, pipefusion=pipefusion, patches=patches, stages=stages
+                devices=devices,
+                ulysses=ulysses,
+                ring=ring,
+                backend=backend,
+                pipefusion=pipefusion,
+                patches=patches,
+                stages=stages,
+                layout=layout,
             )
 
         @classmethod

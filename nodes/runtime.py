@@ -31,7 +31,7 @@ from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
 from .report.figures import MemoryFigures, PoolFigures, RankFigures, Report, last_run
-from .settings import PLACED_BY, Choice, PoolSettings
+from .settings import PLACED_BY, Choice, PoolSettings, how_many
 
 log = logging.getLogger("pipemesh")
 
@@ -87,7 +87,7 @@ class Runtime:
     def default_choice(self) -> Choice:
         """Choose all GPUs, or two ranks on the CPU."""
         gpus = visible_gpus(comfy.cli_args.args.cpu)
-        return Choice(place(Layout(ulysses=len(gpus) or 2), "auto", "auto", gpus))
+        return Choice(place(Layout(ulysses=how_many("auto", gpus)), "auto", "auto", gpus))
 
     def check(self, **values: Any) -> bool | str:
         """Check what is known of these inputs: True, or the sentence that says what is wrong. None
@@ -96,7 +96,9 @@ class Runtime:
         known = {name: value for name, value in values.items() if value is not None}
         try:
             settings = PoolSettings.checked(known)
-            settings.layout()
+            if "layout" in values.keys() - known.keys():
+                return True
+            settings.degrees()
             if not PLACED_BY & (values.keys() - known.keys()):
                 self._placed(settings)
             settings.patching()

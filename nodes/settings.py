@@ -17,7 +17,9 @@ from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 
 MOST_DIGITS = 6  # of a number of blocks
-PLACED_BY = {"devices", "ulysses", "ring", "pipefusion"}  # inputs without which no rank has a device
+BY_HAND, AUTO = "by hand", "auto"
+CPU_RANKS = 2  # where ComfyUI sees no GPU
+PLACED_BY = {"devices", "ulysses", "ring", "pipefusion", "layout"}  # inputs without which no rank has a device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +73,9 @@ def number(default: int, least: int, most: int, tooltip: str, *, optional: bool 
     return field(default=default, metadata={"takes": takes})
 
 
-def one_of(options: tuple[str, ...], tooltip: str, *, advanced: bool | None = None) -> str:
+def one_of(options: tuple[str, ...], tooltip: str, *, optional: bool = False, advanced: bool | None = None) -> str:
     """The first of ``options`` is the default."""
-    takes = TakesOneOf(tooltip=tooltip, advanced=advanced, default=options[0], options=options)
+    takes = TakesOneOf(tooltip=tooltip, optional=optional, advanced=advanced, default=options[0], options=options)
     return field(default=options[0], metadata={"takes": takes})
 
 
@@ -134,6 +136,12 @@ class PoolSettings:
         optional=True,
         advanced=True,
     )
+    layout: str = one_of(
+        (BY_HAND, AUTO),
+        "auto: every device shares each image, with the same result as on one GPU; the other inputs do not count. "
+        "by hand: as the other inputs say.",
+        optional=True,
+    )
 
     @classmethod
     def inputs(cls) -> dict[str, Takes]:
@@ -148,13 +156,17 @@ class PoolSettings:
             inputs[name].check(name, value)
         return cls(**values)
 
-    def layout(self) -> Layout:
-        """Raises LayoutError."""
+    def degrees(self, gpus: tuple[Device, ...] = ()) -> Layout:
+        """Return what is asked for; where ``layout`` is auto, that depends on the devices. Raises
+        LayoutError.
+        """
+        if self.layout == AUTO:
+            return Layout(ulysses=how_many(self.devices, gpus))
         return Layout(ulysses=self.ulysses, ring=self.ring, pipefusion=self.pipefusion)
 
     def place(self, gpus: tuple[Device, ...]) -> Placement:
         """Raises LayoutError with the equation that fails."""
-        return place(self.layout(), self.devices, self.backend, gpus)
+        return place(self.degrees(gpus), self.devices, "auto" if self.layout == AUTO else self.backend, gpus)
 
     def patching(self) -> Patching | None:
         """Return how stages share out patches and blocks; None where there are no stages.
@@ -162,7 +174,7 @@ class PoolSettings:
         UI. Raises LayoutError.
         """
         stages, sizes = self.pipefusion, blocks_of_stages(self.stages)
-        if stages == 1:
+        if stages == 1 or self.layout == AUTO:
             return None
         if sizes and len(sizes) != stages:
             raise LayoutError(
@@ -173,6 +185,12 @@ class PoolSettings:
                 f"patches {self.patches}, pipefusion {stages}: some stages would always wait, choose at least as many patches as stages."
             )
         return Patching(self.patches or stages + 1, self.warm_up, sizes)
+
+
+def how_many(devices: str, gpus: tuple[Device, ...]) -> int:
+    """Count the devices that a text lists; ``auto`` stands for all GPUs."""
+    names = [name.strip() for name in devices.split(",") if name.strip()] or ["auto"]
+    return len(gpus) or CPU_RANKS if names == ["auto"] else CPU_RANKS if names == ["cpu"] else len(names)
 
 
 def blocks_of_stages(text: str) -> tuple[int, ...]:

@@ -1,6 +1,8 @@
 """PipeMesh Pool: what it hands out, and what changes without another pool."""
 
+import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,3 +181,42 @@ def test_the_host_counts_a_stages_part_of_the_weights(files, client, requests):
     whole = parallelize(model, client, holds_ui_device=1.0)
     stage = parallelize(model, client, holds_ui_device=0.5, patching=Patching(3))
     assert 0 < stage.model_size() == whole.model_size() // 2
+
+
+# -- layout
+
+
+def test_auto_takes_every_device_and_no_other_input_counts(node):
+    by_hand = STAGES | {"pipefusion": 3, "patches": 4, "backend": "gloo"}
+    for devices, ranks in {"auto": 2, "cpu": 2, "cpu, cpu ,cpu": 3}.items():
+        assert node.validate_inputs(**by_hand | {"devices": devices, "layout": "auto"}) is True
+        (choice,) = node.execute(**by_hand | {"devices": devices, "layout": "auto"}).result
+        assert (choice.placement.layout, len(choice.placement.devices), choice.patching) == (Layout(ulysses=ranks), ranks, None)
+
+
+def test_auto_takes_all_gpus(node, monkeypatch):
+    gpus = tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(3))
+    monkeypatch.setattr("pipemesh.nodes.runtime.visible_gpus", lambda cpu_only: gpus)
+    (choice,) = node.execute(**STAGES, layout="auto").result
+    assert (choice.placement.layout, choice.placement.backend) == (Layout(ulysses=2), "gloo"), "cpu was chosen"
+    (choice,) = node.execute(**STAGES | {"devices": "auto"}, layout="auto").result
+    assert (choice.placement.layout, choice.placement.devices, choice.placement.backend) == (Layout(ulysses=3), gpus, "nccl")
+    (choice,) = node.execute(devices="auto", ulysses=2, backend="auto").result
+    assert choice.placement.devices == gpus[:2], "without a layout, the degrees count"
+
+
+def test_a_linked_layout_is_queued_whatever_the_degrees_are(node):
+    assert node.validate_inputs(**STAGES | {"devices": "cpu,cpu,cpu"}, layout=None) is True
+    assert "3 devices listed" in node.validate_inputs(**STAGES | {"devices": "cpu,cpu,cpu"}, layout="by hand")
+
+
+def test_a_workflow_saved_by_0_1_means_what_it_meant(node):
+    from pipemesh.launcher.templates.graph import api_prompt
+
+    saved = json.loads((Path(__file__).parent / "saved" / "workflow_0_1.json").read_text(encoding="utf-8"))
+    (pool,) = (one for one in saved["nodes"] if one["type"] == "PipeMeshPool")
+    pool["widgets_values"] = ["cpu", 3, "gloo"]
+    info = {"PipeMeshPool": node.GET_NODE_INFO_V1()}
+    (queued,) = api_prompt(saved | {"nodes": [pool], "links": []}, info).values()
+    (choice,) = node.execute(**queued["inputs"]).result
+    assert (choice.placement.layout, choice.patching) == (Layout(ulysses=3), None)
