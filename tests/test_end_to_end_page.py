@@ -1,0 +1,78 @@
+"""What a user sees in ComfyUI's own page: the switch of auto mode, the badge of a node that sampled
+on one GPU, and the folded pool node. By command: test --browser.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .chromium import Page
+from .served import graph
+
+pytestmark = pytest.mark.browser
+
+READY = """new Promise(done => {
+  const look = () => window.app?.extensionManager?.workflow?.activeWorkflow ? done(true) : requestAnimationFrame(look)
+  look()
+})"""
+UNTIL = """new Promise(done => {
+  const look = () => (%s) ? done(true) : requestAnimationFrame(look)
+  look()
+})"""
+POOL = "app.graph.nodes.find(node => node.type == 'PipeMeshPool')"
+SHOWN = f"{POOL}.widgets.filter(widget => !widget.hidden).map(widget => [widget.name, widget.value])"
+NEW = "(() => { app.graph.clear(); app.graph.add(LiteGraph.createNode('PipeMeshPool')); return true })()"
+CHOOSE = f"(() => {{ const one = {POOL}.widgets.find(widget => widget.name == 'layout'); one.value = %s; one.callback(one.value) }})()"
+QUEUED = "(async () => Object.values((await app.graphToPrompt()).output).find(one => one.class_type == 'PipeMeshPool').inputs)()"
+BADGES = "app.graph.nodes.find(node => node.type == 'KSampler').badges.map(badge => (typeof badge == 'function' ? badge() : badge).text)"
+FOLDED = [["devices", "auto"], ["layout", "auto"]]
+
+
+@pytest.fixture(scope="module")
+def page(server):
+    server.post("/settings/Comfy.TutorialCompleted", True)
+    with Page(f"http://{server.address}") as opened:
+        opened.evaluate(READY)
+        yield opened
+    server.post("/settings/PipeMesh.Auto", False)
+
+
+def numbered(nodes):
+    """The page takes numbers for ids only."""
+    ids, text = {name: str(number) for number, name in enumerate(nodes, 1)}, json.dumps(nodes)
+    for name, number in ids.items():
+        text = text.replace(f'["{name}", 0]', f'["{number}", 0]').replace(f'"{name}": {{"class_type"', f'"{number}": {{"class_type"')
+    return json.loads(text)
+
+
+def test_the_switch_in_the_settings_reaches_the_server_and_a_node_on_one_gpu_has_a_badge(server, page):
+    assert page.evaluate("app.extensionManager.setting.get('PipeMesh.Auto')") is False
+    page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', true)")
+    assert server.get("/settings")["PipeMesh.Auto"] is True and server.get("/pipemesh/status")["auto"]["on"] is True
+    nodes = numbered(graph("page", parallel=False))
+    nodes["1"] = {"class_type": "TestUNet", "inputs": {}}
+    page.evaluate(f"app.loadApiJson({json.dumps(nodes)}, 'page')")
+    assert "1 GPU" not in page.evaluate(BADGES)
+    page.evaluate("app.queuePrompt(0)")
+    page.evaluate(UNTIL % f"{BADGES}.includes('1 GPU')")
+    page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', false)")
+    page.evaluate("app.queuePrompt(0)")
+    page.evaluate(UNTIL % f"!{BADGES}.includes('1 GPU')")
+
+
+def test_a_new_pool_node_is_folded_and_unfolds(page):
+    page.evaluate(NEW)
+    assert page.evaluate(SHOWN) == FOLDED
+    page.evaluate(CHOOSE % "'by hand'")
+    assert len(page.evaluate(SHOWN)) > len(FOLDED)
+    page.evaluate(CHOOSE % "'auto'")
+    assert page.evaluate(SHOWN) == FOLDED
+
+
+def test_a_workflow_saved_by_0_1_opens_unfolded_and_is_queued_as_it_was(page):
+    saved = json.loads((Path(__file__).parent / "saved" / "workflow_0_1.json").read_text(encoding="utf-8"))
+    page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
+    inputs = page.evaluate(QUEUED)
+    assert (inputs["layout"], inputs["devices"], inputs["ulysses"], inputs["backend"]) == ("by hand", "auto", 2, "auto")
+    assert ["ulysses", 2] in page.evaluate(SHOWN)
