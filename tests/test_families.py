@@ -2,6 +2,7 @@
 family is exact under every method is in test_parity.py.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -156,13 +157,23 @@ def test_what_tokens_move_to_matters_so_that_dropping_it_would_show(name, given)
     assert relative_error(other, truth) > 100 * BOUND
 
 
-def test_a_face_moves_the_tokens_of_its_own_frames_whichever_patch_they_are_in():
-    """In one process, and by pictures that cost nothing to look at."""
-    model = Model(Case("wan-animate", "ulysses1", "odd", 5, 1.0, False, "euler"))
+def with_faces(plan=None):
+    """A model that looks at faces, by pictures that cost nothing to look at, and what it is asked
+    without them and with them.
+    """
+    model = Model(Case("wan-animate", "ulysses1", "odd", 5, 1.0, False, "euler"), plan)
     model.module.motion_encoder.get_motion = lambda pictures: torch.nn.functional.pad(pictures.flatten(1), (0, 464))
-    faces = {"face_pixel_values": torch.randn(1, 3, 5, 4, 4, generator=torch.Generator().manual_seed(3))}
-    asked = {**model.asked[0], **faces}
+    faces = torch.randn(1, 3, 5, 4, 4, generator=torch.Generator().manual_seed(3))
+    return model, model.asked[0], {**model.asked[0], "face_pixel_values": faces}
+
+
+def test_a_face_moves_the_tokens_of_its_own_frames_whichever_patch_they_are_in():
+    """In one process."""
+    model, without, asked = with_faces()
     truth = model.serial(asked)
-    assert relative_error(truth, model.serial(model.asked[0])) > 100 * BOUND, "the face does nothing"
+    assert relative_error(truth, model.serial(without)) > 100 * BOUND, "the face does nothing"
     model.warm(asked)
     assert relative_error(model.round(asked, 5), truth) <= BOUND
+    less, _, asked = with_faces(replace(model.plan, blocks=(replace(model.plan.blocks[0], inserts=()),)))
+    less.warm(asked)
+    assert relative_error(less.round(asked, 5), truth) > 100 * BOUND
