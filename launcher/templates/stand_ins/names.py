@@ -215,24 +215,12 @@ MODELS: Table[ModelShape] = (
     (r"joyai", ModelShape(sample="joyimage-edit")),
     (r"minimax_h3", ModelShape(sample="minimax-h3")),
     (r"seedvr2", ModelShape(sample="seedvr2")),
-    (r"void_pass", ModelShape(sample="cogvideox")),
+    (r"void_pass", ModelShape(sample="cogvideox-1.5-inpaint")),
     (r"pixeldit", ModelShape(sample="pixeldit")),
     (r"pid_", ModelShape(sample="pid")),
     (r"lotus", ModelShape(sample="", form=DEPTH_UNET)),
 )
-UNPLANNED = {  # what no sample of the registry stands for yet, or ever: the transformer, which says why
-    "hidream-i1": "comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",
-    "hidream-o1": "comfy.ldm.hidream_o1.model:HiDreamO1Transformer",
-    "minimax-h3": "comfy.ldm.minimax.model:MiniMaxH3Model",
-    "wan-s2v": "comfy.ldm.wan.model:WanModel_S2V",
-    "wan-humo": "comfy.ldm.wan.model:HumoWanModel",
-    "wan-dancer": "comfy.ldm.wan.model_wandancer:WanDancerModel",
-    "wan-animate": "comfy.ldm.wan.model_animate:AnimateWanModel",
-    "cogvideox": "comfy.ldm.cogvideo.model:CogVideoXTransformer3DModel",
-    "pixeldit": "comfy.ldm.pixeldit.model:PixDiT_T2I",
-    "pid": "comfy.ldm.pixeldit.pid:PidNet",
-    "seedvr2": "comfy.ldm.seedvr.model:NaDiT",
-}
+UNPLANNED = {"seedvr2": "comfy.ldm.seedvr.model:NaDiT"}  # what no sample stands for: the transformer, which says why
 FORMATS: Table[str] = (
     (r"int8_convrot", "int8_convrot"),
     (r"int8", "int8"),
@@ -271,6 +259,9 @@ SOUNDS: Table[SoundShape] = (
 )
 
 
+STEP_TOKEN = 151673
+
+
 def open_mask(count: int, draw: Callable[..., torch.Tensor]) -> dict[str, Any]:
     return {"attention_mask": torch.ones(1, count, dtype=torch.long)}
 
@@ -288,6 +279,16 @@ def words(count: int, draw: Callable[..., torch.Tensor]) -> dict[str, Any]:
     return {"t5xxl_ids": (draw(count).abs() * 1000).int(), "t5xxl_weights": torch.ones(count)}
 
 
+def numbers(count: int, draw: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    """A prompt as the numbers of its tokens; behind the last the one that becomes the step."""
+    return {"text_input_ids": torch.cat((draw(1, count).abs() * 1000, torch.tensor([[STEP_TOKEN]])), 1).long()}
+
+
+def tags(count: int, draw: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    """All of a prompt is text."""
+    return {"minimax_token_tags": torch.ones(count, dtype=torch.long)}
+
+
 def unprocessed(count: int, draw: Callable[..., torch.Tensor]) -> dict[str, Any]:
     return {"unprocessed_ltxav_embeds": True}
 
@@ -295,7 +296,8 @@ def unprocessed(count: int, draw: Callable[..., torch.Tensor]) -> dict[str, Any]
 TEXTS: Table[TextShape] = (  # by a CLIP loader's type and file names
     (r"ltxav|gemma_3_12B", TextShape(extras=unprocessed)),
     (r"hunyuan_video_15|hunyuan_image", TextShape(extras=glyphs)),
-    (r"hidream_o1", TextShape()),
+    (r"hidream_o1", TextShape(width=1, extras=numbers)),
+    (r"minimax", TextShape(extras=tags)),
     (r"hidream", TextShape(extras=layers)),
     (r"qwen_3_06b", TextShape(width=1024, extras=words)),
     (r"omnigen2|boogu|lumina2|NetaYume|ideogram4|lens|joyimage|newbie|pixeldit|ltxv|ltx-video", TextShape(extras=open_mask)),
