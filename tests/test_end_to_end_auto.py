@@ -109,14 +109,24 @@ def test_a_picture_carries_the_prompt_and_the_workflow_that_were_queued_byte_for
     before, ours = runs(auto), picture(auto, nodes, "auto")
     assert runs(auto) > before
     assert ours.text["workflow"] == json.dumps(WORKFLOW)
-    assert ours.text["prompt"] == json.dumps(nodes)
+    assert queued(ours) == json.dumps(nodes)
     switch(auto, False)
-    assert max(most for _least, most in difference(picture(auto, anew(nodes), "auto"), ours)) <= 1
+    stock = picture(auto, anew(nodes), "auto")
+    assert stock.text["prompt"].replace("0.99995", "1.0") == ours.text["prompt"]
+    assert max(most for _least, most in difference(stock, ours)) <= 1
     if ALL:
         with start(host, models, pack=False) as without:
             stock = picture(without, nodes, "auto")
-        assert stock.info == ours.info
+        assert stock.text["workflow"] == ours.text["workflow"] and queued(stock) == queued(ours)
         assert max(most for _least, most in difference(stock, ours)) <= 1
+
+
+def queued(image):
+    """The prompt that it carries, without what ComfyUI notes there of nodes that say whether they
+    have changed: stand-ins of the tests do.
+    """
+    prompt = json.loads(image.text["prompt"])
+    return json.dumps({name: {key: value for key, value in one.items() if key != "is_changed"} for name, one in prompt.items()})
 
 
 def difference(one, other):
