@@ -44,7 +44,7 @@ def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layou
     """A sequence's ranks on CPUs need it again at the next run, which would wait for the system."""
     memory, ended = Counted(), []
     handler = RequestHandler(SimpleNamespace(rank=0, degrees=layout.degrees()), torch.device("cpu"), memory, None, away=False)
-    handler.models["m"] = SimpleNamespace(method=SimpleNamespace(end_run=lambda: ended.append("m")))
+    handler.models["m"] = SimpleNamespace(end_run=lambda: ended.append("m"))
     handler.handle(EndRun(request=1, model="m"), [], None)
     assert (ended, memory.done) == (["m"], [done])
 

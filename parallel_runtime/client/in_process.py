@@ -16,6 +16,7 @@ from comfy.patcher_extension import CallbacksMP
 from ..comfy_bridge.by_name import restored
 from ..comfy_bridge.forward import forward_binder, forward_name, forward_patch
 from ..comfy_bridge.guard import require_plan
+from ..comfy_bridge.in_block import IN_BLOCK, InBlockPatches, put_patches
 from ..comfy_bridge.options import CrossingOptions
 from ..families.plan import TokenPlan
 from ..methods.pipefusion.reference import PatchForward
@@ -61,14 +62,23 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
     backend = InOneProcess(model, plan, getattr(model, forward_name(model)))
     sampling = Patchwise(backend, plan.patch_size_of(model), plan, patches, warm_up, notice)
     bind, crossing = forward_binder(model, name), CrossingOptions()
+    of_nodes: list[InBlockPatches] = []  # the run's
+    patches_here: list[tuple[str, Callable]] = []
+
+    def begin_run(sampled: ModelPatcher) -> None:
+        of_nodes[:] = [InBlockPatches(model, plan, sampled.model_options["transformer_options"])]
+        sent = of_nodes[0].objects
+        patches_here[:] = put_patches(patcher.model, sent[IN_BLOCK], sampled.load_device)[0] if sent else []
+        sampling.begin_run()
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         arguments = bind(args, kwargs)
         options = arguments.get("transformer_options", {})
-        return sampling.evaluate({**arguments, "transformer_options": restored(crossing.plain(options))}, branch_of(options))
+        crossed = restored(crossing.plain(options, *of_nodes), patches_here)
+        return sampling.evaluate({**arguments, "transformer_options": crossed}, branch_of(options))
 
     made = patcher.clone()
     made.add_object_patch(name, forward)
     sampling.attach(made)
-    made.add_callback(CallbacksMP.ON_PRE_RUN, lambda _patcher: sampling.begin_run())
+    made.add_callback(CallbacksMP.ON_PRE_RUN, begin_run)
     return made

@@ -21,6 +21,7 @@ from greenlet import getcurrent
 
 from ..comfy_bridge.by_name import blocks_left_out
 from ..comfy_bridge.free_gpu import unload_unused
+from ..comfy_bridge.in_block import why_all_rows
 from ..errors import NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid, assembled
@@ -55,6 +56,7 @@ class Patchwise:
         self._warm_up = warm_up
         self._notice = notice
         self._counts: Counter[Branch] = Counter()
+        self._looks_at_all = False  # whether a patch of a node needs all tokens in this run
         self._begun = False  # True once the sampler has got an output of this run
 
     def attach(self, patcher: Any) -> None:
@@ -78,7 +80,9 @@ class Patchwise:
     ):
         """A SAMPLER_SAMPLE wrapper."""
         self._text = text_tokens(guider.conds) if len(self._plan.streams) > 1 else 0
-        whole = why_whole(self._plan, guider.conds)
+        options = extra_args["model_options"].get("transformer_options", {})
+        self._looks_at_all = bool(why_all_rows(self._plan, options))
+        whole = why_whole(self._plan, guider.conds, options)
         reason = whole or why_single_timeline(executor.class_obj, guider, extra_args["model_options"], noise, self._plan.together.refiners)
         together = "all of them at once" if whole else "single-timeline"
         self._notice(f"{together}, because of {reason}" if reason else FREE_RUNNING)
@@ -118,7 +122,7 @@ class Patchwise:
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper."""
         present = [index for index, cond in enumerate(conds) if cond is not None]
-        if len(present) < 2 or must_run_conds_in_sequence(model.current_patcher, conds, model_options):
+        if len(present) < 2 or self._looks_at_all or must_run_conds_in_sequence(model.current_patcher, conds, model_options):
             return executor(model, conds, x, timestep, model_options)
 
         def alone(index: int) -> torch.Tensor:
@@ -166,7 +170,7 @@ class Patchwise:
         number = self._counts[branch]
         self._counts[branch] += 1
         together = self._plan.together
-        uncut = together.always or any(is_set(arguments.get(name)) for name in together.arguments)
+        uncut = together.always or self._looks_at_all or any(is_set(arguments.get(name)) for name in together.arguments)
         whole = uncut or number < self._warm_up
         return (None,) if whole else self._cut(next(iter(arguments.values())).shape)[1]
 

@@ -22,7 +22,8 @@ from comfy.patcher_extension import WrappersMP
 from ..checkpoint import check_mapped
 from ..comfy_bridge.bypass import pack_bypass
 from ..comfy_bridge.forward import PREFIX, forward_patch
-from ..comfy_bridge.guard import refuse_foreign_levers, refuse_in_block_patches, require_plan
+from ..comfy_bridge.guard import refuse_foreign_levers, require_plan
+from ..comfy_bridge.in_block import InBlockPatches, encode_images, in_block_patches
 from ..comfy_bridge.in_place import Watch, require_unchanged
 from ..comfy_bridge.interrupt import interrupted, interrupting
 from ..comfy_bridge.options import CrossingOptions, leave_out_compilation, without_rebuilt
@@ -142,6 +143,7 @@ class RemotePatcher(ModelPatcher):
     hook_set: tuple[str, dict] = ("", {})
     watch: Watch | None = None
     objects: tuple[str, dict] = ("", {})  # a name of its content, and what ranks put into place beside weight patches
+    in_block: InBlockPatches | None = None  # what ranks get of the nodes' code
 
     def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
         made = super().clone(*args, **kwargs)
@@ -181,8 +183,9 @@ class RemotePatcher(ModelPatcher):
         ComfyUI's own unpatching leaves it.
         """
         refuse_foreign_levers(self)
-        refuse_in_block_patches(self.model_options["transformer_options"])
-        plain, weights = plain_objects(self.object_patches), self.remote.source.weights
+        self.in_block = in_block = in_block_patches(self)
+        plain = plain_objects({key: value for key, value in self.object_patches.items() if not in_block.holds(value)})
+        weights = self.remote.source.weights
         before = self.loaded_size()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             self.unpatch_model(self.offload_device, unpatch_weights=is_patched(self))
@@ -190,8 +193,8 @@ class RemotePatcher(ModelPatcher):
             require_unchanged(self.model.diffusion_model, operations=self.model.model_config.custom_operations)
             weights.compare(self)
             objects = {**cast_switches(self), **pack_bypass(self.injections), **plain}
-            name = content_id(objects) + weights.changed_id
-            self.objects = name, {**weights.changed_tensors(self.model.diffusion_model), **objects}
+            name = content_id({**objects, **in_block.identity}) + weights.changed_id
+            self.objects = name, {**weights.changed_tensors(self.model.diffusion_model), **objects, **in_block.objects}
             self.remote.recut()
             bring_up(self)
             self.patch_model(load_weights=False)
@@ -212,7 +215,7 @@ class RemotePatcher(ModelPatcher):
             self.object_patches_backup.setdefault(instead, comfy.utils.ATTR_UNSET)
         try:
             model = super().patch_model(device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights)
-            self.watch = Watch(model.diffusion_model, tuple(ours.values()), model.model_config.custom_operations)
+            self.watch = Watch(model.diffusion_model, (*ours.values(), *own.values()), model.model_config.custom_operations)
             return model
         except BaseException:
             self.unpatch_model(unpatch_weights=False)
@@ -267,7 +270,7 @@ class RemotePatcher(ModelPatcher):
         """
         options = arguments.get("transformer_options", {})
         branch = branch_of(options)
-        arguments = {**arguments, "transformer_options": self.remote.options.plain(options)}
+        arguments = {**arguments, "transformer_options": self.remote.options.plain(options, self.in_block)}
         arguments = without_rebuilt(arguments, require_plan(self.model.diffusion_model).rebuilt)
         if not self.remote.pool.evaluations.in_flight:  # else nothing has changed, but for a loss that those in flight tell of
             bring_up(self)
@@ -318,6 +321,7 @@ def prepare_sampling(
         shape = " x ".join(map(str, noise_shape))
         raise Refused(f"The latent is empty ({shape}): connect one with at least one image of at least one pixel.")
     leave_out_compilation(model_options or {})
+    encode_images(model.model.diffusion_model, (model_options or {}).get("transformer_options", {}), noise_shape)
     shape = [noise_shape[0] * model.remote.activations, *noise_shape[1:]]
     return executor(model, shape, conds, *args, model_options=model_options, **kwargs)  # by name, as other wrappers look for it
 

@@ -18,6 +18,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfy_bridge.forward import PREFIX
 from ..comfy_bridge.guard import patch_name
+from ..comfy_bridge.in_block import why_all_rows
 from ..families.plan import TokenPlan
 from ..wire.tree import is_plain
 
@@ -120,7 +121,9 @@ def why_single_timeline(
     return " and ".join(dict.fromkeys([*of_model, *_objections(sampler, guider, model_options, noise)])) or None
 
 
-def why_whole(plan: TokenPlan, conds: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> str | None:
+def why_whole(
+    plan: TokenPlan, conds: Mapping[str, Sequence[Mapping[str, Any]] | None], transformer_options: Mapping[str, Any]
+) -> str | None:
     """Names everything that keeps the evaluations of this run whole. None: nothing does."""
     of_conds = [
         f"{name} in the {side} conditioning"
@@ -129,7 +132,8 @@ def why_whole(plan: TokenPlan, conds: Mapping[str, Sequence[Mapping[str, Any]] |
         for name in plan.together.arguments
         if name in cond.get("model_conds", {})
     ]
-    return plan.together.always or " and ".join(dict.fromkeys(of_conds)) or None
+    reasons = dict.fromkeys([*of_conds, *why_all_rows(plan, transformer_options)])
+    return plan.together.always or " and ".join(reasons) or None
 
 
 def must_run_conds_in_sequence(patcher: Any, conds: Sequence[Sequence[Mapping[str, Any]] | None], model_options: Mapping[str, Any]) -> bool:

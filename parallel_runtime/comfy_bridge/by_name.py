@@ -11,7 +11,7 @@ ModelPatcher.set_model_optimized_attention of later ones; KJNodes' Patch Sage At
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import CodeType
 from typing import Any
@@ -112,9 +112,10 @@ def described(options: Options) -> dict[str, Any]:
     return found
 
 
-def restored(options: Options) -> dict[str, Any]:
-    """In a rank: the inverse of ``described``; torch's settings are made. Raises Refused for an
-    attention function that ComfyUI does not have here.
+def restored(options: Options, patches: Sequence[tuple[str, Callable]] = ()) -> dict[str, Any]:
+    """In a rank: the inverse of ``described``; torch's settings are made, and ``patches`` stand
+    where their numbers stood. Raises Refused for an attention function that ComfyUI does not have
+    here.
     """
     made = {name: value for name, value in options.items() if name not in (SETTINGS, BACKEND)}
     for name, value in options.get(SETTINGS, {}).items():
@@ -123,6 +124,8 @@ def restored(options: Options) -> dict[str, Any]:
             setattr(attrgetter(path)(torch), last, value)
     if BACKEND in options:
         made[OVERRIDE] = choose(_registered(options[BACKEND]))
+    if "patches" in options:
+        made["patches"] = {point: [patches[number] for number in numbers] for point, numbers in options["patches"].items()}
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,14 +33,20 @@ def patch_name(value: Any) -> str:
     return f"{getattr(kind, '__module__', '?')}.{kind.__qualname__}"
 
 
-def refuse_in_block_patches(transformer_options: dict[str, Any]) -> None:
-    """Raises Refused for callables that must run inside the transformer, naming the first, but for
-    those that ranks know by name.
+class Holding(Protocol):
+    def holds(self, patch: Any) -> bool:
+        """Returns whether ranks get this patch by reference to code of theirs."""
+        ...
 
-    The transformer's blocks run in the ranks, which have no code of other packs.
+
+def refuse_in_block_patches(transformer_options: dict[str, Any], in_block: Holding | None = None) -> None:
+    """Raises Refused for callables that must run inside the transformer, naming the first, but for
+    those that ranks know by name, and those that ``in_block`` holds.
     """
     patches, replacements = transformer_options.get("patches", {}), transformer_options.get("patches_replace", {})
-    found = [(f"patches/{kind}", patch) for kind, items in patches.items() for patch in items]
+    found = [
+        (f"patches/{kind}", patch) for kind, items in patches.items() for patch in items if in_block is None or not in_block.holds(patch)
+    ]
     for kind, blocks in replacements.items():
         found += [(f"patches_replace/{kind}", patch) for patch in blocks.values() if kind != "dit" or not does_as(patch, leave_out)]
     if OVERRIDE in transformer_options and attention_backend(transformer_options) is None:

@@ -9,6 +9,7 @@ from typing import Any
 from ..wire.tree import is_plain
 from .by_name import OVERRIDE, described
 from .guard import patch_name, refuse_in_block_patches
+from .in_block import InBlockPatches
 
 log = logging.getLogger("pipemesh")
 OF_COMFYUI = frozenset(  # ComfyUI's own options that are read in the UI only
@@ -25,15 +26,17 @@ class CrossingOptions:
     def __init__(self):
         self._named: set[str] = set()
 
-    def plain(self, transformer_options: dict[str, Any]) -> dict[str, Any]:
-        """Returns the options that are plain data, and what of the others is known by name. Raises
-        Refused for other in-block patches.
+    def plain(self, transformer_options: dict[str, Any], in_block: InBlockPatches | None = None) -> dict[str, Any]:
+        """Returns the options that are plain data, what of the others is known by name, and the
+        numbers of those that ranks hold. Raises Refused for other in-block patches.
 
         Other objects stay in the UI: no code in a rank could read them. The log names each of them
         once, because the node that set it may count on being read in the transformer.
         """
-        refuse_in_block_patches(transformer_options)
+        refuse_in_block_patches(transformer_options, in_block)
         crossing = described(transformer_options)
+        if in_block is not None and (numbers := in_block.numbers(transformer_options)):
+            crossing["patches"] = numbers
         for name, value in transformer_options.items():
             if name in OF_COMFYUI:
                 continue

@@ -150,6 +150,8 @@ def put_object(model: Any, name: str, value: Any, device: torch.device) -> Calla
     except AttributeError:
         return None
     before = getattr(holder, attribute, comfy.utils.ATTR_UNSET)
+    if callable(value):
+        before = vars(holder).get(attribute, comfy.utils.ATTR_UNSET)  # else the method of its class
     if isinstance(value, torch.Tensor):
         value = value.to(device)
     setattr(holder, attribute, value)

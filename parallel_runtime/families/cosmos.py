@@ -5,10 +5,13 @@ Modulation has one row, or one for each frame. Anima is the same forward behind 
 prepares itself; its adapter has one size, too large for a sample.
 """
 
-from .plan import Along, Blocks, Leave, TokenPlan
+from .plan import Along, BlockPatch, Blocks, Leave, TokenPlan
 from .sample import Config, Family, Form, Sample, Size
 
 IMG = ("img",)
+LLLITE = tuple(
+    BlockPatch(code=f"comfy.ldm.anima.lllite:AnimaLLLite{part}Patch", options=("model_patch_data",)) for part in ("Attention", "MLP")
+)
 
 PLAN = TokenPlan(
     family="cosmos",
@@ -24,6 +27,10 @@ PLAN = TokenPlan(
                 Along(arg="adaln_lora_B_T_3D", dim=1, streams=IMG, repeated=True),
             ),
             local=("cross_attn",),
+            patches=tuple(
+                BlockPatch(code=f"comfy.ldm.anima.lllite:AnimaLLLite{part}Patch", options=("model_patch_data",))
+                for part in ("Attention", "MLP")
+            ),
         ),
     ),
     leave=Leave(path="blocks", stream="img"),

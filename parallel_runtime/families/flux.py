@@ -7,10 +7,15 @@ from typing import Any
 import torch
 
 from . import files
-from .plan import Along, Blocks, Leave, Ranges, TokenPlan
+from .plan import Along, BlockPatch, Blocks, Leave, Ranges, TokenPlan
 from .sample import Config, Family, Form, Masks, Released, Sample, Size
 
 JOINT = ("txt", "img")
+CACHE = "comfy_extras.nodes_flux"
+REFERENCES_KEPT = (
+    BlockPatch(code=f"{CACHE}:KV_Attn_Input", instead="keep references"),
+    BlockPatch(code=f"{CACHE}:FluxKVCache.execute.<locals>.model_input_patch", instead="nothing"),
+)
 
 PLAN = TokenPlan(
     family="flux",
@@ -24,6 +29,7 @@ PLAN = TokenPlan(
             control="input",
             along=(Along(arg="pe", dim=2, streams=JOINT),),
             ranges=(Ranges(arg="modulation_dims_img", streams=("img",)),),  # that of the text is one range, of all of it
+            patches=REFERENCES_KEPT,
         ),
         Blocks(
             path="single_blocks",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .plan import Along, Blocks, Leave, Together, TokenPlan
+from .plan import Along, BlockPatch, Blocks, Leave, Together, TokenPlan
 from .sample import Config, Family, Form, Sample, Size
 
 VIDEO = ("video",)
@@ -33,6 +33,9 @@ def of_tokens(timestep: Any, cut: Callable) -> Any:
     return local
 
 
+KJNODES = (BlockPatch(code="comfyui-kjnodes:LTXVffnChunkPatch.__get__.<locals>.wrapped_forward"),)
+
+
 def rows_of(*arguments: str) -> tuple[Along, ...]:
     return tuple(Along(arg=arg, dim=1, streams=VIDEO, within=of_tokens if "timestep" in arg else None) for arg in arguments)
 
@@ -43,7 +46,11 @@ LTXV_PLAN = TokenPlan(
     family="ltx",
     models=("comfy.ldm.lightricks.model:LTXVModel",),
     streams=VIDEO,
-    blocks=(Blocks(path="transformer_blocks", tokens={"x": VIDEO}, along=(*rows_of("pe", "timestep"), GUIDE), local=("attn2",)),),
+    blocks=(
+        Blocks(
+            path="transformer_blocks", tokens={"x": VIDEO}, along=(*rows_of("pe", "timestep"), GUIDE), local=("attn2",), patches=KJNODES
+        ),
+    ),
     leave=LEAVE,
     together=Together(always="its guides, whose tokens may be fewer than their pixels"),
     patch_size=1,
@@ -60,6 +67,7 @@ AV_PLAN = TokenPlan(
             along=(*rows_of("v_pe", "v_cross_pe", "v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep"), GUIDE),
             local=("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"),
             whole_queries=("video_to_audio_attn",),
+            patches=KJNODES,
         ),
     ),
     leave=LEAVE,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .plan import Along, Blocks, Leave, Ranges, Together, TokenPlan
+from .plan import Along, BlockPatch, Blocks, Leave, Ranges, Together, TokenPlan
 from .sample import Config, Family, Form, Sample, Size
 
 JOINT = ("txt", "img")
@@ -29,6 +29,8 @@ PLAN = TokenPlan(
             lengths={"img": "noise_refiner.0"},
             along=(Along(arg="freqs_cis", dim=1, streams=JOINT),),
             ranges=SECOND_TIMESTEP,
+            patches=(BlockPatch(code="comfy_extras.nodes_model_patch:ZImageControlPatch", adds=True, padded=True),),
+            points={"double_block": {JOINT: JOINT}},
         ),
     ),
     leave=Leave(path="final_layer", stream="img", streams=JOINT, ranges=SECOND_TIMESTEP),

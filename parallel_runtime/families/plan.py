@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import Refused
 
@@ -64,6 +64,31 @@ class Boundary:
 
 
 LEFT_OUT = "blocks_left_out"  # the transformer option that lists (kind, index) of blocks to leave out
+BEFORE_BLOCKS = ("post_input", "noise_refiner")  # points where ComfyUI calls patches of nodes before the blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPatch:
+    """What a patch of a node, which ComfyUI calls in or behind blocks, needs of the tokens.
+
+    ``code``: ``module:name`` of the function, or of the class whose instances are called. As a rule
+    it computes each row of tokens by itself. ``attributes``: the instance's own tensors (B, L, C)
+    with rows along the image's tokens, from the first on; ``options``: likewise entries of
+    ``transformer_options``, which are dicts of such tensors. ``adds``: it adds to tokens what it
+    computes without looking at them. ``padded``: it is given the latent padded to whole tokens, and
+    encodes an image for that size.
+
+    ``instead``: what is done in its place. "keep references": the keys and values of the tokens of
+    reference images, which are the image's last, are those of the run's first evaluation; the
+    tokens go on through the blocks. "nothing": another patch does its part.
+    """
+
+    code: str
+    attributes: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    adds: bool = False
+    padded: bool = False
+    instead: Literal["", "keep references", "nothing"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +167,10 @@ class Blocks:
     ``prefix``: the tokens of the first container that are no stream. ``sliced_between``: streams
     that the model slices and joins between blocks, by lengths from before them. There they have all
     their rows, those of other ranks zero; each block is given its own.
+
+    ``patches``: those of nodes that are known. ``points``: where patches get a dict, which of its
+    entries together hold which streams along dim 1: there a patch that is not known is called on
+    all tokens.
     """
 
     path: str
@@ -160,6 +189,8 @@ class Blocks:
     lengths: Mapping[str, str] = field(default_factory=dict)
     sliced_between: tuple[str, ...] = ()
     prefix: Prefix | None = None
+    patches: tuple[BlockPatch, ...] = ()
+    points: Mapping[str, Mapping[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.returns:
@@ -255,6 +286,19 @@ class TokenPlan:
         """Raises Refused where no stage can hold a part of such a model."""
         if self.why_no_stages:
             raise Refused(f"{model_class.__name__} cannot be divided into stages, because {self.why_no_stages}: set pipefusion to 1.")
+
+    def block_patch(self, code: str) -> BlockPatch | None:
+        """Returns what is known of a node's patch, by its code."""
+        return next((patch for group in self.blocks for patch in group.patches if patch.code == code), None)
+
+    def has_own_rows(self, code: str) -> bool:
+        """Returns whether a node's patch is known to compute each row by itself."""
+        patch = self.block_patch(code)
+        return patch is not None and not patch.adds and patch.instead != "keep references"
+
+    def gathers_at(self, point: str) -> bool:
+        """Returns whether a patch can be given all tokens at a point."""
+        return any(point in group.points for group in self.blocks)
 
     @property
     def leaves_behind_blocks(self) -> bool:

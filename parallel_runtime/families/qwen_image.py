@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .plan import Along, Blocks, Boundary, Leave, TokenPlan
+from .plan import Along, BlockPatch, Blocks, Boundary, Leave, TokenPlan
 from .sample import Config, Family, Form, Masks, Released, Sample, Size
 
 PLAN = TokenPlan(
@@ -26,6 +26,8 @@ PLAN = TokenPlan(
                 Along(arg="encoder_hidden_states_mask", dim=1, streams=("txt",), masks_keys=True),
             ),
             ranges=(Boundary(arg="timestep_zero_index", streams=("img",)),),
+            patches=(BlockPatch(code="comfy_extras.nodes_model_patch:DiffSynthCnetPatch", attributes=("encoded_image",)),),
+            points={"double_block": {("txt", "img"): ("txt", "img")}},
         ),
     ),
     leave=Leave(path="proj_out", stream="img"),

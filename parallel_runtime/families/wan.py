@@ -12,10 +12,21 @@ from typing import Any
 import torch
 
 from . import files
-from .plan import Along, Blocks, Leave, TokenPlan
+from .plan import Along, BlockPatch, Blocks, Leave, TokenPlan
 from .sample import Config, Family, Form, Released, Sample, Size
 
 IMG = ("img",)
+
+PATCHES = (
+    BlockPatch(code="comfy_extras.nodes_model_patch:WanUni3CCnetPatch", adds=True, padded=True),
+    BlockPatch(code="comfyui-kjnodes:WanCrossAttentionPatch.__get__.<locals>.wrapped_attention"),
+    BlockPatch(code="comfyui-kjnodes:WanffnChunkPatch.__get__.<locals>.wrapped_forward"),
+)
+POINTS = {
+    "double_block": {IMG: IMG},
+    "attn1_patch": {("x",): IMG, ("q",): IMG, ("k",): IMG},
+    "attn2_patch": {("x",): IMG},
+}
 
 PLAN = TokenPlan(
     family="wan",
@@ -27,6 +38,8 @@ PLAN = TokenPlan(
             tokens={"x": IMG},
             along=(Along(arg="freqs", dim=1, streams=IMG), Along(arg="e", dim=1, streams=IMG, repeated=True)),
             local=("cross_attn",),
+            patches=PATCHES,
+            points=POINTS,
         ),
     ),
     leave=Leave(path="head", stream="img", along=(Along(arg="e", dim=1, streams=IMG, repeated=True),)),

@@ -34,9 +34,15 @@ class Sharding(Protocol):
     def enter_block(self) -> None:
         """Note that a block begins: called before every one."""
 
-    def adds_residual(self, container: str, block: int) -> bool:
-        """Return True if this rank adds the ControlNet residual after that block of the container
-        with that control key.
+    def acts_behind(self, path: str, block: int) -> bool:
+        """Return True if what ComfyUI does behind that block of the container at ``path`` is done
+        in this rank: adding a ControlNet residual, calling patches of nodes.
+        """
+        ...
+
+    def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
+        """Return all rows (B, L, C) of ``streams``, of which ``local_BlC`` are the local ones. All
+        ranks of the sequence must call it.
         """
         ...
 
@@ -79,7 +85,7 @@ class TokenHooks:
         self._told: dict[str, int] = {}  # rows of ``lengths`` in this evaluation
         self._key_mask: tuple[torch.Tensor, Along] | None = None  # all rows of what the block makes its mask of
         self._shares_attention: bool | Literal["keys"] = False  # with other ranks: all of it, or keys that whole queries look at
-        self._patches = NodePatches(model, plan)
+        self._patches = NodePatches(model, plan, sharding)
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -88,7 +94,7 @@ class TokenHooks:
             self._handles.append(self._model.get_submodule(path).register_forward_hook(tell))
         blocks = list(blocks_of(self._model, self._plan))
         for place, (container, index, group) in enumerate(blocks):
-            self._attach_block(container[index], group, first=place == 0)
+            self._attach_block(container[index], group, index, first=place == 0)
         for insert in inserts_of(self._plan):
             for module in named(self._model, insert.path):
                 inserted = Inserted(insert, binder(module), lambda: self._rows)
@@ -103,8 +109,8 @@ class TokenHooks:
                 self._handles.append(leave.register_forward_pre_hook(self._entering_leave(leave, self._plan.leave), with_kwargs=True))
             self._handles.append(leave.register_forward_hook(self._left))
 
-    def _attach_block(self, block: nn.Module, group: Blocks, first: bool) -> None:
-        self._handles.append(block.register_forward_pre_hook(self._entering(block, group, first), with_kwargs=True))
+    def _attach_block(self, block: nn.Module, group: Blocks, index: int, first: bool) -> None:
+        self._handles.append(block.register_forward_pre_hook(self._entering(block, group, index, first), with_kwargs=True))
         self._handles.append(block.register_forward_hook(lambda *_: self._share_attention(False)))
         if group.sliced_between:
             self._handles.append(block.register_forward_hook(lambda _block, _args, out: spread(self._rows, group, out)))
@@ -181,7 +187,7 @@ class TokenHooks:
         attend = self._sharding.attend_over if self._shares_attention == "keys" else self._sharding.attend
         return attend(self._rows, attention, q, k, v, heads, mask, *args, **kwargs)
 
-    def _entering(self, block: nn.Module, group: Blocks, first: bool) -> Callable:
+    def _entering(self, block: nn.Module, group: Blocks, index: int, first: bool) -> Callable:
         bind = binder(block, group.positional)
 
         def hook(_block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -195,6 +201,7 @@ class TokenHooks:
             self._key_mask = next(((arguments[item.arg], item) for item in group.along if item.masks_keys and item.arg in arguments), None)
             self._localize(arguments, (*group.along, *group.ranges))
             self._share_attention(True)
+            self._patches.enter(self._rows, group, index)
             self._sharding.enter_block()
             return (), arguments
 
@@ -264,10 +271,10 @@ def bring_control(control: dict[str, list], plan: TokenPlan, rows: Rows | None, 
             brought[key] = residual[:, own].to(device, non_blocking=True)  # from the arena, whose pages the driver stages
         return brought[key]
 
-    for key in {group.control for group in plan.blocks}:
+    for key, path in {group.control: group.path for group in plan.blocks}.items():
         if control.get(key) is not None:
             control[key] = [
-                bring(residual) if residual is not None and sharding.adds_residual(key, block) else None
+                bring(residual) if residual is not None and sharding.acts_behind(path, block) else None
                 for block, residual in enumerate(control[key])
             ]
 

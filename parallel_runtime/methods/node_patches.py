@@ -1,5 +1,5 @@
-"""Apply what nodes attach to a model's blocks: blocks that are left out, and the choice of an
-attention function.
+"""Apply what nodes attach to a model's blocks: blocks that are left out, the choice of an attention
+function, and patches.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 from torch import nn
 
 from ..errors import Refused
-from ..families.plan import LEFT_OUT, TokenPlan
+from ..families.plan import LEFT_OUT, Blocks, TokenPlan
 from .blocks import blocks_of
+from .patch_points import Gathering, PatchPoints
+from .shards import Rows
 
 OVERRIDE = "optimized_attention_override"  # ComfyUI's name of the option that replaces attention
 
@@ -22,24 +24,31 @@ class NodePatches:
     ``end``.
     """
 
-    def __init__(self, model: nn.Module, plan: TokenPlan):
+    def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Gathering):
         self._model = model
         self._plan = plan
         self._override: Callable[..., Any] | None = None
         self._left_out: list[nn.Module] = []
+        self._points = PatchPoints(plan, sharding)
 
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Begin an evaluation: take what is applied here out of its ``transformer_options``; return
-        the others.
+        """Begin an evaluation: return its ``transformer_options`` for the model. Of these,
+        ``patches`` are (name, function) by point.
         """
         options = dict(options)
         self._override = options.pop(OVERRIDE, None)
         self._leave_out(options.pop(LEFT_OUT, ()))
+        if patches := self._points.begin(options.pop("patches", {})):
+            options["patches"] = patches
         return options
 
     def end(self) -> None:
         """Leave the model as it was."""
         self.begin({})
+
+    def enter(self, rows: Rows | None, group: Blocks, block: int) -> None:
+        """Note which block of a container begins, on which rows."""
+        self._points.enter(rows, group, block)
 
     def chosen(self, attention: Callable[..., Any]) -> Callable[..., Any]:
         """Return the attention function to use where the model calls ``attention``."""

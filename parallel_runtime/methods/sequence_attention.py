@@ -176,6 +176,23 @@ class SequenceAttention:
             out.narrow(2, start, size).copy_(piece.transpose(1, 2))
         return joint.put_back(out, 1)
 
+    def all_rows(self, rows: Shards, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
+        """Return all rows of ``streams``, in the host's order, of which ``local_BlC`` are the local
+        ones. Every rank of the sequence must call it.
+        """
+        joint, exchange = rows.joint(streams), self._comm.world
+        own = joint.drop_anchors(local_BlC, 1)
+        pieces = [own]
+        if exchange.size > 1:
+            batch, _, channels = own.shape
+            self._before_exchange()
+            shapes = [(batch, count, channels) for count in joint.counts]
+            received, _ = exchange.all_to_all([[own]] * exchange.size, shapes, own.new_zeros(1))
+            pieces = [own if rank == exchange.rank else received[rank].to(own.device) for rank in range(exchange.size)]
+        whole = own.new_empty(own.shape[0], joint.all_tokens, own.shape[2])
+        whole[:, joint.rank_major().to(own.device, non_blocking=True)] = torch.cat(pieces, 1)
+        return whole
+
     def gather(self, rows: Shards, out_BlC: torch.Tensor) -> torch.Tensor | None:
         """Return the active rows of the leaving stream on the first rank of the sequence; other
         ranks return zeros of that shape. None where this rank has them all already.

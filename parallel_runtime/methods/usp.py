@@ -106,8 +106,12 @@ class SequenceSharding:
         if self._comm.size == 1:
             self._comm.stop.decide(self._comm.stop.wish(torch.empty(0)))
 
-    def adds_residual(self, container: str, block: int) -> bool:
+    def acts_behind(self, path: str, block: int) -> bool:
         return True
+
+    def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
+        assert isinstance(rows, Shards)
+        return self._attention.all_rows(rows, local_BlC, streams)
 
     def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(rows, Shards):

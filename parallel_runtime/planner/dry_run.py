@@ -151,8 +151,11 @@ class Recorder:
         self.marks.append(self._figures.flops)
         self.attended.append([])
 
-    def adds_residual(self, container: str, block: int) -> bool:
+    def acts_behind(self, path: str, block: int) -> bool:
         return True
+
+    def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
+        return local_BlC
 
     def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
         skips = kwargs.get("skip_reshape", False)

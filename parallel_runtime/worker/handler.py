@@ -109,7 +109,7 @@ class RequestHandler:
         and values: they are gigabytes.
         """
         if name in self.models:
-            self.models[name].method.end_run()
+            self.models[name].end_run()
         if self._mesh.degrees["pipefusion"] > 1:
             self._memory.give_back()
         else:

@@ -11,6 +11,7 @@ from ..comfy_bridge.by_name import restored
 from ..comfy_bridge.device_weights import DeviceWeights
 from ..comfy_bridge.forward import forward_name
 from ..comfy_bridge.gguf import is_dequantised_late, with_patches
+from ..comfy_bridge.in_block import IN_BLOCK, clean_up, put_patches
 from ..comfy_bridge.quantised import taken_apart
 from ..comfy_bridge.weight_patches import put_object, unpack_patches
 from ..comm.mesh import Mesh
@@ -37,7 +38,7 @@ class ResidentModel:
         self.patches_id = ""
         self._take_away: list[Callable[[], Any]] = []  # what takes object patches away, in the order in which they were put
         self._pending: tuple[dict[str, tuple[int, TensorRef]], Segment] | None = None
-        self.diffusion_model = patcher.model.diffusion_model
+        self._in_block: list[tuple[str, Callable]] = []  # patches of nodes
         plan = plan_for(type(self.diffusion_model))
         if plan is None:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
@@ -48,6 +49,10 @@ class ResidentModel:
         self.nbytes = self._weights.nbytes  # once: every answer reports it
         self.method.attach()
 
+    @property
+    def diffusion_model(self) -> torch.nn.Module:
+        return self.patcher.model.diffusion_model
+
     def patch(
         self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None
     ) -> None:
@@ -56,6 +61,10 @@ class ResidentModel:
         """
         self.unpatch()
         self.patcher.patches = {key: value for key, value in unpack_patches(patches).items() if self._weights.has(key)}
+        objects = dict(objects)
+        if IN_BLOCK in objects:
+            self._in_block, methods = put_patches(self.patcher.model, objects.pop(IN_BLOCK), self.device)
+            objects |= methods
         for name, value in objects.items():
             if self._weights.has(name):
                 self._weights.replace(name, value)
@@ -90,6 +99,7 @@ class ResidentModel:
             self._take_away.pop()()
         self.patches_id = ""
         self._pending = None
+        self._in_block = []
 
     def _patched(self, key: str) -> torch.Tensor:
         weight = self._weights.get(key)
@@ -101,6 +111,11 @@ class ResidentModel:
     def evaluate(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that the method's ``begin`` named."""
         if "transformer_options" in arguments:
-            arguments = {**arguments, "transformer_options": restored(arguments["transformer_options"])}
+            arguments = {**arguments, "transformer_options": restored(arguments["transformer_options"], self._in_block)}
         forward = getattr(self.diffusion_model, forward_name(self.diffusion_model))
         return self.method.evaluate(forward, arguments, number)
+
+    def end_run(self) -> None:
+        """Free all that was kept for later evaluations of the run."""
+        clean_up(self._in_block)
+        self.method.end_run()

@@ -28,8 +28,8 @@ from .kv_buffer import KVBuffers
 
 class PatchSharding:
     """The rows of ``patch``, or all of them where it is None. ``layers_alone``: the stage's
-    attentions over the streams that also attend alone. ``residuals``: (container, block) of the
-    ControlNet residuals that the host adds here.
+    attentions over the streams that also attend alone. ``acts_behind``: (path of the container,
+    block) behind which the host adds residuals and calls patches of nodes here.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class PatchSharding:
         rank: Rank,
         kv: KVBuffers,
         layers_alone: int,
-        residuals: frozenset[tuple[str, int]],
+        acts_behind: frozenset[tuple[str, int]],
     ):
         self.patch: Patch | None = None
         self._plan = plan
         self._layers = stage.size
         self._layers_alone = layers_alone
-        self._residuals = residuals
+        self._acts_behind = acts_behind
         self._comm = comm
         self._rank = rank
         self._kv = kv
@@ -64,8 +64,12 @@ class PatchSharding:
     def enter_block(self) -> None:
         self._rank.tick()
 
-    def adds_residual(self, container: str, block: int) -> bool:
-        return (container, block) in self._residuals
+    def acts_behind(self, path: str, block: int) -> bool:
+        return (path, block) in self._acts_behind
+
+    def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
+        assert isinstance(rows, Shards) and self.patch is None, "evaluations with such a patch of a node are whole"
+        return self._attention.all_rows(rows, local_BlC, streams)
 
     def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert isinstance(rows, Shards)

@@ -83,8 +83,11 @@ class PatchForward:
     def enter_block(self) -> None:
         pass
 
-    def adds_residual(self, container: str, block: int) -> bool:
+    def acts_behind(self, path: str, block: int) -> bool:
         return True
+
+    def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
+        raise AssertionError("evaluations with such a patch of a node are whole")
 
     def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args:
@@ -96,7 +99,7 @@ class PatchForward:
         if rows is None:
             self._buffers[self._branch, layer] = torch.stack((k_BHlD, v_BHlD))
         else:
-            streams = self._streams_of(rows, q_BHlD.shape[2])
+            streams = streams_of(self._plan, rows, q_BHlD.shape[2])
             k_BHlD, v_BHlD = self._refreshed(layer, rows, streams, k_BHlD, v_BHlD)
             mask = None if mask is None else mask_of_patch(mask, rows, streams)
         return attention(q_BHlD, k_BHlD, v_BHlD, heads, mask, skip_reshape=True, **kwargs)
@@ -116,13 +119,6 @@ class PatchForward:
         self._left[self._branch] = whole
         return whole.clone()
 
-    def _streams_of(self, rows: Rows, count: int) -> tuple[str, ...]:
-        """Return the streams that attend together, told by how many local rows they have."""
-        for streams in (self._plan.streams, *((stream,) for stream in self._plan.also_attend_alone)):
-            if sum(rows.local[stream][1] for stream in streams) == count:
-                return streams
-        raise ModelError(f"Attention over {count} rows fits none of the plan's streams {dict(rows.local)}: this model needs another plan.")
-
     def _refreshed(self, layer: int, rows: Rows, streams: tuple[str, ...], k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """(2, B, H, L, D): overwrite the local rows of this layer's keys and values, anchors left
         out; return all of them.
@@ -137,6 +133,14 @@ class PatchForward:
                     place.narrow(2, there + start, size).copy_(new.narrow(2, here, size))
             here, there = here + size, there + rows.all_tokens[stream]
         return buffer
+
+
+def streams_of(plan: TokenPlan, rows: Rows, count: int) -> tuple[str, ...]:
+    """Return the streams that attend together, told by how many local rows they have."""
+    for streams in (plan.streams, *((stream,) for stream in plan.also_attend_alone)):
+        if sum(rows.local[stream][1] for stream in streams) == count:
+            return streams
+    raise ModelError(f"Attention over {count} rows fits none of the plan's streams {dict(rows.local)}: this model needs another plan.")
 
 
 def mask_of_patch(mask: torch.Tensor, rows: Rows, streams: tuple[str, ...]) -> torch.Tensor:

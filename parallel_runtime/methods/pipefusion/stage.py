@@ -42,15 +42,15 @@ class PipeFusion:
         leave_out(model, plan, stage)
         blocks = [(index, container[place], place, group) for index, (container, place, group) in enumerate(blocks_of(model, plan))]
         alone = sum(has(block, group.self_attention_2) for index, block, _, group in blocks if stage.holds(index))
-        adds = range(stage.first - 1, stage.end - (not stage.is_last))  # what is added behind the last own block, the next stage adds
-        residuals = frozenset((group.control, place) for index, _, place, group in blocks if index in adds)
+        acts = range(stage.first - 1, stage.end - (not stage.is_last))  # what is done behind the last own block, the next stage does
+        acts_behind = frozenset((group.path, place) for index, _, place, group in blocks if index in acts)
         self._comm = comm
         self._attentions = stage.size + alone
         self._part = Part(0, 0)
         self._clock = BlockClock(clocked)
         self._kv = KVBuffers()
         self._messages = StageMessages(stage, link, rank.next_part)
-        self._sharding = PatchSharding(plan, stage, comm, rank, self._kv, alone, residuals)
+        self._sharding = PatchSharding(plan, stage, comm, rank, self._kv, alone, acts_behind)
         self._hooks = TokenHooks(model, plan, self._sharding)
         self._stage_hooks = StageHooks(model, plan, stage, self._messages, self._clock, comm.stop if comm.size == 1 else None)
         self._ropes = RopeCaches(model, plan.positions)

@@ -1,0 +1,238 @@
+"""Take the objects of a patch apart into plain data, tensors and references to code, and put them
+together in a rank.
+
+A rank calls code only that it imported itself, and runs no constructor: an instance is made empty
+and given its attributes. What is neither plain data nor code that ranks may import is refused by
+name.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from ..errors import Refused
+from ..wire.tree import is_plain
+from .code import NotReferable, Reference, compiled, imported, named, resolved
+from .guard import patch_name
+
+Taken = Any  # a plain value, or [number of the object, kind, content...]; "same" for one that came before
+
+
+class TakenApart:
+    """Takes objects apart that may share others. ``transformer``: modules of it are told by their
+    paths, and not taken apart.
+
+    ``models`` has what patches bring along as models of their own: number -> the module, taken
+    apart. The rest names them by an id that stays the same while they do.
+    """
+
+    def __init__(self, transformer: torch.nn.Module):
+        self._paths = {id(module): path for path, module in transformer.named_modules()}
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # so that no address is handed out again
+        self.models: dict[int, Taken] = {}
+
+    def take(self, value: Any, path: str) -> Taken:
+        """Returns ``value``, taken apart. ``path``: where it stands, for errors. Raises Refused."""
+        if not isinstance(value, (list, tuple, dict, torch.Tensor)) and is_plain(value):
+            return value
+        if id(value) in self._numbers:
+            return [self._numbers[id(value)], "same"]
+        number = self._numbers[id(value)] = len(self._numbers)
+        self._kept.append(value)
+        try:
+            return [number, *self._content(value, path, number)]
+        except NotReferable as error:
+            raise Refused(
+                f"The patch {path} holds {patch_name(value)}, which cannot be sent to the pool ({error}): "
+                "remove the node that adds it, or leave PipeMesh Parallelize out."
+            ) from error
+
+    def _content(self, value: Any, path: str, number: int) -> tuple:
+        if id(value) in self._paths:
+            return "of transformer", self._paths[id(value)]
+        if type(value) is torch.Tensor:
+            return "tensor", value.detach(), value.device.type != "cpu"
+        if type(value) is torch.nn.Parameter:
+            return "parameter", value.detach()
+        if isinstance(value, torch.device):
+            return "device", str(value)
+        if type(value) in SEQUENCES.values():
+            kind = next(kind for kind, made in SEQUENCES.items() if made is type(value))
+            return kind, [self.take(item, f"{path}[{place}]") for place, item in enumerate(value)]
+        if type(value) in (dict, OrderedDict):
+            return (
+                "dict",
+                type(value) is OrderedDict,
+                [[self.take(key, path), self.take(item, f"{path}[{key}]")] for key, item in value.items()],
+            )
+        return self._code(value, path, number)
+
+    def _code(self, value: Any, path: str, number: int) -> tuple:
+        import comfy.model_patcher
+
+        if isinstance(value, MethodType):
+            return "method", self.take(value.__func__, path), self.take(value.__self__, f"{path}.__self__")
+        if isinstance(value, FunctionType):
+            return self._function(value, path)
+        if isinstance(value, type):
+            return "named", named(value)
+        if isinstance(value, comfy.model_patcher.ModelPatcher):
+            if value.patches:
+                raise NotReferable("it has weight patches of its own")
+            self.models[number] = self.take(value.model, f"{path}.model")
+            return "model", value.clone_base_uuid.hex
+        if hasattr(value, "spacial_compression_encode"):
+            return "vae", value.spacial_compression_encode()
+        if not hasattr(value, "__dict__") or isinstance(value, BUILT_IN):
+            raise NotReferable("it is no plain data")
+        kept = OF_PATCHERS if isinstance(value, torch.nn.Module) else ()
+        return (
+            "instance",
+            named(type(value)),
+            {name: self.take(item, f"{path}.{name}") for name, item in vars(value).items() if name not in kept},
+        )
+
+    def _function(self, function: FunctionType, path: str) -> tuple:
+        if "<locals>" not in function.__qualname__:
+            return "named", named(function)
+        cells = [self.take(cell.cell_contents, f"{path}.{name}") for name, cell in _filled(function, path)]
+        given = [self.take(value, path) for value in (function.__defaults__, function.__kwdefaults__)]
+        return "function", compiled(function), cells, given, {name: self.take(item, path) for name, item in vars(function).items()}
+
+
+class PutTogether:
+    """The inverse, in a rank: ``put`` returns the objects. ``models`` are those of ``TakenApart``.
+    Tensors that were on a GPU in the UI come to ``device``, and all of models. Raises Refused.
+    """
+
+    def __init__(self, transformer: torch.nn.Module, models: dict[int, Taken], device: torch.device):
+        self._modules = dict(transformer.named_modules())
+        self._models = models
+        self._device = device
+        self._made: dict[int, Any] = {}
+
+    def put(self, taken: Taken) -> Any:
+        if not isinstance(taken, list):
+            return taken
+        number, kind, *content = taken
+        if kind != "same":
+            if kind not in self._kinds():
+                raise Refused(
+                    f"A patch holds a {kind}, which this version of PipeMesh does not know: install the same one on every machine."
+                )
+            self._kinds()[kind](number, *content)
+        return self._made[number]
+
+    def _kinds(self) -> dict[str, Callable[..., None]]:
+        return {
+            "tensor": self._tensor,
+            "parameter": self._parameter,
+            "device": lambda number, _name: self._keep(number, self._device),
+            "dict": self._dict,
+            "method": self._method,
+            "function": self._function,
+            "named": lambda number, reference: self._keep(number, resolved(reference)),
+            "of transformer": lambda number, path: self._keep(number, self._modules.get(path)),
+            "model": self._model,
+            "vae": lambda number, compression: self._keep(number, VaeElsewhere(compression)),
+            "instance": self._instance,
+            **{kind: self._sequence(make) for kind, make in SEQUENCES.items()},
+        }
+
+    def _keep(self, number: int, made: Any) -> None:
+        self._made[number] = made
+
+    def _tensor(self, number: int, content: torch.Tensor, elsewhere: bool) -> None:
+        self._made[number] = content.to(self._device, copy=True) if elsewhere else content.clone()
+
+    def _parameter(self, number: int, content: torch.Tensor) -> None:
+        self._made[number] = torch.nn.Parameter(content, requires_grad=False)
+
+    def _method(self, number: int, function: Taken, owner: Taken) -> None:
+        bound = self.put(owner)  # None: a module of another stage's block, where nobody calls it
+        self._made[number] = self.put(function) if bound is None else MethodType(self.put(function), bound)
+
+    def _sequence(self, make: Callable) -> Callable[..., None]:
+        def put(number: int, items: list) -> None:
+            if make is list:
+                made = self._made[number] = []
+                made += [self.put(item) for item in items]
+            else:
+                self._made[number] = make([self.put(item) for item in items])
+
+        return put
+
+    def _dict(self, number: int, ordered: bool, items: list) -> None:
+        made = self._made[number] = OrderedDict() if ordered else {}
+        made.update((self.put(key), self.put(item)) for key, item in items)
+
+    def _function(self, number: int, reference: Reference, cells: list, given: list, attributes: dict) -> None:
+        closure = tuple(CellType() for _ in cells)
+        code = resolved(reference)
+        made = self._made[number] = FunctionType(code, vars(imported(reference[:3])), code.co_name, None, closure)
+        for cell, content in zip(closure, cells, strict=True):
+            cell.cell_contents = self.put(content)
+        made.__defaults__, made.__kwdefaults__ = (self.put(value) for value in given)
+        vars(made).update({name: self.put(item) for name, item in attributes.items()})
+
+    def _instance(self, number: int, reference: Reference, attributes: dict) -> None:
+        made = self._made[number] = object.__new__(resolved(reference))
+        vars(made).update({name: self.put(item) for name, item in attributes.items()})
+
+    def _model(self, number: int, _id: str) -> None:
+        import comfy.model_patcher
+
+        module = self.put(self._models[number]).to(self._device)
+        self._made[number] = comfy.model_patcher.ModelPatcher(module, load_device=self._device, offload_device=torch.device("cpu"))
+
+
+class VaeElsewhere:
+    """Stands in a rank for a VAE, which stays in ComfyUI's process."""
+
+    def __init__(self, compression: Any):
+        self._compression = compression
+
+    def spacial_compression_encode(self) -> Any:
+        return self._compression
+
+    def encode(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise Refused(
+            "A patch encodes its image while the model samples, which has to be done before: "
+            "give it an image of the size that is sampled, in multiples of 16 pixels, or leave PipeMesh Parallelize out."
+        )
+
+
+SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
+OF_PATCHERS = frozenset(  # what a ModelPatcher notes on a model that it loads; the rank's own notes its own
+    {
+        *("current_patcher", "current_weight_patches_uuid", "lowvram_patch_counter", "model_loaded_weight_memory", "model_lowvram"),
+        *(
+            "model_offload_buffer_memory",
+            "dynamic_patchers",
+            "dynamic_pins",
+            "dynamic_vbars",
+            "seed_key",
+            "_pin_state",
+            "_v",
+            "_v_signature",
+        ),
+    }
+)
+BUILT_IN = (Enum, list, tuple, dict, set, frozenset, str, bytes, int, float, torch.Tensor)
+
+
+def _filled(function: FunctionType, path: str) -> list[tuple[str, CellType]]:
+    cells = list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    for name, cell in cells:
+        try:
+            cell.cell_contents  # noqa: B018
+        except ValueError as error:
+            raise NotReferable(f"its {name} has no value yet") from error
+    return cells

@@ -1,0 +1,175 @@
+"""Refer to code by the file that has it, so that a rank can import its own copy: a file of
+ComfyUI's, or of a node pack that the user lets ranks import. Nothing but the name crosses, and the
+hash of the file, which must be the same on both sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import Refused
+
+PACKS_VARIABLE = "PIPEMESH_PATCH_PACKS"
+HOST, TORCH = "ComfyUI", "torch"  # roots of references; others are folders of node packs
+HOST_FOLDERS = ("comfy", "comfy_extras")
+CUSTOM_NODES = "custom_nodes"
+PACKAGE = "pipemesh_pack"  # a node pack's name in a rank; its own top level, with its nodes, is not run there
+
+Reference = list  # [root, path below it, hash of the file, name in the module or number of the code object]
+
+
+class NotReferable(Exception):
+    """Code that ranks may not import; says why, and what to do."""
+
+
+def named(thing: Any) -> Reference:
+    """In the UI: refers to a class, or to a function that its module has under its name. Raises
+    NotReferable.
+    """
+    module = _module_of(thing)
+    if _attribute(module, thing.__qualname__) is not thing:
+        raise NotReferable(f"{module.__name__} has it under no name")
+    return [*_place_of(module), thing.__qualname__]
+
+
+def name_of(thing: Any) -> str:
+    """Returns the name of a function, or of an object's class, as plans have it: that of its module
+    as an import has it, wherever it was loaded from, or of its node pack in small letters; and its
+    own.
+    """
+    thing = getattr(thing, "__func__", thing)
+    kind = thing if hasattr(thing, "__qualname__") else type(thing)
+    where = kind.__module__
+    file = getattr(sys.modules.get(where), "__file__", None)
+    parts = Path(file or where).with_suffix("").parts
+    if CUSTOM_NODES in parts:
+        where = parts[parts.index(CUSTOM_NODES) + 1].lower()
+    elif file is not None and where.startswith(os.sep):  # as ComfyUI's server loads its extra nodes
+        where = ".".join(parts[parts.index(HOST_FOLDERS[-1]) :])
+    return f"{where}:{kind.__qualname__}"
+
+
+def compiled(function: types.FunctionType) -> Reference:
+    """In the UI: refers to the code of a function, which its module need not have under a name: one
+    that another function made. Raises NotReferable.
+    """
+    module = _module_of(function)
+    place = _place_of(module)
+    codes = codes_in(str(module.__file__), place[2])
+    if function.__code__ not in codes:
+        raise NotReferable(f"the file of {module.__name__} has no such code by now")
+    return [*place, codes.index(function.__code__)]
+
+
+def resolved(reference: Reference) -> Any:
+    """In a rank: returns what ``named`` or ``compiled`` (a code object) refers to. Raises
+    Refused.
+    """
+    module = imported(reference[:3])
+    name = reference[3]
+    return codes_in(str(module.__file__), reference[2])[name] if isinstance(name, int) else _attribute(module, name)
+
+
+def imported(place: Reference) -> types.ModuleType:
+    """In a rank: returns the module of a reference, imported from this machine's own copy. Raises
+    Refused where that is another one, or none that ranks may import.
+    """
+    root, path, expected = place
+    if root == TORCH and path.partition(".")[0] == TORCH:
+        if expected != torch.__version__:
+            raise Refused(f"A rank has torch {torch.__version__}, ComfyUI has {expected}: install the same version on every machine.")
+        return importlib.import_module(path)
+    folder = host_folder() if root == HOST else Path(root)
+    if root != HOST and folder not in packs():
+        raise Refused(f"A rank may not import the node pack at {folder}: name it in {PACKS_VARIABLE} on every machine.")
+    if ".." in Path(path).parts or (root == HOST and Path(path).parts[0] not in HOST_FOLDERS):
+        raise Refused(f"A rank imports no {path} of {root}: install the same version of PipeMesh on every machine.")
+    file = folder / path
+    if not file.is_file() or file_hash(file) != expected:
+        raise Refused(f"{file} is missing here, or another version than ComfyUI runs: install the same one and restart ComfyUI.")
+    dotted = ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
+    if root != HOST:
+        package = f"{PACKAGE}_{hashlib.blake2b(root.encode(), digest_size=8).hexdigest()}"
+        if package not in sys.modules:
+            sys.modules[package] = types.ModuleType(package)
+            sys.modules[package].__path__ = [str(folder)]
+        dotted = f"{package}.{dotted}"
+    try:
+        return importlib.import_module(dotted)
+    except ImportError as error:
+        raise Refused(f"{file} cannot be imported in a rank ({error}): install what it requires.") from error
+
+
+def host_folder() -> Path:
+    import comfy
+
+    return Path(comfy.__path__[0]).resolve().parent
+
+
+def packs() -> tuple[Path, ...]:
+    """Returns the folders of the node packs that ranks may import: their names in custom_nodes, or
+    paths, with commas between them.
+    """
+    wanted = [name.strip() for name in os.environ.get(PACKS_VARIABLE, "").split(",") if name.strip()]
+    return tuple(Path(os.path.join(host_folder(), CUSTOM_NODES, name)).resolve() for name in wanted)
+
+
+def file_hash(file: Path) -> str:
+    stat = file.stat()
+    return _hash_of(str(file), stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=256)
+def _hash_of(file: str, _modified: int, _size: int) -> str:
+    return hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def codes_in(file: str, _hash: str) -> list[types.CodeType]:
+    """Returns all code objects of a file, in the order in which they stand in it."""
+
+    def inside(code: types.CodeType) -> Iterator[types.CodeType]:
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield constant
+                yield from inside(constant)
+
+    return list(inside(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)))
+
+
+def _module_of(thing: Any) -> types.ModuleType:
+    module = sys.modules.get(thing.__module__ or "")
+    if module is None or getattr(module, "__file__", None) is None:
+        raise NotReferable(f"{thing.__module__} has no file")
+    return module
+
+
+def _place_of(module: types.ModuleType) -> Reference:
+    if module.__name__.partition(".")[0] == TORCH:
+        return [TORCH, module.__name__, str(torch.__version__)]
+    file = Path(str(module.__file__)).resolve()
+    host = host_folder()
+    if any(file.is_relative_to(host / folder) for folder in HOST_FOLDERS):
+        return [HOST, str(file.relative_to(host)), file_hash(file)]
+    for folder in packs():
+        if file.is_relative_to(folder):
+            return [str(folder), str(file.relative_to(folder)), file_hash(file)]
+    raise NotReferable(f"ranks import code of ComfyUI and of node packs that you name in {PACKS_VARIABLE}, and {file} is neither")
+
+
+def _attribute(module: types.ModuleType, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

@@ -1,0 +1,143 @@
+"""Patches of nodes that run inside a model's blocks: sent to the ranks with the object patches, and
+named by numbers in each evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..families.plan import BEFORE_BLOCKS, TokenPlan
+from ..patches import TokenGrid
+from .by_reference import PutTogether, TakenApart
+from .code import name_of
+from .forward import PREFIX
+from .guard import patch_name, refuse_in_block_patches, require_plan
+
+IN_BLOCK = "patches inside blocks"  # their name among the object patches of a rank
+Options = Mapping[str, Any]
+
+
+class InBlockPatches:
+    """In the UI: the patches of one MODEL that run inside its blocks, and the methods that they
+    replace there (``objects``: object patches), in the form in which ranks get them. Raises Refused
+    for one that holds what cannot cross; one that the plan cannot serve is left out.
+    """
+
+    def __init__(self, transformer: torch.nn.Module, plan: TokenPlan, options: Options, objects: Options = MappingProxyType({})):
+        served = [patch for point, patch in patches_of(options) if can_serve(plan, point, patch)]
+        self._functions = list({id(patch): patch for patch in served}.values())
+        self._methods = {key: value for key, value in objects.items() if callable(value) and plan.has_own_rows(name_of(value))}
+        apart = TakenApart(transformer)
+        self._taken = {
+            "patches": [[name_of(patch), apart.take(patch, patch_name(patch))] for patch in self._functions],
+            "methods": {key: apart.take(value, patch_name(value)) for key, value in self._methods.items()},
+        }
+        self._models = apart.models
+
+    def holds(self, patch: Any) -> bool:
+        return any(patch is one for one in (*self._functions, *self._methods.values()))
+
+    def numbers(self, options: Options) -> dict[str, list[int]]:
+        """Returns the patches of an evaluation as they cross: by point, their numbers."""
+        number = {id(patch): place for place, patch in enumerate(self._functions)}
+        return {point: [number[id(patch)] for patch in items] for point, items in options.get("patches", {}).items()}
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The object patch that brings them to the ranks."""
+        return {IN_BLOCK: {**self._taken, "models": self._models}} if any(self._taken.values()) else {}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The same, with ids in place of models."""
+        return {IN_BLOCK: self._taken} if any(self._taken.values()) else {}
+
+
+def in_block_patches(patcher: Any) -> InBlockPatches:
+    """In the UI: the patches of nodes on a MODEL that ranks get. Raises Refused, naming one that
+    cannot run there.
+    """
+    transformer, options = patcher.model.diffusion_model, patcher.model_options["transformer_options"]
+    below = {key: value for key, value in patcher.object_patches.items() if key.startswith(PREFIX)}
+    patches = InBlockPatches(transformer, require_plan(transformer), options, below)
+    refuse_in_block_patches(options, patches)
+    return patches
+
+
+def patches_of(options: Options) -> Iterator[tuple[str, Any]]:
+    """Yields (point, patch) of all lists of patches."""
+    yield from ((point, patch) for point, items in options.get("patches", {}).items() for patch in items)
+
+
+def can_serve(plan: TokenPlan, point: str, patch: Any) -> bool:
+    """True if a patch can be called at that point while each rank has some of the tokens."""
+    return point in BEFORE_BLOCKS or plan.block_patch(name_of(patch)) is not None or plan.gathers_at(point)
+
+
+def why_all_rows(plan: TokenPlan, options: Options) -> list[str]:
+    """Names the patches that need all tokens of an evaluation at once."""
+    return [
+        f"the patch {patch_name(patch)}, which needs all tokens"
+        for point, patch in patches_of(options)
+        if point not in BEFORE_BLOCKS and not plan.has_own_rows(name_of(patch))
+    ]
+
+
+def put_patches(model: Any, packed: dict[str, Any], device: torch.device) -> tuple[list[tuple[str, Callable]], dict[str, Callable]]:
+    """In a rank: what ``InBlockPatches.objects`` brought: (name, patch) of each, and methods as
+    object patches.
+    """
+    together = PutTogether(model.diffusion_model, packed["models"], device)
+    made = [(name, together.put(taken)) for name, taken in packed["patches"]]
+    for _, patch in made:
+        if hasattr(patch, "to"):
+            patch.to(device)  # as ComfyUI does when it loads a model
+    return made, {key: together.put(taken) for key, taken in packed["methods"].items()}
+
+
+def clean_up(patches: Sequence[tuple[str, Any]]) -> None:
+    """In a rank, after a run: as ComfyUI does it."""
+    for _, patch in patches:
+        if hasattr(patch, "cleanup"):
+            patch.cleanup()
+
+
+class Encoded(Exception):
+    """A patch has got as far as tokens."""
+
+
+class NoTokens:
+    """Stands for tokens and block numbers, and ends a patch that looks at them."""
+
+    def __getitem__(self, _rows: Any) -> Any:
+        raise Encoded
+
+    def __floordiv__(self, _blocks: Any) -> Any:
+        raise Encoded
+
+
+def encode_images(transformer: torch.nn.Module, options: Options, shape: Sequence[int]) -> None:
+    """In the UI, before sampling: lets patches that encode an image by their VAE do it for a latent
+    of this shape. In a rank they have no VAE.
+    """
+    for _, patch in patches_of(options):
+        plan = require_plan(transformer)
+        known = plan.block_patch(name_of(patch))
+        size = padded(shape, plan.patch_size_of(transformer)) if known is not None and known.padded else torch.Size(shape)
+        if hasattr(patch, "encode_render_video"):
+            if patch.prepared_render is None or patch.prepared_render.shape[2:] != size[2:]:
+                patch.prepared_render = patch.encode_render_video(tuple(size[2:]))
+        elif hasattr(patch, "vae") and hasattr(patch, "encoded_image"):
+            with suppress(Encoded):
+                patch({"x": torch.empty(size, device="meta"), "img": NoTokens(), "block_index": NoTokens()})
+
+
+def padded(shape: Sequence[int], patch_size: int | Sequence[int]) -> torch.Size:
+    """Returns the shape of a latent padded to whole tokens."""
+    grid = TokenGrid.of(shape, patch_size)
+    return torch.Size([*shape[:2], *(count * edge for count, edge in zip(grid.counts, grid.edges, strict=True))])

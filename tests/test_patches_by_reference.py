@@ -1,0 +1,441 @@
+"""Patches of nodes inside blocks, rebuilt in the ranks from their own copies of the code: as in
+stock, with an effect, or refused by name.
+"""
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+
+import comfy.ldm.anima.lllite as lllite
+import comfy.ldm.wan.model_multitalk as multitalk
+import comfy.ops
+import pytest
+import torch
+from comfy.ldm.lumina.controlnet import ZImage_Control
+from comfy.ldm.wan.uni3c import WanUni3CControlnet
+from comfy.model_patcher import ModelPatcher
+from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.comfy_bridge.by_reference import PutTogether, TakenApart
+from pipemesh.parallel_runtime.comfy_bridge.in_block import IN_BLOCK, InBlockPatches, encode_images, put_patches
+from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
+from pipemesh.parallel_runtime.families.sample import random_tensor
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
+from pipemesh.parallel_runtime.patches import TokenGrid, assembled
+
+from .conftest import ALL
+from .in_ranks import CPU, Crossed, evaluated_in_ranks
+from .models import asked_of
+from .patched import execute, node
+
+NODES = "comfy_extras.nodes_model_patch"
+OPERATIONS = comfy.ops.manual_cast
+MODEL_PATCHES = "nodes_model_patch"
+ANY_NODE = {MODEL_PATCHES: "ModelPatchLoader"}
+
+
+class Vae:
+    """Encodes pixels as means over squares of eight."""
+
+    def __init__(self, video=False):
+        self.video = video
+
+    def spacial_compression_encode(self):
+        return 8
+
+    def temporal_compression_decode(self):
+        return 4
+
+    def encode(self, pixels):
+        small = torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), 8)
+        latent = torch.stack([small.mean(1) * (channel + 1) for channel in range(16)], 1)
+        return latent[::4].movedim(0, 1)[None] if self.video else latent
+
+
+class ImageVae(Vae):
+    """Of images whose latents have a time."""
+
+    def encode(self, pixels):
+        return super().encode(pixels)[:, :, None]
+
+
+@cache
+def nodes_of(module):
+    """ComfyUI's module of extra nodes, as its server loads it."""
+    return sys.modules[node(module, ANY_NODE[module]).__module__]
+
+
+def model_patch(module):
+    """A model that a patch brings along, with random weights."""
+    for name, parameter in module.named_parameters():
+        parameter.data = random_tensor(name, tuple(parameter.shape), 5, torch.float32)
+    return ModelPatcher(module, load_device=CPU, offload_device=CPU)
+
+
+def pixels(shape, frames=1):
+    return torch.rand(frames, 8 * shape[-2], 8 * shape[-1], 3, generator=torch.Generator().manual_seed(8))
+
+
+def sample_for(code, **config):
+    """The first sample that a patch is known for, of such a config."""
+    for family in FAMILIES:
+        for sample_ in family.samples if any(plan.block_patch(code) for plan in family.plans) else ():
+            if config.items() <= sample_.form.config(sample_.tiny(sample_.heads[-1])).items():
+                return sample_
+    raise LookupError(code)
+
+
+def diffsynth(model, shape, strength=0.7):
+    nodes, transformer = nodes_of(MODEL_PATCHES), model.model.diffusion_model
+    net = nodes.QwenImageBlockWiseControlNet(len(transformer.transformer_blocks), dim=transformer.inner_dim, operations=OPERATIONS)
+    apply = nodes.QwenImageDiffsynthControlnet().diffsynth_controlnet
+    return apply(model, model_patch(net), ImageVae(), pixels((10, 12)), strength)[0]
+
+
+def control(model, shape):
+    size = model.model.diffusion_model
+    net = ZImage_Control(
+        dim=size.dim, n_heads=size.n_heads, n_kv_heads=size.n_heads, multiple_of=16, n_control_layers=15, additional_in_dim=17,
+        refiner_control=True, operations=OPERATIONS,
+    )  # fmt: skip
+    apply = nodes_of(MODEL_PATCHES).ZImageFunControlnet().diffsynth_controlnet
+    del net.control_layers[3:]  # as many as the sample's blocks come to
+    return apply(model, model_patch(net), Vae(), image=pixels(shape), strength=0.7)[0]
+
+
+def uni3c(model, shape):
+    dim = model.model.diffusion_model.dim
+    net = WanUni3CControlnet(
+        in_channels=36, conv_out_dim=dim, dim=48, ffn_dim=64, num_heads=2, num_layers=3, time_embed_dim=dim, out_proj_dim=dim,
+        add_channels=7, mid_channels=16, operations=OPERATIONS,
+    )  # fmt: skip
+    video = pixels(shape, 4 * (shape[2] - 1) + 1)
+    return nodes_of(MODEL_PATCHES).WanUni3CControlnetApply().apply_patch(model, model_patch(net), Vae(True), video, 0.7, 0.0, 1.0)[0]
+
+
+def anima_lllite(model, shape):
+    dim = model.model.diffusion_model.model_channels
+    state = {
+        "lllite_conditioning1.conv1.weight": torch.empty(4, 3, 4, 4),
+        "lllite_conditioning1.conv3.weight": torch.empty(8, 4, 4, 4),
+        "lllite_conditioning1.proj.weight": torch.empty(12, 8, 1, 1),
+        "lllite_conditioning1.resblocks.0.conv1.weight": torch.empty(8, 8, 3, 3),
+    }
+    for target in ("self_attn_q_proj", "self_attn_v_proj", "cross_attn_q_proj", "mlp_layer1"):
+        for block in (0, 2):
+            state[f"lllite_dit_blocks_{block}_{target}.down.weight"] = torch.empty(6, dim)
+            state[f"lllite_dit_blocks_{block}_{target}.cond_to_film.weight"] = torch.empty(12, 12)
+    net = lllite.AnimaLLLite(state, {}, operations=OPERATIONS)
+    return nodes_of(MODEL_PATCHES).AnimaLLLiteApply().apply_patch(model, model_patch(net), pixels(shape), 2.0, 0.0, 1.0)[0]
+
+
+def infinite_talk(model, shape, speakers=1):
+    """As the node WanInfiniteTalkToVideo attaches it, which wants an audio encoder's output."""
+    dim, (frames, height, width) = model.model.diffusion_model.dim, shape[2:]
+    net = torch.nn.Module()
+    net.blocks = torch.nn.ModuleList(multitalk.WanMultiTalkAttentionBlock(dim, 24, operations=OPERATIONS) for _ in range(5))
+    generator = torch.Generator().manual_seed(6)
+    made = model.clone()
+    made.model_options["transformer_options"]["audio_embeds"] = torch.randn(1, frames, 4 * speakers, 24, generator=generator)
+    made.set_model_patch(multitalk.MultiTalkCrossAttnPatch(model_patch(net), 2.0), "attn2_patch")
+    if speakers > 1:
+        tokens = -(-height // 2) * -(-width // 2)
+        masks = torch.stack([torch.arange(tokens) < tokens // 2, torch.arange(tokens) >= tokens // 2])
+        made.set_model_patch(multitalk.MultiTalkGetAttnMapPatch(masks), "attn1_patch")
+    return made
+
+
+def two_speakers(model, shape):
+    return infinite_talk(model, shape, speakers=2)
+
+
+def uso(model, shape):
+    nodes, hidden = nodes_of(MODEL_PATCHES), model.model.diffusion_model.hidden_size
+    net = nodes.SigLIPMultiFeatProjModel(5, 4, 24, hidden, operations=OPERATIONS)
+    seen = torch.randn(1, 21, 5, 24, generator=torch.Generator().manual_seed(2))
+    vision = SimpleNamespace(all_hidden_states=seen, penultimate_hidden_states=seen[:, 20])
+    return nodes.USOStyleReference().apply_patch(model, model_patch(net), vision)[0]
+
+
+def references_kept(model, shape):
+    return execute("nodes_flux", "FluxKVCache", model)
+
+
+@dataclass(frozen=True)
+class Attached:
+    """``own_rows``: whether it can be called on the rows of one patch of PipeFusion."""
+
+    attach: Callable
+    sample: object
+    own_rows: bool
+
+    def __str__(self):
+        return self.attach.__name__
+
+
+WAN = sample_for(f"{NODES}:WanUni3CCnetPatch")
+ATTACHED = [
+    Attached(diffsynth, sample_for(f"{NODES}:DiffSynthCnetPatch"), True),
+    Attached(anima_lllite, sample_for("comfy.ldm.anima.lllite:AnimaLLLiteMLPPatch"), True),
+    Attached(uso, SAMPLES[PLAIN], True),
+    Attached(control, sample_for(f"{NODES}:ZImageControlPatch", z_image_modulation=True), False),
+    Attached(uni3c, WAN, False),
+    Attached(infinite_talk, WAN, False),
+    Attached(two_speakers, WAN, False),
+    Attached(references_kept, next(one for one in FAMILIES[0].samples if one.prompt_extras), False),
+]
+
+
+class Patched:
+    """A stock MODEL with a patch of a node, and what its sampler asks of it."""
+
+    def __init__(self, attached, tokens="odd"):
+        name, heads = attached.sample.name, attached.sample.heads[-1]
+        self.stock = stock_model(heads, family=name)
+        self.shape = attached.sample.latents[tokens]
+        self.case = Case(name, "ulysses1", tokens, heads, 1.0, False, "euler")
+        with torch.inference_mode():
+            self.patcher = attached.attach(self.stock, self.shape)
+            encode_images(self.stock.model.diffusion_model, self.patcher.model_options["transformer_options"], self.shape)
+        self.forward, self.asked = asked_of(self.patcher, self.case)
+
+    @torch.inference_mode()
+    def truths(self):
+        self.patcher.model_patches_call_function()  # its clean-up after the run before
+        return [self.forward(**one) for one in self.asked]
+
+    @torch.inference_mode()
+    def without(self):
+        bare = [{**one, "transformer_options": {**one["transformer_options"], "patches": {}}} for one in self.asked]
+        return [self.forward(**one) for one in bare]
+
+
+@pytest.fixture(scope="module", params=ATTACHED, ids=str)
+def patched(request):
+    return request.param, Patched(request.param)
+
+
+LAYOUTS = (Layout(ulysses=2), Layout(ring=3))
+CASES = [(one, layout) for place, one in enumerate(ATTACHED) for layout in (LAYOUTS if ALL else LAYOUTS[place % 2 :][:1])]
+
+
+@pytest.mark.parametrize(("patched", "layout"), CASES, ids=str, indirect=["patched"])
+def test_ranks_of_a_sequence_compute_it_as_stock_does(patched, layout, monkeypatch):
+    _attached, model = patched
+    truths = model.truths()
+    assert max(map(relative_error, truths, model.without())) > 100 * BOUND, "the patch does nothing"
+    ours = evaluated_in_ranks(layout, model.patcher, model.asked, monkeypatch)
+    for one, truth in zip(ours, truths, strict=True):
+        assert relative_error(one, truth) <= BOUND
+
+
+@pytest.mark.parametrize("patched", [one for one in ATTACHED if one.own_rows], ids=str, indirect=True)
+def test_a_patch_of_pipefusion_computes_it_as_stock_does(patched):
+    _attached, model = patched
+    plan = plan_for(type(model.stock.model.diffusion_model))
+    truth, crossed = model.truths()[0], Crossed(model.patcher)
+    method = PatchForward(model.stock.model.diffusion_model, plan)
+    method.attach()
+    with torch.inference_mode():
+        arguments = crossed.arguments(model.asked[0])
+        method.evaluate(model.forward, arguments, "cond", None)
+        grid = TokenGrid.of(next(iter(arguments.values())).shape, plan.patch_size_of(model.stock.model.diffusion_model))
+        outputs = [method.evaluate(model.forward, crossed.arguments(model.asked[0]), "cond", patch) for patch in grid.cut(3)]
+    method.detach()
+    assert relative_error(assembled(outputs, plan.leaves_behind_blocks), truth) <= BOUND
+
+
+@pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 1, 2)], ids=["ulysses", "pipefusion"])
+def test_it_runs_in_a_pool(clients, degrees):
+    attached, tokens = ATTACHED[0], "odd"
+    model, modes = Patched(attached, tokens), []
+    patching = Patching(3, 9999) if degrees[2] > 1 else None
+    parallel = parallelize(model.stock, clients(*degrees), 0.0, patching, modes.append)
+    truth = sample(model.patcher, model.case, steps=2)
+    for strength, expected in ((0.7, truth), (0.3, None)):
+        made = attached.attach(parallel, model.shape, strength)
+        ours = sample(made, model.case, steps=2)
+        expected = sample(attached.attach(model.stock, model.shape, strength), model.case, steps=2) if expected is None else expected
+        assert relative_error(ours, expected) <= BOUND
+    assert relative_error(sample(parallel, model.case, steps=2), sample(model.stock, model.case, steps=2)) <= BOUND, "it stays"
+    assert all(mode.startswith(("single-timeline, because of patches", "free-running")) for mode in modes)
+
+
+def test_what_needs_all_tokens_keeps_the_evaluations_of_a_pipeline_whole(clients):
+    model, modes = Patched(ATTACHED[3]), []
+    parallel = parallelize(model.stock, clients(1, 1, 2), 0.0, Patching(3, 0), modes.append)
+    ours = sample(ATTACHED[3].attach(parallel, model.shape), model.case, steps=2)
+    assert relative_error(ours, sample(model.patcher, model.case, steps=2)) <= BOUND
+    assert "all of them at once, because of the patch" in modes[0] and "ZImageControlPatch" in modes[0]
+
+
+KJNODES = '''
+"""In place of KJNodes, from its published behaviour: methods of modules, bound to what nodes set."""
+
+import types
+
+import torch
+
+
+def twice_attended(module, x, context, guide, scale, **kwargs):
+    forward = type(module).forward
+    real = forward(module, x, context, **kwargs)
+    other = forward(module, x, guide.expand(x.shape[0], -1, -1), **kwargs)
+    guided = real * scale - other * (scale - 1)
+    return guided * real.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+
+
+class WanCrossAttentionPatch:
+    def __init__(self, guide, scale):
+        self.guide = guide
+        self.scale = scale
+
+    def __get__(self, obj, objtype=None):
+        def wrapped_attention(module, *args, **kwargs):
+            return twice_attended(module, *args, guide=self.guide, scale=self.scale, **kwargs)
+
+        return types.MethodType(wrapped_attention, obj)
+
+
+class WanffnChunkPatch:
+    def __init__(self, chunks):
+        self.chunks = chunks
+
+    def __get__(self, obj, objtype=None):
+        def wrapped_forward(module, x):
+            return torch.cat([2 * torch.nn.Sequential.forward(module, chunk) for chunk in x.chunk(self.chunks, dim=1)], dim=1)
+
+        return types.MethodType(wrapped_forward, obj)
+
+
+class Mixing:
+    def __call__(self, args):
+        tokens = torch.cat([args["txt"], args["img"]], 1)
+        order = torch.arange(tokens.shape[1]).view(1, -1, 1) / tokens.shape[1]
+        args["img"] += (tokens * order).mean(1, keepdim=True)
+        return {**args, "txt": args["txt"] + args["img"][:, :1]}
+
+
+class NotMadeAgain:
+    def __init__(self, opened):
+        opened()
+'''
+
+
+@pytest.fixture
+def pack(tmp_path, monkeypatch):
+    """A node pack as ComfyUI loads one: its module in ComfyUI's process."""
+    folder = tmp_path / "custom_nodes" / "ComfyUI-KJNodes"
+    (folder / "nodes").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('the top level of a pack runs in no rank')")
+    file = folder / "nodes" / "optimization.py"
+    file.write_text(KJNODES)
+    name = f"{folder}.nodes.optimization"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("PIPEMESH_PATCH_PACKS", str(folder))
+    module.FILE = file
+    return module
+
+
+def replaced(model, pack):
+    made = model.clone()
+    guide = torch.randn(1, 6, model.model.diffusion_model.dim, generator=torch.Generator().manual_seed(6))
+    for index, block in enumerate(model.model.diffusion_model.blocks):
+        nag = pack.WanCrossAttentionPatch(guide, 3.0).__get__(block.cross_attn, type(block.cross_attn))
+        chunked = pack.WanffnChunkPatch(2).__get__(block.ffn, type(block.ffn))
+        made.add_object_patch(f"diffusion_model.blocks.{index}.cross_attn.forward", nag)
+        made.add_object_patch(f"diffusion_model.blocks.{index}.ffn.forward", chunked)
+    return made
+
+
+def test_methods_of_a_pack_that_was_opted_in_run_on_the_ranks_own_rows(pack, monkeypatch):
+    stock = stock_model(WAN.heads[-1], family=WAN.name)
+    case = Case(WAN.name, "ulysses1", "odd", WAN.heads[-1], 1.0, False, "euler")
+    forward, asked = asked_of(stock, case)
+    patcher = replaced(stock, pack)
+    with torch.inference_mode():
+        plain = forward(**asked[0])
+        patcher.patch_model(load_weights=False)
+        truth = forward(**asked[0])
+        patcher.unpatch_model(unpatch_weights=False)
+    assert relative_error(truth, plain) > 100 * BOUND, "the methods do nothing"
+    (ours,) = evaluated_in_ranks(Layout(ulysses=2), patcher, asked[:1], monkeypatch)
+    assert relative_error(ours, truth) <= BOUND
+
+
+@pytest.mark.parametrize("attached", [ATTACHED[0], ATTACHED[3]], ids=["streams apart", "streams in one"])
+def test_a_patch_of_a_pack_of_which_nothing_is_known_is_given_all_tokens(pack, attached, monkeypatch):
+    stock = stock_model(attached.sample.heads[-1], family=attached.sample.name)
+    patcher = stock.clone()
+    patcher.set_model_double_block_patch(pack.Mixing())
+    case = Case(attached.sample.name, "ulysses1", "odd", attached.sample.heads[-1], 1.0, False, "euler")
+    forward, (asked, *_) = asked_of(patcher, case)
+    with torch.inference_mode():
+        truth = forward(**asked)
+        plain = forward(**{**asked, "transformer_options": {**asked["transformer_options"], "patches": {}}})
+    assert relative_error(truth, plain) > 100 * BOUND, "the patch does nothing"
+    (ours,) = evaluated_in_ranks(Layout(ulysses=2), patcher, [asked], monkeypatch)
+    assert relative_error(ours, truth) <= BOUND
+
+
+def test_a_pack_that_was_not_opted_in_is_named(pack, monkeypatch):
+    monkeypatch.delenv("PIPEMESH_PATCH_PACKS")
+    stock = stock_model(WAN.heads[-1], family=WAN.name)
+    with pytest.raises(Refused, match=r"wrapped_attention.*PIPEMESH_PATCH_PACKS.*optimization\.py is neither.*remove the node"):
+        Crossed(replaced(stock, pack))
+
+
+def test_a_rank_imports_no_other_version_of_a_file(pack):
+    stock = stock_model(WAN.heads[-1], family=WAN.name)
+    patcher = replaced(stock, pack)
+    plan = plan_for(type(stock.model.diffusion_model))
+    sent = InBlockPatches(stock.model.diffusion_model, plan, {}, patcher.object_patches).objects
+    pack.FILE.write_text(KJNODES + "\n")
+    with pytest.raises(Refused, match=r"optimization\.py is missing here, or another version"):
+        put_patches(stock.model, sent[IN_BLOCK], CPU)
+
+
+def test_objects_are_made_without_their_constructors_and_shared_ones_stay_shared(pack):
+    opened = []
+    made = pack.NotMadeAgain(lambda: opened.append(1))
+    made.self, made.numbers, made.twice = made, {1, 2}, [tensor := torch.ones(2), tensor]
+    here = torch.nn.Linear(2, 2)
+    apart = TakenApart(torch.nn.Sequential(here))
+    made.layer = here
+    taken = apart.take(made, "patch")
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    again = PutTogether(other, apart.models, CPU).put(taken)
+    assert opened == [1] and type(again).__name__ == "NotMadeAgain"
+    assert again.self is again and again.numbers == {1, 2} and again.twice[0] is again.twice[1] and again.layer is other[0]
+
+
+@pytest.mark.parametrize(
+    "hold, named",
+    [
+        (threading.Lock, r"_thread\.lock"),
+        (lambda: relative_error, r"relative_error"),
+        (lambda: weighted_patch(), "weight patches of its own"),
+    ],
+    ids=["lock", "code", "patched model"],
+)
+def test_what_cannot_cross_is_refused_by_name(hold, named):
+    model = Patched(ATTACHED[0])
+    (patch,) = model.patcher.model_options["transformer_options"]["patches"]["double_block"]
+    patch.strength = hold()
+    with pytest.raises(Refused, match=f"DiffSynthCnetPatch.*strength.*{named}.*remove the node"):
+        Crossed(model.patcher)
+
+
+def weighted_patch():
+    made = model_patch(torch.nn.Linear(2, 2))
+    made.patches = {"weight": [(1.0, torch.zeros(2, 2), 1.0, None, None)]}
+    return made
