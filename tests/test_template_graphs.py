@@ -52,7 +52,7 @@ INFO = {
     "Patch": declared(["MODEL"], clip=["CLIP", {}], model=["MODEL", {}], amount=["FLOAT", {"default": 1.5}]),
     "Noise": declared(["NOISE"], seed=["INT", {"control_after_generate": True}], forced=["INT", {"forceInput": True}], last=["STRING", {}]),
     "Seed": declared(["NOISE"], noise_seed=["INT", {}], last=["STRING", {}]),
-    "Picture": declared(["IMAGE"], image=["COMBO", {"options": ["x.png"], "image_upload": True}], scale=["FLOAT", {"default": 2.0}]),
+    "Picture": declared(["IMAGE"], {"scale": ["FLOAT", {"default": 2.0}]}, image=["COMBO", {"options": ["x.png"], "image_upload": True}]),
     "LoadAudio": {**declared(["AUDIO"], audio=["COMBO", {"options": ["a.wav"], "audio_upload": True}]), "name": "LoadAudio"},
     "Record": declared(["AUDIO"], audio=["AUDIO_RECORD", {}]),
     "Crop": declared(["IMAGE"], box=["BOUNDING_BOX", {}], after=["STRING", {"default": "z"}]),
@@ -210,7 +210,7 @@ def test_a_seed_has_a_control_by_its_name(convert):
 
 
 def test_buttons_and_players_are_not_in_the_prompt(convert):
-    assert inputs_of(convert, node(1, "Picture", ["x.png", 3.0, "image"])) == {"image": "x.png", "scale": 3.0}
+    assert inputs_of(convert, node(1, "Picture", ["x.png", "image", 3.0])) == {"image": "x.png", "scale": 3.0}
     assert inputs_of(convert, node(1, "LoadAudio", ["a.wav", ""])) == {"audio": "a.wav"}
     assert inputs_of(convert, node(1, "Record", ["old", ""])) == {"audio": ""}
 
@@ -250,6 +250,10 @@ def test_groups_grow_with_their_links(convert):
 def test_the_options_that_a_user_wrote_are_inputs(convert):
     found = inputs_of(convert, node(1, "CustomCombo", ["two", 0, "one", "two", ""]))
     assert found == {"choice": "two", "index": 1, "option1": "one", "option2": "two", "option3": ""}
+
+
+def test_a_choice_of_nothing_is_left_out(convert):
+    assert inputs_of(convert, node(1, "CustomCombo")) == {"index": -1, "option1": ""}
 
 
 def test_an_input_that_the_class_has_no_more_is_kept_if_it_is_linked_and_no_widget(convert):
@@ -442,6 +446,12 @@ def test_an_old_value_of_an_input_or_of_the_border_goes_there(convert):
     for entry in (["20", "steps"], ["-1", "steps"], ["20", "20: steps"]):
         prompt = convert(sampling(values=["x", 31], properties={"proxyWidgets": [["20", "name"], entry]}))
         assert (prompt["7:20"]["inputs"]["steps"], prompt["7:20"]["inputs"]["name"]) == (31, "x")
+
+
+def test_a_value_that_an_earlier_loading_could_not_place_holds(convert):
+    entry = {"originalEntry": ["-1", "steps"], "reason": "missingSourceNode", "hostValue": 31, "attemptedAtVersion": 1}
+    prompt = convert(sampling(values=[11], properties={"proxyWidgetErrorQuarantine": [entry]}))
+    assert prompt["7:20"]["inputs"]["steps"] == 31
 
 
 def test_an_old_promoted_widget_cuts_the_link_that_its_input_had_inside(convert):
