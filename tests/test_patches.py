@@ -61,7 +61,10 @@ class Model:
         """
         if self.plan.together.always and not is_cut:
             return self.warm(arguments)
-        grid = TokenGrid.of(next(iter(arguments.values())).shape, self.plan.patch_size_of(self.module))
+        latent = next(iter(arguments.values()))
+        if isinstance(latent, list):
+            raise ValueError("several latents have no patches")
+        grid = TokenGrid.of(latent.shape, self.plan.patch_size_of(self.module))
         outputs = [self.method.evaluate(self.forward, arguments, "cond", patch) for patch in grid.cut(patches)]
         return assembled(outputs, self.plan.leaves_behind_blocks)
 
