@@ -30,7 +30,7 @@ from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
-from .report.figures import MemoryFigures, PoolFigures, RankFigures, Report, last_run
+from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, last_run
 from .settings import PLACED_BY, Choice, PoolSettings, how_many
 
 log = logging.getLogger("pipemesh")
@@ -82,7 +82,7 @@ class Runtime:
     def choose(self, **values: Any) -> Choice:
         """Make the choice that these inputs of PipeMesh Pool stand for. Raises LayoutError."""
         settings = PoolSettings.checked(values)
-        return Choice(self._placed(settings), settings.patching())
+        return Choice(self._placed(settings), settings.patching(), settings.weights)
 
     def default_choice(self) -> Choice:
         """Choose all GPUs, or two ranks on the CPU."""
@@ -119,7 +119,7 @@ class Runtime:
         pool = self._pool(choice.placement)
         device = str(comfy.model_management.get_torch_device())
         begins = partial(self._begins, pool)
-        return parallelize(model, pool, choice.held_on(device), choice.patching, begins, choice.computed_on(device))
+        return parallelize(model, pool, choice.held_on(device), choice.patching, begins, choice.computed_on(device), choice.weights)
 
     def report(self, only: Choice | None = None) -> Report:
         """Collect the figures of every pool, or of ``only`` one, and the notices."""
@@ -190,8 +190,15 @@ def pool_figures(handle: PoolHandle, pool: RemotePool) -> PoolFigures:
         loads=held.loads if held else 0,
         patches=held.patchings if held else 0,
         conditioning_uploads=held.conditioning.uploads if held else 0,
+        weights=kept_weights(pool),
         last_run=last_run(run.began_s, run.mode, list(run.evaluations), placement.backend) if run else None,
     )
+
+
+def kept_weights(pool: RemotePool) -> tuple[KeptWeights, ...]:
+    models = dict(pool.session.models) if pool.session is not None else {}
+    titles = pool.residency.titles
+    return tuple(KeptWeights(titles.get(name, name), held.weights.kept, held.weights.why) for name, held in models.items())
 
 
 def rank_figures(handle: PoolHandle) -> tuple[RankFigures, ...]:

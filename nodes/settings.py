@@ -15,6 +15,7 @@ from ..launcher.pool.devices import Device, Placement, place
 from ..parallel_runtime.client.remote_patcher import Patching
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.planner.keeping import ASKED
 
 MOST_DIGITS = 6  # of a number of blocks
 BY_HAND, AUTO = "by hand", "auto"
@@ -142,6 +143,14 @@ class PoolSettings:
         "by hand: as the other inputs say.",
         optional=True,
     )
+    weights: str = one_of(
+        ASKED,
+        "How each rank keeps the model's weights. whole: all of its blocks. sharded: an equal part of each block, "
+        "gathered from the other ranks while the block before computes; for a model larger than one GPU. "
+        "offloaded: as much as fits, the rest in main memory. auto: the first that fits. Same result in each.",
+        optional=True,
+        advanced=True,
+    )
 
     @classmethod
     def inputs(cls) -> dict[str, Takes]:
@@ -205,12 +214,13 @@ def blocks_of_stages(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The output of PipeMesh Pool. The placement alone says which pool: another ``patching`` needs
-    no other ranks.
+    """The output of PipeMesh Pool. The placement alone says which pool: another ``patching``, or
+    other ``weights``, need no other ranks.
     """
 
     placement: Placement
     patching: Patching | None = None
+    weights: str = ASKED[0]
 
     def held_on(self, device: str) -> float:
         """Return the part of a model's weights that ``device`` holds. It is an estimate for

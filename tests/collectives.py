@@ -87,7 +87,16 @@ class World:
         self._batches = 0
         self.runs: list[RankRun] = []
         self.meshes = [self._join(rank, monkeypatch) for rank in range(layout.world_size)]
-        for name in ("get_backend", "get_global_rank", "isend", "irecv", "P2POp", "batch_isend_irecv", "all_to_all_single"):
+        for name in (
+            "get_backend",
+            "get_global_rank",
+            "isend",
+            "irecv",
+            "P2POp",
+            "batch_isend_irecv",
+            "all_to_all_single",
+            "all_gather_into_tensor",
+        ):
             monkeypatch.setattr(dist, name, getattr(self, name))
 
     def _join(self, rank, monkeypatch):
@@ -178,7 +187,7 @@ class World:
         self._batches += 1
         return [one.op(one.tensor, one.peer, one.group, batch=self._batches) for one in operations]
 
-    def all_to_all_single(self, receiving, sending, receive_sizes, send_sizes, group):
+    def all_to_all_single(self, receiving, sending, receive_sizes, send_sizes, group, async_op=False):
         run, name = getcurrent(), self.name_of(group)
         members = self.members[name]
         operation = Operation(run.rank, run.note("all_to_all", name, (*send_sizes, *receive_sizes)))
@@ -193,8 +202,15 @@ class World:
                     by_rank[rank][0][there].copy_(by_rank[other][1][here])
             for one, _, _ in arrived:
                 one.done = True
+        if async_op:
+            return operation
         while not operation.done:
             run.parent.switch(operation)
+        return None
+
+    def all_gather_into_tensor(self, whole, part, group, async_op):
+        counts = [part.numel()] * (whole.numel() // part.numel())
+        return self.all_to_all_single(whole, part.repeat(len(counts)), counts, counts, group, async_op)
 
 
 # -- the judge

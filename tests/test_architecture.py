@@ -93,6 +93,7 @@ BEING_SPLIT = "being split"
 EXCEPTIONS = {  # what breaks a rule all the same -> why
     "parallel_runtime/families/plan.py Blocks": "its fields are the words of a vocabulary",
     "parallel_runtime/wire/messages.py Start": "the fields of a message are its schema",
+    "nodes/report/figures.py PoolFigures": "the fields are what a route answers with",
     "benchmarks/diffusers_peer.py families": "the peer is one model of another library",
     "launcher/templates/stand_ins/names.py families": "says which family a file's name stands for",
     "launcher/templates/stand_ins/nodes.py families": "replaces nodes of ComfyUI's that load for one family",

@@ -5,6 +5,7 @@ runs, where a linked input has its value.
 import asyncio
 
 import pytest
+from pipemesh.nodes.settings import PoolSettings
 from pipemesh.parallel_runtime.errors import LayoutError
 
 from .fake_pools import fake_setup
@@ -128,3 +129,11 @@ def test_what_can_never_be_is_refused_when_queued_whatever_a_link_brings(complai
 )
 def test_what_a_link_may_put_right_is_queued(complaints, linked, changes):
     assert complaints(**INPUTS | changes | {linked: LINK}) == set()
+
+
+def test_a_new_input_comes_after_those_that_saved_workflows_have_values_for():
+    """They keep values by place."""
+    saved = ["devices", "ulysses", "ring", "pipefusion", "backend", "patches", "warm_up", "stages"]
+    inputs = PoolSettings.inputs()
+    assert list(inputs)[: len(saved)] == saved
+    assert all(takes.optional for name, takes in inputs.items() if name not in saved), "prompts that scripts send lack them"

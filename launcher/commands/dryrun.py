@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 MODELS: dict[str, tuple[Sample, Released]] = {one.name: (sample, one) for sample in SAMPLES.values() for one in sample.form.released}
 WORLD_SIZES = (2, 4, 8)
-ROW = "{:22}{:24}{:>5}{:>9}{:>9}{:>10}{:>8}{:>8}  {}"
-HEAD = ROW.format("model", "layout", "rank", "weights", "TFLOP", "sent MiB", "peak", "kept", "")
+ROW = "{:22}{:24}{:>5}{:>9}{:>9}{:>9}{:>10}{:>8}{:>8}  {}"
+HEAD = ROW.format("model", "layout", "rank", "weights", "sharded", "TFLOP", "sent MiB", "peak", "kept", "")
 
 
 def layouts(world_size: int) -> list[Layout]:
@@ -98,7 +98,8 @@ def records(
                 yield {**place, "misses": [f"{type(error).__name__}: {error}".strip()]}
                 continue
             waits = {str(wait): count for wait, count in figures.waits.items()}
-            yield {**place, **asdict(figures), "waits": waits, "misses": expected.misses(whole, layout, figures)}
+            shared = {"sharded_weight_bytes": expected.sharded_bytes(whole, layout, figures.stage)}
+            yield {**place, **asdict(figures), **shared, "waits": waits, "misses": expected.misses(whole, layout, figures)}
 
 
 def row(record: dict[str, Any]) -> str:
@@ -106,7 +107,8 @@ def row(record: dict[str, Any]) -> str:
         return f"{record[name] / unit:.2f}" if name in record else ""
 
     sent = f"{sum(record['sent_bytes'].values()) / (1 << 20):.1f}" if "sent_bytes" in record else ""
-    figures = [number("weight_bytes", 1 << 30), number("flops", 1e12), sent, number("peak_bytes", 1 << 30), number("kept_bytes", 1 << 30)]
+    weights = [number("weight_bytes", 1 << 30), number("sharded_weight_bytes", 1 << 30)]
+    figures = [*weights, number("flops", 1e12), sent, number("peak_bytes", 1 << 30), number("kept_bytes", 1 << 30)]
     return ROW.format(record["model"], record["equation"], record["rank"], *figures, "; ".join(record["misses"])).rstrip()
 
 

@@ -60,9 +60,20 @@ class LastRun:
     bytes_per_evaluation: int
 
 
+@dataclass(frozen=True)
+class KeptWeights:
+    """How the ranks keep a model's weights: ``whole``, ``sharded`` or ``offloaded``, and why."""
+
+    model: str
+    kept: str
+    why: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class PoolFigures:
-    """Figures of one pool. Counts are since it started; ``patches``: sets of weight patches."""
+    """Figures of one pool. Counts are since it started; ``patches``: sets of weight patches;
+    ``weights`` of each model that it holds.
+    """
 
     state: str
     layout: str
@@ -73,6 +84,7 @@ class PoolFigures:
     loads: int = 0
     patches: int = 0
     conditioning_uploads: int = 0
+    weights: tuple[KeptWeights, ...] = ()
     last_run: LastRun | None = None
 
 

@@ -80,7 +80,8 @@ def held_text(pool: PoolFigures) -> str:
         ("weight patches so far", str(pool.patches)),
         ("conditioning uploads so far", str(pool.conditioning_uploads)),
     ]
-    return "\n".join(["Pool", *aligned(rows)])
+    kept = [f"  weights of {one.model}: {one.kept}, {one.why}" for one in pool.weights if one.why]
+    return "\n".join(["Pool", *aligned(rows), *kept])
 
 
 def memory_text(ranks: Sequence[RankFigures]) -> str:

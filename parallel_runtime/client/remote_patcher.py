@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -33,6 +34,7 @@ from ..comfy_bridge.source import Source, describe_source, state_source
 from ..comfy_bridge.weight_patches import cast_switches, content_id, pack_patches, patched_sizes, plain_objects, widened_weights
 from ..comfy_bridge.weights import give_back, is_patched
 from ..errors import Refused
+from ..planner.keeping import ModelBytes, WeightsWish
 from .patch_backend import PipelineBackend
 from .patchwise import Patchwise, branch_of
 from .remote_forward import WRAPPERS, RemoteForward
@@ -59,7 +61,7 @@ class Remote:
     ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
     ``activations``: likewise, of what a whole evaluation computes. ``sampling``: how evaluations
     become patches, where the pool is a pipeline; ``stages``: how many blocks each stage has, where
-    the user says so.
+    the user says so. ``weights``: how the ranks are to keep them, one of ``planner.keeping.ASKED``.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Remote:
         activations: float,
         sampling: Patchwise | None = None,
         stages: tuple[int, ...] = (),
+        weights: str = "whole",
     ):
         self.pool = pool
         self.source = source
@@ -77,6 +80,7 @@ class Remote:
         self.activations = activations
         self.sampling = sampling
         self.stages = stages
+        self.weights = weights
         self.options = CrossingOptions()
         self.free_bytes: int | None = None  # in the rank that has least, when the run began
 
@@ -86,18 +90,17 @@ class Remote:
         return self.source.model
 
     def share_of(self, diffusion_model: torch.nn.Module) -> int:
-        """Returns the bytes of weights that ranks on the UI's own device hold once the model is
-        loaded.
-        """
-        return round(stored_bytes(diffusion_model.parameters()) * self.holds_ui_device)
+        """Returns the bytes of weights on the UI's own device once ranks have loaded the model."""
+        share = round(stored_bytes(diffusion_model.parameters()) * self.holds_ui_device)
+        held = self.pool.session.models.get(self.model) if self.pool.session is not None else None
+        return share if held is None or held.weights.kept == "whole" else min(share, held.weights.nbytes)
 
     def release(self) -> None:
         self.pool.residency.release(self.model)
 
     def recut(self) -> None:
-        """Decides how many blocks each stage has, where the pool is a pipeline."""
-        if self.sampling is not None:
-            self.pool.residency.recut(self.model, self.stages)
+        """Decides how many blocks each stage has, and whether weights are kept as asked."""
+        self.pool.residency.recut(self.model, self.stages, self.weights)
 
     def begin_run(self) -> None:
         """Begins a run in the pool. Raises Refused where the checkpoint was overwritten while the
@@ -293,7 +296,9 @@ def bring_up(patcher: RemotePatcher) -> None:
     patcher.remote.pool.sessions.settle(interrupted)
     patcher.remote.pool.runs.end_owed()
     while not residency.is_ready(model, patcher.patches_id):
-        residency.load(patcher.remote.source, lambda: state_source(patcher, patcher.remote.source.weights), interrupted)
+        state = partial(state_source, patcher, patcher.remote.source.weights)
+        wish = WeightsWish(patcher.remote.weights, ModelBytes.of(patcher.model.diffusion_model))
+        residency.load(patcher.remote.source, state, interrupted, wish)
         if not residency.is_ready(model, patcher.patches_id):
             patches, sizes = weight_patches_of(patcher)
             residency.set_weight_patches(model, patcher.patches_id, patches, objects, sizes, interrupted)
@@ -333,17 +338,18 @@ def parallelize(
     patching: Patching | None = None,
     notice: Callable[[str], None] = lambda mode: None,
     activations: float = 1.0,
+    weights: str = "whole",
 ) -> RemotePatcher:
     """Makes a clone of a stock MODEL that computes in ``pool``. Nothing is started or loaded before
     it is sampled.
 
     ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
     ``activations``: of what an evaluation computes. ``patching``: for a pool that is a pipeline;
-    ``notice`` is told how each run is sampled. Raises Refused for a model without a token plan,
-    ModelError for a checkpoint that is gone.
+    ``notice`` is told how each run is sampled. ``weights``: how ranks are to keep them. Raises
+    Refused for a model without a token plan, ModelError for a checkpoint that is gone.
     """
     plan = require_plan(patcher.model.diffusion_model)
-    if isinstance(patcher, RemotePatcher) and patcher.remote.pool is pool and patching is None:
+    if isinstance(patcher, RemotePatcher) and patcher.remote.pool is pool and patching is None and patcher.remote.weights == weights:
         return patcher
     if patching is not None:
         plan.require_stages(type(patcher.model.diffusion_model))
@@ -353,7 +359,7 @@ def parallelize(
         backend = PipelineBackend(pool, source.model)
         patch_size = plan.patch_size_of(patcher.model.diffusion_model)
         sampling = Patchwise(backend, patch_size, plan, patching.patches, patching.warm_up, notice)
-    remote = Remote(pool, source, holds_ui_device, activations, sampling, patching.stages if patching else ())
+    remote = Remote(pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights)
     made = remote_clone(patcher, remote)
     for kind, wrapper in ((WrappersMP.PREPARE_SAMPLING, prepare_sampling), *WRAPPERS.items()):
         made.remove_wrappers_with_key(kind, WRAPPER_KEY)

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from ..comfy_bridge.source import Source
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
 from ..planner.balance import Sizes, StageBalance
-from ..wire.messages import Adopt, Load, Release, SetWeightPatches
+from ..planner.keeping import WHOLE, WeightsWish
+from ..wire.messages import Adopt, EndRun, Load, Release, SetWeightPatches
 from ..wire.parcel import Parcel
 from ..wire.segment import Segment, TensorRef, aligned
 from .runs import Runs
@@ -94,7 +95,7 @@ class Residency:
         session.models[model] = session.models.pop(model)
         return True
 
-    def load(self, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
+    def load(self, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool], wish: WeightsWish = WHOLE) -> None:
         """Loads the model in every rank that lacks it; starts the pool if need be.
 
         ``state`` gives the state dict; it is asked only where the source has no factory and no rank
@@ -103,17 +104,23 @@ class Residency:
         session = self._open(interrupted)
         held = session.models.get(source.model)
         if held is None or held.state is ResidentState.LOADING:
-            self.retry_with_room(source.model, lambda: self._load(session, source, state, interrupted))
+            self.retry_with_room(source.model, lambda: self._load(session, source, state, interrupted, wish))
 
-    def _load(self, session: Session, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool]) -> None:
+    def _load(
+        self, session: Session, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool], wish: WeightsWish
+    ) -> None:
         """Loads it in every rank. A load that is cancelled may still end there: it stays listed, so
         that it can be released.
         """
         stages = self._balance.sizes_of(source.model)
-        resident = session.models[source.model] = Resident(stages)
+        if wish.depends_on_room:
+            session.ask(EndRun, (), interrupted, model=source.model)  # of no run: ranks tell of their memory as it is now
+        weights = wish.kept_in(session.pool.facts.names, session.pool.facts.stages, session.pool.memory)
+        resident = session.models[source.model] = Resident(stages, wish.asked, weights)
         parcel = Parcel(source.tree() if source.factory else state())
         try:
-            session.ask(Load, [parcel.segment.fd], interrupted, model=source.model, source=parcel.tree, stages=stages)
+            asked = {"stages": stages, "weights": weights.kept, "budget": weights.budget}
+            session.ask(Load, [parcel.segment.fd], interrupted, model=source.model, source=parcel.tree, **asked)
         except (ModelError, Refused):
             self.release(source.model)  # ranks that did load it
             raise
@@ -142,7 +149,7 @@ class Residency:
                 parcel = Parcel({"patches": patches, "objects": objects})
                 closing.callback(parcel.segment.close)
                 shared, fds = None, [parcel.segment.fd]
-                if patches and self._shares_weights:
+                if patches and self._shares_weights and resident.weights.kept != "offloaded":
                     shared, place = share_out_weights(session.pool.facts.everyone, sizes)
                     closing.callback(place.close)
                     fds.append(place.fd)
@@ -207,13 +214,15 @@ class Residency:
         for model in [name for name, resident in list(session.models.items()) if resident.leaving] if not session.tickets else ():
             self.release(model)
 
-    def recut(self, model: str, asked: Sizes) -> None:
-        """Decides, between runs, how many blocks each stage has. A model that is cut otherwise is
-        released, and loaded again, from the page cache, when it is next used.
+    def recut(self, model: str, asked: Sizes, weights: str = "whole") -> None:
+        """Decides, between runs, how many blocks each stage has. A model that is cut otherwise, or
+        whose ``weights`` were asked to be kept otherwise, is released, and loaded again, from the
+        page cache, when it is next used.
         """
         session = self._sessions.live
         wanted = self._balance.choose(model, asked, session.pool.facts.stages if session is not None else 0)
-        if session is not None and model in session.models and session.models[model].stages != wanted:
+        held = session.models.get(model) if session is not None else None
+        if held is not None and (held.stages, held.asked) != (wanted, weights):
             self.release(model)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 
 from ..errors import PoolFailed
 from ..patches import Part
+from ..planner.keeping import Keeping
 from ..wire.arena import Arena, Frame
 from ..wire.messages import Done, Memory, Request
 from .conditioning import ConditioningCache
@@ -23,6 +24,8 @@ log = logging.getLogger("pipemesh")
 class PoolFacts(Protocol):
     """Facts of a pool that do not change while it lives."""
 
+    @property
+    def names(self) -> Sequence[str]: ...
     @property
     def everyone(self) -> tuple[int, ...]: ...
     @property
@@ -68,10 +71,13 @@ class ResidentState(Enum):
 @dataclass(eq=False)
 class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
-    empty: as many each. ``leaving``: to be released when nothing is in flight.
+    empty: as many each. ``weights``: what was asked for of them, and what came of it. ``leaving``:
+    to be released when nothing is in flight.
     """
 
     stages: tuple[int, ...] = ()
+    asked: str = "whole"
+    weights: Keeping = field(default_factory=Keeping)
     state: ResidentState = ResidentState.LOADING
     patches_id: str = ""
     leaving: bool = False

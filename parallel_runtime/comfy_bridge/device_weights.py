@@ -7,7 +7,8 @@ Read: comfy/ops.py (_quantized_apply), comfy/model_management.py (archive_model_
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,8 +27,14 @@ class DeviceWeights:
     the file's pages again. Names begin with ``diffusion_model.``, as those of weight patches do.
     """
 
-    def __init__(self, diffusion_model: torch.nn.Module, device: torch.device, on_progress: Callable[[], None]):
+    turns: Any = None  # every block has its weights at all times
+
+    def __init__(
+        self, diffusion_model: torch.nn.Module, device: torch.device, on_progress: Callable[[], None], apart: Collection[str] = ()
+    ):
+        """``apart``: parameters that are left as they are, by their names in the model."""
         self._model = diffusion_model
+        self._apart = apart
         self._device = device
         self._loaded: dict[str, torch.nn.Parameter] = {}
         self._replaced: dict[str, torch.nn.Parameter] = {}
@@ -35,6 +42,8 @@ class DeviceWeights:
         shared: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # with the old one, so that its id stays its own
         for path, module in diffusion_model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
+                if (f"{path}.{name}" if path else name) in apart:
+                    continue
                 settled = shared[id(parameter)][1] if id(parameter) in shared else self._settled(module, name, parameter)
                 if uses[id(parameter)] > 1:
                     shared[id(parameter)] = parameter, settled
@@ -49,19 +58,20 @@ class DeviceWeights:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return stored_bytes(self._model.parameters())
+        return stored_bytes(parameter for name, parameter in self._model.named_parameters() if name not in self._apart)
 
     def has(self, name: str) -> bool:
         """Whether this rank has the parameter: a stage has those of its own blocks alone."""
-        try:
-            module, attribute = self._slot(name)
-        except AttributeError:
-            return False
-        return module._parameters.get(attribute) is not None
+        return has_parameter(self._model, name)
 
     def get(self, name: str) -> torch.nn.Parameter:
         module, attribute = self._slot(name)
         return getattr(module, attribute)
+
+    @contextmanager
+    def in_place(self, name: str) -> Iterator[None]:
+        """The model has the parameter inside, for the host to patch: it always has."""
+        yield
 
     def replace(self, name: str, weight: Any) -> None:
         """Puts a weight, or one that was taken apart, in the place of a parameter."""
@@ -80,17 +90,37 @@ class DeviceWeights:
             setattr(module, attribute, self._settled(module, attribute, loaded))
 
     def _slot(self, name: str) -> tuple[torch.nn.Module, str]:
-        path, _, attribute = name.removeprefix(PREFIX).rpartition(".")
-        return self._model.get_submodule(path), attribute
+        return slot_of(self._model, name)
 
     def _settled(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """The parameter on the device: itself where it is there, else a new one, because what a
         quantised one holds cannot be swapped for tensors of another device.
         """
-        is_plain = type(parameter) is torch.nn.Parameter  # the bytes of others are not numbers in their dtype
-        wanted = getattr(module, f"{name}_comfy_model_dtype", parameter.dtype) if is_plain else parameter.dtype
-        settled = parameter.to(dtype=wanted).to(self._device)
-        return parameter if settled is parameter else torch.nn.Parameter(settled, requires_grad=False)
+        cast = settled_as(module, name, parameter)
+        settled = cast.to(self._device)
+        return cast if settled is cast else torch.nn.Parameter(settled, requires_grad=False)
+
+
+def slot_of(diffusion_model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """The module that has the parameter, and its name there."""
+    path, _, attribute = name.removeprefix(PREFIX).rpartition(".")
+    return diffusion_model.get_submodule(path), attribute
+
+
+def has_parameter(diffusion_model: torch.nn.Module, name: str) -> bool:
+    try:
+        module, attribute = slot_of(diffusion_model, name)
+    except AttributeError:
+        return False
+    return module._parameters.get(attribute) is not None
+
+
+def settled_as(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The parameter in the dtype that ComfyUI archived for it: itself where it has that."""
+    is_plain = type(parameter) is torch.nn.Parameter  # the bytes of others are not numbers in their dtype
+    wanted = getattr(module, f"{name}_comfy_model_dtype", parameter.dtype) if is_plain else parameter.dtype
+    settled = parameter.to(dtype=wanted)
+    return parameter if settled is parameter else torch.nn.Parameter(settled, requires_grad=False)
 
 
 def is_mapped(parameter: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .exchange import Exchange, StopFlag
 from .in_step import InStep, Step
 from .ring import Ring
+from .shard_gather import ShardGather, sequence_group
 from .stage_link import StageLink
 
 STAGE_STEPS = 1 << 20  # of progress: more than a stage makes in one request
@@ -43,8 +44,8 @@ class Axis(NamedTuple):
 
 class SequenceComm:
     """Communicates among the ranks that share one sequence: ``ulysses`` and ``ring`` along those
-    axes, ``world`` among all of them; ``in_step`` where one fails. ``device_type``: where messages
-    lie.
+    axes, ``world`` among all of them; ``in_step`` where one fails; ``weights`` once a model has its
+    weights shared out. ``device_type``: where messages lie.
     """
 
     def __init__(self, ulysses: Exchange, ring: Ring, world: Exchange, stop: StopFlag, device_type: str = "cpu"):
@@ -53,7 +54,8 @@ class SequenceComm:
         self.world = world
         self.stop = stop
         self.in_step = InStep(self._has_failed)
-        self._device_type = device_type
+        self.weights: ShardGather | None = None
+        self.device_type = device_type
         for part in (ulysses, ring, world):
             part.in_step = self.in_step
 
@@ -68,14 +70,22 @@ class SequenceComm:
     @property
     def seconds(self) -> float:
         """Spent waiting for messages since ``begin``."""
-        return self.ulysses.seconds + self.ring.seconds + self.world.seconds
+        return sum(part.seconds for part in self._parts)
 
     @property
     def sent_bytes(self) -> int:
-        return self.ulysses.sent_bytes + self.ring.sent_bytes + self.world.sent_bytes
+        return sum(part.sent_bytes for part in self._parts)
+
+    @property
+    def _parts(self) -> list[Exchange | Ring | ShardGather]:
+        return [self.ulysses, self.ring, self.world, *([self.weights] if self.weights else [])]
+
+    def share_weights(self, group: dist.ProcessGroup | None) -> None:
+        """Have weights gathered in ``group``, which is of the ranks of this sequence."""
+        self.weights = ShardGather(group, self.rank, self.size, via_cpu=self.world.via_cpu, in_step=self.in_step)
 
     def _has_failed(self, here: bool) -> bool:
-        return bool(self.world.largest(torch.full((1,), float(here), device=self._device_type)))
+        return bool(self.world.largest(torch.full((1,), float(here), device=self.device_type)))
 
     def decide(self, flag: torch.Tensor) -> None:
         """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
@@ -91,7 +101,7 @@ class SequenceComm:
         ``InStep.begin`` has it.
         """
         self.in_step.begin(kind)
-        for part in (self.ulysses, self.ring, self.world):
+        for part in self._parts:
             part.begin()
         self.stop.begin(attentions)
 
@@ -157,6 +167,22 @@ def connect(
     mesh = Mesh(rank, degrees, axes, sequence, link)
     open_connections(mesh, device_type)
     return mesh
+
+
+def open_weights(mesh: Mesh) -> None:
+    """Make the group in which ranks gather weights, if there is none yet. Every rank must call it.
+
+    Only then, because NCCL takes memory of each GPU for every group. Raises RuntimeError that names
+    the group.
+    """
+    if mesh.sequence.weights is None:
+        group = sequence_group(mesh.degrees, mesh.rank)
+        mesh.sequence.share_weights(group)
+        if group is not None:
+            token = torch.zeros(1, device=mesh.sequence.device_type)
+            with naming("To gather weights,", dist.get_process_group_ranks(group)):
+                dist.all_reduce(token, group=group)
+                token.item()
 
 
 def open_connections(mesh: Mesh, device_type: str) -> None:

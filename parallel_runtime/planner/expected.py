@@ -59,6 +59,16 @@ def weight_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
     return whole.weight_bytes if stage is None else whole.weight_bytes - blocks + sum(whole.block_weight_bytes[slice(*stage)])
 
 
+def sharded_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) -> int:
+    """Return the bytes of weights where each rank of a sequence has a part of every block: two
+    blocks are whole while it computes.
+    """
+    ranks = layout.ulysses * layout.ring
+    blocks = whole.block_weight_bytes if stage is None else whole.block_weight_bytes[slice(*stage)]
+    around = whole.weight_bytes - sum(whole.block_weight_bytes)
+    return around + sum(blocks) // ranks + (2 * max(blocks) if ranks > 1 else 0)
+
+
 def flops(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None, patches: int) -> float:
     """Return what a rank computes: an even share of the blocks, or of its stage's, and all that is
     around them, for each of ``patches``.

@@ -8,7 +8,7 @@ import torch
 
 from ..checkpoint import File, check_copy, check_file
 from ..comfy_bridge.source import build_from_state, call_factory, find_here
-from ..comm.mesh import Mesh
+from ..comm.mesh import Mesh, open_weights
 from ..errors import Refused
 from ..layout import Layout
 from ..methods.method import Progress, Rank, free_frames
@@ -66,13 +66,15 @@ class RequestHandler:
     def _load(self, request: Load, segments: list[Segment], rank: Rank) -> None:
         if request.model in self.models:
             return
+        if request.weights == "sharded":
+            open_weights(self._mesh)
         source = decode_tree(request.source, segments[0].tensor if segments else no_tensors)
         if "factory" in source:
             args = self._checked(source["args"], source["file"])
             patcher = call_factory(source["factory"], args, source["index"], source["dtypes"])
         else:
             patcher = build_from_state(source)
-        self.models[request.model] = ResidentModel(patcher, self._device, self._mesh, rank, request.stages)
+        self.models[request.model] = ResidentModel(patcher, self._device, self._mesh, rank, request)
         self._count_models()
 
     def _checked(self, args: tuple, file: File | None) -> tuple:
@@ -94,7 +96,7 @@ class RequestHandler:
     def _release(self, name: str) -> None:
         model = self.models.pop(name, None)
         if model is not None:
-            model.method.detach()
+            model.detach()
         del model
         self._count_models()
         self._io.forget_conditioning()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,13 +12,18 @@ from ..comfy_bridge.device_weights import DeviceWeights
 from ..comfy_bridge.forward import forward_name
 from ..comfy_bridge.gguf import is_dequantised_late, with_patches
 from ..comfy_bridge.in_block import IN_BLOCK, clean_up, put_patches
+from ..comfy_bridge.offloaded_weights import OffloadedWeights
 from ..comfy_bridge.quantised import taken_apart
+from ..comfy_bridge.sharded_weights import ShardedWeights
 from ..comfy_bridge.weight_patches import put_object, unpack_patches
 from ..comm.mesh import Mesh
 from ..errors import Refused
 from ..families import plan_for
+from ..families.plan import TokenPlan
+from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
 from ..methods.method import Rank
+from ..wire.messages import Load
 from ..wire.reserved import read_tree, write_tree
 from ..wire.segment import Segment, TensorRef
 
@@ -27,11 +32,11 @@ class ResidentModel:
     """``patcher`` is the host's own ModelPatcher. Its weights are on this rank's device; in a
     pipeline it has those of its own blocks alone.
 
-    ``stages``: blocks of each stage; empty gives each as many. Raises Refused or LayoutError where
-    the model cannot run in this layout.
+    ``load``: the request for it. Raises Refused or LayoutError where the model cannot run in this
+    layout.
     """
 
-    def __init__(self, patcher: Any, device: torch.device, mesh: Mesh, rank: Rank, stages: Sequence[int] = ()):
+    def __init__(self, patcher: Any, device: torch.device, mesh: Mesh, rank: Rank, load: Load):
         self.patcher = patcher
         self.device = device
         self.rank = mesh.rank
@@ -43,15 +48,33 @@ class ResidentModel:
         if plan is None:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
         self.method = make_method(
-            self.diffusion_model, plan, mesh, rank, stages
+            self.diffusion_model, plan, mesh, rank, load.stages
         )  # first, so that no weights of other stages' blocks are moved
-        self._weights = DeviceWeights(self.diffusion_model, device, rank.tick)
+        self._weights = self._placed(plan, mesh, rank, load)
         self.nbytes = self._weights.nbytes  # once: every answer reports it
+        if self._weights.turns is not None:
+            self._weights.turns.attach()  # first: a block has its weights before anything else happens to it
         self.method.attach()
 
     @property
     def diffusion_model(self) -> torch.nn.Module:
         return self.patcher.model.diffusion_model
+
+    def _placed(self, plan: TokenPlan, mesh: Mesh, rank: Rank, load: Load) -> DeviceWeights | ShardedWeights | OffloadedWeights:
+        """Brings the weights to where the request wants them."""
+        model, gather = self.diffusion_model, mesh.sequence.weights
+        if load.weights == "sharded" and gather is not None:
+            blocks = [container[index] for container, index, _ in blocks_of(model, plan)]
+            own = [block for block in blocks if not hasattr(block, "stands_for")]
+            return ShardedWeights(model, own, self.device, gather, rank.tick)
+        if load.weights == "offloaded":
+            return OffloadedWeights(self.patcher, self.device, load.budget, rank.tick)
+        return DeviceWeights(model, self.device, rank.tick)
+
+    def detach(self) -> None:
+        self.method.detach()
+        if self._weights.turns is not None:
+            self._weights.turns.detach()
 
     def patch(
         self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None
@@ -72,6 +95,10 @@ class ResidentModel:
             take_away = put_object(self.patcher.model, name, value, self.device)
             if take_away is not None:
                 self._take_away.append(take_away)
+        if isinstance(self._weights, OffloadedWeights):
+            self._weights.patch(self.patcher.patches)
+            self.patches_id = patches_id
+            return
         for key in self.patcher.patches:
             if shared is None or segment is None or key not in shared:
                 self._weights.replace(key, self._patched(key))
@@ -106,16 +133,23 @@ class ResidentModel:
         if is_dequantised_late(weight):
             device = self.device if self.patcher.patch_on_device else torch.device("cpu")
             return with_patches(weight, self.patcher.patches[key], key, device)
-        return self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
+        with self._weights.in_place(key):
+            return self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
 
     def evaluate(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that the method's ``begin`` named."""
         if "transformer_options" in arguments:
             arguments = {**arguments, "transformer_options": restored(arguments["transformer_options"], self._in_block)}
         forward = getattr(self.diffusion_model, forward_name(self.diffusion_model))
-        return self.method.evaluate(forward, arguments, number)
+        try:
+            return self.method.evaluate(forward, arguments, number)
+        finally:
+            if self._weights.turns is not None:
+                self._weights.turns.end_evaluation()
 
     def end_run(self) -> None:
         """Free all that was kept for later evaluations of the run."""
         clean_up(self._in_block)
+        if self._weights.turns is not None:
+            self._weights.turns.end_run()
         self.method.end_run()

@@ -1,0 +1,83 @@
+"""Gather the bytes of which each rank of a sequence holds an equal part, beside what is computed.
+
+The messages have a group of their own: those of attention need not wait for them, and NCCL runs
+each group on a stream of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from .in_step import InStep, Step
+
+
+class ShardGather:
+    """Gathers among the ranks of ``group``, all of which must start the same gathers in the same
+    order. ``rank`` is within the group.
+
+    ``via_cpu``: messages go through CPU memory, where the parts have to lie then.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool, in_step: InStep):
+        self.rank = rank
+        self.size = size
+        self.via_cpu = via_cpu
+        self._group = group
+        self._in_step = in_step
+        self._works: list[dist.Work] = []
+        self.seconds = 0.0
+        self.sent_bytes = 0
+
+    def begin(self) -> None:
+        """Begin an evaluation: set the counters to zero."""
+        self.seconds, self.sent_bytes = 0.0, 0
+
+    def start(self, name: Hashable, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Start to gather every rank's ``part`` (n,) into ``whole`` (size * n,), in rank order.
+        Both must stay as they are until ``wait``. ``name``: the same on all ranks. Raises Stopped
+        where a rank has failed.
+        """
+        self._in_step.enter(Step(("weights", name, part.numel()), lambda _wish: self._start(part, whole)))
+        self._start(part, whole)
+        self._in_step.leave_with(None)
+
+    def _start(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        self.wait()
+        self.sent_bytes += (self.size - 1) * part.nbytes
+        if self.size > 1 and dist.get_backend(self._group) != "gloo":
+            work = dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True)
+            self._works = [work] if work is not None else []
+            return
+        for rank, place in enumerate(whole.split(part.numel())):
+            if rank == self.rank:
+                place.copy_(part)
+            else:
+                peer = rank if self._group is None else dist.get_global_rank(self._group, rank)
+                self._works += [dist.irecv(place, peer, self._group), dist.isend(part, peer, self._group)]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def wait(self) -> None:
+        """Wait for the gather that was started last, if it has not been waited for."""
+        began = time.perf_counter()
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        self.seconds += time.perf_counter() - began
+
+
+def sequence_group(degrees: Mapping[str, int], rank: int) -> dist.ProcessGroup | None:
+    """Make a group more of the ranks that share this rank's sequence. Every rank must call it, as
+    often as all others. None where a rank is alone.
+    """
+    size = degrees["ulysses"] * degrees["ring"]
+    if size == 1:
+        return None
+    own = None
+    for first in range(0, dist.get_world_size(), size):
+        group = dist.new_group(list(range(first, first + size)))
+        own = group if first <= rank < first + size else own
+    assert isinstance(own, dist.ProcessGroup)
+    return own

@@ -1,0 +1,111 @@
+"""Choose how ranks keep a model's weights: whole, an equal part of each block, or as much of them
+as fits, the rest in the machine's memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..comfy_bridge.quantised import stored_bytes
+from ..families import plan_for
+
+Kept = Literal["whole", "sharded", "offloaded"]
+ASKED = ("auto", "whole", "sharded", "offloaded")
+LEFT_FREE = 3 << 29  # bytes on each device, for what an evaluation computes
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Bytes of a model's weights: all of them, those of its blocks, and of the largest block."""
+
+    all: int = 0
+    blocks: int = 0
+    largest: int = 0
+
+    @classmethod
+    def of(cls, diffusion_model: torch.nn.Module) -> ModelBytes:
+        plan = plan_for(type(diffusion_model))
+        assert plan is not None
+        blocks = [block for group in plan.blocks for block in diffusion_model.get_submodule(group.path).children()]
+        sizes = [stored_bytes(block.parameters()) for block in blocks]
+        return cls(stored_bytes(diffusion_model.parameters()), sum(sizes), max(sizes, default=0))
+
+    def whole(self, stages: int) -> int:
+        """Returns what each rank of a pipeline of so many stages holds."""
+        return self.all - self.blocks + self.blocks // stages
+
+    def sharded(self, stages: int, ranks: int) -> int:
+        """Returns what each of a stage's ``ranks`` holds: two blocks are whole in an evaluation."""
+        return self.all - self.blocks + self.blocks // stages // ranks + 2 * self.largest
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How the ranks keep a model's weights, and why. ``nbytes``: at most so many on each device;
+    where they are offloaded, no more.
+    """
+
+    kept: Kept = "whole"
+    why: str = ""
+    nbytes: int = 0
+
+    @property
+    def budget(self) -> int:
+        return self.nbytes if self.kept == "offloaded" else 0
+
+
+@dataclass(frozen=True)
+class WeightsWish:
+    """How a model's weights are to be kept, one of ``ASKED``, and their size."""
+
+    asked: str
+    size: ModelBytes
+
+    @property
+    def depends_on_room(self) -> bool:
+        return self.asked in ("auto", "offloaded")
+
+    def kept_in(self, names: Sequence[str], stages: int, memory: Sequence[Any]) -> Keeping:
+        """Takes what is asked for; for ``auto`` the first that fits beside other models, then in
+        their place. ``names``: each rank's device; ``memory`` of each, as it is now.
+
+        Ranks on one device share what is free there.
+        """
+        sharers, ranks = Counter(names), len(names) // stages
+        if self.asked == "sharded" and ranks == 1:
+            return Keeping("whole", "no other rank has the same blocks: raise ulysses or ring to share weights out")
+        if not self.depends_on_room:
+            way, needed = self._ways(stages, ranks)[self.asked == "sharded"]
+            return Keeping(way, "as asked for", needed)
+        beside = min(one.free // sharers[name] for one, name in zip(memory, names, strict=True)) - LEFT_FREE
+        alone = min((one.free + one.model) // sharers[name] for one, name in zip(memory, names, strict=True)) - LEFT_FREE
+        if self.asked == "offloaded":
+            return Keeping("offloaded", "as asked for", max(0, alone))
+        if all(name.rpartition("/")[2] == "cpu" for name in names):
+            return Keeping("whole", "ranks on the CPU map the checkpoint, one copy for all")
+        return self._fitting(stages, ranks, beside, alone)
+
+    def _ways(self, stages: int, ranks: int) -> list[tuple[Kept, int]]:
+        """Returns the ways to keep all weights on the devices, and the bytes on each."""
+        whole: tuple[Kept, int] = "whole", self.size.whole(stages)
+        return [whole, ("sharded", self.size.sharded(stages, ranks))] if ranks > 1 else [whole]
+
+    def _fitting(self, stages: int, ranks: int, beside: int, alone: int) -> Keeping:
+        ways = self._ways(stages, ranks)
+        for room, where in ((beside, "are free"), (alone, "are free without other models")):
+            for way, needed in ways:
+                if needed <= room:
+                    return Keeping(way, f"each rank needs {gib(needed)}, and {gib(room)} {where}", needed)
+        return Keeping("offloaded", f"each rank needs {gib(ways[-1][1])} of weights, and {gib(alone)} are free", max(0, alone))
+
+
+WHOLE = WeightsWish("whole", ModelBytes())
+
+
+def gib(nbytes: int) -> str:
+    return f"{max(0, nbytes) / 2**30:.1f} GiB"

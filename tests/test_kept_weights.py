@@ -1,0 +1,141 @@
+"""How ranks keep a model's weights: however, they compute the same; which way fits, and why."""
+
+import comfy.sd
+import pytest
+import torch
+from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.nodes.report.figures import KeptWeights, PoolFigures
+from pipemesh.nodes.report.text import held_text
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.comfy_bridge.offloaded_weights import OffloadedWeights
+from pipemesh.parallel_runtime.comfy_bridge.quantised import stored_tensors
+from pipemesh.parallel_runtime.families import PLAIN
+from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, ModelBytes, WeightsWish
+from pipemesh.parallel_runtime.wire.messages import Memory
+
+from .conftest import ALL
+from .models import load, run
+from .pipelines import ALL_WARM
+from .test_quantised import SAMPLE_OF, loaded, sampled, with_lora, written
+
+__all__ = ["written"]  # a fixture
+WITH_FILE = [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None]
+DEGREES = {"ulysses": (2,), "three": (3,), "ring": (1, 2), "stages": (2, 1, 2)}
+PRODUCT = [(family, form, degrees) for family in SAMPLE_OF for form in ("", "fp8_scaled") for degrees in DEGREES]
+COVER = [(WITH_FILE[0], "fp8_scaled", "stages"), (WITH_FILE[1], "", "ring")]
+
+
+def kept(model, clients, degrees, weights):
+    patching = Patching(2, ALL_WARM) if degrees == "stages" else None
+    return parallelize(model, clients(*DEGREES[degrees]), holds_ui_device=0, patching=patching, weights=weights)
+
+
+@pytest.mark.parametrize(("family", "form", "degrees"), PRODUCT if ALL else COVER)
+def test_sharded_weights_compute_what_whole_ones_do_to_the_last_bit(written, clients, family, form, degrees):
+    """With a LoRA and without."""
+    stock, lora = loaded(written(family, form)), written(family, "lora")
+    images = {}
+    for weights in ("whole", "sharded"):
+        model = kept(stock, clients, degrees, weights)
+        images[weights] = [sampled(with_lora(model, lora, True), family), sampled(model, family)]
+        assert clients(*DEGREES[degrees]).session.models[model.remote.model].weights.kept == weights
+    assert not torch.equal(*images["whole"]), "the LoRA does nothing"
+    for whole, sharded in zip(*images.values(), strict=True):
+        assert torch.equal(whole, sharded)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_offloaded_weights_are_stocks(files, clients, lora, monkeypatch):
+    """Half of them, with what a LoRA does to them."""
+    stock = load(files["model"])
+    monkeypatch.setattr(WeightsWish, "kept_in", half_of(WeightsWish.kept_in, stock))
+    model = kept(load(files["model"]), clients, "ulysses", "offloaded")
+    truth = run(with_file_lora(stock, files, lora))
+    assert relative_error(run(with_file_lora(model, files, lora)), truth) <= BOUND
+    held = clients(2).session.pool.memory[0].model
+    assert 0 < held < 0.6 * sum(p.nbytes for p in stock.model.diffusion_model.parameters())
+
+
+def half_of(real, stock):
+    nbytes = sum(parameter.nbytes for parameter in stock.model.diffusion_model.parameters())
+
+    def kept_in(self, names, stages, memory):
+        return real(self, names, stages, [Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0) for _ in memory])
+
+    return kept_in
+
+
+def with_file_lora(model, files, lora):
+    return comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(files["lora"]), 1.0, 0)[0] if lora else model
+
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("form", ["", "fp8_scaled"])
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.7])
+def test_a_budget_is_never_passed(written, form, part):
+    patcher = with_lora(loaded(written(PLAIN, form)), written(PLAIN, "lora"), True)
+    patches, patcher.patches = patcher.patches, {}
+    model = patcher.model.diffusion_model
+    budget = int(part * sum(tensor.nbytes for parameter in model.parameters() for tensor in stored_tensors(parameter)))
+
+    def on_device():
+        tensors = {id(tensor): tensor for parameter in model.parameters() for tensor in stored_tensors(parameter)}
+        return sum(tensor.nbytes for tensor in tensors.values() if tensor.device == META)
+
+    with torch.inference_mode():
+        weights = OffloadedWeights(patcher, META, budget, lambda: None)
+        assert on_device() <= budget and (part < 0.5 or on_device() > 0)
+        weights.patch(patches)
+        assert on_device() <= budget
+        weights.restore()
+        assert on_device() == 0
+
+
+# -- the choice
+
+
+GIB = 1 << 30
+FLUX = ModelBytes(24 * GIB, 23 * GIB, GIB)
+
+
+def asked(asked="auto", free=80, ranks=2, stages=1, held=0, names=None, size=FLUX):
+    names = names or [f"cuda:{rank}" for rank in range(ranks * stages)]
+    memory = [Memory(int(free * GIB), 96 * GIB, int(held * GIB)) for _ in names]
+    return WeightsWish(asked, size).kept_in(names, stages, memory)
+
+
+@pytest.mark.parametrize(
+    ("request_", "kept", "why"),
+    [
+        ({}, "whole", "each rank needs 24.0 GiB, and 78.5 GiB are free"),
+        ({"free": 24}, "sharded", "each rank needs 14.5 GiB, and 22.5 GiB are free"),
+        ({"free": 14, "held": 20}, "whole", "each rank needs 24.0 GiB, and 32.5 GiB are free without other models"),
+        ({"free": 14, "held": 4}, "sharded", "each rank needs 14.5 GiB, and 16.5 GiB are free without other models"),
+        ({"free": 10}, "offloaded", "each rank needs 14.5 GiB of weights, and 8.5 GiB are free"),
+        ({"free": 24, "ranks": 1}, "offloaded", "each rank needs 24.0 GiB of weights, and 22.5 GiB are free"),
+        ({"free": 24, "ranks": 1, "stages": 2}, "whole", "each rank needs 12.5 GiB, and 22.5 GiB are free"),
+        ({"free": 40, "names": ["cuda:0", "cuda:0"]}, "sharded", "each rank needs 14.5 GiB, and 18.5 GiB are free"),
+        ({"free": 0, "names": ["cpu", "cpu"]}, "whole", "ranks on the CPU map the checkpoint, one copy for all"),
+        ({"asked": "sharded"}, "sharded", "as asked for"),
+        ({"asked": "whole", "free": 1}, "whole", "as asked for"),
+        ({"asked": "offloaded", "free": 11.5}, "offloaded", "as asked for"),
+        ({"asked": "sharded", "ranks": 1}, "whole", "no other rank has the same blocks: raise ulysses or ring to share weights out"),
+    ],
+)
+def test_the_first_way_that_fits_is_taken_and_says_why(request_, kept, why):
+    keeping = asked(**request_)
+    assert (keeping.kept, keeping.why) == (kept, why)
+    assert keeping.budget == (int((request_["free"] - 1.5) * GIB) if kept == "offloaded" else 0)
+
+
+def test_the_report_says_how_weights_are_kept_and_why(files, clients):
+    model = kept(load(files["model"]), clients, "ulysses", "auto")
+    run(model)
+    keeping = clients(2).session.models[model.remote.model].weights
+    assert keeping.kept == "whole"
+    told = PoolFigures(
+        state="", layout="", grid="", backend="", ranks=(), weights=(KeptWeights("flux.safetensors", keeping.kept, keeping.why),)
+    )
+    assert "  weights of flux.safetensors: whole, ranks on the CPU map the checkpoint, one copy for all" in held_text(told).splitlines()
