@@ -3,6 +3,7 @@ the next run is right, in every method and however often.
 """
 
 from itertools import count
+from math import prod
 
 import pytest
 from pipemesh.launcher.commands.parity import BOUND, relative_error, sample
@@ -34,7 +35,7 @@ def test_a_rank_that_runs_out_of_memory_leaves_the_pool_alive_and_the_next_run_r
     model = wrap(parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=patching))
     right, bound = (truths.patched(of, 3), truths.bound(of)) if patching else (sample(truths.stock_model(PLAIN), of), BOUND)
     client.sessions.open(lambda: False)
-    pool, ranks = client.session.pool, layout[0] * layout[1] * (layout[2] if patching else 1)
+    pool, ranks = client.session.pool, prod(layout)
     for number in range(TIMES):
         client.runs._ids = count(2 * number + 1, 2)
         with pytest.raises(OutOfMemory, match=rf"^Rank {number % ranks} on cpu ran out of memory while computing \("):
