@@ -73,10 +73,20 @@ def style_projector(name: str) -> Any:
 
 
 def union_control(name: str) -> Any:
+    """Of one layer: ComfyUI lays control layers out over 30 blocks, and keeps what it computed
+    until the last of them, which a random model has not.
+    """
     size = size_of("z-image")
-    newer = {"n_control_layers": 15, "additional_in_dim": 17, "refiner_control": True} if "2.1" in name else {}
+    newer = {"additional_in_dim": 17, "refiner_control": True} if "2.1" in name else {}
     return comfy.ldm.lumina.controlnet.ZImage_Control(
-        dim=size.hidden, n_heads=size.heads, n_kv_heads=size.heads, multiple_of=16, ffn_dim_multiplier=1.0, **newer, **OPERATIONS
+        dim=size.hidden,
+        n_heads=size.heads,
+        n_kv_heads=size.heads,
+        multiple_of=16,
+        ffn_dim_multiplier=1.0,
+        n_control_layers=1,
+        **newer,
+        **OPERATIONS,
     )
 
 

@@ -23,9 +23,13 @@ def generator_of(name: str) -> torch.Generator:
 
 
 def pictures(name: str, count: int = 1) -> torch.Tensor:
-    """Draw smooth colours (count, H, W, 3), which move where there are several."""
+    """Draw colours (count, H, W, 3), half of them smooth and half in squares, so that there are
+    edges; they move where there are several pictures.
+    """
     coarse = torch.rand(1, 3, 2 + count // 4, 6, 8, generator=generator_of(name))
-    return functional.interpolate(coarse, size=(count, *SIDES), mode="trilinear")[0].movedim(0, -1).clamp(0, 1)
+    smooth = functional.interpolate(coarse, size=(count, *SIDES), mode="trilinear")
+    squares = functional.interpolate(coarse.flip(-1), size=(count, *SIDES), mode="nearest")
+    return (smooth + squares)[0].movedim(0, -1).div(2).clamp(0, 1)
 
 
 def picture(name: str) -> tuple[torch.Tensor, torch.Tensor]:
