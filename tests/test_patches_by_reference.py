@@ -98,15 +98,20 @@ def diffsynth(model, shape, strength=0.7):
     return apply(model, model_patch(net), ImageVae(), pixels((10, 12)), strength)[0]
 
 
-def control(model, shape):
+def control(model, shape, layers=15):
     size = model.model.diffusion_model
     net = ZImage_Control(
-        dim=size.dim, n_heads=size.n_heads, n_kv_heads=size.n_heads, multiple_of=16, n_control_layers=15, additional_in_dim=17,
+        dim=size.dim, n_heads=size.n_heads, n_kv_heads=size.n_heads, multiple_of=16, n_control_layers=layers, additional_in_dim=17,
         refiner_control=True, operations=OPERATIONS,
     )  # fmt: skip
     apply = nodes_of(MODEL_PATCHES).ZImageFunControlnet().diffsynth_controlnet
     del net.control_layers[3:]  # as many as the sample's blocks come to
     return apply(model, model_patch(net), Vae(), image=pixels(shape), strength=0.7)[0]
+
+
+def control_of_few_layers(model, shape):
+    """In a model of so few blocks, ComfyUI goes on from one evaluation to the next."""
+    return control(model, shape, layers=3)
 
 
 def uni3c(model, shape):
@@ -188,6 +193,7 @@ ATTACHED = [
     Attached(uni3c, WAN, False),
     Attached(infinite_talk, WAN, False),
     Attached(two_speakers, WAN, False),
+    Attached(control_of_few_layers, sample_for(f"{NODES}:ZImageControlPatch", z_image_modulation=True), False),
     Attached(references_kept, next(one for one in FAMILIES[0].samples if one.prompt_extras), False),
 ]
 
@@ -208,6 +214,7 @@ class Patched:
     @torch.inference_mode()
     def truths(self):
         self.patcher.model_patches_call_function()  # its clean-up after the run before
+        self.patcher.model_patches_to(CPU)  # as before each run
         return [self.forward(**one) for one in self.asked]
 
     @torch.inference_mode()

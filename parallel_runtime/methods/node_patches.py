@@ -29,7 +29,7 @@ class NodePatches:
         self._plan = plan
         self._override: Callable[..., Any] | None = None
         self._left_out: list[nn.Module] = []
-        self._points = PatchPoints(plan, sharding)
+        self._points = PatchPoints(model, plan, sharding)
 
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
         """Begin an evaluation: return its ``transformer_options`` for the model. Of these,

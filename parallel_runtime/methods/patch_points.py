@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..families.plan import BEFORE_BLOCKS, BlockPatch, Blocks, TokenPlan
 from .shards import Rows
@@ -36,7 +37,8 @@ class Gathering(Protocol):
 class PatchPoints:
     """Calls one model's patches, from ``begin`` of an evaluation on."""
 
-    def __init__(self, plan: TokenPlan, sharding: Gathering):
+    def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Gathering):
+        self._model = model
         self._plan = plan
         self._sharding = sharding
         self._rows: Rows | None = None
@@ -45,17 +47,22 @@ class PatchPoints:
 
     def begin(self, patches: Mapping[str, list[tuple[str, Callable]]]) -> dict[str, list[Callable]]:
         """Begin an evaluation; return the patches (name, function) of each point as the model calls
-        them. What one with a network of its own notes from block to block ends with the evaluation:
-        a stage that is not the last leaves it in the middle.
+        them. In a stage that is not the last, which leaves a forward in the middle, what a patch
+        with a network of its own notes from block to block ends with the evaluation.
         """
         self._rows = self._group = None
         fresh: dict[int, Callable] = {}
 
         def begun(name: str, patch: Callable) -> Callable:
             known = self._plan.block_patch(name)
-            return fresh.setdefault(id(patch), copy(patch)) if known is not None and known.adds else patch
+            is_left = known is not None and known.adds and not self._acts_behind_all()
+            return fresh.setdefault(id(patch), copy(patch)) if is_left else patch
 
         return {point: [partial(self._call, point, name, begun(name, patch)) for name, patch in items] for point, items in patches.items()}
+
+    def _acts_behind_all(self) -> bool:
+        path = self._plan.blocks[-1].path
+        return self._sharding.acts_behind(path, sum(1 for _ in self._model.get_submodule(path).children()) - 1)
 
     def enter(self, rows: Rows | None, group: Blocks, block: int) -> None:
         """Note which block begins, on which rows."""
