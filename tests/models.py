@@ -75,6 +75,9 @@ class IdleRank:
     def tick(self):
         pass
 
+    def note(self, phase):
+        pass
+
     def next_part(self):
         return None
 

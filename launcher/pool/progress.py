@@ -1,13 +1,27 @@
-"""Say in one line why a user waits for ranks: they start, load a model, or patch its weights."""
+"""Say in one line why a user waits for ranks: they start, load a model, patch its
+weights or compile its blocks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 STARTING, LOADING, PATCHING = "starting workers", "loading the model", "patching weights"
+COMPILING = "compiling the model's blocks"
 LEAVING = "waiting for what was stopped"
-ACTS = {"starting": STARTING, "importing": STARTING, "joining": STARTING, "loading": LOADING, "patching": PATCHING}
-DONE = {STARTING: "workers are ready", LOADING: "the model is loaded", PATCHING: "weights are patched", LEAVING: "workers are ready"}
+ACTS = {
+    **dict.fromkeys(("starting", "importing", "joining"), STARTING),
+    "loading": LOADING,
+    "patching": PATCHING,
+    "compiling": COMPILING,
+}
+DONE = {
+    STARTING: "workers are ready",
+    LOADING: "the model is loaded",
+    PATCHING: "weights are patched",
+    COMPILING: "blocks are compiled",
+    LEAVING: "workers are ready",
+}
 
 
 def act_of(phases: Sequence[str]) -> str:

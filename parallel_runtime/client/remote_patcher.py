@@ -27,7 +27,7 @@ from ..comfy_bridge.guard import refuse_foreign_levers, require_plan
 from ..comfy_bridge.in_block import InBlockPatches, encode_images, in_block_patches
 from ..comfy_bridge.in_place import Watch, require_unchanged
 from ..comfy_bridge.interrupt import interrupted, interrupting
-from ..comfy_bridge.options import CrossingOptions, leave_out_compilation, without_rebuilt
+from ..comfy_bridge.options import CrossingOptions, hand_over_compilation, without_rebuilt
 from ..comfy_bridge.prepared_text import text_patch
 from ..comfy_bridge.quantised import stored_bytes
 from ..comfy_bridge.source import Source, describe_source, state_source
@@ -325,7 +325,7 @@ def prepare_sampling(
     if 0 in noise_shape:
         shape = " x ".join(map(str, noise_shape))
         raise Refused(f"The latent is empty ({shape}): connect one with at least one image of at least one pixel.")
-    leave_out_compilation(model_options or {})
+    hand_over_compilation(model_options or {})
     encode_images(model.model.diffusion_model, (model_options or {}).get("transformer_options", {}), noise_shape)
     shape = [noise_shape[0] * model.remote.activations, *noise_shape[1:]]
     return executor(model, shape, conds, *args, model_options=model_options, **kwargs)  # by name, as other wrappers look for it

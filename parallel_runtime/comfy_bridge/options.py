@@ -6,11 +6,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from ..families.plan import COMPILE
 from ..wire.tree import is_plain
 from .by_name import OVERRIDE, described
 from .guard import patch_name, refuse_in_block_patches
 from .in_block import InBlockPatches
 
+WHOLE = "diffusion_model"  # of a BaseModel
 log = logging.getLogger("pipemesh")
 OF_COMFYUI = frozenset(  # ComfyUI's own options that are read in the UI only
     {
@@ -65,23 +67,50 @@ def without_rebuilt(arguments: dict[str, Any], rebuilt: Sequence[str]) -> dict[s
     return arguments
 
 
-def leave_out_compilation(model_options: dict[str, Any]) -> bool:
-    """Takes torch.compile (the node TorchCompileModel) out of a run's options. True if it was
-    there.
+def hand_over_compilation(model_options: dict[str, Any]) -> bool:
+    """Takes torch.compile (the node TorchCompileModel) out of a run's options, and puts what it was
+    asked for among those that cross: the ranks compile their blocks. True if it was there.
 
-    Compiled or not, the result is the same. It would compile the remote call in the UI, which has
-    nothing to compile; the ranks run the model as it is.
+    In the UI it would compile the remote call, which has nothing to compile.
     """
     from comfy.patcher_extension import WrappersMP
     from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 
-    model_options.pop(TORCH_COMPILE_KWARGS, None)
+    kwargs = dict(model_options.pop(TORCH_COMPILE_KWARGS, {}))
     options = model_options.get("transformer_options", {})
     wrappers = options.get("wrappers", {})
     around_model = wrappers.get(WrappersMP.APPLY_MODEL, {})
     if COMPILE_KEY not in around_model:
         return False
     kept = {key: wrapper for key, wrapper in around_model.items() if key != COMPILE_KEY}
-    model_options["transformer_options"] = {**options, "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: kept}}
-    log.warning("[PipeMesh] torch.compile is left out: the ranks run this MODEL uncompiled, with the same result.")
+    paths = [path for wrapper in around_model[COMPILE_KEY] for path in compiled_paths(wrapper)]
+    crossing = {} if left_for_patches(options) else compilation(kwargs, paths)
+    model_options["transformer_options"] = {**options, "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: kept}, **crossing}
     return True
+
+
+def left_for_patches(options: dict[str, Any]) -> bool:
+    """True, and a line in the log, where code inside blocks keeps them from being compiled."""
+    patched = any(options.get("patches", {}).values())
+    if patched:
+        log.warning("[PipeMesh] torch.compile is left out: nodes put code inside the blocks, and a graph would freeze it.")
+    return patched
+
+
+def compiled_paths(wrapper: Any) -> list[str]:
+    """The modules that ComfyUI's wrapper compiles, by their paths in the BaseModel."""
+    cells = (cell.cell_contents for cell in getattr(wrapper, "__closure__", None) or ())
+    return [path for modules in cells if isinstance(modules, dict) for path in modules]
+
+
+def compilation(kwargs: dict[str, Any], paths: list[str]) -> dict[str, Any]:
+    """The option that has ranks compile these modules; empty, and a line in the log, where they
+    cannot. A filter of guards is replaced by the ranks' own.
+    """
+    inside = [path.removeprefix(WHOLE).removeprefix(".") for path in paths if f"{path}.".startswith(f"{WHOLE}.")]
+    settings = {name: value for name, value in (kwargs.get("options") or {}).items() if name != "guard_filter_fn"}
+    wanted = {"paths": inside, "kwargs": {**kwargs, "options": settings}}
+    if inside and is_plain(wanted):
+        return {COMPILE: wanted}
+    log.warning("[PipeMesh] torch.compile is left out: its backend or an option is code. The ranks run this MODEL uncompiled.")
+    return {}

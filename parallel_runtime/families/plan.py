@@ -63,6 +63,7 @@ class Boundary:
     streams: tuple[str, ...]
 
 
+COMPILE = "torch_compile"  # the transformer option that says which modules to compile, and how
 LEFT_OUT = "blocks_left_out"  # the transformer option that lists (kind, index) of blocks to leave out
 BEFORE_BLOCKS = ("post_input", "noise_refiner")  # points where ComfyUI calls patches of nodes before the blocks
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,10 +17,8 @@ from ..families.plan import Along, Blocks, Boundary, Leave, Ranges, TokenPlan
 from .blocks import as_BLC, as_given, blocks_of, put, taken
 from .inserts import Inserted, inserts_of, named
 from .node_patches import OVERRIDE, NodePatches
-from .override import Overridden
+from .override import Attention, AttentionOverride, Overridden
 from .shards import Rows
-
-Attention = Callable[..., torch.Tensor]
 
 
 class Sharding(Protocol):
@@ -84,8 +82,8 @@ class TokenHooks:
         self._control: dict[str, list] | None = None
         self._told: dict[str, int] = {}  # rows of ``lengths`` in this evaluation
         self._key_mask: tuple[torch.Tensor, Along] | None = None  # all rows of what the block makes its mask of
-        self._shares_attention: bool | Literal["keys"] = False  # with other ranks: all of it, or keys that whole queries look at
-        self._patches = NodePatches(model, plan, sharding)
+        self._attention = AttentionOverride(self._attend)
+        self._patches = NodePatches(model, plan, sharding, self._attention)
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -111,27 +109,27 @@ class TokenHooks:
 
     def _attach_block(self, block: nn.Module, group: Blocks, index: int, first: bool) -> None:
         self._handles.append(block.register_forward_pre_hook(self._entering(block, group, index, first), with_kwargs=True))
-        self._handles.append(block.register_forward_hook(lambda *_: self._share_attention(False)))
+        self._handles.append(block.register_forward_hook(lambda *_: self._attention.share(False)))
         if group.sliced_between:
             self._handles.append(block.register_forward_hook(lambda _block, _args, out: spread(self._rows, group, out)))
         if hasattr(block, "stands_for"):
             return
         if group.without_options:
-            self._handles.append(Overridden(block.get_submodule(group.without_options), self._attend))
+            self._handles.append(Overridden(block.get_submodule(group.without_options), self._attention))
         for path in group.local:
             local = block.get_submodule(path)
-            self._handles.append(local.register_forward_pre_hook(lambda *_: self._share_attention(False)))
-            self._handles.append(local.register_forward_hook(lambda *_: self._share_attention(True)))
+            self._handles.append(local.register_forward_pre_hook(lambda *_: self._attention.share(False)))
+            self._handles.append(local.register_forward_hook(lambda *_: self._attention.share(True)))
         for path in group.whole_queries:
             over = block.get_submodule(path)
-            self._handles.append(over.register_forward_pre_hook(lambda *_: self._share_attention("keys")))
-            self._handles.append(over.register_forward_hook(lambda *_: self._share_attention(True)))
+            self._handles.append(over.register_forward_pre_hook(lambda *_: self._attention.share("keys")))
+            self._handles.append(over.register_forward_hook(lambda *_: self._attention.share(True)))
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._patches.end()
+        self._patches.detach()
 
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin an evaluation: return the arguments to call the model's forward with."""
@@ -139,16 +137,18 @@ class TokenHooks:
         self._told.clear()
         if self._plan.prefix is not None:
             self._told[self._plan.prefix.stream] = arguments.get(self._plan.prefix.counted_by) or 0
-        self._share_attention(False)
+        self._attention.share(False)
         control = arguments.get("control")
         self._control = dict(control) if control else None
         options = self._patches.begin(arguments.get("transformer_options", {}))
-        options[OVERRIDE] = lambda attention, *args, **kwargs: self._attend(self._patches.chosen(attention), *args, **kwargs)
+        options[OVERRIDE] = self._attention
+        self._attention.options = options
         return {**arguments, "transformer_options": options, **({"control": self._control} if self._control else {})}
 
     def end_run(self) -> None:
         """Free what was made of the last evaluation's arguments."""
         self._rows = self._control = self._key_mask = None
+        self._attention.options = {}
         self._patches.end()
         if self._plan.prefix is not None:
             getattr(self._model, self._plan.prefix.forget)()
@@ -173,18 +173,16 @@ class TokenHooks:
         returned[place] = as_given(whole, self._rows.grid)
         return tuple(returned) if isinstance(out, tuple) else returned[0]
 
-    def _share_attention(self, shared: bool | Literal["keys"]) -> None:
-        self._shares_attention = shared
-
     def _attend(self, attention: Attention, q, k, v, heads: int, mask=None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The host's ``optimized_attention_override``. Attention outside the plan's blocks passes
         through: it sees nothing that is cut.
         """
-        if not self._shares_attention:
+        attention = self._patches.chosen(attention)
+        if not self._attention.shared:
             return attention(q, k, v, heads, mask, *args, **kwargs)
         if mask is not None and self._rows is not None and self._key_mask is not None:
             mask = self._rows.key_mask(*self._key_mask, mask)
-        attend = self._sharding.attend_over if self._shares_attention == "keys" else self._sharding.attend
+        attend = self._sharding.attend_over if self._attention.shared == "keys" else self._sharding.attend
         return attend(self._rows, attention, q, k, v, heads, mask, *args, **kwargs)
 
     def _entering(self, block: nn.Module, group: Blocks, index: int, first: bool) -> Callable:
@@ -200,7 +198,7 @@ class TokenHooks:
                 }
             self._key_mask = next(((arguments[item.arg], item) for item in group.along if item.masks_keys and item.arg in arguments), None)
             self._localize(arguments, (*group.along, *group.ranges))
-            self._share_attention(True)
+            self._attention.share(True)
             self._patches.enter(self._rows, group, index)
             self._sharding.enter_block()
             return (), arguments

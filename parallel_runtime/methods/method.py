@@ -33,6 +33,9 @@ class Rank(Protocol):
     def tick(self) -> None:
         """Note progress: a rank without any is taken for hung."""
 
+    def note(self, phase: str) -> None:
+        """Note a phase of the request at hand; users see some of them."""
+
     def next_part(self) -> Part | None:
         """Return the part that the next message asks for, if it has arrived and is for this
         model.

@@ -1,18 +1,20 @@
 """Apply what nodes attach to a model's blocks: blocks that are left out, the choice of an attention
-function, and patches.
+function, ``torch.compile``, and patches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ..errors import Refused
-from ..families.plan import LEFT_OUT, Blocks, TokenPlan
+from ..families.plan import COMPILE, LEFT_OUT, Blocks, TokenPlan
 from .blocks import blocks_of
+from .compiled import CompiledBlocks
+from .override import AttentionOverride
 from .patch_points import Gathering, PatchPoints
 from .shards import Rows
 
@@ -21,14 +23,17 @@ OVERRIDE = "optimized_attention_override"  # ComfyUI's name of the option that r
 
 class NodePatches:
     """What nodes attached to one model, from ``begin`` of an evaluation to the next, or to
-    ``end``.
+    ``end``. Compiled blocks stay for the next run, until an evaluation wants them no more.
+    ``attention``: the model's, which graphs call.
     """
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Gathering):
+    def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Gathering, attention: AttentionOverride):
         self._model = model
         self._plan = plan
+        self._attention = attention
+        self._compiled: CompiledBlocks | None = None
         self._override: Callable[..., Any] | None = None
-        self._left_out: list[nn.Module] = []
+        self._left_out: list[tuple[nn.Module, Any]] = []  # blocks, and what stood for their forward before
         self._points = PatchPoints(model, plan, sharding)
 
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -37,12 +42,22 @@ class NodePatches:
         """
         options = dict(options)
         self._override = options.pop(OVERRIDE, None)
+        self._leave_out(())
+        compilation = options.pop(COMPILE, None)
+        self._compile(None if options.get("patches") else compilation)  # a graph would keep the patches it was made with
         self._leave_out(options.pop(LEFT_OUT, ()))
         if patches := self._points.begin(options.pop("patches", {})):
             options["patches"] = patches
         return options
 
     def end(self) -> None:
+        """Free what the run needed."""
+        self._override = None
+        if self._compiled is not None:
+            self._compiled.end()
+        self._leave_out(())
+
+    def detach(self) -> None:
         """Leave the model as it was."""
         self.begin({})
 
@@ -54,12 +69,24 @@ class NodePatches:
         """Return the attention function to use where the model calls ``attention``."""
         return attention if self._override is None else partial(self._override, attention)
 
+    def _compile(self, wanted: Mapping[str, Any] | None) -> None:
+        if self._compiled is not None and self._compiled.wanted != wanted:
+            self._compiled.remove()
+            self._compiled = None
+        if self._compiled is None and wanted is not None:
+            self._compiled = CompiledBlocks(self._model, self._plan, wanted, self._attention)
+        if self._compiled is not None:
+            self._compiled.begin()
+
     def _leave_out(self, blocks: Sequence[tuple[str, int]]) -> None:
         """Let these blocks, (kind, index), and no others return their tokens as they come. Hooks
         stay in place: rows enter, travel and leave as ever.
         """
         while self._left_out:
-            del self._left_out.pop().forward
+            block, before = self._left_out.pop()
+            del block.forward
+            if before is not None:
+                block.forward = before
         wanted = set(blocks)
         kinds = kinds_of(self._model, self._plan) if wanted else {}
         if self._plan.prefix is not None and wanted:
@@ -75,8 +102,8 @@ class NodePatches:
         for container, index, group in blocks_of(self._model, self._plan) if wanted else ():
             block = container[index]
             if (kinds.get(group.path), index) in wanted and not hasattr(block, "stands_for"):
+                self._left_out.append((block, vars(block).get("forward")))
                 block.forward = partial(pass_through, group.returns)
-                self._left_out.append(block)
 
 
 def kinds_of(model: nn.Module, plan: TokenPlan) -> dict[str, str]:

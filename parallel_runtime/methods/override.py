@@ -1,4 +1,4 @@
-"""Give an attention override to calls of ComfyUI's attention that pass no
+"""Stand in for ComfyUI's attention: as its override, and in calls that pass no
 ``transformer_options``.
 """
 
@@ -6,11 +6,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
+Attention = Callable[..., torch.Tensor]
+Shared = bool | Literal["keys"]
+
 ATTENTION = ("optimized_attention", "optimized_attention_masked")  # the names that ComfyUI's models import
+
+
+class AttentionOverride:
+    """ComfyUI's ``optimized_attention_override`` of one attached model; ``attend`` computes.
+
+    ``shared``: what of an attention is shared with other ranks: all of it, the keys that whole
+    queries look at, or nothing. ``options``: the evaluation's ``transformer_options``. ``opaque``:
+    what stands for ``attend`` in graphs of ``torch.compile``.
+    """
+
+    def __init__(self, attend: Attention):
+        self.attend = attend
+        self.shared: Shared = False
+        self.options: dict[str, Any] = {}
+        self.opaque: Attention | None = None
+
+    def share(self, shared: Shared) -> None:
+        self.shared = shared
+
+    def __call__(self, attention: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.opaque is not None and torch.compiler.is_compiling():
+            return self.opaque(attention, *args, **kwargs)
+        return self.attend(attention, *args, **kwargs)
 
 
 class Overridden:
@@ -23,7 +50,9 @@ class Overridden:
     def __init__(self, module: nn.Module, override: Callable[..., Any]):
         own = type(module).forward
         names = {name: with_override(own.__globals__[name], override) for name in ATTENTION if name in own.__globals__}
-        forward = FunctionType(own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__)
+        around = {**own.__globals__, **names}
+        del around["__name__"]  # by which torch.compile would look the names up in the module itself
+        forward = FunctionType(own.__code__, around, own.__name__, own.__defaults__, own.__closure__)
         forward.__kwdefaults__ = own.__kwdefaults__
         self._module = module
         self._module.forward = MethodType(forward, module)

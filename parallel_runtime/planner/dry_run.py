@@ -180,6 +180,8 @@ class IdleRank:
 
     def tick(self) -> None: ...
 
+    def note(self, phase: str) -> None: ...
+
     def next_part(self) -> Part | None:
         return self._parts[self.at + 1] if self.at + 1 < len(self._parts) else None
 

@@ -19,7 +19,7 @@ from .segment import Segment, TensorRef, aligned, dtype_name
 BOARD_BYTES = 4096
 LINE_WORDS = 8
 MAX_RANKS = BOARD_BYTES // (8 * LINE_WORDS) - 1
-PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing", "releasing")
+PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "compiling", "computing", "writing", "releasing")
 
 
 class Board:
@@ -51,6 +51,10 @@ class Board:
         line = LINE_WORDS * (rank + 1)
         self._words[line + 1] = PHASES.index(phase)
         self._words[line] = request << 32 if request else self._words[line] + 1
+
+    def note(self, rank: int, phase: str) -> None:
+        """Notes a phase within a request: its progress goes on."""
+        self._words[LINE_WORDS * (rank + 1) + 1] = PHASES.index(phase)
 
     def progress(self, rank: int) -> int:
         return int(self._words[LINE_WORDS * (rank + 1)])

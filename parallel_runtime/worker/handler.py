@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import torch
 
@@ -10,12 +11,14 @@ from ..checkpoint import File, check_copy, check_file
 from ..comfy_bridge.source import build_from_state, call_factory, find_here
 from ..comm.mesh import Mesh, open_weights
 from ..errors import Refused
+from ..families.plan import COMPILE
 from ..layout import Layout
 from ..methods.method import Progress, Rank, free_frames
 from ..wire.messages import Adopt, Done, EndRun, Fetch, Forward, Load, Release, Request, SetWeightPatches
 from ..wire.segment import Segment, TensorRef
 from ..wire.tree import decode_tree
 from .arena_io import ArenaIO
+from .compiling import compilation_noted
 from .device_memory import DeviceMemory
 from .resident import ResidentModel
 
@@ -138,7 +141,9 @@ class RequestHandler:
                 f"Rank {self._mesh.rank} holds weight patches {model.patches_id!r}, the run wants {request.patches_id!r}: run again."
             )
         began = time.perf_counter()
-        output = model.evaluate(self._io.read(request.arguments), request.request)
+        arguments = self._io.read(request.arguments)
+        with compilation_noted(rank) if COMPILE in arguments.get("transformer_options", {}) else nullcontext():
+            output = model.evaluate(arguments, request.request)
         rank.tick()  # the copy of an output waits until the GPU has computed it
         tree, needs = self._io.write(output, request.out) if self._writes else (b"", 0)
         return Done(

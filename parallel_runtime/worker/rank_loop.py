@@ -45,6 +45,10 @@ class RankLoop:
         """Counts progress, by which hangs are judged."""
         self._board.tick(self._rank)
 
+    def note(self, phase: str) -> None:
+        """Notes a phase of the request at hand."""
+        self._board.note(self._rank, phase)
+
     def next_part(self) -> Part | None:
         """Returns the part that the next message asks for, if it is here already and for the same
         model.

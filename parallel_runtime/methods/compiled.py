@@ -1,0 +1,133 @@
+"""Compile a model's blocks (``torch.compile``) below a method.
+
+A block's forward becomes one graph. Hooks on the block run around it as ever. Attention, where a
+method exchanges tokens with other ranks, is one operation of the graph that the compiler does not
+look into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..families.plan import TokenPlan
+from .blocks import blocks_of
+from .override import Attention, AttentionOverride, Shared
+
+
+class CompiledBlocks:
+    """The blocks of one model that are compiled until ``remove``; their graphs call ``attention``.
+
+    ``wanted``: ``paths`` of modules of the transformer that are to be compiled, of which "" names
+    all, and the ``kwargs`` of ``torch.compile``. A block is compiled where it or a module around it
+    is named.
+    """
+
+    def __init__(self, model: nn.Module, plan: TokenPlan, wanted: Mapping[str, Any], attention: AttentionOverride):
+        self.wanted = wanted
+        self._attention = attention
+        self._blocks: list[nn.Module] = []
+        for container, index, group in blocks_of(model, plan):
+            block = container[index]
+            if not hasattr(block, "stands_for") and is_named(f"{group.path}.{index}", wanted["paths"]):
+                block.forward = torch.compile(block.forward, **with_own_guards(**wanted["kwargs"]))
+                self._blocks.append(block)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def begin(self) -> None:
+        """Begin an evaluation: graphs call this model's attention."""
+        self._attention.opaque = opaque_attention()
+        opaque_attention().override = self._attention
+
+    def end(self) -> None:
+        opaque_attention().override = self._attention.opaque = None
+
+    def remove(self) -> None:
+        for block in self._blocks:
+            del block.forward
+        self._blocks.clear()
+        self.end()
+
+
+def is_named(path: str, paths: Collection[str]) -> bool:
+    return any(not one or path == one or path.startswith(f"{one}.") for one in paths)
+
+
+def with_own_guards(mode: str | None = None, options: Mapping[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments with a filter of guards among the options, which ``torch.compile`` does
+    not take beside a mode.
+    """
+    of_mode = torch._inductor.list_mode_options(mode) if mode else {}
+    return {**kwargs, "options": {**of_mode, **(options or {}), "guard_filter_fn": guards_to_keep}}
+
+
+def guards_to_keep(guards: Sequence[Any]) -> list[bool]:
+    """Let a graph stand for all evaluations of a shape, as ComfyUI's TorchCompileModel does:
+    ``transformer_options`` change with every step, and its values would be guarded.
+    """
+    return ["transformer_options" not in guard.name for guard in guards]
+
+
+@cache
+def opaque_attention() -> OpaqueAttention:
+    """Return the operation of this process: torch keeps graphs per process and class, so that a
+    graph made for one model serves another.
+    """
+    return OpaqueAttention()
+
+
+class OpaqueAttention:
+    """The operation that graphs call for an attention. ``override``: of the evaluation at hand.
+
+    All that a call has besides tensors is constant in a graph: it is noted while the graph is made,
+    and the graph holds the note's number.
+    """
+
+    def __init__(self) -> None:
+        self.override: AttentionOverride | None = None
+        self._notes: list[tuple[Attention, tuple, dict[str, Any], Shared]] = []
+        self._library = torch.library.Library("pipemesh", "DEF")
+        self._library.define("attend(Tensor q, Tensor k, Tensor v, Tensor? mask, int note) -> Tensor")
+        self._library.impl("attend", self._attend, "CompositeExplicitAutograd")
+        torch.library.register_fake("pipemesh::attend", self._like, lib=self._library)
+        self._operation = torch.ops.pipemesh.attend
+
+    def __call__(self, attention: Attention, q, k, v, heads: int, mask=None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("transformer_options", None)
+        assert self.override is not None
+        number = self._note(attention, (heads, *args), tuple(kwargs), tuple(kwargs.values()), self.override.shared)
+        return self._operation(q, k, v, mask, number)
+
+    @torch.compiler.assume_constant_result
+    def _note(self, attention: Attention, args: tuple, names: tuple[str, ...], values: tuple, shared: Shared) -> int:
+        note = (attention, args, dict(zip(names, values, strict=True)), shared)
+        if note not in self._notes:
+            self._notes.append(note)
+        return self._notes.index(note)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, note: int) -> torch.Tensor:
+        attention, (heads, *args), kwargs, shared = self._notes[note]
+        override = self.override
+        assert override is not None
+        before = override.shared
+        override.share(shared)
+        try:
+            kwargs = {**kwargs, "transformer_options": override.options}
+            return override.attend(attention, q, k, v, heads, mask, *args, **kwargs).contiguous()
+        finally:
+            override.share(before)
+
+    def _like(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, note: int) -> torch.Tensor:
+        """An empty tensor of the output's shape, (B, L, H*D) or (B, H, L, D)."""
+        _attention, (heads, *args), kwargs, _shared = self._notes[note]
+        given = {**dict(zip(("attn_precision", "skip_reshape", "skip_output_reshape"), args, strict=False)), **kwargs}
+        by_heads = given.get("skip_reshape", False)
+        batch, tokens = q.shape[0], q.shape[-2 if by_heads else 1]
+        dim = v.shape[-1] if by_heads else q.shape[-1] // heads
+        return q.new_empty((batch, heads, tokens, dim) if given.get("skip_output_reshape", False) else (batch, tokens, heads * dim))

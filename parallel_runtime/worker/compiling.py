@@ -1,0 +1,56 @@
+"""Note that a rank compiles: minutes may pass without a block."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ..errors import Refused
+
+TICK_S = 0.5
+
+
+class Noting(Protocol):
+    def tick(self) -> None: ...
+
+    def note(self, phase: str) -> None: ...
+
+
+@contextmanager
+def compilation_noted(rank: Noting) -> Iterator[None]:
+    """Note the phase, and progress all the while, whenever ``torch.compile`` makes a graph. Raises
+    Refused where it cannot.
+    """
+    from torch._dynamo.callback import callback_handler
+    from torch._dynamo.exc import TorchDynamoException
+
+    over: list[threading.Event] = []
+
+    def start(_args: object) -> None:
+        over.append(threading.Event())
+        rank.note("compiling")
+        threading.Thread(target=tick_until, args=(rank, over[-1]), daemon=True).start()
+
+    def end(_args: object) -> None:
+        while over:
+            over.pop().set()
+        rank.note("computing")
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    except TorchDynamoException as error:
+        why = " ".join(str(error).split("\n\n")[0].split())
+        raise Refused(f"torch.compile failed in a rank ({why}): mend it there, or take out the node that compiles this MODEL.") from error
+    finally:
+        callback_handler.remove_start_callback(start)
+        callback_handler.remove_end_callback(end)
+        end(None)
+
+
+def tick_until(rank: Noting, over: threading.Event) -> None:
+    while not over.wait(TICK_S):
+        rank.tick()

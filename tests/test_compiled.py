@@ -1,0 +1,205 @@
+"""Blocks that ranks compile: one graph each, and the same result."""
+
+import inspect
+
+import pytest
+import torch
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
+from pipemesh.benchmarks.forwards import standin
+from pipemesh.launcher.commands.parity import BOUND, PLAIN, Case, relative_error, sample, stock_model
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
+from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.families import FAMILIES, SAMPLES, plan_for
+from pipemesh.parallel_runtime.families.plan import COMPILE, LEFT_OUT
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.blocks import blocks_of
+from pipemesh.parallel_runtime.methods.compiled import opaque_attention
+from pipemesh.parallel_runtime.methods.usp import SequenceParallel
+from pipemesh.parallel_runtime.worker import compiling
+from torch._dynamo.utils import counters
+
+from .conftest import ALL
+from .models import load, run
+from .patched import ALL_WARM, execute
+
+HOOKED = ("local", "whole_queries", "without_options")  # what has hooks inside of blocks
+WHOLE = {"paths": [""], "kwargs": {"backend": "eager", "fullgraph": True}}
+
+
+def samples():
+    """The plain sample, and the first one of each word that has hooks inside of blocks."""
+    if ALL:
+        return list(SAMPLES)
+    firsts = [
+        next(family.samples[0].name for family in FAMILIES if any(getattr(group, word) for plan in family.plans for group in plan.blocks))
+        for word in HOOKED
+    ]
+    return list(dict.fromkeys([PLAIN, *firsts]))
+
+
+@pytest.fixture(autouse=True)
+def no_graphs():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Rank:
+    """What a rank notes, in order."""
+
+    def __init__(self):
+        self.noted = []
+
+    def tick(self):
+        self.noted.append("tick")
+
+    def note(self, phase):
+        self.noted.append(phase)
+
+
+class OneRank:
+    """A stock MODEL of a sample whose evaluations run as a rank alone runs them. ``options``: added
+    to those of every evaluation.
+    """
+
+    def __init__(self, name, heads):
+        self.patcher = stock_model(heads, family=name)
+        self.module = self.patcher.model.diffusion_model
+        self.plan = plan_for(type(self.module))
+        self.method = SequenceParallel(self.module, self.plan, standin(Layout(), 0))
+        self.method.attach()
+        self.options = {}
+        own = getattr(self.module, forward_name(self.module))
+        signature = inspect.signature(own)
+
+        def forward(*args, **kwargs):
+            arguments = dict(signature.bind(*args, **kwargs).arguments)
+            arguments |= arguments.pop("kwargs", {})
+            arguments["transformer_options"] = {**arguments["transformer_options"], **self.options}
+            return self.method.evaluate(own, arguments, 1)
+
+        setattr(self.module, forward_name(self.module), forward)
+
+
+def case_of(name):
+    one = SAMPLES[name]
+    return Case(name, "ulysses1", "odd", one.heads[-1], 1.0, one.masks is not None, "euler")
+
+
+@pytest.mark.parametrize("name", samples())
+def test_every_block_is_one_graph_around_an_opaque_attention(name):
+    """``fullgraph`` raises where a block would be cut. A graph stands for all blocks of a kind.
+    Local attention without options is the host's own, whose kernel for CPUs asks for free memory.
+    """
+    case = case_of(name)
+    rank = OneRank(name, case.heads)
+    truth = sample(rank.patcher, case)
+    cut = any(
+        group.without_options and hasattr(container[index], "cross_attn") for container, index, group in blocks_of(rank.module, rank.plan)
+    )
+    rank.options[COMPILE] = {**WHOLE, "kwargs": {"backend": "eager", "fullgraph": not cut}}
+    assert relative_error(sample(rank.patcher, case), truth) <= BOUND
+    graphs, blocks = counters["stats"]["unique_graphs"], len(list(blocks_of(rank.module, rank.plan)))
+    assert 1 <= graphs < blocks or cut
+    again = sample(rank.patcher, case)
+    assert counters["stats"]["unique_graphs"] == graphs, "compiled again for the same shape"
+    assert relative_error(again, truth) <= BOUND
+
+
+def test_only_the_named_modules_are_compiled_and_detaching_leaves_none():
+    case = case_of(PLAIN)
+    rank = OneRank(PLAIN, case.heads)
+    first, *others = [container[index] for container, index, _ in blocks_of(rank.module, rank.plan)]
+    rank.options[COMPILE] = {**WHOLE, "paths": [f"{rank.plan.blocks[0].path}.0"]}
+    sample(rank.patcher, case)
+    assert "forward" in vars(first)
+    assert not any("forward" in vars(block) for block in others)
+    rank.method.detach()
+    assert "forward" not in vars(first)
+
+
+def test_a_block_that_is_left_out_is_compiled_again_where_it_is_not():
+    case = case_of(PLAIN)
+    rank = OneRank(PLAIN, case.heads)
+    truth = sample(rank.patcher, case)
+    rank.options = {COMPILE: WHOLE, LEFT_OUT: [("double_block", 0)]}
+    assert relative_error(sample(rank.patcher, case), truth) > 100 * BOUND
+    rank.options = {COMPILE: WHOLE}
+    assert relative_error(sample(rank.patcher, case), truth) <= BOUND
+    first, *_ = (container[index] for container, index, _ in blocks_of(rank.module, rank.plan))
+    assert "forward" in vars(first)
+
+
+def test_compiling_is_a_phase_of_its_own_with_progress(monkeypatch):
+    monkeypatch.setattr(compiling, "TICK_S", 0.0)
+    rank = Rank()
+    with compiling.compilation_noted(rank):
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+        torch.ones(2) + 1
+    phases = [one for one in rank.noted if one != "tick"]
+    assert phases[:2] == ["compiling", "computing"]
+    assert "tick" in rank.noted
+    rank.noted.clear()
+    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(2))
+    assert not rank.noted, "noted after its evaluation"
+
+
+def test_a_compiler_that_fails_is_named_with_the_next_move():
+    def backend(graph, inputs):
+        raise RuntimeError("no C++ compiler here")
+
+    sentence = r"torch.compile failed in a rank .*no C\+\+ compiler here.*take out the node that compiles"
+    with pytest.raises(Refused, match=sentence), compiling.compilation_noted(Rank()):
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+
+
+def test_a_graph_of_one_model_serves_another_with_that_ones_attention():
+    case = case_of(PLAIN)
+    for _ in range(2):
+        rank = OneRank(PLAIN, case.heads)
+        truth = sample(rank.patcher, case)
+        rank.options[COMPILE] = WHOLE
+        assert relative_error(sample(rank.patcher, case), truth) <= BOUND
+        graphs = counters["stats"]["unique_graphs"]
+        rank.method.end_run()
+        del rank
+        attention = opaque_attention()
+        assert attention.override is None, "the model is kept"
+    assert graphs == counters["stats"]["unique_graphs"] <= 2
+
+
+def eager(model):
+    made = model.clone()
+    set_torch_compile_wrapper(made, backend="eager", fullgraph=True)
+    return made
+
+
+@pytest.mark.parametrize("layout", [(2,), (1, 2), (1, 1, 2)] if ALL else [(1, 2)])
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_torch_compile_compiles_in_the_ranks(files, clients, caplog, layout, compiled_first):
+    patching = Patching(2, ALL_WARM) if len(layout) == 3 else None
+    pool = clients(*layout)
+    truth = run(load(files["model"]))
+    model = load(files["model"])
+    parallel = parallelize(eager(model), pool, 0.0, patching) if compiled_first else eager(parallelize(model, pool, 0.0, patching))
+    assert relative_error(run(parallel), truth) <= BOUND
+    assert "torch.compile" not in caplog.text
+    with pytest.raises(Refused, match=r"torch.compile failed in a rank .*no_such_backend.*take out the node"):
+        run(unknown(parallel))
+    assert relative_error(run(parallel), truth) <= BOUND
+
+
+def unknown(model):
+    made = eager(model)
+    made.model_options[TORCH_COMPILE_KWARGS]["backend"] = "no_such_backend"
+    return made
+
+
+@pytest.mark.skipif(not ALL, reason="a minute of compiling")
+def test_inductor_in_the_ranks_is_as_exact_as_eager(files, client):
+    truth = run(load(files["model"]))
+    parallel = parallelize(execute("nodes_torch_compile", "TorchCompileModel", load(files["model"]), "inductor"), client, 0.0)
+    assert relative_error(run(parallel), truth) <= BOUND
