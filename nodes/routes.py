@@ -1,7 +1,7 @@
 """The routes that PipeMesh adds to ComfyUI's own server, whose rules about origins hold for them.
 
 GET only reads. POST answers with the pool as it is then, or with the sentence that says why nothing
-was done.
+was done. ComfyUI compares Origin and Host on loopback only; a POST has to pass whatever the Host.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
 from io import BytesIO
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -24,6 +25,9 @@ from .status.control import Busy, PoolControl, Unknown
 NOT_CACHED = {"Cache-Control": "no-store"}  # ComfyUI lets a browser keep a .png for a day
 NO_TIMELINE = "The last run was not in patches: set pipefusion above 1 on PipeMesh Pool and run."
 CODES = {Unknown: 404, Busy: 409}
+JSON = "application/json"  # a page of another origin cannot send it without asking first
+NOT_JSON = f"A POST that is not of ComfyUI's own page needs the header Content-Type: {JSON}."
+PORTS = {"http": ":80", "https": ":443"}  # that browsers leave out
 
 
 def add_routes(routes: web.RouteTableDef, runtime: Runtime, auto: Auto, control: PoolControl) -> None:
@@ -55,8 +59,25 @@ def add_routes(routes: web.RouteTableDef, runtime: Runtime, auto: Auto, control:
 
 async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: web.Request) -> web.Response:
     """Act on a pool on a thread of its own, so that the server goes on meanwhile."""
+    if "Origin" in request.headers:
+        if not is_own_page(request.headers["Origin"], request.headers.get("Host", "")):
+            return web.Response(status=403)
+    elif request.content_type != JSON:
+        return web.json_response({"error": NOT_JSON}, status=415, headers=NOT_CACHED)
     try:
         handle, pool = await asyncio.to_thread(act, request.match_info["id"])
     except PipeMeshError as error:
         return web.json_response({"error": str(error)}, status=CODES.get(type(error), 500), headers=NOT_CACHED)
     return web.json_response(asdict(pool_status(handle, pool)), headers=NOT_CACHED)
+
+
+def is_own_page(origin: str, host: str) -> bool:
+    """Return whether a page of this origin came from the server of this Host header. An opaque
+    origin, which browsers send as ``null``, is nobody's.
+    """
+    try:
+        page = urlsplit(origin.lower())
+    except ValueError:
+        return False
+    port = PORTS.get(page.scheme, "")
+    return bool(page.netloc) and page.netloc.removesuffix(port) == host.lower().removesuffix(port)

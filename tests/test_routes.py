@@ -1,0 +1,57 @@
+"""Who may act on pools over the routes: ComfyUI's own page and scripts, on whatever address ComfyUI
+listens; no page of another origin.
+"""
+
+import asyncio
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+from pipemesh.launcher.pool.devices import place
+from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.nodes.routes import answer
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.layout import Layout
+
+JSON = {"Content-Type": "application/json"}
+
+
+def posted(setup, **headers):
+    """The code of the answer to a POST, and whether it has done anything."""
+    asked = []
+    handle = PoolHandle(place(Layout(ulysses=2), "cpu", "gloo", ()), setup)
+
+    def act(identity):
+        asked.append(identity)
+        return handle, RemotePool(handle, shares_weights=True)
+
+    request = make_mocked_request(
+        "POST", "/", {name.replace("_", "-"): value for name, value in headers.items()}, match_info={"id": "5f0c2a91"}
+    )
+    return asyncio.run(answer(act, request)).status, bool(asked)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8188", "192.168.1.5:8188", "comfy.lan"])
+@pytest.mark.parametrize("origin", ["https://example.org", "null", "http://192.168.1.5:9999", "http://[", "file://", ""])
+def test_a_page_of_another_origin_does_nothing_on_any_address(setup, host, origin):
+    assert posted(setup, Host=host, Origin=origin, **JSON) == (403, False)
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("127.0.0.1:8188", "http://127.0.0.1:8188"),
+        ("192.168.1.5:8188", "http://192.168.1.5:8188"),
+        ("Comfy.lan", "https://comfy.lan"),
+        ("comfy.lan:443", "https://comfy.lan"),
+        ("[fe80::1]:8188", "http://[fe80::1]:8188"),
+    ],
+)
+def test_comfyuis_own_page_may_act(setup, host, origin):
+    assert posted(setup, Host=host, Origin=origin) == (200, True)
+
+
+def test_without_an_origin_only_what_a_form_of_another_page_cannot_send_may_act(setup):
+    assert posted(setup, Host="192.168.1.5:8188", Content_Type="application/json; charset=utf-8") == (200, True)
+    for kind in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data"):
+        assert posted(setup, Host="192.168.1.5:8188", Content_Type=kind) == (415, False)
+    assert posted(setup, Host="192.168.1.5:8188") == (415, False)
