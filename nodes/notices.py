@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from comfy_execution.utils import get_executing_context
 
@@ -16,31 +15,47 @@ log = logging.getLogger("pipemesh")
 
 @dataclass(frozen=True)
 class Notice:
-    """``at``: seconds since 1970. ``node`` and ``prompt``: the ids of ComfyUI's; empty where
-    no node runs.
+    """``at``: seconds since 1970, of the last time. ``node`` and ``prompt``: the ids of ComfyUI's;
+    empty where no node runs. ``detail``: more lines, such as the last ones of a worker's log.
+    ``count``: how often it was told in this prompt.
     """
 
     at: float
     node: str
     prompt: str
     text: str
+    detail: str = ""
+    count: int = 1
+
+    @property
+    def subject(self) -> tuple[str, str, str]:
+        return self.prompt, self.node, self.text
 
 
 class Notices:
-    """Keeps the last notices; writes each to the log and hands it to ``show``."""
+    """Keeps the last notices; writes each to the log and hands it to ``show``.
+
+    A node that samples many times, as upscalers do for each tile, is told of once: the notice has
+    a count.
+    """
 
     def __init__(self, show: Callable[[Notice], None] = lambda notice: None):
         self._show = show
-        self._kept: deque[Notice] = deque(maxlen=KEPT)
+        self._kept: tuple[Notice, ...] = ()  # the newest first; replaced whole, for others read it meanwhile
 
-    def tell(self, text: str) -> None:
+    def tell(self, text: str, detail: str = "") -> None:
         executing = get_executing_context()
         node, prompt = (str(executing.node_id), executing.prompt_id) if executing is not None else ("", "")
-        notice = Notice(time.time(), node, prompt, text)
-        self._kept.append(notice)
-        log.warning("[PipeMesh] %s%s", f"Node {node}: " if node else "", text)
-        self._show(notice)
+        notice = Notice(time.time(), node, prompt, text, detail)
+        before = next((one for one in self._kept if one.subject == notice.subject), None)
+        others = tuple(one for one in self._kept if one is not before)
+        if before is not None:
+            notice = replace(notice, count=before.count + 1)
+        self._kept = (notice, *others)[:KEPT]
+        if before is None:
+            log.warning("[PipeMesh] %s%s%s", f"Node {node}: " if node else "", text, f"\n{detail}" if detail else "")
+            self._show(notice)
 
     def latest(self) -> tuple[Notice, ...]:
         """Returns the last notices, the newest first. May be asked from any thread."""
-        return tuple(reversed(self._kept.copy()))
+        return self._kept

@@ -16,8 +16,9 @@ from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.settings import Choice
 from pipemesh.parallel_runtime.client import remote_patcher
-from pipemesh.parallel_runtime.errors import PoolFailed
+from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.wire.tree import NotPlain
 
 from .conftest import ALL
 from .foreign_pack import halved_keys, unet, without_plan
@@ -231,16 +232,139 @@ def test_what_is_refused_amid_a_run_begins_anew_with_the_same_random_numbers(aut
     assert "halved_keys" in notice
 
 
-def test_a_pool_that_fails_costs_a_notice_and_no_image(auto, settings, notices, files, monkeypatch):
-    def fails(*_):
-        raise PoolFailed("Rank 1 on cpu was killed: run again.\nLast lines of rank 1:\n  (none)")
+def failing(monkeypatch, error, times=1000):
+    """Evaluations in the pool that raise; how often they were asked."""
+    calls, evaluate = [], remote_patcher.RemotePatcher.evaluate
 
+    def fails(*args):
+        calls.append(args)
+        if len(calls) <= times:
+            raise error
+        return evaluate(*args)
+
+    monkeypatch.setattr(remote_patcher.RemotePatcher, "evaluate", fails)
+    return calls
+
+
+DIED = PoolFailed("Rank 1 on cpu was killed: run again.\nLast lines of rank 1:\n  its last words")
+
+
+def test_a_pool_that_fails_twice_costs_a_notice_and_no_image_and_the_log_has_the_last_lines(
+    auto, settings, notices, files, monkeypatch, caplog
+):
     model = load(files["model"])
     truth = run(model)
     settings(True)
-    monkeypatch.setattr(remote_patcher.RemotePatcher, "evaluate", fails)
+    calls = failing(monkeypatch, DIED)
     assert relative_error(run(model), truth) <= BOUND
-    assert said(notices) == ["On one GPU: Rank 1 on cpu was killed: run again."]
+    assert len(calls) == 2
+    (notice,) = notices.latest()
+    assert notice.text == "On one GPU: Rank 1 on cpu was killed: run again."
+    assert notice.detail == "Last lines of rank 1:\n  its last words"
+    assert "its last words" in caplog.messages[-1]
+
+
+def test_a_worker_that_dies_once_costs_a_fresh_pool_and_no_notice(auto, settings, requests, notices, files, monkeypatch):
+    model = load(files["model"])
+    truth = run(model)
+    settings(True)
+    requests.clear()
+    failing(monkeypatch, DIED, times=1)
+    assert relative_error(run(model), truth) <= BOUND
+    assert requests["Forward"] and not said(notices)
+
+
+@pytest.mark.parametrize("error", [NotPlain("context", object()), AttributeError("no such thing"), OSError(28, "No space left")], ids=repr)
+def test_an_error_that_nobody_thought_of_costs_a_notice_and_no_image_and_its_traceback_is_logged(
+    auto, settings, notices, files, monkeypatch, caplog, error
+):
+    model = load(files["model"])
+    truth = run(model)
+    settings(True)
+    calls = failing(monkeypatch, error)
+    assert relative_error(run(model), truth) <= BOUND
+    assert len(calls) == 1
+    assert said(notices) == [f"On one GPU: {type(error).__name__}: {error}"]
+    assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
+
+
+def test_what_is_refused_leaves_other_models_in_the_ranks(auto, settings, client, requests, files):
+    model = load(files["model"])
+    settings(True)
+    run(model)
+    held = set(client.session.models)
+    run(unet(), latent=torch.zeros(1, 4, 8, 8))
+    assert held and held <= set(client.session.models)
+    requests.clear()
+    run(model)
+    assert requests["Forward"] and not requests["Load"]
+
+
+def test_a_refused_guider_inside_another_leaves_the_outer_ones_model_in_the_ranks(auto, settings, client, requests, files):
+    model = load(files["model"])
+
+    def inside(args):
+        if not held:
+            held.update(client.session.models)
+            run(with_patch(model))
+            assert held <= set(client.session.models)
+        return args["denoised"]
+
+    held, outer = set(), model.clone()
+    outer.set_model_sampler_post_cfg_function(inside)
+    settings(True)
+    run(outer)
+    assert held and requests["Load"] <= 1
+
+
+def test_stop_is_heard_while_what_ranks_held_is_freed(auto, settings, client, files, monkeypatch):
+    import comfy.model_management as mm
+
+    model = load(files["model"])
+    settings(True)
+    run(model)
+    settings(False)
+    monkeypatch.setattr(mm, "processing_interrupted", lambda: True)
+    monkeypatch.setattr(type(client.sessions), "settle", cancelled_where_stopped)
+    with pytest.raises(mm.InterruptProcessingException):
+        auto.sample(guider_of(model), torch.ones(2), lambda: pytest.fail("it went on"))
+
+
+def cancelled_where_stopped(_self, interrupted):
+    if interrupted():
+        raise RunCancelled("Stop")
+
+
+def test_an_option_that_no_rank_can_read_is_sampled_on_one_gpu(auto, settings, requests, notices, files):
+    model = load(files["model"]).clone()
+    model.model_options["transformer_options"]["their_state"] = object()
+    truth = run(model)
+    settings(True)
+    requests.clear()
+    assert relative_error(run(model), truth) <= BOUND
+    assert not requests["Forward"]
+    assert said(notices) == ["On one GPU: The option their_state (builtins.object) of this MODEL is no plain data."]
+
+
+def test_a_model_that_a_node_has_put_on_another_device_stays_there(auto, settings, requests, notices, files, monkeypatch):
+    import comfy.model_management as mm
+
+    model = load(files["model"])
+    settings(True)
+    own = mm.get_torch_device()
+    monkeypatch.setattr(mm, "get_torch_device", lambda: torch.device("meta"))
+    with torch.inference_mode():
+        auto.sample(guider_of(model), torch.ones(2), lambda: None)
+    assert said(notices) == [f"On one GPU: A node has put this MODEL on {own}, where ComfyUI computes on meta."]
+
+
+def test_a_notice_told_again_in_one_prompt_is_one_with_a_count():
+    shown = []
+    notices = Notices(shown.append)
+    for text in ("first", "second", "first", "first"):
+        notices.tell(text)
+    assert [(notice.text, notice.count) for notice in notices.latest()] == [("first", 3), ("second", 1)]
+    assert [notice.text for notice in shown] == ["first", "second"]
 
 
 def test_stop_ends_the_run_and_starts_no_other(auto, settings, notices, files, monkeypatch):
@@ -256,11 +380,33 @@ def test_stop_ends_the_run_and_starts_no_other(auto, settings, notices, files, m
     assert not said(notices)
 
 
-def test_training_stays_in_comfyui(auto, settings, notices, files):
+class Trains(comfy.samplers.Sampler):
+    """Asks for the gradient of a weight, as TrainSampler does."""
+
+    def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False):
+        weight = list(model_wrap.inner_model.diffusion_model.parameters())[-1].requires_grad_()
+        model_wrap(noise, sigmas[:1], **extra_args).square().sum().backward()
+        return weight.grad
+
+
+def test_training_stays_in_comfyui_and_gets_its_gradients(auto, settings, requests, notices, files, monkeypatch):
+    import comfy.model_management as mm
+    from comfy_extras.nodes_train import TrainGuider
+
+    monkeypatch.setattr(mm, "in_training", True)  # as TrainLoraNode does
+
+    def trained():
+        guider = TrainGuider(load(files["model"]))
+        guider.set_conds(conditioning(1, 13))
+        noise = torch.randn(1, 16, 8, 10, generator=torch.Generator().manual_seed(2))
+        with torch.enable_grad():
+            return guider.sample(noise, torch.zeros_like(noise), Trains(), torch.tensor([1.0, 0.0]), disable_pbar=True, seed=2)
+
+    truth = trained()
     settings(True)
-    guider = guider_of(load(files["model"]))
-    auto.sample(guider, torch.ones(2), lambda: None)
-    assert said(notices) == [f"On one GPU: {GRADIENTS}"]
+    requests.clear()
+    assert torch.count_nonzero(truth) and relative_error(trained(), truth) <= BOUND
+    assert said(notices) == [f"On one GPU: {GRADIENTS}"] and not requests["Forward"]
 
 
 def test_a_guider_with_a_sample_method_of_its_own_is_told_of(auto, settings, requests, notices, files):
@@ -328,34 +474,11 @@ def test_a_host_that_samples_otherwise_is_left_alone_and_what_changed_is_named(m
     assert dict(vars(comfy.samplers.CFGGuider)) == before
 
 
-@pytest.mark.parametrize(
-    ("text", "on"), [('{"PipeMesh.Auto": true}', True), ('{"PipeMesh.Auto": false}', False), ("{}", False), ("[]", False)]
-)
-def test_the_switch_is_the_setting(tmp_path, text, on):
-    file = tmp_path / FILE
-    switch = Switch({}, lambda: file)
-    assert switch.is_on() is False
-    file.write_text(text)
-    assert switch.is_on() is on
-
-
-def test_while_comfyui_writes_its_settings_the_switch_is_as_it_was(settings):
-    switch = Switch({}, lambda: settings.file)
-    for on in (True, False):
-        settings(on)
-        assert switch.is_on() is on
-        settings.file.write_text('{"Comfy.Ot')
-        assert switch.is_on() is on
-
-
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False)])
-def test_the_variable_counts_more_than_the_setting(settings, value, on):
-    settings(not on)
-    assert Switch({"PIPEMESH_AUTO": value}, lambda: settings.file).is_on() is on
-
-
-def test_a_variable_that_is_neither_is_named_and_the_setting_counts(settings, caplog):
-    settings(True)
-    assert Switch({"PIPEMESH_AUTO": "yes"}, lambda: settings.file).is_on() is True
-    assert caplog.messages == ["[PipeMesh] PIPEMESH_AUTO is yes: set it to 1 or 0."]
-    assert Switch({}, lambda: None).is_on() is False
+@pytest.mark.parametrize("on", [True, False])
+def test_a_host_that_auto_mode_does_not_know_is_told_of_where_it_is_switched_on(settings, notices, monkeypatch, on):
+    monkeypatch.delattr(comfy.samplers.CFGGuider, "outer_sample")
+    settings(on)
+    made = Auto(None, Switch({}, lambda: settings.file), notices)
+    made.install()
+    assert made.unavailable.startswith("Auto mode does not know this ComfyUI") and not made.is_on()
+    assert said(notices) == ([made.unavailable] if on else [])

@@ -32,6 +32,20 @@ function addBadge(node) {
   node.setDirtyCanvas?.(true);
 }
 
+// Says why the setting has no effect on this server, if so. The frontend also calls this when it reads the settings.
+async function sayIfOverruled(value, before) {
+  if (before === undefined || value === before) return;
+  try {
+    const answer = await api.fetchApi("/pipemesh/status");
+    if (!answer.ok) return;
+    const { unavailable } = (await answer.json()).auto;
+    const toast = { severity: "warn", summary: "PipeMesh", detail: unavailable, life: 15000 };
+    if (unavailable) app.extensionManager?.toast?.add(toast);
+  } catch (error) {
+    console.warn("PipeMesh: the status of auto mode could not be read.", error);
+  }
+}
+
 app.registerExtension({
   name: "PipeMesh.Auto",
   settings: [
@@ -44,6 +58,7 @@ app.registerExtension({
         "PipeMesh Pool and PipeMesh Parallelize in a workflow come first.",
       type: "boolean",
       defaultValue: false,
+      onChange: sayIfOverruled,
     },
   ],
   setup() {

@@ -4,8 +4,9 @@ the pool cannot honour: auto mode makes nothing worse.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,57 +16,77 @@ from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 
 from ...launcher.pool.devices import Placement
-from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
+from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher, turn_of
 from ...parallel_runtime.client.run import Run as PoolRun
-from ...parallel_runtime.errors import LayoutError, PipeMeshError, Refused
+from ...parallel_runtime.comfy_bridge.interrupt import interrupted, interrupting
+from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..notices import Notices
 from ..runtime import Runtime
 from .seam import GuiderSeam, HostChanged, Run
 from .switch import Switch
 
 GRADIENTS = "This node wants gradients, which do not come back from the ranks."
+log = logging.getLogger("pipemesh")
 
 
 class Auto:
-    """``unavailable`` says why this ComfyUI cannot have auto mode; empty where it can."""
-
     def __init__(self, runtime: Runtime, switch: Switch, notices: Notices):
         self.switch = switch
-        self.unavailable = ""
+        self._changed = ""  # how this ComfyUI differs from those that auto mode knows
         self._runtime = runtime
         self._notices = notices
         self._seam = GuiderSeam(self.sample, self.unseen)
-        self._lent: weakref.WeakSet[Remote] = weakref.WeakSet()  # models in ranks for its sake
+        self._lent: weakref.WeakKeyDictionary[BaseModel, Remote] = weakref.WeakKeyDictionary()  # in ranks for its sake
+        self._sampled: list[BaseModel] = []  # by guiders that run in the pool now
+
+    def is_on(self) -> bool:
+        return not self._changed and self.switch.is_on()
+
+    @property
+    def unavailable(self) -> str:
+        """Returns why the setting has no effect; empty where it has."""
+        return self._changed or self.switch.overruled
 
     def install(self) -> None:
         try:
             self._seam.install()
         except HostChanged as error:
-            self.unavailable = str(error)
-            self._notices.tell(self.unavailable)
+            self._changed = str(error)
+            if self.switch.is_on():
+                self._notices.tell(self._changed)
+            else:
+                log.info("[PipeMesh] %s", error)
 
     def remove(self) -> None:
         self._seam.remove()
 
+    @interrupting
     def sample(self, guider: Any, sigmas: Any, run: Run) -> Any:
         """Runs a guider's sampling in the pool where the switch is on. MODELs that a node of
         PipeMesh has parallelized keep their pool.
 
-        What fails in the pool begins anew on one GPU, from the same random numbers.
+        What fails in the pool begins anew, from the same random numbers: where a worker died in a
+        fresh pool, once, and else on one GPU, where ComfyUI's own errors come back.
         """
         if not self.switch.is_on():
-            self._give_back()
+            self._give_back(list(self._lent))
             return run()
         models = models_of(guider)
         if any(isinstance(model, RemotePatcher) for model in models.values()):
             return run()
         random = random_state()
-        try:
-            return self._in_pool(guider, models, sigmas, run)
-        except PipeMeshError as error:
-            self._notices.tell(f"On one GPU: {reason_of(error)}")
-        self._give_back()
-        set_random_state(random)
+        for again in (True, False):
+            try:
+                return self._in_pool(guider, models, sigmas, run)
+            except RunCancelled:
+                raise
+            except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
+                again = again and isinstance(error, PoolFailed)
+                self._tell(error, again)
+            set_random_state(random)
+            if not again:
+                break
+        self._give_back([model.model for model in models.values()])
         return run()
 
     def unseen(self, guider: Any) -> None:
@@ -74,27 +95,66 @@ class Auto:
             self._notices.tell(f"On one GPU: {type(guider).__name__} has a sample method of its own, which PipeMesh does not know.")
 
     def _in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], sigmas: Any, run: Run) -> Any:
-        """Raises PipeMeshError."""
+        """Raises whatever goes wrong in the pool."""
         if not models:
             raise Refused(f"{type(guider).__name__} samples a model that is not of ComfyUI's kind.")
         if torch.is_grad_enabled():
             raise Refused(GRADIENTS)
+        for model in models.values():
+            check_own_device(model)
         choice = self._runtime.default_choice()
         check_devices(choice.placement)
         parallel = {name: self._runtime.parallelize(model, choice) for name, model in models.items()}
-        self._lent.update(patcher.remote for patcher in parallel.values())
+        for patcher in parallel.values():
+            patcher.remote.options.strict = True
+            self._lent[patcher.model] = patcher.remote
         before = last_runs(parallel)
-        with in_place_of(guider, parallel):
+        with in_place_of(guider, parallel), self._sampling([model.model for model in models.values()]):
             output = run()
         if sigmas is not None and sigmas.shape[-1] and last_runs(parallel) == before:
             self._notices.tell(f"On one GPU: {type(guider).__name__} has sampled without the MODEL that it was given.")
         return output
 
-    def _give_back(self) -> None:
-        """Frees what ranks hold for auto mode: on the UI's own GPU stock ComfyUI needs the room."""
-        for remote in list(self._lent):
-            remote.release()
-        self._lent.clear()
+    def _tell(self, error: Exception, again: bool) -> None:
+        """Tells why a run begins anew. The log has the whole error, and the traceback of one that
+        PipeMesh did not raise on purpose.
+        """
+        if not isinstance(error, PipeMeshError):
+            log.warning("[PipeMesh] An error in the pool:", exc_info=error)
+        if again:
+            log.warning("[PipeMesh] Once more, in a fresh pool: %s", error)
+        else:
+            self._notices.tell(f"On one GPU: {reason_of(error)}", str(error).partition("\n")[2])
+
+    @contextmanager
+    def _sampling(self, models: list[BaseModel]) -> Iterator[None]:
+        before = len(self._sampled)
+        self._sampled += models
+        try:
+            yield
+        finally:
+            del self._sampled[before:]
+
+    @interrupting
+    def _give_back(self, models: Iterable[BaseModel]) -> None:
+        """Frees what ranks hold of these models for auto mode: on the UI's own GPU stock ComfyUI
+        needs the room. A guider around this one keeps its own. Raises ComfyUI's interrupt.
+        """
+        for model in models:
+            if model in self._lent and not any(model is one for one in self._sampled):
+                pool = self._lent[model].pool
+                pool.sessions.settle(interrupted)
+                with turn_of(pool):
+                    self._lent.pop(model).release()
+
+
+def check_own_device(model: ModelPatcher) -> None:
+    """Raises Refused for a MODEL that a node, such as Select Model Device, has put on a device of
+    its own choice.
+    """
+    own = comfy.model_management.get_torch_device()
+    if model.load_device != own:
+        raise Refused(f"A node has put this MODEL on {model.load_device}, where ComfyUI computes on {own}.")
 
 
 def check_devices(placement: Placement) -> None:
@@ -132,9 +192,13 @@ def last_runs(models: Mapping[str, RemotePatcher]) -> list[PoolRun | None]:
     return [patcher.remote.pool.last_run for patcher in models.values()]
 
 
-def reason_of(error: PipeMeshError) -> str:
-    """Returns the error without its next move, which is of no use where nothing has gone wrong."""
+def reason_of(error: Exception) -> str:
+    """Returns the error's first line without its next move, which is of no use where nothing has
+    gone wrong.
+    """
     sentence = str(error).partition("\n")[0]
+    if not isinstance(error, PipeMeshError):
+        return f"{type(error).__name__}: {sentence}"
     thing, colon, move = sentence.rpartition(": ")
     return f"{thing}." if isinstance(error, (Refused, LayoutError)) and colon and move[:1].islower() else sentence
 

@@ -32,6 +32,15 @@ class Switch:
         if text and self.fixed is None:
             log.error("[PipeMesh] PIPEMESH_AUTO is %s: set it to 1 or 0.", text)
 
+    @property
+    def overruled(self) -> str:
+        """Returns why the setting has no effect; empty where it has."""
+        if self.fixed is not None:
+            return f"{VARIABLE}={int(self.fixed)} is set where ComfyUI was started, and counts more than the setting."
+        if self._settings() is None:
+            return f"With --multi-user a prompt does not say whose it is, so the setting has no effect: set {VARIABLE}=1."
+        return ""
+
     def is_on(self) -> bool:
         return self._setting() if self.fixed is None else self.fixed
 

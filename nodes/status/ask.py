@@ -26,7 +26,7 @@ def status_of(runtime: Runtime, auto: Auto) -> Status:
     runs = [run_status(handle, pool, run) for handle, pool in known for run in list(pool.runs.recent)]
     runs.sort(key=lambda run: -run.began)
     return Status(
-        auto=AutoStatus(auto.switch.is_on(), auto.unavailable),
+        auto=AutoStatus(auto.is_on(), auto.unavailable),
         devices=device_statuses([rank for pool in pools for rank in pool.ranks]),
         pools=pools,
         current_run=next((run for run in runs if run.ended is None), None),

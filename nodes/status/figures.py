@@ -10,7 +10,7 @@ from ..report.figures import LastRun, RankFigures
 
 @dataclass(frozen=True)
 class AutoStatus:
-    """``unavailable``: why this ComfyUI cannot have auto mode; empty where it can."""
+    """``unavailable``: why the setting has no effect on auto mode; empty where it has."""
 
     on: bool
     unavailable: str

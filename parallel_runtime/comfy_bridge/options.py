@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import Refused
 from ..families.plan import COMPILE
 from ..wire.tree import is_plain
 from .by_name import OVERRIDE, described
@@ -23,9 +24,12 @@ OF_COMFYUI = frozenset(  # ComfyUI's own options that are read in the UI only
 
 
 class CrossingOptions:
-    """The ``transformer_options`` of one MODEL, on their way to the ranks."""
+    """The ``transformer_options`` of one MODEL, on their way to the ranks. ``strict``: what cannot
+    go there is refused, for nobody has asked for this MODEL to be parallelized.
+    """
 
     def __init__(self):
+        self.strict = False
         self._named: set[str] = set()
 
     def plain(self, transformer_options: dict[str, Any], in_block: InBlockPatches | None = None) -> dict[str, Any]:
@@ -33,7 +37,8 @@ class CrossingOptions:
         numbers of those that ranks hold. Raises Refused for other in-block patches.
 
         Other objects stay in the UI: no code in a rank could read them. The log names each of them
-        once, because the node that set it may count on being read in the transformer.
+        once, because the node that set it may count on being read in the transformer; where
+        ``strict``, it is refused.
         """
         refuse_in_block_patches(transformer_options, in_block)
         crossing = described(transformer_options)
@@ -44,6 +49,8 @@ class CrossingOptions:
                 continue
             if is_plain(value):
                 crossing[name] = value
+            elif self.strict:
+                raise Refused(f"The option {name} ({patch_name(value)}) of this MODEL is no plain data: remove the node that sets it.")
             elif name not in self._named:
                 self._named.add(name)
                 log.warning(

@@ -1,0 +1,65 @@
+"""The switch of auto mode: a setting in a file that ComfyUI writes, or a variable."""
+
+import json
+
+import pytest
+from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Sets the switch, as ComfyUI does."""
+    file = tmp_path / FILE
+
+    def switch(on):
+        file.write_text(json.dumps({SETTING: on}))
+
+    switch.file = file
+    return switch
+
+
+@pytest.mark.parametrize(
+    ("text", "on"), [('{"PipeMesh.Auto": true}', True), ('{"PipeMesh.Auto": false}', False), ("{}", False), ("[]", False)]
+)
+def test_the_switch_is_the_setting(tmp_path, text, on):
+    file = tmp_path / FILE
+    switch = Switch({}, lambda: file)
+    assert switch.is_on() is False
+    file.write_text(text)
+    assert switch.is_on() is on
+
+
+def test_while_comfyui_writes_its_settings_the_switch_is_as_it_was(settings):
+    switch = Switch({}, lambda: settings.file)
+    for on in (True, False):
+        settings(on)
+        assert switch.is_on() is on
+        settings.file.write_text('{"Comfy.Ot')
+        assert switch.is_on() is on
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False)])
+def test_the_variable_counts_more_than_the_setting(settings, value, on):
+    settings(not on)
+    assert Switch({"PIPEMESH_AUTO": value}, lambda: settings.file).is_on() is on
+
+
+def test_a_variable_that_is_neither_is_named_and_the_setting_counts(settings, caplog):
+    settings(True)
+    assert Switch({"PIPEMESH_AUTO": "yes"}, lambda: settings.file).is_on() is True
+    assert caplog.messages == ["[PipeMesh] PIPEMESH_AUTO is yes: set it to 1 or 0."]
+    assert Switch({}, lambda: None).is_on() is False
+
+
+@pytest.mark.parametrize(
+    ("environ", "multi_user", "why"),
+    [
+        ({}, False, ""),
+        ({"PIPEMESH_AUTO": "0"}, False, "PIPEMESH_AUTO=0 is set where ComfyUI was started"),
+        ({"PIPEMESH_AUTO": "1"}, True, "PIPEMESH_AUTO=1 is set where ComfyUI was started"),
+        ({}, True, "With --multi-user a prompt does not say whose it is"),
+    ],
+)
+def test_a_setting_without_effect_is_said_to_be(settings, environ, multi_user, why):
+    overruled = Switch(environ, lambda: None if multi_user else settings.file).overruled
+    assert overruled.startswith(why) and bool(overruled) == bool(why)
