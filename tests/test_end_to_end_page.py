@@ -26,6 +26,11 @@ NEW = "(() => { app.graph.clear(); app.graph.add(LiteGraph.createNode('PipeMeshP
 CHOOSE = f"(() => {{ const one = {POOL}.widgets.find(widget => widget.name == 'layout'); one.value = %s; one.callback(one.value) }})()"
 QUEUED = "(async () => Object.values((await app.graphToPrompt()).output).find(one => one.class_type == 'PipeMeshPool').inputs)()"
 BADGES = "app.graph.nodes.find(node => node.type == 'KSampler').badges.map(badge => (typeof badge == 'function' ? badge() : badge).text)"
+OVERRULED = """(() => {
+  const real = window.fetch, said = JSON.stringify({ auto: { on: false, unavailable: %s } })
+  window.fetch = (path, ...rest) => String(path).includes('/pipemesh/status') ? Promise.resolve(new Response(said)) : real(path, ...rest)
+  return true
+})()"""
 FOLDED = [["devices", "auto"], ["layout", "auto"]]
 
 
@@ -59,6 +64,14 @@ def test_the_switch_in_the_settings_reaches_the_server_and_a_node_on_one_gpu_has
     page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', false)")
     page.evaluate("app.queuePrompt(0)")
     page.evaluate(UNTIL % f"!{BADGES}.includes('1 GPU')")
+
+
+def test_a_switch_without_effect_says_so_when_it_is_changed_and_not_before(page):
+    page.evaluate(OVERRULED % json.dumps("PIPEMESH_AUTO=0 is set"))
+    assert "PIPEMESH_AUTO=0" not in page.evaluate("document.body.innerText")
+    page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', true)")
+    page.evaluate(UNTIL % "document.body.innerText.includes('PIPEMESH_AUTO=0 is set')")
+    page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', false)")
 
 
 def test_a_new_pool_node_is_folded_and_unfolds(page):
