@@ -11,13 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
+from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, REPRESENTATIVES, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.plan import Insert, TokenPlan
+from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.inserts import named
 from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
+from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 
+from .collectives import World
 from .conftest import ALL
 from .models import asked_of
 
@@ -127,15 +131,16 @@ def chosen(words):
 
 
 @pytest.mark.parametrize(("family", "plan", "less"), [*chosen((family, word) for family in FAMILIES for word in words_of(family))])
-def test_every_word_of_a_plan_is_needed_for_a_patch_to_equal_the_serial_forward(family, plan, less):
+def test_every_word_of_a_plan_is_needed_for_a_patch_or_a_shard_to_equal_the_serial_forward(family, plan, less, monkeypatch):
     cases = [replace(odd(one), mask=mask) for one in family.samples for mask in {False, one.masks is not None}]
     cases = [case for case in cases if planned(case) is plan]
-    if plan.together.always and any(is_wrong(Model(case)) for case in cases):
-        pytest.skip("it cannot be cut into patches to see: parity tells")
     lacks = [insert.path for group, other in zip(plan.blocks, less.blocks, strict=True) for insert in group.inserts[len(other.inserts) :]]
     if lacks and not any(runs(Model(case), lacks) for case in cases):
         pytest.skip("its sample leaves these modules out: test_families.py runs them")
-    assert any(is_wrong(Model(case, less)) for case in cases)
+    if plan.together.always and any(is_wrong(Model(case)) for case in cases):  # no patch of it can be right
+        assert any(is_wrong_by_shards(case, less, monkeypatch) for case in cases)
+    else:
+        assert any(is_wrong(Model(case, less)) for case in cases)
 
 
 def planned(case):
@@ -157,6 +162,34 @@ def is_wrong(model):
     try:
         model.warm(asked)
         return relative_error(model.round(asked, 3, is_cut=True), truth) > 100 * BOUND
+    except (ModelError, RuntimeError, ValueError, IndexError):
+        return True
+
+
+def test_two_ranks_in_one_process_compute_the_serial_forward(monkeypatch):
+    """Else every word of a model that no patch can show would seem to be needed."""
+    case = next(odd(one) for one in SAMPLES.values() if planned(odd(one)).together.always)
+    assert not is_wrong_by_shards(case, None, monkeypatch)
+
+
+@torch.inference_mode()
+def is_wrong_by_shards(case, plan, monkeypatch):
+    """True if two ranks, under Ulysses with this plan, do not compute the serial forward."""
+    asked = Model(case).asked[0]
+    outputs = {}
+
+    def work(mesh, run):
+        module = stock_model(case.heads, family=case.family).model.diffusion_model
+        forward, own = getattr(module, forward_name(module)), plan or plan_for(type(module))
+        if run.rank == 0:
+            outputs["truth"] = in_one(forward(**asked))
+        method = SequenceParallel(module, own, mesh.sequence)
+        method.attach()
+        outputs[run.rank] = in_one(method.evaluate(forward, asked, 1))
+
+    try:
+        World(Layout(ulysses=2), "gloo", monkeypatch).run(work, lambda ready: ready[0])
+        return relative_error(outputs[0], outputs["truth"]) > 100 * BOUND
     except (ModelError, RuntimeError, ValueError, IndexError):
         return True
 

@@ -19,7 +19,7 @@ from .segment import Segment, TensorRef, aligned, dtype_name
 BOARD_BYTES = 4096
 LINE_WORDS = 8
 MAX_RANKS = BOARD_BYTES // (8 * LINE_WORDS) - 1
-PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "compiling", "computing", "writing", "releasing")
+PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing", "releasing", "compiling")
 
 
 class Board:
