@@ -28,8 +28,9 @@ from .models import write_model
 from .served import LARGE, STEPS, accepts, box, graph, latent, linked, live_pool, overlap, pids, start, wait_for_phase, widgets
 
 TEXT = 3  # comfyui: protocol.BinaryEventTypes
-PAID = {"ElevenLabsTextToSpeech", "GrokImageEditNode", "GeminiNode", "GeminiImage2Node"}  # this server has no nodes of paid APIs
-OF_PACKS = {"ImageRemoveAlpha+"}
+PAID = {  # this server has no nodes of paid APIs
+    *("ElevenLabsTextToSpeech", "GrokImageEditNode", "GrokImageNode", "GeminiNode", "GeminiImage2Node"),
+}
 
 
 # -- the same result
@@ -383,7 +384,7 @@ def test_every_official_template_becomes_a_prompt_but_those_with_nodes_that_are_
             lacking.add(str(error).partition(" is a ")[2].partition(",")[0])
     assert not lacking & known.keys()
     if host.version == COMFYUI_VERSION:
-        assert (len(found), lacking) == (181, PAID | OF_PACKS)
+        assert (len(found), lacking) == (181, PAID)
 
 
 # -- two instances, and the end
