@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 
 SHARED_POOLS = {"clients", "broken", "bench"}  # fixtures of pools of real ranks that many tests use
 LANES = ("shared", "other")
-ALONGSIDE = {"test_adding_a_model", "test_demo", "test_dry_run"}  # share nothing; the shorter lane has time for them
+ALONGSIDE = {"test_adding_a_model", "test_demo", "test_dry_run", "test_machines"}  # share nothing; the shorter lane has time for them
 
 
 def pytest_addoption(parser):

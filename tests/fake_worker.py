@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BOARD_BYTES, LINE_BYTES, GATE = 4096, 64, 8
-PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing", "releasing")
+PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing", "releasing", "compiling")
 PHASE = {
     "Start": "importing",
     "Load": "loading",

@@ -195,11 +195,7 @@ class Sequences(RuleBasedStateMachine):
             return {PoolFailed, type(None), *rejects}
         if self.waiting != [sent]:
             return {type(None), *rejects, *([PoolFailed] if rejects else [])}
-        if not rejects:
-            return {type(None)}
-        alike = all(deed in REJECTS for deed in sent.deeds.values())
-        lockstep = sent.kind == "Forward" and self.placement.layout.pipefusion == 1
-        return rejects if alike or not lockstep else {PoolFailed}
+        return rejects or {type(None)}  # ranks reject in step with the others
 
     @rule(index=st.integers(0, MOST_ON_THEIR_WAY - 1))
     def cancel(self, index):

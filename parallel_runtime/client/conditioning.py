@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class ConditioningCache:
     def __init__(self, arena: Arena, limit_bytes: int = 256 << 20):
         self._arena = arena
         self._limit_bytes = limit_bytes
-        self._versions = count(1)
+        self._versions = count(time.monotonic_ns())  # no two records of a process give the same version to a rank
         self._entries: OrderedDict[tuple, Entry] = OrderedDict()
         self._recent: dict[tuple, list[Entry]] = {}
         self._surprising: set[tuple] = set()  # keys whose tensor differed from the one sent last, once in this run

@@ -95,6 +95,7 @@ MODEL_CONDS = {
     "txt_byt5",
     "y",
     *("clip_text_pooled", "num_tokens"),  # of the whole text
+    *("c_ar", "c_size"),  # of the whole image
     *("context_latents", "pose_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),  # tokens behind the image's
     "reference_motion",  # likewise
     *("audio_embed", "audio_inject_scale", "clip_fea_ref", "face_pixel_values"),  # what tokens attend to

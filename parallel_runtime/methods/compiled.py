@@ -114,7 +114,7 @@ class OpaqueAttention:
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, note: int) -> torch.Tensor:
         attention, (heads, *args), kwargs, shared = self._notes[note]
         override = self.override
-        assert override is not None
+        assert override is not None and override.attend is not None
         before = override.shared
         override.share(shared)
         try:

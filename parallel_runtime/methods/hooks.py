@@ -82,7 +82,7 @@ class TokenHooks:
         self._control: dict[str, list] | None = None
         self._told: dict[str, int] = {}  # rows of ``lengths`` in this evaluation
         self._key_mask: tuple[torch.Tensor, Along] | None = None  # all rows of what the block makes its mask of
-        self._attention = AttentionOverride(self._attend)
+        self._attention = AttentionOverride()
         self._patches = NodePatches(model, plan, sharding, self._attention)
         self._handles: list[Any] = []
 
@@ -130,6 +130,7 @@ class TokenHooks:
             handle.remove()
         self._handles.clear()
         self._patches.detach()
+        self._attention.close()
 
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin an evaluation: return the arguments to call the model's forward with."""
@@ -142,13 +143,13 @@ class TokenHooks:
         self._control = dict(control) if control else None
         options = self._patches.begin(arguments.get("transformer_options", {}))
         options[OVERRIDE] = self._attention
-        self._attention.options = options
+        self._attention.attend, self._attention.options = self._attend, options
         return {**arguments, "transformer_options": options, **({"control": self._control} if self._control else {})}
 
     def end_run(self) -> None:
         """Free what was made of the last evaluation's arguments."""
         self._rows = self._control = self._key_mask = None
-        self._attention.options = {}
+        self._attention.close()
         self._patches.end()
         if self._plan.prefix is not None:
             getattr(self._model, self._plan.prefix.forget)()

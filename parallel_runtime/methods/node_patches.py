@@ -56,6 +56,7 @@ class NodePatches:
         if self._compiled is not None:
             self._compiled.end()
         self._leave_out(())
+        self._points.begin({})
 
     def detach(self) -> None:
         """Leave the model as it was."""

@@ -18,15 +18,16 @@ ATTENTION = ("optimized_attention", "optimized_attention_masked")  # the names t
 
 
 class AttentionOverride:
-    """ComfyUI's ``optimized_attention_override`` of one attached model; ``attend`` computes.
+    """ComfyUI's ``optimized_attention_override`` of one attached model; ``attend`` computes while a
+    run is open.
 
     ``shared``: what of an attention is shared with other ranks: all of it, the keys that whole
     queries look at, or nothing. ``options``: the evaluation's ``transformer_options``. ``opaque``:
     what stands for ``attend`` in graphs of ``torch.compile``.
     """
 
-    def __init__(self, attend: Attention):
-        self.attend = attend
+    def __init__(self) -> None:
+        self.attend: Attention | None = None  # of the hooks, which hold this
         self.shared: Shared = False
         self.options: dict[str, Any] = {}
         self.opaque: Attention | None = None
@@ -37,7 +38,12 @@ class AttentionOverride:
     def __call__(self, attention: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.opaque is not None and torch.compiler.is_compiling():
             return self.opaque(attention, *args, **kwargs)
+        assert self.attend is not None
         return self.attend(attention, *args, **kwargs)
+
+    def close(self) -> None:
+        """Free what the run needed."""
+        self.attend, self.options = None, {}
 
 
 class Overridden:

@@ -62,7 +62,7 @@ class ArenaIO:
         self._spread.update(ref.version for ref in new.values() if ref.version)
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """Returns the tensor at ``ref``. Conditioning is moved to the device once, and is the same
+        """Returns the tensor at ``ref``. Conditioning is copied to the device once, and is the same
         object in every evaluation: a model may keep what it made of it under its identity. A tensor
         that changes with every evaluation is copied, because a model may write to it. One that is
         ``in_place`` stays in the arena: the method moves the rows that it needs.
@@ -75,7 +75,7 @@ class ArenaIO:
         if not ref.version:
             return view.to(self._device, copy=True, non_blocking=True)
         if ref.version not in self._versions:
-            self._versions[ref.version] = view.to(self._device, non_blocking=True)
+            self._versions[ref.version] = view.to(self._device, copy=True, non_blocking=True)  # its place in the arena may be given away
             if len(self._versions) > KEPT_VERSIONS:
                 self._versions.popitem(last=False)
         self._versions.move_to_end(ref.version)
