@@ -199,7 +199,8 @@ def test_a_leader_that_has_no_descriptor_left_waits_for_one_and_goes_on(caplog):
     unproved.make_room = room.append
     accept(Listener(errno.EMFILE, errno.ECONNABORTED, errno.ENOBUFS), FAR, SETUP, unproved)
     assert len(room) == 2
-    assert caplog.messages == ["[PipeMesh] no connection can be taken (no): newcomers wait"]
+    said = [message for message in caplog.messages if "turned away" not in message]  # what an earlier test's threads still say
+    assert said == ["[PipeMesh] no connection can be taken (no): newcomers wait"]
     with pytest.raises(OSError, match="no"):  # what will not pass: torchrun starts it again
         accept(Listener(errno.EOPNOTSUPP), FAR, SETUP)
 
