@@ -5,20 +5,22 @@ Degrees are what is asked for, sizes what is. Pure arithmetic: no process group 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, zip_longest
-from math import prod
+from itertools import accumulate, product, zip_longest
+from math import log2, prod
 from typing import Any
 
 from .errors import LayoutError
 
 
-def axis(*, row: str = "", output_at_end: bool = False) -> Any:
+def axis(*, row: str = "", output_at_end: bool = False, of_groups: bool = False) -> Any:
     """Declare an axis of Layout. ``row`` names a row of the printed grid, where that is not the
     axis's own name. ``output_at_end``: the output is on its last rank, not its first.
+    ``of_groups``: ranks along it belong to groups that compute whole forwards of their own.
     """
-    return field(default=1, metadata={"row": row, "output_at_end": output_at_end})
+    return field(default=1, metadata={"row": row, "output_at_end": output_at_end, "of_groups": of_groups})
 
 
 EXCLUSIVE = {("pipefusion", "ring"): "within a stage use ulysses, and set ring to 1"}
@@ -28,11 +30,16 @@ EXCLUSIVE = {("pipefusion", "ring"): "within a stage use ulysses, and set ring t
 class Layout:
     """Degrees of the parallel axes. One field per axis, innermost first: ranks that are neighbours
     on the first are numbered in a row.
+
+    A group is a place on the ``of_groups`` axes: its ranks, which are numbered in a row, compute a
+    whole forward together.
     """
 
     ulysses: int = axis()
     ring: int = axis()
     pipefusion: int = axis(row="stage", output_at_end=True)
+    cfg: int = axis(row="branch", of_groups=True)
+    data: int = axis(of_groups=True)
 
     def __post_init__(self) -> None:
         for name, degree in self.degrees().items():
@@ -50,8 +57,39 @@ class Layout:
         return prod(self.degrees().values())
 
     @property
+    def groups(self) -> int:
+        """The number of groups."""
+        return prod(getattr(self, axis.name) for axis in fields(self) if axis.metadata["of_groups"])
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of neighbouring groups that can compute a forward as one, smallest first.
+
+        Stages hold different blocks, so the groups of pipelines stay apart.
+        """
+        return tuple(sorted({1, self.cfg, self.groups})) if self.pipefusion == 1 else (1,)
+
+    def members(self, group: int, width: int = 1) -> tuple[int, ...]:
+        """The ranks of a group, where each ``width`` neighbouring groups are one."""
+        size = self.world_size // self.groups * width
+        return tuple(range(group * size, (group + 1) * size))
+
+    def joined(self, width: int) -> Layout:
+        """The same ranks where each ``width`` neighbouring groups share one sequence: along the
+        ring, where there is one. So ranks that are numbered in a row stay neighbours.
+        """
+        if width == 1:
+            return self
+        ulysses, ring = (self.ulysses, self.ring * width) if self.ring > 1 else (self.ulysses * width, 1)
+        return Layout(ulysses=ulysses, ring=ring, pipefusion=self.pipefusion, data=self.groups // width)
+
+    def writes(self, rank: int) -> bool:
+        """Whether ``rank`` has the output of its group."""
+        return rank % (self.world_size // self.groups) == self.writer
+
+    @property
     def writer(self) -> int:
-        """The rank that has the output: the first of the last stage."""
+        """The rank that has the first group's output: the first of the last stage."""
         rank, stride = 0, 1
         for axis in fields(self):
             degree = getattr(self, axis.name)
@@ -71,6 +109,18 @@ class Layout:
         here = {key: index for key, index in self.coordinates(rank).items() if key != axis}
         return tuple(other for other in range(self.world_size) if here.items() <= self.coordinates(other).items())
 
+    def nearest(self, ranks: int, most: int = 2) -> tuple[Layout, ...]:
+        """The legal layouts of so many ranks that are nearest to this one; of equally near ones,
+        those of inner axes.
+        """
+        asked = self.degrees().values()
+
+        def distance(layout: Layout) -> tuple[float, tuple[int, ...]]:
+            degrees = tuple(layout.degrees().values())
+            return round(sum(abs(log2(here / there)) for here, there in zip(degrees, asked, strict=True)), 6), degrees[::-1]
+
+        return tuple(sorted(layouts_of(ranks), key=distance)[:most])
+
     def grid(self, names: Sequence[str] = ()) -> str:
         """Print the ranks, one line for each group of the first axis, each rank followed by its
         name (for example its device's).
@@ -89,9 +139,22 @@ class Layout:
 
     def equation(self) -> str:
         """For example ``ulysses 2 x ring 2 = 4 ranks``."""
+        return f"{self.product()} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"
+
+    def product(self) -> str:
+        """For example ``ulysses 2 x ring 2``."""
         degrees = self.degrees()
         factors = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1] or [f"{next(iter(degrees))} 1"]
-        return f"{' x '.join(factors)} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return " x ".join(factors)
+
+
+def layouts_of(ranks: int) -> Iterator[Layout]:
+    """Yield every legal layout of so many ranks."""
+    divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
+    for degrees in product(divisors, repeat=len(fields(Layout))):
+        if prod(degrees) == ranks:
+            with suppress(LayoutError):
+                yield Layout(**dict(zip((axis.name for axis in fields(Layout)), degrees, strict=True)))
 
 
 @dataclass(frozen=True)

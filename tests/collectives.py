@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import torch.distributed as dist
 from greenlet import getcurrent, greenlet
 from pipemesh.parallel_runtime.comm.mesh import connect
-from torch.distributed import device_mesh
 
 
 @dataclass(frozen=True)
@@ -103,18 +102,17 @@ class World:
         """The mesh as ``rank`` makes it, in a world that has no other ranks."""
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        made, new_group = [], device_mesh.new_group
+        made, new_group = [], dist.new_group
         self.made.append(made)
         with monkeypatch.context() as patch:
-            patch.setattr(
-                device_mesh, "new_group", lambda *args, ranks, **kwargs: made.append(tuple(ranks)) or new_group(ranks=ranks, **kwargs)
-            )
+            patch.setattr(dist, "new_group", lambda ranks, **kwargs: made.append(tuple(ranks)) or new_group(ranks, **kwargs))
             self._trace_opening(rank, patch)
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.layout.world_size)
             try:
                 wants_stop = lambda: getcurrent().wants_stop()  # noqa: E731
                 mesh = connect(self.layout.degrees(), rank, device_type="cpu", via_cpu=False, wants_stop=wants_stop)
-                for group in (dist.group.WORLD, *(axis.group for axis in mesh.axes.values() if axis.group is not None)):
+                sequence = [mesh.sequence.world.group] if mesh.sequence.world.group is not None else []
+                for group in (dist.group.WORLD, *(axis.group for axis in mesh.axes.values() if axis.group is not None), *sequence):
                     ranks = tuple(dist.get_process_group_ranks(group))
                     name = f"group {group.group_name} {ranks}"
                     self.members[name], self._names[id(group)] = ranks, name

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-_, root, comfyui, store, rank, ulysses, ring, _stages, task = sys.argv
+_, root, comfyui, store, rank, ulysses, ring, task = sys.argv
 sys.path[0] = root + "/launcher"
 from package import register_package  # noqa: E402
 

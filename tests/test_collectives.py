@@ -17,7 +17,7 @@ from pipemesh.parallel_runtime.comm.exchange import Exchange, Stopped
 from pipemesh.parallel_runtime.comm.ring import Ring
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.errors import ModelError, NoRoom
-from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.layout import Layout, layouts_of
 from pipemesh.parallel_runtime.methods import usp
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.pipefusion.stage_hooks import Stub
@@ -31,6 +31,7 @@ from .joint_model import BLOCKS, CONDS, PLAN, Model
 
 SEQUENCES = [Layout(ulysses=ulysses, ring=ring) for ulysses in range(1, 9) for ring in range(1, 9) if 1 < ulysses * ring <= 8]
 PIPELINES = [Layout(ulysses=ulysses, pipefusion=stages) for ulysses in range(1, 5) for stages in range(2, 9) if ulysses * stages <= 8]
+IN_GROUPS = [layout for ranks in (2, 4, 6, 8) for layout in layouts_of(ranks) if layout.groups > 1]
 BACKENDS = ["gloo", "nccl"]
 PATCHES = ((0, 4, False), (4, 4, False), (8, 5, True))
 
@@ -105,7 +106,7 @@ WARM = [Part(1, branch) for branch in (0, 1)]
 IN_PATCHES = [Part(1, branch, patch) for _ in range(2) for patch in PATCHES for branch in (0, 1)]
 
 
-@pytest.mark.parametrize("layout", SEQUENCES + PIPELINES, ids=Layout.equation)
+@pytest.mark.parametrize("layout", SEQUENCES + PIPELINES + IN_GROUPS, ids=Layout.equation)
 def test_every_rank_makes_the_same_groups_in_the_same_order(layout, monkeypatch):
     world = World(layout, "nccl", monkeypatch)
     assert all(made == world.made[0] for made in world.made)
@@ -115,7 +116,7 @@ def test_every_rank_makes_the_same_groups_in_the_same_order(layout, monkeypatch)
             assert place.group is None or world.members[world.name_of(place.group)] == place.ranks
 
 
-@pytest.mark.parametrize("layout", SEQUENCES + PIPELINES, ids=Layout.equation)
+@pytest.mark.parametrize("layout", SEQUENCES + PIPELINES + IN_GROUPS, ids=Layout.equation)
 def test_every_connection_is_opened_at_the_start_in_one_order(layout, monkeypatch):
     world = World(layout, "nccl", monkeypatch)
     groups = {
@@ -125,9 +126,9 @@ def test_every_connection_is_opened_at_the_start_in_one_order(layout, monkeypatc
     assert has_an_order(world.opened, in_order=True)
     for rank, made in enumerate(world.meshes):
         met = {event.group for event in world.opened[rank] if event.operation == "all_to_all"}
-        sequence = {made.sequence.size: tuple(range(layout.world_size))} if made.link is None else {}
-        used = [place.ranks for place in made.axes.values() if place.group is not None and place.size > 1]
-        assert met == {f"group of {ranks}" for ranks in (*used, *sequence.values())}
+        used = [place.ranks for axis, place in made.axes.items() if axis in mesh.OF_A_SEQUENCE and place.size > 1]
+        sequence = [tuple(made.sequence_ranks)] if len(used) > 1 else []
+        assert met == {f"group of {ranks}" for ranks in (*used, *sequence)}
         peers = {event.peer for event in world.opened[rank] if event.operation != "all_to_all"}
         stages = made.axes["pipefusion"]
         assert peers == {other for at, other in enumerate(stages.ranks) if abs(at - stages.rank) == 1}
@@ -272,14 +273,12 @@ def fail_at(place):
 
 
 def test_a_rank_that_makes_groups_in_another_order_is_found(monkeypatch):
-    real = mesh.DeviceMesh
+    real = mesh.own_group
 
-    def otherwise(device_type, grid, mesh_dim_names):
-        if dist.get_rank() == 1:
-            grid, mesh_dim_names = grid.permute(*reversed(range(grid.ndim))), mesh_dim_names[::-1]
-        return real(device_type, grid, mesh_dim_names=mesh_dim_names)
+    def otherwise(members, rank):
+        return real(members[::-1] if rank == 1 else members, rank)
 
-    monkeypatch.setattr(mesh, "DeviceMesh", otherwise)
+    monkeypatch.setattr(mesh, "own_group", otherwise)
     made = World(Layout(ulysses=2, ring=2), "nccl", monkeypatch).made
     assert made[0] == made[2] == made[3] != made[1]
 

@@ -72,17 +72,19 @@ def test_gpus_are_addressed_by_uuid():
 
 
 def test_a_pipeline_over_more_gpus_than_there_are_says_what_to_set():
-    with pytest.raises(LayoutError, match=r"^ulysses 2 x pipefusion 2 = 4 ranks, 2 GPUs: set ulysses to 1, or list devices to share"):
+    with pytest.raises(
+        LayoutError, match=r"^ulysses 2 x pipefusion 2 = 4 ranks, 2 GPUs: choose ulysses 2 or pipefusion 2, or list devices to share"
+    ):
         place(Layout(ulysses=2, pipefusion=2), "auto", "auto", GPUS[:2])
-    with pytest.raises(LayoutError, match=r"^pipefusion 3 = 3 ranks, 2 GPUs: lower the degree, or"):
+    with pytest.raises(LayoutError, match=r"^pipefusion 3 = 3 ranks, 2 GPUs: choose pipefusion 2 or ulysses 2, or"):
         place(Layout(pipefusion=3), "auto", "auto", GPUS[:2])
 
 
 @pytest.mark.parametrize(
     ("degree", "wanted", "backend", "gpus", "sentence"),
     [
-        (4, "auto", "auto", 3, "ulysses 4 = 4 ranks, 3 GPUs: lower the degree, or list devices to share (backend gloo)."),
-        (2, "auto", "auto", 1, "ulysses 2 = 2 ranks, 1 GPU: lower the degree, or list devices to share (backend gloo)."),
+        (4, "auto", "auto", 3, "ulysses 4 = 4 ranks, 3 GPUs: choose ulysses 3 or ring 3, or list devices to share (backend gloo)."),
+        (2, "auto", "auto", 1, "ulysses 2 = 2 ranks, 1 GPU: choose ulysses 1, or list devices to share (backend gloo)."),
         (3, "cuda:0,cuda:1", "auto", 3, "ulysses 3 = 3 ranks, 2 devices listed (cuda:0, cuda:1): list one device per rank."),
         (1, "cpu,cpu", "auto", 0, "ulysses 1 = 1 rank, 2 devices listed (cpu, cpu): list one device per rank."),
         (2, "cuda:0", "auto", 3, "ulysses 2 = 2 ranks, 1 device listed (cuda:0): list one device per rank."),
@@ -167,6 +169,11 @@ def test_no_gpu_is_seen_where_comfyui_runs_on_the_cpu():
 def test_stages_share_one_machine():
     with pytest.raises(LayoutError, match=r"^pipefusion 2 = 2 ranks over several machines: stages share one machine, list devices of this"):
         place(Layout(pipefusion=2), "cpu,node1/cpu", "gloo", ())
+
+
+def test_groups_share_one_machine():
+    with pytest.raises(LayoutError, match=r"^cfg 2 = 2 ranks over several machines: groups of cfg and data .* or choose ulysses 2\.$"):
+        place(Layout(cfg=2), "cpu,node1/cpu", "gloo", ())
 
 
 @pytest.mark.parametrize(

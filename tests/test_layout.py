@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import LayoutError
-from pipemesh.parallel_runtime.layout import Layout, Split, clip_ranges
+from pipemesh.parallel_runtime.layout import Layout, Split, clip_ranges, layouts_of
 from pipemesh.parallel_runtime.methods.shards import Shards
 
 
@@ -12,7 +12,7 @@ from pipemesh.parallel_runtime.methods.shards import Shards
 def test_a_layout_prints_its_equation(degree, equation):
     layout = Layout(ulysses=degree)
     assert layout.world_size == degree
-    assert layout.degrees() == {"ulysses": degree, "ring": 1, "pipefusion": 1}
+    assert layout.degrees() == {"ulysses": degree, "ring": 1, "pipefusion": 1, "cfg": 1, "data": 1}
     assert layout.equation() == equation
 
 
@@ -27,6 +27,46 @@ def test_a_pipelines_grid_has_a_row_for_every_stage():
     layout = Layout(pipefusion=3)
     assert layout.equation() == "pipefusion 3 = 3 ranks"
     assert layout.grid(["cpu"] * 3) == "stage 0:   0 cpu\nstage 1:   1 cpu\nstage 2:   2 cpu"
+
+
+def test_groups_are_rows_of_the_grid():
+    layout = Layout(ulysses=2, pipefusion=2, cfg=2)
+    assert layout.equation() == "ulysses 2 x pipefusion 2 x cfg 2 = 8 ranks"
+    assert layout.coordinates(6) == {"ulysses": 0, "ring": 0, "pipefusion": 1, "cfg": 1, "data": 0}
+    assert layout.group("cfg", 2) == (2, 6)
+    assert layout.grid().splitlines()[::3] == ["branch 0 stage 0:   0   1", "branch 1 stage 1:   6   7"]
+    assert Layout(cfg=2, data=2).grid() == "data 0 branch 0:   0\ndata 0 branch 1:   1\ndata 1 branch 0:   2\ndata 1 branch 1:   3"
+
+
+LAYOUTS = st.integers(1, 12).flatmap(lambda ranks: st.sampled_from(list(layouts_of(ranks))))
+
+
+@given(LAYOUTS)
+def test_groups_share_out_the_ranks_and_each_has_one_writer(layout):
+    for width in layout.widths:
+        groups = [layout.members(group, width) for group in range(layout.groups // width)]
+        assert [rank for group in groups for rank in group] == list(range(layout.world_size))
+        joined = layout.joined(width)
+        assert (joined.world_size, joined.groups) == (layout.world_size, len(groups))
+        for number, group in enumerate(groups):
+            assert group == joined.members(number) and sum(map(joined.writes, group)) == 1
+        assert joined.writes(layout.writer if width == 1 else 0)
+
+
+@given(LAYOUTS)
+def test_groups_that_join_are_whole_groups_of_before_in_one_sequence(layout):
+    for width in layout.widths:
+        joined = layout.joined(width)
+        assert joined.pipefusion == layout.pipefusion
+        assert joined.ulysses * joined.ring == layout.ulysses * layout.ring * width
+        assert layout.groups % width == 0
+
+
+@given(LAYOUTS, st.integers(1, 12))
+def test_the_nearest_layouts_have_as_many_ranks_and_the_nearest_of_the_same_number_is_itself(layout, ranks):
+    nearest = layout.nearest(ranks)
+    assert nearest and all(one.world_size == ranks for one in nearest)
+    assert layout.nearest(layout.world_size)[0] == layout
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.data())

@@ -5,7 +5,7 @@ refuses what it cannot run. And what a stage counts of its messages.
 import gc
 import weakref
 from collections import deque
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from pipemesh.parallel_runtime.comm.mesh import Axis, Mesh
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, NoRoom, Refused
 from pipemesh.parallel_runtime.families.plan import Along, Blocks, Frames, Insert, Leave, Prefix, Ranges, TokenPlan
-from pipemesh.parallel_runtime.layout import Layout, axis
+from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.fit import require_fit
 from pipemesh.parallel_runtime.methods.hooks import TokenHooks
@@ -296,24 +296,6 @@ def test_a_patch_is_refused_while_messages_of_its_run_are_pending_and_another_ru
     assert done.progress == "some", "of the patch that failed"
     done.begin(2)
     assert done.progress == "none"
-
-
-# -- axes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wider(Layout):
-    """An axis more."""
-
-    cfg: int = axis(row="branch")
-
-
-def test_an_axis_is_one_line():
-    layout = Wider(ulysses=2, pipefusion=2, cfg=2)
-    assert layout.equation() == "ulysses 2 x pipefusion 2 x cfg 2 = 8 ranks"
-    assert layout.coordinates(6) == {"ulysses": 0, "ring": 0, "pipefusion": 1, "cfg": 1}
-    assert layout.group("cfg", 2) == (2, 6) and layout.writer == 2
-    assert layout.grid().splitlines()[::3] == ["branch 0 stage 0:   0   1", "branch 1 stage 1:   6   7"]
 
 
 class Apart(torch.nn.Module):

@@ -29,7 +29,7 @@ def own_blocks(model):
 def sharded(model, mesh):
     """The model's weights as a rank of ``mesh`` keeps them; messages go in the group of all."""
     if mesh.sequence.weights is None:
-        mesh.sequence.share_weights(mesh.sequence.world._group)
+        mesh.sequence.share_weights(mesh.sequence.world.group)
     return ShardedWeights(model, own_blocks(model), CPU, mesh.sequence.weights, lambda: None)
 
 

@@ -106,6 +106,11 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
         raise LayoutError(f"Rank 0 hands the result to ComfyUI and {names[0]} is on another machine: list a device of this one first.")
     if layout.pipefusion > 1 and any(device.machine for device in devices):
         raise LayoutError(f"{layout.equation()} over several machines: stages share one machine, list devices of this one only.")
+    if layout.groups > 1 and any(device.machine for device in devices):
+        raise LayoutError(
+            f"{layout.equation()} over several machines: groups of cfg and data share one machine, list devices of this one only, "
+            f"or choose {layout.joined(layout.groups).product()}."
+        )
     if len({device.is_gpu for device in devices}) > 1:
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
     if layout.world_size > MAX_RANKS:
@@ -120,19 +125,13 @@ def names_of(layout: Layout, wanted: str, gpus: tuple[Device, ...]) -> list[str]
     if names == ["auto"]:
         names = [gpu.name for gpu in gpus[:size]] if gpus else ["cpu"]
         if gpus and len(names) < size:
-            here, remedy = count(len(gpus), "GPU"), fewer(layout, len(gpus))
-            raise LayoutError(f"{layout.equation()}, {here}: {remedy}, or list devices to share (backend gloo).")
+            here, fits = count(len(gpus), "GPU"), " or ".join(one.product() for one in layout.nearest(len(gpus)))
+            raise LayoutError(f"{layout.equation()}, {here}: choose {fits}, or list devices to share (backend gloo).")
     if names == ["cpu"]:
         names = ["cpu"] * size
     if len(names) != size:
         raise LayoutError(f"{layout.equation()}, {count(len(names), 'device')} listed ({', '.join(names)}): list one device per rank.")
     return names
-
-
-def fewer(layout: Layout, devices: int) -> str:
-    """The change to a layout that needs more than so many devices."""
-    stages = layout.pipefusion
-    return f"set ulysses to {devices // stages}" if 1 < stages <= devices else "lower the degree"
 
 
 def choose_backend(layout: Layout, wanted: str, devices: tuple[Device, ...]) -> Backend:

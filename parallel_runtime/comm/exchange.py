@@ -74,7 +74,7 @@ class Exchange:
         self.rank = rank
         self.size = size
         self.in_step = in_step
-        self._group = group
+        self.group = group
         self.via_cpu = via_cpu
         self._buffers: dict[tuple, torch.Tensor] = {}
         self.seconds = 0.0
@@ -150,16 +150,16 @@ class Exchange:
         self._exchange(receiving, sending, receive_sizes, send_sizes)
 
     def _exchange(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
-        if dist.get_backend(self._group) != "gloo":
-            dist.all_to_all_single(receiving, sending, list(receive_sizes), list(send_sizes), group=self._group)
+        if dist.get_backend(self.group) != "gloo":
+            dist.all_to_all_single(receiving, sending, list(receive_sizes), list(send_sizes), group=self.group)
             return
         # gloo runs a collective on a thread of its own and a plain send on the caller's: two
         # switches of threads fewer at every exchange.
         works, pieces = [], zip(receiving.split(receive_sizes), sending.split(send_sizes), strict=True)
         for rank, (incoming, outgoing) in enumerate(pieces):
             if rank != self.rank:
-                peer = rank if self._group is None else dist.get_global_rank(self._group, rank)
-                works += [dist.irecv(incoming, peer, self._group), dist.isend(outgoing, peer, self._group)]
+                peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
+                works += [dist.irecv(incoming, peer, self.group), dist.isend(outgoing, peer, self.group)]
         for work in works:
             work.wait()
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import Exchange, StopFlag
 from .in_step import InStep, Step
@@ -23,6 +22,7 @@ from .ring import Ring
 from .shard_gather import ShardGather, sequence_group
 from .stage_link import StageLink
 
+OF_A_SEQUENCE = ("ulysses", "ring")
 STAGE_STEPS = 1 << 20  # of progress: more than a stage makes in one request
 
 
@@ -124,6 +124,12 @@ class Mesh:
     link: StageLink | None = None
 
     @property
+    def sequence_ranks(self) -> range:
+        """The ranks that share this one's sequence, which are numbered in a row."""
+        size = self.sequence.size
+        return range(self.rank - self.rank % size, self.rank - self.rank % size + size)
+
+    @property
     def seconds(self) -> float:
         """Spent waiting for messages since the evaluation, or the patch of it, began."""
         return self.sequence.seconds + (self.link.seconds if self.link else 0.0)
@@ -148,10 +154,10 @@ def connect(
     ``tick`` is told how far a rank has come before it waits for the stage before it: further than
     every rank of that stage, however many steps theirs takes.
     """
-    axes = make_axes(degrees, rank, device_type)
+    axes = make_axes(degrees, rank)
     ulysses, ring, stages = axes["ulysses"], axes["ring"], axes["pipefusion"]
     place, size = ring.rank * ulysses.size + ulysses.rank, ring.size * ulysses.size
-    world = ulysses.group if stages.size > 1 else dist.group.WORLD  # ring and stages exclude each other
+    world = sequence_of(degrees, rank, axes)
     sequence = SequenceComm(
         Exchange(ulysses.group, ulysses.rank, ulysses.size, via_cpu=via_cpu),
         Ring(ring.group, ring.ranks, ring.rank, via_cpu=via_cpu),
@@ -198,9 +204,9 @@ def open_connections(mesh: Mesh, device_type: str) -> None:
             with naming(f"The {axis} group of", place.ranks):
                 dist.all_reduce(token, group=place.group)
                 token.item()  # NCCL tells of a failure here
-    if mesh.link is None and mesh.sequence.size > 1:
-        with naming("The sequence of", range(mesh.sequence.size)):
-            dist.all_reduce(token)
+    if mesh.axes["ulysses"].size > 1 < mesh.axes["ring"].size:
+        with naming("The sequence of", mesh.sequence_ranks):
+            dist.all_reduce(token, group=mesh.sequence.world.group)
             token.item()
     stages = mesh.axes["pipefusion"]
     for before, after in pairwise(stages.ranks):
@@ -218,17 +224,41 @@ def naming(what: str, ranks: Sequence[int]) -> Iterator[None]:
         raise RuntimeError(f"{what} ranks {', '.join(map(str, ranks))} could not connect: {error}") from error
 
 
-def make_axes(degrees: Mapping[str, int], rank: int, device_type: str) -> dict[str, Axis]:
-    """Return each axis and this rank's place on it. Groups are made outermost axis first, and only
-    where ranks share a sequence: stages send from rank to rank.
+def make_axes(degrees: Mapping[str, int], rank: int) -> dict[str, Axis]:
+    """Return each axis and this rank's place on it. Process groups are made outermost axis first,
+    and only along axes of a sequence: stages send from rank to rank, and groups of ranks that
+    compute forwards of their own send each other nothing.
     """
     outermost_first = tuple(degrees)[::-1]
     grid = torch.arange(prod(degrees.values())).view([degrees[axis] for axis in outermost_first])
     place = (grid == rank).nonzero()[0].tolist()
-    shares_sequence = degrees["ulysses"] * degrees["ring"] > 1
-    devices = DeviceMesh(device_type, grid, mesh_dim_names=outermost_first) if shares_sequence else None
     axes = {}
     for dim, axis in enumerate(outermost_first):
         along = tuple(grid[tuple(slice(None) if other == dim else here for other, here in enumerate(place))].tolist())
-        axes[axis] = Axis(place[dim], along, devices.get_group(axis) if devices else None)
+        lines = grid.movedim(dim, -1).reshape(-1, degrees[axis]).tolist()
+        axes[axis] = Axis(place[dim], along, own_group(lines, rank) if axis in OF_A_SEQUENCE else None)
     return {axis: axes[axis] for axis in degrees}
+
+
+def sequence_of(degrees: Mapping[str, int], rank: int, axes: Mapping[str, Axis]) -> dist.ProcessGroup | None:
+    """Return the process group of the ranks that share this rank's sequence; it is that of an axis
+    where the sequence has no other, and made where it has two. Every rank must call it.
+    """
+    size, ranks = prod(degrees[axis] for axis in OF_A_SEQUENCE), prod(degrees.values())
+    if size == ranks:
+        return dist.group.WORLD
+    along = [axes[axis].group for axis in OF_A_SEQUENCE if degrees[axis] > 1]
+    if len(along) < len(OF_A_SEQUENCE):
+        return along[0] if along else None
+    return own_group([list(range(first, first + size)) for first in range(0, ranks, size)], rank)
+
+
+def own_group(members: Sequence[list[int]], rank: int) -> dist.ProcessGroup | None:
+    """Make a process group of each of ``members``, in their order; return that of ``rank``. None
+    where ranks are alone. Every rank must call it.
+    """
+    own = None
+    for ranks in members if len(members[0]) > 1 else ():
+        group = dist.new_group(ranks)
+        own = group if rank in ranks else own
+    return own if isinstance(own, dist.ProcessGroup) else None
