@@ -2,6 +2,7 @@
 whole run.
 """
 
+import gc
 import json
 import os
 import select
@@ -54,6 +55,11 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if lane != lane_of(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # torch's and ComfyUI's own objects: a collection in a test would look at each of them again
 
 
 def why_no_browser(config):

@@ -17,10 +17,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(2, 3))
-
-
 def config(size: Size) -> Config:
     double_layers, single_layers = size.blocks
     return {
@@ -42,8 +38,7 @@ AURA = Family(
         Sample(
             name="auraflow",
             form=Form(config_class="AuraFlow", config=config),
-            heads=(5,),
-            tiny=tiny,
+            blocks=(2, 3),
             latents={"even": (1, 4, 16, 12), "odd": (1, 4, 13, 18)},
         ),
     ),

@@ -34,10 +34,6 @@ RADIANCE = replace(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(2, 2))
-
-
 def config(size: Size) -> Config:
     double_blocks, single_blocks = size.blocks
     return {
@@ -84,16 +80,14 @@ CHROMA = Family(
         Sample(
             name="chroma",
             form=Form(config_class="Chroma", config=config, released=(RELEASED,)),
-            heads=(5,),
-            tiny=tiny,
+            blocks=(2, 2),
             latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)},
             masks=Masks(),
         ),
         Sample(
             name="chroma-radiance",
             form=Form(config_class="ChromaRadiance", config=radiance_config),
-            heads=(5,),
-            tiny=tiny,
+            blocks=(2, 2),
             latents={"even": (1, 3, 16, 12), "odd": (1, 3, 12, 20)},
         ),
     ),

@@ -5,10 +5,8 @@ text first in attention; only the video has positions.
 from functools import partial
 from typing import Any
 
-import torch
-
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size
+from .sample import Config, Family, Form, Released, Sample, Size, random_extras
 
 IMG = ("img",)
 
@@ -28,10 +26,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
 def config(size: Size, **form: Any) -> Config:
     return {
         "image_model": "cogvideox",
@@ -47,26 +41,16 @@ def config(size: Size, **form: Any) -> Config:
     }
 
 
-def given(latent: torch.Tensor) -> dict[str, Any]:
-    """A video to change, and where."""
-    shape = (1, 32, *latent.shape[2:])
-    return {"concat_latent_image": torch.randn(shape, generator=torch.Generator().manual_seed(4))}
-
-
-RELEASED = Released(
-    name="cogvideox-5b",
-    size=Size(heads=48, head_dim=64, blocks=(42,), text_dim=4096),
-    text=226,
-    extent=(720, 480, 49),
-    changes={"time_embed_dim": 512},
-)
+LARGE = Size(heads=48, head_dim=64, blocks=(42,), text_dim=4096)
+RELEASED = Released(name="cogvideox-5b", size=LARGE, text=226, extent=(720, 480, 49), changes={"time_embed_dim": 512})
+GIVEN = random_extras(concat_latent_image=(1, 32, ...))  # a video to change, and where
 INPAINT = partial(config, in_channels=48, patch_size_t=2, ofs_embed_dim=32)
-sample = partial(Sample, heads=(5,), tiny=tiny, latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 5, 6)})
+sample = partial(Sample, latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 5, 6)})
 
 COGVIDEO = Family(
     plans=(PLAN,),
     samples=(
         sample(name="cogvideox", form=Form(config_class="CogVideoX_T2V", config=config, released=(RELEASED,))),
-        sample(name="cogvideox-1.5-inpaint", form=Form(config_class="CogVideoX_Inpaint", config=INPAINT), prompt_extras=given),
+        sample(name="cogvideox-1.5-inpaint", form=Form(config_class="CogVideoX_Inpaint", config=INPAINT), prompt_extras=GIVEN),
     ),
 )

@@ -27,19 +27,12 @@ PLAN = TokenPlan(
                 Along(arg="adaln_lora_B_T_3D", dim=1, streams=IMG, repeated=True),
             ),
             local=("cross_attn",),
-            patches=tuple(
-                BlockPatch(code=f"comfy.ldm.anima.lllite:AnimaLLLite{part}Patch", options=("model_patch_data",))
-                for part in ("Attention", "MLP")
-            ),
+            patches=LLLITE,
         ),
     ),
     leave=Leave(path="blocks", stream="img"),
     patch_size="patch_spatial",
 )
-
-
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
 
 
 def config(size: Size) -> Config:
@@ -68,8 +61,6 @@ COSMOS = Family(
         Sample(
             name="cosmos-predict2",
             form=Form(config_class="CosmosT2IPredict2", config=config),
-            heads=(5,),
-            tiny=tiny,
             latents={"even": (1, 16, 1, 16, 6), "odd": (1, 16, 1, 9, 6)},
         ),
     ),

@@ -25,10 +25,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
 def config(size: Size) -> Config:
     return {
         "image_model": "ernie",
@@ -47,8 +43,6 @@ ERNIE = Family(
         Sample(
             name="ernie",
             form=Form(config_class="ErnieImage", config=config),
-            heads=(5,),
-            tiny=tiny,
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
             stands_for=("Blocks.without_options",),
         ),

@@ -2,13 +2,9 @@
 joined in the single ones.
 """
 
-from typing import Any
-
-import torch
-
 from . import files
 from .plan import Along, BlockPatch, Blocks, Leave, Ranges, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size
+from .sample import Config, Family, Form, Masks, Released, Sample, Size, random_extras
 
 JOINT = ("txt", "img")
 CACHE = "comfy_extras.nodes_flux"
@@ -44,10 +40,6 @@ PLAN = TokenPlan(
 )
 
 AXES = {16: (4, 6, 6), 32: (8, 12, 12), 64: (8, 28, 28), 128: (16, 56, 56)}  # head size -> position axes; files have the last
-
-
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(2, 2))
 
 
 def config(size: Size) -> Config:
@@ -101,12 +93,6 @@ def config_2(size: Size) -> Config:
     }
 
 
-def references(latent: torch.Tensor) -> dict[str, Any]:
-    """The extras that an edit adds to a prompt: a picture, with a timestep of its own."""
-    picture = torch.randn(1, 128, 4, 3, generator=torch.Generator().manual_seed(4))
-    return {"reference_latents": [picture], "reference_latents_method": "index_timestep_zero"}
-
-
 LARGE = Size(heads=24, head_dim=128, blocks=(19, 38), text_dim=4096, pooled_dim=768)
 LARGE_2 = Size(heads=48, head_dim=128, blocks=(8, 48), text_dim=15360)
 DEV = Released(name="flux1-dev", size=LARGE, text=512, changes={"guidance_embed": True})
@@ -119,7 +105,7 @@ FLUX = Family(
             name="flux",
             form=Form(config_class="FluxSchnell", config=config, file=files.FLUX, released=(DEV,)),
             heads=(12, 5),  # 12 divides by every world size that parity tries, 5 by none
-            tiny=tiny,
+            blocks=(2, 2),
             larger={
                 "demo": Size(heads=4, head_dim=128, blocks=(4, 20)),
                 "bench": Size(heads=2, head_dim=128, blocks=(8, 16)),
@@ -133,8 +119,7 @@ FLUX = Family(
         Sample(
             name="flux2",
             form=Form(config_class="Flux2", config=config_2, released=(DEV_2,)),
-            heads=(5,),
-            tiny=tiny,
+            blocks=(2, 2),
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)},
             masks=Masks(side=1, text=512),
             stands_for=("Ranges",),
@@ -142,10 +127,10 @@ FLUX = Family(
         Sample(
             name="flux2-edit",
             form=Form(config_class="Flux2", config=config_2),
-            heads=(5,),
-            tiny=tiny,
+            blocks=(2, 2),
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)},
-            prompt_extras=references,
+            # a picture with a timestep of its own
+            prompt_extras=random_extras(reference_latents=[(1, 128, 4, 3)], reference_latents_method="index_timestep_zero"),
         ),
     ),
 )

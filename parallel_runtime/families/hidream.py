@@ -31,10 +31,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(2, 2))
-
-
 def config(size: Size) -> Config:
     """Every token goes to both experts: a choice between two that are as good would hang on the
     last bit.
@@ -67,7 +63,7 @@ def prompt(latent: torch.Tensor, edit: bool = False) -> dict[str, Any]:
 
 
 FORM = Form(config_class="HiDream", config=config)
-sample = partial(Sample, form=FORM, heads=(5,), tiny=tiny, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
+sample = partial(Sample, form=FORM, blocks=(2, 2), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
 
 HIDREAM = Family(
     plans=(PLAN,),

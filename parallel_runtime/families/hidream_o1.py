@@ -34,10 +34,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(4,))
-
-
 def config(size: Size) -> Config:
     """The language model's own vocabulary, since tokens have numbers; queries that share keys."""
     text = {
@@ -65,7 +61,7 @@ def edit(latent: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 FORM = Form(config_class="HiDreamO1", config=config)
-sample = partial(Sample, form=FORM, heads=(5,), tiny=tiny, latents={"even": (1, 3, 96, 160), "odd": (1, 3, 96, 128)})
+sample = partial(Sample, form=FORM, blocks=(4,), latents={"even": (1, 3, 96, 160), "odd": (1, 3, 96, 128)})
 
 HIDREAM_O1 = Family(
     plans=(PLAN,),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, Ranges, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size
+from .sample import Config, Family, Form, Masks, Released, Sample, Size, random_extras
 
 JOINT = ("txt", "img")
 
@@ -39,10 +39,6 @@ PLAN = TokenPlan(
     leave=Leave(path="single_blocks", stream="img"),
     positions=("pe_embedder",),
 )
-
-
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(2, 2))
 
 
 def config(size: Size, **form: Any) -> Config:
@@ -72,10 +68,6 @@ def config(size: Size, **form: Any) -> Config:
     }
 
 
-def guide_frame(latent: torch.Tensor) -> dict[str, Any]:
-    return {"guiding_frame_index": 0}
-
-
 def reference(latent: torch.Tensor) -> dict[str, Any]:
     return {"ref_latent": torch.randn(latent[:, :, :1].shape, generator=torch.Generator().manual_seed(4))}
 
@@ -92,6 +84,7 @@ def picture(latent: torch.Tensor) -> dict[str, Any]:
     return {**glyphs(latent), "concat_latent_image": torch.randn(latent.shape, generator=generator), "clip_vision_output": seen}
 
 
+GUIDED = random_extras(guiding_frame_index=0)
 VIDEO = {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 10)}
 NEXT = {"in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vec_in_dim": None, "guidance_embed": False}
 NEXT |= {"byt5": True, "use_cond_type_embedding": True, "vision_in_dim": 1152, "meanflow_sum": True}
@@ -119,13 +112,21 @@ def sample(
     name: str, config_class: str, latents: dict[str, tuple[int, ...]], form: Config, released: tuple[Released, ...] = (), **more: Any
 ) -> Sample:
     made = Form(config_class=config_class, config=partial(config, **form), released=released)
-    return Sample(name=name, form=made, heads=(5,), tiny=tiny, latents=latents, **more)
+    return Sample(name=name, form=made, blocks=(2, 2), latents=latents, **more)
 
 
 HUNYUAN_VIDEO = Family(
     plans=(PLAN,),
     samples=(
-        sample("hunyuan-video", "HunyuanVideo", VIDEO, {}, (RELEASED,), masks=Masks(text_only=True), prompt_extras=guide_frame),
+        sample(
+            "hunyuan-video",
+            "HunyuanVideo",
+            VIDEO,
+            {},
+            (RELEASED,),
+            masks=Masks(text_only=True),
+            prompt_extras=GUIDED,
+        ),
         sample("hunyuan-video-reference", "HunyuanVideo", VIDEO, {}, prompt_extras=reference),
         sample("hunyuan-video-1.5", "HunyuanVideo15", {"even": (1, 32, 3, 4, 4), "odd": (1, 32, 3, 3, 5)}, NEXT, prompt_extras=picture),
         sample("hunyuan-image", "HunyuanImage21", {"even": (1, 64, 8, 6), "odd": (1, 64, 5, 7)}, IMAGE, prompt_extras=glyphs),

@@ -24,10 +24,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
 def config(size: Size) -> Config:
     return {
         "image_model": "ideogram4",
@@ -50,8 +46,6 @@ IDEOGRAM4 = Family(
         Sample(
             name="ideogram4",
             form=Form(config_class="Ideogram4", config=config),
-            heads=(5,),
-            tiny=tiny,
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
             masks=Masks(text_only=True),
         ),

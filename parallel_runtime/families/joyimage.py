@@ -5,12 +5,8 @@ References stand behind the image, and are cut off behind the blocks by the imag
 rows leave there.
 """
 
-from typing import Any
-
-import torch
-
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Sample, Size, random_extras
 
 IMG = ("img",)
 
@@ -29,10 +25,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(4,))
-
-
 def config(size: Size) -> Config:
     return {
         "image_model": "joyimage",
@@ -45,21 +37,15 @@ def config(size: Size) -> Config:
     }
 
 
-def references(latent: torch.Tensor) -> dict[str, Any]:
-    first = torch.randn(1, 16, 1, 9, 8, generator=torch.Generator().manual_seed(4))
-    return {"reference_latents": [first, first[..., :4, :]]}
-
-
 JOYIMAGE = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="joyimage-edit",
             form=Form(config_class="JoyImage", config=config),
-            heads=(5,),
-            tiny=tiny,
+            blocks=(4,),
             latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)},
-            prompt_extras=references,
+            prompt_extras=random_extras(reference_latents=[(1, 16, 1, 9, 8), (1, 16, 1, 4, 8)]),
         ),
     ),
 )

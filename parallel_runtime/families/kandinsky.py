@@ -27,10 +27,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
 def config(size: Size) -> Config:
     """The video form: beside the 16 latent channels are those of a given image and its mask."""
     return {
@@ -63,8 +59,6 @@ KANDINSKY = Family(
         Sample(
             name="kandinsky5",
             form=Form(config_class="Kandinsky5", config=config, released=(RELEASED,)),
-            heads=(5,),
-            tiny=tiny,
             latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
             stands_for=("leaves_behind_blocks",),
         ),

@@ -5,12 +5,9 @@ The model's own text transformer runs whole.
 """
 
 from functools import partial
-from typing import Any
-
-import torch
 
 from .plan import Along, Blocks, Boundary, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Sample, Size, random_extras
 
 JOINT = ("txt", "img")
 
@@ -34,10 +31,6 @@ PLAN = TokenPlan(
 TEXT_LAYERS = 4  # of the text encoder, side by side in a prompt's tokens
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
 def config(size: Size) -> Config:
     return {
         "image_model": "krea2",
@@ -54,24 +47,14 @@ def config(size: Size) -> Config:
     }
 
 
-def references(latent: torch.Tensor) -> dict[str, Any]:
-    """Two images to refer to, with a timestep of zero."""
-    images = torch.randn(2, 1, 16, 1, 6, 8, generator=torch.Generator().manual_seed(4))
-    return {"reference_latents": [images[0], images[1, ..., :4]], "reference_latents_method": "index_timestep_zero"}
-
-
-sample = partial(
-    Sample,
-    form=Form(config_class="Krea2", config=config, offset_scales=True),
-    heads=(5,),
-    tiny=tiny,
-    latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)},
-)
+IMAGES = [(1, 16, 1, 6, 8), (1, 16, 1, 6, 4)]  # to refer to, with a timestep of zero
+FORM = Form(config_class="Krea2", config=config, offset_scales=True)
+sample = partial(Sample, form=FORM, latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)})
 
 KREA2 = Family(
     plans=(PLAN,),
     samples=(
         sample(name="krea2", stands_for=("lengths", "Leave.streams")),
-        sample(name="krea2-edit", prompt_extras=references),
+        sample(name="krea2-edit", prompt_extras=random_extras(reference_latents=IMAGES, reference_latents_method="index_timestep_zero")),
     ),
 )

@@ -26,10 +26,6 @@ PLAN = TokenPlan(
 TEXT_LAYERS = (5, 11, 17, 23)  # of the text encoder, side by side in a prompt's tokens
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
 def config(size: Size) -> Config:
     return {
         "image_model": "lens",
@@ -48,8 +44,6 @@ LENS = Family(
         Sample(
             name="lens",
             form=Form(config_class="Lens", config=config),
-            heads=(5,),
-            tiny=tiny,
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
             masks=Masks(text_only=True),
         ),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .plan import Along, BlockPatch, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Sample, Size, random_extras
 
 VIDEO = ("video",)
 
@@ -76,10 +76,6 @@ AV_PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
 def config(size: Size) -> Config:
     return {
         "image_model": "ltxv",
@@ -112,9 +108,7 @@ def av_config(size: Size) -> Config:
     }
 
 
-def text_mask(_latent: Any) -> dict[str, Any]:
-    """All of the text is of the prompt."""
-    return {"attention_mask": torch.ones(1, 1, dtype=torch.int64)}
+text_mask = random_extras(attention_mask=torch.ones(1, 1, dtype=torch.int64))  # all of the text is of the prompt
 
 
 def guides(latent: torch.Tensor) -> dict[str, Any]:
@@ -142,7 +136,7 @@ AUDIO = {name: (shape, (1, 8, 5, 16)) for name, shape in LATENTS.items()}
 
 def sample(name: str, config: Callable[[Size], Config], config_class: str = "LTXV", **inputs: Any) -> Sample:
     form = Form(config_class=config_class, config=config)
-    return Sample(name=name, form=form, heads=(5,), tiny=tiny, **{"latents": LATENTS, **inputs})
+    return Sample(name=name, form=form, **{"latents": LATENTS, **inputs})
 
 
 LTX = Family(

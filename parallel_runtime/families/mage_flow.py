@@ -3,12 +3,8 @@
 Reference latents stand behind the image. The mask closes tokens of the text alone.
 """
 
-from typing import Any
-
-import torch
-
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Masks, Sample, Size
+from .sample import Config, Family, Form, Masks, Sample, Size, random_extras
 
 JOINT = ("txt", "img")
 
@@ -32,10 +28,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
 def config(size: Size) -> Config:
     return {
         "image_model": "mage_flow",
@@ -47,22 +39,15 @@ def config(size: Size) -> Config:
     }
 
 
-def references(latent: torch.Tensor) -> dict[str, Any]:
-    """An image to refer to."""
-    return {"reference_latents": [torch.randn(1, 128, 4, 3, generator=torch.Generator().manual_seed(4))]}
-
-
 MAGE_FLOW = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="mage_flow",
             form=Form(config_class="MageFlow", config=config),
-            heads=(5,),
-            tiny=tiny,
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
             masks=Masks(text_only=True),
-            prompt_extras=references,
+            prompt_extras=random_extras(reference_latents=[(1, 128, 4, 3)]),
         ),
     ),
 )

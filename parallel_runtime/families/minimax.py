@@ -32,10 +32,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
 def config(size: Size) -> Config:
     return {
         "image_model": "minimax_h3",
@@ -72,7 +68,7 @@ def references(_latent: Any) -> dict[str, Any]:
 
 
 LATENTS = {"even": ((1, 24, 3, 8, 6), (1, 32, 2, 5)), "odd": ((1, 24, 3, 5, 4), (1, 32, 2, 3))}
-sample = partial(Sample, form=Form(config_class="MiniMaxH3", config=config), heads=(5,), tiny=tiny, latents=LATENTS)
+sample = partial(Sample, form=Form(config_class="MiniMaxH3", config=config), latents=LATENTS)
 
 MINIMAX = Family(
     plans=(PLAN,),

@@ -43,15 +43,6 @@ PIXELS = replace(PLAN, models=("comfy.ldm.lumina.model:NextDiTPixelSpace",), lea
 AXES = {16: [4, 6, 6], 64: [16, 24, 24]}  # head size -> position axes
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
-def tiny_z_image(heads: int) -> Size:
-    """Its modulation takes 256 numbers, and a model of fewer has not so many."""
-    return Size(heads=heads, head_dim=64, blocks=(5,))
-
-
 def config(size: Size, **others: Any) -> Config:
     """Lumina 2, whose queries share keys."""
     return {
@@ -102,25 +93,24 @@ def references(latent: torch.Tensor) -> dict[str, Any]:
     }
 
 
-sample = partial(Sample, heads=(5,), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
+sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
+z_image = partial(sample, head_dim=64)  # its modulation takes 256 numbers, and a model of fewer has not so many
 
 NEXTDIT = Family(
     plans=(PLAN, PIXELS),
     samples=(
-        sample(name="z-image", tiny=tiny_z_image, form=Form(config_class="ZImage", config=z_image_config)),
-        sample(
+        z_image(name="z-image", form=Form(config_class="ZImage", config=z_image_config)),
+        z_image(
             name="z-image-omni",
-            tiny=tiny_z_image,
             form=Form(config_class="ZImage", config=partial(z_image_config, siglip_feat_dim=24)),
             prompt_extras=references,
         ),
-        sample(
+        z_image(
             name="z-image-pixel",
-            tiny=tiny_z_image,
             form=Form(config_class="ZImagePixelSpace", config=pixel_config),
             latents={"even": (1, 3, 32, 24), "odd": (1, 3, 26, 36)},
         ),
-        sample(name="lumina2", tiny=tiny, form=Form(config_class="Lumina2", config=config)),
-        sample(name="newbie", tiny=tiny, form=Form(config_class="Lumina2", config=newbie_config)),
+        sample(name="lumina2", form=Form(config_class="Lumina2", config=config)),
+        sample(name="newbie", form=Form(config_class="Lumina2", config=newbie_config)),
     ),
 )

@@ -8,10 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Masks, Sample, Size
+from .sample import Config, Family, Form, Masks, Sample, Size, random_extras
 
 JOINT, IMG = ("txt", "img"), ("img",)
 REFINED = Together(refiners=("noise_refiner",))
@@ -58,14 +56,6 @@ BOOGU = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
-def tiny_boogu(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(2, 3))
-
-
 def config(size: Size, image_model: str = "omnigen2", **others: Any) -> Config:
     return {
         "image_model": image_model,
@@ -88,19 +78,14 @@ def boogu_config(size: Size) -> Config:
     return config(size, "boogu", instruction_feat_dim=size.text_dim, num_double_stream_layers=size.blocks[0])
 
 
-def references(latent: torch.Tensor) -> dict[str, Any]:
-    """Two images to refer to."""
-    images = torch.randn(2, 1, 16, 6, 8, generator=torch.Generator().manual_seed(4))
-    return {"reference_latents": [images[0], images[1, ..., :4]]}
-
-
-sample = partial(Sample, heads=(5,), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)}, masks=Masks(open=True))
+REFERENCES = random_extras(reference_latents=[(1, 16, 6, 8), (1, 16, 6, 4)])
+sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)}, masks=Masks(open=True))
 
 OMNIGEN2 = Family(
     plans=(PLAN, BOOGU),
     samples=(
-        sample(name="omnigen2", form=Form(config_class="Omnigen2", config=omnigen2_config), tiny=tiny, prompt_extras=references),
-        sample(name="boogu", form=Form(config_class="Boogu", config=boogu_config), tiny=tiny_boogu),
-        sample(name="boogu-edit", form=Form(config_class="Boogu", config=boogu_config), tiny=tiny_boogu, prompt_extras=references),
+        sample(name="omnigen2", form=Form(config_class="Omnigen2", config=omnigen2_config), prompt_extras=REFERENCES),
+        sample(name="boogu", form=Form(config_class="Boogu", config=boogu_config), blocks=(2, 3)),
+        sample(name="boogu-edit", form=Form(config_class="Boogu", config=boogu_config), blocks=(2, 3), prompt_extras=REFERENCES),
     ),
 )

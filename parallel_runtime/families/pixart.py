@@ -14,10 +14,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
 def config(size: Size) -> Config:
     return {
         "num_heads": size.heads,
@@ -36,8 +32,6 @@ PIXART = Family(
         Sample(
             name="pixart-sigma",
             form=Form(config_class="PixArtSigma", config=config),
-            heads=(5,),
-            tiny=tiny,
             latents={"even": (1, 4, 40, 28), "odd": (1, 4, 42, 26)},  # ComfyUI has no positions for smaller ones
         ),
     ),

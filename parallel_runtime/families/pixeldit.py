@@ -30,10 +30,6 @@ GATES = Insert(path="lq_proj.gate_modules.*", along=(Along(arg="lq", dim=1, stre
 PID = replace(PLAN, family="pid", models=("comfy.ldm.pixeldit.pid:PidNet",), blocks=(replace(BLOCKS, inserts=(GATES,)),))
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(4,))
-
-
 def config(size: Size) -> Config:
     """Patches of 4 x 4 pixels."""
     return {
@@ -67,15 +63,13 @@ PIXELDIT = Family(
         Sample(
             name="pixeldit",
             form=Form(config_class="PixelDiTT2I", config=config),
-            heads=(5,),
-            tiny=tiny,
+            blocks=(4,),
             latents=LATENTS,
         ),
         Sample(
             name="pid",
             form=Form(config_class="PiD", config=pid_config),
-            heads=(5,),
-            tiny=tiny,
+            blocks=(4,),
             latents=LATENTS,
             prompt_extras=small_picture,
         ),

@@ -7,10 +7,8 @@ Edit 2511 gives the references a timestep of their own. The mask closes tokens o
 from functools import partial
 from typing import Any
 
-import torch
-
 from .plan import Along, BlockPatch, Blocks, Boundary, Leave, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size
+from .sample import Config, Family, Form, Masks, Released, Sample, Size, random_extras
 
 PLAN = TokenPlan(
     family="qwen-image",
@@ -35,10 +33,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(4,))
-
-
 def config(size: Size, **form: Any) -> Config:
     return {
         "image_model": "qwen_image",
@@ -50,12 +44,6 @@ def config(size: Size, **form: Any) -> Config:
         "axes_dims_rope": (4, 6, 6),
         **form,
     }
-
-
-def references(latent: torch.Tensor) -> dict[str, Any]:
-    """The extras that an edit adds to a prompt: two pictures, of other sizes than the latent."""
-    first = torch.randn(1, 16, 1, 9, 8, generator=torch.Generator().manual_seed(4))
-    return {"reference_latents": [first, first[..., :4, :]]}
 
 
 RELEASED = Released(
@@ -71,6 +59,7 @@ def form(**more: Any) -> Form:
     return Form(config_class="QwenImage", config=partial(config, **more), released=() if more else (RELEASED,))
 
 
+REFERENCES = random_extras(reference_latents=[(1, 16, 1, 9, 8), (1, 16, 1, 4, 8)])  # of other sizes than the latent
 LATENTS = {"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)}
 LAYERS = {"even": (1, 16, 4, 8, 6), "odd": (1, 16, 3, 5, 6)}
 EDIT = {"default_ref_method": "index_timestep_zero"}
@@ -80,8 +69,8 @@ MASKS = Masks(text_only=True)
 QWEN_IMAGE = Family(
     plans=(PLAN,),
     samples=(
-        Sample(name="qwen-image", form=form(), heads=(5,), tiny=tiny, latents=LATENTS, masks=MASKS),
-        Sample(name="qwen-image-edit", form=form(**EDIT), heads=(5,), tiny=tiny, latents=LATENTS, masks=MASKS, prompt_extras=references),
-        Sample(name="qwen-image-layered", form=form(**LAYERED), heads=(5,), tiny=tiny, latents=LAYERS, prompt_extras=references),
+        Sample(name="qwen-image", form=form(), blocks=(4,), latents=LATENTS, masks=MASKS),
+        Sample(name="qwen-image-edit", form=form(**EDIT), blocks=(4,), latents=LATENTS, masks=MASKS, prompt_extras=REFERENCES),
+        Sample(name="qwen-image-layered", form=form(**LAYERED), blocks=(4,), latents=LAYERS, prompt_extras=REFERENCES),
     ),
 )

@@ -33,6 +33,26 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dty
     return noise.mul_(shape[1] ** -0.5 if len(shape) == 2 else 0.02).to(dtype)
 
 
+def random_extras(**arguments: Any) -> Callable[[Any], Extras]:
+    """Returns the ``prompt_extras`` of a Sample: for each shape a tensor drawn from N(0, 1), in
+    lists too; anything else as it is. ``...`` stands for the latent's lengths from its third axis.
+    """
+
+    def made(latent: Any) -> Extras:
+        generator = torch.Generator().manual_seed(4)
+
+        def draw(value: Any) -> Any:
+            if isinstance(value, list):
+                return [draw(one) for one in value]
+            if not isinstance(value, tuple):
+                return value
+            return torch.randn([length for part in value for length in (latent.shape[2:] if part is ... else (part,))], generator=generator)
+
+        return {argument: draw(value) for argument, value in arguments.items()}
+
+    return made
+
+
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """The size of a random model. ``blocks`` counts the blocks of each container of the plan;
@@ -153,26 +173,32 @@ class Sample:
     then try what only a plan of its own can get wrong, and the rest goes by command. ``bf16``:
     tried in bf16 too.
 
-    ``heads``: the head counts to try, and ``tiny``: head count -> the size to try it at. ``larger``
-    are sizes by the name of their use: ``demo``, and of the benches ``bench`` (24 blocks), ``deep``
-    (as many as released models), ``large`` (a file of gigabytes) and ``equal`` (blocks that all
-    take as long). ``latents``: a latent with an ``even`` and one with an ``odd`` number of tokens,
-    or several that are sampled together, such as video and audio. ``masks`` is None where ComfyUI
-    takes no attention mask. ``prompt_extras``: an empty latent -> what the family's nodes add to a
-    prompt; of two, what to the positive and what to the negative one. ``noise_mask``: an empty
-    latent -> the mask to sample it under.
+    ``heads``: the head counts to try; of the usual 5 no world size that is tried is a divisor.
+    ``head_dim`` and ``blocks``: the rest of the size to try it at; with no ``blocks`` as many as
+    heads. ``larger`` are sizes by the name of their use: ``demo``, and of the benches ``bench`` (24
+    blocks), ``deep`` (as many as released models), ``large`` (a file of gigabytes) and ``equal``
+    (blocks that all take as long). ``latents``: a latent with an ``even`` and one with an ``odd``
+    number of tokens, or several that are sampled together, such as video and audio. ``masks`` is
+    None where ComfyUI takes no attention mask. ``prompt_extras``: an empty latent -> what the
+    family's nodes add to a prompt; of two, what to the positive and what to the negative one.
+    ``noise_mask``: an empty latent -> the mask to sample it under.
     """
 
     name: str
     form: Form
-    heads: tuple[int, ...]
-    tiny: Callable[[int], Size]
     latents: Mapping[str, Any]
+    heads: tuple[int, ...] = (5,)
+    head_dim: int = 16
+    blocks: tuple[int, ...] = (5,)
     larger: Mapping[str, Size] = field(default_factory=dict)
     masks: Masks | None = None
     prompt_extras: Callable[[torch.Tensor], Extras | tuple[Extras, Extras]] | None = None
     noise_mask: Callable[[torch.Tensor], torch.Tensor] | None = None
     stands_for: tuple[str, ...] = ()
+
+    def tiny(self, heads: int) -> Size:
+        """Returns the size of its random model with ``heads``."""
+        return Size(heads=heads, head_dim=self.head_dim, blocks=self.blocks or (heads,))
 
     def extras(self, latent: Any, side: int = 0) -> Extras:
         """Returns what nodes add to the positive prompt, or to the negative one (``side`` 1)."""

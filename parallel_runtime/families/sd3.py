@@ -4,6 +4,8 @@ attention in every block.
 SD3.5 medium attends over the image tokens a second time, alone. The last block returns no context.
 """
 
+from functools import partial
+
 from .plan import Blocks, Leave, TokenPlan
 from .sample import Config, Family, Form, Released, Sample, Size
 
@@ -23,11 +25,6 @@ PLAN = TokenPlan(
     leave=Leave(path="final_layer", stream="x"),
     also_attend_alone=("x",),
 )
-
-
-def tiny(heads: int) -> Size:
-    """A model of this family has as many blocks as heads, and heads of 64."""
-    return Size(heads=heads, head_dim=64, blocks=(heads,))
 
 
 def config(size: Size) -> Config:
@@ -60,25 +57,21 @@ def released(name: str, heads: int, side: int, changes: Config) -> tuple[Release
 
 LARGE = released("sd3.5-large", 38, 192, {"qk_norm": "rms"})
 MEDIUM = released("sd3.5-medium", 24, 384, {"x_block_self_attn_layers": list(range(13))})
-LATENTS = {"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)}
+# as many blocks as heads, and heads of 64
+sample = partial(Sample, head_dim=64, blocks=(), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
 
 SD3 = Family(
     plans=(PLAN,),
     samples=(
-        Sample(
+        sample(
             name="sd3",
             form=Form(config_class="SD3", config=config, released=LARGE),
-            heads=(5,),
-            tiny=tiny,
-            latents=LATENTS,
             stands_for=("Blocks.positional",),
         ),
-        Sample(
+        sample(
             name="sd3.5-medium",
             form=Form(config_class="SD3", config=medium_config, released=MEDIUM),
             heads=(3,),
-            tiny=tiny,
-            latents=LATENTS,
             stands_for=("also_attend_alone",),
         ),
     ),

@@ -47,10 +47,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(5,))
-
-
 def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: str = "t2v") -> Config:
     """``extra_channels`` stand beside those of the latent: a given image and its mask."""
     return {
@@ -106,8 +102,6 @@ WAN = Family(
         Sample(
             name="wan2.1-t2v",
             form=Form(config_class="WAN21_T2V", config=config, file=files.WAN, released=T2V),
-            heads=(5,),
-            tiny=tiny,
             larger={"equal": Size(heads=16, head_dim=16, blocks=(24,))},
             latents=latents(16),
             stands_for=("Along", "Blocks.local"),
@@ -115,8 +109,6 @@ WAN = Family(
         Sample(
             name="wan2.1-i2v",
             form=Form(config_class="WAN21_I2V", config=partial(config, extra_channels=20, model_type="i2v"), released=I2V),
-            heads=(5,),
-            tiny=tiny,
             latents=latents(16),
             prompt_extras=first_frame,
             stands_for=("channels beside the latent",),
@@ -124,8 +116,6 @@ WAN = Family(
         Sample(
             name="wan2.2-5b",
             form=Form(config_class="WAN22_T2V", config=partial(config, channels=48), released=TI2V),
-            heads=(5,),
-            tiny=tiny,
             latents=latents(48),
             noise_mask=given_frame,
             stands_for=("Along.repeated",),

@@ -34,8 +34,6 @@ WAN_ANIMATE = Family(
         Sample(
             name="wan-animate",
             form=Form(config_class="WAN22_Animate", config=partial(wan.config, extra_channels=20, model_type="animate")),
-            heads=(5,),
-            tiny=wan.tiny,
             latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
             prompt_extras=pose,
         ),

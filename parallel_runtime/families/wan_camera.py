@@ -39,8 +39,6 @@ WAN_CAMERA = Family(
         Sample(
             name="wan-camera",
             form=Form(config_class="WAN21_Camera", config=partial(wan.config, extra_channels=16, model_type="camera"), released=RELEASED),
-            heads=(5,),
-            tiny=wan.tiny,
             latents=wan.latents(16),
             prompt_extras=path,
         ),

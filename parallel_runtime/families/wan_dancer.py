@@ -49,8 +49,6 @@ WAN_DANCER = Family(
         Sample(
             name="wan-dancer",
             form=Form(config_class="WAN22_WanDancer", config=config),
-            heads=(5,),
-            tiny=wan.tiny,
             latents={"even": (1, 16, 2, 8, 8), "odd": (1, 16, 1, 16, 12)},
             prompt_extras=music,
         ),

@@ -38,8 +38,6 @@ WAN_HUMO = Family(
         Sample(
             name="wan-humo",
             form=Form(config_class="WAN21_HuMo", config=partial(wan.config, model_type="humo")),
-            heads=(5,),
-            tiny=wan.tiny,
             latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 2, 6, 6)},
             prompt_extras=sound,
         ),

@@ -43,8 +43,6 @@ WAN_S2V = Family(
         Sample(
             name="wan-s2v",
             form=Form(config_class="WAN22_S2V", config=config),
-            heads=(5,),
-            tiny=wan.tiny,
             latents={"even": (1, 16, 3, 8, 8), "odd": (1, 16, 3, 10, 10)},
             prompt_extras=speech,
         ),

@@ -42,30 +42,16 @@ def masked_pose(latent: torch.Tensor) -> dict[str, Any]:
     return {**extras, "ref_mask_28ch": masks, "driving_mask_28ch": driving, "ref_mask_flag": False}
 
 
-LARGE = (40, 40, 13824, (832, 480, 81))
+def sample(model_type: str, config_class: str, **inputs: Any) -> Sample:
+    released = (wan.released(f"{model_type}-14b", 40, 40, 13824, (832, 480, 81)),)
+    form = Form(config_class=config_class, config=partial(config, model_type=model_type), released=released)
+    return Sample(name=f"wan-{model_type}", form=form, latents=wan.latents(16), **inputs)
+
 
 WAN_SCAIL = Family(
     plans=(PLAN,),
     samples=(
-        Sample(
-            name="wan-scail",
-            form=Form(
-                config_class="WAN21_SCAIL", config=partial(config, model_type="scail"), released=(wan.released("scail-14b", *LARGE),)
-            ),
-            heads=(5,),
-            tiny=wan.tiny,
-            latents=wan.latents(16),
-            prompt_extras=pose,
-        ),
-        Sample(
-            name="wan-scail2",
-            form=Form(
-                config_class="WAN21_SCAIL2", config=partial(config, model_type="scail2"), released=(wan.released("scail2-14b", *LARGE),)
-            ),
-            heads=(5,),
-            tiny=wan.tiny,
-            latents=wan.latents(16),
-            prompt_extras=masked_pose,
-        ),
+        sample("scail", "WAN21_SCAIL", prompt_extras=pose),
+        sample("scail2", "WAN21_SCAIL2", prompt_extras=masked_pose),
     ),
 )

@@ -22,10 +22,6 @@ PLAN = TokenPlan(
 )
 
 
-def tiny(heads: int) -> Size:
-    return Size(heads=heads, head_dim=16, blocks=(4, 2))
-
-
 def config(size: Size) -> Config:
     return {**wan.config(size, model_type="vace"), "vace_layers": size.blocks[1], "vace_in_dim": 32 + 64}
 
@@ -44,8 +40,7 @@ WAN_VACE = Family(
         Sample(
             name="wan-vace",
             form=Form(config_class="WAN21_Vace", config=config),
-            heads=(5,),
-            tiny=tiny,
+            blocks=(4, 2),
             latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
             prompt_extras=two_videos,
         ),
