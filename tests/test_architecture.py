@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from statistics import median
 
 import pytest
 
@@ -313,6 +314,18 @@ def violations_of(file: Path) -> list[Violation]:
 @pytest.mark.parametrize("file", project_files(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_the_file_keeps_the_house_rules(file: Path) -> None:
     assert [str(violation) for violation in violations_of(file) if violation.what not in EXCEPTIONS] == []
+
+
+VOCABULARY = {"__init__", "plan", "sample", "files", "without_plan"}  # of parallel_runtime/families: no family's own file
+
+
+def test_a_family_is_a_short_file() -> None:
+    lines = {
+        file.name: len(file.read_text(encoding="utf-8").splitlines())
+        for file in (ROOT / "parallel_runtime" / "families").glob("*.py")
+        if file.stem not in VOCABULARY
+    }
+    assert max(lines.values()) <= 150 and median(lines.values()) <= 60, lines
 
 
 def test_every_exception_is_needed() -> None:

@@ -33,7 +33,7 @@ def test_every_plan_is_tried_by_a_sample_of_its_family(bench):
 def test_a_samples_model_has_the_size_that_it_says(bench, name):
     """Container by container, as benches and stages count on it."""
     sample_, heads = SAMPLES[name], SAMPLES[name].heads[0]
-    size, model = sample_.tiny(heads), bench.stock(heads, name).model.diffusion_model
+    size, model = sample_.tiny.size(heads), bench.stock(heads, name).model.diffusion_model
     assert isinstance(size, Size) and size.heads == heads
     assert tuple(len(model.get_submodule(group.path)) for group in plan_for(type(model)).blocks) == size.blocks
     assert len(sample_.latents) == 2

@@ -69,7 +69,7 @@ def test_an_unknown_class_has_no_plan_yet():
 def test_a_model_that_no_stage_can_hold_a_part_of_is_refused_before_anything_starts(client):
     refused = {plan.family for plan in PLANS if plan.why_no_stages}
     sample = next(one for name, one in SAMPLES.items() if family_of(name) in refused)
-    model = sample.form.random_model(sample.tiny(sample.heads[0]))
+    model = sample.form.random_model(sample.tiny.size(sample.heads[0]))
     with pytest.raises(Refused, match=r"cannot be divided into stages, because its .* run among its other blocks"):
         parallelize(model, client, 0.0, Patching(2))
 

@@ -86,7 +86,7 @@ def sample_for(code, **config):
     """The first sample that a patch is known for, of such a config."""
     for family in FAMILIES:
         for sample_ in family.samples if any(plan.block_patch(code) for plan in family.plans) else ():
-            if config.items() <= sample_.form.config(sample_.tiny(sample_.heads[-1])).items():
+            if config.items() <= sample_.form.config(sample_.tiny.size(sample_.heads[-1])).items():
                 return sample_
     raise LookupError(code)
 

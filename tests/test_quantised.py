@@ -38,8 +38,8 @@ def size_of(family):
     """Two small blocks at least: one for each stage."""
     sample = SAMPLE_OF[family]
     if sample.form.file is None:
-        return sample.tiny(HEADS)
-    file, containers = sample.form.file, len(sample.tiny(2).blocks)
+        return sample.tiny.size(HEADS)
+    file, containers = sample.form.file, len(sample.tiny.size(2).blocks)
     blocks = (2,) if containers == 1 else (1,) * containers
     return Size(heads=2, head_dim=file.head_dim, blocks=blocks, text_dim=file.text_dim or 64)
 

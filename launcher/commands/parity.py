@@ -195,7 +195,7 @@ def sample(model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS) -
 def stock_model(heads: int, dtype: torch.dtype = torch.float32, seed: int = 0, family: str = PLAIN) -> ModelPatcher:
     """Build a stock MODEL of a sample, with random weights and no file behind it."""
     facts = SAMPLES[family]
-    return facts.form.random_model(facts.tiny(heads), seed, dtype)
+    return facts.form.random_model(facts.tiny.size(heads), seed, dtype)
 
 
 class Bench:

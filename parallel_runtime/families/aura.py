@@ -3,7 +3,7 @@ the single ones.
 """
 
 from .plan import Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Sample, Size, Tiny
 
 PLAN = TokenPlan(
     family="aura",
@@ -38,7 +38,7 @@ AURA = Family(
         Sample(
             name="auraflow",
             form=Form(config_class="AuraFlow", config=config),
-            blocks=(2, 3),
+            tiny=Tiny(blocks=(2, 3)),
             latents={"even": (1, 4, 16, 12), "odd": (1, 4, 13, 18)},
         ),
     ),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size
+from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny
 
 JOINT = ("txt", "img")
 ROPE = (Along(arg="pe", dim=2, streams=JOINT),)
@@ -80,14 +80,14 @@ CHROMA = Family(
         Sample(
             name="chroma",
             form=Form(config_class="Chroma", config=config, released=(RELEASED,)),
-            blocks=(2, 2),
+            tiny=Tiny(blocks=(2, 2)),
             latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)},
             masks=Masks(),
         ),
         Sample(
             name="chroma-radiance",
             form=Form(config_class="ChromaRadiance", config=radiance_config),
-            blocks=(2, 2),
+            tiny=Tiny(blocks=(2, 2)),
             latents={"even": (1, 3, 16, 12), "odd": (1, 3, 12, 20)},
         ),
     ),

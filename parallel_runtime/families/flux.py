@@ -4,7 +4,7 @@ joined in the single ones.
 
 from . import files
 from .plan import Along, BlockPatch, Blocks, Leave, Ranges, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size, random_extras
+from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny, random_extras
 
 JOINT = ("txt", "img")
 CACHE = "comfy_extras.nodes_flux"
@@ -104,8 +104,7 @@ FLUX = Family(
         Sample(
             name="flux",
             form=Form(config_class="FluxSchnell", config=config, file=files.FLUX, released=(DEV,)),
-            heads=(12, 5),  # 12 divides by every world size that parity tries, 5 by none
-            blocks=(2, 2),
+            tiny=Tiny(heads=(12, 5), blocks=(2, 2)),  # 12 divides by every world size that parity tries, 5 by none
             larger={
                 "demo": Size(heads=4, head_dim=128, blocks=(4, 20)),
                 "bench": Size(heads=2, head_dim=128, blocks=(8, 16)),
@@ -119,7 +118,7 @@ FLUX = Family(
         Sample(
             name="flux2",
             form=Form(config_class="Flux2", config=config_2, released=(DEV_2,)),
-            blocks=(2, 2),
+            tiny=Tiny(blocks=(2, 2)),
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)},
             masks=Masks(side=1, text=512),
             stands_for=("Ranges",),
@@ -127,7 +126,7 @@ FLUX = Family(
         Sample(
             name="flux2-edit",
             form=Form(config_class="Flux2", config=config_2),
-            blocks=(2, 2),
+            tiny=Tiny(blocks=(2, 2)),
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)},
             # a picture with a timestep of its own
             prompt_extras=random_extras(reference_latents=[(1, 128, 4, 3)], reference_latents_method="index_timestep_zero"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Sample, Size, Tiny
 
 JOINT = ("img", "txt")
 ROPE = (Along(arg="rope", dim=1, streams=JOINT),)
@@ -63,7 +63,7 @@ def prompt(latent: torch.Tensor, edit: bool = False) -> dict[str, Any]:
 
 
 FORM = Form(config_class="HiDream", config=config)
-sample = partial(Sample, form=FORM, blocks=(2, 2), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
+sample = partial(Sample, form=FORM, tiny=Tiny(blocks=(2, 2)), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
 
 HIDREAM = Family(
     plans=(PLAN,),

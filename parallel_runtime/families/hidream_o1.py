@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, Prefix, Together, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Sample, Size, Tiny
 
 IMG = ("img",)  # and the token of the step before them, and references behind them
 BOTH = ("prompt", *IMG)
@@ -61,7 +61,7 @@ def edit(latent: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 FORM = Form(config_class="HiDreamO1", config=config)
-sample = partial(Sample, form=FORM, blocks=(4,), latents={"even": (1, 3, 96, 160), "odd": (1, 3, 96, 128)})
+sample = partial(Sample, form=FORM, tiny=Tiny(blocks=(4,)), latents={"even": (1, 3, 96, 160), "odd": (1, 3, 96, 128)})
 
 HIDREAM_O1 = Family(
     plans=(PLAN,),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, Ranges, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size, random_extras
+from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny, random_extras
 
 JOINT = ("txt", "img")
 
@@ -112,7 +112,7 @@ def sample(
     name: str, config_class: str, latents: dict[str, tuple[int, ...]], form: Config, released: tuple[Released, ...] = (), **more: Any
 ) -> Sample:
     made = Form(config_class=config_class, config=partial(config, **form), released=released)
-    return Sample(name=name, form=made, blocks=(2, 2), latents=latents, **more)
+    return Sample(name=name, form=made, tiny=Tiny(blocks=(2, 2)), latents=latents, **more)
 
 
 HUNYUAN_VIDEO = Family(

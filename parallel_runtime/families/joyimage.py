@@ -6,7 +6,7 @@ rows leave there.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size, random_extras
+from .sample import Config, Family, Form, Sample, Size, Tiny, random_extras
 
 IMG = ("img",)
 
@@ -43,7 +43,7 @@ JOYIMAGE = Family(
         Sample(
             name="joyimage-edit",
             form=Form(config_class="JoyImage", config=config),
-            blocks=(4,),
+            tiny=Tiny(blocks=(4,)),
             latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)},
             prompt_extras=random_extras(reference_latents=[(1, 16, 1, 9, 8), (1, 16, 1, 4, 8)]),
         ),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .plan import Along, BlockPatch, Blocks, Leave, Ranges, Together, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Sample, Size, Tiny
 
 JOINT = ("txt", "img")
 SECOND_TIMESTEP = (Ranges(arg="timestep_zero_index", streams=JOINT),)
@@ -94,7 +94,7 @@ def references(latent: torch.Tensor) -> dict[str, Any]:
 
 
 sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
-z_image = partial(sample, head_dim=64)  # its modulation takes 256 numbers, and a model of fewer has not so many
+z_image = partial(sample, tiny=Tiny(head_dim=64))  # its modulation takes 256 numbers, and a model of fewer has not so many
 
 NEXTDIT = Family(
     plans=(PLAN, PIXELS),

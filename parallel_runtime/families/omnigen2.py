@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Masks, Sample, Size, random_extras
+from .sample import Config, Family, Form, Masks, Sample, Size, Tiny, random_extras
 
 JOINT, IMG = ("txt", "img"), ("img",)
 REFINED = Together(refiners=("noise_refiner",))
@@ -85,7 +85,7 @@ OMNIGEN2 = Family(
     plans=(PLAN, BOOGU),
     samples=(
         sample(name="omnigen2", form=Form(config_class="Omnigen2", config=omnigen2_config), prompt_extras=REFERENCES),
-        sample(name="boogu", form=Form(config_class="Boogu", config=boogu_config), blocks=(2, 3)),
-        sample(name="boogu-edit", form=Form(config_class="Boogu", config=boogu_config), blocks=(2, 3), prompt_extras=REFERENCES),
+        sample(name="boogu", form=Form(config_class="Boogu", config=boogu_config), tiny=Tiny(blocks=(2, 3))),
+        sample(name="boogu-edit", form=Form(config_class="Boogu", config=boogu_config), tiny=Tiny(blocks=(2, 3)), prompt_extras=REFERENCES),
     ),
 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Insert, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Sample, Size, Tiny
 
 BLOCKS = Blocks(
     path="patch_blocks",
@@ -63,13 +63,13 @@ PIXELDIT = Family(
         Sample(
             name="pixeldit",
             form=Form(config_class="PixelDiTT2I", config=config),
-            blocks=(4,),
+            tiny=Tiny(blocks=(4,)),
             latents=LATENTS,
         ),
         Sample(
             name="pid",
             form=Form(config_class="PiD", config=pid_config),
-            blocks=(4,),
+            tiny=Tiny(blocks=(4,)),
             latents=LATENTS,
             prompt_extras=small_picture,
         ),

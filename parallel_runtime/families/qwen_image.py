@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from .plan import Along, BlockPatch, Blocks, Boundary, Leave, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size, random_extras
+from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny, random_extras
 
 PLAN = TokenPlan(
     family="qwen-image",
@@ -69,8 +69,8 @@ MASKS = Masks(text_only=True)
 QWEN_IMAGE = Family(
     plans=(PLAN,),
     samples=(
-        Sample(name="qwen-image", form=form(), blocks=(4,), latents=LATENTS, masks=MASKS),
-        Sample(name="qwen-image-edit", form=form(**EDIT), blocks=(4,), latents=LATENTS, masks=MASKS, prompt_extras=REFERENCES),
-        Sample(name="qwen-image-layered", form=form(**LAYERED), blocks=(4,), latents=LAYERS, prompt_extras=REFERENCES),
+        Sample(name="qwen-image", form=form(), tiny=Tiny(blocks=(4,)), latents=LATENTS, masks=MASKS),
+        Sample(name="qwen-image-edit", form=form(**EDIT), tiny=Tiny(blocks=(4,)), latents=LATENTS, masks=MASKS, prompt_extras=REFERENCES),
+        Sample(name="qwen-image-layered", form=form(**LAYERED), tiny=Tiny(blocks=(4,)), latents=LAYERS, prompt_extras=REFERENCES),
     ),
 )

@@ -71,6 +71,20 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tiny:
+    """The sizes that a sample is tried at. ``heads``: the head counts; of the usual 5 no world size
+    that is tried is a divisor. ``blocks``: with none as many as heads.
+    """
+
+    heads: tuple[int, ...] = (5,)
+    head_dim: int = 16
+    blocks: tuple[int, ...] = (5,)
+
+    def size(self, heads: int) -> Size:
+        return Size(heads=heads, head_dim=self.head_dim, blocks=self.blocks or (heads,))
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileForm:
     """The tensors of a checkpoint file from which ComfyUI detects the model.
 
@@ -173,32 +187,28 @@ class Sample:
     then try what only a plan of its own can get wrong, and the rest goes by command. ``bf16``:
     tried in bf16 too.
 
-    ``heads``: the head counts to try; of the usual 5 no world size that is tried is a divisor.
-    ``head_dim`` and ``blocks``: the rest of the size to try it at; with no ``blocks`` as many as
-    heads. ``larger`` are sizes by the name of their use: ``demo``, and of the benches ``bench`` (24
-    blocks), ``deep`` (as many as released models), ``large`` (a file of gigabytes) and ``equal``
-    (blocks that all take as long). ``latents``: a latent with an ``even`` and one with an ``odd``
-    number of tokens, or several that are sampled together, such as video and audio. ``masks`` is
-    None where ComfyUI takes no attention mask. ``prompt_extras``: an empty latent -> what the
-    family's nodes add to a prompt; of two, what to the positive and what to the negative one.
-    ``noise_mask``: an empty latent -> the mask to sample it under.
+    ``larger``: sizes by the name of their use: ``demo``, and of the benches ``bench`` (24 blocks),
+    ``deep`` (as many as released models), ``large`` (a file of gigabytes) and ``equal`` (blocks
+    that all take as long). ``latents``: a latent with an ``even`` and one with an ``odd`` number of
+    tokens, or several that are sampled together, such as video and audio. ``masks`` is None where
+    ComfyUI takes no attention mask. ``prompt_extras``: an empty latent -> what the family's nodes
+    add to a prompt; of two, what to the positive and what to the negative one. ``noise_mask``: an
+    empty latent -> the mask to sample it under.
     """
 
     name: str
     form: Form
     latents: Mapping[str, Any]
-    heads: tuple[int, ...] = (5,)
-    head_dim: int = 16
-    blocks: tuple[int, ...] = (5,)
+    tiny: Tiny = Tiny()
     larger: Mapping[str, Size] = field(default_factory=dict)
     masks: Masks | None = None
     prompt_extras: Callable[[torch.Tensor], Extras | tuple[Extras, Extras]] | None = None
     noise_mask: Callable[[torch.Tensor], torch.Tensor] | None = None
     stands_for: tuple[str, ...] = ()
 
-    def tiny(self, heads: int) -> Size:
-        """Returns the size of its random model with ``heads``."""
-        return Size(heads=heads, head_dim=self.head_dim, blocks=self.blocks or (heads,))
+    @property
+    def heads(self) -> tuple[int, ...]:
+        return self.tiny.heads
 
     def extras(self, latent: Any, side: int = 0) -> Extras:
         """Returns what nodes add to the positive prompt, or to the negative one (``side`` 1)."""

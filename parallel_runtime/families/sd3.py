@@ -4,10 +4,11 @@ attention in every block.
 SD3.5 medium attends over the image tokens a second time, alone. The last block returns no context.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from .plan import Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size
+from .sample import Config, Family, Form, Released, Sample, Size, Tiny
 
 PLAN = TokenPlan(
     family="sd3",
@@ -57,8 +58,8 @@ def released(name: str, heads: int, side: int, changes: Config) -> tuple[Release
 
 LARGE = released("sd3.5-large", 38, 192, {"qk_norm": "rms"})
 MEDIUM = released("sd3.5-medium", 24, 384, {"x_block_self_attn_layers": list(range(13))})
-# as many blocks as heads, and heads of 64
-sample = partial(Sample, head_dim=64, blocks=(), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
+TINY = Tiny(head_dim=64, blocks=())  # as many blocks as heads, and heads of 64
+sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
 
 SD3 = Family(
     plans=(PLAN,),
@@ -66,12 +67,13 @@ SD3 = Family(
         sample(
             name="sd3",
             form=Form(config_class="SD3", config=config, released=LARGE),
+            tiny=TINY,
             stands_for=("Blocks.positional",),
         ),
         sample(
             name="sd3.5-medium",
             form=Form(config_class="SD3", config=medium_config, released=MEDIUM),
-            heads=(3,),
+            tiny=replace(TINY, heads=(3,)),
             stands_for=("also_attend_alone",),
         ),
     ),

@@ -9,7 +9,7 @@ import torch
 
 from . import wan
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Sample, Size, Tiny
 
 BLOCKS = Blocks(path="blocks", tokens={"x": wan.IMG}, along=(Along(arg="freqs", dim=1, streams=wan.IMG),), local=("cross_attn",))
 PLAN = TokenPlan(
@@ -40,7 +40,7 @@ WAN_VACE = Family(
         Sample(
             name="wan-vace",
             form=Form(config_class="WAN21_Vace", config=config),
-            blocks=(4, 2),
+            tiny=Tiny(blocks=(4, 2)),
             latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
             prompt_extras=two_videos,
         ),

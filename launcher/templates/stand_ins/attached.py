@@ -34,7 +34,7 @@ SIGLIP = known(SIGHTS, "siglip", "CLIP vision model")
 
 
 def size_of(sample: str) -> Size:
-    return SAMPLES[sample].tiny(HEADS)
+    return SAMPLES[sample].tiny.size(HEADS)
 
 
 def filled(module: Any, name: str) -> Any:
@@ -104,7 +104,7 @@ def low_rank_control(name: str) -> Any:
 
 
 def talk(name: str) -> Any:
-    size = SAMPLES["wan2.1-i2v"].tiny(40)
+    size = SAMPLES["wan2.1-i2v"].tiny.size(40)
     return nodes_model_patch.MultiTalkModelPatch(
         in_dim=size.hidden, intermediate_dim=32, out_dim=64, context_tokens=4, num_layers=size.blocks[0], **OPERATIONS
     )
@@ -127,7 +127,7 @@ def make_model_patch(name: str) -> Any:
 
 
 def large_control(name: str) -> Any:
-    size = SAMPLES["sd3"].tiny(4)
+    size = SAMPLES["sd3"].tiny.size(4)
     network = comfy.cldm.dit_embedder.ControlNetEmbedder(
         img_size=None,
         patch_size=2,

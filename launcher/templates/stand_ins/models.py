@@ -42,7 +42,7 @@ def form_of(shape: ModelShape) -> tuple[Form, Size]:
     sample = require_sample(shape)
     config_class = shape.config_class or sample.form.config_class
     form = replace(sample.form, file=None, config_class=config_class, config=lambda size: {**sample.form.config(size), **shape.changes})
-    return form, sample.tiny(shape.heads)
+    return form, sample.tiny.size(shape.heads)
 
 
 def make_model(name: str, weight_dtype: str = "default") -> Any:
