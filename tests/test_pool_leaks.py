@@ -293,12 +293,15 @@ def test_the_ranks_of_an_instance_that_is_killed_while_it_computes_die_with_it(s
     assert_gone(ui.below)
 
 
+ENDS = {"killed": (signal.SIGKILL, ["*:Start=deaf"]), "terminated": (signal.SIGTERM, ["*:Start=deaf"]), "Ctrl-C": (signal.SIGINT, [])}
+ENDS |= {"left": (None, [])}
+
+
 @pytest.mark.parametrize(
-    ("number", "rules"),
-    [(signal.SIGKILL, ["*:Start=deaf"]), (signal.SIGTERM, ["*:Start=deaf"]), (signal.SIGINT, []), (None, [])],
-    ids=["killed", "terminated", "Ctrl-C", "left"],
+    ("forked", "number", "rules"),
+    [pytest.param(True, *end, id=f"forked-{name}") for name, end in ENDS.items()]
+    + [pytest.param(False, *end, id=f"programs-{name}") for name, end in ENDS.items() if ALL or name in ("killed", "left")],
 )
-@pytest.mark.parametrize("forked", [True, False], ids=["forked", "programs"])
 def test_ranks_end_with_the_ui_however_it_ends(setup, number, rules, forked):
     """Those that never look at their socket too: the kernel ends them."""
     ui = Ui(setup.comfyui, fake_setup(*rules).argv, forked)
