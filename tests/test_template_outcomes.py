@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.launcher.comfyui.api import RunError
-from pipemesh.launcher.templates.cut import RECORD_NODE
+from pipemesh.launcher.templates.cut import RECORD_NODE, ROUNDED_NODE
 from pipemesh.launcher.templates.run import Tries
 from pipemesh.launcher.templates.surgery import EXACT, PARALLEL
 from safetensors.torch import save_file
@@ -85,6 +85,17 @@ def test_quantised_weights_may_bring_us_no_further_from_the_truth_than_stock(out
 
     outcome, _graphs = outcome_of(answer)
     assert outcome.result == result and outcome.ratio == pytest.approx(ours, rel=1e-3)
+
+
+@pytest.mark.parametrize(("ours", "result"), [(4.0, "same"), (6.0, "different")])
+def test_what_rounding_does_to_stock_may_rounding_do_to_us(outcome_of, ours, result):
+    def answer(graph):
+        rounded = any(node["class_type"] == ROUNDED_NODE for node in graph.values())
+        return TRUTH + 1e-4 * OTHER * (ours if is_parallel(graph) else float(rounded))
+
+    outcome, graphs = outcome_of(answer)
+    assert outcome.result == result and (result == "different" or "sensitivity" in outcome.reason)
+    assert sum(node["class_type"] == ROUNDED_NODE for node in graphs[2].values()) == 2
 
 
 def test_a_model_without_a_plan_is_left_to_stock_and_the_others_are_tried(outcome_of):

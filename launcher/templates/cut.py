@@ -15,7 +15,7 @@ from typing import Any
 Graph = dict[str, dict[str, Any]]
 
 WIDE, SIDES, FRAMES = 800, (128, 192), 17
-CUT_NODE, RECORD_NODE = "PipeMeshTemplateCut", "PipeMeshTemplateRecord"
+CUT_NODE, RECORD_NODE, ROUNDED_NODE = "PipeMeshTemplateCut", "PipeMeshTemplateRecord", "PipeMeshTemplateRounded"
 
 
 def cut_side(value: float) -> int:

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from ..comfyui.api import RunError
 from ..comfyui.server import ComfyServer
+from ..commands.rounding import FACTOR
 from .cut import Graph
-from .surgery import Link, exact, file_name, made_small, model_files, parallel_key, parallelized, recorded, sampled_models, samplers
+from .surgery import Link, exact, file_name, key_before, made_small, model_files, parallelized, recorded, rounded, sampled_models, samplers
 
 BOUND = 2e-5  # of a latent's scale in fp32, as in parity
 FARTHEST = 1.2  # quantised: our distance from the fp32 truth over stock's
@@ -31,8 +32,10 @@ Latents = Mapping[str, torch.Tensor]
 class Outcome:
     """What a template gave. ``result``: "same", "one GPU", "refused", "different" or "error".
 
-    ``error``: the largest difference of a latent, in units of its scale; ``ratio``: of the distance
-    from the fp32 truth over stock's, where the weights are quantised and the latents not equal.
+    ``error``: the largest difference of a latent, in units of its scale, held to BOUND, or to what
+    one rounding of every evaluation does to stock (``commands/rounding.py``); ``ratio``: of the
+    distance from the fp32 truth over stock's, where the weights are quantised and the latents not
+    equal.
     ``evaluations``: of the pool's last run. ``one_gpu``: models that were left to stock, and why.
     """
 
@@ -79,7 +82,7 @@ class Tries:
             ours = self._run(parallelized(graph, self.info, self.pool, left_out))
             if not isinstance(ours, RunError):
                 return {**self._judged(graph, ours, stock), "one_gpu": list(left_out.values()), "evaluations": self._evaluations()}
-            link = next((link for link in wanted if ours.node == parallel_key(link)), None)
+            link = next((link for link in wanted if ours.node == key_before(link)), None)
             if link is None or NO_PLAN not in ours.message:
                 return {"result": "refused" if ours.exception.endswith("Refused") else "error", "reason": str(ours)}
             left_out[link] = ours.message
@@ -91,6 +94,10 @@ class Tries:
         facts: dict[str, Any] = {"result": "same", "error": worst}
         if worst <= BOUND:
             return facts
+        off = self._stock(rounded(graph, self.info))
+        allowed = {name: FACTOR * relative_error(off[name], latent) for name, latent in stock.items()}
+        if all(error <= max(BOUND, allowed[name]) for name, error in errors.items()):
+            return {**facts, "reason": f"stock's own sensitivity to rounding allows {max(allowed.values()):.1e}"}
         truth = self._stock(exact(graph))
         ours_off, stock_off = ({name: distance(run[name], truth[name]) for name in errors} for run in (ours, stock))
         ratios = [ours_off[name] / (stock_off[name] or 1e-30) for name in errors if errors[name] > BOUND]

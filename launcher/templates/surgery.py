@@ -6,11 +6,11 @@ left out, and PipeMesh Parallelize stands before each sampler. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from .cut import RECORD_NODE, Graph, cut, is_link
+from .cut import RECORD_NODE, ROUNDED_NODE, Graph, cut, is_link
 
 Link = tuple[str, int]
 POOL, PARALLEL, RECORD = "pipemesh pool", "pipemesh parallelize", "pipemesh record"
@@ -111,17 +111,30 @@ def file_name(key: str) -> str:
 
 def parallelized(graph: Graph, info: Info, pool: Mapping[str, Any], left_out: Mapping[Link, str]) -> Graph:
     """With PipeMesh Parallelize before everything that samples, but for the links ``left_out``."""
-    made = {key: {**node, "inputs": dict(node["inputs"])} for key, node in graph.items()}
-    for key, name, link in sampled_models(graph, info):
-        if link not in left_out:
-            between = parallel_key(link)
-            made[between] = {"class_type": "PipeMeshParallelize", "inputs": {"model": list(link), "pool": [POOL, 0]}}
-            made[key]["inputs"][name] = [between, 0]
+    made = _with_before_sampling(graph, info, PARALLEL, {"class_type": "PipeMeshParallelize", "inputs": {"pool": [POOL, 0]}}, left_out)
     return {**made, POOL: {"class_type": "PipeMeshPool", "inputs": dict(pool)}}
 
 
-def parallel_key(link: Link) -> str:
-    return f"{PARALLEL} {link[0]} {link[1]}"
+def rounded(graph: Graph, info: Info) -> Graph:
+    """With every evaluation of every sampler off by one rounding."""
+    return _with_before_sampling(graph, info, "pipemesh rounded", {"class_type": ROUNDED_NODE, "inputs": {}})
+
+
+def _with_before_sampling(graph: Graph, info: Info, name: str, node: dict[str, Any], left_out: Container[Link] = ()) -> Graph:
+    """With a ``node`` from MODEL to MODEL, its ``model`` still to be linked, before everything that
+    samples.
+    """
+    made = {key: {**one, "inputs": dict(one["inputs"])} for key, one in graph.items()}
+    for key, taken, link in sampled_models(graph, info):
+        if link not in left_out:
+            between = key_before(link, name)
+            made[between] = {**node, "inputs": {"model": list(link), **node["inputs"]}}
+            made[key]["inputs"][taken] = [between, 0]
+    return made
+
+
+def key_before(link: Link, name: str = PARALLEL) -> str:
+    return f"{name} {link[0]} {link[1]}"
 
 
 def model_files(graph: Graph) -> list[str]:

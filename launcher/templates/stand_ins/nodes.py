@@ -1,5 +1,6 @@
 """The nodes that read files, with stand-ins behind them: same inputs and outputs, so that the rest
-of a graph stays. And three nodes of the command's own: sizes cut on their way, latents recorded.
+of a graph stays. And nodes of the command's own: sizes are cut on their way, evaluations rounded,
+latents recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from safetensors.torch import save_file
 
 import nodes
 
-from ..cut import CUT_NODE, KINDS, RECORD_NODE
+from ...commands.rounding import rounded
+from ..cut import CUT_NODE, KINDS, RECORD_NODE, ROUNDED_NODE
 from .attached import make_control_net, make_latent_upscaler, make_model_patch, make_style_model
 from .foreign import FOREIGN, add_schedulers
 from .looked import LOOKED, OF_SERVICES, answer, nothing
@@ -135,6 +137,19 @@ class Cut:
         return (KINDS[kind](value),)
 
 
+class Rounded:
+    """Makes every evaluation of a MODEL off by one rounding: how far that moves the end."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "run", "PipeMesh/templates"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"model": ("MODEL",)}}
+
+    def run(self, model: Any) -> Outputs:
+        return (rounded(model),)
+
+
 class Record:
     """Writes what a sampler gives, bit for bit, into ComfyUI's output folder."""
 
@@ -152,4 +167,4 @@ class Record:
         return {"ui": {"text": [name]}}
 
 
-OWN_NODES = {CUT_NODE: Cut, RECORD_NODE: Record, **FOREIGN}
+OWN_NODES = {CUT_NODE: Cut, RECORD_NODE: Record, ROUNDED_NODE: Rounded, **FOREIGN}
