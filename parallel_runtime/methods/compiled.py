@@ -37,9 +37,6 @@ class CompiledBlocks:
                 block.forward = torch.compile(block.forward, **with_own_guards(**wanted["kwargs"]))
                 self._blocks.append(block)
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def begin(self) -> None:
         """Begin an evaluation: graphs call this model's attention."""
         self._attention.opaque = opaque_attention()
