@@ -25,6 +25,7 @@ python3 -m launcher COMMAND [options]
   families   which model families run in parallel, how, and why others do not
   templates  ComfyUI's workflow templates, by stock and through a pool
   dryrun     what each rank would compute, hold and send, on GPUs that are not there
+  plan       which layout is the fastest for a job on given GPUs, and why the others lose
   node       lends this machine to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
 
 PIPEMESH_COMFYUI names a ComfyUI of your own, PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for the one installed here.
@@ -38,6 +39,7 @@ INSIDE = {  # command -> the module whose main(argv, host) it is
     "families": "launcher.commands.families",
     "templates": "launcher.commands.templates",
     "dryrun": "launcher.commands.dryrun",
+    "plan": "launcher.commands.plan",
     "node": "launcher.commands.node",
 }
 

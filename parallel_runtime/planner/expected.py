@@ -30,16 +30,40 @@ def even_bytes(ulysses: int, ring: int, tokens: int, hidden: int, blocks: int, i
 
 def sequence_bytes(layout: Layout, rank: int, attended: Attended) -> int:
     """Return the bytes that a rank sends for one attention."""
+    return exchanged_bytes(layout, rank, attended) + passed_bytes(layout, rank, attended)
+
+
+def exchanged_bytes(layout: Layout, rank: int, attended: Attended) -> int:
+    """Return the bytes that a rank sends to its ulysses group for one attention."""
+    tokens, own_heads = rank_tokens(layout, attended), heads_of(layout, rank, attended)
     place = layout.coordinates(rank)
-    ulysses, ring = layout.ulysses, layout.ring
-    tokens = Split.even(attended.tokens, ulysses * ring).sizes
-    own_heads = Split.even(attended.heads, ulysses).sizes[place["ulysses"]]
-    own = tokens[place["ring"] * ulysses + place["ulysses"]]
-    groups = [sum(tokens[index * ulysses : (index + 1) * ulysses]) for index in range(ring)]
-    exchanged = 3 * own * (attended.heads - own_heads) + (groups[place["ring"]] - own) * own_heads
-    unsent = (place["ring"] + 1) % ring  # a rank's block has come round when it reaches the rank before it
-    passed_on = 2 * own_heads * (sum(groups) - groups[unsent]) if ring > 1 else 0
-    return attended.head_dim * ITEM_BYTES * (exchanged + passed_on)
+    own = tokens[place["ring"] * layout.ulysses + place["ulysses"]]
+    others = group_tokens(layout, attended)[place["ring"]] - own
+    return attended.head_dim * ITEM_BYTES * (3 * own * (attended.heads - own_heads) + others * own_heads)
+
+
+def passed_bytes(layout: Layout, rank: int, attended: Attended) -> int:
+    """Return the bytes of keys and values that a rank passes on for one attention."""
+    if layout.ring == 1:
+        return 0
+    groups = group_tokens(layout, attended)
+    unsent = (layout.coordinates(rank)["ring"] + 1) % layout.ring  # a rank's block has come round when it reaches the rank before it
+    return 2 * heads_of(layout, rank, attended) * (sum(groups) - groups[unsent]) * attended.head_dim * ITEM_BYTES
+
+
+def rank_tokens(layout: Layout, attended: Attended) -> tuple[int, ...]:
+    """Return the tokens of each rank of a sequence."""
+    return Split.even(attended.tokens, layout.ulysses * layout.ring).sizes
+
+
+def group_tokens(layout: Layout, attended: Attended) -> list[int]:
+    """Return the tokens of each ulysses group of a sequence."""
+    tokens, size = rank_tokens(layout, attended), layout.ulysses
+    return [sum(tokens[index * size : (index + 1) * size]) for index in range(layout.ring)]
+
+
+def heads_of(layout: Layout, rank: int, attended: Attended) -> int:
+    return Split.even(attended.heads, layout.ulysses).sizes[layout.coordinates(rank)["ulysses"]]
 
 
 def sent_bytes(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None) -> int:

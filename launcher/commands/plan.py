@@ -1,0 +1,160 @@
+"""``python3 -m launcher plan``: predict what every layout of a box would take for a job, on devices
+that need not be there, and say which is the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ...parallel_runtime.errors import LayoutError
+from .dryrun import MODELS, parsed_size
+
+if TYPE_CHECKING:
+    from ...parallel_runtime.planner.box import Box
+    from ...parallel_runtime.planner.choose import Plan, Row
+    from ...parallel_runtime.planner.figures import Whole
+    from ...parallel_runtime.planner.job import Job
+    from ..comfyui.find import ComfyInstall
+
+SHOWN = 12  # rows of the table for people; --all shows every one
+SIZES = (1, 2, 4, 8)
+LINE = "{:34}{:>10}{:>9}{:>9}{:>10}  {:10}{}"
+HEAD = LINE.format("layout", "ms/eval", "speed-up", "GiB/rank", "sent MiB", "weights", "why not")
+
+
+def known_models() -> dict[str, str]:
+    """Return the names that ``--family`` takes, each with its released model: the first of a
+    sample stands for it.
+    """
+    names = {name: name for name in MODELS}
+    for name, (sample, _) in MODELS.items():
+        names.setdefault(sample.name, name)
+    return names
+
+
+def counted(model: str, extent: tuple[int, int, int] | None) -> tuple[Whole, tuple[int, int, int]]:
+    """Run the model dry on one device, and return the counts and the extent."""
+    from ...parallel_runtime.planner.dry_run import DryModel
+
+    dry = DryModel(*MODELS[model], extent)
+    return dry.whole(), dry.extent
+
+
+def record(plan: Plan, row: Row) -> dict[str, Any]:
+    """Return a row as ``--json`` has it."""
+    one, speedup = row.prediction, plan.speedup(row)
+    head = {"layout": row.layout.degrees(), "equation": row.layout.equation(), "why_not": row.why, "is_approximate": row.is_approximate}
+    if one is None:
+        return head
+    return {
+        **head,
+        "ms": 1e3 * one.seconds,
+        "ms_by_cause": {name: 1e3 * seconds for name, seconds in one.parts.items()},
+        "speedup": speedup,
+        "weights": one.kept,
+        "memory_bytes": one.memory_bytes,
+        "sent_bytes": dict(one.sent_bytes),
+    }
+
+
+def line(plan: Plan, row: Row) -> str:
+    one, speedup = row.prediction, plan.speedup(row)
+    if one is None:
+        return LINE.format(row.layout.equation(), "", "", "", "", "", row.why).rstrip()
+    sent = f"{sum(one.sent_bytes.values()) / (1 << 20):.0f}"
+    faster = f"{speedup:.2f}x" if speedup else ""
+    figures = (f"{1e3 * one.seconds:.1f}", faster, f"{one.memory_bytes / (1 << 30):.1f}", sent, one.kept)
+    return LINE.format(row.layout.equation(), *figures, row.why or "the fastest").rstrip()
+
+
+def verdict(plan: Plan) -> str:
+    if plan.best is None:
+        return "No layout has room for this: lower the size, or choose devices with more memory."
+    if plan.best.layout.world_size == 1:
+        return "One GPU is faster than any layout of several."
+    speedup = plan.speedup(plan.best)
+    times = f", {speedup:.2f} times as fast as one GPU" if speedup else "; one GPU has no room"
+    return f"Fastest: {plan.best.layout.equation()}{times}."
+
+
+def by_size(job: Job, box: Box, allows_approximate: bool) -> dict[int, Plan]:
+    """Return the plan of 1, 2, 4 and 8 devices of the box, of those that are there."""
+    from ...parallel_runtime.planner.choose import plan
+
+    sizes = [size for size in SIZES if size <= len(box.devices)]
+    return {size: plan(job, box.first(size), allows_approximate=allows_approximate) for size in sizes}
+
+
+def main(argv: list[str], host: ComfyInstall) -> int:
+    names = known_models()
+    parser = argparse.ArgumentParser(
+        prog="python3 -m launcher plan",
+        description="Predict what every layout of a box would take for a job, and say which is the fastest and why others lose.",
+    )
+    parser.add_argument("--family", choices=names, metavar="F", required=True, help=", ".join(names))
+    parser.add_argument("--size", type=parsed_size, metavar="WxH", help="in pixels (default: what is usual for the model)")
+    parser.add_argument("--frames", type=int, default=0, help="of a video (default: what is usual for the model)")
+    parser.add_argument("--box", required=True, help="such as 8xL40-PCIe, 8xA100-NVLink, 4xRTX4090-PCIe, 2x8xL40-PCIe-100G")
+    parser.add_argument("--cfg", action="store_true", help="two branches in each evaluation")
+    parser.add_argument("--batch", type=int, default=1, help="images or videos at once")
+    parser.add_argument("--evaluations", type=int, default=28, help="of a run (default 28)")
+    parser.add_argument("--approximate", action="store_true", help="choose pipefusion too, whose images differ a little")
+    parser.add_argument("--warm-up", type=int, default=1, help="of pipefusion: whole evaluations (default 1)")
+    parser.add_argument("--patches", type=int, default=0, help="of pipefusion (default: one more than stages)")
+    parser.add_argument("--all", action="store_true", help=f"print every layout, not the first {SHOWN}")
+    parser.add_argument("--json", action="store_true", help="one object")
+    options = parser.parse_args(argv)
+    for name in ("batch", "evaluations", "warm_up"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: choose 1 or more")
+    from ...parallel_runtime.planner.choose import plan
+    from ...parallel_runtime.planner.job import Job
+    from ...parallel_runtime.planner.published import published_box
+
+    try:
+        box = published_box(options.box)
+    except LayoutError as error:
+        parser.error(str(error))
+
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+    comfy.cli_args.args.use_pytorch_cross_attention = True  # what ComfyUI chooses on a GPU
+    model = names[options.family]
+    usual = MODELS[model][1].extent
+    width, height, frames = options.size or usual
+    extent = (width, height, options.frames or (frames if frames > 1 else usual[2]))
+    with contextlib.redirect_stdout(sys.stderr):  # the host's modules print
+        whole, extent = counted(model, extent)
+    job = Job(
+        whole=whole,
+        evaluations=options.evaluations,
+        branches=1 + options.cfg,
+        batch=options.batch,
+        patches=options.patches,
+        warm_up=options.warm_up,
+    )
+    found = plan(job, box, allows_approximate=options.approximate)
+    best = {size: one.best for size, one in by_size(job, box, options.approximate).items()}
+    if options.json:
+        rows = [record(found, row) for row in found.rows]
+        sizes = {str(size): record(found, row) if row else None for size, row in best.items()}
+        head = {"model": model, "extent": extent, "box": box.name, "tflops": whole.flops / 1e12, "verdict": verdict(found)}
+        print(json.dumps({**head, "best_of": sizes, "layouts": rows}))
+        return 0
+    frames_text = f", {extent[2]} frames" if extent[2] > 1 else ""
+    computed = f"{whole.flops / 1e12:.1f} TFLOP per evaluation of a branch"
+    print(f"{model}, {extent[0]}x{extent[1]}{frames_text}, {computed}, on {box.name}\n{verdict(found)}\n")
+    for size, row in best.items():
+        if row is not None and row.prediction is not None:
+            print(f"  {size} GPU{'s' * (size > 1):1}: {row.layout.equation()}, {1e3 * row.prediction.seconds:.1f} ms per evaluation")
+    print(f"\n{HEAD}")
+    for row in found.rows if options.all else found.rows[:SHOWN]:
+        print(line(found, row))
+    if not options.all and len(found.rows) > SHOWN:
+        print(f"... and {len(found.rows) - SHOWN} more: --all")
+    return 0

@@ -1,0 +1,79 @@
+"""Devices and the links between them: all that a prediction knows of a machine.
+
+Ranks are numbered so that neighbours are near each other. A *level* is a group of neighbours that
+share one way to all other ranks: of one rank, its own port; of those on one CPU socket, the link to
+the other socket; of those on one machine, its network. Every message between two groups takes from
+the way out of the one and the way into the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Speeds as achieved on a model's blocks, not peaks. ``block_s``: the least time of a block,
+    whatever it computes: to start its kernels.
+    """
+
+    name: str
+    matmul_flops_per_s: float
+    attention_flops_per_s: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    block_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Groups of ``ranks`` neighbours, and the way from each to all others: ``bytes_per_s`` out and
+    as many in, ``latency_s`` for each message.
+    """
+
+    ranks: int
+    bytes_per_s: float
+    latency_s: float
+
+
+class Message(NamedTuple):
+    source: int
+    target: int
+    nbytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A machine, or several. ``levels`` from the innermost outwards. ``host_bytes_per_s``: from
+    main memory to each device. ``hop_s``: from the sampler to the pool and back, in one evaluation.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    levels: tuple[Level, ...]
+    host_bytes_per_s: float
+    hop_s: float
+
+    def first(self, ranks: int) -> Box:
+        """Return the box with its first devices alone."""
+        return replace(self, devices=self.devices[:ranks])
+
+    def seconds(self, messages: Iterable[Message]) -> float:
+        """Return how long it takes until all of ``messages``, sent at once, have arrived: the
+        fullest way decides.
+        """
+        used: dict[tuple[int, int, str], float] = {}
+        slowest = 0.0
+        for message in messages:
+            if not message.nbytes or message.source == message.target:
+                continue
+            for index, level in enumerate(self.levels):
+                outwards, inwards = message.source // level.ranks, message.target // level.ranks
+                if outwards == inwards:
+                    break
+                slowest = max(slowest, level.latency_s)
+                for way in ((index, outwards, "out"), (index, inwards, "in")):
+                    used[way] = used.get(way, 0.0) + message.nbytes
+        return slowest + max((nbytes / self.levels[way[0]].bytes_per_s for way, nbytes in used.items()), default=0.0)

@@ -1,0 +1,113 @@
+"""Predict every legal layout of a box and choose the fastest; say of each other why it loses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..layout import Layout, layouts_of
+from .box import Box
+from .cost import Prediction, bytes_needed, predict
+from .job import Job
+from .keeping import gib
+
+APPROXIMATE = "pipefusion"
+CAUSES = {  # part of a prediction -> how a loser's reason calls it
+    "compute": "of computing, which fewer ranks share",
+    "imbalance": "waiting for the busiest rank",
+    "ulysses": "for ulysses messages",
+    "ring": "for ring messages and merges",
+    "weights": "moving weights",
+    "pipeline": "of warm-up, and of patches that wait for their own output",
+    "hop": "on the way to the pool and back",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout with its prediction, None where it has no room. ``why`` it loses; empty for the
+    best.
+    """
+
+    layout: Layout
+    prediction: Prediction | None
+    why: str = ""
+
+    @property
+    def is_approximate(self) -> bool:
+        return self.layout.degrees()[APPROXIMATE] > 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All layouts, the fastest that may be chosen first. ``best`` is None where none has room."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def best(self) -> Row | None:
+        return next((row for row in self.rows if not row.why), None)
+
+    def alone(self) -> Row | None:
+        """Return the row of one device."""
+        return next((row for row in self.rows if row.layout.world_size == 1), None)
+
+    def speedup(self, row: Row) -> float | None:
+        """Return how many times as fast as one device; None where that has no room."""
+        alone = self.alone()
+        if row.prediction is None or alone is None or alone.prediction is None:
+            return None
+        return alone.prediction.seconds / row.prediction.seconds
+
+
+def plan(job: Job, box: Box, *, allows_approximate: bool = False, sizes: tuple[int, ...] = ()) -> Plan:
+    """Predict every legal layout of 1, 2, 4, ... and of all devices, or of ``sizes``."""
+    rows = []
+    for size in sizes or sizes_of(len(box.devices)):
+        for layout in legal_layouts(job, size):
+            made = predict(job, layout, box)
+            rows.append((layout, min(made, key=lambda one: one.seconds) if made else None))
+    chosen = fastest([one for _, one in rows if one is not None and (allows_approximate or one.layout.degrees()[APPROXIMATE] == 1)])
+    table = [Row(layout, one, reason(job, box, one, layout, chosen, allows_approximate)) for layout, one in rows]
+    return Plan(tuple(sorted(table, key=_order)))
+
+
+def sizes_of(devices: int) -> tuple[int, ...]:
+    powers = [1 << power for power in range(devices.bit_length()) if 1 << power < devices]
+    return (*powers, devices)
+
+
+def legal_layouts(job: Job, world_size: int) -> Iterator[Layout]:
+    """Yield the layouts of so many ranks that this job can use: a stage has a block, a rank a head,
+    a group a branch or an image.
+    """
+    heads = min((one.heads for one in job.whole.attended), default=1)
+    most = {"ulysses": heads, "pipefusion": len(job.whole.block_flops), "cfg": job.branches, "data": job.batch}
+    for layout in layouts_of(world_size):
+        if all(degree <= most.get(axis, degree) for axis, degree in layout.degrees().items()):
+            yield layout
+
+
+def fastest(predictions: list[Prediction]) -> Prediction | None:
+    """Of equal ones take the one with fewer ranks, then the one that sends less."""
+    return min(predictions, key=lambda one: (one.seconds, one.layout.world_size, sum(one.sent_bytes.values())), default=None)
+
+
+def reason(job: Job, box: Box, one: Prediction | None, layout: Layout, chosen: Prediction | None, allows_approximate: bool) -> str:
+    if one is None:
+        needed, there = bytes_needed(job, layout, box)
+        return f"memory: {gib(needed)} on each rank, and {gib(there)} are there"
+    if one is chosen:
+        return ""
+    if layout.degrees()[APPROXIMATE] > 1 and not allows_approximate:
+        return f"approximate: {APPROXIMATE} is not allowed"
+    if chosen is None:
+        return ""
+    more = {name: seconds - chosen.parts.get(name, 0.0) for name, seconds in one.parts.items()}
+    worst = max(more, key=more.__getitem__)
+    return f"{1e3 * more[worst]:.1f} ms more {CAUSES[worst]}"
+
+
+def _order(row: Row) -> tuple[bool, bool, float]:
+    """Put the chosen row first, then those that may be chosen, and those without room last."""
+    return bool(row.why), row.prediction is None, row.prediction.seconds if row.prediction else 0.0

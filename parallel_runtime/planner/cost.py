@@ -1,0 +1,273 @@
+"""Predict the time and the memory of a job on a layout, from counts and the speeds of a box. Pure
+arithmetic: nothing is measured, and no published time of a model is known here.
+
+A rank's time is its FLOPs over its device's speed, never less than reading its weights or starting
+its kernels. Ulysses waits for both exchanges of every attention. A ring's messages travel while the
+attention over the block before is computed; the time that is longer counts. A pipeline lasts as
+long as its slowest stage has patches to compute, or as one patch takes through all stages if that
+is longer; whole evaluations of the warm-up go through it one stage after the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean
+
+from ..layout import Layout, Split
+from ..stages import Stage, share_out
+from . import expected, messages
+from .box import Box, Device
+from .figures import Attended
+from .job import Job
+from .keeping import Kept
+
+MERGE_BYTES = 34  # moved for each element of a ring's output at each merge: attention/kernels.py, operation by operation
+RESERVED = 1 << 30  # bytes of each device: its context, communicators, fragments
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """``parts``: seconds of an evaluation of all branches, in the mean of a run, by cause.
+    ``memory_bytes`` of the fullest rank; ``sent_bytes`` of an evaluation by axis, of the rank that
+    sends most.
+    """
+
+    layout: Layout
+    kept: Kept = "whole"
+    parts: Mapping[str, float]
+    weight_bytes: int
+    memory_bytes: int
+    sent_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The costs of a job's parts on a layout: what ``predict`` puts together."""
+
+    job: Job
+    layout: Layout
+    box: Box
+
+    @cached_property
+    def stages(self) -> Sequence[tuple[int, int]]:
+        """Blocks [first, end) of each stage; of all without a pipeline."""
+        if self.layout.pipefusion == 1:
+            return [(0, len(self.job.whole.block_flops))]
+        cut: Sequence[Stage] = share_out(self.job.whole.block_flops, self.layout.pipefusion)
+        return [(stage.first, stage.end) for stage in cut]
+
+    @cached_property
+    def patches(self) -> int:
+        return self.job.patches_of(self.layout.pipefusion)
+
+    @cached_property
+    def sequence(self) -> int:
+        return self.layout.ulysses * self.layout.ring
+
+    def stage_of(self, rank: int) -> tuple[int, int]:
+        return self.stages[self.layout.coordinates(rank)["pipefusion"]]
+
+    def attended(self, stage: tuple[int, int]) -> Counter[Attended]:
+        return Counter(one for block in range(*stage) for one in self.job.whole.attended_by_block[block])
+
+    # -- computing
+
+    def matmul_flops(self, stage: tuple[int, int]) -> float:
+        """Return a stage's FLOPs but for attention, of a whole evaluation."""
+        return sum(self.job.whole.block_flops[slice(*stage)]) - sum(
+            count * expected.attention_flops(one) for one, count in self.attended(stage).items()
+        )
+
+    def attention_s(self, device: Device, rank: int, attended: Attended) -> float:
+        """Return the seconds of a rank's part of one attention of all tokens."""
+        own = expected.heads_of(self.layout, rank, attended)
+        return expected.attention_flops(attended) * own / attended.heads / self.layout.ring / device.attention_flops_per_s
+
+    def computing_s(self, rank: int, share: float) -> float:
+        """Return the seconds that a rank computes for ``share`` of an evaluation's tokens."""
+        device, stage, whole = self.box.devices[rank], self.stage_of(rank), self.job.whole
+        attention = share * sum(count * self.attention_s(device, rank, one) for one, count in self.attended(stage).items())
+        matmul = share * self.matmul_flops(stage) / self.sequence / device.matmul_flops_per_s
+        read = sum(whole.block_weight_bytes[slice(*stage)]) / device.memory_bytes_per_s
+        around = whole.around_flops / device.matmul_flops_per_s
+        return around + max(max(matmul, read) + attention, (stage[1] - stage[0]) * device.block_s)
+
+    # -- messages
+
+    def ulysses_s(self, stage: tuple[int, int], share: float) -> float:
+        """Return the seconds of the exchanges of a stage's attentions."""
+        if self.layout.ulysses == 1:
+            return 0.0
+        seconds = 0.0
+        for one, count in self.attended(stage).items():
+            for sent in (messages.heads_for_tokens(self.layout, one), messages.tokens_for_heads(self.layout, one)):
+                seconds += count * self.box.seconds([message._replace(nbytes=share * message.nbytes) for message in sent])
+        return seconds
+
+    def ring_s(self, rank: int) -> float:
+        """Return the seconds that a rank waits for keys and values, and merges parts."""
+        if self.layout.ring == 1:
+            return 0.0
+        device, seconds = self.box.devices[rank], 0.0
+        for one, count in self.attended(self.stage_of(rank)).items():
+            travels = self.box.seconds(messages.ring_step(self.layout, one))
+            waits = max(0.0, travels - self.attention_s(device, rank, one) / self.layout.ring)
+            merges = MERGE_BYTES * self.output_elements(one) / device.memory_bytes_per_s
+            seconds += count * (self.layout.ring - 1) * (waits + merges)
+        return seconds
+
+    def output_elements(self, attended: Attended) -> int:
+        """Return the elements of the fullest rank's output of one attention."""
+        heads = max(Split.even(attended.heads, self.layout.ulysses).sizes)
+        return max(expected.group_tokens(self.layout, attended)) * heads * attended.head_dim
+
+    def stage_s(self, share: float) -> float:
+        """Return the seconds of the hidden rows' way to the next stage."""
+        whole = self.job.whole
+        nbytes = share * sum(whole.tokens.values()) * whole.hidden * expected.ITEM_BYTES
+        return self.box.seconds(messages.stage_step(self.layout, nbytes))
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Return the bytes of an evaluation by axis, of the rank that sends most."""
+        found = max(map(self._sent_by, range(self.layout.world_size)), key=lambda sent: sum(sent.values()))
+        return {axis: nbytes * self.job.turns(self.layout) for axis, nbytes in found.items() if nbytes}
+
+    def _sent_by(self, rank: int) -> dict[str, int]:
+        whole, stage = self.job.whole, self.stage_of(rank)
+        attended = self.attended(stage).items()
+        onwards = sum(whole.tokens.values()) * whole.hidden * expected.ITEM_BYTES // self.sequence
+        return {
+            "ulysses": sum(count * expected.exchanged_bytes(self.layout, rank, one) for one, count in attended),
+            "ring": sum(count * expected.passed_bytes(self.layout, rank, one) for one, count in attended),
+            "pipefusion": onwards if stage[1] < len(whole.block_flops) else 0,
+        }
+
+    # -- memory
+
+    def activation_bytes(self, stage: tuple[int, int]) -> int:
+        """Return what a rank holds beside weights: an evaluation's tensors, whole in a pipeline's
+        warm-up, and buffers for messages, keys and values.
+        """
+        layout, own = self.layout, list(self.attended(stage))
+        elements = max((self.output_elements(one) for one in own), default=0)
+        buffers = 6 * elements * expected.ITEM_BYTES * (layout.ulysses > 1)
+        buffers += (6 * expected.ITEM_BYTES + 2 * FP32_BYTES) * elements * (layout.ring > 1)
+        images = -(-self.job.batch // layout.data)
+        held = sum(count * one.tokens * one.heads * one.head_dim for one, count in self.attended(stage).items())
+        kept = 2 * held * expected.ITEM_BYTES // layout.ulysses * self.job.turns(self.layout) * (layout.pipefusion > 1)
+        return images * (self.job.whole.peak_bytes // self.sequence + buffers) + kept
+
+
+def predict(job: Job, layout: Layout, box: Box) -> list[Prediction]:
+    """Return a prediction for each way to keep weights that the devices have room for; none where
+    no way fits.
+    """
+    costs = Costs(job=job, layout=layout, box=box.first(layout.world_size))
+    made = [_kept(costs, kept) for kept in ("whole", "sharded", "offloaded")]
+    return [one for one in made if one is not None]
+
+
+def bytes_needed(job: Job, layout: Layout, box: Box) -> tuple[int, int]:
+    """Return the bytes of the fullest rank with whole weights, and those of its device."""
+    costs = Costs(job=job, layout=layout, box=box.first(layout.world_size))
+    needed = max(expected.weight_bytes(job.whole, stage) + costs.activation_bytes(stage) + RESERVED for stage in costs.stages)
+    return needed, int(min(device.memory_bytes for device in costs.box.devices))
+
+
+def _kept(costs: Costs, kept: Kept) -> Prediction | None:
+    """Predict with weights kept so; None where they do not fit, or nothing is gained by it."""
+    whole, layout = costs.job.whole, costs.layout
+    room = int(min(device.memory_bytes for device in costs.box.devices)) - RESERVED
+    weights = activations = 0
+    for stage in costs.stages:
+        one = expected.sharded_bytes(whole, layout, stage) if kept == "sharded" else expected.weight_bytes(whole, stage)
+        if one + costs.activation_bytes(stage) > weights + activations:
+            weights, activations = one, costs.activation_bytes(stage)
+    moved_s = 0.0
+    if kept == "sharded":
+        if costs.sequence == 1:
+            return None
+        moved_s = max(
+            sum(costs.box.seconds(messages.weights_step(layout, size)) for size in whole.block_weight_bytes[slice(*stage)])
+            for stage in costs.stages
+        )
+    elif kept == "offloaded":
+        if weights + activations <= room:
+            return None
+        on_device, weights = weights, room - activations
+        if weights < 2 * max(whole.block_weight_bytes):
+            return None
+        moved_s = (on_device - weights) / costs.box.host_bytes_per_s
+    if weights + activations > room:
+        return None
+    return Prediction(
+        layout=layout,
+        kept=kept,
+        parts=_pipeline(costs, kept, moved_s) if layout.pipefusion > 1 else _sequence(costs, kept, moved_s),
+        weight_bytes=weights,
+        memory_bytes=weights + activations + RESERVED,
+        sent_bytes=costs.sent_bytes(),
+    )
+
+
+def _waits(kept: Kept, moved_s: float, computing_s: float) -> float:
+    """Return what a forward waits for weights: gathered ones come while it computes."""
+    return max(0.0, moved_s - computing_s) if kept == "sharded" else moved_s
+
+
+def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
+    """Return the parts of an evaluation whose ranks all have all blocks."""
+    ranks = range(costs.layout.world_size)
+    computing = [costs.computing_s(rank, 1.0) for rank in ranks]
+    slowest, mean = max(computing), fmean(computing)
+    one = {
+        "ulysses": costs.ulysses_s(costs.stages[0], 1.0),
+        "ring": max(costs.ring_s(rank) for rank in ranks),
+        "weights": _waits(kept, moved_s, slowest),
+    }
+    parts = {name: seconds * costs.job.turns(costs.layout) for name, seconds in one.items()}
+    parts["compute"] = mean * costs.job.even_turns(costs.layout)
+    parts["imbalance"] = slowest * costs.job.turns(costs.layout) - parts["compute"]
+    parts["hop"] = costs.box.hop_s if costs.layout.world_size > 1 else 0.0
+    return parts
+
+
+def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
+    """Return the parts of an evaluation in the mean of a run: whole ones first, then patches."""
+    job, layout = costs.job, costs.layout
+    share, firsts = job.share_of_patch(costs.patches), [layout.group("pipefusion", rank) for rank in range(costs.sequence)]
+
+    def stage_times(share: float) -> tuple[list[float], list[float], list[float]]:
+        computing = [max(costs.computing_s(ranks[stage], share) for ranks in firsts) for stage in range(layout.pipefusion)]
+        exchanged = [costs.ulysses_s(stage, share) + max(costs.ring_s(ranks[0]) for ranks in firsts) for stage in costs.stages]
+        return computing, exchanged, [_waits(kept, moved_s, seconds) for seconds in computing]
+
+    computing, exchanged, moved = stage_times(share)
+    of_patch = [sum(each) for each in zip(computing, exchanged, moved, strict=True)]
+    of_whole = [sum(each) for each in zip(*stage_times(1.0), strict=True)]
+    turns, link_s = job.turns(layout), costs.stage_s(share)
+    slowest = max(*of_patch, link_s)
+    round_trip = sum(of_patch) + (layout.pipefusion - 1) * link_s + costs.box.hop_s
+    period = turns * max(costs.patches * slowest, round_trip)
+    warm_up = sum(of_whole) + (layout.pipefusion - 1) * costs.stage_s(1.0) + (turns - 1) * max(of_whole) + costs.box.hop_s
+    warm = min(job.warm_up, job.evaluations)
+    patched = job.evaluations - warm
+    run = warm * warm_up + patched * period + (round_trip - slowest if patched else 0.0)
+    each = costs.patches * job.even_turns(layout)
+    parts = {
+        "compute": each * fmean(computing),
+        "ulysses": turns * costs.patches * max(exchanged),
+        "weights": turns * costs.patches * max(moved),
+        "hop": 0.0,
+    }
+    parts["imbalance"] = turns * costs.patches * max(of_patch) - sum(parts.values())
+    parts["pipeline"] = run / job.evaluations - sum(parts.values())
+    return parts

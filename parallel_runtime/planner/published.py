@@ -1,0 +1,92 @@
+"""Boxes that nobody here owns, from published figures of devices and links: ``published.json`` has
+each with its source. No measured time or speed-up of a model is among them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import LayoutError
+from .box import Box, Device, Level
+
+FILE = Path(__file__).with_name("published.json")
+NAME = re.compile(r"(?:(?P<machines>\d+)x)?(?P<count>\d+)x(?P<device>\w+)-(?P<link>\w+)(?:-(?P<network>\w+))?")
+ON_A_SOCKET = 4  # GPUs, as 8 in a machine of two sockets
+FORM = "COUNTxDEVICE-LINK, as 8xL40-PCIe, or with machines before and their network behind it, as 2x8xL40-PCIe-100G"
+LINKS = {"NVLink": "", "PCIe": "", "SPR": "SPR", "AMD": "AMD"}  # link -> the socket's kind; PCIe: by the device's generation
+GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
+
+
+@cache
+def figures() -> dict[str, Any]:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def published_box(name: str) -> Box:
+    """Parse ``8xL40-PCIe`` or ``2x8xL40-PCIe-100G``. Raises LayoutError with what is known."""
+    found = NAME.fullmatch(name)
+    if found is None:
+        raise LayoutError(f"{name!r} is no box: write {FORM}.")
+    known, kind, link, network = figures(), found["device"], found["link"], found["network"]
+    for word, among in ((kind, known["devices"]), (link, LINKS), (network or "100G", known["network"])):
+        if word not in among:
+            raise LayoutError(f"{word} of the box {name} is not known: choose from {', '.join(among)}.")
+    machines, count = int(found["machines"] or 1), int(found["count"])
+    if not 0 < machines * count <= 64 or (machines > 1) != (network is not None):
+        raise LayoutError(f"{name!r} is no box: write {FORM}, with 64 devices at most.")
+    levels = (*links(known["devices"][kind], link, count), *([network_of(count, network)] if network else []))
+    return Box(
+        name=name,
+        devices=(device(kind),) * (machines * count),
+        levels=levels,
+        host_bytes_per_s=pcie(known["devices"][kind]["pcie"]),
+        hop_s=known["hop"]["seconds"],
+    )
+
+
+def device(kind: str) -> Device:
+    known = figures()
+    figure = known["devices"][kind]
+    speed = figure["bf16_tflops"] * TERA * known["achieved"]["fraction"]
+    return Device(
+        name=kind,
+        matmul_flops_per_s=speed,
+        attention_flops_per_s=speed,
+        memory_bytes=figure["memory_gb"] * GIGA,
+        memory_bytes_per_s=figure["memory_gb_per_s"] * GIGA * known["memory"]["fraction"],
+        block_s=known["block"]["seconds"],
+    )
+
+
+def links(figure: dict[str, Any], link: str, count: int) -> list[Level]:
+    """Return the ways between the devices of one machine. Without peer access each message is
+    staged: it goes into main memory whole, then out of it.
+    """
+    latency = figures()["latency"]
+    if link == "NVLink":
+        if "nvlink_gb_per_s" not in figure:
+            raise LayoutError("This device has no NVLink to all others: choose PCIe.")
+        return [Level(ranks=1, bytes_per_s=figure["nvlink_gb_per_s"] * GIGA, latency_s=(latency["base_us"] + latency["nvlink_us"]) * MICRO)]
+    latency_s = (latency["base_us"] + latency["pcie_us"]) * MICRO
+    port = pcie(figure["pcie"]) / figures()["pcie"]["through_cpu"] if figure["peer"] else pcie(figure["pcie"]) / 2
+    ports = Level(ranks=1, bytes_per_s=port, latency_s=latency_s * (1 if figure["peer"] else 2))
+    if count <= ON_A_SOCKET:
+        return [ports]
+    kind = LINKS[link] or ("SPR" if figure["pcie"] == "5" else "ICX")
+    across = figures()["sockets"][kind]["gb_per_s"] * GIGA
+    return [ports, Level(ranks=ON_A_SOCKET, bytes_per_s=across, latency_s=latency_s)]
+
+
+def network_of(count: int, network: str) -> Level:
+    latency = figures()["latency"]
+    speed = figures()["network"][network]["gb_per_s"] * GIGA
+    return Level(ranks=count, bytes_per_s=speed, latency_s=(latency["base_us"] + latency["network_us"]) * MICRO)
+
+
+def pcie(generation: str) -> float:
+    """Return the bytes per second of sixteen lanes, each way."""
+    return figures()["pcie"][generation] * GIGA

@@ -1,0 +1,45 @@
+"""Counts of released models, as ``dryrun`` had them, and jobs and boxes made of numbers alone."""
+
+import json
+from itertools import chain, repeat
+from pathlib import Path
+
+from pipemesh.parallel_runtime.planner.box import Box, Device, Level
+from pipemesh.parallel_runtime.planner.expected import attention_flops
+from pipemesh.parallel_runtime.planner.figures import Attended, Whole
+
+SAVED = Path(__file__).parent / "saved" / "counts.json"
+LISTS = ("block_weight_bytes", "block_flops", "attended_by_block")
+
+
+def saved() -> dict:
+    return json.loads(SAVED.read_text(encoding="utf-8"))
+
+
+def counts(name: str) -> Whole:
+    """Of ``saved``, where runs of equal blocks are written as (how many, what)."""
+    found = saved()[name]["whole"]
+    lists = {key: list(chain.from_iterable(repeat(one, many) for many, one in found[key])) for key in LISTS}
+    attended = [[Attended(*one) for one in block] for block in lists.pop("attended_by_block")]
+    return Whole(**{**found, **lists, "attended_by_block": attended})
+
+
+def attention_alone(tokens: int, heads: int = 32, head_dim: int = 128) -> Whole:
+    one = Attended(tokens, heads, head_dim)
+    return Whole(
+        weight_bytes=0,
+        block_weight_bytes=[0],
+        block_flops=[attention_flops(one)],
+        around_flops=0,
+        peak_bytes=0,
+        attended_by_block=[[one]],
+        tokens={"img": tokens},
+        hidden=heads * head_dim,
+    )
+
+
+def box(ranks: int, *, port: float = 1e15, latency: float = 0.0, memory: float = 1e15, flops: float = 1e12, levels: tuple = ()) -> Box:
+    """A box whose links cost nothing, but for those given."""
+    device = Device(name="d", matmul_flops_per_s=flops, attention_flops_per_s=flops, memory_bytes=memory, memory_bytes_per_s=1e15)
+    ports = Level(ranks=1, bytes_per_s=port, latency_s=latency)
+    return Box(name="box", devices=(device,) * ranks, levels=(ports, *levels), host_bytes_per_s=1e9, hop_s=0.0)

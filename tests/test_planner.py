@@ -1,0 +1,189 @@
+"""The planner's arithmetic: messages, time, memory, the choice and its reasons. Nothing runs."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipemesh.parallel_runtime.errors import LayoutError
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner import expected, messages
+from pipemesh.parallel_runtime.planner.box import Level, Message
+from pipemesh.parallel_runtime.planner.choose import legal_layouts, plan
+from pipemesh.parallel_runtime.planner.cost import predict
+from pipemesh.parallel_runtime.planner.figures import Attended
+from pipemesh.parallel_runtime.planner.job import Job
+from pipemesh.parallel_runtime.planner.published import figures, published_box
+
+from .planned import box, counts
+
+FLUX = counts("flux 1024")
+JOB = Job(whole=FLUX)
+GIB = 1 << 30
+
+
+def of(layout: Layout, a_box, job: Job = JOB):
+    return min(predict(job, layout, a_box), key=lambda one: one.seconds)
+
+
+# -- links
+
+
+def test_all_messages_between_two_groups_share_the_way_between_them():
+    levels = (Level(ranks=2, bytes_per_s=5, latency_s=3),)
+    two = box(4, port=10, latency=1, levels=levels)
+    assert two.seconds([Message(0, 1, 20)]) == pytest.approx(1 + 2)
+    assert two.seconds([Message(0, 1, 20), Message(1, 0, 20)]) == pytest.approx(1 + 2)  # each way has its own bandwidth
+    assert two.seconds([Message(0, 2, 20)]) == pytest.approx(3 + 4)
+    assert two.seconds([Message(0, 2, 20), Message(1, 3, 20)]) == pytest.approx(3 + 8)
+    assert two.seconds([Message(0, 2, 20), Message(2, 0, 20)]) == pytest.approx(3 + 4)
+    assert two.seconds([Message(1, 1, 20)]) == two.seconds([]) == 0
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.integers(1, 9))
+def test_the_messages_of_a_rank_are_the_bytes_that_the_dry_run_is_held_to(ulysses, ring, tokens, heads):
+    layout, attended = Layout(ulysses=ulysses, ring=ring), Attended(tokens * ulysses * ring, heads, 8)  # what a ring passes on is even then
+    sent = [0] * layout.world_size
+    for each, times in ((messages.heads_for_tokens, 1), (messages.tokens_for_heads, 1), (messages.ring_step, ring - 1)):
+        for message in each(layout, attended):
+            sent[message.source] += times * message.nbytes * (message.source != message.target)
+    assert sent == [expected.sequence_bytes(layout, rank, attended) for rank in range(layout.world_size)]
+
+
+# -- time
+
+
+@pytest.mark.parametrize("layout", [Layout(ulysses=4), Layout(ring=4), Layout(ulysses=2, ring=2)], ids=Layout.equation)
+def test_ranks_of_a_sequence_on_perfect_links_share_the_time_of_one(layout):
+    alone, shared = of(Layout(), box(1)).seconds, of(layout, box(4)).seconds
+    assert alone == pytest.approx(FLUX.flops / 1e12)
+    assert shared == pytest.approx(alone / 4, rel=2e-3)  # each computes what is around the blocks
+
+
+@pytest.mark.parametrize(("evaluations", "warm_up", "ideal"), [(28, 1, 6.4), (28, 4, 4.0)])
+def test_a_pipeline_on_perfect_links_takes_what_the_paper_says(evaluations, warm_up, ideal):
+    """S / (W + (S - W) / N), but for stages of unequal cost, the fill, and what every patch
+    computes anew.
+    """
+    job = Job(whole=FLUX, evaluations=evaluations, warm_up=warm_up)
+    speedup = of(Layout(), box(1), job).seconds / of(Layout(pipefusion=8), box(8), job).seconds
+    assert 0.88 * ideal < speedup < ideal
+
+
+def test_heads_that_do_not_divide_are_imbalance_and_even_ones_are_not():
+    assert of(Layout(ulysses=5), box(5)).parts["imbalance"] > 0 == of(Layout(ulysses=4), box(4)).parts["imbalance"]
+
+
+def test_a_ring_waits_only_for_what_its_attention_does_not_cover():
+    fast, slow = (of(Layout(ring=4), box(4, port=port)).parts["ring"] for port in (1e12, 1e8))
+    assert fast < 1e-3 * FLUX.flops / 1e12 < slow
+
+
+def test_a_kernel_takes_no_less_than_its_start():
+    slow = dataclasses.replace(box(4).devices[0], block_s=1.0, matmul_flops_per_s=1e20, attention_flops_per_s=1e20)
+    assert of(Layout(ulysses=4), dataclasses.replace(box(4), devices=(slow,) * 4)).seconds == pytest.approx(len(FLUX.block_flops), rel=0.01)
+
+
+# -- memory
+
+
+def test_weights_that_fit_no_device_are_shared_out_or_left_in_main_memory():
+    alone = of(Layout(), box(1, memory=20 * GIB))
+    assert alone.kept == "offloaded" and alone.memory_bytes <= 20 * GIB
+    assert alone.parts["weights"] == pytest.approx((FLUX.weight_bytes - alone.weight_bytes) / 1e9)
+    shared = of(Layout(ulysses=4), box(4, memory=20 * GIB))
+    assert shared.kept == "sharded" and shared.weight_bytes == expected.sharded_bytes(FLUX, Layout(ulysses=4), None)
+    assert of(Layout(), box(1, memory=40 * GIB)).kept == of(Layout(ulysses=4), box(4, memory=40 * GIB)).kept == "whole"
+    assert of(Layout(pipefusion=2), box(2, memory=20 * GIB)).kept == "whole"
+
+
+def test_a_pipeline_keeps_keys_and_values_of_its_own_blocks_for_each_branch():
+    """FLUX.1 at 1024 x 1024 keeps 2.67 GiB of image tokens per branch, before it is divided by
+    stages (arXiv 2405.14430); here the text's are kept too.
+    """
+    sizes = [of(Layout(pipefusion=2), box(2), Job(whole=FLUX, branches=branches)).memory_bytes for branches in (1, 2)]
+    assert 1.3 * GIB < sizes[1] - sizes[0] < 1.3 * 2.67 * GIB * 4608 / 4096
+
+
+def test_what_fits_nowhere_says_what_it_needs():
+    row = plan(JOB, box(1, memory=1 * GIB)).rows[0]
+    assert row.prediction is None and row.why == "memory: 23.6 GiB on each rank, and 1.0 GiB are there"
+
+
+# -- the choice
+
+
+def test_one_gpu_is_chosen_where_messages_take_longer_than_they_save():
+    made = plan(JOB, box(4, port=1e6, flops=1e15))
+    assert made.best is made.rows[0] and made.best.layout == Layout()
+    assert all(row.why for row in made.rows[1:])
+
+
+def test_an_approximate_layout_is_chosen_where_that_is_allowed_alone():
+    links = {"port": 2e9, "flops": 1e14}
+    exact, any_ = (plan(JOB, box(4, **links), allows_approximate=allowed).best for allowed in (False, True))
+    assert exact is not None and not exact.is_approximate
+    assert any_ is not None and any_.is_approximate
+    refused = {row.why for row in plan(JOB, box(4, **links)).rows if row.is_approximate}
+    assert refused == {"approximate: pipefusion is not allowed"}
+
+
+def test_every_loser_says_how_much_it_loses_and_to_what():
+    made = plan(JOB, published_box("8xL40-PCIe"))
+    assert [row.why for row in made.rows].count("") == 1
+    assert all(row.why.startswith("approximate") or " ms more " in row.why for row in made.rows if row.why)
+    assert next(row for row in made.rows if row.layout == Layout(ring=8)).why.endswith("for ring messages and merges")
+    seconds = [row.prediction.seconds for row in made.rows[1:] if row.prediction]
+    assert seconds == sorted(seconds)
+
+
+def test_a_layout_with_more_groups_than_branches_images_heads_or_blocks_is_not_tried():
+    def most(axis: str, job: Job) -> int:
+        return max(layout.degrees()[axis] for size in (4, 25, 64) for layout in legal_layouts(job, size))
+
+    both = Job(whole=FLUX, branches=2, batch=4)
+    assert (most("cfg", JOB), most("data", JOB), most("ulysses", JOB)) == (1, 1, 16)
+    assert (most("cfg", both), most("data", both)) == (2, 4)
+    assert most("pipefusion", JOB) == 32  # 64 stages have no block each
+
+
+def test_branches_and_images_in_groups_of_their_own_need_no_messages():
+    job = Job(whole=FLUX, branches=2, batch=2)
+    alone = of(Layout(), box(1), job).seconds
+    for layout in (Layout(cfg=2), Layout(data=2), Layout(cfg=2, data=2)):
+        shared = of(layout, box(layout.world_size, port=1.0), job)
+        assert shared.seconds == pytest.approx(alone / layout.world_size)
+        assert not shared.sent_bytes
+    uneven = of(Layout(cfg=2), box(2), Job(whole=FLUX, branches=3))
+    assert uneven.parts["imbalance"] == pytest.approx(0.5 * FLUX.flops / 1e12)
+    assert plan(job, published_box("4xRTX4090-PCIe")).best.layout == Layout(cfg=2, data=2)
+
+
+# -- boxes
+
+
+def test_every_published_device_and_link_makes_a_box_and_names_its_source():
+    for name, figure in figures()["devices"].items():
+        assert figure["source"]
+        for link in ("PCIe", "SPR", "AMD", *(["NVLink"] if "nvlink_gb_per_s" in figure else [])):
+            made = published_box(f"2x8x{name}-{link}-100G")
+            assert len(made.devices) == 16
+            assert [level.ranks for level in made.levels] == ([1, 8] if link == "NVLink" else [1, 4, 8])
+    assert all("source" in group for key, group in figures().items() if key not in ("devices", "network"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("8", "is no box: write COUNTxDEVICE-LINK"),
+        ("8xL41-PCIe", "L41 of the box .* choose from A100"),
+        ("8xL40-Wire", "Wire .* choose from NVLink"),
+        ("8xL40-NVLink", "no NVLink .* choose PCIe"),
+        ("2x8xL40-PCIe", "is no box"),
+        ("99xL40-PCIe", "64 devices at most"),
+    ],
+)
+def test_a_box_that_is_not_known_is_refused_with_what_is(name, said):
+    with pytest.raises(LayoutError, match=said):
+        published_box(name)
