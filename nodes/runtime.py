@@ -20,6 +20,7 @@ from PIL.Image import Image
 
 from ..launcher.pool.devices import Placement, place, visible_gpus
 from ..launcher.pool.handle import PoolHandle, PoolKeeper
+from ..launcher.pool.pool import refused_kernels
 from ..launcher.pool.rank_setup import RankSetup, rank_setup_from
 from ..launcher.pool.rendezvous import check_rendezvous
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
@@ -30,7 +31,7 @@ from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
-from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, last_run
+from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, last_run
 from .settings import PLACED_BY, Choice, PoolSettings, how_many
 
 log = logging.getLogger("pipemesh")
@@ -191,6 +192,7 @@ def pool_figures(handle: PoolHandle, pool: RemotePool) -> PoolFigures:
         patches=held.patchings if held else 0,
         conditioning_uploads=held.conditioning.uploads if held else 0,
         weights=kept_weights(pool),
+        kernels=ring_kernels(handle),
         last_run=last_run(run.began_s, run.mode, list(run.evaluations), placement.backend) if run else None,
     )
 
@@ -199,6 +201,13 @@ def kept_weights(pool: RemotePool) -> tuple[KeptWeights, ...]:
     models = dict(pool.session.models) if pool.session is not None else {}
     titles = pool.residency.titles
     return tuple(KeptWeights(titles.get(name, name), held.weights.kept, held.weights.why) for name, held in models.items())
+
+
+def ring_kernels(handle: PoolHandle) -> RingKernels:
+    pool = handle.live()
+    if pool is None or handle.placement.layout.ring == 1:
+        return RingKernels()
+    return RingKernels(tuple(one.kernel for one in pool.ready), refused_kernels(pool.ready))
 
 
 def rank_figures(handle: PoolHandle) -> tuple[RankFigures, ...]:

@@ -3,14 +3,13 @@ all of them.
 """
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.attention import kernels
-from pipemesh.parallel_runtime.attention.kernels import attention_with_lse, choose, explicit, flash_attn, partial_attention
+from pipemesh.parallel_runtime.attention.kernels import attention_with_lse, explicit, partial_attention
 
 BOUND = {torch.float32: 5e-6, torch.bfloat16: 4e-2}
 
@@ -162,76 +161,3 @@ def test_bias_rows_for_the_efficient_kernel_begin_aligned_and_are_held_once(shap
     assert torch.equal(bias, mask.expand(2, 4, 3, 5))
     assert all(stride % kernels.ALIGN == 0 for stride in bias.stride()[:3]) and bias.stride(3) == 1
     assert bias.untyped_storage().nbytes() == 4 * kernels.ALIGN * math.prod(shape[:-1])
-
-
-# -- which kernel
-
-FLASH_3, FLASH_2 = kernels.FLASH_PACKAGES
-TURING, AMPERE, ADA, HOPPER, BLACKWELL = (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)
-
-
-@pytest.mark.parametrize(
-    ("capability", "installed", "kernel"),
-    [
-        (TURING, (FLASH_3, FLASH_2), kernels.cuda_efficient),
-        (AMPERE, (), kernels.cuda_flash),
-        (ADA, (FLASH_3, FLASH_2), flash_attn(FLASH_2)),
-        (ADA, (FLASH_3,), kernels.cuda_flash),
-        (HOPPER, (FLASH_3, FLASH_2), flash_attn(FLASH_3)),
-        (HOPPER, (FLASH_2,), flash_attn(FLASH_2)),
-        (BLACKWELL, (FLASH_3,), kernels.cuda_flash),
-    ],
-)
-def test_flash_kernels_are_chosen_only_for_gpus_that_run_them(capability, installed, kernel):
-    assert choose("cuda", torch.float16, 128, False, capability, installed) is kernel
-
-
-def test_what_flash_does_not_take_goes_to_a_kernel_that_does():
-    everything = (HOPPER, kernels.FLASH_PACKAGES)
-    assert choose("cuda", torch.bfloat16, 128, True, *everything) is kernels.cuda_efficient
-    assert choose("cuda", torch.float32, 128, False, *everything) is kernels.cuda_efficient
-    assert choose("cuda", torch.bfloat16, 264, False, *everything) is kernels.cuda_efficient
-    assert choose("cuda", torch.bfloat16, 60, False, *everything) is explicit
-    assert choose("cuda", torch.bfloat16, 128, False, TURING) is explicit  # before Ampere there is no bf16
-    assert choose("xpu", torch.float16, 128, False) is explicit
-    assert choose("cpu", torch.float16, 60, True) is kernels.cpu_flash
-
-
-def test_gpus_of_amds_are_not_taken_for_nvidias_of_the_same_version(monkeypatch):
-    monkeypatch.setattr("torch.version.hip", "6.4", raising=False)
-    monkeypatch.setattr(kernels, "installed_flash", lambda: frozenset(kernels.FLASH_PACKAGES))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))  # as gfx942 says
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 3, 128))
-    assert kernels.choose_for(q, False) is kernels.flash_attn("flash_attn")
-
-
-@pytest.mark.parametrize("package", kernels.FLASH_PACKAGES)
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_flash_attn_is_called_as_its_packages_want_it(monkeypatch, package, scale):
-    """Tokens before heads; version 2 returns the probabilities too, version 3 did not always take
-    the word for it.
-    """
-    q, k, v = make(3, 2, 3, 5, 7, 16)
-
-    def in_version_2(q, k, v, dropout_p=0.0, softmax_scale=None, return_attn_probs=False):
-        out, lse = explicit(*(t.transpose(1, 2) for t in (q, k, v)), None, softmax_scale)
-        return (out.transpose(1, 2), lse, None) if return_attn_probs else out.transpose(1, 2)
-
-    def in_version_3(q, k, v, softmax_scale=None):
-        return in_version_2(q, k, v, softmax_scale=softmax_scale, return_attn_probs=True)[:2]
-
-    function = in_version_2 if package == FLASH_2 else in_version_3
-    monkeypatch.setattr(kernels, "import_module", lambda name: SimpleNamespace(flash_attn_func=function) if name == package else None)
-    for ours, truth in zip(flash_attn(package)(q, k, v, None, scale), explicit(q, k, v, None, scale), strict=True):
-        assert torch.equal(ours, truth)
-
-
-def test_packages_are_looked_for_once(monkeypatch):
-    asked = []
-    monkeypatch.setattr(kernels, "find_spec", asked.append)
-    kernels.installed_flash.cache_clear()
-    try:
-        assert [kernels.installed_flash() for _ in range(3)] == [frozenset()] * 3
-        assert asked == list(kernels.FLASH_PACKAGES)
-    finally:
-        kernels.installed_flash.cache_clear()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.commands import doctor
-from pipemesh.launcher.commands.doctor import Facts, Finding, Gpu, Machine, Package, Torch, can_run, findings, report
+from pipemesh.launcher.commands.doctor import Facts, Finding, Gpu, Machine, Package, RingKernel, Torch, can_run, findings, report
 
 NEEDED = (Package("greenlet", "3.2"), Package("msgspec", "0.20"), Package("safetensors", "0.6"))
 CPU = Facts(
@@ -23,6 +23,11 @@ CPU = Facts(
 )
 GPU = Gpu("H100", 80 * doctor.GIB)
 TWO_GPUS = replace(CPU, torch=replace(CPU.torch, gpus=(GPU, GPU), build="CUDA 13.0"), packages=(*NEEDED, Package("flash-attn", "2.8")))
+
+REFUSED = replace(
+    TWO_GPUS,
+    kernels=(RingKernel("cuda:0", "flash-attn 3"), RingKernel("cuda:1", "torch's flash attention", ("flash-attn 3 is not used: wrong.",))),
+)
 
 
 def machine(facts: Facts, **changed) -> Facts:
@@ -79,6 +84,7 @@ def test_what_stops_everything_is_named_with_its_remedy(facts: Facts, names: str
         (replace(TWO_GPUS, packages=NEEDED), "flash-attn is not installed", "pip install flash-attn"),
         (machine(TWO_GPUS, shm_free_bytes=64 * 2**20), "/dev/shm has 0.1 GiB free", "--shm-size=1g"),
         (machine(TWO_GPUS, memory_available_bytes=doctor.GIB), "1.0 GiB of memory", "close other programs"),
+        (REFUSED, "cuda:1: flash-attn 3 is not used: wrong.", "until then torch's flash attention is used"),
     ],
 )
 def test_what_limits_is_named_with_its_remedy_and_stops_nothing(facts: Facts, names: str, remedy: str) -> None:
@@ -112,4 +118,5 @@ def test_this_machine_can_be_looked_at_in_words_and_in_json(capsys: pytest.Captu
     said = json.loads(capsys.readouterr().out)
     assert said["works"] == (status == 0)
     assert said["facts"]["torch"]["version"]
+    assert said["facts"]["kernels"]
     assert {"level", "text", "remedy"} == set(said["findings"][0])

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from pipemesh.launcher.pool.devices import place
 from pipemesh.nodes.notices import Notice
-from pipemesh.nodes.report.figures import InPatches, LastRun, MemoryFigures, PoolFigures, RankFigures, Report, last_run
+from pipemesh.nodes.report.figures import InPatches, LastRun, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, last_run
 from pipemesh.nodes.report.text import NO_POOL, report_text
 from pipemesh.parallel_runtime.client.run import Evaluation
 from pipemesh.parallel_runtime.layout import Layout
@@ -79,6 +79,14 @@ def test_the_text_says_everything_that_is_known_of_the_last_run():
         "rank device models free total",
         *(f"{rank} cuda:{rank} 300.0 MiB 10.0 GiB 24.0 GiB" for rank in range(4)),
     ]
+
+
+def test_kernels_of_a_ring_are_named_and_so_are_those_that_were_refused():
+    figures = pool()
+    text = text_of(replace(figures, kernels=RingKernels(("flash-attn 3",) * 4)))
+    assert "attention around the ring: flash-attn 3" in said(text)
+    text = text_of(replace(figures, kernels=RingKernels(("flash-attn 3", "torch's"), ("flash-attn 2 is not used: it is wrong.",))))
+    assert {"attention around the ring: rank 0 flash-attn 3, rank 1 torch's", "flash-attn 2 is not used: it is wrong."} <= {*said(text)}
 
 
 def test_tables_line_up_in_a_monospaced_font():
@@ -193,6 +201,7 @@ def test_scripts_that_read_the_report_find_every_figure_under_its_name():
         "patches": 5,
         "conditioning_uploads": 7,
         "weights": [],
+        "kernels": {"names": [], "refused": []},
         "last_run": whole,
     }
     in_patches = pool(ring=1, in_patches=InPatches("free-running", 3, 2), busy=(0.5, 0.25), **UNKNOWN)

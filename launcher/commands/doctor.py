@@ -62,6 +62,17 @@ class Torch:
     pairs_without_peer_access: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass(frozen=True)
+class RingKernel:
+    """The kernel that a ring's attention runs on, on this device; ``refused``: a sentence for each
+    that was found wrong.
+    """
+
+    device: str
+    name: str
+    refused: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """The facts on one page. ``python``: the version of the one that runs, ``executable``."""
@@ -72,6 +83,7 @@ class Facts:
     torch: Torch
     comfyui: ComfyInstall
     packages: tuple[Package, ...] = ()
+    kernels: tuple[RingKernel, ...] = ()
 
     def has(self, package: str) -> bool:
         return any(found.name == package and found.version for found in self.packages)
@@ -85,7 +97,14 @@ class Finding:
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    return (*about_torch(facts), *about_packages(facts), *about_devices(facts), *about_cores(facts), *about_memory(facts))
+    return (
+        *about_torch(facts),
+        *about_packages(facts),
+        *about_kernels(facts),
+        *about_devices(facts),
+        *about_cores(facts),
+        *about_memory(facts),
+    )
 
 
 def about_torch(facts: Facts) -> tuple[Finding, ...]:
@@ -116,9 +135,18 @@ def about_packages(facts: Facts) -> tuple[Finding, ...]:
         if not facts.has(name)
     )
     if facts.torch.gpus and not facts.has("flash-attn"):
-        text = "flash-attn is not installed: attention runs on torch's own kernels."
-        return (*found, Finding("limited", text, f"{facts.executable} -m pip install flash-attn, if you want it"))
+        text = "flash-attn is not installed: a ring's attention runs on torch's own kernels."
+        return (*found, Finding("limited", text, f"{facts.executable} -m pip install flash-attn yunchang, if you want it"))
     return found
+
+
+def about_kernels(facts: Facts) -> tuple[Finding, ...]:
+    """Kernels that compute something else than attention, or another log-sum-exp."""
+    return tuple(
+        Finding("limited", f"{one.device}: {sentence}", f"install another version of it; until then {one.name} is used")
+        for one in facts.kernels
+        for sentence in one.refused
+    )
 
 
 def about_devices(facts: Facts) -> tuple[Finding, ...]:
@@ -185,6 +213,7 @@ def report(facts: Facts, found: Sequence[Finding]) -> str:
         *(f"GPU {index}     {gpu.name}, {gib(gpu.memory_bytes)}" for index, gpu in enumerate(torch.gpus)),
         *([] if torch.gpus else ["GPU       none"]),
         f"Packages  {optional}",
+        *(f"Ring      on {one.device}: {one.name}" for one in facts.kernels),
         f"Memory    {memory}; /dev/shm {shm}; memfd {'works' if machine.memfd else 'does not work'}",
         "",
     ]
@@ -201,6 +230,7 @@ def can_run(found: Sequence[Finding]) -> bool:
 
 
 def gather(host: ComfyInstall) -> Facts:
+    torch = ask_torch()
     return Facts(
         python=platform.python_version(),
         executable=sys.executable,
@@ -212,10 +242,24 @@ def gather(host: ComfyInstall) -> Facts:
             memfd=memfd_works(),
             gpu_driver=next((maker for node, maker in GPU_NODES.items() if Path(node).exists()), ""),
         ),
-        torch=ask_torch(),
+        torch=torch,
         comfyui=host,
         packages=tuple(Package(name, package_version(name)) for name in (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES)),
+        kernels=try_kernels(torch),
     )
+
+
+def try_kernels(torch: Torch) -> tuple[RingKernel, ...]:
+    """Try the attention kernels on every GPU, or on the CPU, as ranks do when they start."""
+    if not torch.version:
+        return ()
+    from torch import device
+
+    from ...parallel_runtime.attention.trial import tried, usual
+
+    names = [f"cuda:{index}" for index in range(len(torch.gpus))] or ["cpu"]
+    found = [(name, tried(device(name))) for name in names]
+    return tuple(RingKernel(name, usual(kernels, device(name)), kernels.refused) for name, kernels in found)
 
 
 def ask_torch() -> Torch:

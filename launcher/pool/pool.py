@@ -17,7 +17,7 @@ from itertools import count
 
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, RunCancelled
 from ...parallel_runtime.wire.arena import Arena
-from ...parallel_runtime.wire.messages import Done, Memory, Request
+from ...parallel_runtime.wire.messages import Done, Memory, Ready, Request
 from .conversation import Conversation, stop_if
 from .devices import Placement
 from .progress import Progress
@@ -39,6 +39,11 @@ CLOSE_GRACE_S = 5.0
 
 def never() -> bool:
     return False
+
+
+def refused_kernels(ready: Sequence[Ready]) -> tuple[str, ...]:
+    """Returns a sentence for each attention kernel that a rank found wrong."""
+    return tuple(dict.fromkeys(sentence for one in ready for sentence in one.refused_kernels))
 
 
 class Opened:
@@ -78,6 +83,7 @@ class WorkerPool:
         self.arena = Arena()
         self.ranks = Ranks(placement, setup, self.arena, self.facts)
         self.memory: list[Memory] = []  # of every rank, as it last told
+        self.ready: tuple[Ready, ...] = ()  # what every rank said when it had joined
         self.next_request: Callable[[], int] = partial(next, count(1))
         progress = Progress(len(names), setup.tell)
         self._conversation = Conversation(self.ranks, self.arena.board, self.facts, setup.stall_s, progress)
@@ -110,7 +116,8 @@ class WorkerPool:
             try:
                 self.ranks.start()
                 self._conversation.expect(0, self.facts.everyone)
-                self.memory = [ready.memory for ready in self._conversation.collect(0, interrupted).values()]
+                self.ready = tuple(self._conversation.collect(0, interrupted).values())
+                self.memory = [one.memory for one in self.ready]
             except Lost as lost:
                 raise self._fail(lost) from lost.__cause__
             except (MachineMissing, LayoutError) as error:
@@ -123,6 +130,8 @@ class WorkerPool:
                 raise
             self._enter("ready")
         log.info("[PipeMesh] %s ready in %.1f s", self.placement.layout.equation(), time.monotonic() - began)
+        for sentence in refused_kernels(self.ready):
+            log.warning("[PipeMesh] %s", sentence)
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Ends every rank and gives everything back. Safe in every state, any number of times."""

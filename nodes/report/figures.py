@@ -69,10 +69,20 @@ class KeptWeights:
     why: str
 
 
+@dataclass(frozen=True)
+class RingKernels:
+    """The kernel of every rank that a ring's attention runs on, as a rule; ``refused``: a sentence
+    for each that was found wrong.
+    """
+
+    names: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PoolFigures:
     """Figures of one pool. Counts are since it started; ``patches``: sets of weight patches;
-    ``weights`` of each model that it holds.
+    ``weights`` of each model that it holds; ``kernels`` where it has a ring.
     """
 
     state: str
@@ -85,6 +95,7 @@ class PoolFigures:
     patches: int = 0
     conditioning_uploads: int = 0
     weights: tuple[KeptWeights, ...] = ()
+    kernels: RingKernels = RingKernels()
     last_run: LastRun | None = None
 
 

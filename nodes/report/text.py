@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...launcher.pool.devices import Placement
 from ...parallel_runtime.wire.segment import mib
-from .figures import InPatches, LastRun, PoolFigures, RankFigures, Report
+from .figures import InPatches, LastRun, PoolFigures, RankFigures, Report, RingKernels
 
 NO_POOL = (
     "Nothing has been sampled by a pool yet: put PipeMesh Parallelize before the sampler, "
@@ -81,7 +81,18 @@ def held_text(pool: PoolFigures) -> str:
         ("conditioning uploads so far", str(pool.conditioning_uploads)),
     ]
     kept = [f"  weights of {one.model}: {one.kept}, {one.why}" for one in pool.weights if one.why]
-    return "\n".join(["Pool", *aligned(rows), *kept])
+    return "\n".join(["Pool", *aligned(rows), *kept, *kernel_lines(pool.kernels)])
+
+
+def kernel_lines(kernels: RingKernels) -> list[str]:
+    """Name the kernel of the ring's attention, of each rank where they differ, and those that were
+    refused.
+    """
+    if not kernels.names:
+        return []
+    names = dict.fromkeys(kernels.names)
+    text = kernels.names[0] if len(names) == 1 else ", ".join(f"rank {rank} {name}" for rank, name in enumerate(kernels.names))
+    return [f"  attention around the ring: {text}", *(f"  {sentence}" for sentence in kernels.refused)]
 
 
 def memory_text(ranks: Sequence[RankFigures]) -> str:

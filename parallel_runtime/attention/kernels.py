@@ -5,27 +5,25 @@ Every kernel holds scores and their sums in fp32 whatever q's dtype, so a host t
 precision has it. A query that may look at none of the keys given has out = 0 and lse = -inf: it
 does not count in a merge.
 
+Here are torch's own kernels; those of other packages are in ``packages``, and ``trial`` finds out
+which of all a device can be trusted with.
+
 Legend: B batch, H heads, Q query tokens, K key tokens, D head dim; ``lse`` is (B, H, Q) in fp32.
 Sources: FlashAttention (arXiv 2205.14135, section 3.1) for the merge, torch 2.11's aten kernels
-(native_functions.yaml), flash-attn 2/3 (flash_attn_func, return_attn_probs).
+(native_functions.yaml).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from inspect import signature
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 ALIGN = 16  # the efficient kernel wants rows of its bias to begin at multiples of 16 elements
 
 AMPERE, HOPPER = 8, 9  # major compute capabilities
-FLASH_PACKAGES = ("flash_attn_interface", "flash_attn")  # flash-attn 3 and 2
 
 OutLse = tuple[torch.Tensor, torch.Tensor]
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", "float | None"], OutLse]
@@ -43,9 +41,64 @@ class Partial(NamedTuple):
     weight: torch.Tensor | float
 
 
-def partial_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None = None) -> Partial:
+class Ask(NamedTuple):
+    """What an attention asks of a kernel. ``capability``: the CUDA device's. ``host``: the name of
+    the function that the host attends by.
+    """
+
+    device: str
+    dtype: torch.dtype
+    dim: int
+    is_masked: bool
+    capability: tuple[int, int] = (0, 0)
+    host: str = ""
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it is in a half precision that the device computes in."""
+        return self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and self.capability[0] >= AMPERE)
+
+    @property
+    def suits_flash(self) -> bool:
+        on_gpu = self.device == "cuda" and self.capability[0] >= AMPERE
+        return on_gpu and self.is_half and not self.is_masked and self.dim % 8 == 0 and self.dim <= 256
+
+    @property
+    def suits_efficient(self) -> bool:
+        return self.device == "cuda" and self.dim % 8 == 0 and (self.is_half or self.dtype == torch.float32)
+
+
+class Usable(NamedTuple):
+    """A kernel under the name that users read, and what it may be asked for."""
+
+    name: str
+    kernel: Kernel
+    suits: Callable[[Ask], bool]
+
+
+class Kernels(NamedTuple):
+    """The kernels of a rank: the first of ``order`` that suits is taken, and the last suits
+    everything. ``refused``: a sentence for each one that was found wrong.
+    """
+
+    order: tuple[Usable, ...]
+    refused: tuple[str, ...] = ()
+
+    def choose(self, ask: Ask) -> Usable:
+        return next(usable for usable in self.order if usable.suits(ask))
+
+
+def partial_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None = None,
+    kernels: Kernels | None = None,
+    host: str = "",
+) -> Partial:
     """Attend over some of the keys. The arguments are those of ``attention_with_lse``."""
-    out, lse = attention_with_lse(q, k, v, mask, scale)
+    out, lse = attention_with_lse(q, k, v, mask, scale, kernels, host)
     keys = max(1, k.shape[2])
     return Partial(out, lse - math.log(keys), float(keys))
 
@@ -70,11 +123,20 @@ def share(part: Partial, level: torch.Tensor) -> torch.Tensor:
     return part.weight * (part.level - torch.where(level == -math.inf, 0.0, level)).exp()
 
 
-def attention_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None = None) -> OutLse:
-    """Attend by the fastest kernel for this: return out (B, H, Q, D) in q's dtype, and lse.
+def attention_with_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None = None,
+    kernels: Kernels | None = None,
+    host: str = "",
+) -> OutLse:
+    """Attend by the first of ``kernels`` for this, or of torch's own: return out (B, H, Q, D) in
+    q's dtype, and lse.
 
     ``q`` (B, H, Q, D), ``k`` and ``v`` (B, H, K, D), ``mask`` additive or boolean: (Q, K), (B, Q,
-    K) or (B, 1 or H, 1 or Q, K).
+    K) or (B, 1 or H, 1 or Q, K). ``host``: as ``Ask`` has it.
     """
     batch, heads, queries, _ = q.shape
     if queries == 0 or k.shape[2] == 0 or heads == 0 or batch == 0:  # torch's CPU kernel dies of an empty dimension
@@ -84,7 +146,8 @@ def attention_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     mask = None if mask is None else mask.to(q.dtype)
-    out, lse = choose_for(q, mask is not None)(q, k, v, mask, scale)
+    ask = Ask(q.device.type, q.dtype, q.shape[-1], mask is not None, capability_of(q.device), host)
+    out, lse = (kernels or TORCHS).choose(ask).kernel(q, k, v, mask, scale)
     return (out, lse) if mask is None else without_blind_rows(out, lse, mask)
 
 
@@ -96,35 +159,11 @@ def without_blind_rows(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor)
     return torch.where(blind.unsqueeze(-1), 0.0, out).to(out.dtype), torch.where(blind, -math.inf, lse)
 
 
-def choose(
-    device: str, dtype: torch.dtype, dim: int, masked: bool, capability: tuple[int, int] = (0, 0), installed: Collection[str] = ()
-) -> Kernel:
-    """Return the fastest kernel for this. ``capability``: the CUDA device's; ``installed``: those
-    of FLASH_PACKAGES.
-    """
-    if device == "cpu":
-        return cpu_flash
-    if device != "cuda" or dim % 8:
-        return explicit
-    major, _minor = capability
-    half = dtype == torch.float16 or (dtype == torch.bfloat16 and major >= AMPERE)
-    if half and not masked and dim <= 256 and major >= AMPERE:
-        if "flash_attn_interface" in installed and major == HOPPER:
-            return flash_attn("flash_attn_interface")
-        return flash_attn("flash_attn") if "flash_attn" in installed else cuda_flash
-    return cuda_efficient if half or dtype == torch.float32 else explicit
-
-
-def choose_for(q: torch.Tensor, masked: bool) -> Kernel:
-    capability = (0, 0)
-    if q.device.type == "cuda":  # AMD's GPUs have version numbers of their own: all that ROCm's torch runs on count as Ampere
-        capability = (AMPERE, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(q.device)
-    return choose(q.device.type, q.dtype, q.shape[-1], masked, capability, installed_flash())
-
-
-@cache
-def installed_flash() -> frozenset[str]:
-    return frozenset(package for package in FLASH_PACKAGES if find_spec(package) is not None)
+def capability_of(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 0, 0
+    # AMD's GPUs have version numbers of their own: all that ROCm's torch runs on count as Ampere.
+    return (AMPERE, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
 def cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
@@ -151,18 +190,6 @@ def aligned_bias(mask: torch.Tensor, q: torch.Tensor, keys: int) -> torch.Tensor
     return bias.copy_(mask).expand(*q.shape[:3], keys)
 
 
-@cache
-def flash_attn(module: str) -> Kernel:
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
-        function: Any = import_module(module).flash_attn_func
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # flash-attn has tokens before heads
-        wanted = {"return_attn_probs": True} if "return_attn_probs" in signature(function).parameters else {}  # 3 returned lse always, once
-        out, lse, *_ = function(q, k, v, softmax_scale=scale, **wanted)
-        return out.transpose(1, 2), lse.float()
-
-    return kernel
-
-
 def explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
     """Attend in fp32 where no fused kernel can. Holds all scores: (B, H, Q, K)."""
     scores = q.float() @ k.float().transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -171,3 +198,10 @@ def explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tens
     lse = scores.logsumexp(-1)
     weights = (scores - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(-1)).exp()
     return (weights @ v.float()).to(q.dtype), lse
+
+
+CPU_FLASH = Usable("torch's flash attention for CPUs", cpu_flash, lambda ask: ask.device == "cpu")
+CUDA_FLASH = Usable("torch's flash attention", cuda_flash, lambda ask: ask.suits_flash)
+CUDA_EFFICIENT = Usable("torch's efficient attention", cuda_efficient, lambda ask: ask.suits_efficient)
+EXPLICIT = Usable("attention without a fused kernel", explicit, lambda ask: True)
+TORCHS = Kernels((CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, EXPLICIT))

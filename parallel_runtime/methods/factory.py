@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..attention.kernels import TORCHS, Kernels
 from ..comm.mesh import Mesh
 from ..families.plan import TokenPlan
 from ..layout import Layout
@@ -16,19 +17,19 @@ from .pipefusion.stage import PipeFusion
 from .usp import SequenceParallel
 
 
-def make_method(model: nn.Module, plan: TokenPlan, mesh: Mesh, rank: Rank, stages: Sequence[int] = ()) -> Method:
+def make_method(model: nn.Module, plan: TokenPlan, mesh: Mesh, rank: Rank, stages: Sequence[int] = (), kernels: Kernels = TORCHS) -> Method:
     """Return the method, detached. Under a pipeline the model has this stage's blocks alone from
     now on.
 
-    ``stages``: blocks of each stage; empty gives each as many. Raises Refused or LayoutError where
-    the method cannot run this model.
+    ``stages``: blocks of each stage; empty gives each as many. ``kernels``: for attention to a part
+    of the keys. Raises Refused or LayoutError where the method cannot run this model.
     """
     layout = Layout(**mesh.degrees)
     if mesh.link is None:
         SequenceParallel.check(model, plan, layout)
-        return SequenceParallel(model, plan, mesh.sequence, rank.tick)
+        return SequenceParallel(model, plan, mesh.sequence, rank.tick, kernels)
     PipeFusion.check(model, plan, layout)
     alike = [1.0 for _ in blocks_of(model, plan)]
     stage = (cut(stages, len(alike)) if stages else share_out(alike, layout.pipefusion))[mesh.axes["pipefusion"].rank]
     clocked = not stages  # else they were cut by what was clocked, or by hand
-    return PipeFusion(model, plan, stage, mesh.sequence, mesh.link, rank, clocked)
+    return PipeFusion(model, plan, stage, mesh.sequence, mesh.link, rank, clocked, kernels)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..attention.kernels import Partial, merge, partial_attention
+from ..attention.kernels import Kernels, Partial, merge, partial_attention
 from ..comm.mesh import SequenceComm
 from ..errors import ModelError
 from ..families.plan import TokenPlan
@@ -67,7 +67,8 @@ class SequenceAttention:
     called before every message.
     """
 
-    def __init__(self, plan: TokenPlan, comm: SequenceComm, before_exchange: Callable[[], None]):
+    def __init__(self, plan: TokenPlan, comm: SequenceComm, before_exchange: Callable[[], None], kernels: Kernels):
+        self._kernels = kernels
         self._plan = plan
         self._comm = comm
         self._before_exchange = before_exchange
@@ -110,7 +111,8 @@ class SequenceAttention:
             raise ModelError("Attention over keys that are cut has a mask, which no plan says how to cut: this model needs another plan.")
         q_BHQD, k_BHlD, v_BHlD = by_heads(q, k, v, heads, kwargs)
         joint, exchange = rows.joint((self._plan.leave.stream,)), self._comm.world
-        part = partial_attention(q_BHQD, joint.drop_anchors(k_BHlD, 2), joint.drop_anchors(v_BHlD, 2), None, kwargs.get("scale"))
+        k_BHlD, v_BHlD = joint.drop_anchors(k_BHlD, 2), joint.drop_anchors(v_BHlD, 2)
+        part = partial_attention(q_BHQD, k_BHlD, v_BHlD, None, kwargs.get("scale"), self._kernels)
         own = torch.cat((part.out.float(), part.level.unsqueeze(-1)), -1)
         self._before_exchange()
         received, flag = exchange.all_to_all([[own]] * exchange.size, [own.shape] * exchange.size, self._comm.stop.wish(own))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.kernels import Partial, merge, partial_attention
+from ..attention.kernels import TORCHS, Kernels, Partial, merge, partial_attention
 from ..comm.mesh import SequenceComm
 from ..errors import LayoutError
 from ..families.plan import TokenPlan
@@ -40,9 +40,16 @@ class SequenceParallel:
     another has come further than that one.
     """
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TokenPlan,
+        comm: SequenceComm,
+        on_progress: Callable[[], None] = lambda: None,
+        kernels: Kernels = TORCHS,
+    ):
         self._comm = comm
-        self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, on_progress))
+        self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, on_progress, kernels))
         self._part: Part | None = None
         self._attentions = len(list(blocks_of(model, plan)))
 
@@ -90,10 +97,11 @@ class SequenceParallel:
 class SequenceSharding:
     """Gives each rank of the sequence an even part of every stream; attention sees all of them."""
 
-    def __init__(self, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None]):
+    def __init__(self, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None], kernels: Kernels):
         self._comm = comm
         self._on_progress = on_progress
-        self._attention = SequenceAttention(plan, comm, on_progress)
+        self._kernels = kernels
+        self._attention = SequenceAttention(plan, comm, on_progress, kernels)
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards | None:
         if self._comm.size == 1:
@@ -132,7 +140,7 @@ class SequenceSharding:
             mask = call.rows.memoise(host_mask, ("mask",), lambda: permute_mask(host_mask, call.joint))
         if self._comm.ring.size > 1:
             qkv = qkv if isinstance(qkv, torch.Tensor) else torch.stack(tuple(qkv))
-            return around_the_ring(self._comm, call, qkv, mask, flag, self._on_progress)
+            return around_the_ring(self._comm, call, qkv, mask, flag, self._on_progress, self._kernels)
         self._comm.decide(flag)
         if not call.own_heads:
             return qkv[0]
@@ -142,7 +150,13 @@ class SequenceSharding:
 
 
 def around_the_ring(
-    comm: SequenceComm, call: Call, qkv: torch.Tensor, mask: torch.Tensor | None, flag: torch.Tensor, on_progress: Callable[[], None]
+    comm: SequenceComm,
+    call: Call,
+    qkv: torch.Tensor,
+    mask: torch.Tensor | None,
+    flag: torch.Tensor,
+    on_progress: Callable[[], None],
+    kernels: Kernels,
 ) -> torch.Tensor:
     """(3, B, h, g, D) -> (B, h, g, D), attending to every group's keys in turn. The wishes to stop
     travel with them. ``mask`` is in rank-major order.
@@ -153,7 +167,7 @@ def around_the_ring(
     keys = [sum(joint.counts[index * group : (index + 1) * group]) for index in range(ring.size)]
     starts = list(accumulate(keys, initial=0))
     rows = slice(starts[ring.index], starts[ring.index + 1])
-    scale = call.options.get("scale")
+    scale, host = call.options.get("scale"), getattr(call.attention, "__name__", "")
     partial: Partial | None = None
     failure: Exception | None = None
     flags = []
@@ -162,14 +176,14 @@ def around_the_ring(
         flags.append(block.flag)
         try:
             if partial is None and call.before is not None:
-                partial = partial_attention(qkv[0], *call.before, None, scale)
+                partial = partial_attention(qkv[0], *call.before, None, scale, kernels, host)
             part = None
             if mask is not None:
                 columns = slice(starts[block.source], starts[block.source + 1])
                 part = part_of_mask(mask, rows, columns, call.own, joint.active_tokens, call.heads.total)
             k, v = block.kv.to(qkv.device)
             if failure is None:
-                here = partial_attention(qkv[0], k, v, part, scale)
+                here = partial_attention(qkv[0], k, v, part, scale, kernels, host)
                 partial = here if partial is None else merge(partial, here)
         except Exception as error:  # noqa: BLE001 raised below
             failure = failure or error

@@ -134,10 +134,16 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answers Start: the rank has met the others and waits for requests."""
+    """Answers Start: the rank has met the others and waits for requests.
+
+    ``kernel``: that a ring's attention runs on, as a rule; empty without a ring.
+    ``refused_kernels``: a sentence for each that was found wrong.
+    """
 
     device_name: str
     memory: Memory
+    kernel: str = ""
+    refused_kernels: tuple[str, ...] = ()
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):

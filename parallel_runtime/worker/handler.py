@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
+from ..attention.kernels import TORCHS, Kernels
 from ..checkpoint import File, check_copy, check_file
 from ..comfy_bridge.source import build_from_state, call_factory, find_here
 from ..comm.mesh import Mesh, open_weights
@@ -28,7 +29,7 @@ class RequestHandler:
     machine than ComfyUI, where files have times of their own.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, memory: DeviceMemory, io: ArenaIO, away: bool):
+    def __init__(self, mesh: Mesh, device: torch.device, memory: DeviceMemory, io: ArenaIO, away: bool, kernels: Kernels = TORCHS):
         self.models: dict[str, ResidentModel] = {}
         self._mesh = mesh
         self._writes = mesh.rank == Layout(**mesh.degrees).writer
@@ -36,6 +37,7 @@ class RequestHandler:
         self._memory = memory
         self._io = io
         self._away = away
+        self._kernels = kernels
 
     def handle(self, request: Request, segments: list[Segment], rank: Rank) -> Done:
         """Carries out ``request`` and returns the answer. ``segments``: those that the request
@@ -77,7 +79,7 @@ class RequestHandler:
             patcher = call_factory(source["factory"], args, source["index"], source["dtypes"])
         else:
             patcher = build_from_state(source)
-        self.models[request.model] = ResidentModel(patcher, self._device, self._mesh, rank, request)
+        self.models[request.model] = ResidentModel(patcher, self._device, self._mesh, rank, request, self._kernels)
         self._count_models()
 
     def _checked(self, args: tuple, file: File | None) -> tuple:

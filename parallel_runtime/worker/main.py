@@ -52,6 +52,8 @@ def run(channel: Channel) -> None:
     import torch.distributed as dist
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+    from ..attention.kernels import TORCHS
+    from ..attention.trial import tried, usual
     from ..comm.machines import MachineComm
     from ..comm.mesh import connect
     from ..layout import Layout
@@ -88,9 +90,11 @@ def run(channel: Channel) -> None:
             tick=lambda steps: board.tick(start.rank, steps),
         )
     away = machines is not None and machines.away
-    handler = RequestHandler(mesh, device, memory, ArenaIO(arena, device, machines), away)
+    kernels = tried(device) if layout.ring > 1 else TORCHS  # elsewhere ComfyUI's own attention computes
+    handler = RequestHandler(mesh, device, memory, ArenaIO(arena, device, machines), away, kernels)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    channel.send(Ready(device_name=name, memory=memory.now()))
+    kernel = usual(kernels, device) if layout.ring > 1 else ""
+    channel.send(Ready(device_name=name, memory=memory.now(), kernel=kernel, refused_kernels=kernels.refused))
     with contextlib.suppress(ChannelClosed):
         loop.serve(handler)
     if size > 1:

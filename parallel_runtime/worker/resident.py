@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..attention.kernels import TORCHS, Kernels
 from ..comfy_bridge.by_name import restored
 from ..comfy_bridge.device_weights import DeviceWeights
 from ..comfy_bridge.forward import forward_name
@@ -32,11 +33,11 @@ class ResidentModel:
     """``patcher`` is the host's own ModelPatcher. Its weights are on this rank's device; in a
     pipeline it has those of its own blocks alone.
 
-    ``load``: the request for it. Raises Refused or LayoutError where the model cannot run in this
-    layout.
+    ``load``: the request for it. ``kernels``: the rank's. Raises Refused or LayoutError where the
+    model cannot run in this layout.
     """
 
-    def __init__(self, patcher: Any, device: torch.device, mesh: Mesh, rank: Rank, load: Load):
+    def __init__(self, patcher: Any, device: torch.device, mesh: Mesh, rank: Rank, load: Load, kernels: Kernels = TORCHS):
         self.patcher = patcher
         self.device = device
         self.rank = mesh.rank
@@ -48,7 +49,7 @@ class ResidentModel:
         if plan is None:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
         self.method = make_method(
-            self.diffusion_model, plan, mesh, rank, load.stages
+            self.diffusion_model, plan, mesh, rank, load.stages, kernels
         )  # first, so that no weights of other stages' blocks are moved
         self._weights = self._placed(plan, mesh, rank, load)
         self.nbytes = self._weights.nbytes  # once: every answer reports it

@@ -53,8 +53,8 @@ def at_every_method(change, rank_of=lambda rank: rank):
     """
 
     def make(real):
-        def make_method(model, plan, mesh, rank, stages=()):
-            method, now = real(model, plan, mesh, rank_of(rank), stages), SimpleNamespace(part=None)
+        def make_method(model, plan, mesh, rank, stages=(), *kernels):
+            method, now = real(model, plan, mesh, rank_of(rank), stages, *kernels), SimpleNamespace(part=None)
             begin = method.begin
 
             def noted_begin(part):

@@ -116,8 +116,8 @@ def runs_out_of_memory():
             raise MemoryError("made")
 
     def make_method(real):
-        def made(model, plan, mesh, rank, stages=()):
-            method = real(model, plan, mesh, rank, stages)
+        def made(model, plan, mesh, rank, stages=(), *kernels):
+            method = real(model, plan, mesh, rank, stages, *kernels)
             begin, own = method.begin, [block for block in model_blocks(model, plan) if not hasattr(block, "stands_for")]
 
             def counted(part):

@@ -28,8 +28,8 @@ def dear_first_blocks():
     """The model's first two blocks take longer than all the others."""
 
     def make(real):
-        def make_method(model, plan, mesh, rank, stages=()):
-            method = real(model, plan, mesh, rank, stages)
+        def make_method(model, plan, mesh, rank, stages=(), *kernels):
+            method = real(model, plan, mesh, rank, stages, *kernels)
             for index, (container, place, _group) in enumerate(rooms.hooks.blocks_of(model, plan)):
                 if index < 2 and not hasattr(container[place], "stands_for"):
                     container[place].forward = slowed(container[place].forward)

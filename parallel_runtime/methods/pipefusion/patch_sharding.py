@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...attention.kernels import Kernels
 from ...comm.mesh import SequenceComm
 from ...families.plan import TokenPlan
 from ...patches import Patch
@@ -41,6 +42,7 @@ class PatchSharding:
         kv: KVBuffers,
         layers_alone: int,
         acts_behind: frozenset[tuple[str, int]],
+        kernels: Kernels,
     ):
         self.patch: Patch | None = None
         self._plan = plan
@@ -50,7 +52,7 @@ class PatchSharding:
         self._comm = comm
         self._rank = rank
         self._kv = kv
-        self._attention = SequenceAttention(plan, comm, rank.tick)
+        self._attention = SequenceAttention(plan, comm, rank.tick, kernels)
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards:
         patch, image = self.patch, self._plan.leave.stream

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ...attention.kernels import TORCHS, Kernels
 from ...comm.in_step import Stopped
 from ...comm.mesh import SequenceComm
 from ...comm.stage_link import StageLink
@@ -37,7 +38,15 @@ class PipeFusion:
     """
 
     def __init__(
-        self, model: nn.Module, plan: TokenPlan, stage: Stage, comm: SequenceComm, link: StageLink, rank: Rank, clocked: bool = True
+        self,
+        model: nn.Module,
+        plan: TokenPlan,
+        stage: Stage,
+        comm: SequenceComm,
+        link: StageLink,
+        rank: Rank,
+        clocked: bool = True,
+        kernels: Kernels = TORCHS,
     ):
         leave_out(model, plan, stage)
         blocks = [(index, container[place], place, group) for index, (container, place, group) in enumerate(blocks_of(model, plan))]
@@ -50,7 +59,7 @@ class PipeFusion:
         self._clock = BlockClock(clocked)
         self._kv = KVBuffers()
         self._messages = StageMessages(stage, link, rank.next_part)
-        self._sharding = PatchSharding(plan, stage, comm, rank, self._kv, alone, acts_behind)
+        self._sharding = PatchSharding(plan, stage, comm, rank, self._kv, alone, acts_behind, kernels)
         self._hooks = TokenHooks(model, plan, self._sharding)
         self._stage_hooks = StageHooks(model, plan, stage, self._messages, self._clock, comm.stop if comm.size == 1 else None)
         self._ropes = RopeCaches(model, plan.positions)
