@@ -13,9 +13,11 @@ from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
 from pipemesh.parallel_runtime.planner.dry_run import TURN, IdleRank, joined
+from pipemesh.parallel_runtime.planner.quick_fake import Form, QuickFakeMode
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from .joint_model import HEADS, IMAGE, PLAN, WIDTH, Model, attention, inputs
 
@@ -25,7 +27,7 @@ WARM, PATCHES = Part(1, 0), [Part(1, 0, patch) for patch in ((0, 4, False), (4, 
 
 @pytest.fixture
 def mode():
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return QuickFakeMode()
 
 
 def on_device(arguments):
@@ -122,6 +124,52 @@ def test_the_models_attention_is_what_it_is_elsewhere(mode):
     with dry_device(mode):
         q = torch.empty(1, 4, WIDTH, device=DEVICE)
         assert attention(q, q, q, HEADS).shape == q.shape
+
+
+def forms_made(mode):
+    """What a few operations return, each on tensors that differ in one thing, and then again."""
+    functions = torch.nn.functional
+    calls = [
+        lambda x: x.chunk(2, 1),
+        lambda x: x.add_(1),
+        lambda x: x.mul(2),
+        lambda x: x.mul(2.0),
+        lambda x: x.t(),
+        lambda x: x.reshape(8, 2),
+        lambda x: functions.layer_norm(x, x.shape[1:]),
+        lambda x: x.to(torch.float64),
+        lambda x: x.max(1),
+        lambda x: x.sum(),
+    ]
+    made = []
+    with dry_device(mode) as counts:
+        whole = torch.empty(4, 4, device=DEVICE)
+        inputs = [whole, whole.t(), whole[:2], whole.to(torch.bfloat16), torch.empty(4, 4), torch.empty(16, device=DEVICE).view(4, 4)]
+        for _ in range(2):
+            for call in calls:
+                for tensor in inputs:
+                    try:
+                        leaves = tree_leaves(call(tensor))
+                    except RuntimeError:
+                        made.append("refused")
+                        continue
+                    shares = [leaf.untyped_storage()._cdata == tensor.untyped_storage()._cdata for leaf in leaves]
+                    made.append(
+                        [(Form.of(leaf), leaf.untyped_storage().nbytes()) for leaf in leaves if isinstance(leaf, FakeTensor)] + shares
+                    )
+                    del leaves
+    return made, counts.peak, counts.live
+
+
+def test_what_an_operation_returned_before_it_returns_again(mode):
+    slow = FakeTensorMode(allow_non_fake_inputs=True)
+    assert forms_made(mode) == forms_made(slow)
+    for layout in (Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2)):
+        parts = [WARM, *PATCHES] if layout.pipefusion > 1 else [WARM]
+        quick_counts, slow_counts = (run(one, layout, layout.world_size - 1, parts)[0] for one in (mode, slow))
+        for name in ("flops", "live", "peak", "messages", "waits"):
+            assert getattr(quick_counts, name) == getattr(slow_counts, name)
+        assert quick_counts.flops > 0
 
 
 # -- what the pack's code must not do on it

@@ -49,8 +49,14 @@ class Counts(TorchDispatchMode):
         self._pinned: dict[int, weakref.ref] = {}
         self._known: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # nothing is compiled here, and asking takes longer than most operations
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         options = dict(kwargs or {})
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].device
         if func in QUESTIONS:
             return func(*args, **options)
         if func in READS:
@@ -92,7 +98,7 @@ class Counts(TorchDispatchMode):
         """Read a value. A tensor that was made of a number on the CPU has it still."""
         if is_on_device(args[0]):
             self.wait("read")
-        else:
+        elif not isinstance(args[0], FakeTensor) or args[0].constant is not None:
             try:
                 return func(*args)
             except DataDependentOutputException:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..comfy_bridge.forward import forward_name
 from ..comfy_bridge.released_model import Extent, arguments_of, empty_model, latent_shape
@@ -30,6 +29,7 @@ from ..patches import Part, TokenGrid
 from ..stages import Stage, share_out
 from .dry_device import DEVICE, Counts, dry_device
 from .figures import Attended, RankFigures, Whole
+from .quick_fake import QuickFakeMode
 
 TURN = 128  # numbers of requests are multiples: messages have them modulo this, and the device's values are 0
 WARM_UP = Part(1, 0)
@@ -44,7 +44,7 @@ class DryModel:
         self.released = released
         self.extent = extent or released.extent
         self._sample = sample
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = QuickFakeMode()
         self._model = self._build()
         with dry_device(self._mode):
             self._shape = latent_shape(self._model, self.extent)
@@ -88,8 +88,8 @@ class DryModel:
         """Run one rank of ``layout``. ``patches``: of a pipeline, 0 for one more than stages."""
         stages = share_out(whole.block_flops, layout.pipefusion) if layout.pipefusion > 1 else ()
         parts = self._parts(whole, layout, patches)
-        with joined(layout, rank) as mesh:
-            model = self._model if mesh.link is None else self._build()  # a stage cuts its model down
+        with joined(layout, rank) as mesh, all_blocks_kept(self._model.diffusion_model, self.plan):
+            model = self._model
             idle = IdleRank(parts)
             method = make_method(model.diffusion_model, self.plan, mesh, idle, [stage.size for stage in stages])
             method.attach()
@@ -215,6 +215,17 @@ def joined(layout: Layout, rank: int) -> Iterator[Mesh]:
     finally:
         if layout.world_size > 1:
             dist.destroy_process_group()
+
+
+@contextmanager
+def all_blocks_kept(transformer: torch.nn.Module, plan: TokenPlan) -> Iterator[None]:
+    """Puts back the blocks that a stage leaves out."""
+    before = [(container, index, container[index]) for container, index, _ in blocks_of(transformer, plan)]
+    try:
+        yield
+    finally:
+        for container, index, block in before:
+            container[index] = block
 
 
 def weights_of(model: Any) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,135 @@
+"""FakeTensorMode that remembers what operations return.
+
+A model has thousands of operations that are alike but for the tensors' content, which no tensor has
+here. torch's own cache of them takes most of a dry run's time.
+
+Read: torch/_subclasses/fake_tensor.py @ torch 2.11 (FakeTensorMode.dispatch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+Kind = Literal["new", "view", "same"]
+
+
+class Unlike(Exception):
+    """An argument that tells more than its type and size."""
+
+
+class Form(NamedTuple):
+    """What of a tensor without content can differ from another."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: FakeTensor) -> Form:
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.fake_device)
+
+
+class QuickFakeMode(FakeTensorMode):
+    """As FakeTensorMode, that also takes tensors with content among the arguments. An operation
+    that it has seen on tensors of the same form returns what it returned then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._returned: dict[tuple, Any] = {}  # Forms in place of tensors; Unlike: torch is asked every time
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # nothing is compiled here, and asking takes longer than most operations
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kind, given = kind_of(func), kwargs or {}
+        if kind is None:
+            return self.dispatch(func, types, args, given)
+        try:
+            key = (func, described(args), described(tuple(given.items())))
+        except Unlike:
+            return self.dispatch(func, types, args, given)
+        if key not in self._returned:
+            made = self.dispatch(func, types, args, given)
+            try:
+                self._returned[key] = form_of(kind, made, args)
+            except Unlike:
+                self._returned[key] = Unlike
+            return made
+        known = self._returned[key]
+        if known is Unlike:
+            return self.dispatch(func, types, args, given)
+        return args[0] if kind == "same" else self._made(known, args[0] if kind == "view" else None)
+
+    def _made(self, known: Any, base: FakeTensor | None) -> Any:
+        """What was returned, anew: tensors of their own, or views of ``base``."""
+        if isinstance(known, (tuple, list)) and not isinstance(known, Form):
+            return type(known)(self._made(one, base) for one in known)
+        if not isinstance(known, Form):
+            return known
+        with in_kernel_invocation_manager(self):
+            if base is None:
+                tensor = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+            else:
+                tensor = torch.empty(0, dtype=known.dtype, device="meta")
+                tensor.set_(base.untyped_storage(), known.offset, known.shape, known.stride)
+        return FakeTensor(self, tensor, known.device)
+
+
+@cache
+def kind_of(func: Any) -> Kind | None:
+    """Whether an operation makes tensors, returns views of its first argument, or that argument.
+    None where it acts on anything else.
+    """
+    schema = getattr(func, "_schema", None)
+    if schema is None or func.namespace in ("c10d", "prim"):
+        return None
+    if schema.is_mutable:
+        writes = [one for one in schema.arguments if one.is_write]
+        return "same" if func._opname.endswith("_") and writes == schema.arguments[:1] else None
+    return "view" if any(one.alias_info is not None for one in (*schema.returns, *schema.arguments)) else "new"
+
+
+def described(value: Any) -> Any:
+    """All that the result of an operation can depend on. Raises Unlike where that is not known."""
+    if isinstance(value, FakeTensor):
+        if value.constant is not None:
+            raise Unlike
+        return Form.of(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(described, value))
+    if isinstance(value, PLAIN):
+        return type(value), value
+    raise Unlike
+
+
+def form_of(kind: Kind, made: Any, args: Sequence[Any]) -> Any:
+    """What to remember of an operation's result. Raises Unlike where it is not as its kind says."""
+    if isinstance(made, (list, tuple)):
+        found = [form_of(kind, one, args) for one in made]
+        return found if isinstance(made, list) else tuple(found)
+    if isinstance(made, PLAIN):
+        return made
+    if not isinstance(made, FakeTensor) or made.constant is not None:
+        raise Unlike
+    form, storage = Form.of(made), made.untyped_storage()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.stride, strict=True)) if made.numel() else 0
+    is_as_said = {
+        "same": lambda: made is args[0],
+        "view": lambda: isinstance(args[0], FakeTensor) and storage._cdata == args[0].untyped_storage()._cdata,
+        "new": lambda: form.offset == 0 and storage.nbytes() == extent * form.dtype.itemsize,
+    }
+    if not is_as_said[kind]():
+        raise Unlike
+    return form
