@@ -1,5 +1,5 @@
-"""Measure PipeFusion over two stages: its efficiency, how busy the stages are, the bytes it sends,
-and the gain of letting patches run ahead.
+"""Measure PipeFusion over two stages against the schedule of an ideal pipeline, how busy the stages
+are, the bytes it sends, and the gain of letting patches run ahead.
 
 Runs of the stock sampler through the product's own pool are compared with the same patches in turn
 in one process. A free-running run is timed whole. Of the others only the first steps are timed:
@@ -16,10 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..parallel_runtime.client.run import submissions
 from ..parallel_runtime.families import sample_with
 from ..parallel_runtime.families.sample import Sample, Size
 from ..parallel_runtime.occupancy import busy_shares
-from .capacity import capacity
+from ..parallel_runtime.schedule import CAUSES, held_to_schedule
 from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
 from .lockstep import Phase, Ranks, merge, run, timed
 
@@ -28,17 +29,10 @@ PATCHES = (2, 4)
 TOKENS = 1024
 STEPS, WARM_UP = 28, 1
 TIMED_STEPS = 8  # of a run in which every step waits for all of the one before: the rest of its steps are like those after the first
-EFFICIENCY = {"free": 0.93, "single": None}
+OF_SCHEDULE = {"free": 0.95, "single": None}
 BUSY = 0.95  # of what the pipeline's filling and draining leaves
 WEIGHTS_SLACK = 0.05
 EQUAL = sample_with("equal")
-
-
-def efficiency(mode: str) -> Any:
-    """Time of the same patches in turn in one process, over the pipeline's time and the cores'
-    capacity.
-    """
-    return lambda rounds: typical(rounds, "alone") / (typical(rounds, mode) * capacity(rounds))
 
 
 def speedup(mode: str) -> Any:
@@ -165,12 +159,11 @@ def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, co
             "stock": Phase(lambda: runs.step_by_step(runs.stock), alone=True),
             "alone": Phase(lambda: runs.step_by_step(runs.in_turn), alone=True),
             "free": Phase(lambda: runs.through("free", seen)),
-            "both": Phase(lambda: runs.step_by_step(runs.in_turn)),
             "single": Phase(lambda: runs.through("single", seen)),
         }
         result: dict[str, Any] = {"rounds": ranks.measure(phases, rounds)}
         if runs.pipeline is not None:
-            result |= {mode: [figures_of(run) for run in all_runs[-rounds:]] for mode, all_runs in seen.items()}
+            result |= {mode: [figures_of(run, mode) for run in all_runs[-rounds:]] for mode, all_runs in seen.items()}
             result |= weights(runs.stock.model.diffusion_model, runs.pipeline.pool)
             if pictures:
                 draw(pictures, f"m{patches}", seen)
@@ -181,20 +174,29 @@ def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, co
             runs.pipeline.handle.close()
 
 
-def figures_of(evaluations: Sequence[Any]) -> dict[str, float]:
-    """Figures of one run through the pool without its warm-up: the shares and times are those of
-    the stage that is idle most.
+def figures_of(evaluations: Sequence[Any], mode: str) -> dict[str, float]:
+    """Figures of one run through the pool. But for the schedule they leave its warm-up out: the
+    shares and times are those of the stage that is idle most.
     """
+    held = held_to_schedule(submissions(evaluations), one_timeline=mode == "single")
+    assert held is not None, "the run has no evaluations"
     patched = [one for one in evaluations if one.part.patch is not None]
     spans = list(zip(*(one.spans for one in patched), strict=True))
     first = [one.part.patch[0] == 0 for one in patched]
     idle_s = [sum(max(0.0, after.came_in_s - before.ended_s) for before, after in pairwise(stage)) for stage in spans]
     by_evaluation = [list(group) for _, group in groupby(enumerate(patched), key=lambda item: sum(first[: item[0] + 1]))]
     return {
+        "of_schedule": held.share,
+        **{lost(cause): 1e3 * seconds / (len(evaluations) - len(patched) + sum(first)) for cause, seconds in held.lost_s.items()},
         "occupancy": min(busy_shares([one.spans for one in patched])),
         "bubble_ms": 1e3 * max(idle_s) / max(1, sum(first) - 1),
         "sent_bytes": median(sum(one.sent_bytes for _, one in group) for group in by_evaluation),
     }
+
+
+def lost(cause: str) -> str:
+    """Return the name of the figure of the milliseconds that an evaluation lost to a cause."""
+    return f"lost_{cause.replace('-', '_')}_ms"
 
 
 def weights(model: Any, pool: Any) -> dict[str, float]:
@@ -261,10 +263,13 @@ def bench(options: Options) -> Iterator[Figure]:
 
 def figures(case: str, patches: int, by_rank: Sequence[dict[str, Any]]) -> Iterator[Figure]:
     rounds, seen = merge([rank["rounds"] for rank in by_rank]), by_rank[0]
-    for mode, goal in EFFICIENCY.items():
+    for mode, goal in OF_SCHEDULE.items():
         name = f"{mode}_{case}"
         runs = seen[mode]
-        yield Figure("pipefusion", name, "efficiency", estimate(rounds, efficiency(mode)), "ratio", Goal(at_least=goal) if goal else None)
+        kept = estimate(runs, lambda runs: typical(runs, "of_schedule"))
+        yield Figure("pipefusion", name, "of_schedule", kept, "ratio", Goal(at_least=goal) if goal else None)
+        for metric in map(lost, CAUSES):
+            yield Figure("pipefusion", name, metric, estimate(runs, lambda runs, of=metric: typical(runs, of)), "ms")
         yield Figure("pipefusion", name, "speedup", estimate(rounds, speedup(mode)), "x")
         ideal = Goal(at_least=BUSY * ideal_occupancy(patches)) if mode == "free" else None
         yield Figure("pipefusion", name, "occupancy", estimate(runs, lambda runs: typical(runs, "occupancy")), "ratio", ideal)
@@ -274,7 +279,6 @@ def figures(case: str, patches: int, by_rank: Sequence[dict[str, Any]]) -> Itera
         )
         yield Figure("pipefusion", name, "bytes_formula", exactly(seen["formula"]), "bytes")
     yield Figure("pipefusion", case, "patch_tax", estimate(rounds, patch_tax), "ratio")
-    yield Figure("pipefusion", case, "capacity", estimate(rounds, capacity), "x")
     yield weights_share(case, seen)
 
 

@@ -193,7 +193,7 @@ def pool_figures(handle: PoolHandle, pool: RemotePool) -> PoolFigures:
         conditioning_uploads=held.conditioning.uploads if held else 0,
         weights=kept_weights(pool),
         kernels=ring_kernels(handle),
-        last_run=last_run(run.began_s, run.mode, list(run.evaluations), placement.backend) if run else None,
+        last_run=last_run(run.began_s, run.mode, list(run.evaluations), placement.backend, placement.layout.pipefusion) if run else None,
     )
 
 

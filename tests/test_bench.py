@@ -221,7 +221,7 @@ def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_t
         monkeypatch.setattr(pipefusion, name, small)
     figures = {(figure.case, figure.metric): figure for figure in pipefusion.bench(Options(host=host(), rounds=1, pictures=tmp_path))}
     assert {path.name for path in tmp_path.iterdir()} == {"pipefusion-free-m2.png", "pipefusion-single-m2.png"}
-    assert {case for case, metric in figures if metric == "efficiency"} == {"free_m2_320", "single_m2_320"}
+    assert {case for case, metric in figures if metric == "of_schedule"} == {"free_m2_320", "single_m2_320"}
     assert figures["free_m2_320", "bytes_per_step"].is_met and figures["single_m2_320", "bytes_per_step"].is_met
     assert 0 < figures["free_m2_320", "occupancy"].estimate.value <= 1
     assert figures["cut_by_hand", "weights_share"].is_met

@@ -21,17 +21,16 @@ def test_a_rank_is_busy_while_it_neither_waits_nor_is_idle():
 
 def test_the_pipelines_figures_are_those_of_their_definitions():
     patched = [evaluation(spans, patch) for spans, patch in zip(RUN, [(0, 4, False), (4, 4, True)], strict=True)]
-    figures = pipefusion.figures_of([evaluation(RUN[0], None), *patched])
+    figures = pipefusion.figures_of([evaluation(RUN[0], None), *patched], "free")
     assert figures["occupancy"] == pytest.approx(8 / 13)
     assert figures["bubble_ms"] == pytest.approx(1000.0), "rank 1 is idle from 9 to 10"
     assert figures["sent_bytes"] == 2 * 7
     assert pipefusion.formula_bytes(4, 1024, 256, 4) == (1024 + 3) * 256 * 4
     assert pipefusion.ideal_occupancy(2) == 54 / 55
-    times = {"stock": 20.0, "alone": 21.0, "free": 12.0, "single": 15.0, "both": 25.0}
+    assert figures["of_schedule"] == pytest.approx(23 / 13), "10 of the whole evaluation, then 4 + 6 + 3; here they overlap"
+    times = {"stock": 20.0, "alone": 21.0, "free": 12.0, "single": 15.0}
     assert pipefusion.speedup("single")([times]) == pytest.approx(20 / 15)
     assert pipefusion.patch_tax([times]) == pytest.approx(21 / 20)
-    capacity = 2 * 21 / 25
-    assert pipefusion.efficiency("free")([times]) == pytest.approx(21 / (12 * capacity))
 
 
 def evaluation(spans, patch):

@@ -78,7 +78,9 @@ def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_ta
     parallel = runtime.parallelize(model, three)
     run(parallel)
     before = only_pool(runtime)
-    assert before["last_run"]["in_patches"] == {"mode": "free-running", "patches": 3, "whole": 1}
+    patched = before["last_run"]["in_patches"]
+    assert (patched["mode"], patched["patches"], patched["whole"]) == ("free-running", 3, 1)
+    assert 0 < patched["of_schedule"] <= 1 and set(patched["lost_ms"]) == {"sampler", "hand-over", "stage"}
     again = runtime.parallelize(parallel, four)
     run(again)
     after = only_pool(runtime, three)

@@ -12,6 +12,7 @@ from pipemesh.nodes.report.figures import InPatches, LastRun, MemoryFigures, Poo
 from pipemesh.nodes.report.text import NO_POOL, report_text
 from pipemesh.parallel_runtime.client.run import Evaluation
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 
 GIB = 2**30
@@ -152,6 +153,22 @@ def test_the_stage_that_others_wait_for_is_named(busy, words):
     assert said(text_of(pool(**run)).split("\n\n")[1])[-1] == words
 
 
+def test_a_run_in_patches_is_held_to_its_schedule_where_each_stage_is_one_rank():
+    """One whole evaluation, then two patches: the second stage gets each 0.2 s late."""
+    cuts = [None, (0, 4, False), (4, 4, True)]
+    spans = [(Span(0, 1, 0), Span(0, 2, 1)), (Span(2, 3, 0), Span(2, 4.2, 1.2)), (Span(3, 4, 0), Span(4.2, 5.4, 0.2))]
+    run = [
+        Evaluation(1.0, 0.0, 0.0, 6, began=own[0].began_s, part=Part(1, 0, cut), spans=own) for cut, own in zip(cuts, spans, strict=True)
+    ]
+    figures = last_run(7.0, "free-running", run, "gloo", stages=2).in_patches
+    assert figures.of_schedule == pytest.approx(5 / 5.4)
+    assert figures.lost_ms == pytest.approx({"sampler": 0, "hand-over": 200, "stage": 0})
+    text = said(text_of(pool(in_patches=figures, **UNKNOWN)).split("\n\n")[1])
+    assert text[-2:] == ["of the ideal schedule 92.6%", "lost per evaluation, ms sampler 0.0, hand-over 200.0, stage 0.0"]
+    for backend, stages in (("nccl", 2), ("gloo", 1)):
+        assert last_run(7.0, "free-running", run, backend, stages=stages).in_patches == InPatches("free-running", 2, 1)
+
+
 def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed_over_the_run():
     """Two branches, each whole once and then in three patches that overlap, the last ones of a
     context window of another shape.
@@ -205,7 +222,11 @@ def test_scripts_that_read_the_report_find_every_figure_under_its_name():
         "last_run": whole,
     }
     in_patches = pool(ring=1, in_patches=InPatches("free-running", 3, 2), busy=(0.5, 0.25), **UNKNOWN)
-    patched = whole | UNKNOWN | {"in_patches": {"mode": "free-running", "patches": 3, "whole": 2}, "busy": [0.5, 0.25]}
+    patched = (
+        whole
+        | UNKNOWN
+        | {"in_patches": {"mode": "free-running", "patches": 3, "whole": 2, "of_schedule": None, "lost_ms": {}}, "busy": [0.5, 0.25]}
+    )
     pools = [pool(ring=1), in_patches, pool(ring=1, ran=False)]
     assert json.dumps(asdict(Report(tuple(pools)))) == json.dumps(
         {"pools": [told, told | {"last_run": patched}, told | {"last_run": None}], "notices": []}

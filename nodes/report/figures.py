@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
-from ...parallel_runtime.client.run import Evaluation
+from ...parallel_runtime.client.run import Evaluation, submissions
 from ...parallel_runtime.occupancy import busy_shares
 from ...parallel_runtime.patches import Part
+from ...parallel_runtime.schedule import held_to_schedule
 from ..notices import Notice
 
 
@@ -35,11 +36,16 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class InPatches:
-    """Figures of a run that was sampled in patches. ``patches`` is 0 where it was all warm-up."""
+    """Figures of a run that was sampled in patches. ``patches`` is 0 where it was all warm-up.
+    ``of_schedule``: the time of an ideal pipeline over the run's; ``lost_ms`` between them, of an
+    evaluation, by cause. None and empty where the times of stages are not known.
+    """
 
     mode: str
     patches: int
     whole: int
+    of_schedule: float | None = None
+    lost_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +125,13 @@ class Report:
         return max(ran, key=lambda one: one[1].began, default=None)
 
 
-def last_run(began_s: float, mode: str, evaluations: Sequence[Evaluation], backend: str) -> LastRun | None:
+def last_run(began_s: float, mode: str, evaluations: Sequence[Evaluation], backend: str, stages: int = 1) -> LastRun | None:
     """Sum up a run. None if it has evaluated nothing."""
     if not evaluations:
         return None
     parts = [(one, one.part) for one in evaluations if one.part is not None]
     timed = backend != "nccl"
-    return in_patches(began_s, mode, parts, timed) if parts else whole(began_s, evaluations, timed)
+    return in_patches(began_s, mode, parts, timed, stages) if parts else whole(began_s, evaluations, timed)
 
 
 def whole(began_s: float, evaluations: Sequence[Evaluation], timed: bool) -> LastRun:
@@ -143,7 +149,7 @@ def whole(began_s: float, evaluations: Sequence[Evaluation], timed: bool) -> Las
     )
 
 
-def in_patches(began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, Part]], timed: bool) -> LastRun:
+def in_patches(began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, Part]], timed: bool, stages: int) -> LastRun:
     """Sum up what was submitted under pipefusion: patches, and whole evaluations. Patches overlap,
     so the time of an evaluation is a mean over the run.
     """
@@ -154,9 +160,23 @@ def in_patches(began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, 
     run_s = max(one.began + one.seconds for one, _ in submitted) - min(one.began for one, _ in submitted)
     return LastRun(
         began=began_s,
-        in_patches=InPatches(mode, max(by_branch.values(), default=0), whole),
+        in_patches=InPatches(mode, max(by_branch.values(), default=0), whole, *of_schedule(mode, submitted, evaluations, timed, stages)),
         busy=tuple(busy_shares([one.spans for one, part in submitted if part.patch is not None])) if timed else (),
         evaluations=evaluations,
         step_ms_mean=1e3 * run_s / evaluations,
         bytes_per_evaluation=round(sum(one.sent_bytes for one, _ in submitted) / evaluations),
     )
+
+
+def of_schedule(
+    mode: str, submitted: Sequence[tuple[Evaluation, Part]], evaluations: int, timed: bool, stages: int
+) -> tuple[float | None, dict[str, float]]:
+    """Hold a run in patches to its schedule. Ranks that share a stage wait for each other within
+    it, which no clock tells from waiting for another stage.
+    """
+    run = submissions(one for one, _ in submitted)
+    if not timed or not run or any(len(one.spans) != stages for one in run):
+        return None, {}
+    held = held_to_schedule(run, one_timeline=mode.startswith("single"))
+    assert held is not None
+    return held.share, {cause: 1e3 * seconds / evaluations for cause, seconds in held.lost_s.items()}

@@ -51,6 +51,7 @@ def run_text(run: LastRun) -> str:
             ("time per evaluation (mean)", f"{run.step_ms_mean:.1f} ms"),
             sent,
             *([("ranks that computed", busy_text(run.busy))] if run.busy else []),
+            *schedule_rows(run.in_patches),
         ]
         return "\n".join([f"{title}, {sampled_text(run.in_patches)}", *aligned(rows)])
     rows = [
@@ -67,6 +68,14 @@ def busy_text(shares: Sequence[float]) -> str:
     slowest = max(range(len(shares)), key=shares.__getitem__)
     text = ", ".join(f"{share:.0%}" for share in shares)
     return f"{text}; the others wait for rank {slowest}" if shares[slowest] > WAITED_FOR * min(shares) else text
+
+
+def schedule_rows(run: InPatches) -> list[tuple[str, str]]:
+    """Say how near the run came to an ideal pipeline, and what an evaluation lost to what."""
+    if run.of_schedule is None:
+        return []
+    lost = ", ".join(f"{cause} {ms:.1f}" for cause, ms in run.lost_ms.items())
+    return [("of the ideal schedule", f"{run.of_schedule:.1%}"), ("lost per evaluation, ms", lost)]
 
 
 def sampled_text(run: InPatches) -> str:

@@ -56,8 +56,8 @@ def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
 
 
 def run_status(handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
-    backend = handle.placement.backend
-    figures = last_run(run.began_s, run.mode, list(run.evaluations), backend)
+    placement = handle.placement
+    figures = last_run(run.began_s, run.mode, list(run.evaluations), placement.backend, placement.layout.pipefusion)
     return RunStatus(pool_id(handle.placement), run.model, title_of(pool, run.model), run.began_s, run.ended_s or None, figures)
 
 

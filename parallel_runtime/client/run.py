@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ..occupancy import Span
 from ..patches import Part
+from ..schedule import Submission
 from ..wire.messages import Done
 
 
@@ -52,6 +53,12 @@ class Run:
     def number_of(self, branch: Hashable) -> int:
         """Returns the number by which ranks know this branch of the run."""
         return self.branches.setdefault(branch, len(self.branches))
+
+
+def submissions(evaluations: Iterable[Evaluation]) -> list[Submission]:
+    """Returns what a pipeline computed, in the order of submission."""
+    parts = [(one, one.part) for one in evaluations if one.part is not None]
+    return [Submission(part.branch, part.patch[0] if part.patch else None, one.began, one.spans) for one, part in parts]
 
 
 def measured(began: float, replies: Iterable[Done], part: Part | None) -> Evaluation:
