@@ -88,6 +88,9 @@ def test_a_product_and_an_attention_count_their_flops_and_hold_no_scores(mode):
         (lambda cpu, gpu: torch.cuda.current_stream().synchronize(), 1),
         (lambda cpu, gpu: cpu.to(DEVICE, non_blocking=True), 0),
         (lambda cpu, gpu: gpu.copy_(cpu, non_blocking=True), 0),
+        (lambda cpu, gpu: torch.zeros(MIB).to(DEVICE, non_blocking=True), 1),  # the driver may wait before it stages so much
+        (lambda cpu, gpu: torch.empty(MIB, device=DEVICE).copy_(torch.zeros(MIB), non_blocking=True), 1),
+        (lambda cpu, gpu: torch.empty(MIB, pin_memory=True).to(DEVICE, non_blocking=True), 0),
         (lambda cpu, gpu: torch.empty(4, pin_memory=True).copy_(gpu, non_blocking=True), 0),
         (lambda cpu, gpu: gpu.fill_(3), 0),
         (lambda cpu, gpu: gpu.to(torch.float64) + 1.0, 0),
@@ -187,11 +190,11 @@ def test_no_evaluation_and_no_patch_waits_for_the_device(mode, layout):
 
 
 def test_an_input_is_read_from_the_arena_without_waiting_for_the_device(mode):
-    arena = Segment.create("dry", 4096)
+    arena = Segment.create("dry", MIB)
     with dry_device(mode) as counts:
         io = ArenaIO(arena, DEVICE)
         for version in (0, 3):
-            assert io.tensor(TensorRef(64, (4, 4), "float32", version=version)).device == DEVICE
+            assert io.tensor(TensorRef(64, (4, 1 << 15), "float32", version=version)).device == DEVICE
     assert counts.waits == {}
     arena.close()
 
@@ -203,7 +206,7 @@ class Controlled(Model):
 
 def test_residuals_of_a_controlnet_come_to_the_device_without_waiting_for_it(mode):
     plan = replace(PLAN, blocks=(replace(PLAN.blocks[0], control="output"),))
-    residuals = [torch.zeros(1, IMAGE, WIDTH), None]
+    residuals = [torch.zeros(1 << 10, IMAGE, WIDTH), None]
     with dry_device(mode), DEVICE:
         model, arguments = Controlled(2), on_device(inputs(5))
     with joined(Layout(ulysses=2), 1) as mesh, dry_device(mode) as counts:

@@ -69,7 +69,8 @@ def test_memory_that_an_evaluation_ran_out_of_is_free_again_before_the_gpus_cach
     activations = weakref.ref(evaluate)
     loop = RankLoop(None, None, 0, Watched())
     handler = SimpleNamespace(handle=evaluate, messages_done=lambda request: "all")
-    answer = loop._answer(handler, EndRun(request=1, model="m"), [])
+    request = EndRun(request=1, model="m")
+    answer = loop._answered(request, lambda: loop._handle(handler, request, []), lambda: "all")
     assert (answer.kind, answer.text) == ("memory", "out of memory")
     assert alive == [None]
 
@@ -82,7 +83,8 @@ def test_a_gpu_that_repeats_an_error_does_not_hide_the_errors_own_sentence(monke
         monkeypatch.setattr(torch.cuda, name, fail)
     memory = DeviceMemory(torch.device("cuda"), 0)
     handler = SimpleNamespace(handle=fail, messages_done=lambda request: "all")
-    answer = RankLoop(None, None, 0, memory)._answer(handler, EndRun(request=1, model="m"), [])
+    loop, request = RankLoop(None, None, 0, memory), EndRun(request=1, model="m")
+    answer = loop._answered(request, lambda: loop._handle(handler, request, []), lambda: "all")
     assert answer.text == "RuntimeError: CUDA error: an illegal memory access was encountered"
     memory.empty_cache()
 

@@ -1,30 +1,68 @@
-"""Read values that a device computes without waiting for what it has yet to compute."""
+"""Bring values to a device and back without waiting for what it has yet to compute.
+
+Only copies from and to pinned memory return at once: one of ordinary memory may first wait for all
+that is enqueued. torch keeps pinned memory for the next copy of that size.
+"""
 
 from __future__ import annotations
 
 import torch
 
 
-class LateValue:
-    """The value of ``tensor``, of one element, to be read some operations later. On CUDA it is on
-    its way to the CPU meanwhile.
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor on ``device``; itself where it is there already."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    staged.copy_(tensor)
+    return staged.to(device, non_blocking=True)
+
+
+def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Start to copy a tensor to the CPU, and return the place: its content is there when the device
+    has come so far. One that is there already is returned itself.
+    """
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class Reached:
+    """The place that the device's queue has come to by now, to be waited for later. On the CPU it
+    is reached.
     """
 
-    def __init__(self, tensor: torch.Tensor):
-        self._value = tensor
+    def __init__(self, device: torch.device):
         self._event: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            self._value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._value.copy_(tensor, non_blocking=True)
+        if device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
 
     @property
     def costs_a_wait(self) -> bool:
-        """Whether reading it at once would wait for the device."""
+        """Whether waiting for it at once would wait for the device."""
         return self._event is not None
 
-    def read(self) -> float:
+    def is_over(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+
+class LateValue:
+    """The value of ``tensor``, of one element, to be read some operations later."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._value = to_cpu(tensor)
+        self._reached = Reached(tensor.device)
+
+    @property
+    def costs_a_wait(self) -> bool:
+        """Whether reading it at once would wait for the device."""
+        return self._reached.costs_a_wait
+
+    def read(self) -> float:
+        self._reached.wait()
         return float(self._value)

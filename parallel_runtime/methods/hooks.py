@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..comm.late import to_device
 from ..families.plan import Along, Blocks, Boundary, Leave, Ranges, TokenPlan
 from .blocks import as_BLC, as_given, blocks_of, put, taken
 from .inserts import Inserted, inserts_of, named
@@ -267,7 +268,7 @@ def bring_control(control: dict[str, list], plan: TokenPlan, rows: Rows | None, 
     def bring(residual: torch.Tensor) -> torch.Tensor:
         key = (residual.data_ptr(), residual.shape, residual.stride(), residual.dtype)
         if key not in brought:
-            brought[key] = residual[:, own].to(device, non_blocking=True)  # from the arena, whose pages the driver stages
+            brought[key] = to_device(residual[:, own], device)
         return brought[key]
 
     for key, path in {group.control: group.path for group in plan.blocks}.items():

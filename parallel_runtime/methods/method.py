@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import nn
@@ -19,12 +19,12 @@ Progress = Literal["none", "some", "all"]
 @dataclass(frozen=True)
 class Facts:
     """Figures of the evaluation at hand. ``messages_done``: how many of its messages to other ranks
-    have gone through; a later evaluation would find the others. ``block_s``: seconds in each block
-    that was timed.
+    have gone through; a later evaluation would find the others. ``block_s`` returns the seconds in
+    each block that was timed, when the device has come to the evaluation's end.
     """
 
     messages_done: Progress = "all"
-    block_s: Mapping[int, float] = field(default_factory=dict)
+    block_s: Callable[[], Mapping[int, float]] = dict
 
 
 class Rank(Protocol):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention.kernels import Kernels, Partial, merge, partial_attention
+from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
 from ..errors import ModelError
 from ..families.plan import TokenPlan
@@ -192,7 +193,7 @@ class SequenceAttention:
             received, _ = exchange.all_to_all([[own]] * exchange.size, shapes, own.new_zeros(1))
             pieces = [own if rank == exchange.rank else received[rank].to(own.device) for rank in range(exchange.size)]
         whole = own.new_empty(own.shape[0], joint.all_tokens, own.shape[2])
-        whole[:, joint.rank_major().to(own.device, non_blocking=True)] = torch.cat(pieces, 1)
+        whole[:, to_device(joint.rank_major(), own.device)] = torch.cat(pieces, 1)
         return whole
 
     def gather(self, rows: Shards, out_BlC: torch.Tensor) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..comm.late import to_device
 from ..errors import ModelError
 from ..families.plan import Along, Boundary, Ranges
 from ..layout import Split, clip_ranges
@@ -265,7 +266,7 @@ def permute_mask(mask: torch.Tensor, joint: Joint) -> torch.Tensor:
     """Put a host mask ((L, L), (B, L, L), (B, 1 or H, 1 or L, L)) in rank-major token order.
     Raises ModelError if it is of another length.
     """
-    order, total = joint.rank_major().to(mask.device, non_blocking=True), joint.active_tokens
+    order, total = to_device(joint.rank_major(), mask.device), joint.active_tokens
     if mask.shape[-1] == total:
         mask = mask.index_select(-1, order)
     elif mask.shape[-1] != 1:

@@ -29,6 +29,7 @@ CAPABILITY = (9, 0)  # of an H100; kernels are chosen by it
 aten = torch.ops.aten
 QUESTIONS = {torch.ops.prim.device.default, aten.is_pinned.default}  # they compute nothing
 READS = {aten._local_scalar_dense.default, aten.equal.default}
+SMALL_BYTES = 1 << 16  # of a copy to the device that the driver takes at once (CUDA's API synchronization behavior)
 COPIES = {aten._to_copy.default, aten.copy_.default}
 
 
@@ -108,15 +109,18 @@ class Counts(TorchDispatchMode):
         return self.value if args[0].dtype.is_floating_point else int(self.value)
 
     def _note_copy(self, func: Any, args: tuple, options: dict[str, Any]) -> None:
-        """A copy from the CPU's ordinary memory returns when the driver has staged it; one into it,
-        and any that is not asked to return early, when the device has come so far.
+        """A copy from or into the CPU's ordinary memory may wait until the device has come so far,
+        but for a small one to the device, which travels with the command; and so does any that is
+        not asked to return early.
         """
         if func is aten.copy_.default:
             target, source, returns_early = is_on_device(args[0]), is_on_device(args[1]), (args[2:] or (options.get("non_blocking"),))[0]
         else:
             source, returns_early = is_on_device(args[0]), options.get("non_blocking")
             target = source if options.get("device") is None else torch.device(options["device"]).type == DEVICE.type
-        if target != source and not (returns_early and (target or self._is_pinned(args[0]))):
+        on_cpu = args[1] if target and func is aten.copy_.default else args[0]
+        is_small = target and on_cpu.numel() * on_cpu.element_size() <= SMALL_BYTES
+        if target != source and not (returns_early and (is_small or self._is_pinned(on_cpu))):
             self.wait("copy to the device" if target else "copy from the device")
 
     def wait(self, call: str) -> None:
@@ -191,6 +195,11 @@ class Driver:
         def __init__(self, *_: Any, **__: Any) -> None: ...
         def record(self, *_: Any) -> None: ...
         def synchronize(self) -> None: ...
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, other: Any) -> float:
+            return 0.0
 
 
 @contextmanager

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
+from ..comm.late import to_cpu, to_device
 from ..comm.machines import MachineComm
 from ..wire.segment import Segment, TensorRef, aligned, dtype_name
 from ..wire.tree import decode_tree, encode_tree
 
 KEPT_VERSIONS = 64
 EMPTY = torch.empty(0)
+
+
+class Writing(NamedTuple):
+    """An output on its way to the arena. ``finish`` puts it there, when the device has come so far.
+
+    Where it does not fit, ``tree`` is empty and ``needs_bytes`` are what it takes.
+    """
+
+    tree: bytes
+    needs_bytes: int
+    finish: Callable[[], None]
+
+
+NOTHING = Writing(b"", 0, lambda: None)
 
 
 class ArenaIO:
@@ -67,25 +83,30 @@ class ArenaIO:
         that changes with every evaluation is copied, because a model may write to it. One that is
         ``in_place`` stays in the arena: the method moves the rows that it needs.
 
-        No copy waits for the device: the driver has staged the arena's pages when it returns.
+        No copy waits for the device.
         """
         view = self._arena.tensor(ref)
         if ref.in_place:
             return view
         if not ref.version:
-            return view.to(self._device, copy=True, non_blocking=True)
+            return self._copied(view)
         if ref.version not in self._versions:
-            self._versions[ref.version] = view.to(self._device, copy=True, non_blocking=True)  # its place in the arena may be given away
+            self._versions[ref.version] = self._copied(view)  # its place in the arena may be given away
             if len(self._versions) > KEPT_VERSIONS:
                 self._versions.popitem(last=False)
         self._versions.move_to_end(ref.version)
         return self._versions[ref.version]
 
-    def write(self, output: Any, place: TensorRef) -> tuple[bytes, int]:
-        """Writes ``output`` into ``place``; returns its tree, and 0. An output that does not fit is
-        kept for ``write_again``: then the tree is empty, and the bytes that it takes come with it.
+    def _copied(self, view: torch.Tensor) -> torch.Tensor:
+        moved = to_device(view, self._device)
+        return view.clone() if moved is view else moved
+
+    def write(self, output: Any, place: TensorRef) -> Writing:
+        """Begins to write ``output`` into ``place``, without waiting for the device. An output that
+        does not fit is kept for ``write_again``.
         """
         offset, fits = place.offset, True
+        pieces: list[tuple[int, torch.Tensor]] = []
 
         def put(_path: str, tensor: torch.Tensor) -> TensorRef:
             nonlocal offset, fits
@@ -94,12 +115,16 @@ class ArenaIO:
             if offset > place.offset + place.nbytes:
                 fits = False
             else:
-                self._arena.put(ref.offset, tensor)
+                pieces.append((ref.offset, to_cpu(tensor)))
             return ref
+
+        def finish() -> None:
+            for start, tensor in pieces:
+                self._arena.put(start, tensor)
 
         tree = encode_tree(output, put)
         self._unwritten = None if fits else output
-        return (tree, 0) if fits else (b"", offset - place.offset)
+        return Writing(tree, 0, finish) if fits else Writing(b"", offset - place.offset, lambda: None)
 
-    def write_again(self, place: TensorRef) -> tuple[bytes, int]:
+    def write_again(self, place: TensorRef) -> Writing:
         return self.write(self._unwritten, place)

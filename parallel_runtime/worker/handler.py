@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from ..attention.kernels import TORCHS, Kernels
 from ..checkpoint import File, check_copy, check_file
 from ..comfy_bridge.source import build_from_state, call_factory, find_here
+from ..comm.late import Reached
 from ..comm.mesh import Mesh, open_weights
 from ..errors import Refused
 from ..families.plan import COMPILE
@@ -18,10 +21,22 @@ from ..methods.method import Progress, Rank, free_frames
 from ..wire.messages import Adopt, Done, EndRun, Fetch, Forward, Load, Release, Request, SetWeightPatches
 from ..wire.segment import Segment, TensorRef
 from ..wire.tree import decode_tree
-from .arena_io import ArenaIO
+from .arena_io import NOTHING, ArenaIO
 from .compiling import compilation_noted
 from .device_memory import DeviceMemory
 from .resident import ResidentModel
+
+
+@dataclass(frozen=True)
+class Enqueued:
+    """The answer to an evaluation that the device still computes: ``answer`` makes it once
+    ``reached`` is over. ``messages_done``: as ``Failed`` has it.
+    """
+
+    request: Forward
+    reached: Reached
+    answer: Callable[[], Done]
+    messages_done: Progress
 
 
 class RequestHandler:
@@ -39,17 +54,22 @@ class RequestHandler:
         self._away = away
         self._kernels = kernels
 
-    def handle(self, request: Request, segments: list[Segment], rank: Rank) -> Done:
+    def handle(self, request: Request, segments: list[Segment], rank: Rank) -> Done | Enqueued:
         """Carries out ``request`` and returns the answer. ``segments``: those that the request
         carried, in its order. Errors of every kind pass through: the loop answers with them.
+
+        On a GPU an evaluation is only enqueued, so that the next one can be while it computes.
         """
         match request:
             case Forward():
                 return self._forward(request, rank)
             case Fetch():
                 self._io.follow(request.arena_bytes)
-                tree, needs = self._io.write_again(request.out)
-                return Done(request=request.request, memory=self._memory.recent(), output=tree, needs_bytes=needs)
+                writing = self._io.write_again(request.out)
+                Reached(self._device).wait()
+                writing.finish()
+                memory = self._memory.recent()
+                return Done(request=request.request, memory=memory, output=writing.tree, needs_bytes=writing.needs_bytes)
             case Load():
                 self._load(request, segments, rank)
             case SetWeightPatches():
@@ -122,7 +142,7 @@ class RequestHandler:
         else:
             self._memory.empty_cache()
 
-    def _forward(self, request: Forward, rank: Rank) -> Done:
+    def _forward(self, request: Forward, rank: Rank) -> Done | Enqueued:
         """Where it fails before the method computes, this rank still goes through the messages that
         others wait for; but not where machines wait for the inputs.
         """
@@ -135,7 +155,7 @@ class RequestHandler:
                 model.method.fail(request.request)
             raise
 
-    def _evaluated(self, model: ResidentModel, request: Forward, rank: Rank) -> Done:
+    def _evaluated(self, model: ResidentModel, request: Forward, rank: Rank) -> Done | Enqueued:
         model.method.begin(request.part)
         self._io.follow(request.arena_bytes)
         if model.patches_id != request.patches_id:
@@ -146,19 +166,26 @@ class RequestHandler:
         arguments = self._io.read(request.arguments)
         with compilation_noted(rank) if COMPILE in arguments.get("transformer_options", {}) else nullcontext():
             output = model.evaluate(arguments, request.request)
-        rank.tick()  # the copy of an output waits until the GPU has computed it
-        tree, needs = self._io.write(output, request.out) if self._writes else (b"", 0)
-        return Done(
-            request=request.request,
-            memory=self._memory.recent(),
-            output=tree,
-            needs_bytes=needs,
-            began_s=began,
-            compute_s=time.perf_counter() - began,
-            exchange_s=self._mesh.seconds,
-            sent_bytes=self._mesh.sent_bytes,
-            block_s=dict(model.method.facts.block_s),
-        )
+        rank.tick()  # the answer waits until the GPU has computed it
+        writing = self._io.write(output, request.out) if self._writes else NOTHING
+        exchange_s, sent_bytes, facts = self._mesh.seconds, self._mesh.sent_bytes, model.method.facts
+
+        def done() -> Done:
+            writing.finish()
+            return Done(
+                request=request.request,
+                memory=self._memory.recent(),
+                output=writing.tree,
+                needs_bytes=writing.needs_bytes,
+                began_s=began,
+                compute_s=time.perf_counter() - began,
+                exchange_s=exchange_s,
+                sent_bytes=sent_bytes,
+                block_s=dict(facts.block_s()),
+            )
+
+        reached = Reached(self._device)
+        return Enqueued(request, reached, done, facts.messages_done) if reached.costs_a_wait else done()
 
 
 def no_tensors(ref: TensorRef) -> torch.Tensor:

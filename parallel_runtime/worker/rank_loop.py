@@ -1,5 +1,8 @@
 """Wait for a message on the rank's own socket, handle it, answer. A rank never waits in a
 collective while idle.
+
+A GPU's evaluation is answered when it has computed it. Meanwhile the next one is enqueued, so that
+the GPU need not wait for this process.
 """
 
 from __future__ import annotations
@@ -7,21 +10,28 @@ from __future__ import annotations
 import gc
 import os
 import select
+import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
 
 from ..comm.exchange import Stopped
 from ..errors import NoRoom, PipeMeshError
+from ..methods.method import Progress
 from ..patches import Part
 from ..wire.arena import Board
 from ..wire.channel import Channel
 from ..wire.messages import PHASE, Close, Done, Failed, Forward, Request
 from ..wire.segment import Segment
 from .device_memory import DeviceMemory, is_out_of_memory
-from .handler import RequestHandler
+from .handler import Enqueued, RequestHandler
+
+AHEAD = 2  # evaluations, or patches of one, that a GPU may have before it: a cancel waits for them
+LOOK_S = 2e-4
 
 
 class RankLoop:
@@ -35,6 +45,7 @@ class RankLoop:
         self._rank = rank
         self._memory = memory
         self._ahead: deque[tuple[Request | Close, list[int]]] = deque()  # messages that were read before their turn
+        self._enqueued: deque[Enqueued] = deque()  # evaluations that are not answered
         self._request: Request | None = None  # at hand
 
     def wants_stop(self) -> bool:
@@ -42,8 +53,13 @@ class RankLoop:
         return self._request is not None and self._request.request <= self._board.cancelled_request
 
     def tick(self) -> None:
-        """Counts progress, by which hangs are judged."""
+        """Counts progress, by which hangs are judged, and sends what the device has computed while
+        this process enqueues more.
+        """
         self._board.tick(self._rank)
+        is_ours = threading.current_thread() is threading.main_thread()  # others tick while torch compiles
+        if self._enqueued and is_ours and self._enqueued[0].reached.is_over():
+            self._send_first()
 
     def note(self, phase: str) -> None:
         """Notes a phase of the request at hand."""
@@ -53,11 +69,14 @@ class RankLoop:
         """Returns the part that the next message asks for, if it is here already and for the same
         model.
         """
+        message, now = self._arrived(), self._request
+        return message.part if isinstance(message, Forward) and isinstance(now, Forward) and message.model == now.model else None
+
+    def _arrived(self) -> Request | Close | None:
+        """Returns the next message, if it is here already."""
         while not self._ahead and select.select([self._channel], [], [], 0)[0]:
             self._ahead.extend(self._channel.pump())
-        message = self._ahead[0][0] if self._ahead else None
-        now = self._request
-        return message.part if isinstance(message, Forward) and isinstance(now, Forward) and message.model == now.model else None
+        return self._ahead[0][0] if self._ahead else None
 
     def reserve(self, nbytes: int) -> None:
         """Checks that this rank's device has so much free. Raises NoRoom."""
@@ -66,20 +85,63 @@ class RankLoop:
     def serve(self, handler: RequestHandler) -> None:
         """Answers messages until Close, or until the UI is gone (ChannelClosed)."""
         while True:
-            self._board.enter(self._rank, "waiting")
-            message, fds = self._ahead.popleft() if self._ahead else self._channel.receive()
+            self._send_what_is_computed()
+            if not self._enqueued:
+                self._board.enter(self._rank, "waiting")
+            while not self._ahead:  # all that has come: what stayed in the channel would not be seen to have arrived
+                self._ahead.extend(self._channel.pump())
+            message, fds = self._ahead.popleft()
             if isinstance(message, Close):
                 return
             self._board.enter(self._rank, PHASE[type(message)], message.request)
-            self._channel.send(self._answer(handler, message, fds))
+            self._request = message
+            answer = self._answered(message, partial(self._handle, handler, message, fds), partial(handler.messages_done, message))
+            if isinstance(answer, Enqueued):
+                self._enqueued.append(answer)
+            else:
+                self._send_all()
+                self._channel.send(answer)
 
-    def _answer(self, handler: RequestHandler, request: Request, fds: list[int]) -> Done | Failed:
-        """Handles the request. Every error becomes an answer: the UI decides whether the pool can
-        go on.
+    def _send_what_is_computed(self) -> None:
+        """Send the answers that the device has come to, until it has nothing left to compute, or
+        another evaluation can be enqueued. Answers go in the order of their requests.
         """
-        self._request = request
+        while self._enqueued:
+            if self._enqueued[0].reached.is_over():
+                self._send_first()
+            elif (arrived := self._arrived()) is None:
+                select.select([self._channel], [], [], LOOK_S)
+            elif isinstance(arrived, Forward) and len(self._enqueued) < AHEAD:
+                return
+            else:
+                self._send_first()
+
+    def _send_all(self) -> None:
+        while self._enqueued:
+            self._send_first()
+
+    def _send_first(self) -> None:
+        """Waits until the device has come to the evaluation that was enqueued first, and answers
+        it.
+        """
+        first = self._enqueued.popleft()
+
+        def compute() -> Done:
+            first.reached.wait()
+            return first.answer()
+
+        answer = self._answered(first.request, compute, lambda: first.messages_done)
+        assert not isinstance(answer, Enqueued)
+        self._channel.send(answer)
+
+    def _answered(
+        self, request: Request, compute: Callable[[], Done | Enqueued], messages_done: Callable[[], Progress]
+    ) -> Done | Failed | Enqueued:
+        """Returns what ``compute`` returns. Every error becomes an answer: the UI decides whether
+        the pool can go on.
+        """
         try:
-            return self._handle(handler, request, fds)
+            return compute()
         except Stopped:
             return Done(request=request.request, memory=self._memory.now(), cancelled=True)
         except Exception as error:  # noqa: BLE001
@@ -96,10 +158,10 @@ class RankLoop:
             text=text,
             trace=trace,
             memory=self._memory.now(),
-            messages_done=handler.messages_done(request),
+            messages_done=messages_done(),
         )
 
-    def _handle(self, handler: RequestHandler, request: Request, fds: list[int]) -> Done:
+    def _handle(self, handler: RequestHandler, request: Request, fds: list[int]) -> Done | Enqueued:
         segments = map_segments(fds)
         try:
             with torch.inference_mode():

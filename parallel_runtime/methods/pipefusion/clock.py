@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 
 import torch
 
@@ -12,30 +12,54 @@ from ...patches import Part
 TIMED = 5  # evaluations of each patch
 
 
+class BlockTimes:
+    """The times at which each block of one patch began and ended. On CUDA events keep them, so that
+    noting one does not wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._noted: defaultdict[int, list[float | torch.cuda.Event]] = defaultdict(list)
+
+    def note(self, block: int, on_cuda: bool) -> None:
+        self._noted[block].append(now_on_cuda() if on_cuda else time.perf_counter())
+
+    def seconds(self) -> dict[int, float]:
+        """Return what each block took. On CUDA, call it when the device has come so far."""
+        return {block: between(*times) for block, times in self._noted.items() if len(times) == 2}
+
+
+def now_on_cuda() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(begun: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
+    if isinstance(begun, float) and isinstance(ended, float):
+        return ended - begun
+    assert not isinstance(begun, float) and not isinstance(ended, float), "a block begins and ends on one device"
+    return begun.elapsed_time(ended) / 1e3
+
+
 class BlockClock:
-    """``seconds`` of each block in the patch at hand; empty where it is not timed."""
+    """``times`` of the blocks in the patch at hand; empty where it is not timed."""
 
     def __init__(self, is_on: bool = True):
         self._limit = TIMED if is_on else 0
         self._begun: Counter[Part] = Counter()
         self._is_timed = False
-        self.seconds: dict[int, float] = {}
+        self.times = BlockTimes()
 
     def start(self, part: Part) -> None:
         self._begun[part] += 1
         self._is_timed = part.patch is not None and self._begun[part] <= self._limit
-        self.seconds = {}
+        self.times = BlockTimes()
 
     def note(self, block: int, on_cuda: bool) -> None:
-        """Note the time before a block, then after it. On CUDA this waits for what was computed,
-        not for messages.
-        """
+        """Note the time before a block, then after it."""
         if self._is_timed:
-            if on_cuda:
-                torch.cuda.current_stream().synchronize()
-            now = time.perf_counter()
-            self.seconds[block] = now - self.seconds[block] if block in self.seconds else now
+            self.times.note(block, on_cuda)
 
     def end_run(self) -> None:
         self._begun.clear()
-        self.seconds = {}
+        self.times = BlockTimes()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...attention.kernels import Kernels
+from ...comm.late import to_device
 from ...comm.mesh import SequenceComm
 from ...families.plan import TokenPlan
 from ...patches import Patch
@@ -126,7 +127,7 @@ def mask_of_own_queries(mask: torch.Tensor, call: Call) -> torch.Tensor:
     computed here, for the own heads.
     """
     if mask.ndim > 1 and mask.shape[-2] == call.joint.all_tokens:
-        mask = mask.index_select(-2, call.joint.rank_major().to(mask.device, non_blocking=True))
+        mask = mask.index_select(-2, to_device(call.joint.rank_major(), mask.device))
     if mask.ndim == 4 and mask.shape[1] == call.heads.total > 1:
         mask = mask[:, call.own]
     return mask

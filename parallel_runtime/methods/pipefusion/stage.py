@@ -136,7 +136,7 @@ class PipeFusion:
 
     @property
     def facts(self) -> Facts:
-        return Facts(self._messages.done.progress if self._comm.in_step.is_even else "some", self._clock.seconds)
+        return Facts(self._messages.done.progress if self._comm.in_step.is_even else "some", self._clock.times.seconds)
 
 
 def has(block: nn.Module, path: str) -> bool:
