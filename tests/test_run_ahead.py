@@ -101,7 +101,10 @@ class Rank:
 
     def _evaluate(self, arguments, number):
         self.log.append(("enqueues", number // TURN))
-        return self.method.evaluate(self._model, arguments, number)
+        try:
+            return self.method.evaluate(self._model, arguments, number)
+        finally:
+            self.log.append(("enqueued", number // TURN))
 
     def ask(self, parts):
         """Forwards of all parts, with arguments in the arena."""
@@ -192,9 +195,9 @@ def test_what_the_gpu_has_computed_is_answered_while_the_next_one_is_enqueued(se
 
     layout = Layout(pipefusion=2)
     made, _, _ = served(layout, layout.writer, parts_of(layout), prepare=prepare)
-    ends = [place for place, (what, _) in enumerate(made.log) if what == "enqueues"]
-    for number, place in enumerate(ends[1:], 1):
-        assert made.log[place + 1] == ("answered", TURN * number), made.log
+    for number in range(1, len(parts_of(layout))):
+        place = made.log.index(("enqueues", number + 1))
+        assert made.log[place + 1 : place + 3] == [("answered", TURN * number), ("enqueued", number + 1)], made.log
 
 
 def test_a_request_of_another_kind_waits_until_the_gpu_has_computed_all(served, monkeypatch):
