@@ -53,7 +53,7 @@ def rank_environment(device: Device, backend: str, environ: dict[str, str], inte
     at most 1 GiB. It goes back to the system when a model is released, and when a run of a pipeline
     ends.
     """
-    scrubbed = {*ALLOCATOR_VARIABLES, *LAUNCHER_VARIABLES, SECRET_VARIABLE, CUDA_VARIABLE, HIP_VARIABLE, "PYTHONPATH"}
+    scrubbed = {*ALLOCATOR_VARIABLES, *LAUNCHER_VARIABLES, SECRET_VARIABLE, CUDA_VARIABLE, HIP_VARIABLE}
     env = {key: value for key, value in environ.items() if key not in scrubbed and not key.startswith(LAUNCHER_PREFIXES)}
     if not device.is_gpu:
         env = {**KEEP_MEMORY, **env}
