@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import comfy.ldm.anima.lllite as lllite
 import comfy.ldm.wan.model_multitalk as multitalk
 import comfy.ops
+import folder_paths
 import pytest
 import torch
 from comfy.ldm.lumina.controlnet import ZImage_Control
@@ -337,7 +338,9 @@ class NotMadeAgain:
 
 @pytest.fixture
 def pack(tmp_path, monkeypatch):
-    """A node pack as ComfyUI loads one: its module in ComfyUI's process."""
+    """A node pack as ComfyUI loads one, from a base directory of its own: its module in ComfyUI's
+    process.
+    """
     folder = tmp_path / "custom_nodes" / "ComfyUI-KJNodes"
     (folder / "nodes").mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError('the top level of a pack runs in no rank')")
@@ -348,7 +351,8 @@ def pack(tmp_path, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
-    monkeypatch.setenv("PIPEMESH_PATCH_PACKS", str(folder))
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, "custom_nodes", ([str(folder.parent)], set()))
+    monkeypatch.setenv("PIPEMESH_PATCH_PACKS", folder.name)
     module.FILE = file
     return module
 
@@ -409,6 +413,15 @@ def test_a_rank_imports_no_other_version_of_a_file(pack):
     pack.FILE.write_text(KJNODES + "\n")
     with pytest.raises(Refused, match=r"optimization\.py is missing here, or another version"):
         put_patches(stock.model, sent[IN_BLOCK], CPU)
+
+
+def test_tensors_lie_in_memory_as_they_did():
+    """A convolution of an image that lies otherwise adds up in another order."""
+    tensors = [torch.arange(120.0).reshape(2, 3, 4, 5).movedim(-1, 1), torch.arange(4.0).view(4, 1).expand(4, 3), torch.tensor(1.0)]
+    apart = TakenApart(torch.nn.Sequential())
+    again = PutTogether(torch.nn.Sequential(), apart.models, CPU).put(apart.take(tensors, "patch"))
+    assert all(torch.equal(one, other) for one, other in zip(again, tensors, strict=True))
+    assert again[0].stride() == tensors[0].stride() != again[0].contiguous().stride()
 
 
 def test_objects_are_made_without_their_constructors_and_shared_ones_stay_shared(pack):

@@ -95,7 +95,7 @@ def test_what_rounding_does_to_stock_may_rounding_do_to_us(outcome_of, ours, res
 
     outcome, graphs = outcome_of(answer)
     assert outcome.result == result and (result == "different" or "sensitivity" in outcome.reason)
-    assert sum(node["class_type"] == ROUNDED_NODE for node in graphs[2].values()) == 2
+    assert sum(node["class_type"] == ROUNDED_NODE for node in graphs[3].values()) == 2
 
 
 def test_a_model_without_a_plan_is_left_to_stock_and_the_others_are_tried(outcome_of):

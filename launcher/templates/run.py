@@ -33,7 +33,7 @@ class Outcome:
     """What a template gave. ``result``: "same", "one GPU", "refused", "different" or "error".
 
     ``error``: the largest difference of a latent, in units of its scale, held to BOUND, or to what
-    one rounding of every evaluation does to stock (``commands/rounding.py``); ``ratio``: of the
+    one rounding of every evaluation does to stock (``commands/rounding.py``). ``ratio``: of the
     distance from the fp32 truth over stock's, where the weights are quantised and the latents not
     equal.
     ``evaluations``: of the pool's last run. ``one_gpu``: models that were left to stock, and why.
@@ -94,18 +94,20 @@ class Tries:
         facts: dict[str, Any] = {"result": "same", "error": worst}
         if worst <= BOUND:
             return facts
-        off = self._stock(rounded(graph, self.info))
-        allowed = {name: FACTOR * relative_error(off[name], latent) for name, latent in stock.items()}
-        if all(error <= max(BOUND, allowed[name]) for name, error in errors.items()):
-            return {**facts, "reason": f"stock's own sensitivity to rounding allows {max(allowed.values()):.1e}"}
         truth = self._stock(exact(graph))
         ours_off, stock_off = ({name: distance(run[name], truth[name]) for name in errors} for run in (ours, stock))
         ratios = [ours_off[name] / (stock_off[name] or 1e-30) for name in errors if errors[name] > BOUND]
         reason = f"{worst:.1e} of the latent's scale"
-        if max(stock_off.values()) > BOUND:  # else nothing is quantised
+        if max(stock_off.values()) > BOUND:  # something is quantised
             facts["ratio"] = max(ratios, default=float("inf"))
             reason += f", {facts['ratio']:.2f} x stock's distance"
-        return facts if facts.get("ratio", float("inf")) <= FARTHEST else {**facts, "result": "different", "reason": reason}
+            is_same = facts["ratio"] <= FARTHEST
+        else:
+            off = self._stock(rounded(graph, self.info))
+            allowed = {name: FACTOR * relative_error(off[name], latent) for name, latent in stock.items()}
+            reason += f", stock's own sensitivity to rounding allows {max(allowed.values()):.1e}"
+            is_same = all(error <= max(BOUND, allowed[name]) for name, error in errors.items())
+        return {**facts, "result": "same" if is_same else "different", "reason": "" if is_same and "ratio" in facts else reason}
 
     def _evaluations(self) -> int:
         """What the pool was asked for in its last run."""

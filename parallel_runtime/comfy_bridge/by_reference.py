@@ -58,7 +58,8 @@ class TakenApart:
         if id(value) in self._paths:
             return "of transformer", self._paths[id(value)]
         if type(value) is torch.Tensor:
-            return "tensor", value.detach(), value.device.type != "cpu"
+            order = memory_order(value)
+            return "tensor", value.detach().permute(order), value.device.type != "cpu", order
         if type(value) is torch.nn.Parameter:
             return "parameter", value.detach()
         if isinstance(value, torch.device):
@@ -149,8 +150,9 @@ class PutTogether:
     def _keep(self, number: int, made: Any) -> None:
         self._made[number] = made
 
-    def _tensor(self, number: int, content: torch.Tensor, elsewhere: bool) -> None:
-        self._made[number] = content.to(self._device, copy=True) if elsewhere else content.clone()
+    def _tensor(self, number: int, content: torch.Tensor, elsewhere: bool, order: list[int]) -> None:
+        made = content.to(self._device, copy=True) if elsewhere else content.clone()
+        self._made[number] = made.permute([order.index(axis) for axis in range(len(order))])
 
     def _parameter(self, number: int, content: torch.Tensor) -> None:
         self._made[number] = torch.nn.Parameter(content, requires_grad=False)
@@ -226,6 +228,14 @@ OF_PATCHERS = frozenset(  # what a ModelPatcher notes on a model that it loads; 
     }
 )
 BUILT_IN = (Enum, list, tuple, dict, set, frozenset, str, bytes, int, float, torch.Tensor)
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Returns the axes in the order in which they lie in memory, outermost first: kernels add up in
+    another order where they lie otherwise, and a patch may make much of that.
+    """
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))
 
 
 def _filled(function: FunctionType, path: str) -> list[tuple[str, CellType]]:

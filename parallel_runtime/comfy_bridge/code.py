@@ -118,11 +118,13 @@ def host_folder() -> Path:
 
 
 def packs() -> tuple[Path, ...]:
-    """Returns the folders of the node packs that ranks may import: their names in custom_nodes, or
-    paths, with commas between them.
+    """Returns the folders of the node packs that ranks may import: their names in custom_nodes,
+    which may lie in a base directory of its own, or paths, with commas between them.
     """
+    import folder_paths
+
     wanted = [name.strip() for name in os.environ.get(PACKS_VARIABLE, "").split(",") if name.strip()]
-    return tuple(Path(os.path.join(host_folder(), CUSTOM_NODES, name)).resolve() for name in wanted)
+    return tuple(Path(os.path.join(folder, name)).resolve() for name in wanted for folder in folder_paths.get_folder_paths(CUSTOM_NODES))
 
 
 def file_hash(file: Path) -> str:
