@@ -118,20 +118,27 @@ def runs_out_of_memory():
     def make_method(real):
         def made(model, plan, mesh, rank, stages=(), *kernels):
             method = real(model, plan, mesh, rank, stages, *kernels)
-            begin, own = method.begin, [block for block in model_blocks(model, plan) if not hasattr(block, "stands_for")]
+            begin, watched = method.begin, []
 
             def counted(part):
                 begin(part)
                 number, world = part.run // 2, prod(mesh.degrees.values())
+                if seen.part is None or seen.part.run != part.run:  # stages may be cut anew between runs
+                    watch_own_blocks()
                 seen.evaluation = seen.evaluation + 1 if seen.part and seen.part.run == part.run else 0
                 seen.part, seen.place = part, PLACES[number // world % len(PLACES)]
                 is_turn = part.run % 2 and seen.evaluation == 3 * number % 7
                 seen.fails = bool(is_turn) and mesh.rank == number % world
                 fail_at("input")
 
+            def watch_own_blocks():
+                own = [block for block in model_blocks(model, plan) if not hasattr(block, "stands_for")]
+                while watched:
+                    watched.pop().remove()
+                watched.append(own[0].register_forward_pre_hook(lambda *_: fail_at("first block")))
+                watched.append(own[-1].register_forward_hook(lambda *_: fail_at("last block"), prepend=True))
+
             method.begin = counted
-            own[0].register_forward_pre_hook(lambda *_: fail_at("first block"))
-            own[-1].register_forward_hook(lambda *_: fail_at("last block"))
             return method
 
         return made
