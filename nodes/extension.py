@@ -20,7 +20,9 @@ from .pool import pool_nodes
 from .report.node import report_node
 from .routes import add_routes
 from .runtime import Runtime
+from .screen import NodeScreen
 from .status.control import PoolControl
+from .waiting import Waiting
 
 
 def show_on_node(text: str) -> None:
@@ -47,8 +49,8 @@ def settings_file() -> Path | None:
 class PipeMeshExtension(ComfyExtension):
     def __init__(self) -> None:
         notices = Notices(show_notice)
-        self._runtime = Runtime.of(os.environ, show_on_node, notices)
-        self._auto = Auto(self._runtime, Switch(os.environ, settings_file), notices)
+        self._runtime = Runtime.of(os.environ, show_on_node, notices, Waiting(NodeScreen()))
+        self._auto = Auto(self._runtime, Switch(os.environ, settings_file), notices, self._runtime.times)
 
     async def on_load(self) -> None:
         server = PromptServer.instance

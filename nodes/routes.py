@@ -56,6 +56,10 @@ def add_routes(routes: web.RouteTableDef, runtime: Runtime, auto: Auto, control:
     async def unload(request: web.Request) -> web.Response:
         return await answer(control.unload, request)
 
+    @routes.post("/pipemesh/pools/{id}/release")
+    async def release(request: web.Request) -> web.Response:
+        return await answer(control.release, request)
+
 
 async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: web.Request) -> web.Response:
     """Act on a pool on a thread of its own, so that the server goes on meanwhile."""

@@ -21,6 +21,7 @@ from PIL.Image import Image
 from ..launcher.pool.devices import Placement, place, visible_gpus
 from ..launcher.pool.handle import PoolHandle, PoolKeeper
 from ..launcher.pool.pool import refused_kernels
+from ..launcher.pool.progress import Told
 from ..launcher.pool.rank_setup import RankSetup, rank_setup_from
 from ..launcher.pool.rendezvous import check_rendezvous
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
@@ -33,6 +34,8 @@ from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
 from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, last_run
 from .settings import PLACED_BY, Choice, PoolSettings, how_many
+from .timing import StepTimes
+from .waiting import Waiting
 
 log = logging.getLogger("pipemesh")
 
@@ -54,31 +57,44 @@ def rank_setup(environ: Mapping[str, str]) -> RankSetup:
 
 class Runtime:
     """Makes choices, and the pools and parallelized models that they name. ``show`` puts a line of
-    text on the node that samples; ``notices`` are kept for those who ask.
+    text on the node that samples, where ``waiting`` does not; ``notices`` are kept for those who
+    ask.
 
     ``fault``: why no pool can be started. It is raised when a model is parallelized, so that
     ComfyUI has the nodes all the same.
     """
 
-    def __init__(self, setup: RankSetup, show: Callable[[str], None] = lambda text: None, fault: str = "", notices: Notices | None = None):
+    def __init__(
+        self,
+        setup: RankSetup,
+        show: Callable[[str], None] = lambda text: None,
+        fault: str = "",
+        notices: Notices | None = None,
+        waiting: Waiting | None = None,
+    ):
         self.notices = notices or Notices()
+        self._waiting = waiting
+        self._logged = ""
         self._setup = replace(setup, tell=self._tell)
         self._fault = fault
         self._show = show
         self._keeper = PoolKeeper(self._setup)
         self._pools: dict[Placement, RemotePool] = {}
+        self.times = StepTimes()
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
 
     @classmethod
-    def of(cls, environ: Mapping[str, str], show: Callable[[str], None], notices: Notices | None = None) -> Runtime:
+    def of(
+        cls, environ: Mapping[str, str], show: Callable[[str], None], notices: Notices | None = None, waiting: Waiting | None = None
+    ) -> Runtime:
         """Make the runtime of a ComfyUI in this environment. Raises nothing for a variable that
         cannot be read, or ComfyUI would load no node of the pack.
         """
         try:
-            return cls(rank_setup(environ), show, notices=notices)
+            return cls(rank_setup(environ), show, notices=notices, waiting=waiting)
         except LayoutError as error:
             log.error("[PipeMesh] %s", error)
-            return cls(rank_setup({}), show, fault=str(error), notices=notices)
+            return cls(rank_setup({}), show, fault=str(error), notices=notices, waiting=waiting)
 
     def choose(self, **values: Any) -> Choice:
         """Make the choice that these inputs of PipeMesh Pool stand for. Raises LayoutError."""
@@ -124,8 +140,11 @@ class Runtime:
 
     def report(self, only: Choice | None = None) -> Report:
         """Collect the figures of every pool, or of ``only`` one, and the notices."""
-        pools = tuple(pool_figures(handle, pool) for handle, pool in self.pools(only))
-        return Report(pools, self.notices.latest())
+        known = self.pools(only)
+        runs = [run for _, pool in known if (run := run_of(pool)) and run.evaluations]
+        latest = max(runs, key=lambda run: run.began_s, default=None)
+        pools = tuple(pool_figures(handle, pool) for handle, pool in known)
+        return Report(pools, self.notices.latest(), None if latest is None else self.times.speed_of(latest))
 
     def draw_last_run(self, only: Choice | None = None) -> Image | None:
         """Draw the last run, of all pools or of ``only`` one. None unless it was sampled in
@@ -151,7 +170,7 @@ class Runtime:
         if placement not in self._pools:
             whole = placement.layout.pipefusion == 1
             shares = whole and not placement.devices[0].is_gpu and not placement.other_machines
-            self._pools[placement] = RemotePool(self._keeper.handle(placement), shares_weights=shares, turn=self.turn)
+            self._pools[placement] = RemotePool(self._keeper.handle(placement), shares_weights=shares, turn=self.turn, wait=self._waiting)
         return self._pools[placement]
 
     def pools(self, only: Choice | None = None) -> list[tuple[PoolHandle, RemotePool]]:
@@ -166,12 +185,14 @@ class Runtime:
         text = f"PipeMesh samples in patches, {mode}."
         if pool.last_run is not None:
             pool.last_run.mode = mode
-        self._tell(text)
+        self._tell(Told(text))
 
-    def _tell(self, text: str) -> None:
-        if text:
-            log.info("[PipeMesh] %s", text.removeprefix("PipeMesh: "))
-        self._show(text)
+    def _tell(self, told: Told) -> None:
+        if told.text and (told.text != self._logged or not told.total):
+            log.info("[PipeMesh] %s", told.text.removeprefix("PipeMesh: "))
+        self._logged = told.text
+        if self._waiting is None or not self._waiting.tell(told):
+            self._show(told.line)
 
 
 def run_of(pool: RemotePool) -> Run | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import shutil
@@ -88,6 +89,17 @@ class Page:
     def evaluate(self, expression, timeout_s=120):
         """The value of the expression, or of the promise that it is."""
         return self._loop.run_until_complete(asyncio.wait_for(self._evaluate(expression), timeout_s))
+
+    def resize(self, width, height):
+        self._loop.run_until_complete(
+            self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        )
+
+    def screenshot(self, file, box=None):
+        """Saves what is seen, or a box of it (left, top, width, height), as a PNG."""
+        clip = {"clip": {**dict(zip(("x", "y", "width", "height"), box, strict=True)), "scale": 1}} if box else {}
+        answer = self._loop.run_until_complete(self._ask("Page.captureScreenshot", format="png", **clip))
+        Path(file).write_bytes(base64.b64decode(answer["data"]))
 
     async def _evaluate(self, expression):
         answer = await self._ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)

@@ -38,6 +38,7 @@ ALONGSIDE = {"test_adding_a_model", "test_demo", "test_dry_run", "test_machines"
 
 def pytest_addoption(parser):
     parser.addoption("--lane", choices=LANES, help="only the tests that share pools of real ranks, or only all others")
+    parser.addoption("--screens", help="a folder for the pictures that tests take of pages")
     parser.addoption("--browser", action="store_true", help="also the tests that open ComfyUI's page in a Chromium")
 
 

@@ -55,6 +55,12 @@ class Board:
     def enter(self, phase: str, request: int = 0) -> None:
         self._write(self._line + 8, PHASES.index(phase))
         self._write(self._line, request << 32 if request else self.word(self._line) + 1)
+        if request:
+            self.count(0, 0)
+
+    def count(self, done: int, total: int) -> None:
+        self._write(self._line + 16, done)
+        self._write(self._line + 24, total)
 
 
 def parsed(rules: list[str]) -> list[list[str]]:
@@ -164,6 +170,11 @@ class Rank:
         for _ in range(100):
             self.pause()
         self.answer(message)
+
+    def half_done(self, message: dict) -> None:
+        """Says that it has done half of the request, and answers when the gate opens."""
+        self.board.count(1 << 30, 2 << 30)
+        self.gated(message)
 
     def tick_then_hang(self, message: dict) -> None:
         """As a rank that reaches a collective and waits there for one that will not come."""

@@ -78,6 +78,9 @@ class IdleRank:
     def note(self, phase):
         pass
 
+    def count(self, done, total):
+        pass
+
     def next_part(self):
         return None
 

@@ -8,13 +8,15 @@ import comfy.sample
 import comfy.samplers
 import pytest
 import torch
+from comfy_execution.utils import CurrentNodeContext
 from pipemesh.launcher.commands.parity import BOUND, relative_error
 from pipemesh.launcher.pool.devices import place
-from pipemesh.nodes.auto.sampling import GRADIENTS, Auto
+from pipemesh.nodes.auto.sampling import GIVEN_UP, GRADIENTS, Auto
 from pipemesh.nodes.auto.seam import GuiderSeam, HostChanged
 from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.settings import Choice
+from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
@@ -264,6 +266,17 @@ def test_a_pool_that_fails_twice_costs_a_notice_and_no_image_and_the_log_has_the
     assert "its last words" in caplog.messages[-1]
 
 
+def test_a_pool_that_failed_is_not_tried_again_in_the_same_prompt(auto, settings, notices, files, monkeypatch):
+    model, tried = load(files["model"]), []
+    settings(True)
+    calls = failing(monkeypatch, DIED)
+    for prompt, node in (("first", "3"), ("first", "4"), ("second", "3")):
+        with CurrentNodeContext(prompt, node):
+            run(model)
+        tried.append(len(calls))
+    assert tried == [2, 2, 4] and said(notices)[1] == GIVEN_UP
+
+
 def test_a_worker_that_dies_once_costs_a_fresh_pool_and_no_notice(auto, settings, requests, notices, files, monkeypatch):
     model = load(files["model"])
     truth = run(model)
@@ -470,7 +483,7 @@ def test_a_host_that_samples_otherwise_is_left_alone_and_what_changed_is_named(m
         monkeypatch.setattr(owner, name, value)
     before = dict(vars(comfy.samplers.CFGGuider))
     with pytest.raises(HostChanged, match=f"Auto mode does not know this ComfyUI, which {sentence}: update PipeMesh"):
-        GuiderSeam(lambda *_: None, lambda *_: None).install()
+        GuiderSeam(lambda *_: None, lambda *_: None, StepTimes()).install()
     assert dict(vars(comfy.samplers.CFGGuider)) == before
 
 
@@ -480,5 +493,6 @@ def test_a_host_that_auto_mode_does_not_know_is_told_of_where_it_is_switched_on(
     settings(on)
     made = Auto(None, Switch({}, lambda: settings.file), notices)
     made.install()
-    assert made.unavailable.startswith("Auto mode does not know this ComfyUI") and not made.is_on()
-    assert said(notices) == ([made.unavailable] if on else [])
+    why, sentence = made.unavailable
+    assert why == "host" and sentence.startswith("Auto mode does not know this ComfyUI") and not made.is_on()
+    assert said(notices) == ([sentence] if on else [])

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
+from pipemesh.nodes.auto.switch import FILE, SETTING, UNAVAILABLE, Switch
 
 
 @pytest.fixture
@@ -62,4 +62,4 @@ def test_a_variable_that_is_neither_is_named_and_the_setting_counts(settings, ca
 )
 def test_a_setting_without_effect_is_said_to_be(settings, environ, multi_user, why):
     overruled = Switch(environ, lambda: None if multi_user else settings.file).overruled
-    assert overruled.startswith(why) and bool(overruled) == bool(why)
+    assert overruled[1].startswith(why) and bool(overruled[1]) == bool(why) == (overruled[0] in UNAVAILABLE)

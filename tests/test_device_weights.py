@@ -51,7 +51,7 @@ def transformer(path, form=""):
 
 def moved(model, device):
     with torch.inference_mode():
-        return DeviceWeights(model, device, lambda: None)
+        return DeviceWeights(model, device, lambda nbytes: None)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -86,7 +86,7 @@ def test_a_weight_that_was_patched_on_the_device_is_the_files_again(file, cast):
     if cast:
         module.weight_comfy_model_dtype = torch.float16
     with torch.inference_mode(), Device():
-        weights = DeviceWeights(model, DEVICE, lambda: None)
+        weights = DeviceWeights(model, DEVICE, lambda nbytes: None)
         assert module.weight.device == DEVICE
         weights.replace(f"diffusion_model.{QKV}", torch.ones(2, 2))
         assert module.weight.device == DEVICE and module.weight.shape == (2, 2)

@@ -126,12 +126,12 @@ def test_a_pipeline_is_exact_while_it_warms_up_says_how_it_samples_and_gives_the
 
     whole, text, texts, ranks = sampled("warm_pipeline", warm_up=100)
     assert any(b"samplerPipeMesh: starting workers, " in said for said in texts), "a user sees why nothing moves yet"
-    assert any(said.endswith(b"samplerPipeMesh: workers are ready") for said in texts)
+    assert any(b"samplerPipeMesh: workers are ready" in said for said in texts)
     assert relative_error(whole, truth) <= BOUND
     assert "stage 1:   1 cpu" in text and ", sampled whole" in text
     first, text, texts, same = sampled("pipeline", warm_up=1)
     assert "sampled in 3 patches, free-running" in text
-    assert any(said.endswith(b"samplerPipeMesh samples in patches, free-running.") for said in texts)
+    assert any(b"samplerPipeMesh samples in patches, free-running" in said for said in texts)
     assert same == ranks, "another warm_up needs no other ranks"
     assert 0 < relative_error(first, truth) < 0.5
     again, _, _, same = sampled("pipeline_again", warm_up=1, backend="gloo")  # what auto is here, so computed anew by the same pool
@@ -286,7 +286,14 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh
     error = server.run(graph("killed", pixels=LARGE), on_event=kill).error
     assert error.kind == "failed"
     assert "Rank 1 on cpu was killed" in error.message and "while computing" in error.message and "run again" in error.message
-    assert relative_error(latent(server, graph("after_kill"))[0], truth) <= BOUND
+    ours, result = latent(server, graph("after_kill"))
+    assert relative_error(ours, truth) <= BOUND
+    waits = [event.data for event in result.events if event.type == "pipemesh.progress"]
+    assert {one["node"] for one in waits} == {"sampler"} and {one["prompt"] for one in waits} == {result.prompt_id}
+    assert any("starting workers" in one["text"] and one["total"] == 2 for one in waits) and "loading model.safetensors" in str(waits)
+    bars = [event.data["nodes"].get("sampler", {}) for event in result.events if event.type == "progress_state"]
+    assert 2 in [bar.get("max") for bar in bars], "ComfyUI's own bar counts the workers"
+    assert [tick.value for tick in result.ticks if tick.node == "sampler"] == [*range(1, STEPS + 1)], "and its steps are as ever"
     assert not set(before) & set(pids(server))
     assert not any(psutil.pid_exists(pid) for pid in before)
 
@@ -308,13 +315,15 @@ def test_the_report_shows_the_last_run_passes_the_latent_on_and_is_made_anew_eac
         return result.outputs["report"]["text"][0], {event.data.get("node") for event in result.events if event.type == "executing"}
 
     text, _ = reported("report_1")
-    assert text.startswith("ulysses 2 = 2 ranks, gloo, ready")
+    speed, _, rest = text.partition("\n\n")
+    assert " times as fast as one GPU: " in speed and speed.endswith("(timed here)"), "the truth was sampled by stock before"
+    assert rest.startswith("ulysses 2 = 2 ranks, gloo, ready")
     run = live_pool(server)["last_run"]
     assert f"Last run: {run['evaluations']} evaluations" in text and run["evaluations"] >= STEPS
     assert f"{100 * run['exchange_share']:.1f} %" in text and 0 < run["exchange_share"] < 1
     _, executed = reported("report_1")  # not one node's inputs changed
     assert "report" in executed and "sampler" not in executed
-    assert reported("report_2", pool=["pool", 0])[0].startswith("ulysses 2 = 2 ranks")
+    assert "\n\nulysses 2 = 2 ranks" in reported("report_2", pool=["pool", 0])[0]
     with pytest.raises(HTTPError) as missing:
         urlopen(f"http://{server.address}/pipemesh/timeline.png")
     assert (missing.value.code, missing.value.headers["Cache-Control"]) == (404, "no-store")

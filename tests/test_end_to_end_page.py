@@ -31,7 +31,7 @@ OVERRULED = """(() => {
   window.fetch = (path, ...rest) => String(path).includes('/pipemesh/status') ? Promise.resolve(new Response(said)) : real(path, ...rest)
   return true
 })()"""
-FOLDED = [["devices", "auto"], ["layout", "auto"]]
+FOLDED = [["devices", "auto"], ["layout", "auto"], ["weights", "auto"]]
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def test_a_budget_is_never_passed(written, form, part):
         return sum(tensor.nbytes for tensor in tensors.values() if tensor.device == META)
 
     with torch.inference_mode():
-        weights = OffloadedWeights(patcher, META, budget, lambda: None)
+        weights = OffloadedWeights(patcher, META, budget, lambda nbytes: None)
         assert on_device() <= budget and (part < 0.5 or on_device() > 0)
         weights.patch(patches)
         assert on_device() <= budget

@@ -88,12 +88,54 @@ def test_a_translation_is_one(nodes, language):
 @pytest.mark.parametrize("file", ["settings.json", "main.json"])
 def test_the_settings_are_translated_into_every_language_and_english_is_what_the_script_says(file):
     said = {language: json.loads((LOCALES / language / file).read_text(encoding="utf-8")) for language in LANGUAGES}
+    for one in said.values():
+        one.pop("pipemesh", None)
     assert {frozenset(leaves(one)) for one in said.values()} == {frozenset(leaves(said["en"]))}
     texts = [text for one in said.values() for text in leaves(one).values()]
     assert len(set(texts) - {"PipeMesh"}) == len([text for text in texts if text != "PipeMesh"]), "one is not translated"
     assert not [text for text in texts if VUE_I18N_SYNTAX & set(text)]
     script = JOINED.sub("", (ROOT / "web" / "auto.js").read_text(encoding="utf-8"))
     assert not [text for text in leaves(said["en"]).values() if f'"{text}"' not in script]
+
+
+def panel_texts():
+    return {language: json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["pipemesh"] for language in LANGUAGES}
+
+
+def words_of_the_status():
+    """Every word that the panel makes a text's name of."""
+    from pipemesh.nodes.auto.switch import UNAVAILABLE
+    from pipemesh.nodes.report.causes import SLOWED, WHY
+    from pipemesh.parallel_runtime.client.session import ResidentState
+    from pipemesh.parallel_runtime.wire.arena import PHASES
+
+    return {
+        "why": [*WHY],
+        "slowed": [*SLOWED],
+        "phase": [*PHASES],
+        "unavailable": [one for one in UNAVAILABLE if one != "host"],
+        "state": ["starting", "ready", "busy", "failed", "closed"],
+        "model": [state.name.lower() for state in ResidentState],
+    }
+
+
+def test_every_text_of_the_panel_is_there_in_every_language_and_none_that_is_not_shown():
+    scripts = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "web").glob("*.js"))
+    named = set(re.findall(r'"([a-z_]+)"', scripts))
+    made = {f"{kind}_{word}" for kind, words in words_of_the_status().items() for word in words}
+    for language, said in panel_texts().items():
+        assert made <= said.keys(), language
+        assert said.keys() - made <= named, language
+        assert set(re.findall(r'\bt\("([a-z_]+)"', scripts)) <= said.keys(), language
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_text_of_the_panel_is_translated_with_the_same_places_for_values(language):
+    said, english = panel_texts()[language], panel_texts()["en"]
+    for name, text in said.items():
+        assert sorted(re.findall(r"%\d", text)) == sorted(re.findall(r"%\d", english[name])), name
+        assert not VUE_I18N_SYNTAX & set(text), name
+        assert language == "en" or text != english[name] or len(text) < 15, name
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.launcher.pool.progress import Progress
+from pipemesh.launcher.pool.progress import Progress, Told
+from pipemesh.parallel_runtime.client.residency import title_in
 from pipemesh.parallel_runtime.errors import ModelError, RunCancelled
+from pipemesh.parallel_runtime.wire.messages import Load
 
 from .fake_pools import call, cpus, fake_setup, gate, inside, opens
 
@@ -25,7 +27,7 @@ def pool(told):
     made = []
 
     def pool(*rules):
-        made.append(WorkerPool(cpus(2), replace(fake_setup(*rules), tell=told.append)))
+        made.append(WorkerPool(cpus(2), replace(fake_setup(*rules), tell=lambda one: told.append(one.line))))
         made[-1].start(goes_on(made[-1], told))
         gate(made[-1]).fill_(0)  # which a slow start may have opened
         return made[-1]
@@ -94,7 +96,7 @@ def test_what_was_stopped_and_is_still_computed_is_waited_for_openly(told, pool,
 
 def test_a_line_is_told_once():
     lines = []
-    progress = Progress(2, lines.append)
+    progress = Progress(2, lambda one: lines.append(one.line))
     for phases in (["loading"] * 2, ["loading"] * 2, ["loading"], ["computing"], []):
         progress.look(phases)
     progress.end()
@@ -104,3 +106,35 @@ def test_a_line_is_told_once():
         "PipeMesh: loading the model, 1 of 2 ready",
         "PipeMesh: the model is loaded",
     ]
+
+
+def test_a_load_says_which_model_and_how_many_bytes_of_how_many_and_a_bar_can_be_drawn(told):
+    everything = []
+    made = WorkerPool(cpus(2), replace(fake_setup("1:Load=half_done"), tell=everything.append))
+    try:
+        made.start()
+        gate(made).fill_(0)
+        everything.clear()
+
+        def once_half_is_told():
+            return bool(everything and everything[-1].done) and opens(made)()
+
+        number = made.next_request()
+        made.ask(Load(request=number, model="m", source=b"", title="flux.safetensors"), (), once_half_is_told)
+    finally:
+        made.close()
+    half = Told("PipeMesh: loading flux.safetensors, 1 of 2 ready", 1 << 30, 2 << 30, "50 % of 2.0 GiB")
+    assert everything[-2:] == [half, Told("PipeMesh: the model is loaded")]
+    assert half.line == "PipeMesh: loading flux.safetensors, 1 of 2 ready (50 % of 2.0 GiB)"
+
+
+def test_ranks_that_start_are_counted_for_the_bar(told):
+    said = []
+    progress = Progress(4, said.append)
+    progress.look(["joining", "waiting"])
+    assert [(one.done, one.total, one.amount) for one in said] == [(2, 4, "")]
+
+
+def test_stages_that_are_cut_anew_are_told_with_their_blocks():
+    assert title_in("flux.safetensors", (20, 37)) == "flux.safetensors into stages of 20, 37 blocks"
+    assert title_in("flux.safetensors", ()) == "flux.safetensors"

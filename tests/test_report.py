@@ -8,8 +8,20 @@ from dataclasses import asdict, replace
 import pytest
 from pipemesh.launcher.pool.devices import place
 from pipemesh.nodes.notices import Notice
-from pipemesh.nodes.report.figures import InPatches, LastRun, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, last_run
+from pipemesh.nodes.report.causes import slowed, why_layout
+from pipemesh.nodes.report.figures import (
+    InPatches,
+    KeptWeights,
+    LastRun,
+    MemoryFigures,
+    PoolFigures,
+    RankFigures,
+    Report,
+    RingKernels,
+    last_run,
+)
 from pipemesh.nodes.report.text import NO_POOL, report_text
+from pipemesh.nodes.timing import Speed
 from pipemesh.parallel_runtime.client.run import Evaluation
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.occupancy import Span
@@ -228,9 +240,42 @@ def test_scripts_that_read_the_report_find_every_figure_under_its_name():
         | {"in_patches": {"mode": "free-running", "patches": 3, "whole": 2, "of_schedule": None, "lost_ms": {}}, "busy": [0.5, 0.25]}
     )
     pools = [pool(ring=1), in_patches, pool(ring=1, ran=False)]
-    assert json.dumps(asdict(Report(tuple(pools)))) == json.dumps(
-        {"pools": [told, told | {"last_run": patched}, told | {"last_run": None}], "notices": []}
+    speed = {"step_s": 0.5, "one_gpu_s": 1.5, "measured": True}
+    assert json.dumps(asdict(Report(tuple(pools), speed=Speed(**speed)))) == json.dumps(
+        {"pools": [told, told | {"last_run": patched}, told | {"last_run": None}], "notices": [], "speed": speed}
     )
+
+
+@pytest.mark.parametrize(
+    ("speed", "said"),
+    [
+        (Speed(0.5, 1.5, measured=True), "3.00 times as fast as one GPU: 0.50 s per step, one GPU 1.50 s (timed here)"),
+        (Speed(0.5, 1.5), "3.00 times as fast as one GPU: 0.50 s per step, one GPU 1.50 s (predicted, not timed)"),
+        (Speed(0.5), "0.50 s per step. How fast one GPU is was not timed for this model and size:"),
+    ],
+)
+def test_how_much_faster_a_run_was_comes_first_with_how_that_is_known(speed, said):
+    assert report_text(Report((pool(),), speed=speed)).splitlines()[0] == said
+
+
+def test_what_slowed_a_run_is_named_and_nothing_where_nothing_did():
+    weights = (KeptWeights("m.gguf", "offloaded", "it does not fit"), KeptWeights("n", "whole", ""))
+    patched = replace(RUN, in_patches=InPatches("single-timeline, because of a ControlNet", 3, 2), busy=(0.9, 0.5), exchange_share=0.34)
+    found = slowed(["cuda:0", "cuda:0", "cpu", "cpu"], weights, patched)
+    assert [(cause.word, cause.value) for cause in found] == [
+        ("communication", "34 %"),
+        ("imbalance", "0"),
+        ("single_timeline", "a ControlNet"),
+        ("offloaded", "m.gguf"),
+        ("shared_device", "cuda:0"),
+    ]
+    assert all(cause.value in cause.english for cause in found)
+    assert not slowed(["cuda:0", "cuda:1"], (), RUN) and "What slowed it" not in text_of(pool())
+
+
+def test_a_layout_says_what_it_is_good_for():
+    assert [cause.word for cause in why_layout(Layout(ulysses=2, ring=2).degrees())] == ["ulysses", "ring"]
+    assert [cause.english for cause in why_layout(Layout(ulysses=1).degrees())] == ["one rank computes everything"]
 
 
 def test_a_sampling_on_one_gpu_after_the_last_run_is_told_first_and_an_earlier_one_is_not():

@@ -30,7 +30,7 @@ def sharded(model, mesh):
     """The model's weights as a rank of ``mesh`` keeps them; messages go in the group of all."""
     if mesh.sequence.weights is None:
         mesh.sequence.share_weights(mesh.sequence.world.group)
-    return ShardedWeights(model, own_blocks(model), CPU, mesh.sequence.weights, lambda: None)
+    return ShardedWeights(model, own_blocks(model), CPU, mesh.sequence.weights, lambda nbytes: None)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_parameter_of_two_modules_stays_whole():
 
     model = Model(2)
     model.blocks[1].qkv.weight = model.blocks[0].qkv.weight
-    weights = ShardedWeights(model, list(model.blocks), CPU, SimpleNamespace(rank=0, size=1, via_cpu=False), lambda: None)
+    weights = ShardedWeights(model, list(model.blocks), CPU, SimpleNamespace(rank=0, size=1, via_cpu=False), lambda nbytes: None)
     assert model.blocks[0].qkv.weight is model.blocks[1].qkv.weight
     assert not model.blocks[0].qkv.weight.isnan().any() and model.blocks[0].qkv.bias.isnan().all()
     assert weights.has(NAME) and weights.has("diffusion_model.blocks.1.qkv.bias") and not weights.has("diffusion_model.blocks.7.qkv.bias")

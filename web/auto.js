@@ -1,9 +1,22 @@
 // Auto mode: its switch in ComfyUI's settings, and a badge on nodes that sampled on one GPU all the same.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { texts } from "./texts.js";
 
 const BADGE = { text: "1 GPU", fgColor: "#fff", bgColor: "#a15c00" };
 const badges = new WeakMap(); // node -> its badge
+const MOST = 100; // prompts and notices that are remembered
+const workflows = new Map(); // prompt -> the workflow that was open when it was queued
+let lastPrompt; // that began to run
+const noticed = new Map(); // prompt and node -> its notice, of workflows that may be open later
+
+const activeWorkflow = () => app.extensionManager?.workflow?.activeWorkflow;
+
+function remember(map, key, value) {
+  map.delete(key);
+  map.set(key, value);
+  if (map.size > MOST) map.delete(map.keys().next().value);
+}
 
 // "12:5" is node 5 in the subgraph that node 12 holds.
 function nodeOf(id) {
@@ -32,15 +45,33 @@ function addBadge(node) {
   node.setDirtyCanvas?.(true);
 }
 
+// A prompt that this page did not queue, as before a reload, is taken for one of the open workflow.
+const isOpen = (prompt) => !workflows.has(prompt) || workflows.get(prompt) === activeWorkflow();
+
+function executing({ detail }) {
+  const node = detail?.node ?? detail;
+  const prompt = detail?.prompt_id ?? lastPrompt;
+  for (const [key, notice] of noticed) {
+    const same = workflows.get(notice.prompt) === workflows.get(prompt);
+    if (same && String(notice.node) === String(node) && notice.prompt !== prompt) noticed.delete(key);
+  }
+  if (isOpen(prompt)) removeBadge(nodeOf(node));
+}
+
+// The badges of the workflow that is open now: its nodes are new ones.
+function showBadges() {
+  for (const notice of noticed.values()) if (isOpen(notice.prompt)) addBadge(nodeOf(notice.node));
+}
+
 // Says why the setting has no effect on this server, if so. The frontend also calls this when it reads the settings.
 async function sayIfOverruled(value, before) {
   if (before === undefined || value === before) return;
   try {
     const answer = await api.fetchApi("/pipemesh/status");
     if (!answer.ok) return;
-    const { unavailable } = (await answer.json()).auto;
-    const toast = { severity: "warn", summary: "PipeMesh", detail: unavailable, life: 15000 };
-    if (unavailable) app.extensionManager?.toast?.add(toast);
+    const { unavailable, why } = (await answer.json()).auto;
+    const detail = why && why !== "host" ? (await texts())(`unavailable_${why}`) : unavailable;
+    if (unavailable) app.extensionManager?.toast?.add({ severity: "warn", summary: "PipeMesh", detail, life: 15000 });
   } catch (error) {
     console.warn("PipeMesh: the status of auto mode could not be read.", error);
   }
@@ -62,7 +93,21 @@ app.registerExtension({
     },
   ],
   setup() {
-    api.addEventListener("executing", ({ detail }) => removeBadge(nodeOf(detail?.node ?? detail)));
-    api.addEventListener("pipemesh.notice", ({ detail }) => addBadge(nodeOf(detail.node)));
+    const queue = api.queuePrompt;
+    api.queuePrompt = async function (...args) {
+      const workflow = activeWorkflow();
+      const answer = await queue.apply(this, args);
+      if (answer?.prompt_id) remember(workflows, answer.prompt_id, workflow);
+      return answer;
+    };
+    api.addEventListener("execution_start", ({ detail }) => (lastPrompt = detail?.prompt_id));
+    api.addEventListener("executing", executing);
+    api.addEventListener("pipemesh.notice", ({ detail }) => {
+      remember(noticed, `${detail.prompt} ${detail.node}`, detail);
+      if (isOpen(detail.prompt)) addBadge(nodeOf(detail.node));
+    });
+  },
+  afterConfigureGraph() {
+    showBadges();
   },
 });

@@ -48,18 +48,20 @@ class Conversation:
         """True if a caller waits for an answer, or will collect one."""
         return any(one.awaited for one in list(self._in_flight.values()))
 
-    def expect(self, number: int, group: Sequence[int], meets: Meets = Meets.NOBODY) -> None:
-        """Counts on an answer to ``number`` from every rank of ``group``."""
+    def expect(self, number: int, group: Sequence[int], meets: Meets = Meets.NOBODY, title: str = "") -> None:
+        """Counts on an answer to ``number`` from every rank of ``group``. ``title``: of the model
+        that it asks for.
+        """
         if not self._in_flight:
             self._leave_by, self._watch = math.inf, Watch(self._board.progress)
-            self._progress.begin()
+            self._progress.begin(title)
         self._in_flight[number] = InFlight(number, tuple(group), meets)
 
     def submit(self, request: Request, group: Sequence[int], fds: Sequence[int], interrupted: Callable[[], bool]) -> None:
         """Sends ``request`` to the ranks of ``group``. Raises RunCancelled where a cancel cuts what
         goes to another machine: that ends the ranks. Any other error leaves all as it was.
         """
-        self.expect(request.request, group, self._facts.meets(request))
+        self.expect(request.request, group, self._facts.meets(request), getattr(request, "title", ""))
         try:
             self._ranks.send(request, group, fds, lambda: stop_if(interrupted))
         except BaseException:

@@ -29,6 +29,12 @@ class PoolHandle:
     def state(self) -> str:
         return self._pool.state if self._pool else "closed"
 
+    @property
+    def fault(self) -> str:
+        """Returns why the last pool cannot take requests, where ranks were lost."""
+        pool = self._pool
+        return "" if pool is None else pool.ranks.fault or (pool.ranks.loss() if pool.is_alive else "")
+
     def live(self) -> WorkerPool | None:
         """Returns the pool if it can take requests now, None where it has lost a rank meanwhile."""
         pool = self._pool

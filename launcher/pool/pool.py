@@ -85,7 +85,7 @@ class WorkerPool:
         self.memory: list[Memory] = []  # of every rank, as it last told
         self.ready: tuple[Ready, ...] = ()  # what every rank said when it had joined
         self.next_request: Callable[[], int] = partial(next, count(1))
-        progress = Progress(len(names), setup.tell)
+        progress = Progress(len(names), setup.tell, self.arena.board)
         self._conversation = Conversation(self.ranks, self.arena.board, self.facts, setup.stall_s, progress)
         self._lock = threading.RLock()
         self._life = "starting"
@@ -159,7 +159,8 @@ class WorkerPool:
         """
         sentence = lost.sentence
         if lost.rank is not None:
-            sentence += f"\nLast lines of rank {lost.rank}:\n  " + "\n  ".join(self.ranks.tail(lost.rank) or ["(none)"])
+            sentence += self.ranks.last_lines(lost.rank)
+        self.ranks.fault = sentence
         self._end("failed")
         return PoolFailed(sentence)
 

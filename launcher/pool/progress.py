@@ -5,6 +5,9 @@ weights or compile its blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...parallel_runtime.wire.arena import Board
 
 STARTING, LOADING, PATCHING = "starting workers", "loading the model", "patching weights"
 COMPILING = "compiling the model's blocks"
@@ -22,6 +25,24 @@ DONE = {
     COMPILING: "blocks are compiled",
     LEAVING: "workers are ready",
 }
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a user waits for. ``done`` of ``total``: bytes of a load, weights of a patching, else
+    ranks that are ready; 0 of 0 where nothing is waited for. ``text`` is empty where what was
+    waited for failed, or was cancelled.
+    """
+
+    text: str
+    done: int = 0
+    total: int = 0
+    amount: str = ""  # in words, where more is known than how many ranks are ready
+
+    @property
+    def line(self) -> str:
+        return f"{self.text} ({self.amount})" if self.amount else self.text
 
 
 def act_of(phases: Sequence[str]) -> str:
@@ -29,23 +50,35 @@ def act_of(phases: Sequence[str]) -> str:
     return next((ACTS[phase] for phase in phases if phase in ACTS), "")
 
 
-class Progress:
-    """Tells each line once. ``ranks``: all of the pool; ``tell`` takes a line of text."""
+def amount_text(act: str, done: int, total: int) -> str:
+    """Says how much of a load or a patching is done, over all ranks."""
+    if not total:
+        return ""
+    share = f"{100 * done // total} %"
+    return f"{share} of {total / GIB:.1f} GiB" if act == LOADING and total >= GIB // 10 else share
 
-    def __init__(self, ranks: int, tell: Callable[[str], None]):
+
+class Progress:
+    """Tells what is waited for whenever that changes. ``tell`` takes it; ``board`` says how far
+    each of ``ranks`` is.
+    """
+
+    def __init__(self, ranks: int, tell: Callable[[Told], None], board: Board | None = None):
         self._ranks = ranks
         self._tell = tell
+        self._board = board
         self._act = ""
-        self._last = ""
+        self._title = ""
+        self._last = Told("")
 
-    def begin(self) -> None:
-        """Forgets what was told of earlier requests."""
-        self._act = self._last = ""
+    def begin(self, title: str = "") -> None:
+        """Forgets what was told of earlier requests. ``title``: of the model that is asked for."""
+        self._act, self._title, self._last = "", title, Told("")
 
     def clear(self) -> None:
         """Takes the line away: what was waited for failed, or was cancelled."""
         if self._act:
-            self._say("")
+            self._say(Told(""))
             self._act = ""
 
     def look(self, phases: Sequence[str], is_wanted: bool = True) -> None:
@@ -53,17 +86,28 @@ class Progress:
         was not cancelled.
         """
         act = act_of(phases) or ("" if is_wanted else LEAVING)
-        if act:
-            self._act = act
-            self._say(f"PipeMesh: {act}, {self._ranks - len(phases)} of {self._ranks} ready")
+        if not act:
+            return
+        self._act = act
+        ready = self._ranks - len(phases)
+        text = f"PipeMesh: {self._named(act)}, {ready} of {self._ranks} ready"
+        done, total = self._counted() if act in (LOADING, PATCHING) else (0, 0)
+        self._say(Told(text, done, total, amount_text(act, done, total)) if total else Told(text, ready, self._ranks))
 
     def end(self) -> None:
         """Says that what was waited for is done, if a line was told of it."""
         if self._act:
-            self._say(f"PipeMesh: {DONE[self._act]}")
+            self._say(Told(f"PipeMesh: {DONE[self._act]}"))
             self._act = ""
 
-    def _say(self, text: str) -> None:
-        if text != self._last:
-            self._last = text
-            self._tell(text)
+    def _named(self, act: str) -> str:
+        return f"loading {self._title}" if act == LOADING and self._title else act
+
+    def _counted(self) -> tuple[int, int]:
+        each = [self._board.counted(rank) for rank in range(self._ranks)] if self._board is not None else []
+        return sum(done for done, _ in each), sum(total for _, total in each)
+
+    def _say(self, told: Told) -> None:
+        if told != self._last:
+            self._last = told
+            self._tell(told)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...parallel_runtime.errors import LayoutError
 from .fork_server import ForkServer
+from .progress import Told
 from .supervisor import Command, Process, process_of_its_own
 
 FORK_VARIABLE, STALL_VARIABLE = "PIPEMESH_FORK", "PIPEMESH_STALL_S"
@@ -34,7 +35,7 @@ class RankSetup:
     """The settings by which a rank computes as this ComfyUI does, and by which it is watched.
 
     ``start`` starts ``argv`` (tests put fakes here). ``stall_s``: without progress, a rank hangs.
-    ``tell`` takes lines of text about what is waited for, to show to the user.
+    ``tell`` takes what is waited for, to show it to the user.
     ``rendezvous`` (ADDRESS:PORT, torchrun's), ``secret`` and ``lost_s``, the silence after which a
     machine is lost, are for pools over several machines.
     """
@@ -47,7 +48,7 @@ class RankSetup:
     lost_s: float = DEFAULT_LOST_S
     argv: tuple[str, ...] = (sys.executable, str(Path(__file__).with_name("worker_main.py")), "{fd}", "{parent}")
     start: Callable[[Command], Process] = field(default_factory=lambda: start_as(os.environ))
-    tell: Callable[[str], None] = lambda text: None
+    tell: Callable[[Told], None] = lambda told: None
 
 
 def rank_setup_from(environ: Mapping[str, str], comfyui: str, comfy_args: dict[str, Any] | None = None) -> RankSetup:

@@ -40,6 +40,7 @@ class Ranks:
     """
 
     def __init__(self, placement: Placement, setup: RankSetup, arena: Arena, facts: Facts):
+        self.fault = ""  # why the pool has failed, with the last log lines of the rank that it is about
         self._placement = placement
         self._facts = facts
         self._setup = setup
@@ -141,9 +142,18 @@ class Ranks:
         """
         return any(map(self._crew.has_ended, self._crew.ranks)) or (idle and any(machine.has_news() for machine in self._machines))
 
-    def tail(self, rank: int) -> list[str]:
-        """Returns the last lines of the rank's log."""
-        return self._side_of(rank).tail(rank)
+    def loss(self) -> str:
+        """Says which rank of this machine has ended; empty where none has. Waits for nothing."""
+        rank = next(filter(self._crew.has_ended, self._crew.ranks), None)
+        if rank is None:
+            return ""
+        sentence = sentence_of_death(self._facts.where(rank), self._arena.board.phase(rank), self._crew.exit_of(rank, 0))
+        return sentence + self.last_lines(rank)
+
+    def last_lines(self, rank: int) -> str:
+        """Returns the last lines of the rank's log, as an error ends with them."""
+        lines = self._side_of(rank).tail(rank) or ["(none)"]
+        return f"\nLast lines of rank {rank}:\n  " + "\n  ".join(lines)
 
     def stop(self, grace_s: float, machines_s: float = FINISH_S) -> None:
         """Ends every rank and closes every connection. Safe in every state, any number of times."""

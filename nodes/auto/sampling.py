@@ -14,6 +14,7 @@ import comfy.model_management
 import torch
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
+from comfy_execution.utils import get_executing_context
 
 from ...launcher.pool.devices import Placement
 from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher, turn_of
@@ -22,30 +23,35 @@ from ...parallel_runtime.comfy_bridge.interrupt import interrupted, interrupting
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..notices import Notices
 from ..runtime import Runtime
+from ..timing import StepTimes
 from .seam import GuiderSeam, HostChanged, Run
 from .switch import Switch
 
+GIVEN_UP = "On one GPU: the pool has failed in this prompt already."
 GRADIENTS = "This node wants gradients, which do not come back from the ranks."
 log = logging.getLogger("pipemesh")
 
 
 class Auto:
-    def __init__(self, runtime: Runtime, switch: Switch, notices: Notices):
+    def __init__(self, runtime: Runtime, switch: Switch, notices: Notices, times: StepTimes | None = None):
         self.switch = switch
         self._changed = ""  # how this ComfyUI differs from those that auto mode knows
         self._runtime = runtime
         self._notices = notices
-        self._seam = GuiderSeam(self.sample, self.unseen)
+        self._seam = GuiderSeam(self.sample, self.unseen, times or StepTimes())
         self._lent: weakref.WeakKeyDictionary[BaseModel, Remote] = weakref.WeakKeyDictionary()  # in ranks for its sake
         self._sampled: list[BaseModel] = []  # by guiders that run in the pool now
+        self._given_up = ""  # the prompt in which the pool has failed
 
     def is_on(self) -> bool:
         return not self._changed and self.switch.is_on()
 
     @property
-    def unavailable(self) -> str:
-        """Returns why the setting has no effect; empty where it has."""
-        return self._changed or self.switch.overruled
+    def unavailable(self) -> tuple[str, str]:
+        """Returns why the setting has no effect, as one of ``UNAVAILABLE`` and in English; both are
+        empty where it has.
+        """
+        return ("host", self._changed) if self._changed else self.switch.overruled
 
     def install(self) -> None:
         try:
@@ -71,6 +77,9 @@ class Auto:
         if not self.switch.is_on():
             self._give_back(list(self._lent))
             return run()
+        if self._given_up and self._given_up == prompt_now():
+            self._notices.tell(GIVEN_UP)
+            return run()
         models = models_of(guider)
         if any(isinstance(model, RemotePatcher) for model in models.values()):
             return run()
@@ -83,6 +92,8 @@ class Auto:
             except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
                 again = again and isinstance(error, PoolFailed)
                 self._tell(error, again)
+                if isinstance(error, PoolFailed) and not again:
+                    self._given_up = prompt_now()
             set_random_state(random)
             if not again:
                 break
@@ -146,6 +157,12 @@ class Auto:
                 pool.sessions.settle(interrupted)
                 with turn_of(pool):
                     self._lent.pop(model).release()
+
+
+def prompt_now() -> str:
+    """Returns the id of the prompt that runs; empty where none does."""
+    executing = get_executing_context()
+    return executing.prompt_id if executing is not None else ""
 
 
 def check_own_device(model: ModelPatcher) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import comfy.samplers
 
 from ...parallel_runtime.errors import PipeMeshError
+from ..timing import StepTimes
 
 SAMPLERS = "comfy.samplers"
 NEEDED = (  # function of comfy.samplers, names that its code has to use
@@ -24,6 +25,8 @@ NEEDED = (  # function of comfy.samplers, names that its code has to use
     ("KSampler.sample", ("sample",)),
     ("sample", ("CFGGuider", "sample")),
 )
+
+ARGUMENTS = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")  # of CFGGuider.sample, the first ones
 
 Run = Callable[[], Any]  # the stock method with its arguments
 
@@ -36,10 +39,12 @@ class GuiderSeam:
     """Installs and removes both methods together.
 
     ``sample`` is called with the guider, its sigmas and the stock method; ``unseen`` with a guider
-    that comes to ``outer_sample`` without having come to ``sample``.
+    that comes to ``outer_sample`` without having come to ``sample``. ``times`` gets the steps of
+    every sampling.
     """
 
-    def __init__(self, sample: Callable[[Any, Any, Run], Any], unseen: Callable[[Any], None]):
+    def __init__(self, sample: Callable[[Any, Any, Run], Any], unseen: Callable[[Any], None], times: StepTimes):
+        self._times = times
         self._sample = sample
         self._unseen = unseen
         self._stock: dict[str, Callable] = {}
@@ -71,14 +76,17 @@ class GuiderSeam:
 
         @functools.wraps(stock)
         def sample(guider: Any, *args: Any, **kwargs: Any) -> Any:
-            run = functools.partial(stock, guider, *args, **kwargs)
             if not self._ours:
-                return run()
+                return stock(guider, *args, **kwargs)
+            given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+            steps = self._times.watch(guider, given.get("noise"), given.get("sampler"), given.get("callback"))
+            args, kwargs = with_callback(args, kwargs, steps)
             self._inside.append(guider)
             try:
-                return self._sample(guider, kwargs.get("sigmas", args[3] if len(args) > 3 else None), run)
+                return self._sample(guider, given.get("sigmas"), functools.partial(stock, guider, *args, **kwargs))
             finally:
                 self._inside.pop()
+                self._times.note(steps)
 
         return sample
 
@@ -92,6 +100,14 @@ class GuiderSeam:
             return stock(guider, *args, **kwargs)
 
         return outer_sample
+
+
+def with_callback(args: tuple, kwargs: dict[str, Any], callback: Callable) -> tuple[tuple, dict[str, Any]]:
+    """Returns the arguments with another callback, given as the other was: by its place or name."""
+    place = ARGUMENTS.index("callback")
+    if len(args) > place:
+        return (*args[:place], callback, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "callback": callback}
 
 
 def require_known_host() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 SETTING = "PipeMesh.Auto"
 VARIABLE = "PIPEMESH_AUTO"
 FILE = "comfy.settings.json"
+UNAVAILABLE = ("variable_on", "variable_off", "multi_user", "host")  # why the setting has no effect; texts are in locales/
 log = logging.getLogger("pipemesh")
 
 
@@ -33,13 +34,16 @@ class Switch:
             log.error("[PipeMesh] PIPEMESH_AUTO is %s: set it to 1 or 0.", text)
 
     @property
-    def overruled(self) -> str:
-        """Returns why the setting has no effect; empty where it has."""
+    def overruled(self) -> tuple[str, str]:
+        """Returns why the setting has no effect, as one of ``UNAVAILABLE`` and in English; both are
+        empty where it has.
+        """
         if self.fixed is not None:
-            return f"{VARIABLE}={int(self.fixed)} is set where ComfyUI was started, and counts more than the setting."
+            why = "variable_on" if self.fixed else "variable_off"
+            return why, f"{VARIABLE}={int(self.fixed)} is set where ComfyUI was started, and counts more than the setting."
         if self._settings() is None:
-            return f"With --multi-user a prompt does not say whose it is, so the setting has no effect: set {VARIABLE}=1."
-        return ""
+            return "multi_user", f"With --multi-user a prompt does not say whose it is, so the setting has no effect: set {VARIABLE}=1."
+        return "", ""
 
     def is_on(self) -> bool:
         return self._setting() if self.fixed is None else self.fixed

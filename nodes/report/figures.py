@@ -14,6 +14,7 @@ from ...parallel_runtime.occupancy import busy_shares
 from ...parallel_runtime.patches import Part
 from ...parallel_runtime.schedule import held_to_schedule
 from ..notices import Notice
+from ..timing import Speed
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,11 @@ class PoolFigures:
 
 @dataclass(frozen=True)
 class Report:
-    """``notices``: the newest first."""
+    """``notices``: the newest first. ``speed`` of the run that began last."""
 
     pools: tuple[PoolFigures, ...]
     notices: tuple[Notice, ...] = ()
+    speed: Speed | None = None
 
     @property
     def not_in_the_pool(self) -> Notice | None:

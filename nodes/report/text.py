@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from ...launcher.pool.devices import Placement
 from ...parallel_runtime.wire.segment import mib
+from ..timing import Speed
+from .causes import WAITED_FOR, slowed
 from .figures import InPatches, LastRun, PoolFigures, RankFigures, Report, RingKernels
 
 NO_POOL = (
     "Nothing has been sampled by a pool yet: put PipeMesh Parallelize before the sampler, "
     "connect the sampler's LATENT to this node and run."
 )
-WAITED_FOR = 1.2  # a rank that computed so many times as long as the least busy one makes it wait
 
 
 def report_text(report: Report, asked: Placement | None = None) -> str:
@@ -26,8 +27,22 @@ def report_text(report: Report, asked: Placement | None = None) -> str:
     pool, run = report.latest
     others = [f"Another pool: {other.layout}, {other.state}" for other in pools if other is not pool]
     head = f"{pool.layout}, {pool.backend}, {pool.state}\n{pool.grid}"
-    parts = [*said, head, run_text(run), held_text(pool), memory_text(pool.ranks)]
+    causes = [f"  {cause.english}" for cause in slowed([rank.device for rank in pool.ranks], pool.weights, run)]
+    why = ["\n".join(["What slowed it", *causes])] if causes else []
+    speed = [speed_text(report.speed)] if report.speed is not None else []
+    parts = [*said, *speed, head, run_text(run), *why, held_text(pool), memory_text(pool.ranks)]
     return "\n\n".join([*parts, *(["\n".join(others)] if others else [])])
+
+
+def speed_text(speed: Speed) -> str:
+    """Say how much faster the run was than one GPU, and how that is known."""
+    if speed.ratio is None:
+        return (
+            f"{speed.step_s:.2f} s per step. How fast one GPU is was not timed for this model and size:\n"
+            "bypass PipeMesh Parallelize (Ctrl+B), or switch auto mode off, and run once."
+        )
+    how = "timed here" if speed.measured else "predicted, not timed"
+    return f"{speed.ratio:.2f} times as fast as one GPU: {speed.step_s:.2f} s per step, one GPU {speed.one_gpu_s:.2f} s ({how})"
 
 
 def unused_text(pool: Placement) -> str:

@@ -15,18 +15,19 @@ from ...launcher.pool.handle import PoolHandle
 from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.client.run import Run
 from ..auto.sampling import Auto
+from ..report.causes import slowed, why_layout
 from ..report.figures import RankFigures, last_run
-from ..runtime import Runtime, rank_figures
+from ..runtime import Runtime, kept_weights, rank_figures
 from .figures import AutoStatus, DeviceStatus, ModelStatus, PoolStatus, RunStatus, Status
 
 
 def status_of(runtime: Runtime, auto: Auto) -> Status:
     known = runtime.pools()
     pools = tuple(pool_status(handle, pool) for handle, pool in known)
-    runs = [run_status(handle, pool, run) for handle, pool in known for run in list(pool.runs.recent)]
+    runs = [run_status(runtime, handle, pool, run) for handle, pool in known for run in list(pool.runs.recent)]
     runs.sort(key=lambda run: -run.began)
     return Status(
-        auto=AutoStatus(auto.is_on(), auto.unavailable),
+        auto=AutoStatus(auto.is_on(), *reversed(auto.unavailable)),
         devices=device_statuses([rank for pool in pools for rank in pool.ranks]),
         pools=pools,
         current_run=next((run for run in runs if run.ended is None), None),
@@ -52,13 +53,24 @@ def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
         backend=placement.backend,
         ranks=rank_figures(handle),
         models=tuple(ModelStatus(name, title_of(pool, name), held.state.name.lower()) for name, held in models),
+        why=why_layout(placement.layout.degrees()),
+        fault=handle.fault,
     )
 
 
-def run_status(handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
+def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
     placement = handle.placement
     figures = last_run(run.began_s, run.mode, list(run.evaluations), placement.backend, placement.layout.pipefusion)
-    return RunStatus(pool_id(handle.placement), run.model, title_of(pool, run.model), run.began_s, run.ended_s or None, figures)
+    return RunStatus(
+        pool=pool_id(placement),
+        model=run.model,
+        title=title_of(pool, run.model),
+        began=run.began_s,
+        ended=run.ended_s or None,
+        figures=figures,
+        speed=runtime.times.speed_of(run),
+        slowed=slowed([device.name for device in placement.devices], kept_weights(pool), figures) if figures else (),
+    )
 
 
 def title_of(pool: RemotePool, model: str) -> str:

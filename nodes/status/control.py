@@ -44,6 +44,14 @@ class PoolControl:
                 pool.residency.release(model)
             return handle, pool
 
+    def release(self, identity: str) -> tuple[PoolHandle, RemotePool]:
+        """Ends the ranks of a pool, so that its devices are free; the next run starts fresh ones.
+        Raises Unknown, Busy.
+        """
+        with self._between_runs(identity) as (handle, pool):
+            handle.close()
+            return handle, pool
+
     @contextmanager
     def _between_runs(self, identity: str) -> Iterator[tuple[PoolHandle, RemotePool]]:
         """Keeps runs from beginning. All pools wait: starting one may end another, where they share

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..notices import Notice
+from ..report.causes import Cause
 from ..report.figures import LastRun, RankFigures
+from ..timing import Speed
 
 
 @dataclass(frozen=True)
 class AutoStatus:
-    """``unavailable``: why the setting has no effect on auto mode; empty where it has."""
+    """``unavailable``: why the setting has no effect on auto mode, ``why`` in a word; empty where
+    it has.
+    """
 
     on: bool
     unavailable: str
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,10 @@ class ModelStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStatus:
-    """``id`` is the same for as long as ComfyUI runs. ``models``: least recently used first."""
+    """``id`` is the same for as long as ComfyUI runs. ``models``: least recently used first.
+    ``why`` this layout; ``fault``: why it takes no requests, with the last log lines of the worker
+    that died.
+    """
 
     id: str
     state: str
@@ -48,12 +56,15 @@ class PoolStatus:
     backend: str
     ranks: tuple[RankFigures, ...]
     models: tuple[ModelStatus, ...]
+    why: tuple[Cause, ...] = ()
+    fault: str = ""
 
 
 @dataclass(frozen=True)
 class RunStatus:
     """``began`` and ``ended``: seconds since 1970; ``ended`` is None while it goes on. ``figures``
-    are None before its first evaluation.
+    are None before its first evaluation, ``speed`` before its second step. ``slowed``: what kept
+    it from being faster.
     """
 
     pool: str
@@ -62,6 +73,8 @@ class RunStatus:
     began: float
     ended: float | None
     figures: LastRun | None
+    speed: Speed | None = None
+    slowed: tuple[Cause, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

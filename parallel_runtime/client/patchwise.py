@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,17 @@ from .timelines import Asked, Branch, Cond, PatchBackend, RandomState, Timeline,
 
 log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
+
+
+@dataclass(frozen=True)
+class Patching:
+    """Says how a pipeline samples: the number of ``patches``, how many first evaluations of every
+    cond are whole and exact, and the number of blocks of each stage (empty: balanced).
+    """
+
+    patches: int
+    warm_up: int = 1
+    stages: tuple[int, ...] = ()
 
 
 class Patchwise:

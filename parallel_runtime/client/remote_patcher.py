@@ -10,7 +10,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,23 +35,13 @@ from ..comfy_bridge.weights import give_back, is_patched
 from ..errors import Refused
 from ..planner.keeping import ModelBytes, WeightsWish
 from .patch_backend import PipelineBackend
-from .patchwise import Patchwise, branch_of
+from .patchwise import Patching, Patchwise, branch_of
 from .remote_forward import WRAPPERS, RemoteForward
 from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY
+from .wait import waited_for
 
 TURN_POLL_S = 0.05
-
-
-@dataclass(frozen=True)
-class Patching:
-    """Says how a pipeline samples: the number of ``patches``, how many first evaluations of every
-    cond are whole and exact, and the number of blocks of each stage (empty: balanced).
-    """
-
-    patches: int
-    warm_up: int = 1
-    stages: tuple[int, ...] = ()
 
 
 class Remote:
@@ -122,6 +111,7 @@ class Remote:
         """Ends the run that the model is in, if any: after a run inside a run, the outer one's
         rest.
         """
+        self.pool.wait.end()
         self.pool.runs.end(self.model)
 
 
@@ -314,6 +304,7 @@ def weight_patches_of(patcher: RemotePatcher) -> tuple[dict, dict[str, int]]:
     return pack_patches(patches), patched_sizes(patcher.model, patches)
 
 
+@waited_for
 def prepare_sampling(
     executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, *args: Any, model_options: Any = None, **kwargs: Any
 ) -> Any:

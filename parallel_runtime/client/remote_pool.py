@@ -10,17 +10,19 @@ from .residency import Residency
 from .run import Run
 from .runs import Runs
 from .session import Handle, Session, Sessions
+from .wait import NoWait, Wait
 
 
 class RemotePool:
     """Keeps the UI's side of one pool handle, shared by every model that runs on it."""
 
-    def __init__(self, handle: Handle, shares_weights: bool, turn: threading.Lock | None = None):
+    def __init__(self, handle: Handle, shares_weights: bool, turn: threading.Lock | None = None, wait: Wait | None = None):
         """``shares_weights``: the ranks live in one machine's memory, so patched weights are
         computed once and mapped by all. ``turn``: held by a thread that acts on the pool between
-        two runs.
+        two runs. ``wait`` begins and ends with that for a first step.
         """
         self.turn = turn or threading.Lock()
+        self.wait: Wait = wait or NoWait()
         self.sessions = Sessions(handle)
         self.runs = Runs(self.sessions)
         balance = StageBalance()

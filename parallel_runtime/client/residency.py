@@ -119,7 +119,7 @@ class Residency:
         resident = session.models[source.model] = Resident(stages, wish.asked, weights)
         parcel = Parcel(source.tree() if source.factory else state())
         try:
-            asked = {"stages": stages, "weights": weights.kept, "budget": weights.budget}
+            asked = {"stages": stages, "weights": weights.kept, "budget": weights.budget, "title": title_in(source.title, stages)}
             session.ask(Load, [parcel.segment.fd], interrupted, model=source.model, source=parcel.tree, **asked)
         except (ModelError, Refused):
             self.release(source.model)  # ranks that did load it
@@ -224,6 +224,11 @@ class Residency:
         held = session.models.get(model) if session is not None else None
         if held is not None and (held.stages, held.asked) != (wanted, weights):
             self.release(model)
+
+
+def title_in(title: str, stages: Sequence[int]) -> str:
+    """Names a model, and its blocks in each stage where they were shared out anew."""
+    return f"{title} into stages of {', '.join(map(str, stages))} blocks" if stages else title
 
 
 def share_out_weights(ranks: Sequence[int], sizes: dict[str, int]) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:

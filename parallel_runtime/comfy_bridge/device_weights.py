@@ -30,9 +30,11 @@ class DeviceWeights:
     turns: Any = None  # every block has its weights at all times
 
     def __init__(
-        self, diffusion_model: torch.nn.Module, device: torch.device, on_progress: Callable[[], None], apart: Collection[str] = ()
+        self, diffusion_model: torch.nn.Module, device: torch.device, on_progress: Callable[[int], None], apart: Collection[str] = ()
     ):
-        """``apart``: parameters that are left as they are, by their names in the model."""
+        """``on_progress`` is told the bytes of each parameter that is there; ``apart``: parameters
+        that are left as they are, by their names in the model.
+        """
         self._model = diffusion_model
         self._apart = apart
         self._device = device
@@ -51,7 +53,7 @@ class DeviceWeights:
                     setattr(module, name, settled)
                     if is_mapped(parameter):
                         self._loaded[PREFIX + (f"{path}.{name}" if path else name)] = parameter
-                on_progress()
+                on_progress(stored_bytes([parameter]))
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
 

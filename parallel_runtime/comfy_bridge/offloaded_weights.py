@@ -26,7 +26,7 @@ class OffloadedWeights:
 
     turns: Any = None  # every layer brings its own weights
 
-    def __init__(self, patcher: Any, device: torch.device, budget: int, on_progress: Callable[[], None]):
+    def __init__(self, patcher: Any, device: torch.device, budget: int, on_progress: Callable[[int], None]):
         self._patcher = patcher
         self._model = patcher.model.diffusion_model
         self._device = device
@@ -39,7 +39,7 @@ class OffloadedWeights:
                 self._loaded[f"{path}.{name}" if path else name] = settled_as(module, name, parameter)
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-            on_progress()
+            on_progress(0)
         self._unload()
         self._load()
 
@@ -56,7 +56,7 @@ class OffloadedWeights:
         """Never more than the budget: what it has no room for when a layer computes counts too."""
         self._patcher.patches_uuid = uuid.uuid4()
         self._patcher.load(self._device, lowvram_model_memory=max(1, self._budget))
-        self._on_progress()
+        self._on_progress(self.nbytes)
 
     @property
     def nbytes(self) -> int:

@@ -221,7 +221,7 @@ class ShardedWeights:
         blocks: Sequence[torch.nn.Module],
         device: torch.device,
         gather: ShardGather,
-        on_progress: Callable[[], None],
+        on_progress: Callable[[int], None],
     ):
         self._device = device
         self._sharded: dict[str, tuple[ShardedBlock, ShardedParameter]] = {}
@@ -235,7 +235,7 @@ class ShardedWeights:
                 block.write(one, taken_apart(one.settled()))
                 one.put_away()
                 self._sharded[PREFIX + name] = block, one
-                on_progress()
+                on_progress(stored_bytes([one.loaded]))
         self.turns = Turns(blocks, made, gather, device)
         self._parts_bytes = sum(block.part.numel() for block in made)
 

@@ -1,8 +1,8 @@
 """The arena: one segment per pool, mapped by the UI and by every local rank.
 
 Its first page is the board: word 0 holds the request to cancel, and each rank has a line of its own
-with a progress counter and its phase. Everything else is handed out by a first-fit allocator that
-lives in the UI alone.
+with a progress counter, its phase, and how much of its request it has done. Everything
+else is handed out by a first-fit allocator that lives in the UI alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .segment import Segment, TensorRef, aligned, dtype_name
 
 BOARD_BYTES = 4096
 LINE_WORDS = 8
+USED_WORDS = 4  # of a line
 MAX_RANKS = BOARD_BYTES // (8 * LINE_WORDS) - 1
 PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing", "releasing", "compiling")
 
@@ -51,22 +52,35 @@ class Board:
         line = LINE_WORDS * (rank + 1)
         self._words[line + 1] = PHASES.index(phase)
         self._words[line] = request << 32 if request else self._words[line] + 1
+        if request:
+            self.count(rank, 0, 0)
 
     def note(self, rank: int, phase: str) -> None:
         """Notes a phase within a request: its progress goes on."""
         self._words[LINE_WORDS * (rank + 1) + 1] = PHASES.index(phase)
 
+    def count(self, rank: int, done: int, total: int) -> None:
+        """Notes how much of the request at hand is done; that stays until the next request."""
+        line = LINE_WORDS * (rank + 1)
+        self._words[line + 2], self._words[line + 3] = done, total
+
+    def counted(self, rank: int) -> tuple[int, int]:
+        """Returns how much is done, and how much there is; 0 where that is not known."""
+        line = LINE_WORDS * (rank + 1)
+        return int(self._words[line + 2]), int(self._words[line + 3])
+
     def progress(self, rank: int) -> int:
         return int(self._words[LINE_WORDS * (rank + 1)])
 
-    def line(self, rank: int) -> tuple[int, int]:
-        """Returns progress and phase, for ``copy_line`` on another machine's board."""
+    def line(self, rank: int) -> tuple[int, int, int, int]:
+        """Returns a rank's words, for ``copy_line`` on another machine's board."""
         start = LINE_WORDS * (rank + 1)
-        return int(self._words[start]), int(self._words[start + 1])
+        progress, phase, done, total = map(int, self._words[start : start + USED_WORDS])
+        return progress, phase, done, total
 
-    def copy_line(self, rank: int, line: tuple[int, int]) -> None:
+    def copy_line(self, rank: int, line: tuple[int, int, int, int]) -> None:
         start = LINE_WORDS * (rank + 1)
-        self._words[start : start + 2] = line
+        self._words[start : start + USED_WORDS] = line
 
     def phase(self, rank: int) -> str:
         return PHASES[int(self._words[LINE_WORDS * (rank + 1) + 1])]

@@ -52,12 +52,14 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Its tensors lie in the segment carried. ``stages``: how many blocks each stage of a pipeline
     has; empty: as many each. ``weights``: whether a rank holds all of its blocks, its part of each,
-    or as much as ``budget`` bytes, the rest in the machine's memory.
+    or as much as ``budget`` bytes, the rest in the machine's memory. ``title``: the name by which
+    users know the model.
     """
 
     request: int
     model: str
     source: bytes
+    title: str = ""
     stages: tuple[int, ...] = ()
     weights: Literal["whole", "sharded", "offloaded"] = "whole"
     budget: int = 0
@@ -212,7 +214,7 @@ class Said(msgspec.Struct, frozen=True, tag=True):
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """Tells the board's lines of the ranks on that machine, while they owe an answer."""
 
-    lines: dict[int, tuple[int, int]]
+    lines: dict[int, tuple[int, int, int, int]]
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):

@@ -17,12 +17,13 @@ from ..comm.mesh import Mesh, open_weights
 from ..errors import Refused
 from ..families.plan import COMPILE
 from ..layout import Layout
-from ..methods.method import Progress, Rank, free_frames
+from ..methods.method import Progress, free_frames
 from ..wire.messages import Adopt, Done, EndRun, Fetch, Forward, Load, Release, Request, SetWeightPatches
 from ..wire.segment import Segment, TensorRef
 from ..wire.tree import decode_tree
 from .arena_io import NOTHING, ArenaIO
 from .compiling import compilation_noted
+from .counting import CountingRank
 from .device_memory import DeviceMemory
 from .resident import ResidentModel
 
@@ -54,7 +55,7 @@ class RequestHandler:
         self._away = away
         self._kernels = kernels
 
-    def handle(self, request: Request, segments: list[Segment], rank: Rank) -> Done | Enqueued:
+    def handle(self, request: Request, segments: list[Segment], rank: CountingRank) -> Done | Enqueued:
         """Carries out ``request`` and returns the answer. ``segments``: those that the request
         carried, in its order. Errors of every kind pass through: the loop answers with them.
 
@@ -73,7 +74,7 @@ class RequestHandler:
             case Load():
                 self._load(request, segments, rank)
             case SetWeightPatches():
-                self._set_weight_patches(request, segments)
+                self._set_weight_patches(request, segments, rank)
             case Adopt():
                 self.models[request.model].adopt()
             case EndRun():
@@ -88,7 +89,7 @@ class RequestHandler:
             return "all"
         return self.models[request.model].method.facts.messages_done if request.model in self.models else "none"
 
-    def _load(self, request: Load, segments: list[Segment], rank: Rank) -> None:
+    def _load(self, request: Load, segments: list[Segment], rank: CountingRank) -> None:
         if request.model in self.models:
             return
         if request.weights == "sharded":
@@ -113,10 +114,10 @@ class RequestHandler:
         check_copy(here, file[1])
         return tuple(here if arg == file[0] else arg for arg in args)
 
-    def _set_weight_patches(self, request: SetWeightPatches, segments: list[Segment]) -> None:
+    def _set_weight_patches(self, request: SetWeightPatches, segments: list[Segment], rank: CountingRank) -> None:
         payload = decode_tree(request.payload, segments[0].tensor)
         place = segments[1] if request.shared is not None else None
-        self.models[request.model].patch(request.patches_id, payload["patches"], payload["objects"], request.shared, place)
+        self.models[request.model].patch(request.patches_id, payload["patches"], payload["objects"], request.shared, place, rank)
 
     def _release(self, name: str) -> None:
         model = self.models.pop(name, None)
@@ -142,7 +143,7 @@ class RequestHandler:
         else:
             self._memory.empty_cache()
 
-    def _forward(self, request: Forward, rank: Rank) -> Done | Enqueued:
+    def _forward(self, request: Forward, rank: CountingRank) -> Done | Enqueued:
         """Where it fails before the method computes, this rank still goes through the messages that
         others wait for; but not where machines wait for the inputs.
         """
@@ -155,7 +156,7 @@ class RequestHandler:
                 model.method.fail(request.request)
             raise
 
-    def _evaluated(self, model: ResidentModel, request: Forward, rank: Rank) -> Done | Enqueued:
+    def _evaluated(self, model: ResidentModel, request: Forward, rank: CountingRank) -> Done | Enqueued:
         model.method.begin(request.part)
         self._io.follow(request.arena_bytes)
         if model.patches_id != request.patches_id:

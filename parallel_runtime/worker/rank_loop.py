@@ -65,6 +65,10 @@ class RankLoop:
         """Notes a phase of the request at hand."""
         self._board.note(self._rank, phase)
 
+    def count(self, done: int, total: int) -> None:
+        """Notes how much of the request at hand is done: bytes of a load, weights of a patching."""
+        self._board.count(self._rank, done, total)
+
     def next_part(self) -> Part | None:
         """Returns the part that the next message asks for, if it is here already and for the same
         model.

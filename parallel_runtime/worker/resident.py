@@ -14,7 +14,7 @@ from ..comfy_bridge.forward import forward_name
 from ..comfy_bridge.gguf import is_dequantised_late, with_patches
 from ..comfy_bridge.in_block import IN_BLOCK, clean_up, put_patches
 from ..comfy_bridge.offloaded_weights import OffloadedWeights
-from ..comfy_bridge.quantised import taken_apart
+from ..comfy_bridge.quantised import stored_bytes, taken_apart
 from ..comfy_bridge.sharded_weights import ShardedWeights
 from ..comfy_bridge.weight_patches import put_object, unpack_patches
 from ..comm.mesh import Mesh
@@ -23,10 +23,10 @@ from ..families import plan_for
 from ..families.plan import TokenPlan
 from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
-from ..methods.method import Rank
 from ..wire.messages import Load
 from ..wire.reserved import read_tree, write_tree
 from ..wire.segment import Segment, TensorRef
+from .counting import CountingRank, counted
 
 
 class ResidentModel:
@@ -37,7 +37,7 @@ class ResidentModel:
     model cannot run in this layout.
     """
 
-    def __init__(self, patcher: Any, device: torch.device, mesh: Mesh, rank: Rank, load: Load, kernels: Kernels = TORCHS):
+    def __init__(self, patcher: Any, device: torch.device, mesh: Mesh, rank: CountingRank, load: Load, kernels: Kernels = TORCHS):
         self.patcher = patcher
         self.device = device
         self.rank = mesh.rank
@@ -61,16 +61,17 @@ class ResidentModel:
     def diffusion_model(self) -> torch.nn.Module:
         return self.patcher.model.diffusion_model
 
-    def _placed(self, plan: TokenPlan, mesh: Mesh, rank: Rank, load: Load) -> DeviceWeights | ShardedWeights | OffloadedWeights:
+    def _placed(self, plan: TokenPlan, mesh: Mesh, rank: CountingRank, load: Load) -> DeviceWeights | ShardedWeights | OffloadedWeights:
         """Brings the weights to where the request wants them."""
         model, gather = self.diffusion_model, mesh.sequence.weights
+        on_progress = counted(rank, stored_bytes(model.parameters()))
         if load.weights == "sharded" and gather is not None:
             blocks = [container[index] for container, index, _ in blocks_of(model, plan)]
             own = [block for block in blocks if not hasattr(block, "stands_for")]
-            return ShardedWeights(model, own, self.device, gather, rank.tick)
+            return ShardedWeights(model, own, self.device, gather, on_progress)
         if load.weights == "offloaded":
-            return OffloadedWeights(self.patcher, self.device, load.budget, rank.tick)
-        return DeviceWeights(model, self.device, rank.tick)
+            return OffloadedWeights(self.patcher, self.device, load.budget, on_progress)
+        return DeviceWeights(model, self.device, on_progress)
 
     def detach(self) -> None:
         self.method.detach()
@@ -78,7 +79,13 @@ class ResidentModel:
             self._weights.turns.detach()
 
     def patch(
-        self, patches_id: str, patches: dict, objects: dict, shared: dict[str, tuple[int, TensorRef]] | None, segment: Segment | None
+        self,
+        patches_id: str,
+        patches: dict,
+        objects: dict,
+        shared: dict[str, tuple[int, TensorRef]] | None,
+        segment: Segment | None,
+        rank: CountingRank,
     ) -> None:
         """Replace all weight patches. With ``shared`` (key -> its rank and place), this rank
         computes its own keys into ``segment``; ``adopt`` follows.
@@ -100,11 +107,14 @@ class ResidentModel:
             self._weights.patch(self.patcher.patches)
             self.patches_id = patches_id
             return
-        for key in self.patcher.patches:
+        mine = [key for key in self.patcher.patches if shared is None or shared.get(key, (self.rank,))[0] == self.rank]
+        on_progress = counted(rank, len(mine))
+        for key in mine:
             if shared is None or segment is None or key not in shared:
                 self._weights.replace(key, self._patched(key))
-            elif shared[key][0] == self.rank:
+            else:
                 write_tree(segment, shared[key][1], taken_apart(self._patched(key)))
+            on_progress(1)
         if shared is None or segment is None:
             self.patcher.patches = {}
         else:

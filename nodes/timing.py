@@ -1,0 +1,110 @@
+"""Time the steps of every sampling, on one GPU and in a pool, so that the two can be compared."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from ..parallel_runtime.client.remote_patcher import RemotePatcher
+from ..parallel_runtime.client.run import Run
+
+Key = tuple[Any, ...]
+MOST = 200  # kinds of samplings that are remembered
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a step of a run. ``one_gpu_s``: of the same step on one GPU, None where that is
+    not known; ``measured`` there, else predicted.
+    """
+
+    step_s: float
+    one_gpu_s: float | None = None
+    measured: bool = False
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.one_gpu_s is None else self.one_gpu_s / self.step_s
+
+
+class StepTimes:
+    """Remembers the time of a step by what was sampled. ``predict``: the seconds of a step of a run
+    on one GPU, where that can be said without a measurement.
+    """
+
+    def __init__(self, predict: Callable[[Run], float | None] = lambda run: None, clock: Callable[[], float] = time.perf_counter):
+        self._predict = predict
+        self._clock = clock
+        self._one_gpu: dict[Key, float] = {}
+        self._runs: weakref.WeakKeyDictionary[Run, tuple[Key, float]] = weakref.WeakKeyDictionary()
+
+    def watch(self, guider: Any, noise: Any, sampler: Any, callback: Callable | None) -> Steps:
+        return Steps(guider, key_of(guider, noise, sampler), callback, self._clock)
+
+    def note(self, steps: Steps) -> None:
+        """Takes the steps of a sampling that is over. The first step is left out: it waits for what
+        is loaded.
+        """
+        step_s = steps.step_s
+        if step_s is None:
+            return
+        if steps.run is not None:
+            self._runs[steps.run] = steps.key, step_s
+        elif steps.is_on_one_gpu:
+            self._one_gpu.pop(steps.key, None)
+            self._one_gpu[steps.key] = step_s
+            if len(self._one_gpu) > MOST:
+                del self._one_gpu[next(iter(self._one_gpu))]
+
+    def speed_of(self, run: Run) -> Speed | None:
+        """Returns how fast a run of a pool was; None before its second step."""
+        timed = self._runs.get(run)
+        if timed is None:
+            return None
+        key, step_s = timed
+        measured = self._one_gpu.get(key)
+        return Speed(step_s, self._predict(run) if measured is None else measured, measured is not None)
+
+
+class Steps:
+    """The callback of one sampling, which notes when each step ends."""
+
+    def __init__(self, guider: Any, key: Key, callback: Callable | None, clock: Callable[[], float]):
+        self.key = key
+        self.run: Run | None = None  # of the pool that sampled
+        self.is_on_one_gpu = True
+        self._guider = guider
+        self._callback = callback
+        self._clock = clock
+        self._ends: list[float] = []
+
+    @property
+    def step_s(self) -> float | None:
+        between = [after - before for before, after in zip(self._ends, self._ends[1:], strict=False)]
+        return median(between) if between else None
+
+    def __call__(self, step: int, *args: Any) -> Any:
+        if step == 0:  # a sampling that begins anew
+            self._ends.clear()
+            patcher = self._guider.model_patcher
+            self.run = patcher.remote.pool.last_run if isinstance(patcher, RemotePatcher) else None
+            self.is_on_one_gpu = self.run is None and not patcher.get_additional_models_with_key("multigpu")
+        self._ends.append(self._clock())
+        return self._callback(step, *args) if self._callback is not None else None
+
+
+def key_of(guider: Any, noise: Any, sampler: Any) -> Key:
+    """Names what costs one GPU the same time: model, size, sampler, and whether there is a negative
+    prompt to evaluate.
+    """
+    patcher = guider.model_patcher
+    init = getattr(patcher, "cached_patcher_init", None)
+    model = getattr(getattr(patcher, "model", None), "diffusion_model", None)
+    file = next((one for one in init[1] if isinstance(one, str)), "") if init is not None else ""
+    function = getattr(sampler, "sampler_function", sampler)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return type(model).__name__, file, tuple(getattr(noise, "shape", ())), name, getattr(guider, "cfg", 1.0) == 1.0

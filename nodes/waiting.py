@@ -1,0 +1,137 @@
+"""Show what a user waits for, from the start of a sampling until its first step: as text and bar on
+the sampler's node, and as an event for scripts and for the panel.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..launcher.pool.progress import Told
+
+FIRST_BEAT_S, BEAT_S = 0.5, 1.0
+SHOWN_EVERY_S = 0.25
+BEGINS = Told("PipeMesh: sampling begins")
+
+
+@dataclass(frozen=True)
+class Waited:
+    """One event, ``pipemesh.progress``. ``node`` and ``prompt``: the ids of ComfyUI's. ``done`` of
+    ``total``: bytes, weights or ranks; 0 of 0 where that is not known. ``seconds`` since the
+    sampling began.
+    """
+
+    node: str
+    prompt: str
+    text: str
+    done: int
+    total: int
+    seconds: float
+
+
+class Screen(Protocol):
+    """Shows what is waited for. May be called from any thread."""
+
+    def node_now(self) -> tuple[str, str] | None:
+        """Returns the ids of the node and the prompt that this thread executes."""
+        ...
+
+    def begin(self, node: str) -> None:
+        """Notes how far the node's own bar is now."""
+        ...
+
+    def is_sampling(self, node: str) -> bool:
+        """Returns whether the node itself has moved its bar since, as samplers do at each step."""
+        ...
+
+    def show(self, waited: Waited) -> None: ...
+
+    def end(self, node: str, text: str) -> None:
+        """Leaves a last line on the node."""
+        ...
+
+
+class Waiting:
+    """Shows the wait of one sampling at a time, again and again, so that a user sees it go on also
+    where ComfyUI's own process is at work, or a first step takes minutes.
+
+    ``clock`` and ``pause``, which makes what a thread waits on, are handed in by tests.
+    """
+
+    def __init__(
+        self,
+        screen: Screen,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[], Any] = threading.Event,
+    ):
+        self._screen = screen
+        self._clock = clock
+        self._pause = pause
+        self._lock = threading.Lock()
+        self._over: Any = None  # an event while a sampling is waited for
+        self._where = ("", "")
+        self._began = 0.0
+        self._shown: float | None = None  # when something was shown last
+        self._told = BEGINS
+
+    def begin(self) -> None:
+        """Begins where a node samples, unless its wait has begun."""
+        where = self._screen.node_now()
+        with self._lock:
+            if where is None or (self._over is not None and where == self._where):
+                return
+            self._end()
+            self._screen.begin(where[0])
+            self._over, self._where, self._told = self._pause(), where, BEGINS
+            self._began, self._shown = self._clock(), None
+            threading.Thread(target=self._beat, args=(self._over,), name="pipemesh-waiting", daemon=True).start()
+
+    def tell(self, told: Told) -> bool:
+        """Takes what is waited for now, and shows it; returns False where no sampling is waited
+        for.
+        """
+        with self._lock:
+            if self._over is None:
+                return False
+            is_other = told.text != self._told.text
+            self._told = told if told.text else BEGINS
+            if is_other or self._shown is None or self._clock() - self._shown >= SHOWN_EVERY_S:
+                self._show(self._over)
+            return self._over is not None
+
+    def end(self) -> None:
+        """Ends the wait: the first step is done, or the sampling is over."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._over is not None:
+            self._over.set()
+            self._over = None
+            if self._shown is not None:
+                self._screen.end(self._where[0], self._told.line)
+
+    def _beat(self, over: Any) -> None:
+        if not over.wait(FIRST_BEAT_S):
+            while self._shown_again(over) and not over.wait(BEAT_S):
+                pass
+
+    def _shown_again(self, over: Any) -> bool:
+        with self._lock:
+            return self._show(over)
+
+    def _show(self, over: Any) -> bool:
+        """Returns whether the wait goes on."""
+        if over is not self._over:
+            return False
+        node, prompt = self._where
+        if self._screen.is_sampling(node):
+            self._end()
+            return False
+        self._shown = self._clock()
+        seconds, told = self._shown - self._began, self._told
+        self._screen.show(Waited(node, prompt, f"{told.line.rstrip('.')}, {seconds:.0f} s", told.done, told.total, seconds))
+        return True

@@ -1,0 +1,41 @@
+"""The wait for a sampling's first step, which users are shown."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Wait(Protocol):
+    """May be begun again while it lasts, and ended when it is over."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class NoWait:
+    """A wait that nobody is shown."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def waited_for(prepare: Callable) -> Callable:
+    """Decorates what prepares a MODEL's sampling: the wait for its first step begins, and ends
+    where it raises. Otherwise the run's end does that.
+    """
+
+    @functools.wraps(prepare)
+    def wrapped(executor: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        wait: Wait = model.remote.pool.wait
+        wait.begin()
+        try:
+            return prepare(executor, model, *args, **kwargs)
+        except BaseException:
+            wait.end()
+            raise
+
+    return wrapped

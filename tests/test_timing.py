@@ -1,0 +1,102 @@
+"""How much faster a pool was: the steps of its runs against those of one GPU, for the same model
+and size.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pipemesh.nodes.auto.seam import GuiderSeam, with_callback
+from pipemesh.nodes.timing import MOST, Speed, StepTimes
+from pipemesh.parallel_runtime.client.run import Run
+
+from .models import run
+
+SIZE = torch.zeros(1, 16, 8, 10)
+
+
+def guider(file="flux.safetensors", cfg=1.0, others=()):
+    patcher = SimpleNamespace(cached_patcher_init=(None, (file,)), get_additional_models_with_key=lambda key: others)
+    return SimpleNamespace(model_patcher=patcher, cfg=cfg)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def sampled(times, clock, step_s, *, pool_run=None, first_s=100.0, steps=4, **what):
+    """A sampling whose first step waits for a load."""
+    watched = times.watch(guider(**what), SIZE, None, None)
+    for step in range(steps):
+        clock.now += first_s if step == 0 else step_s
+        watched(step)
+    watched.run, watched.is_on_one_gpu = pool_run, watched.is_on_one_gpu and pool_run is None
+    times.note(watched)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def times(clock):
+    return StepTimes(clock=clock)
+
+
+def test_a_run_is_compared_with_one_gpu_for_the_same_model_and_size_and_the_first_step_does_not_count(times, clock):
+    ours = Run()
+    sampled(times, clock, 0.5, pool_run=ours)
+    assert times.speed_of(ours) == Speed(0.5) and times.speed_of(ours).ratio is None
+    sampled(times, clock, 1.5)
+    assert times.speed_of(ours) == Speed(0.5, 1.5, measured=True)
+    assert times.speed_of(ours).ratio == 3.0
+
+
+@pytest.mark.parametrize("other", [{"file": "wan.safetensors"}, {"cfg": 4.0}, {"others": ("a second GPU",)}])
+def test_another_model_or_another_number_of_evaluations_is_no_measure(times, clock, other):
+    ours = Run()
+    sampled(times, clock, 0.5, pool_run=ours)
+    sampled(times, clock, 1.5, **other)
+    assert times.speed_of(ours) == Speed(0.5)
+
+
+def test_what_was_never_timed_is_predicted_and_said_to_be(clock):
+    times, ours = StepTimes(lambda run: 2.0, clock), Run()
+    sampled(times, clock, 0.5, pool_run=ours)
+    assert times.speed_of(ours) == Speed(0.5, 2.0, measured=False)
+
+
+def test_one_step_has_no_time(times, clock):
+    ours = Run()
+    sampled(times, clock, 0.5, pool_run=ours, steps=1)
+    assert times.speed_of(ours) is None
+
+
+def test_no_more_kinds_are_remembered_than_can_be_of_use(times, clock):
+    for number in range(MOST + 5):
+        sampled(times, clock, 1.0, file=f"{number}.safetensors")
+    assert len(times._one_gpu) == MOST
+
+
+def test_the_callback_is_handed_over_as_the_other_was():
+    assert with_callback((1, 2, 3, 4, None, "theirs", True), {}, "ours") == ((1, 2, 3, 4, None, "ours", True), {})
+    assert with_callback((1, 2), {"callback": "theirs"}, "ours") == ((1, 2), {"callback": "ours"})
+    assert with_callback((1, 2), {}, "ours") == ((1, 2), {"callback": "ours"})
+
+
+def test_stock_samplings_and_those_of_a_pool_are_timed_where_auto_mode_takes_hold(pair, client):
+    times = StepTimes()
+    seam = GuiderSeam(lambda guider, sigmas, sample: sample(), lambda guider: None, times)
+    seam.install()
+    try:
+        for model in pair:
+            run(model)
+    finally:
+        seam.remove()
+    speed = times.speed_of(client.last_run)
+    assert speed.measured and speed.ratio > 0

@@ -1,0 +1,169 @@
+"""From the start of a sampling until its first step, a user sees it go on: an event at once where
+workers have to start, and then one every second, whatever ComfyUI's process does meanwhile.
+"""
+
+import threading
+
+import pytest
+from pipemesh.launcher.pool.progress import Told
+from pipemesh.nodes.waiting import BEAT_S, FIRST_BEAT_S, Waiting
+from pipemesh.parallel_runtime.client.wait import waited_for
+
+NODE = ("3", "a prompt")
+LOADING = Told("PipeMesh: loading a model, 0 of 2 ready", 1, 4, "25 %")
+
+
+class Screen:
+    def __init__(self):
+        self.now, self.shown, self.ended, self.sampling = NODE, [], [], False
+
+    def node_now(self):
+        return self.now
+
+    def begin(self, node):
+        self.sampling = False
+
+    def is_sampling(self, node):
+        return self.sampling
+
+    def show(self, waited):
+        self.shown.append(waited)
+
+    def end(self, node, text):
+        self.ended.append((node, text))
+
+
+class Beats:
+    """What the thread waits on: each wait passes, by this clock, when the test says so."""
+
+    def __init__(self):
+        self.seconds, self.asked, self._over = 0.0, [], False
+        self._go, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self):
+        return self
+
+    def clock(self):
+        return self.seconds
+
+    def wait(self, seconds):
+        self.asked.append(seconds)
+        self._waits.release()
+        self._go.acquire()
+        self.seconds += seconds
+        return self._over
+
+    def set(self):
+        self._over = True
+        self._go.release()
+
+    def pass_one(self):
+        """Lets the thread's wait pass; returns once it waits again, or has ended."""
+        self._waits.acquire()
+        self._go.release()
+        self._waits.acquire()
+        self._waits.release()
+
+
+@pytest.fixture
+def screen():
+    return Screen()
+
+
+@pytest.fixture
+def beats():
+    return Beats()
+
+
+@pytest.fixture
+def waiting(screen, beats):
+    made = Waiting(screen, beats.clock, beats)
+    yield made
+    made.end()
+
+
+def test_there_is_an_event_within_a_second_and_then_one_every_second(waiting, screen, beats):
+    waiting.begin()
+    for _ in range(4):
+        beats.pass_one()
+    assert [one.seconds for one in screen.shown] == [0.5, 1.5, 2.5, 3.5]
+    assert max(beats.asked) <= BEAT_S and beats.asked[0] == FIRST_BEAT_S < 1
+    assert {(one.node, one.prompt) for one in screen.shown} == {NODE}
+    assert screen.shown[-1].text == "PipeMesh: sampling begins, 4 s"
+
+
+def test_what_is_waited_for_is_shown_at_once_and_again_with_its_bar(waiting, screen, beats):
+    waiting.begin()
+    assert waiting.tell(LOADING)
+    beats.pass_one()
+    assert [(one.text, one.done, one.total) for one in screen.shown] == [
+        (f"{LOADING.line}, 0 s", 1, 4),
+        (f"{LOADING.line}, 0 s", 1, 4),
+    ]
+
+
+def test_bytes_that_change_often_are_not_shown_each_time(waiting, screen, beats):
+    waiting.begin()
+    for done in range(100):
+        waiting.tell(Told(LOADING.text, done, 100))
+    assert len(screen.shown) == 1
+
+
+def test_it_ends_with_the_samplers_first_step_and_leaves_a_line_without_seconds(waiting, screen, beats):
+    waiting.begin()
+    waiting.tell(LOADING)
+    screen.sampling = True
+    assert not waiting.tell(Told("PipeMesh: the model is loaded"))
+    assert screen.ended == [("3", "PipeMesh: the model is loaded")] and len(screen.shown) == 1
+    assert not waiting.tell(LOADING), "what is waited for amid a sampling has no bar of its own"
+
+
+def test_a_short_wait_shows_nothing(waiting, screen):
+    waiting.begin()
+    waiting.end()
+    assert not screen.shown and not screen.ended
+
+
+def test_a_second_model_of_the_same_node_does_not_begin_it_anew_and_another_node_does(waiting, screen, beats):
+    waiting.begin()
+    beats.pass_one()
+    waiting.begin()
+    waiting.tell(LOADING)
+    assert screen.shown[-1].seconds == 0.5
+    screen.now = ("7", "a prompt")
+    waiting.begin()
+    waiting.tell(LOADING)
+    assert screen.shown[-1].node == "7"
+    assert screen.ended == [("3", LOADING.line)]
+
+
+def test_outside_a_node_nothing_is_waited_for(waiting, screen):
+    screen.now = None
+    waiting.begin()
+    assert not waiting.tell(LOADING)
+
+
+class Model:
+    def __init__(self):
+        self.said = []
+        self.remote = self.pool = self.wait = self
+
+    def begin(self):
+        self.said.append("begin")
+
+    def end(self):
+        self.said.append("end")
+
+
+def test_preparing_a_sampling_begins_the_wait_and_ends_it_where_that_fails():
+    model = Model()
+    assert waited_for(lambda executor, model, shape: shape)(None, model, (1,)) == (1,)
+    assert model.said == ["begin"]
+
+    @waited_for
+    def cancelled(executor, model):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cancelled(None, model)
+    assert model.said == ["begin", "begin", "end"]

@@ -1,0 +1,301 @@
+// The panel of PipeMesh in the sidebar: devices, pools, models, runs and notices, as GET /pipemesh/status has them, live.
+import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
+import { texts } from "./texts.js";
+
+const GIB = 2 ** 30;
+const SOON_MS = 300; // events that come together are one look
+const EVERY_MS = 5000; // while the panel is open, for what no event tells of: a worker that dies between runs
+const EVENTS = ["status", "executing", "progress_state", "execution_success", "execution_error", "execution_interrupted", "pipemesh.notice"];
+const STYLE = `
+.pipemesh { box-sizing: border-box; height: 100%; overflow: auto; padding: 12px; color: var(--fg-color); font-size: 13px; line-height: 1.45; }
+.pipemesh * { box-sizing: border-box; }
+.pipemesh h2 { margin: 18px 0 6px; font-size: 13px; font-weight: 600; }
+.pipemesh h2:first-child { margin-top: 0; }
+.pipemesh p { margin: 4px 0; overflow-wrap: anywhere; }
+.pipemesh .quiet { color: var(--descrip-text); }
+.pipemesh .big { font-size: 24px; font-weight: 700; line-height: 1.2; }
+.pipemesh .card { border: 1px solid var(--border-color); border-radius: 6px; padding: 8px 10px; margin: 6px 0; background: var(--comfy-input-bg); }
+.pipemesh .fault { border-color: var(--error-text); }
+.pipemesh .row { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 10px; }
+.pipemesh .bar { height: 6px; border-radius: 3px; background: var(--border-color); overflow: hidden; margin: 2px 0 6px; display: flex; }
+.pipemesh .bar > span { display: block; height: 100%; background: var(--p-primary-color, #2a78d6); }
+.pipemesh .bar > span.other { background: var(--descrip-text); }
+.pipemesh pre { margin: 6px 0; max-height: 160px; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 11px; }
+.pipemesh .acts { display: flex; flex-wrap: wrap; gap: 6px; margin-top: 6px; }
+.pipemesh button { border: 1px solid var(--border-color); border-radius: 4px; padding: 4px 10px; cursor: pointer;
+  background: var(--comfy-menu-bg); color: var(--input-text); font: inherit; }
+.pipemesh button:hover:not(:disabled) { border-color: var(--fg-color); }
+.pipemesh button:focus-visible, .pipemesh summary:focus-visible { outline: 2px solid var(--p-primary-color, #2a78d6); outline-offset: 1px; }
+.pipemesh button:disabled { opacity: 0.5; cursor: default; }
+.pipemesh ul { margin: 4px 0; padding-left: 18px; }
+.pipemesh img { max-width: 100%; border-radius: 4px; }`;
+
+function make(tag, given = {}, ...children) {
+  const { className, text, ...attributes } = given;
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element[name] = value;
+    else if (value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.filter(Boolean));
+  return element;
+}
+
+const size = (bytes) => `${(bytes / GIB).toFixed(bytes < GIB ? 2 : 1)} GiB`;
+
+class Panel {
+  constructor(root, t) {
+    this.root = root;
+    this.t = t;
+    this.waiting = null; // what pipemesh.progress said last
+    this.error = "";
+    this.busy = false;
+    this.look = () => {
+      this.soon ??= setTimeout(() => ((this.soon = undefined), this.refresh()), SOON_MS);
+    };
+    this.progress = ({ detail }) => {
+      this.waiting = detail;
+      this.look();
+    };
+    this.forget = () => (this.waiting = null);
+    for (const name of EVENTS) api.addEventListener(name, this.look);
+    api.addEventListener("pipemesh.progress", this.progress);
+    api.addEventListener("progress", this.forget); // the sampler's own steps have begun
+    api.addEventListener("executing", this.forget);
+    this.timer = setInterval(this.look, EVERY_MS);
+    this.refresh();
+  }
+
+  close() {
+    clearInterval(this.timer);
+    clearTimeout(this.soon);
+    for (const name of EVENTS) api.removeEventListener(name, this.look);
+    api.removeEventListener("pipemesh.progress", this.progress);
+    api.removeEventListener("progress", this.forget);
+    api.removeEventListener("executing", this.forget);
+  }
+
+  async refresh() {
+    try {
+      const answer = await api.fetchApi("/pipemesh/status", { cache: "no-store" });
+      if (!answer.ok) throw new Error(answer.statusText);
+      this.draw(await answer.json());
+    } catch (error) {
+      this.root.replaceChildren(make("p", { role: "alert", text: this.t("unreachable", error.message) }));
+    }
+  }
+
+  // Acts on a pool; what went wrong is shown where the buttons are.
+  async act(pool, act) {
+    this.busy = true;
+    this.error = "";
+    this.look();
+    try {
+      const answer = await api.fetchApi(`/pipemesh/pools/${pool.id}/${act}`, {
+        method: "POST",
+        headers: { "Content-Type": "application/json" },
+      });
+      if (!answer.ok) this.error = (await answer.json().catch(() => ({}))).error ?? answer.statusText;
+    } catch (error) {
+      this.error = error.message;
+    }
+    this.busy = false;
+    await this.refresh();
+  }
+
+  // Draws everything anew, and leaves focus, open details and the place where they are.
+  draw(status) {
+    const { t, root } = this;
+    const focus = root.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+    const open = new Set([...root.querySelectorAll("details[open]")].map((one) => one.dataset.key));
+    const place = root.scrollTop;
+    const run = status.last_runs[0];
+    root.replaceChildren(
+      ...this.now(status),
+      ...(run ? this.lastRun(run, status) : []),
+      make("h2", { text: t("devices") }),
+      ...status.devices.map((device) => this.device(device)),
+      make("h2", { text: t("pools") }),
+      ...(status.pools.length ? status.pools.map((pool) => this.pool(pool)) : [make("p", { className: "quiet", text: t("no_pool") })]),
+      this.error ? make("p", { role: "alert", text: this.error }) : "",
+      make("h2", { text: t("runs") }),
+      this.runs(status.last_runs),
+      make("h2", { text: t("notices") }),
+      ...this.notices(status.notices)
+    );
+    for (const one of root.querySelectorAll("details")) one.open = open.has(one.dataset.key);
+    if (focus) root.querySelector(`[data-key="${CSS.escape(focus)}"]`)?.focus();
+    root.scrollTop = place;
+  }
+
+  now(status) {
+    const { t } = this;
+    const { on, why, unavailable } = status.auto;
+    const auto = why ? (why === "host" ? unavailable : t(`unavailable_${why}`)) : t(on ? "auto_on" : "auto_off");
+    const run = status.current_run;
+    const text = this.waiting ? this.waiting.text : run ? t("samples", run.title, run.figures?.evaluations ?? 0) : t("idle");
+    const { done, total } = this.waiting ?? {};
+    return [
+      make("h2", { text: t("now") }),
+      make("p", { role: "status", text }),
+      total ? bar(t("progress"), [[done / total, ""]]) : "",
+      make("p", { className: "quiet", text: auto }),
+    ];
+  }
+
+  lastRun(run, status) {
+    const { t } = this;
+    const { speed, figures } = run;
+    const pool = status.pools.find((one) => one.id === run.pool);
+    const seconds = (number) => number.toFixed(number < 10 ? 2 : 1);
+    const known = speed && speed.one_gpu_s !== null;
+    const lines = [];
+    if (known) {
+      lines.push(make("p", { className: "big", text: t("times", (speed.one_gpu_s / speed.step_s).toFixed(2)) }));
+      lines.push(make("p", { text: t(speed.measured ? "timed" : "predicted", seconds(speed.step_s), seconds(speed.one_gpu_s)) }));
+    } else if (speed) {
+      lines.push(make("p", { className: "big", text: t("per_step", seconds(speed.step_s)) }));
+      lines.push(make("p", { className: "quiet", text: t("not_timed") }));
+    }
+    lines.push(make("p", { text: run.title }));
+    for (const cause of pool?.why ?? []) lines.push(make("p", { className: "quiet", text: t(`why_${cause.word}`, cause.value) }));
+    if (figures?.exchange_share !== null && figures?.exchange_share !== undefined) {
+      const share = Math.round(100 * figures.exchange_share);
+      lines.push(make("p", { text: t("communication", share) }), bar(t("communication", share), [[figures.exchange_share, "other"]]));
+    }
+    if (run.slowed.length) {
+      lines.push(make("p", { text: t("slowed") }));
+      lines.push(make("ul", {}, ...run.slowed.map((cause) => make("li", { text: t(`slowed_${cause.word}`, cause.value) }))));
+    }
+    if (figures?.busy?.length) {
+      const picture = make("img", { src: api.apiURL(`/../pipemesh/timeline.png?${run.began}`), alt: t("timeline") });
+      lines.push(make("details", { "data-key": "timeline" }, make("summary", { text: t("timeline"), "data-key": "timeline-summary" }), picture));
+    }
+    return [make("h2", { text: t("last_run") }), make("div", { className: "card" }, ...lines)];
+  }
+
+  device(device) {
+    const { t } = this;
+    const used = device.free === null ? null : (device.total - device.free) / device.total;
+    const amount = used === null ? size(device.total) : t("used", size(device.total - device.free), size(device.total));
+    return make(
+      "div",
+      {},
+      make("div", { className: "row" }, make("span", { text: `${device.name} · ${device.title}` }), make("span", { className: "quiet", text: amount })),
+      used === null ? "" : bar(`${device.name} ${amount}`, [[used, ""]])
+    );
+  }
+
+  pool(pool) {
+    const { t } = this;
+    const live = pool.state === "ready" || pool.state === "busy";
+    const failed = pool.state === "failed" || pool.fault;
+    const [sentence, ...details] = (pool.fault ?? "").split("\n");
+    const button = (act, name, disabled) =>
+      make("button", { text: name, "data-key": `${pool.id}-${act}`, disabled: disabled || this.busy, onclick: () => this.act(pool, act) });
+    const again = () => app.queuePrompt(0);
+    const state = failed ? "failed" : pool.state;
+    return make(
+      "div",
+      { className: failed ? "card fault" : "card" },
+      make("div", { className: "row" }, make("strong", { text: pool.layout }), make("span", { text: t(`state_${state}`) })),
+      failed ? make("p", { role: "alert", text: sentence }) : "",
+      failed && details.length ? make("pre", { text: details.join("\n"), tabindex: "0" }) : "",
+      ...pool.ranks.map((rank) => this.rank(rank, live)),
+      pool.models.length ? make("p", { className: "quiet", text: t("models") }) : "",
+      pool.models.length ? make("ul", {}, ...pool.models.map((one) => make("li", { text: t(`model_${one.state}`, one.title) }))) : "",
+      make(
+        "div",
+        { className: "acts" },
+        failed ? make("button", { text: t("again"), "data-key": `${pool.id}-again`, onclick: again }) : "",
+        button("restart", t("restart"), pool.state === "busy"),
+        button("unload", t("unload"), !live || !pool.models.length),
+        button("release", t("release"), !live)
+      )
+    );
+  }
+
+  rank(rank, live) {
+    const { t } = this;
+    const { memory } = rank;
+    const name = t("rank", rank.rank, rank.device);
+    if (!memory) return make("p", { text: name });
+    const used = memory.total - memory.free;
+    const amount = t("used", size(used), size(memory.total));
+    return make(
+      "div",
+      {},
+      make("div", { className: "row" }, make("span", { text: name }), make("span", { className: "quiet", text: live ? t(`phase_${rank.phase}`) : "" })),
+      bar(`${name} ${amount}`, [
+        [memory.model / memory.total, ""],
+        [Math.max(0, used - memory.model) / memory.total, "other"],
+      ]),
+      make("p", { className: "quiet", text: `${amount}, ${t("of_models", size(memory.model))}` })
+    );
+  }
+
+  runs(runs) {
+    const { t } = this;
+    if (!runs.length) return make("p", { className: "quiet", text: t("no_run") });
+    return make(
+      "ul",
+      {},
+      ...runs.slice(0, 5).map((run) => {
+        const took = run.ended ? `, ${(run.ended - run.began).toFixed(1)} s` : "";
+        return make("li", { text: `${new Date(1000 * run.began).toLocaleTimeString()} · ${run.title}${took}` });
+      })
+    );
+  }
+
+  notices(notices) {
+    const { t } = this;
+    if (!notices.length) return [make("p", { className: "quiet", text: t("no_notice") })];
+    return notices.slice(0, 8).map((notice, index) => {
+      const text = `${notice.node ? `${t("node", notice.node)} ` : ""}${notice.text}${notice.count > 1 ? ` (${notice.count}×)` : ""}`;
+      if (!notice.detail) return make("p", { text });
+      const key = `notice-${notice.at}`;
+      return make(
+        "details",
+        { "data-key": key },
+        make("summary", { text, "data-key": `${key}-summary-${index}` }),
+        make("pre", { text: notice.detail, tabindex: "0" })
+      );
+    });
+  }
+}
+
+function bar(label, parts) {
+  const shares = parts.map(([share, kind]) => make("span", { className: kind, style: `width: ${(100 * Math.min(1, share)).toFixed(1)}%` }));
+  const whole = Math.round(100 * Math.min(1, parts.reduce((sum, [share]) => sum + share, 0)));
+  const told = { role: "meter", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": whole };
+  return make("div", { className: "bar", ...told }, ...shares);
+}
+
+let panel;
+
+app.registerExtension({
+  name: "PipeMesh.Panel",
+  async setup() {
+    const t = await texts();
+    app.extensionManager.registerSidebarTab({
+      id: "pipemesh",
+      icon: "pi pi-th-large",
+      title: "PipeMesh",
+      tooltip: t("tooltip"),
+      type: "custom",
+      render(element) {
+        panel?.close();
+        const root = make("div", { className: "pipemesh" });
+        element.replaceChildren(make("style", { text: STYLE }), root);
+        panel = new Panel(root, t);
+      },
+      destroy() {
+        panel?.close();
+        panel = undefined;
+      },
+    });
+  },
+});
