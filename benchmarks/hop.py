@@ -64,6 +64,8 @@ class Hops:
         """
         import torch
 
+        from ..parallel_runtime.client.evaluations import Work
+
         arguments = {
             "x": torch.randn(LATENT if costs_nothing else WORK_LATENT, generator=self._generator),
             "timestep": torch.rand(1, generator=self._generator),
@@ -72,7 +74,7 @@ class Hops:
             "transformer_options": {COSTS_NOTHING: True} if costs_nothing else {},
         }
         with torch.inference_mode():
-            return timed(lambda: self._remote.evaluations.evaluate(self._run, "", arguments, ("cond",), lambda: False))
+            return timed(lambda: self._remote.evaluations.evaluate(self._run, [Work(arguments, ("cond",))], lambda: False))
 
     def milliseconds(self, count: int, between_forwards: bool) -> list[float]:
         hops = []

@@ -181,7 +181,7 @@ def figures_of(evaluations: Sequence[Any], mode: str) -> dict[str, float]:
     held = held_to_schedule(submissions(evaluations), one_timeline=mode == "single")
     assert held is not None, "the run has no evaluations"
     patched = [one for one in evaluations if one.part.patch is not None]
-    spans = list(zip(*(one.spans for one in patched), strict=True))
+    spans = list(zip(*(one.spans.values() for one in patched), strict=True))
     first = [one.part.patch[0] == 0 for one in patched]
     idle_s = [sum(max(0.0, after.came_in_s - before.ended_s) for before, after in pairwise(stage)) for stage in spans]
     by_evaluation = [list(group) for _, group in groupby(enumerate(patched), key=lambda item: sum(first[: item[0] + 1]))]

@@ -51,6 +51,8 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
             patches: int | None = PoolSettings.patches,
             stages: str | None = PoolSettings.stages,
             layout: str | None = PoolSettings.layout,
+            cfg: int | None = PoolSettings.cfg,
+            data: int | None = PoolSettings.data,
         ) -> bool | str:
             """None is a linked input. ``warm_up`` is left to ComfyUI, as nothing else depends on
             it.
@@ -64,6 +66,8 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 patches=patches,
                 stages=stages,
                 layout=layout,
+                cfg=cfg,
+                data=data,
             )
 
         @classmethod

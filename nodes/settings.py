@@ -20,7 +20,7 @@ from ..parallel_runtime.planner.keeping import ASKED
 MOST_DIGITS = 6  # of a number of blocks
 BY_HAND, AUTO = "by hand", "auto"
 CPU_RANKS = 2  # where ComfyUI sees no GPU
-PLACED_BY = {"devices", "ulysses", "ring", "pipefusion", "layout"}  # inputs without which no rank has a device
+PLACED_BY = {"devices", "ulysses", "ring", "pipefusion", "cfg", "data", "layout"}  # inputs without which no rank has a device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +151,21 @@ class PoolSettings:
         optional=True,
         advanced=True,
     )
+    cfg: int = number(
+        1,
+        1,
+        32,
+        "How many groups of ranks share the prompts: positive and negative at the same time, with cfg above 1.0. "
+        "Ranks = ulysses x ring x pipefusion x cfg x data. Same result as on one GPU.",
+        optional=True,
+    )
+    data: int = number(
+        1,
+        1,
+        32,
+        "How many groups of ranks share the images of a batch; each of these has cfg groups. Same result as on one GPU.",
+        optional=True,
+    )
 
     @classmethod
     def inputs(cls) -> dict[str, Takes]:
@@ -171,7 +186,7 @@ class PoolSettings:
         """
         if self.layout == AUTO:
             return Layout(ulysses=how_many(self.devices, gpus))
-        return Layout(ulysses=self.ulysses, ring=self.ring, pipefusion=self.pipefusion)
+        return Layout(**{axis: getattr(self, axis) for axis in Layout().degrees()})
 
     def place(self, gpus: tuple[Device, ...]) -> Placement:
         """Raises LayoutError with the equation that fails."""
@@ -236,4 +251,4 @@ class Choice:
         those of a whole evaluation, because the first evaluations are whole.
         """
         layout = self.placement.layout
-        return sum(one.name == device for one in self.placement.devices) / (layout.ulysses * layout.ring)
+        return sum(one.name == device for one in self.placement.devices) * layout.pipefusion / layout.world_size

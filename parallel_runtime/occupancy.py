@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -26,12 +26,16 @@ class Span:
         return self.began_s + self.waited_s
 
 
-def busy_shares(submissions: Sequence[Sequence[Span]]) -> list[float]:
+def busy_shares(submissions: Sequence[Mapping[int, Span]]) -> list[float]:
     """Return, for each rank, the share of the time from the first to the last of these submissions
     in which it computed.
     """
-    ranks = list(zip(*submissions, strict=True))
-    if not ranks:
+    of_rank: dict[int, list[Span]] = {}
+    for spans in submissions:
+        for rank, span in spans.items():
+            of_rank.setdefault(rank, []).append(span)
+    if not of_rank:
         return []
-    whole = max(span.ended_s for rank in ranks for span in rank) - min(span.came_in_s for rank in ranks for span in rank)
-    return [sum(span.busy_s for span in rank) / whole for rank in ranks]
+    every = [span for spans in of_rank.values() for span in spans]
+    whole = max(span.ended_s for span in every) - min(span.came_in_s for span in every)
+    return [sum(span.busy_s for span in of_rank.get(rank, ())) / whole for rank in range(max(of_rank) + 1)]

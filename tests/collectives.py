@@ -110,9 +110,14 @@ class World:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.layout.world_size)
             try:
                 wants_stop = lambda: getcurrent().wants_stop()  # noqa: E731
-                mesh = connect(self.layout.degrees(), rank, device_type="cpu", via_cpu=False, wants_stop=wants_stop)
-                sequence = [mesh.sequence.world.group] if mesh.sequence.world.group is not None else []
-                for group in (dist.group.WORLD, *(axis.group for axis in mesh.axes.values() if axis.group is not None), *sequence):
+                wider = {width: self.layout.joined(width).degrees() for width in self.layout.widths[1:]}
+                mesh = connect(self.layout.degrees(), rank, device_type="cpu", via_cpu=False, wants_stop=wants_stop, joined=wider)
+                used = [
+                    part
+                    for ulysses, ring, world, _ in mesh.sequence._by_width.values()
+                    for part in (ulysses.group, ring._group, world.group)
+                ]
+                for group in (dist.group.WORLD, *(group for group in used if group is not None)):
                     ranks = tuple(dist.get_process_group_ranks(group))
                     name = f"group {group.group_name} {ranks}"
                     self.members[name], self._names[id(group)] = ranks, name

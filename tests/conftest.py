@@ -98,7 +98,7 @@ def started():
 
 @pytest.fixture(scope="session")
 def clients(setup):
-    """(ulysses, ring, pipefusion) -> a Client of a running CPU pool of that layout."""
+    """(ulysses, ring, pipefusion, cfg, data) -> a Client of a running CPU pool of that layout."""
     with running_clients(setup) as client:
         yield client
 
@@ -113,8 +113,8 @@ def running_clients(setup):
 
     made = {}
 
-    def client(ulysses: int, ring: int = 1, pipefusion: int = 1) -> RemotePool:
-        layout = Layout(ulysses=ulysses, ring=ring, pipefusion=pipefusion)
+    def client(ulysses: int, ring: int = 1, pipefusion: int = 1, cfg: int = 1, data: int = 1) -> RemotePool:
+        layout = Layout(ulysses=ulysses, ring=ring, pipefusion=pipefusion, cfg=cfg, data=data)
         if layout not in made:
             handle = PoolHandle(place(layout, "cpu", "gloo", ()), setup)
             made[layout] = (RemotePool(handle, shares_weights=pipefusion == 1), handle)

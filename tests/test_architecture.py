@@ -42,6 +42,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "parallel_runtime/client/remote_forward.py",
     "parallel_runtime/client/remote_patcher.py",
     "parallel_runtime/client/patchwise.py",
+    "parallel_runtime/client/groups.py",
     "parallel_runtime/client/separable.py",
     "parallel_runtime/client/in_process.py",
     "launcher/commands/",
@@ -94,6 +95,7 @@ BEING_SPLIT = "being split"
 EXCEPTIONS = {  # what breaks a rule all the same -> why
     "parallel_runtime/families/plan.py Blocks": "its fields are the words of a vocabulary",
     "parallel_runtime/wire/messages.py Start": "the fields of a message are its schema",
+    "nodes/settings.py PoolSettings": "the fields are the node's inputs",
     "nodes/report/figures.py PoolFigures": "the fields are what a route answers with",
     "benchmarks/diffusers_peer.py families": "the peer is one model of another library",
     "launcher/templates/stand_ins/names.py families": "says which family a file's name stands for",

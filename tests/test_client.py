@@ -9,11 +9,13 @@ import pytest
 import torch
 from pipemesh.launcher.commands.parity import stock_model
 from pipemesh.launcher.pool.verdict import Facts
+from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.client.remote_patcher import bring_up, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Ticket
 from pipemesh.parallel_runtime.comfy_bridge.source import Source
 from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed, RunCancelled, SharedMemoryFull
+from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Done, Forward, Load, Memory, Release, SetWeightPatches
@@ -29,7 +31,7 @@ class Ledger:
 
     def __init__(self, room: int, short: type = Load, stages: int = 1):
         self.arena, self.memory, self.idle = Arena(), [Memory(1, 2, 3)], True
-        self.facts = Facts(("cpu",), stages=stages)
+        self.facts, self.layout = Facts(("cpu",), stages=stages), Layout()
         self.next_request = partial(next, count(1))
         self.room, self.short = room, short
         self.models: list[str] = []
@@ -86,7 +88,7 @@ def remote(pool: Ledger, *models: str) -> RemotePool:
 
 def submit(pool: RemotePool, arguments: dict, model: str = "a") -> Ticket:
     run = pool.runs.of(model)
-    return pool.evaluations.submit(run, "", arguments, ("cond",), Part(run.id, 0, (0, 4, False)))
+    return pool.evaluations.submit(run, Work(arguments, ("cond",)), Part(run.id, 0, (0, 4, False)))
 
 
 def test_a_submission_that_cannot_be_written_leaves_no_room_taken():
@@ -408,14 +410,14 @@ def patch(client: RemotePool, model: str) -> None:
 
 
 def evaluate(client: RemotePool, model: str, arguments: dict | None = None) -> None:
-    client.evaluations.evaluate(client.runs.of(model), "", arguments or conditioned(0.0), ("cond",), lambda: False)
+    client.evaluations.evaluate(client.runs.of(model), [Work(arguments or conditioned(0.0), ("cond",))], lambda: False)
 
 
 class Successive:
     """A handle on pools of which each is lost after its first Load, but the last."""
 
     def __init__(self, *pools: Ledger):
-        self.pools = list(pools)
+        self.pools, self.layout = list(pools), Layout()
 
     def live(self):
         if len(self.pools) > 1 and self.pools[0].models:

@@ -116,6 +116,13 @@ def test_every_rank_makes_the_same_groups_in_the_same_order(layout, monkeypatch)
             assert place.group is None or world.members[world.name_of(place.group)] == place.ranks
 
 
+def groups_of(layout, rank):
+    """The ranks of every group that this one's sequence has."""
+    used = [layout.group(axis, rank) for axis in mesh.OF_A_SEQUENCE if layout.degrees()[axis] > 1]
+    size = layout.ulysses * layout.ring
+    return used if len(used) < 2 else [*used, tuple(range(rank - rank % size, rank - rank % size + size))]
+
+
 @pytest.mark.parametrize("layout", SEQUENCES + PIPELINES + IN_GROUPS, ids=Layout.equation)
 def test_every_connection_is_opened_at_the_start_in_one_order(layout, monkeypatch):
     world = World(layout, "nccl", monkeypatch)
@@ -126,9 +133,8 @@ def test_every_connection_is_opened_at_the_start_in_one_order(layout, monkeypatc
     assert has_an_order(world.opened, in_order=True)
     for rank, made in enumerate(world.meshes):
         met = {event.group for event in world.opened[rank] if event.operation == "all_to_all"}
-        used = [place.ranks for axis, place in made.axes.items() if axis in mesh.OF_A_SEQUENCE and place.size > 1]
-        sequence = [tuple(made.sequence_ranks)] if len(used) > 1 else []
-        assert met == {f"group of {ranks}" for ranks in (*used, *sequence)}
+        used = [ranks for width in layout.widths for ranks in groups_of(layout.joined(width), rank)]
+        assert met == {f"group of {ranks}" for ranks in used}
         peers = {event.peer for event in world.opened[rank] if event.operation != "all_to_all"}
         stages = made.axes["pipefusion"]
         assert peers == {other for at, other in enumerate(stages.ranks) if abs(at - stages.rank) == 1}

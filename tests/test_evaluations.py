@@ -5,7 +5,7 @@ was.
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error
-from pipemesh.parallel_runtime.client.evaluations import one_thread
+from pipemesh.parallel_runtime.client.evaluations import Work, one_thread
 from pipemesh.parallel_runtime.comfy_bridge.source import state_source
 from pipemesh.parallel_runtime.families import PLAIN
 
@@ -30,7 +30,7 @@ def test_an_output_larger_than_the_latent_is_fetched(pair, client, requests):
     swapped = {name: arguments[name] for name in (timestep, x, *others)}
     requests.clear()
     for branch in ("first", "second"):
-        output = client.evaluations.evaluate(client.runs.of(source.model), "", swapped, (branch,), never)
+        (output,) = client.evaluations.evaluate(client.runs.of(source.model), [Work(swapped, (branch,))], never)
         assert relative_error(output, truth) <= BOUND
     assert requests == {"Forward": 2, "Fetch": 2}
     client.runs.end(source.model)

@@ -170,7 +170,8 @@ def test_a_run_in_patches_is_held_to_its_schedule_where_each_stage_is_one_rank()
     cuts = [None, (0, 4, False), (4, 4, True)]
     spans = [(Span(0, 1, 0), Span(0, 2, 1)), (Span(2, 3, 0), Span(2, 4.2, 1.2)), (Span(3, 4, 0), Span(4.2, 5.4, 0.2))]
     run = [
-        Evaluation(1.0, 0.0, 0.0, 6, began=own[0].began_s, part=Part(1, 0, cut), spans=own) for cut, own in zip(cuts, spans, strict=True)
+        Evaluation(1.0, 0.0, 0.0, 6, began=own[0].began_s, part=Part(1, 0, cut), spans=dict(enumerate(own)))
+        for cut, own in zip(cuts, spans, strict=True)
     ]
     figures = last_run(7.0, "free-running", run, "gloo", stages=2).in_patches
     assert figures.of_schedule == pytest.approx(5 / 5.4)

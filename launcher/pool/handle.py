@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from ...parallel_runtime.layout import Layout
 from .conversation import POLL_S, stop_if
 from .devices import Placement
 from .pool import WorkerPool, never
@@ -24,6 +25,10 @@ class PoolHandle:
         self._before_start = before_start
         self._pool: WorkerPool | None = None
         self._lock = threading.Lock()
+
+    @property
+    def layout(self) -> Layout:
+        return self.placement.layout
 
     @property
     def state(self) -> str:

@@ -174,10 +174,12 @@ def of_schedule(
     mode: str, submitted: Sequence[tuple[Evaluation, Part]], evaluations: int, timed: bool, stages: int
 ) -> tuple[float | None, dict[str, float]]:
     """Hold a run in patches to its schedule. Ranks that share a stage wait for each other within
-    it, which no clock tells from waiting for another stage.
+    it, which no clock tells from waiting for another stage. Several pipelines have no schedule in
+    common.
     """
     run = submissions(one for one, _ in submitted)
-    if not timed or not run or any(len(one.spans) != stages for one in run):
+    pipelines = {tuple(one.spans) for one, _ in submitted}
+    if not timed or not run or any(len(ranks) != stages for ranks in pipelines) or len(pipelines) > 1:
         return None, {}
     held = held_to_schedule(run, one_timeline=mode.startswith("single"))
     assert held is not None

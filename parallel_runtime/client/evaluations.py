@@ -7,8 +7,9 @@ flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,31 @@ CONTROL = "control"  # the argument that brings a ControlNet's residuals
 CHANGING = (CONTROL, "transformer_options", "a_timestep")  # with every evaluation; the last is of a second latent
 
 
+Answers = Mapping[int, Done]  # by rank
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """An evaluation, or rows of one, for ``ranks`` (empty: all). ``arguments`` by name; the first
+    two change with every evaluation. ``branch`` names the cond. ``width``: so many neighbouring
+    groups share its sequence.
+    """
+
+    arguments: dict[str, Any]
+    branch: tuple
+    patches_id: str = ""
+    ranks: tuple[int, ...] = ()
+    width: int = 1
+
+
+class OutputTooLarge(Exception):
+    """An output takes ``growth`` times the room of its latent, and can be asked for no more."""
+
+    def __init__(self, growth: int):
+        super().__init__(growth)
+        self.growth = growth
+
+
 class Evaluations:
     """Computes every model's evaluations on one pool handle."""
 
@@ -35,58 +61,55 @@ class Evaluations:
         self._sessions = sessions
         self._residency = residency
         self._balance = balance
+        self._growth: dict[str, int] = {}  # model -> how many times as large as its latent an output may be, where it was larger
 
     @property
     def in_flight(self) -> bool:
         """Returns whether a ticket is not collected yet."""
         return self._sessions.latest is not None and bool(self._sessions.latest.tickets)
 
-    def evaluate(self, run: Run, patches_id: str, arguments: dict[str, Any], branch: tuple, interrupted: Callable[[], bool]) -> Any:
-        """Submits one whole evaluation and collects it; again after other models are released where
-        the ranks ran out of memory, and where conditioning was not what it was assumed to be.
+    def evaluate(self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool]) -> list[Any]:
+        """Submits whole evaluations, each to its ranks, and collects them; again after other models
+        are released where the ranks ran out of memory, and where conditioning was not what it was
+        assumed to be, or an output is larger than its latent.
 
-        ``arguments`` by name; the first two change with every evaluation. Nothing cancelled may be
-        outstanding: ranks may still read what is to be written over. Returns own tensors.
+        Nothing cancelled may be outstanding: ranks may still read what is to be written over.
+        Returns own tensors.
         """
         began = time.perf_counter()
 
-        def attempt() -> list[Any]:
-            part = Part(run.id, run.number_of(branch))
-            ticket = self.submit(run, patches_id, arguments, branch, part, assume=True, began=began)
+        def attempt() -> list[tuple[Any, Answers]]:
             try:
-                if not ticket.written.is_right():
-                    self._retract(ticket, interrupted)
+                tickets = [self.submit(run, work, Part(run.id, run.number_of(work.branch)), assume=True, began=began) for work in works]
+                if not all([ticket.written.is_right() for ticket in tickets]):
+                    self._retract(tickets, interrupted)
                     return []
-                return [self.collect(ticket, interrupted)]
+                return [self._answered(ticket, interrupted) for ticket in tickets]
+            except OutputTooLarge as error:
+                self.abandon()
+                self._growth[run.model] = error.growth
+                return []
             except BaseException:
                 self.abandon()
                 raise
 
         with one_thread():
-            output: list[Any] = []
-            while not output:
-                output = self._residency.retry_with_room(run.model, attempt)
-            return output[0]
+            answered: list[tuple[Any, Answers]] = []
+            while not answered:
+                answered = self._residency.retry_with_room(run.model, attempt)
+        run.evaluations.append(measured(began, [replies for _, replies in answered], None))
+        return [output for output, _ in answered]
 
-    def submit(
-        self,
-        run: Run,
-        patches_id: str,
-        arguments: dict[str, Any],
-        branch: tuple,
-        part: Part,
-        *,
-        assume: bool = False,
-        began: float | None = None,
-    ) -> Ticket:
+    def submit(self, run: Run, work: Work, part: Part, *, assume: bool = False, began: float | None = None) -> Ticket:
         """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of
         submission, or ``abandon``. Call it where torch computes on ``one_thread``.
 
-        Patches of the same ``arguments`` that are in flight together share what was written of
-        them. ``assume``: names the conditioning that this branch sent last without looking at it;
-        then ``written.is_right`` is to be asked while the ranks compute. ``began``: of the first
+        Patches of the same arguments that are in flight together share what was written of them.
+        ``assume``: names the conditioning that this branch sent last without looking at it; then
+        ``written.is_right`` is to be asked while the ranks compute. ``began``: of the first
         attempt; now, where there was none. Raises PoolFailed.
         """
+        arguments = work.arguments
         session = self._sessions.latest if self.in_flight else self._sessions.live
         if session is None:
             raise PoolFailed("The pool was lost in the middle of a run: run again, a fresh one will be started.")
@@ -96,24 +119,25 @@ class Evaluations:
         written = next((other.written for other in session.tickets if other.written.arguments is arguments), None)
         frame = Frame(session.pool.arena)
         try:
-            out = frame.blank(sum(aligned(one.numel() * 4) for one in latents))
-            written = written or write(session, arguments, branch, assume)
+            out = frame.blank(sum(aligned(one.numel() * 4) for one in latents) * self._growth.get(run.model, 1))
+            written = written or write(session, arguments, work.branch, assume)
         except BaseException:  # nobody else knows of the frame yet
             frame.release()
             raise
-        ticket = Ticket(session.pool.next_request(), run, part, written, frame, latents[0].device, began)
+        ticket = Ticket(session.pool.next_request(), run, part, written, frame, out.nbytes, latents[0].device, began)
         session.tickets.append(ticket)
         request = Forward(
             request=ticket.number,
             model=run.model,
-            patches_id=patches_id,
+            patches_id=work.patches_id,
             arguments=written.tree,
             arena_bytes=session.pool.arena.nbytes,
             out=out,
             part=part,
+            width=work.width,
         )
         try:
-            session.pool.submit(request, session.pool.facts.everyone)
+            session.pool.submit(request, work.ranks or session.pool.facts.everyone)
         except BaseException:
             self._done_with(session, ticket)
             raise
@@ -124,6 +148,13 @@ class Evaluations:
         ModelError, Refused, OutOfMemory, PoolFailed; after an error what is in flight is to be
         abandoned.
         """
+        output, replies = self._answered(ticket, interrupted)
+        self._balance.learn(ticket.run.model, ticket.part, (reply.block_s for reply in replies.values()))
+        ticket.run.evaluations.append(measured(ticket.began, [replies], ticket.part))
+        return output
+
+    def _answered(self, ticket: Ticket, interrupted: Callable[[], bool]) -> tuple[Any, Answers]:
+        """Waits for the output. Raises OutputTooLarge, and what ``collect`` raises."""
         session = self._sessions.latest
         assert session is not None and ticket in session.tickets
         replies = session.pool.collect(ticket.number, interrupted)
@@ -138,34 +169,33 @@ class Evaluations:
             output = own_tensors(session, ticket, reply)
         self._done_with(session, ticket)
         self._residency.release_leaving(session)
-        part = None
-        if session.pool.facts.stages > 1:
-            part = ticket.part
-            self._balance.learn(ticket.run.model, part, (reply.block_s for reply in replies.values()))
-        ticket.run.evaluations.append(measured(ticket.began, replies.values(), part))
-        return output
+        return output, replies
 
     def _fetch(self, session: Session, ticket: Ticket, rank: int, nbytes: int, interrupted: Callable[[], bool]) -> Any:
         """Has ``rank`` write its last output, which took more room than the latent, into a larger
-        place. Returns it.
+        place. Returns it. Raises OutputTooLarge where the rank may have computed another since.
         """
-        if len(session.tickets) > 1 or session.pool.facts.stages > 1:
+        if session.pool.facts.stages > 1:
             raise ModelError(f"The output takes {mib(nbytes)}, more than the latent that went in: set pipefusion to 1.")
+        if len(session.tickets) > 1:
+            raise OutputTooLarge(-(-nbytes // ticket.out_bytes))
         with session.pool.arena.frame() as frame:
             out = frame.blank(nbytes)
             fetch = Fetch(request=session.pool.next_request(), arena_bytes=session.pool.arena.nbytes, out=out)
             session.pool.submit(fetch, (rank,))
             return own_tensors(session, ticket, session.pool.collect(fetch.request, interrupted)[rank])
 
-    def _retract(self, ticket: Ticket, interrupted: Callable[[], bool]) -> None:
-        """Calls the ranks back from the only evaluation in flight. They have as long as they need
-        for that: nobody has cancelled.
+    def _retract(self, tickets: Sequence[Ticket], interrupted: Callable[[], bool]) -> None:
+        """Calls the ranks back from all evaluations in flight. They have as long as they need for
+        that: nobody has cancelled.
         """
         session = self._sessions.latest
-        assert session is not None and session.tickets == [ticket]
+        assert session is not None and session.tickets == tickets
         session.pool.call_back()
-        session.pool.collect(ticket.number, interrupted)
-        self._done_with(session, ticket)
+        for ticket in tickets:
+            session.pool.collect(ticket.number, interrupted)
+        for ticket in tickets:
+            self._done_with(session, ticket)
 
     def abandon(self) -> None:
         """Ends what was submitted and not collected."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
-import torch
-
+from ..branches import Batch
 from ..comfy_bridge.interrupt import interrupted, interrupting
+from ..comfy_bridge.rows import Constants, batch_of, put_together, take
 from ..patches import Part, Patch
-from .evaluations import one_thread
+from .evaluations import Work, one_thread
 from .remote_pool import RemotePool
 from .session import Ticket
 from .timelines import Branch
@@ -20,9 +20,11 @@ class PipelineBackend:
     name in the pool.
     """
 
-    def __init__(self, pool: RemotePool, model: str):
+    def __init__(self, pool: RemotePool, model: str, constants: Constants):
         self._pool = pool
         self._model = model
+        self._constants = constants
+        self._taken: tuple[Any, dict[tuple[int, int], dict[str, Any]]] = None, {}  # arguments, and some rows of them
         self._load: int | None = None  # of the model's loads, the one that this run's K/V buffers belong to
 
     def begin_run(self) -> None:
@@ -36,15 +38,37 @@ class PipelineBackend:
         self._pool.runs.restart(self._pool.runs.of(self._model))
         return True
 
-    def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> Ticket:
-        run = self._pool.runs.of(self._model)
-        part = Part(run.id, run.number_of(branch), astuple(patch) if patch else None)
+    def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> list[Ticket]:
+        """Starts it for every group that computes some of its rows. A group computes the same rows
+        in all of the run, because it keeps their keys and values.
+        """
+        run, layout, constants = self._pool.runs.of(self._model), self._pool.layout, self._constants.names
+        batch = batch_of(arguments, constants) if layout.groups > 1 else Batch(1, 1, 1.0)
+        tickets = []
         with one_thread():
-            return self._pool.evaluations.submit(run, branch.weights, arguments, branch.conds, part)
+            for start, end in batch.pieces(layout.data):
+                name = branch.conds if end - start == batch.rows else (*branch.conds, start, end)
+                ranks = layout.members(run.group_of(name, batch.weight * (end - start), layout.groups))
+                part = Part(run.id, run.number_of(name), astuple(patch) if patch else None)
+                work = Work(self._rows(arguments, start, end, batch), name, branch.weights, ranks)
+                tickets.append(self._pool.evaluations.submit(run, work, part))
+        return tickets
+
+    def _rows(self, arguments: dict[str, Any], start: int, end: int, batch: Batch) -> dict[str, Any]:
+        """Returns the arguments of some rows: the same object for all patches of an evaluation, by
+        which what was written of them is known.
+        """
+        if end - start == batch.rows:
+            return arguments
+        if self._taken[0] is not arguments:
+            self._taken = arguments, {}
+        if (start, end) not in self._taken[1]:
+            self._taken[1][start, end] = take(arguments, start, end, batch, self._constants.names)
+        return self._taken[1][start, end]
 
     @interrupting
-    def collect(self, ticket: Ticket) -> torch.Tensor:
-        return self._pool.evaluations.collect(ticket, interrupted)
+    def collect(self, ticket: list[Ticket]) -> Any:
+        return put_together([self._pool.evaluations.collect(one, interrupted) for one in ticket])
 
     def make_room(self) -> bool:
         return self._pool.residency.make_room(self._model)

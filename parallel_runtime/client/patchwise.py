@@ -13,7 +13,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from ..comfy_bridge.in_block import why_all_rows
 from ..errors import NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid, assembled
+from .conds import side_by_side
 from .separable import WRAPPER_KEY, is_set, known_guider, must_run_conds_in_sequence, why_single_timeline, why_whole
-from .timelines import Asked, Branch, Cond, PatchBackend, RandomState, Timeline, free_run, in_flight_together
+from .timelines import Asked, Branch, Cond, PatchBackend, RandomState, Timeline, free_run
 
 log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
@@ -75,11 +75,6 @@ class Patchwise:
         """Adds its wrappers to a clone of the MODEL."""
         patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, self.sampler_sample)
         patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self.calc_cond_batch)
-
-    @staticmethod
-    def detach(patcher: Any) -> None:
-        for kind in (WrappersMP.SAMPLER_SAMPLE, WrappersMP.CALC_COND_BATCH):
-            patcher.remove_wrappers_with_key(kind, WRAPPER_KEY)
 
     def begin_run(self) -> None:
         """Makes void what the backend keeps. Call between runs, never inside one."""
@@ -133,17 +128,10 @@ class Patchwise:
 
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper."""
-        present = [index for index, cond in enumerate(conds) if cond is not None]
-        if len(present) < 2 or self._looks_at_all or must_run_conds_in_sequence(model.current_patcher, conds, model_options):
+        several = sum(cond is not None for cond in conds) > 1
+        if not several or self._looks_at_all or must_run_conds_in_sequence(model.current_patcher, conds, model_options):
             return executor(model, conds, x, timestep, model_options)
-
-        def alone(index: int) -> torch.Tensor:
-            only = [cond if number == index else None for number, cond in enumerate(conds)]
-            return executor(model, only, x, timestep, model_options)[index]
-
-        outputs = in_flight_together([partial(alone, index) for index in present], self._evaluate)
-        by_index = dict(zip(present, outputs, strict=True))
-        return [by_index[index] if index in by_index else torch.zeros_like(x) for index in range(len(conds))]
+        return side_by_side(executor, (model, conds, x, timestep, model_options), self._evaluate)
 
     def evaluate(self, arguments: dict[str, Any], branch: tuple, weights: str = "") -> torch.Tensor:
         """Computes one evaluation of the sampler, inside a timeline or not. ``weights``: the id of

@@ -15,6 +15,7 @@ from ..comfy_bridge.forward import forward_binder, forward_name
 from ..comfy_bridge.guard import patch_name
 from ..comfy_bridge.in_place import Watch, refusal
 from ..errors import Refused
+from .separable import WRAPPER_KEY
 
 
 class Evaluating(Protocol):
@@ -106,8 +107,8 @@ def _between(patcher: Any) -> list[Any]:
     wrappers = [options.get("model_function_wrapper"), options.get("sampler_calc_cond_batch_function")]
     wrappers += [value for name, value in patcher.object_patches.items() if callable(getattr(type(patcher.model), name, None))]
     for kind in (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL):
-        wrappers += patcher.get_all_wrappers(kind)
-    return [wrapper for wrapper in wrappers if wrapper is not None and wrapper not in WRAPPERS.values()]
+        wrappers += [wrapper for key, of_key in patcher.wrappers.get(kind, {}).items() if key != WRAPPER_KEY for wrapper in of_key]
+    return [wrapper for wrapper in wrappers if wrapper is not None]
 
 
 def _unused(patcher: Any) -> Refused:

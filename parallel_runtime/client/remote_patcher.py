@@ -29,11 +29,14 @@ from ..comfy_bridge.interrupt import interrupted, interrupting
 from ..comfy_bridge.options import CrossingOptions, hand_over_compilation, without_rebuilt
 from ..comfy_bridge.prepared_text import text_patch
 from ..comfy_bridge.quantised import stored_bytes
+from ..comfy_bridge.rows import Constants
 from ..comfy_bridge.source import Source, describe_source, state_source
-from ..comfy_bridge.weight_patches import cast_switches, content_id, pack_patches, patched_sizes, plain_objects, widened_weights
+from ..comfy_bridge.weight_patches import cast_switches, content_id, plain_objects, weight_patches_of, widened_weights
 from ..comfy_bridge.weights import give_back, is_patched
 from ..errors import Refused
 from ..planner.keeping import ModelBytes, WeightsWish
+from .evaluations import Work
+from .groups import InGroups
 from .patch_backend import PipelineBackend
 from .patchwise import Patching, Patchwise, branch_of
 from .remote_forward import WRAPPERS, RemoteForward
@@ -49,8 +52,9 @@ class Remote:
 
     ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
     ``activations``: likewise, of what a whole evaluation computes. ``sampling``: how evaluations
-    become patches, where the pool is a pipeline; ``stages``: how many blocks each stage has, where
-    the user says so. ``weights``: how the ranks are to keep them, one of ``planner.keeping.ASKED``.
+    become patches, where the pool is a pipeline, or go to groups, where it has several; ``stages``:
+    how many blocks each stage has, where the user says so. ``weights``: how the ranks are to keep
+    them, one of ``planner.keeping.ASKED``.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Remote:
         source: Source,
         holds_ui_device: float,
         activations: float,
-        sampling: Patchwise | None = None,
+        sampling: Patchwise | InGroups | None = None,
         stages: tuple[int, ...] = (),
         weights: str = "whole",
     ):
@@ -270,7 +274,7 @@ class RemotePatcher(ModelPatcher):
         if self.remote.sampling is not None:
             return self.remote.sampling.evaluate(arguments, branch, self.patches_id)
         run = self.remote.pool.runs.of(self.remote.model)
-        return self.remote.pool.evaluations.evaluate(run, self.patches_id, arguments, branch, interrupted)
+        return self.remote.pool.evaluations.evaluate(run, [Work(arguments, branch, self.patches_id)], interrupted)[0]
 
 
 @interrupting
@@ -290,18 +294,8 @@ def bring_up(patcher: RemotePatcher) -> None:
         wish = WeightsWish(patcher.remote.weights, ModelBytes.of(patcher.model.diffusion_model))
         residency.load(patcher.remote.source, state, interrupted, wish)
         if not residency.is_ready(model, patcher.patches_id):
-            patches, sizes = weight_patches_of(patcher)
+            patches, sizes = weight_patches_of(patcher, patcher.hook_set[1])
             residency.set_weight_patches(model, patcher.patches_id, patches, objects, sizes, interrupted)
-
-
-def weight_patches_of(patcher: RemotePatcher) -> tuple[dict, dict[str, int]]:
-    """Returns the transformer's weight patches, packed, and the bytes to reserve for each patched
-    weight.
-    """
-    patches, hook_patches = patcher.patches, patcher.hook_set[1]
-    keys = sorted(key for key in {*patches, *hook_patches} if key.startswith(PREFIX))
-    patches = {key: [*patches.get(key, []), *hook_patches.get(key, [])] for key in keys}
-    return pack_patches(patches), patched_sizes(patcher.model, patches)
 
 
 @waited_for
@@ -345,17 +339,21 @@ def parallelize(
     if patching is not None:
         plan.require_stages(type(patcher.model.diffusion_model))
     source = pool.residency.use(patcher.model, lambda: describe_source(patcher))
-    sampling = None
+    sampling, constants = None, Constants()
     if patching is not None:
-        backend = PipelineBackend(pool, source.model)
+        backend = PipelineBackend(pool, source.model, constants)
         patch_size = plan.patch_size_of(patcher.model.diffusion_model)
         sampling = Patchwise(backend, patch_size, plan, patching.patches, patching.warm_up, notice)
+    elif pool.layout.groups > 1:
+        sampling = InGroups(pool, source.model, constants)
     remote = Remote(pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights)
     made = remote_clone(patcher, remote)
-    for kind, wrapper in ((WrappersMP.PREPARE_SAMPLING, prepare_sampling), *WRAPPERS.items()):
+    for kind in (WrappersMP.SAMPLER_SAMPLE, WrappersMP.CALC_COND_BATCH, WrappersMP.PREPARE_SAMPLING, *WRAPPERS):
         made.remove_wrappers_with_key(kind, WRAPPER_KEY)
+    for kind, wrapper in ((WrappersMP.PREPARE_SAMPLING, prepare_sampling), *WRAPPERS.items()):
         made.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
-    Patchwise.detach(made)
+    if pool.layout.groups > 1:
+        made.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, constants.calc_cond_batch)
     if sampling is not None:
         sampling.attach(made)
     made.parent = stand_in(patcher, remote)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from ..layout import Layout
 from ..planner.balance import StageBalance
 from .evaluations import Evaluations
 from .residency import Residency
@@ -28,6 +29,10 @@ class RemotePool:
         balance = StageBalance()
         self.residency = Residency(self.sessions, self.runs, balance, shares_weights)
         self.evaluations = Evaluations(self.sessions, self.residency, balance)
+
+    @property
+    def layout(self) -> Layout:
+        return self.sessions.layout
 
     @property
     def session(self) -> Session | None:

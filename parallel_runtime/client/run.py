@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..occupancy import Span
@@ -17,8 +17,8 @@ class Evaluation:
     """Holds the figures of one evaluation, or of one patch of it, which may overlap with others.
 
     ``seconds`` around it in the UI since ``began``; ``hop_s`` of them beside the slowest rank's
-    computation; ``exchange_s`` and ``sent_bytes`` of the rank with most. ``spans``: every rank's.
-    ``part``: what of it a pipeline computed; None where the ranks are none.
+    computation; ``exchange_s`` and ``sent_bytes`` of the rank with most. ``spans`` by rank, of
+    those that computed it. ``part``: what of it a pipeline computed; None where the ranks are none.
     """
 
     seconds: float
@@ -27,15 +27,16 @@ class Evaluation:
     sent_bytes: int
     began: float = 0.0
     part: Part | None = None
-    spans: tuple[Span, ...] = ()
+    spans: Mapping[int, Span] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Run:
     """Keeps the figures of one run, and the names by which ranks know it. ``id``: the run's number;
     a new one where what ranks keep of it is void. ``mode`` of a pipeline; empty where the ranks
-    are none. ``is_sampled``: a sampler announced it, and will end it. ``joined``: the models whose
-    runs end with this one.
+    are none. ``groups``: of each branch of a pipeline's, its group of ranks and what it costs.
+    ``is_sampled``: a sampler announced it, and will end it. ``joined``: the models whose runs end
+    with this one.
 
     The report may look at any moment, so an evaluation is added whole.
     """
@@ -46,6 +47,7 @@ class Run:
     began_s: float = field(default_factory=time.time)
     evaluations: list[Evaluation] = field(default_factory=list)
     branches: dict[Hashable, int] = field(default_factory=dict)
+    groups: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
     is_sampled: bool = False
     joined: list[str] = field(default_factory=list)
     ended_s: float = 0.0  # 0 while it goes on
@@ -54,23 +56,48 @@ class Run:
         """Returns the number by which ranks know this branch of the run."""
         return self.branches.setdefault(branch, len(self.branches))
 
+    def group_of(self, branch: Hashable, weight: float, groups: int) -> int:
+        """Returns the group that computes this branch in all of the run, because it keeps what
+        later evaluations need: for a new one, the group that has least to do.
+        """
+        if branch not in self.groups:
+            loads = [sum(weight for group, weight in self.groups.values() if group == one) for one in range(groups)]
+            self.groups[branch] = loads.index(min(loads)), weight
+        return self.groups[branch][0]
+
+    def restart(self, number: int) -> None:
+        """Makes void what ranks keep of the run so far; what was measured stays."""
+        self.id = number
+        self.branches.clear()
+        self.groups.clear()
+
 
 def submissions(evaluations: Iterable[Evaluation]) -> list[Submission]:
     """Returns what a pipeline computed, in the order of submission."""
     parts = [(one, one.part) for one in evaluations if one.part is not None]
-    return [Submission(part.branch, part.patch[0] if part.patch else None, one.began, one.spans) for one, part in parts]
+    return [Submission(part.branch, part.patch[0] if part.patch else None, one.began, tuple(one.spans.values())) for one, part in parts]
 
 
-def measured(began: float, replies: Iterable[Done], part: Part | None) -> Evaluation:
-    """Sums up the ranks' answers to an evaluation that ended just now."""
-    replies = list(replies)
+def measured(began: float, answers: Sequence[Mapping[int, Done]], part: Part | None) -> Evaluation:
+    """Sums up the ranks' answers to what was submitted together and ended just now."""
+    of_rank: dict[int, list[Done]] = {}
+    for replies in answers:
+        for rank, reply in replies.items():
+            of_rank.setdefault(rank, []).append(reply)
     seconds = time.perf_counter() - began
     return Evaluation(
         seconds=seconds,
-        hop_s=seconds - max(reply.compute_s for reply in replies),
-        exchange_s=max(reply.exchange_s for reply in replies),
-        sent_bytes=max(reply.sent_bytes for reply in replies),
+        hop_s=seconds - max(sum(reply.compute_s for reply in replies) for replies in of_rank.values()),
+        exchange_s=max(sum(reply.exchange_s for reply in replies) for replies in of_rank.values()),
+        sent_bytes=max(sum(reply.sent_bytes for reply in replies) for replies in of_rank.values()),
         began=began,
         part=part,
-        spans=tuple(Span(reply.began_s, reply.began_s + reply.compute_s, reply.exchange_s) for reply in replies),
+        spans={rank: span_of(replies) for rank, replies in sorted(of_rank.items())},
     )
+
+
+def span_of(replies: Sequence[Done]) -> Span:
+    """Returns the time in which one rank was at work on all of these."""
+    began, ended = replies[0].began_s, replies[-1].began_s + replies[-1].compute_s
+    idle = ended - began - sum(reply.compute_s for reply in replies)
+    return Span(began, ended, sum(reply.exchange_s for reply in replies) + idle)

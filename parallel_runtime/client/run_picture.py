@@ -24,7 +24,7 @@ def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.I
     parts = [one.part for one in evaluations if one.part is not None]
     if not parts:
         return None
-    spans = [span for one in evaluations for span in one.spans]
+    spans = [span for one in evaluations for span in one.spans.values()]
     begin, end = min(span.came_in_s for span in spans), max(span.ended_s for span in spans)
     font = ImageFont.load_default(FONT)
     first = bars_from(names)
@@ -37,6 +37,8 @@ def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.I
         top = ROW * row + 8
         draw.text((MARGIN, top + BAR / 2), name, INK, font, anchor="lm")
         for one, part in zip(evaluations, parts, strict=True):
+            if row not in one.spans:
+                continue
             left, width = first + (one.spans[row].came_in_s - begin) * scale, one.spans[row].busy_s * scale
             colour = colours[part.patch[0]] if part.patch else WHOLE
             draw.rectangle((left, top, left + max(0, width - 1), top + BAR), colour)

@@ -66,8 +66,7 @@ class Runs:
     def restart(self, run: Run) -> None:
         """Makes void what ranks keep of the run so far, if anything; what was measured stays."""
         if run.branches:
-            run.id = next(self._ids)
-            run.branches.clear()
+            run.restart(next(self._ids))
 
     def end(self, model: str) -> None:
         """Ends the run that ``model`` is in, if any, and those that joined it; has the ranks free

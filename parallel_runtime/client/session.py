@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import PoolFailed
+from ..layout import Layout
 from ..patches import Part
 from ..planner.keeping import Keeping
 from ..wire.arena import Arena, Frame
@@ -54,8 +55,10 @@ class Pool(Protocol):
 
 
 class Handle(Protocol):
-    """Starts a pool where there is none."""
+    """Starts a pool of ``layout`` where there is none."""
 
+    @property
+    def layout(self) -> Layout: ...
     def ensure(self, interrupted: Callable[[], bool] = ...) -> Pool: ...
     def live(self) -> Pool | None: ...
 
@@ -97,8 +100,8 @@ class WrittenArguments:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """Names a submission: its request, and the arena's memory that it holds until it is collected.
-    ``began``: seconds of the UI's performance counter.
+    """Names a submission: its request, and the arena's memory that it holds until it is collected,
+    ``out_bytes`` of it for the output. ``began``: seconds of the UI's performance counter.
     """
 
     number: int
@@ -106,6 +109,7 @@ class Ticket:
     part: Part
     written: WrittenArguments
     out: Frame
+    out_bytes: int
     device: torch.device
     began: float
 
@@ -133,6 +137,7 @@ class Sessions:
 
     def __init__(self, handle: Handle):
         self._handle = handle
+        self.layout = handle.layout
         self.latest: Session | None = None  # its pool may be gone
 
     @property

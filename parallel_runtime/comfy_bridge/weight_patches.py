@@ -173,3 +173,13 @@ def content_id(objects: dict[str, Any]) -> str:
 
     content.update(encode_tree(objects, put))
     return f"|{content.hexdigest()}"
+
+
+def weight_patches_of(patcher: Any, of_hooks: dict) -> tuple[dict, dict[str, int]]:
+    """Returns the transformer's weight patches, those ``of_hooks`` too, packed, and the bytes to
+    reserve for each patched weight.
+    """
+    patches = patcher.patches
+    keys = sorted(key for key in {*patches, *of_hooks} if key.startswith(PREFIX))
+    patches = {key: [*patches.get(key, []), *of_hooks.get(key, [])] for key in keys}
+    return pack_patches(patches), patched_sizes(patcher.model, patches)

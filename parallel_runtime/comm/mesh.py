@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -42,10 +43,22 @@ class Axis(NamedTuple):
         return len(self.ranks)
 
 
+class Paths(NamedTuple):
+    """The communicators of one sequence, and the steps that its ranks take in them."""
+
+    ulysses: Exchange
+    ring: Ring
+    world: Exchange
+    in_step: InStep
+
+
 class SequenceComm:
     """Communicates among the ranks that share one sequence: ``ulysses`` and ``ring`` along those
     axes, ``world`` among all of them; ``in_step`` where one fails; ``weights`` once a model has its
     weights shared out. ``device_type``: where messages lie.
+
+    Neighbouring groups may share a longer sequence for an evaluation: ``use`` says how many do, of
+    the numbers that were given to ``join``.
     """
 
     def __init__(self, ulysses: Exchange, ring: Ring, world: Exchange, stop: StopFlag, device_type: str = "cpu"):
@@ -53,11 +66,24 @@ class SequenceComm:
         self.ring = ring
         self.world = world
         self.stop = stop
-        self.in_step = InStep(self._has_failed)
         self.weights: ShardGather | None = None
         self.device_type = device_type
+        self._by_width: dict[int, Paths] = {}
+        self.join(1, ulysses, ring, world)
+        self.in_step = self._by_width[1].in_step
+
+    def join(self, width: int, ulysses: Exchange, ring: Ring, world: Exchange) -> None:
+        """Have these be used where ``width`` neighbouring groups share a sequence."""
+        in_step = InStep(self._has_failed)
+        self._by_width[width] = Paths(ulysses, ring, world, in_step)
         for part in (ulysses, ring, world):
-            part.in_step = self.in_step
+            part.in_step = in_step
+
+    def use(self, width: int) -> None:
+        """Communicate with the ranks of ``width`` neighbouring groups from the next evaluation on.
+        All of these ranks must call it.
+        """
+        self.ulysses, self.ring, self.world, self.in_step = self._by_width[width]
 
     @property
     def rank(self) -> int:
@@ -106,9 +132,10 @@ class SequenceComm:
         self.stop.begin(attentions)
 
     def free_buffers(self) -> None:
-        self.in_step.forget()
-        for part in (self.ulysses, self.ring, self.world):
-            part.free_buffers()
+        for *parts, in_step in self._by_width.values():
+            in_step.forget()
+            for part in parts:
+                part.free_buffers()
 
 
 @dataclass(frozen=True)
@@ -147,24 +174,18 @@ def connect(
     via_cpu: bool,
     wants_stop: Callable[[], bool],
     tick: Callable[[int], None] = lambda steps: None,
+    joined: Mapping[int, Mapping[str, int]] = MappingProxyType({}),
 ) -> Mesh:
     """Make the mesh of ``degrees`` (axis -> degree, innermost first). Every rank must call it,
     after init_process_group where there are several.
 
-    ``tick`` is told how far a rank has come before it waits for the stage before it: further than
-    every rank of that stage, however many steps theirs takes.
+    ``joined``: the degrees where so many neighbouring groups share a sequence. ``tick`` is told how
+    far a rank has come before it waits for the stage before it: further than every rank of that
+    stage, however many steps theirs takes.
     """
     axes = make_axes(degrees, rank)
-    ulysses, ring, stages = axes["ulysses"], axes["ring"], axes["pipefusion"]
-    place, size = ring.rank * ulysses.size + ulysses.rank, ring.size * ulysses.size
-    world = sequence_of(degrees, rank, axes)
-    sequence = SequenceComm(
-        Exchange(ulysses.group, ulysses.rank, ulysses.size, via_cpu=via_cpu),
-        Ring(ring.group, ring.ranks, ring.rank, via_cpu=via_cpu),
-        Exchange(world, place, size, via_cpu=via_cpu),
-        StopFlag(wants_stop),
-        device_type,
-    )
+    stages = axes["pipefusion"]
+    sequence = SequenceComm(*paths_of(degrees, rank, axes, via_cpu), StopFlag(wants_stop), device_type)
     link = None
     if stages.size > 1:
         before = stages.ranks[stages.rank - 1] if stages.rank else None
@@ -172,7 +193,24 @@ def connect(
         link = StageLink(before, after, via_cpu=via_cpu, device_type=device_type, before_waiting=lambda: tick(stages.rank * STAGE_STEPS))
     mesh = Mesh(rank, degrees, axes, sequence, link)
     open_connections(mesh, device_type)
+    for width, wider in joined.items():
+        axes = make_axes(wider, rank)
+        sequence.join(width, *paths_of(wider, rank, axes, via_cpu))
+        sequence.use(width)
+        open_connections(Mesh(rank, wider, axes, sequence), device_type)
+    sequence.use(1)
     return mesh
+
+
+def paths_of(degrees: Mapping[str, int], rank: int, axes: Mapping[str, Axis], via_cpu: bool) -> tuple[Exchange, Ring, Exchange]:
+    """Make the communicators of this rank's sequence. Every rank must call it."""
+    ulysses, ring = axes["ulysses"], axes["ring"]
+    place, size = ring.rank * ulysses.size + ulysses.rank, ring.size * ulysses.size
+    return (
+        Exchange(ulysses.group, ulysses.rank, ulysses.size, via_cpu=via_cpu),
+        Ring(ring.group, ring.ranks, ring.rank, via_cpu=via_cpu),
+        Exchange(sequence_of(degrees, rank, axes), place, size, via_cpu=via_cpu),
+    )
 
 
 def open_weights(mesh: Mesh) -> None:

@@ -103,7 +103,8 @@ class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
-    has the output writes it into ``out`` if it fits, else keeps it for a Fetch.
+    has the output writes it into ``out`` if it fits, else keeps it for a Fetch. ``width``: so many
+    neighbouring groups of ranks got it, and share its sequence.
     """
 
     request: int
@@ -113,6 +114,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     arena_bytes: int
     out: TensorRef
     part: Part
+    width: int = 1
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):

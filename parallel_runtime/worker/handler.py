@@ -48,7 +48,7 @@ class RequestHandler:
     def __init__(self, mesh: Mesh, device: torch.device, memory: DeviceMemory, io: ArenaIO, away: bool, kernels: Kernels = TORCHS):
         self.models: dict[str, ResidentModel] = {}
         self._mesh = mesh
-        self._writes = mesh.rank == Layout(**mesh.degrees).writer
+        self._layout = Layout(**mesh.degrees)
         self._device = device
         self._memory = memory
         self._io = io
@@ -92,6 +92,7 @@ class RequestHandler:
     def _load(self, request: Load, segments: list[Segment], rank: CountingRank) -> None:
         if request.model in self.models:
             return
+        self._mesh.sequence.use(1)  # weights are kept by group
         if request.weights == "sharded":
             open_weights(self._mesh)
         source = decode_tree(request.source, segments[0].tensor if segments else no_tensors)
@@ -148,6 +149,7 @@ class RequestHandler:
         others wait for; but not where machines wait for the inputs.
         """
         model = self.models[request.model]
+        self._mesh.sequence.use(request.width)
         try:
             return self._evaluated(model, request, rank)
         except Exception as error:
@@ -168,7 +170,8 @@ class RequestHandler:
         with compilation_noted(rank) if COMPILE in arguments.get("transformer_options", {}) else nullcontext():
             output = model.evaluate(arguments, request.request)
         rank.tick()  # the answer waits until the GPU has computed it
-        writing = self._io.write(output, request.out) if self._writes else NOTHING
+        writes = self._layout.joined(request.width).writes(self._mesh.rank)
+        writing = self._io.write(output, request.out) if writes else NOTHING
         exchange_s, sent_bytes, facts = self._mesh.seconds, self._mesh.sent_bytes, model.method.facts
 
         def done() -> Done:

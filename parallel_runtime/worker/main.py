@@ -88,6 +88,7 @@ def run(channel: Channel) -> None:
             via_cpu=start.backend == "gloo" and device.type == "cuda",
             wants_stop=loop.wants_stop,
             tick=lambda steps: board.tick(start.rank, steps),
+            joined={width: layout.joined(width).degrees() for width in layout.widths[1:]},
         )
     away = machines is not None and machines.away
     kernels = tried(device) if layout.ring > 1 else TORCHS  # elsewhere ComfyUI's own attention computes

@@ -1,0 +1,119 @@
+"""Take some rows of an evaluation's arguments, and put the outputs of all rows together.
+
+ComfyUI puts conds of equal shape into one batch: all images of the first cond, then all of the
+next. Every tensor of the arguments that is along the batch has these rows first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from comfy.conds import CONDConstant
+
+from ..branches import Batch
+
+OPTIONS, SIDES, SIGMAS = "transformer_options", "cond_or_uncond", "sigmas"
+
+
+def latents_of(arguments: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the latents: the first argument of every forward of ComfyUI's."""
+    latent = next(iter(arguments.values()))
+    return latent if isinstance(latent, list) else [latent]
+
+
+def batch_of(arguments: dict[str, Any], constants: Collection[str] = ()) -> Batch:
+    """Counts the rows that can be computed apart; one where a tensor's rows are not known to be
+    those of the batch. ``constants``: arguments that ComfyUI does not batch.
+    """
+    rows = latents_of(arguments)[0].shape[0]
+    weight = cost_of_row(arguments)
+    batched = [value for name, value in arguments.items() if name != OPTIONS and name not in constants]
+    if rows < 2 or not all(is_along(tensor, rows) for tensor in tensors_in(batched)):
+        return Batch(1, 1, weight * rows)
+    branches = len(arguments.get(OPTIONS, {}).get(SIDES, ())) or 1
+    return Batch(branches, rows // branches, weight) if rows % branches == 0 else Batch(1, rows, weight)
+
+
+def is_along(tensor: torch.Tensor, rows: int) -> bool:
+    """True if the tensor has one row for each of the batch, or is the same for all of them; false
+    if it may have several for each.
+    """
+    return tensor.ndim == 0 or tensor.shape[0] <= rows or tensor.shape[0] % rows != 0
+
+
+def cost_of_row(arguments: dict[str, Any]) -> float:
+    """Returns about what one row costs beside others: elements of the latent for each channel, and
+    tokens of the text for as many latent pixels as a token has as a rule.
+    """
+    pixels = sum(prod(latent.shape[2:]) for latent in latents_of(arguments))
+    text = arguments.get("context")
+    return max(1.0, pixels / 4 + (text.shape[1] if isinstance(text, torch.Tensor) and text.ndim > 2 else 0))
+
+
+def take(arguments: dict[str, Any], start: int, end: int, batch: Batch, constants: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the arguments of rows [start, end), which are of one branch."""
+    if end - start == batch.rows:
+        return arguments
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[start:end] if tensor.ndim and tensor.shape[0] == batch.rows else tensor
+
+    taken = {name: value if name in constants else mapped(own, value) for name, value in arguments.items() if name != OPTIONS}
+    if OPTIONS not in arguments:
+        return taken
+    options = dict(arguments[OPTIONS])
+    branch, item = divmod(start, batch.items)
+    if len(options.get(SIDES, ())) == batch.branches:
+        options[SIDES] = [options[SIDES][branch]]
+    sigmas = options.get(SIGMAS)
+    if isinstance(sigmas, torch.Tensor) and sigmas.ndim and sigmas.shape[0] in (batch.items, batch.rows):
+        first = item if sigmas.shape[0] == batch.items else start
+        options[SIGMAS] = sigmas[first : first + end - start]
+    return {name: options if name == OPTIONS else taken[name] for name in arguments}  # in their order: the first two change
+
+
+def put_together(outputs: Sequence[Any]) -> Any:
+    """Makes the output of all rows of those of some, in their order."""
+    if len(outputs) == 1:
+        return outputs[0]
+    if isinstance(outputs[0], list):
+        return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+    return torch.cat(list(outputs))
+
+
+def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Returns a tree with ``change`` of each of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(change, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [mapped(change, item) for item in value] if isinstance(value, list) else tuple(mapped(change, item) for item in value)
+    return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(note, value)
+    return found
+
+
+class Constants:
+    """Names of the arguments that ComfyUI gives every evaluation as they are."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
+        """A CALC_COND_BATCH wrapper, which looks at the conds of every evaluation."""
+        for cond in (cond for side in conds for cond in side or ()):
+            self.names |= {name for name, value in cond.get("model_conds", {}).items() if isinstance(value, CONDConstant)}
+        return executor(model, conds, x, timestep, model_options)

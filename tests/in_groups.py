@@ -1,0 +1,91 @@
+"""A pool whose groups are all in this process: each computes what it is asked for at once, with
+the stock model's own forward.
+"""
+
+from functools import partial
+from itertools import count
+
+import torch
+from pipemesh.benchmarks.forwards import standin
+from pipemesh.launcher.pool.verdict import Facts
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.comfy_bridge.by_name import restored
+from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.usp import SequenceParallel
+from pipemesh.parallel_runtime.wire.arena import Arena
+from pipemesh.parallel_runtime.wire.messages import Done, Forward, Memory
+from pipemesh.parallel_runtime.wire.segment import TensorRef, aligned, dtype_name
+from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree
+
+
+class GroupsHere:
+    """``asked``: of every Forward, its ranks, the rows of its latent and of its prompt's tokens."""
+
+    def __init__(self, layout, stock):
+        self.layout, self.model = layout, stock.model.diffusion_model
+        self.arena, self.idle = Arena(), True
+        self.memory = [Memory(1 << 40, 1 << 40, 0)] * layout.world_size
+        self.facts = Facts(("cpu",) * layout.world_size, stages=layout.pipefusion)
+        self.next_request = partial(next, count(1))
+        self.asked, self.answers = [], {}
+
+    def live(self):
+        return self
+
+    def ensure(self, interrupted):
+        return self
+
+    def settle(self, interrupted):
+        pass
+
+    def abandon(self):
+        self.answers.clear()
+
+    def call_back(self):
+        pass
+
+    def ask(self, request, fds=(), interrupted=lambda: False):
+        return [Done(request=request.request, memory=self.memory[0]) for _ in self.facts.everyone]
+
+    def submit(self, request, group):
+        assert group == self.layout.members(group[0] * self.layout.groups // self.layout.world_size // request.width, request.width)
+        replies = {rank: Done(request=request.request, memory=self.memory[0]) for rank in group}
+        if isinstance(request, Forward):
+            arguments = decode_tree(request.arguments, lambda ref: self.arena.segment.tensor(ref).clone())
+            arguments["transformer_options"] = restored(arguments["transformer_options"], [])
+            output = self._computed(arguments, request.part)
+            latent = next(iter(arguments.values()))
+            self.asked.append((group, latent.shape[0], arguments["context"].shape[1]))
+            offset = request.out.offset
+
+            def put(_path, tensor):
+                nonlocal offset
+                ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype))
+                offset += aligned(ref.nbytes)
+                self.arena.segment.put(ref.offset, tensor)
+                return ref
+
+            replies[group[0]] = Done(request=request.request, memory=self.memory[0], output=encode_tree(output, put))
+        self.answers[request.request] = replies
+
+    def _computed(self, arguments, part):
+        method = SequenceParallel(self.model, plan_for(type(self.model)), standin(Layout(), 0))
+        method.attach()
+        method.begin(part)
+        try:
+            with torch.inference_mode():
+                return method.evaluate(partial(getattr(type(self.model), forward_name(self.model)), self.model), arguments, 1)
+        finally:
+            method.detach()
+
+    def collect(self, number, interrupted):
+        return self.answers.pop(number)
+
+
+def in_groups(layout, stock, patching=None):
+    """The MODEL on such a pool, and the pool."""
+    pool = GroupsHere(layout, stock)
+    return parallelize(stock, RemotePool(pool, shares_weights=False), 0.0, patching), pool

@@ -1,0 +1,165 @@
+"""Branches and images of a batch in groups of ranks of their own: the same image as on one GPU."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipemesh.launcher.commands.parity import conditioning, stock_model
+from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
+from pipemesh.parallel_runtime.client.run import Run
+from pipemesh.parallel_runtime.comfy_bridge.rows import batch_of, put_together, take
+from pipemesh.parallel_runtime.layout import Layout
+
+from .bounds import assert_same
+from .in_groups import in_groups
+from .models import run
+from .patched import advanced, custom, execute, pass_through
+
+BATCHES = st.lists(st.builds(Batch, st.integers(1, 3), st.integers(1, 5), st.floats(1, 1000)), min_size=1, max_size=4)
+GROUPS = st.sampled_from([(1, (1,)), (2, (1, 2)), (3, (1,)), (4, (1, 2, 4)), (6, (1, 3, 6))])
+
+
+@settings(deadline=None)
+@given(BATCHES, GROUPS)
+def test_every_row_is_computed_once_by_a_group_that_there_is(batches, groups):
+    count, widths = groups
+    plan = plan_branches(batches, count, widths)
+    assert plan.width in widths
+    assert {share.group for share in plan.shares} <= set(range(count // plan.width))
+    rows = [(number, row) for number, start, end, _ in plan.shares for row in range(start, end)]
+    assert rows == [(number, row) for number, batch in enumerate(batches) for row in range(batch.rows)]
+    for number, start, end, _ in plan.shares:
+        assert start // batches[number].items == (end - 1) // batches[number].items, "a share is of one branch"
+
+
+@settings(deadline=None)
+@given(BATCHES, GROUPS)
+def test_groups_finish_together_as_far_as_the_longest_piece_lets_them(batches, groups):
+    count, widths = groups
+    cost = cost_of(plan_branches(batches, count, widths), batches)
+    total = sum(batch.rows * batch.weight for batch in batches)
+    assert cost <= total / count + max(batch.items * batch.weight for batch in batches) * (1 - 1 / count) + 1e-6
+    if count in widths:
+        assert cost <= SEQUENCE_COST * total / count + 1e-6, "one sequence of all would be faster"
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 3))
+def test_as_many_equal_branches_as_groups_have_a_group_each_and_one_alone_has_all(groups, items):
+    plan = plan_branches([Batch(1, items, 5.0)] * groups, groups, (1, groups) if groups > 1 else (1,))
+    assert (plan.width, [share.group for share in plan.shares]) == (1, list(range(groups)))
+    if groups > 1:
+        alone = plan_branches([Batch(1, 1, 5.0)], groups, (1, groups))
+        assert (alone.width, alone.shares) == (groups, ((0, 0, 1, 0),))
+
+
+def test_a_batch_of_one_branch_is_cut_for_the_groups():
+    plan = plan_branches([Batch(1, 4, 1.0)], 2, (1, 2))
+    assert (plan.width, plan.shares) == (1, ((0, 0, 2, 0), (0, 2, 4, 1)))
+
+
+def test_a_pipelines_branch_stays_in_its_group_and_new_ones_go_where_least_is_to_do():
+    run = Run()
+    assert [run.group_of(branch, weight, 2) for branch, weight in (("a", 3), ("b", 1), ("c", 1), ("d", 2), ("a", 3))] == [0, 1, 1, 1, 0]
+    run.restart(2)
+    assert run.group_of("b", 1, 2) == 0
+
+
+# -- rows of a batch
+
+
+def evaluation(branches=2, items=3):
+    rows = branches * items
+    return {
+        "x": torch.arange(rows * 2.0).view(rows, 2, 1, 1),
+        "timestep": torch.arange(float(rows)),
+        "context": torch.randn(rows, 5, 8),
+        "y": torch.randn(1, 8),
+        "ref_latents": [torch.randn(rows, 2, 3), torch.randn(rows, 1)],
+        "table": torch.randn(rows, 4),
+        "control": {"input": [torch.randn(rows, 4), None]},
+        "transformer_options": {"cond_or_uncond": [1, 0], "sigmas": torch.arange(float(items)), "sample_sigmas": torch.zeros(rows)},
+    }
+
+
+def test_rows_are_taken_of_everything_along_the_batch_and_put_together_bit_for_bit():
+    arguments = evaluation()
+    batch = batch_of(arguments, {"table"})
+    assert batch[:2] == (2, 3)
+    pieces = [take(arguments, start, end, batch, {"table"}) for start, end in batch.pieces(2)]
+    assert [list(piece) for piece in pieces] == [list(arguments)] * 4, "the first two change with every evaluation"
+    for name in ("x", "timestep", "context"):
+        assert torch.equal(put_together([piece[name] for piece in pieces]), arguments[name])
+    assert all(map(torch.equal, put_together([piece["ref_latents"] for piece in pieces]), arguments["ref_latents"]))
+    assert torch.equal(torch.cat([piece["control"]["input"][0] for piece in pieces]), arguments["control"]["input"][0])
+    for piece in pieces:
+        assert piece["table"] is arguments["table"] and piece["y"] is arguments["y"] and piece["control"]["input"][1] is None
+        assert piece["transformer_options"]["sample_sigmas"] is arguments["transformer_options"]["sample_sigmas"]
+    assert [piece["transformer_options"]["cond_or_uncond"] for piece in pieces] == [[1], [1], [0], [0]]
+    assert [piece["transformer_options"]["sigmas"].tolist() for piece in pieces] == [[0, 1], [2], [0, 1], [2]]
+
+
+def test_an_evaluation_with_several_rows_of_a_tensor_for_each_image_stays_whole():
+    arguments = evaluation()
+    assert batch_of({**arguments, "frames": torch.zeros(12, 3)})[:2] == (1, 1)
+    assert batch_of({**arguments, "frames": torch.zeros(12, 3)}, {"frames"})[:2] == (2, 3), "ComfyUI does not batch it"
+    assert batch_of({**arguments, "frames": torch.zeros(7, 3)})[:2] == (2, 3), "no number for each image"
+
+
+# -- guiders
+
+
+def region(number, tokens, *area):
+    return [[tensor, {**extras, "area": area, "strength": 0.7}] for tensor, extras in conditioning(number, tokens)]
+
+
+def skipping(model):
+    return execute("nodes_slg", "SkipLayerGuidanceDiT", model, 2.0, 0.0, 0.9, double_layers="1", single_layers="0", rescaling_scale=0.5)
+
+
+def guided(make, *args):
+    return lambda model: advanced(model, make(model, *args), steps=3)[0]["samples"]
+
+
+THREE = [conditioning(number, 13) for number in (1, 2, 3)]
+EQUAL = {"positive": conditioning(1, 16), "negative": conditioning(2, 16)}
+CASES = {  # sampling, and how often the groups compute how many rows of so many tokens in three evaluations
+    "unequal prompts": (partial(run, cfg=4.0), {((0,), 1, 13): 3, ((1,), 1, 7): 3}),
+    "equal prompts": (partial(run, cfg=4.0, **EQUAL), {((0,), 1, 16): 3, ((1,), 1, 16): 3}),
+    "no cfg": (run, {((0, 1), 1, 13): 3}),
+    "batch of three": (partial(run, cfg=4.0, batch=3, **EQUAL), {((0,), 3, 16): 3, ((1,), 3, 16): 3}),
+    "batch without cfg": (partial(run, batch=4), {((0,), 2, 13): 3, ((1,), 2, 13): 3}),
+    "areas": (
+        partial(run, cfg=2.0, positive=conditioning(1, 13) + region(3, 9, 6, 5, 2, 3), negative=conditioning(2, 13)),
+        {((0,), 1, 13): 3, ((1,), 1, 13): 3, ((0, 1), 1, 9): 3},
+    ),
+    "DualCFG": (
+        guided(lambda model: custom("DualCFGGuider", model, THREE[0], THREE[1], conditioning(4, 50), 3.0, 2.0, "regular")),
+        {((0,), 1, 50): 3, ((1,), 1, 13): 6},
+    ),
+    "PerpNeg": (guided(lambda model: execute("nodes_perpneg", "PerpNegGuider", model, *THREE, 4.0, 1.0)), {((0, 1), 1, 13): 9}),
+    "skipped layers": (lambda model: run(skipping(model), cfg=4.0, **EQUAL), {((0,), 1, 16): 3, ((1,), 1, 16): 3, ((0, 1), 1, 16): 3}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("axis", ["cfg", "data"])
+def test_branches_and_images_go_to_groups_and_the_image_is_stocks_own(name, axis):
+    sampled, due = CASES[name]
+    stock, (ours, pool) = stock_model(5), in_groups(Layout(**{axis: 2}), stock_model(5))
+    assert_same(sampled, ours, stock)
+    asked = {what: pool.asked.count(what) for what in dict.fromkeys(pool.asked)}
+    assert due.items() <= asked.items()
+
+
+def test_what_comfyui_batches_itself_is_split_and_put_together(monkeypatch):
+    """A wrapper of another pack sees the evaluations one after the other, as ComfyUI made them."""
+    from comfy.patcher_extension import WrappersMP
+
+    stock, (ours, pool) = stock_model(5), in_groups(Layout(cfg=2), stock_model(5))
+    ours = ours.clone()
+    ours.add_wrapper(WrappersMP.APPLY_MODEL, pass_through)
+    assert_same(partial(run, cfg=4.0, batch=2, **EQUAL), ours, stock)
+    assert pool.asked == [((rank,), 2, 16) for _ in range(3) for rank in (0, 1)]
