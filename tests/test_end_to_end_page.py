@@ -21,13 +21,13 @@ UNTIL = """new Promise(done => {
   look()
 })"""
 POOL = "app.graph.nodes.find(node => node.type == 'PipeMeshPool')"
-SHOWN = f"{POOL}.widgets.filter(widget => !widget.hidden).map(widget => [widget.name, widget.value])"
+SHOWN = f"{POOL}.widgets.filter(widget => !widget.hidden && widget.name != 'pick').map(widget => [widget.name, widget.value])"
 NEW = "(() => { app.graph.clear(); app.graph.add(LiteGraph.createNode('PipeMeshPool')); return true })()"
 CHOOSE = f"(() => {{ const one = {POOL}.widgets.find(widget => widget.name == 'layout'); one.value = %s; one.callback(one.value) }})()"
 QUEUED = "(async () => Object.values((await app.graphToPrompt()).output).find(one => one.class_type == 'PipeMeshPool').inputs)()"
 BADGES = "app.graph.nodes.find(node => node.type == 'KSampler').badges.map(badge => (typeof badge == 'function' ? badge() : badge).text)"
 OVERRULED = """(() => {
-  const real = window.fetch, said = JSON.stringify({ auto: { on: false, unavailable: %s } })
+  const real = window.realFetch = window.fetch, said = JSON.stringify({ auto: { on: false, unavailable: %s } })
   window.fetch = (path, ...rest) => String(path).includes('/pipemesh/status') ? Promise.resolve(new Response(said)) : real(path, ...rest)
   return true
 })()"""
@@ -72,6 +72,7 @@ def test_a_switch_without_effect_says_so_when_it_is_changed_and_not_before(page)
     page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', true)")
     page.evaluate(UNTIL % "document.body.innerText.includes('PIPEMESH_AUTO=0 is set')")
     page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', false)")
+    page.evaluate("(() => { window.fetch = window.realFetch })()")
 
 
 def test_a_new_pool_node_is_folded_and_unfolds(page):
@@ -81,6 +82,23 @@ def test_a_new_pool_node_is_folded_and_unfolds(page):
     assert len(page.evaluate(SHOWN)) > len(FOLDED)
     page.evaluate(CHOOSE % "'auto'")
     assert page.evaluate(SHOWN) == FOLDED
+
+
+def test_devices_are_chosen_from_a_list_of_those_that_are_there_and_the_list_is_in_no_workflow(page):
+    page.evaluate(NEW)
+    page.evaluate(UNTIL % f"{POOL}.widgets.some(widget => widget.name == 'pick')")
+    choices = page.evaluate(f"{POOL}.widgets.find(widget => widget.name == 'pick').options.values")
+    assert len(choices) == 2 and choices[1].startswith("cpu · CPU, ") and choices[1].endswith(" GiB")
+    said = []
+    for choice in (choices[1], choices[1], choices[1], choices[0]):
+        page.evaluate(f"{POOL}.widgets.find(widget => widget.name == 'pick').callback({json.dumps(choice)})")
+        said.append(page.evaluate(QUEUED)["devices"])
+    assert said == ["cpu", "auto", "cpu", "auto"]
+    assert "pick" not in page.evaluate(QUEUED)
+    saved = page.evaluate(f"{POOL}.serialize().widgets_values")
+    assert len([value for value in saved if value is not None]) == len(
+        page.evaluate(f"Object.keys(await {QUEUED})".join(["(async () => ", ")()"]))
+    )
 
 
 def test_a_workflow_saved_by_0_1_opens_unfolded_and_is_queued_as_it_was(page):

@@ -1,14 +1,53 @@
 // PipeMesh Pool: what counts for its layout is shown, the rest is folded away. A workflow that was saved before there was
-// a choice of layout means what it meant: by hand.
+// a choice of layout means what it meant: by hand. Devices are chosen from a list of those that are there.
+import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { texts } from "./texts.js";
 
 const NODE = "PipeMeshPool";
 const LAYOUT = "layout";
 const BY_HAND = "by hand";
 const AUTO = "auto";
-const ALWAYS = new Set(["devices", "weights", LAYOUT]);
+const DEVICES = "devices";
+const PICK = "pick"; // no input: it writes what devices say, and is in no workflow and no prompt
+const ALWAYS = new Set([DEVICES, "weights", LAYOUT, PICK]);
 
 const layoutOf = (node) => node.widgets?.find((one) => one.name === LAYOUT);
+
+const named = (value) => {
+  const names = String(value ?? "").split(",").map((name) => name.trim()).filter(Boolean);
+  return names.length === 1 && names[0] === AUTO ? [] : names;
+};
+
+// The devices after one of them was pressed: it joins those that are named, or leaves them; none is auto.
+function toggled(value, name) {
+  const names = named(value);
+  const rest = names.filter((one) => one !== name);
+  return (rest.length < names.length ? rest : [...names, name]).join(",") || AUTO;
+}
+
+// Adds the list of devices, each by its name and memory; behind all inputs, for a workflow keeps values by their places.
+async function addList(node) {
+  const devices = node.widgets?.find((one) => one.name === DEVICES);
+  if (!devices) return;
+  const [t, answer] = await Promise.all([texts(), api.fetchApi("/pipemesh/status")]);
+  if (!answer.ok) return;
+  const here = (await answer.json()).devices;
+  const entry = (one) => `${one.name} · ${one.title}, ${(one.total / 2 ** 30).toFixed(1)} GiB`;
+  const choices = new Map([[t("all_devices"), AUTO], ...here.map((one) => [entry(one), one.name])]);
+  const pick = node.addWidget("combo", PICK, t("choose_devices"), undefined, { values: [...choices.keys()], serialize: false });
+  pick.label = t("choose_devices");
+  pick.serialize = false;
+  pick.callback = (chosen) => {
+    const name = choices.get(chosen);
+    if (name === undefined) return;
+    devices.value = name === AUTO ? AUTO : toggled(devices.value, name);
+    devices.callback?.(devices.value);
+    pick.value = t("choose_devices");
+    node.setDirtyCanvas?.(true, true);
+  };
+  fold(node);
+}
 
 function fold(node) {
   const layout = layoutOf(node);
@@ -41,6 +80,7 @@ app.registerExtension({
       };
       layout.value = AUTO; // of a new node; what a workflow has saved comes next
       fold(this);
+      addList(this).catch((error) => console.warn("PipeMesh: the devices could not be listed.", error));
     };
     const configured = nodeType.prototype.onConfigure;
     nodeType.prototype.onConfigure = function (saved, ...args) {
