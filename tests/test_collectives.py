@@ -171,6 +171,40 @@ def test_stages_agree_on_every_message(traced, layout, backend):
         assert all(torch.allclose(whole, truth(branch), atol=1e-5) for whole in (patches[0], sum(patches[1:4]), sum(patches[4:])))
 
 
+@pytest.mark.parametrize("layout", [layout for layout in IN_GROUPS if layout.pipefusion == 1], ids=Layout.equation)
+def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, monkeypatch):
+    outputs = {}
+
+    def work(mesh, run):
+        model = Model(2)
+        method = make_method(model, PLAN, mesh, Rank(WARM))
+        method.attach()
+        for turn, width in enumerate((*layout.widths, 1)):
+            joined = layout.joined(width)
+            branch = mesh.rank * joined.groups // layout.world_size % 2
+            mesh.sequence.use(width)
+            method.begin(Part(1, branch))
+            output = method.evaluate(model, CONDS[branch], turn + 1)
+            if joined.writes(mesh.rank):
+                outputs[turn, mesh.rank] = output, branch
+        method.end_run()
+
+    world = World(layout, "nccl", monkeypatch)
+    with torch.inference_mode():
+        traces = world.run(work, Random(7).choice)
+    assert disagreements(traces, world.members) == [] and has_an_order(traces, in_order=True)
+    assert len(outputs) == sum(layout.groups // width for width in (*layout.widths, 1))
+    assert all(torch.allclose(output, truth(branch, 2), atol=1e-5) for output, branch in outputs.values())
+
+
+@pytest.mark.parametrize("layout", [layout for layout in IN_GROUPS if layout.pipefusion > 1], ids=Layout.equation)
+def test_pipelines_of_groups_agree_on_every_message(traced, layout):
+    world, traces, outputs = traced(layout, "nccl", WARM)
+    assert_sound(world, traces)
+    for rank in filter(layout.writes, range(layout.world_size)):
+        assert all(torch.allclose(outputs[rank, branch], truth(branch), atol=1e-5) for branch in (0, 1))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", [Layout(pipefusion=3), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
 def test_receives_that_are_posted_late_change_nothing(traced, layout, backend):
