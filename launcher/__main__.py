@@ -24,6 +24,7 @@ python3 -m launcher COMMAND [options]
   parity     parity with stock ComfyUI
   families   which model families run in parallel, how, and why others do not
   templates  ComfyUI's workflow templates, by stock and through a pool
+  train      the small model of the demo, from its first picture
   dryrun     what each rank would compute, hold and send, on GPUs that are not there
   plan       which layout is the fastest for a job on given GPUs, and why the others lose
   node       lends this machine to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
@@ -40,6 +41,7 @@ INSIDE = {  # command -> the module whose main(argv, host) it is
     "templates": "launcher.commands.templates",
     "dryrun": "launcher.commands.dryrun",
     "plan": "launcher.commands.plan",
+    "train": "launcher.commands.train",
     "node": "launcher.commands.node",
 }
 

@@ -1,74 +1,13 @@
 """The nodes of demo and test workflows beyond stock ones; a pack of its own, loaded by the demo's
-and the tests' ComfyUI only.
+and the tests' ComfyUI only. Its captions are used without ComfyUI too, so nodes come on request.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import folder_paths
-import torch
-from comfy_api.latest import ComfyExtension, io
-from safetensors.torch import save_file
+from typing import Any
 
 
-class DemoConditioning(io.ComfyNode):
-    """A prompt without a text encoder: the same seed gives the same conditioning."""
+async def comfy_entrypoint() -> Any:
+    from .demo_nodes import DemoExtension
 
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="PipeMeshDemoConditioning",
-            display_name="PipeMesh Demo Conditioning",
-            category="PipeMesh/demo",
-            inputs=[
-                io.Int.Input("seed", default=0, min=0, max=2**63 - 1),
-                io.Int.Input("tokens", default=77, min=1, max=4096),
-                io.Int.Input("context_dim", default=64, min=1, max=8192),
-                io.Int.Input("vec_dim", default=32, min=1, max=8192),
-            ],
-            outputs=[io.Conditioning.Output()],
-        )
-
-    @classmethod
-    def execute(cls, seed: int, tokens: int, context_dim: int, vec_dim: int) -> io.NodeOutput:
-        generator = torch.Generator().manual_seed(seed)
-        context = torch.randn(1, tokens, context_dim, generator=generator)
-        pooled = torch.randn(1, vec_dim, generator=generator)
-        return io.NodeOutput([[context, {"pooled_output": pooled}]])
-
-
-class DemoSaveLatent(io.ComfyNode):
-    """Writes NAME.safetensors with the tensor `latent`, bit for bit, into ComfyUI's output
-    folder.
-    """
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="PipeMeshDemoSaveLatent",
-            display_name="PipeMesh Demo Save Latent",
-            category="PipeMesh/demo",
-            is_output_node=True,
-            inputs=[io.Latent.Input("samples"), io.String.Input("name", default="latent")],
-        )
-
-    @classmethod
-    def validate_inputs(cls, name: str) -> bool | str:
-        return True if name and Path(name).name == name else f"name must be a plain file name, got {name!r}"
-
-    @classmethod
-    def execute(cls, samples: dict, name: str) -> io.NodeOutput:
-        file = Path(folder_paths.get_output_directory()) / f"{name}.safetensors"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"latent": samples["samples"].cpu().contiguous()}, file)
-        return io.NodeOutput(ui={"text": [file.name]})
-
-
-class DemoExtension(ComfyExtension):
-    async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [DemoConditioning, DemoSaveLatent]
-
-
-async def comfy_entrypoint() -> DemoExtension:
     return DemoExtension()

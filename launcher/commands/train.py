@@ -1,0 +1,129 @@
+"""`python3 -m launcher train`: train the small model of the demo, from its first
+picture to files that ComfyUI's own loaders read.
+
+Every file but the two results lies in the cache folder. The command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from ..comfyui.find import ComfyInstall
+from ..comfyui.install import LaunchError, cache_folder
+from ..demo_nodes.captions import conditioning
+from ..pictures.files import ASSETS, write_files
+from ..pictures.network import Width
+from ..pictures.picture_set import picture_set
+from ..pictures.scenes import SIDE, scenes_by_chance
+from ..pictures.training import CHECKPOINT, Recipe, Training, run, sampled
+
+SAMPLES, SAMPLE_SEED = 16, 12345
+
+
+def main(argv: list[str], host: ComfyInstall) -> int:
+    options = parse(argv)
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    folder = options.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = picture_set(folder, options.pictures, options.side, progress=drawn)
+    recipe = Recipe(iterations=options.iterations, seconds=options.minutes * 60, bfloat16=not options.fp32, threads=options.threads)
+    training = Training(pictures, Width(), recipe)
+    checkpoint = folder / CHECKPOINT
+    if options.only_export and not checkpoint.exists():
+        raise LaunchError(f"There is no {checkpoint}: train first, without --only-export.")
+    if checkpoint.exists():
+        training.load(checkpoint)
+        say(f"Going on from iteration {training.transformer.iteration} of {checkpoint}")
+    began = time.monotonic()
+    if not options.only_export:
+        for record in run(training, folder, options.save_every * 60, stop_at(options.until), lambda made: draw_samples(made, folder)):
+            show(record, time.monotonic() - began)
+        print()
+    for file in write_files(training, folder, options.export):
+        print(f"  {file}")
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m launcher train",
+        description="Train the demo's small model. It goes on where it stopped.",
+    )
+    recipe = Recipe()
+    parser.add_argument("--folder", type=Path, default=cache_folder(os.environ) / "training", help="for the set, checkpoints and the log")
+    parser.add_argument("--iterations", type=int, default=recipe.iterations, help=f"of the transformer (default {recipe.iterations})")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of training in all, if that is less")
+    parser.add_argument("--until", metavar="HH:MM", help="a time of the day, UTC, to stop at; run it again to go on")
+    parser.add_argument("--pictures", type=int, default=16384, help="size of the set (default 16384)")
+    parser.add_argument("--side", type=int, default=SIDE, help=f"of a picture, in pixels (default {SIDE})")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="that share a batch")
+    parser.add_argument("--save-every", type=float, default=4.0, metavar="MINUTES", help="between checkpoints (default 4)")
+    parser.add_argument("--export", type=Path, default=ASSETS, metavar="FOLDER", help="for the two files (default ./assets)")
+    parser.add_argument("--only-export", action="store_true", help="write the two files of the last checkpoint")
+    parser.add_argument("--fp32", action="store_true", help="compute in fp32; bf16 takes half the time where the CPU has it")
+    return parser.parse_args(argv)
+
+
+def stop_at(until: str | None) -> Callable[[], bool]:
+    """Return a question that is true from that time on, or once the command is asked to end."""
+    asked: list[Any] = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    if until is None:
+        return lambda: bool(asked)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    hour, minute = map(int, until.split(":"))
+    end = now.replace(hour=hour, minute=minute, second=0)
+    if end <= now:
+        end += datetime.timedelta(days=1)
+    return lambda: bool(asked) or datetime.datetime.now(datetime.timezone.utc) >= end
+
+
+@torch.no_grad()
+def draw_samples(training: Training, folder: Path) -> None:
+    """Write a sheet of samples by the averaged weights, to look at."""
+    scenes = scenes_by_chance(SAMPLE_SEED, SAMPLES)
+    transformer, decoder = training.transformer, training.decoder
+    kept = [[parameter.detach().clone() for parameter in trainee.parameters] for trainee in (transformer, decoder)]
+    for trainee in (transformer, decoder):
+        torch._foreach_copy_([parameter.data for parameter in trainee.parameters], trainee.averaged)
+    with torch.autocast("cpu", torch.bfloat16, enabled=training.recipe.bfloat16):
+        tokens = torch.stack([conditioning(scene) for scene in scenes])
+        side = training.pictures.pictures.shape[-1] // 8
+        latents = sampled(transformer.network, tokens, side, SAMPLE_SEED)
+        pictures = decoder.network(latents).float()
+    for trainee, weights in zip((transformer, decoder), kept, strict=True):
+        torch._foreach_copy_([parameter.data for parameter in trainee.parameters], weights)
+    rows = [torch.cat(list(row), dim=2) for row in pictures.clamp(0, 1).split(8)]
+    sheet = (torch.cat(rows, dim=1).permute(1, 2, 0) * 255).to(torch.uint8)
+    Image.fromarray(sheet.numpy()).save(folder / f"samples-{transformer.iteration:06}.png")
+    (folder / "samples.txt").write_text("".join(f"{scene}\n" for scene in scenes))
+
+
+def show(record: dict[str, float], elapsed_s: float) -> None:
+    done = int(record["progress"] * 30)
+    bar = "#" * done + "." * (30 - done)
+    losses = "  ".join(f"{name.removesuffix('_loss')} {value:.4f}" for name, value in record.items() if name.endswith("_loss"))
+    line = f"{bar} {record['progress']:6.1%}  iteration {record['iteration']}  {losses}  {elapsed_s / 60:.0f} min"
+    print(f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
+
+
+def drawn(done: int) -> None:
+    if done % 2048 == 0:
+        say(f"Drawn {done} pictures")
+
+
+def say(text: str) -> None:
+    print(f"{text} ...", flush=True)

@@ -1,0 +1,262 @@
+"""Training of the demo's model: the transformer by rectified flow, and the decoder, in turn.
+
+Either can stop at any iteration and go on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+
+from .autoencoder import CELL, Decoder, Projection, fit_projection
+from .network import Network, Width
+from .picture_set import PictureSet
+
+CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
+FITTED_ON = 512  # pictures, for the projection
+WARM_UP = 200  # iterations in which the rate rises
+DECAY_FROM, LEAST = 0.65, 0.03  # share of the training after which the rate falls, and to which share of itself
+AVERAGE, DECODER_AVERAGE = 0.998, 0.99
+DECODER_RATE = 1e-3
+DECODER_SHARE = 0.15  # of the time, until its iterations are done
+DROPPED_CAPTIONS = 0.1
+TIME_SHIFT = 3.0
+RECORDED = 25  # iterations
+LATENT_NOISE = 0.1  # in the decoder's training: samples are not quite on the set's latents
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How long and how fast to train."""
+
+    iterations: int = 6000
+    seconds: float = math.inf  # of training, all sessions together; whichever ends first
+    batch: int = 32
+    rate: float = 6e-4
+    bfloat16: bool = True
+    decoder_iterations: int = 2500
+    threads: int = 2  # each computes a part of the batch: they meet once an iteration, not in every operation
+
+
+class Trainee:
+    """A network, its optimiser and its averaged weights."""
+
+    def __init__(self, network: nn.Module, rate: float, average: float):
+        self.network = network
+        self.rate, self.decay = rate, average
+        self.iteration, self.seconds = 0, 0.0
+        self.names = [name for name, _ in network.named_parameters()]
+        self.parameters = list(network.parameters())
+        self.averaged = [parameter.detach().clone() for parameter in self.parameters]
+        self.optimiser = torch.optim.AdamW(self.parameters, rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+
+    def step(self, gradients: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
+        """Follow the mean of these gradients, one of each part of the batch."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.rate * factor
+        for parameter, parts in zip(self.parameters, zip(*gradients, strict=True), strict=True):
+            parameter.grad = sum(parts[1:], parts[0]) / len(parts)
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimiser.step()
+        self.iteration += 1
+        keep = min(self.decay, (1 + self.iteration) / (10 + self.iteration))
+        torch._foreach_lerp_(self.averaged, [parameter.detach() for parameter in self.parameters], 1 - keep)
+
+    def averaged_weights(self) -> dict[str, torch.Tensor]:
+        return dict(zip(self.names, self.averaged, strict=True))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything a checkpoint needs; made anew by ``restore``."""
+        found = {f"weight.{name}": parameter.detach() for name, parameter in zip(self.names, self.parameters, strict=True)}
+        found |= {f"average.{name}": tensor for name, tensor in self.averaged_weights().items()}
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            for key, tensor in self.optimiser.state.get(parameter, {}).items():
+                found[f"{key}.{name}"] = tensor
+        found["iteration"], found["seconds"] = torch.tensor(self.iteration), torch.tensor(self.seconds, dtype=torch.float64)
+        return found
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.iteration, self.seconds = int(tensors["iteration"]), float(tensors["seconds"])
+        for name, parameter, averaged in zip(self.names, self.parameters, self.averaged, strict=True):
+            parameter.copy_(tensors[f"weight.{name}"])
+            averaged.copy_(tensors[f"average.{name}"])
+            if f"exp_avg.{name}" in tensors:
+                self.optimiser.state[parameter] = {key: tensors[f"{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")}
+
+
+class Training:
+    """Both trainees and the set they learn."""
+
+    def __init__(self, pictures: PictureSet, width: Width, recipe: Recipe, seed: int = 0):
+        torch.manual_seed(seed)
+        self.pictures, self.recipe = pictures, recipe
+        self.transformer = Trainee(Network(width), recipe.rate, AVERAGE)
+        self.decoder = Trainee(channels_last(Decoder()), DECODER_RATE, DECODER_AVERAGE)
+        self.projection = fit_projection(as_floats(pictures.pictures[:FITTED_ON]))
+        self.generator = torch.Generator().manual_seed(seed)
+        self._threads = ThreadPoolExecutor(recipe.threads, initializer=torch.set_num_threads, initargs=(1,))
+
+    @property
+    def seconds(self) -> float:
+        return self.transformer.seconds + self.decoder.seconds
+
+    @property
+    def progress(self) -> float:
+        return max(self.transformer.iteration / self.recipe.iterations, self.seconds / self.recipe.seconds)
+
+    @property
+    def is_decoders_turn(self) -> bool:
+        if self.decoder.iteration >= self.recipe.decoder_iterations:
+            return False
+        return self.decoder.seconds <= DECODER_SHARE * self.seconds
+
+    def step(self) -> tuple[str, float]:
+        """Train whichever is due by one batch; return its name and its loss."""
+        began = time.perf_counter()
+        name, trainee = ("decoder", self.decoder) if self.is_decoders_turn else ("transformer", self.transformer)
+        losses = self._decoder_losses() if trainee is self.decoder else self._transformer_losses()
+        values, gradients = zip(*self._threads.map(lambda loss: self._gradients(trainee, loss), losses), strict=True)
+        trainee.step(gradients, self._rate(trainee))
+        trainee.seconds += time.perf_counter() - began
+        return name, sum(values) / len(values)
+
+    def _gradients(self, trainee: Trainee, loss: Callable[[], torch.Tensor]) -> tuple[float, Sequence[torch.Tensor]]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.bfloat16):
+            value = loss()
+        return value.item(), torch.autograd.grad(value, trainee.parameters)
+
+    def _rate(self, trainee: Trainee) -> float:
+        share = self.progress if trainee is self.transformer else trainee.iteration / self.recipe.decoder_iterations
+        warm = min(1.0, (trainee.iteration + 1) / WARM_UP)
+        return warm * max(LEAST, min(1.0, (1 - share) / (1 - DECAY_FROM)))
+
+    def _transformer_losses(self) -> list[Callable[[], torch.Tensor]]:
+        """Draw a batch; return a loss for each part of it, to be computed side by side."""
+        count = self.recipe.batch
+        chosen = torch.randint(len(self.pictures), (count,), generator=self.generator)
+        latent = self.projection.encode(as_floats(self.pictures.pictures[chosen]))
+        kept = torch.rand(count, 1, 1, generator=self.generator) >= DROPPED_CAPTIONS
+        times = shifted(torch.randn(count, generator=self.generator).sigmoid(), TIME_SHIFT)
+        noise = torch.randn(latent.shape, generator=self.generator)
+        noisy = latent + (noise - latent) * times.view(-1, 1, 1, 1)
+        tokens = self.pictures.tokens[chosen] * kept
+
+        def loss(part: slice) -> torch.Tensor:
+            velocity = self.transformer.network(noisy[part], times[part], tokens[part])
+            return functional.mse_loss(velocity.float(), (noise - latent)[part])
+
+        return [partial(loss, part) for part in self._parts(count)]
+
+    def _decoder_losses(self, count: int = 12, side: int = 64) -> list[Callable[[], torch.Tensor]]:
+        chosen = torch.randint(len(self.pictures), (count,), generator=self.generator)
+        places = (self.pictures.pictures.shape[-1] - side) // CELL + 1
+        top, left = (CELL * int(torch.randint(places, (), generator=self.generator)) for _ in range(2))
+        pictures = as_floats(self.pictures.pictures[chosen][..., top : top + side, left : left + side])
+        latent = self.projection.encode(pictures)
+        strength = LATENT_NOISE * torch.rand(count, 1, 1, 1, generator=self.generator)
+        latent = latent + strength * torch.randn(latent.shape, generator=self.generator)
+
+        def loss(part: slice) -> torch.Tensor:
+            decoded = self.decoder.network(latent[part].contiguous(memory_format=torch.channels_last)).float()
+            return functional.l1_loss(decoded, pictures[part]) + functional.mse_loss(decoded, pictures[part])
+
+        return [partial(loss, part) for part in self._parts(count)]
+
+    def _parts(self, count: int) -> list[slice]:
+        size = count // self.recipe.threads
+        return [slice(start, start + size) for start in range(0, size * self.recipe.threads, size)]
+
+    def save(self, file: Path) -> None:
+        tensors = {f"{name}.{key}": tensor.contiguous() for name, trainee in self._trainees for key, tensor in trainee.tensors().items()}
+        tensors |= {"projection.weight": self.projection.weight, "projection.bias": self.projection.bias}
+        tensors["generator"] = self.generator.get_state()
+        part = file.with_suffix(".part")
+        save_file(tensors, part, {"kept": str(self.projection.kept)})
+        os.replace(part, file)
+
+    def load(self, file: Path) -> None:
+        with safe_open(file, framework="pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}
+            kept = float(stored.metadata()["kept"])
+        for name, trainee in self._trainees:
+            trainee.restore({key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")})
+        self.projection = Projection(tensors["projection.weight"], tensors["projection.bias"], kept)
+        self.generator.set_state(tensors["generator"])
+
+    @property
+    def _trainees(self) -> tuple[tuple[str, Trainee], ...]:
+        return ("transformer", self.transformer), ("decoder", self.decoder)
+
+
+def channels_last(network: nn.Module) -> nn.Module:
+    for parameter in network.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return network
+
+
+def as_floats(pictures: torch.Tensor) -> torch.Tensor:
+    return pictures.float() / 255
+
+
+def shifted(times: torch.Tensor, shift: float) -> torch.Tensor:
+    return shift * times / (1 + (shift - 1) * times)
+
+
+@torch.no_grad()
+def sampled(network: Network, tokens: torch.Tensor, side: int, seed: int, steps: int = 20, cfg: float = 3.0) -> torch.Tensor:
+    """Sample latents by Euler's method, to look at while training; the demo samples in ComfyUI."""
+    count = len(tokens)
+    latent = torch.randn(count, network.width.latent, side, side, generator=torch.Generator().manual_seed(seed))
+    both = torch.cat((tokens, torch.zeros_like(tokens)))
+    times = torch.linspace(1, 0, steps + 1)
+    for now, then in pairwise(times):
+        cond, uncond = network(latent.repeat(2, 1, 1, 1), now.expand(2 * count), both).float().chunk(2)
+        latent = latent + (uncond + cfg * (cond - uncond)) * (then - now)
+    return latent
+
+
+def run(
+    training: Training,
+    folder: Path,
+    save_every_s: float,
+    should_stop: Callable[[], bool],
+    saved: Callable[[Training], None] = lambda training: None,
+) -> Iterator[dict[str, float]]:
+    """Train until the recipe is done; yield a record of every 25 iterations, which the log gets
+    too. A checkpoint is written every so often and at the end.
+    """
+    last_saved, losses = time.monotonic(), {"transformer": [], "decoder": []}
+    with (folder / LOG).open("a") as log:
+        while training.progress < 1 and not should_stop():
+            name, loss = training.step()
+            losses[name].append(loss)
+            if len(losses["transformer"]) == RECORDED:
+                means = {name: sum(values) / len(values) for name, values in losses.items() if values}
+                record = {"iteration": training.transformer.iteration, "decoder_iteration": training.decoder.iteration}
+                record |= {"seconds": round(training.seconds, 1), "progress": round(training.progress, 4)}
+                record |= {f"{name}_loss": round(mean, 5) for name, mean in means.items()}
+                print(json.dumps(record), file=log, flush=True)
+                losses = {"transformer": [], "decoder": []}
+                yield record
+            if time.monotonic() - last_saved > save_every_s:
+                training.save(folder / CHECKPOINT)
+                saved(training)
+                last_saved = time.monotonic()
+    training.save(folder / CHECKPOINT)
+    saved(training)

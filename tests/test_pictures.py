@@ -1,0 +1,168 @@
+"""The demo's small trained model: captions, its network and autoencoder against ComfyUI's,
+training, and the files in assets.
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from pipemesh.launcher.demo_nodes.captions import COLOURS, PLACES, Scene, Thing, conditioning, parse_caption
+from pipemesh.launcher.pictures.autoencoder import SCALE, SHIFT, Decoder, encoder_weights, fit_projection
+from pipemesh.launcher.pictures.files import ASSETS, MODEL, VAE, write_files
+from pipemesh.launcher.pictures.network import Network, Width
+from pipemesh.launcher.pictures.picture_set import picture_set
+from pipemesh.launcher.pictures.scenes import CENTRES, RGB, SIDE, draw, scenes_by_chance
+from pipemesh.launcher.pictures.training import Recipe, Training, run, sampled
+from safetensors.torch import load_file
+
+SMALL = Width(hidden=128, double_blocks=1, single_blocks=1)
+RECIPE = Recipe(iterations=75, batch=8, rate=3e-3, decoder_iterations=10, bfloat16=False)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    return picture_set(tmp_path_factory.mktemp("set"), 64, 64)
+
+
+def test_a_caption_reads_back_as_its_scene():
+    for scene in scenes_by_chance(1, 200):
+        assert parse_caption(str(scene)) == scene
+    told_apart = {tuple(conditioning(scene).flatten().tolist()) for scene in set(scenes_by_chance(2, 200))}
+    assert len(told_apart) == len(set(scenes_by_chance(2, 200)))
+
+
+@pytest.mark.parametrize(
+    ("caption", "says"),
+    [
+        ("a pink circle at the top left on a dark ground", '"pink" is no colour .* choose red, green'),
+        ("a red dog at the top left on a dark ground", '"dog" is no shape'),
+        ("a red ring at the side on a dark ground", '"side" is no place'),
+        ("a red ring at the centre on a wet ground", '"wet" is no ground'),
+        ("a red ring at the centre", "ends in no ground"),
+        ("two rings on a dark ground", "names no object"),
+        ("a red ring at the centre and a blue ring at the centre on a dark ground", "two objects at one place"),
+        (" and ".join(["a red ring at the centre"] * 3) + " on a dark ground", "has 3 objects"),
+    ],
+)
+def test_a_caption_that_the_set_does_not_know_is_refused_by_its_word(caption, says):
+    with pytest.raises(ValueError, match=says):
+        parse_caption(caption)
+
+
+def test_each_object_is_drawn_in_its_colour_at_its_place_and_nothing_elsewhere():
+    scenes = [Scene((Thing(colour, 0, place),), 1) for colour, place in itertools.product(range(len(COLOURS)), range(len(PLACES)))]
+    for scene, picture in zip(scenes, draw(scenes, 0), strict=True):
+        for place, (x, y) in enumerate(CENTRES.values()):
+            seen = (picture[:, y, x] * 255).round().int().tolist()
+            assert (tuple(seen) == RGB[COLOURS[scene.things[0].colour]]) == (place == scene.things[0].place)
+
+
+def by_chance(network):
+    generator = torch.Generator().manual_seed(0)
+    for parameter in network.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.08
+    return network
+
+
+def of_host(weights):
+    import comfy.sd
+
+    patcher = comfy.sd.load_diffusion_model_state_dict(dict(weights), model_options={"dtype": torch.float32})
+    return patcher
+
+
+@torch.no_grad()
+def test_the_network_computes_what_comfyui_computes_with_its_weights():
+    network = by_chance(Network(Width()))
+    host = of_host(network.state_dict()).model.diffusion_model
+    latent, tokens = torch.randn(2, 16, 8, 6), torch.rand(2, 3, 19)
+    times = torch.tensor([0.3, 0.9])
+    expected = host(latent, times, tokens, y=tokens.flatten(1))
+    torch.testing.assert_close(network(latent, times, tokens), expected, atol=2e-5, rtol=2e-4)
+
+
+@torch.no_grad()
+def test_comfyui_detects_the_autoencoder_and_computes_what_it_computes(pictures):
+    import comfy.latent_formats
+    import comfy.sd
+
+    shown = pictures.pictures[:3].float() / 255
+    projection, decoder = fit_projection(shown), Decoder()
+    decoder_weights = {f"taesd_decoder.{name}": tensor for name, tensor in decoder.state_dict().items()}
+    scales = {"vae_scale": torch.tensor(SCALE), "vae_shift": torch.tensor(SHIFT)}
+    vae = comfy.sd.VAE(sd={**encoder_weights(projection), **decoder_weights, **scales}, dtype=torch.float32)
+    assert vae.latent_channels == 16
+    latent = vae.encode(shown.movedim(1, -1))
+    expected = projection.encode(shown)
+    torch.testing.assert_close(comfy.latent_formats.Flux().process_in(latent), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(vae.decode(latent).movedim(-1, 1), decoder(expected).clamp(0, 1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_short_training_run_learns_and_goes_on_where_it_stopped(pictures, tmp_path):
+    def trained(folder, recipe, stops=()):
+        folder.mkdir(exist_ok=True)
+        training = Training(pictures, SMALL, recipe)
+        if (folder / "checkpoint.safetensors").exists():
+            training.load(folder / "checkpoint.safetensors")
+        return training, list(run(training, folder, 3600, iter([*stops, *[False] * 10_000]).__next__))
+
+    straight, records = trained(tmp_path, RECIPE)
+    first, last = records[0], records[-1]
+    assert last["transformer_loss"] < 0.85 * first["transformer_loss"]
+    assert straight.decoder.iteration > 0
+    files = write_files(straight, tmp_path, tmp_path / "out")
+    assert [file.name for file in files] == [MODEL, VAE, "loss.png"]
+
+    cut = replace(RECIPE, decoder_iterations=0, iterations=6)
+    whole, _ = trained(tmp_path / "whole", cut)
+    trained(tmp_path / "parts", cut, stops=[False, False, False, True])
+    parts, _ = trained(tmp_path / "parts", cut)
+    assert parts.transformer.iteration == whole.transformer.iteration == 6
+    for name, tensor in whole.transformer.averaged_weights().items():
+        torch.testing.assert_close(parts.transformer.averaged_weights()[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def trained_model():
+    if not (ASSETS / MODEL).exists():
+        pytest.skip("no trained model is there yet")
+    import comfy.sd
+    import comfy.utils
+
+    weights, metadata = comfy.utils.load_torch_file(str(ASSETS / VAE), return_metadata=True)
+    return comfy.sd.load_diffusion_model(str(ASSETS / MODEL)), comfy.sd.VAE(sd=weights, metadata=metadata)
+
+
+@torch.no_grad()
+def test_stock_comfyui_draws_the_captions_with_the_trained_files(trained_model):
+    """Its euler on its simple schedule is the plain network's own sampling, and objects stand in
+    their colour at their place.
+    """
+    import comfy.sample
+
+    model, vae = trained_model
+    scenes = [Scene((Thing(0, 1, 0), Thing(2, 0, 3)), 0), Scene((Thing(3, 0, 4),), 1)]
+    network = Network(Width())
+    network.load_state_dict({name: tensor.float() for name, tensor in load_file(ASSETS / MODEL).items()})
+    how = (10, 3.0, "euler", "simple")
+    for seed, scene in enumerate(scenes):
+        tokens = conditioning(scene)[None]
+        positive, negative = ([[each, {"pooled_output": each.flatten(1)}]] for each in (tokens, torch.zeros_like(tokens)))
+        noise = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(seed))
+        latent = comfy.sample.sample(
+            model, noise, 10, 3.0, "euler", "simple", positive, negative, torch.zeros_like(noise), disable_pbar=True
+        )
+        mine = sampled(network, tokens, 16, seed, steps=10)
+        torch.testing.assert_close((latent - SHIFT) * SCALE, mine, atol=2e-2, rtol=2e-2)
+        picture = vae.decode(latent)[0] * 255
+        assert picture.shape == (SIDE, SIDE, 3)
+        for thing in scene.things:
+            x, y = CENTRES[PLACES[thing.place]]
+            seen = picture[y - 4 : y + 4, x - 4 : x + 4].mean((0, 1))
+            nearest = min(RGB, key=lambda name: (seen - torch.tensor(RGB[name])).norm().item())
+            assert nearest == COLOURS[thing.colour], str(scene)
+
+
+def test_the_trained_files_are_small():
+    assert sum(file.stat().st_size for file in ASSETS.glob("*") if file.is_file()) <= 24e6
