@@ -150,9 +150,7 @@ def test_stock_comfyui_draws_the_captions_with_the_trained_files(trained_model):
         tokens = conditioning(scene)[None]
         positive, negative = ([[each, {"pooled_output": each.flatten(1)}]] for each in (tokens, torch.zeros_like(tokens)))
         noise = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(seed))
-        latent = comfy.sample.sample(
-            model, noise, 10, 3.0, "euler", "simple", positive, negative, torch.zeros_like(noise), disable_pbar=True
-        )
+        latent = comfy.sample.sample(model, noise, *how, positive, negative, torch.zeros_like(noise), disable_pbar=True)
         mine = sampled(network, tokens, 16, seed, steps=10)
         torch.testing.assert_close((latent - SHIFT) * SCALE, mine, atol=2e-2, rtol=2e-2)
         picture = vae.decode(latent)[0] * 255

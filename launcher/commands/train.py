@@ -23,6 +23,7 @@ from PIL import Image
 from ..comfyui.find import ComfyInstall
 from ..comfyui.install import LaunchError, cache_folder
 from ..demo_nodes.captions import conditioning
+from ..pictures.autoencoder import CELL
 from ..pictures.files import ASSETS, write_files
 from ..pictures.network import Width
 from ..pictures.picture_set import picture_set
@@ -96,16 +97,11 @@ def draw_samples(training: Training, folder: Path) -> None:
     """Write a sheet of samples by the averaged weights, to look at."""
     scenes = scenes_by_chance(SAMPLE_SEED, SAMPLES)
     transformer, decoder = training.transformer, training.decoder
-    kept = [[parameter.detach().clone() for parameter in trainee.parameters] for trainee in (transformer, decoder)]
-    for trainee in (transformer, decoder):
-        torch._foreach_copy_([parameter.data for parameter in trainee.parameters], trainee.averaged)
-    with torch.autocast("cpu", torch.bfloat16, enabled=training.recipe.bfloat16):
-        tokens = torch.stack([conditioning(scene) for scene in scenes])
-        side = training.pictures.pictures.shape[-1] // 8
+    tokens = torch.stack([conditioning(scene) for scene in scenes])
+    side = training.pictures.pictures.shape[-1] // CELL
+    with transformer.as_averaged(), decoder.as_averaged(), torch.autocast("cpu", torch.bfloat16, enabled=training.recipe.bfloat16):
         latents = sampled(transformer.network, tokens, side, SAMPLE_SEED)
         pictures = decoder.network(latents).float()
-    for trainee, weights in zip((transformer, decoder), kept, strict=True):
-        torch._foreach_copy_([parameter.data for parameter in trainee.parameters], weights)
     rows = [torch.cat(list(row), dim=2) for row in pictures.clamp(0, 1).split(8)]
     sheet = (torch.cat(rows, dim=1).permute(1, 2, 0) * 255).to(torch.uint8)
     Image.fromarray(sheet.numpy()).save(folder / f"samples-{transformer.iteration:06}.png")

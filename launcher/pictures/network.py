@@ -9,6 +9,7 @@ Legend: B batch, L tokens, T text tokens, C channels, H heads, D head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,20 +98,15 @@ class DoubleBlock(nn.Module):
 
     def __init__(self, hidden: int, heads: int):
         super().__init__()
-        for stream in ("img", "txt"):
-            self.add_module(f"{stream}_mod", Modulation(hidden, 6))
-            self.add_module(f"{stream}_attn", Attention(hidden, heads))
-            self.add_module(
-                f"{stream}_mlp", nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(approximate="tanh"), nn.Linear(4 * hidden, hidden))
-            )
+        self.img_mod, self.txt_mod = Modulation(hidden, 6), Modulation(hidden, 6)
+        self.img_attn, self.txt_attn = Attention(hidden, heads), Attention(hidden, heads)
+        self.img_mlp, self.txt_mlp = mlp(hidden), mlp(hidden)
 
-    def forward(
-        self, img: torch.Tensor, txt: torch.Tensor, vec: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, img: torch.Tensor, txt: torch.Tensor, vec: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         img_mod, txt_mod = self.img_mod(vec), self.txt_mod(vec)
         of_txt = self.txt_attn.queries_keys_values(modulated(txt, *txt_mod[:2]))
         of_img = self.img_attn.queries_keys_values(modulated(img, *img_mod[:2]))
-        attended = attend(*(torch.cat(pair, dim=2) for pair in zip(of_txt, of_img, strict=True)), positions)
+        attended = attend([torch.cat(pair, dim=2) for pair in zip(of_txt, of_img, strict=True)], positions)
         txt_attended, img_attended = attended.split((txt.shape[1], img.shape[1]), dim=1)
         img = img + self.img_attn.proj(img_attended) * img_mod[2]
         img = img + self.img_mlp(modulated(img, *img_mod[3:5])) * img_mod[5]
@@ -132,9 +128,9 @@ class SingleBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, vec: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         shift, scale, gate = self.modulation(vec)
-        qkv, mlp = self.linear1(modulated(x, shift, scale)).split((3 * self.hidden, 4 * self.hidden), dim=-1)
-        attended = attend(*split_qkv(qkv, self.heads, self.norm), positions)
-        return x + self.linear2(torch.cat((attended, functional.gelu(mlp, approximate="tanh")), dim=-1)) * gate
+        qkv, wide = self.linear1(modulated(x, shift, scale)).split((3 * self.hidden, 4 * self.hidden), dim=-1)
+        attended = attend(split_qkv(qkv, self.heads, self.norm), positions)
+        return x + self.linear2(torch.cat((attended, functional.gelu(wide, approximate="tanh")), dim=-1)) * gate
 
 
 class LastLayer(nn.Module):
@@ -177,6 +173,10 @@ class Network(nn.Module):
         return to_latent(self.final_layer(both[:, txt.shape[1] :], vec), height, width)
 
 
+def mlp(hidden: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(approximate="tanh"), nn.Linear(4 * hidden, hidden))
+
+
 def zeroed(layer: nn.Linear) -> nn.Linear:
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -192,8 +192,9 @@ def split_qkv(qkv: torch.Tensor, heads: int, norm: TwoNorms) -> tuple[torch.Tens
     return norm.query_norm(q), norm.key_norm(k), v
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def attend(qkv: Sequence[torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
     """(B, H, L, D) each -> (B, L, H * D)."""
+    q, k, v = qkv
     q, k = rotated(q, positions).to(v.dtype), rotated(k, positions).to(v.dtype)
     return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 

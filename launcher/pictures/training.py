@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from .autoencoder import CELL, Decoder, Projection, fit_projection
+from .autoencoder import CELL, CHANNELS, Decoder, Projection, fit_projection
 from .network import Network, Width
 from .picture_set import PictureSet
 
@@ -69,15 +70,28 @@ class Trainee:
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate * factor
         for parameter, parts in zip(self.parameters, zip(*gradients, strict=True), strict=True):
-            parameter.grad = sum(parts[1:], parts[0]) / len(parts)
+            parameter.grad = torch.stack(parts).mean(0)
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimiser.step()
         self.iteration += 1
         keep = min(self.decay, (1 + self.iteration) / (10 + self.iteration))
-        torch._foreach_lerp_(self.averaged, [parameter.detach() for parameter in self.parameters], 1 - keep)
+        for averaged, parameter in zip(self.averaged, self.parameters, strict=True):
+            averaged.lerp_(parameter.detach(), 1 - keep)
 
     def averaged_weights(self) -> dict[str, torch.Tensor]:
         return dict(zip(self.names, self.averaged, strict=True))
+
+    @contextmanager
+    def as_averaged(self) -> Iterator[None]:
+        """Have the network compute with the averaged weights."""
+        own = [parameter.data for parameter in self.parameters]
+        for parameter, averaged in zip(self.parameters, self.averaged, strict=True):
+            parameter.data = averaged
+        try:
+            yield
+        finally:
+            for parameter, data in zip(self.parameters, own, strict=True):
+                parameter.data = data
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything a checkpoint needs; made anew by ``restore``."""
@@ -219,10 +233,10 @@ def shifted(times: torch.Tensor, shift: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def sampled(network: Network, tokens: torch.Tensor, side: int, seed: int, steps: int = 20, cfg: float = 3.0) -> torch.Tensor:
+def sampled(network: nn.Module, tokens: torch.Tensor, side: int, seed: int, steps: int = 20, cfg: float = 3.0) -> torch.Tensor:
     """Sample latents by Euler's method, to look at while training; the demo samples in ComfyUI."""
     count = len(tokens)
-    latent = torch.randn(count, network.width.latent, side, side, generator=torch.Generator().manual_seed(seed))
+    latent = torch.randn(count, CHANNELS, side, side, generator=torch.Generator().manual_seed(seed))
     both = torch.cat((tokens, torch.zeros_like(tokens)))
     times = torch.linspace(1, 0, steps + 1)
     for now, then in pairwise(times):
