@@ -15,6 +15,8 @@ WHY = {
     "ulysses": "{} ranks share the tokens of one image: the same image as on one GPU, and each rank holds the whole model",
     "ring": "{} groups of ranks pass keys and values around: the same image as on one GPU",
     "pipefusion": "{} stages share the model's blocks: each holds only its own, and the image differs a little from that of one GPU",
+    "cfg": "{} groups of ranks compute the prompts apart: the same image as on one GPU, and each group holds the whole model",
+    "data": "{} groups of ranks share the images of a batch: the same images as on one GPU",
     "alone": "one rank computes everything",
 }
 SLOWED = {
