@@ -62,7 +62,7 @@ def test_offloaded_weights_are_stocks(files, clients, lora, monkeypatch):
 def half_of(real, stock):
     nbytes = sum(parameter.nbytes for parameter in stock.model.diffusion_model.parameters())
 
-    def kept_in(self, names, stages, memory):
+    def kept_in(self, names, stages, memory, groups):
         return real(self, names, stages, [Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0) for _ in memory])
 
     return kept_in
@@ -107,6 +107,12 @@ def asked(asked="auto", free=80, ranks=2, stages=1, held=0, names=None, size=FLU
     names = names or [f"cuda:{rank}" for rank in range(ranks * stages)]
     memory = [Memory(int(free * GIB), 96 * GIB, int(held * GIB)) for _ in names]
     return WeightsWish(asked, size).kept_in(names, stages, memory)
+
+
+def test_ranks_of_other_groups_hold_no_parts():
+    memory = [Memory(8 << 30, 8 << 30, 0)] * 2
+    assert WeightsWish("sharded", ModelBytes(8, 6, 2)).kept_in(("cuda:0", "cuda:1"), 1, memory, groups=2).kept == "whole"
+    assert WeightsWish("sharded", ModelBytes(8, 6, 2)).kept_in(("cuda:0", "cuda:1"), 1, memory).kept == "sharded"
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,13 @@ class WeightsWish:
     def depends_on_room(self) -> bool:
         return self.asked in ("auto", "offloaded")
 
-    def kept_in(self, names: Sequence[str], stages: int, memory: Sequence[Any]) -> Keeping:
+    def kept_in(self, names: Sequence[str], stages: int, memory: Sequence[Any], groups: int = 1) -> Keeping:
         """Takes what is asked for; for ``auto`` the first that fits beside other models, then in
         their place. ``names``: each rank's device; ``memory`` of each, as it is now.
 
-        Ranks on one device share what is free there.
+        Ranks on one device share what is free there. Ranks of one of ``groups`` share weights out.
         """
-        sharers, ranks = Counter(names), len(names) // stages
+        sharers, ranks = Counter(names), len(names) // stages // groups
         if self.asked == "sharded" and ranks == 1:
             return Keeping("whole", "no other rank has the same blocks: raise ulysses or ring to share weights out")
         if not self.depends_on_room:
