@@ -33,6 +33,7 @@ torch.set_num_threads(1)
 
 SHARED_POOLS = {"clients", "broken", "bench"}  # fixtures of pools of real ranks that many tests use
 LANES = ("shared", "other")
+ON_A_GPU = ROOT / "tests" / "cuda"
 ALONGSIDE = {"test_adding_a_model", "test_demo", "test_dry_run", "test_machines"}  # share nothing; the shorter lane has time for them
 
 
@@ -40,10 +41,19 @@ def pytest_addoption(parser):
     parser.addoption("--lane", choices=LANES, help="only the tests that share pools of real ranks, or only all others")
     parser.addoption("--screens", help="a folder for the pictures that tests take of pages")
     parser.addoption("--browser", action="store_true", help="also the tests that open ComfyUI's page in a Chromium")
+    parser.addoption("--cuda", action="store_true", help="only the checks on a GPU, and a report of them")
+    parser.addoption("--cuda-as", choices=("cuda", "cpu"), default="cuda", help="cpu: to work on these checks without a GPU")
 
 
 def lane_of(item):
     return "shared" if SHARED_POOLS & set(item.fixturenames) or item.path.stem in ALONGSIDE else "other"
+
+
+def pytest_ignore_collect(collection_path, config):
+    is_check = ON_A_GPU in (collection_path, *collection_path.parents)
+    if config.getoption("--cuda"):
+        return None if is_check or collection_path.is_dir() else True
+    return True if is_check else None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -74,9 +84,32 @@ def why_no_browser(config):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "browser: opens ComfyUI's page in a Chromium")
+    is_on_gpu = config.getoption("--cuda") and config.getoption("--cuda-as") == "cuda"
+    if is_on_gpu and (sentence := cuda_report().without_a_gpu()):
+        raise pytest.UsageError(sentence)
     import comfy.cli_args
 
-    comfy.cli_args.args.cpu = True
+    comfy.cli_args.args.cpu = not is_on_gpu
+
+
+def cuda_report():
+    from .cuda import report
+
+    return report
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("--cuda"):
+        return
+    from datetime import date
+
+    import comfyui_version
+
+    made, stats = cuda_report(), terminalreporter.stats
+    ran = [(one, "failed" if outcome == "error" else outcome) for outcome in (*made.MARKS, "error") for one in stats.get(outcome, ())]
+    checks = [made.check_of(one, outcome) for one, outcome in sorted(ran, key=lambda pair: pair[0].start)]
+    facts = made.facts_of(config.getoption("--cuda-as"), comfyui_version.__version__, date.today().isoformat())
+    terminalreporter.write_line(made.text(facts, checks))
 
 
 @pytest.fixture(scope="session")

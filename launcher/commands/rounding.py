@@ -31,7 +31,7 @@ def rounded(model: Any, seed: int = 0) -> Any:
 
     def evaluate(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         denoised = executor(x, *args, **kwargs)
-        return denoised + ROUNDING * (x - denoised).std() * torch.randn(x.shape, generator=generator)
+        return denoised + ROUNDING * (x - denoised).std() * torch.randn(x.shape, generator=generator).to(x.device)
 
     return wrapped(model, evaluate)
 

@@ -1,0 +1,78 @@
+"""Pools whose ranks share one GPU, and the figures that the report shows."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ..conftest import COMFYUI
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.function.__code__.co_firstlineno)  # as the report is read
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig):
+    """``cuda``; or ``cpu``, to work on these checks without a GPU."""
+    return pytestconfig.getoption("--cuda-as")
+
+
+@pytest.fixture(scope="session")
+def setup(device):
+    from pipemesh.nodes.runtime import rank_setup
+
+    made = rank_setup({})
+    assert made.comfyui == COMFYUI and made.comfy_args["cpu"] == (device == "cpu")
+    return made
+
+
+@pytest.fixture(scope="session")
+def pools(setup, device):
+    """layout, backend -> a RemotePool and its placement. All ranks are on one device; a pool ends
+    when another one starts.
+    """
+    from pipemesh.launcher.pool.devices import place, visible_gpus
+    from pipemesh.launcher.pool.handle import PoolKeeper
+    from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+
+    keeper, made = PoolKeeper(setup), {}
+    name = "cpu" if device == "cpu" else "cuda:0"
+
+    def pool(layout, backend="gloo"):
+        backend = "gloo" if device == "cpu" else backend
+        placement = place(layout, ",".join([name] * layout.world_size), backend, visible_gpus(device == "cpu"))
+        if placement not in made:
+            made[placement] = RemotePool(keeper.handle(placement), shares_weights=device == "cpu" and layout.pipefusion == 1)
+        return SimpleNamespace(remote=made[placement], placement=placement, handle=keeper.handle(placement))
+
+    yield pool
+    keeper.close()
+
+
+@pytest.fixture(scope="session")
+def parallel(pools):
+    """stock MODEL, layout, backend, patching -> its twin in such a pool."""
+    from pipemesh.nodes.settings import Choice
+    from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+
+    def make(stock, layout, backend="gloo", patching=None):
+        import comfy.model_management as mm
+
+        pool = pools(layout, backend)
+        choice, here = Choice(pool.placement, patching), str(mm.get_torch_device())
+        held, computed = choice.held_on(here), choice.computed_on(here)
+        return parallelize(stock, pool.remote, held, patching, activations=computed)
+
+    return make
+
+
+@pytest.fixture
+def figure(record_property):
+    """A line for the report."""
+    return lambda line: record_property("figure", line)
+
+
+@pytest.fixture
+def wait_for_device(device):
+    return torch.cuda.synchronize if device == "cuda" else lambda: None

@@ -1,0 +1,227 @@
+"""What only a GPU can show: ``python3 -m launcher test --cuda``.
+
+One GPU is enough. Ranks share it over gloo; NCCL runs with one rank.
+"""
+
+import math
+import time
+from functools import cache, partial
+from statistics import median
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipemesh.launcher.commands.parity import BF16_BOUNDS, BOUND, Bench, Case, relative_error, rms, sample, stock_model
+from pipemesh.launcher.commands.rounding import bound
+from pipemesh.parallel_runtime.attention.kernels import EXPLICIT
+from pipemesh.parallel_runtime.attention.trial import RELEASED_DIMS, asks, tried, usual
+from pipemesh.parallel_runtime.client.remote_patcher import Patching
+from pipemesh.parallel_runtime.comm.exchange import Exchange
+from pipemesh.parallel_runtime.comm.mesh import connect
+from pipemesh.parallel_runtime.families import PLAIN, sample_with
+from pipemesh.parallel_runtime.families.sample import Size
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.wire.segment import mib
+
+from ..models import load, run, write_model
+from ..patched import execute
+from ..pipelines import ALL_WARM, HEADS, with_callback
+
+CASE = Case(PLAIN, "ulysses1", "odd", HEADS, 4.0, False, "euler")
+TWO, FOUR = [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2)], [Layout(ulysses=4), Layout(ring=4), Layout(ulysses=2, ring=2)]
+STAGES = [Layout(pipefusion=4), Layout(ulysses=2, pipefusion=2)]
+MIB = 1 << 20
+SLACK = 64 * MIB  # what a driver keeps of its own
+ROUNDS = 9  # in each of three turns
+NEAR_STOCK = 1.01
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """The stock MODEL, what it computes, and the largest difference that rounding explains."""
+    stock = cache(partial(stock_model, HEADS))
+    computed = cache(lambda: sample(stock(), CASE))
+    return stock, computed, cache(lambda: max(BOUND, bound(partial(sample, case=CASE), stock(), computed())))
+
+
+def test_kernels_with_lse_compute_attention(device, figure):
+    found = tried(torch.device(device))
+    used = dict.fromkeys(found.choose(ask).name for ask in asks(torch.device(device), RELEASED_DIMS))
+    figure(f"used: {', '.join(used)}; by most models: {usual(found, torch.device(device))}")
+    for sentence in found.refused:
+        figure(sentence)
+    assert usual(found, torch.device(device)) != EXPLICIT.name
+    assert not [sentence for sentence in found.refused if sentence.startswith("torch's")]
+
+
+def patching_of(layout):
+    """Whole evaluations alone: exact under pipefusion too."""
+    return Patching(2, ALL_WARM) if layout.pipefusion > 1 else None
+
+
+@pytest.mark.parametrize("layout", TWO + FOUR + STAGES, ids=Layout.equation)
+def test_fp32_is_stocks_over_gloo(truth, parallel, figure, layout):
+    stock, computed, allowed = truth
+    error = relative_error(sample(parallel(stock(), layout, patching=patching_of(layout)), CASE), computed())
+    figure(f"off by {error:.2g} of the image's scale, {allowed():.2g} would be rounding")
+    assert error <= allowed()
+
+
+@pytest.mark.parametrize("method", ["ulysses2", "ring2", "ulysses4", "2x2"])
+def test_bf16_is_as_far_from_fp32_as_stocks(pools, figure, method):
+    case = Case(PLAIN, method, "odd", HEADS, 4.0, False, "euler")
+    ratio = Bench(lambda ulysses, ring: pools(Layout(ulysses=ulysses, ring=ring)).remote).bf16_ratio(case)
+    figure(f"{ratio:.3f} times stock's distance")
+    assert BF16_BOUNDS[0] <= ratio <= BF16_BOUNDS[1]
+
+
+@pytest.mark.parametrize("layout", [Layout(pipefusion=2), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
+def test_patches_come_near_stock_free_running(truth, parallel, figure, layout):
+    stock, computed, _ = truth
+    near = sample(parallel(stock(), layout, patching=Patching(3, 1)), CASE)
+    figure(f"{rms(near - computed()) / float(computed().std()):.3f} of the image's scale away (approximate by design)")
+    assert near.isfinite().all()
+
+
+def test_a_pool_of_one_rank_is_stock(truth, parallel, figure):
+    stock, computed, allowed = truth
+    error = relative_error(sample(parallel(stock(), Layout()), CASE), computed())
+    figure(f"off by {error:.2g} of the image's scale")
+    assert error <= allowed()
+
+
+def test_nccl_connects_and_exchanges_with_one_rank(device, figure, tmp_path):
+    backend, own = ("nccl", torch.device("cuda", 0)) if device == "cuda" else ("gloo", None)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=own)
+    try:
+        mesh = connect(Layout().degrees(), 0, device_type=device, via_cpu=False, wants_stop=lambda: False)
+        for dtype in (torch.bfloat16, torch.float32):
+            sent = torch.arange(1 << 10, device=device).to(dtype)
+            came = torch.empty_like(sent)
+            dist.all_to_all_single(came, sent, [sent.numel()], [sent.numel()])
+            assert torch.equal(came, sent)
+            dist.all_reduce(came)
+            assert torch.equal(came, sent)
+        assert isinstance(mesh.sequence.world, Exchange) and not mesh.sequence.world.largest(torch.zeros(1, device=device))
+        figure(f"all_to_all and all_reduce over {backend}, bound to {own or 'no device'}")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2)], ids=Layout.equation)
+def test_ranks_compile_their_blocks(truth, parallel, figure, layout):
+    stock, computed, allowed = truth
+    compiled = execute("nodes_torch_compile", "TorchCompileModel", stock(), "inductor")
+    began = time.perf_counter()
+    model = parallel(compiled, layout)
+    error = relative_error(sample(model, CASE), computed())
+    first = time.perf_counter() - began
+    began = time.perf_counter()
+    sample(model, CASE)
+    figure(f"off by {error:.2g} of the image's scale; {first:.1f} s with compiling, {time.perf_counter() - began:.1f} s without")
+    assert error <= 10 * allowed(), "fused operations round in another order"
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8_scaled"])
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2)], ids=Layout.equation)
+def test_fp8_is_as_far_from_fp32_as_stocks(parallel, figure, tmp_path, layout, form):
+    import comfy.sd
+    from pipemesh.launcher.quantised_files import FORMATS, write_quantised
+
+    whole = str(write_model(tmp_path / "whole.safetensors", blocks=(1, 2)))
+    small = str(write_quantised(tmp_path / "small.safetensors", whole, form))
+    options = {} if FORMATS[form].algorithm else {"dtype": FORMATS[form].dtype}
+    with torch.inference_mode():
+        stock, exact = comfy.sd.load_diffusion_model(small, options), load(whole)
+    due, rounded = run(exact), run(stock)
+    ratio = rms(run(parallel(stock, layout)) - due) / rms(rounded - due)
+    figure(f"{ratio:.3f} times stock's distance")
+    assert BF16_BOUNDS[0] <= ratio <= BF16_BOUNDS[1]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(ulysses=2)], ids=Layout.equation)
+def test_an_evaluation_comes_to_the_pool_and_back(truth, parallel, pools, figure, layout):
+    model = parallel(truth[0](), layout)
+    for _ in range(3):
+        sample(model, CASE)
+    evaluations = pools(layout).remote.last_run.evaluations
+    hops = sorted(1e3 * one.hop_s for one in evaluations)
+    figure(f"hop {median(hops):.2f} ms beside {1e3 * median(one.seconds for one in evaluations):.2f} ms of an evaluation")
+    assert hops
+
+
+def test_one_rank_takes_stocks_time(device, parallel, figure, wait_for_device):
+    """Within 1 %, where an evaluation is long enough for the hop to be less than that. They take
+    turns of several rounds: ComfyUI loads a MODEL anew when it comes after its twin.
+    """
+    kind, size = sample_with("large")
+    on_gpu = device == "cuda"
+    size, side, rounds = (size, 256, ROUNDS) if on_gpu else (Size(heads=2, head_dim=64, blocks=(1, 2)), 16, 1)
+    stock = kind.form.random_model(size, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    text = [[torch.randn(1, 64, size.text_dim or 64), {"pooled_output": torch.randn(1, size.pooled_dim or 32)}]]
+    latent = torch.zeros(1, 16, side, side)
+    models = {"stock": stock, "one rank": parallel(stock, Layout())}
+    taken = {name: [] for name in models}
+    for name in [*models] * 3:
+        sampled = partial(run, models[name], steps=4, latent=latent, positive=text, negative=text)
+        sampled()
+        for _ in range(rounds):
+            wait_for_device()
+            began = time.perf_counter()
+            sampled()
+            wait_for_device()
+            taken[name].append(time.perf_counter() - began)
+    ratio = median(taken["one rank"]) / median(taken["stock"])
+    figure(f"{ratio:.4f} of stock's time, {1e3 * median(taken['stock']) / 4:.1f} ms an evaluation")
+    if on_gpu:
+        assert ratio <= NEAR_STOCK
+
+
+@pytest.mark.parametrize("layout", TWO, ids=Layout.equation)
+def test_memory_comes_back(device, parallel, pools, figure, layout):
+    """After a run, all but the weights; after the pool has ended, all."""
+    import comfy.model_management as mm
+
+    def free():
+        mm.unload_all_models()
+        mm.soft_empty_cache(force=True)
+        return mm.get_free_memory(torch.device(device))
+
+    pools(Layout(), "gloo").handle.close()
+    for other in TWO + FOUR + STAGES:
+        pools(other).handle.close()
+    stock = stock_model(HEADS)
+    before, held = free(), []
+    model = parallel(stock, layout, patching=patching_of(layout))
+    for _ in range(3):
+        run(model, latent=torch.zeros(1, 16, 96, 96))
+        held.append(before - free())
+    pools(layout).handle.close()
+    after = before - free()
+    figure(f"held after each of three runs: {', '.join(map(mib, held))}; after the pool has ended: {mib(after)}")
+    if device == "cuda":
+        assert max(held) - held[0] <= SLACK, "a run gives its activations back"
+        assert after <= SLACK
+
+
+@pytest.mark.parametrize("layout", [*TWO, Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
+def test_stop_leaves_the_pool_warm(truth, parallel, pools, figure, layout):
+    import comfy.model_management as mm
+
+    stock, computed, allowed = truth
+    model, asked = parallel(stock(), layout, patching=patching_of(layout)), []
+    sample(model, CASE)
+    pids = pools(layout).remote.session.pool.ranks.pids
+
+    def interrupt():
+        asked.append(time.perf_counter())
+        mm.interrupt_current_processing()
+
+    with pytest.raises(mm.InterruptProcessingException):
+        with_callback(model, CASE, interrupt)
+    figure(f"stopped after {1e3 * (time.perf_counter() - asked[0]):.0f} ms")
+    mm.interrupt_current_processing(False)
+    assert relative_error(sample(model, CASE), computed()) <= allowed()
+    assert pools(layout).remote.session.pool.ranks.pids == pids
+    assert not math.isnan(float(computed().std()))
