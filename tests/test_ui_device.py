@@ -2,6 +2,8 @@
 device when they are used: what goes there and comes back.
 """
 
+from importlib import import_module
+
 import comfy.hooks
 import comfy.model_management as mm
 import comfy.utils
@@ -9,7 +11,9 @@ import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, PLAIN, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
+from pipemesh.parallel_runtime.comfy_bridge.prepared_text import METHOD
 from pipemesh.parallel_runtime.comfy_bridge.weights import slots
+from pipemesh.parallel_runtime.families import FAMILIES
 from pipemesh.parallel_runtime.memory import is_unwritten
 
 from .fake_device import DEVICE, ui_on_it
@@ -137,3 +141,18 @@ def test_at_the_next_run_comfyui_makes_no_room_for_weights_that_a_rank_on_its_de
         assert loaded.model_memory_required(DEVICE) == 0
         parallel.remote.release()
         assert loaded.model_memory_required(DEVICE) == parallel.model_size()
+
+
+def prepares_text(plan):
+    named = (name.split(":") for name in plan.models)
+    return all(hasattr(getattr(import_module(module), name), METHOD) for module, name in named)
+
+
+def test_text_that_a_model_prepares_itself_is_prepared_on_the_uis_device(client):
+    """Its weights for that are on the CPU."""
+    name = next(family.samples[0].name for family in FAMILIES if all(map(prepares_text, family.plans)))
+    case = Case(name, "ulysses2", "even", 5, 1.0, False, "euler")
+    expected = sample(stock_model(5, family=name), case, steps=2)
+    with ui_on_it():
+        ours = sample(parallelize(stock_model(5, family=name), client, holds_ui_device=0), case, steps=2)
+    assert relative_error(ours, expected) <= BOUND

@@ -7,6 +7,7 @@ import threading
 import weakref
 from contextlib import suppress
 from math import inf
+from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -15,7 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, PHASES, Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, Channel, ChannelClosed
-from pipemesh.parallel_runtime.wire.messages import PHASE, Close, Done, Failed, FromRank, Memory, Release, ToRank
+from pipemesh.parallel_runtime.wire.messages import (
+    PHASE,
+    Close,
+    Done,
+    Failed,
+    ForRanks,
+    FromRank,
+    Memory,
+    Release,
+    Request,
+    Said,
+    Start,
+    ToRank,
+)
 from pipemesh.parallel_runtime.wire.segment import TensorRef
 from pipemesh.parallel_runtime.wire.tree import NotPlain, decode_tree, encode_tree, is_plain
 
@@ -187,6 +201,12 @@ def ends():
 def framed(message: msgspec.Struct) -> bytes:
     body = msgspec.msgpack.encode(message)
     return HEADER.pack(len(body), 0) + body
+
+
+def test_every_request_and_every_answer_passes_another_machine():
+    requests, answers = (set(get_args(get_type_hints(kind)[name])) for kind, name in ((ForRanks, "request"), (Said, "message")))
+    assert requests == set(get_args(Request)) == set(get_args(ToRank)) - {Start, Close}
+    assert answers == set(get_args(FromRank))
 
 
 @settings(deadline=None, max_examples=40)
