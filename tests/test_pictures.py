@@ -7,9 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 from pipemesh.launcher.demo_nodes.captions import COLOURS, PLACES, Scene, Thing, conditioning, parse_caption
+from pipemesh.launcher.pictures import showcase
 from pipemesh.launcher.pictures.autoencoder import SCALE, SHIFT, Decoder, encoder_weights, fit_projection
+from pipemesh.launcher.pictures.classifier import accuracy, train_classifier
 from pipemesh.launcher.pictures.files import ASSETS, MODEL, VAE, write_files
+from pipemesh.launcher.pictures.measures import kernel_distance, psnr, ssim
 from pipemesh.launcher.pictures.network import Network, Width
 from pipemesh.launcher.pictures.picture_set import picture_set
 from pipemesh.launcher.pictures.scenes import CENTRES, RGB, SIDE, draw, scenes_by_chance
@@ -160,6 +164,33 @@ def test_stock_comfyui_draws_the_captions_with_the_trained_files(trained_model):
             seen = picture[y - 4 : y + 4, x - 4 : x + 4].mean((0, 1))
             nearest = min(RGB, key=lambda name: (seen - torch.tensor(RGB[name])).norm().item())
             assert nearest == COLOURS[thing.colour], str(scene)
+
+
+def test_distances_of_pictures_are_what_their_names_say():
+    generator = torch.Generator().manual_seed(0)
+    shown = torch.rand(4, 3, 32, 32, generator=generator)
+    torch.testing.assert_close(psnr(shown + 0.1, shown), torch.full((4,), 20.0))
+    assert psnr(shown, shown).isinf().all()
+    torch.testing.assert_close(ssim(shown, shown), torch.ones(4, dtype=torch.float64))
+    assert (ssim(shown.flip(0), shown) < 0.2).all()
+    same, other = (torch.randn(300, 8, generator=generator) for _ in range(2))
+    assert abs(kernel_distance(same, other)) < 0.1 * kernel_distance(same, other + 1)
+
+
+def test_a_sheet_has_a_row_for_each_method_and_a_column_for_each_caption():
+    pictures = [Image.new("RGB", (SIDE, SIDE), colour) for colour in ("red", "blue")]
+    assert showcase.decibels(pictures, pictures) == 99
+    assert showcase.decibels(pictures[::-1], pictures) < 10
+    one, two = (showcase.sheet({"stock": pictures, **more}) for more in ({}, {"other": pictures}))
+    assert two.width == one.width > 2 * 2 * SIDE and two.height > one.height + 2 * SIDE
+
+
+def test_the_classifier_counts_the_words_of_captions_that_are_drawn():
+    scenes = scenes_by_chance(3, 256)
+    net = train_classifier((draw(scenes, 3) * 255).to(torch.uint8), scenes, steps=40)
+    drawn, found = draw(scenes, 4), accuracy(net, draw(scenes, 4), scenes)
+    assert found["place"] > 0.95 and found["colour"] > 0.8
+    assert accuracy(net, drawn.flip(0), scenes)["all"] < found["all"] - 0.2
 
 
 def test_the_trained_files_are_small():

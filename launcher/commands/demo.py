@@ -32,6 +32,7 @@ from ..comfyui.api import Graph
 from ..comfyui.find import ComfyInstall
 from ..comfyui.install import LaunchError
 from ..comfyui.server import ComfyServer
+from ..pictures import showcase
 from ..random_files import write_lora, write_model
 from .parity import BOUND, relative_error
 
@@ -120,9 +121,10 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         with server:
             rounds = [sample_round(server, seed, work, options.steps, pool_inputs(ranks, on_cpu), capacity) for seed in SEEDS]
             last_run = pool_report(server)
+            trained = draw_captions(server, out, ranks, on_cpu)
     difference = max(one.difference for one in rounds)
     print(table(rounds[1:], ranks, capacity.value, difference, last_run))
-    for path in write_pictures(out, rounds[-1], ranks):
+    for path in [*write_pictures(out, rounds[-1], ranks), *trained]:
         print(f"  {path}")
     if not difference <= BOUND:
         raise LaunchError(f"the latents differ by {difference:.1e} of their scale, more than {BOUND:.0e}: report it with {server.log}.")
@@ -162,6 +164,22 @@ def write_models(folder: Path, work: Workload) -> None:
 
 def pool_inputs(ranks: int, on_cpu: bool) -> dict[str, Any]:
     return {"devices": "cpu" if on_cpu else "auto", "ulysses": ranks, "backend": "auto"}
+
+
+def draw_captions(server: ComfyServer, out: Path, ranks: int, on_cpu: bool) -> list[Path]:
+    """Draw captions by the trained model, stock, under Ulysses and under PipeFusion."""
+    if not showcase.is_trained():
+        return []
+    say("Drawing captions by the small trained model")
+    showcase.copy_model(server.models)
+    by_hand = {**pool_inputs(ranks, on_cpu), "layout": "by hand"}
+    pools = {
+        "stock": None,
+        f"Ulysses, {ranks} ranks": by_hand,
+        f"PipeFusion, {ranks} stages": {**by_hand, "ulysses": 1, "pipefusion": ranks},
+    }
+    showcase.show(server, pools, out / "captions.png")
+    return [out / "captions.png"]
 
 
 def workflow(work: Workload, steps: int, seed: int, name: str, pool: dict[str, Any] | None) -> Graph:
