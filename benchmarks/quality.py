@@ -20,7 +20,7 @@ from ..launcher.pictures.files import ASSETS, MODEL, VAE
 from ..launcher.pictures.scenes import scenes_by_chance
 from .figures import Figure, Goal, Options, estimate, exactly
 
-PATCHES, WARM_UPS, STEPS = (2, 4, 8), (0, 1, 2, 4), (4, 8, 20, 28)
+PATCHES, WARM_UPS, STEPS = (2, 4, 8), (1, 2, 4), (4, 8, 20, 28)
 SAMPLERS = ("euler", "dpmpp_2m", "heun", "dpmpp_2m_sde")
 CFG, SCHEDULER = 3.0, "simple"
 SCENES_SEED, BATCH, LATENT = 777, 16, (16, 16, 16)
