@@ -124,18 +124,24 @@ def in_pool(model, clients, layout):
     return parallelize(model, clients(*LAYOUTS[layout]), holds_ui_device=0, patching=patching)
 
 
-PRODUCT = list(itertools.product(FORMATS, SAMPLE_OF, (False, True), LAYOUTS))
+WITHOUT_STAGES = {family.samples[0].name for family in FAMILIES if any(plan.why_no_stages for plan in family.plans)}
+STOCK_FAILS = {(form, "minimax-h3") for form in ("fp8", "fp8_e5m2")}  # its kernel takes no norm's scale in fp8
+PRODUCT = [
+    (form, family, lora, layout)
+    for form, family, lora, layout in itertools.product(FORMATS, SAMPLE_OF, (False, True), LAYOUTS)
+    if (form, family) not in STOCK_FAILS and not (layout == "pipefusion" and family in WITHOUT_STAGES)
+]
 
 
 def cover():
     """Every format with and without a LoRA; the families that have files, and the layouts, in
-    turn.
+    turn. And one whose text ComfyUI prepares with quantised weights.
     """
     families, layouts = [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None], list(LAYOUTS)
     turns = [(number, form, lora) for number, form in enumerate(FORMATS) for lora in (False, True)]
     return [
         (form, families[(number + lora) % len(families)], lora, layouts[(number + 2 * lora) % len(layouts)]) for number, form, lora in turns
-    ]
+    ] + [("fp8_scaled", "minimax-h3", False, "ulysses")]
 
 
 @pytest.mark.parametrize(("form", "family", "lora", "layout"), PRODUCT if ALL else cover())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from ..errors import Refused
 from .forward import PREFIX
 from .guard import require_plan
+from .quantised import is_quantised
 
 METHOD = "preprocess_text_embeds"
 
@@ -38,8 +40,18 @@ class PreparedText:
         if patcher is None:
             raise RuntimeError("The parallelized MODEL is gone while its text is still to be prepared: run the workflow again.")
         transformer = patcher.model.diffusion_model
+        name_dtype(transformer, patcher.model.get_dtype_inference())
         with cast_and_patched(transformer, patcher.patches):
             return getattr(type(transformer), METHOD)(transformer, *args, **kwargs)
+
+
+def name_dtype(transformer: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Tells quantised weights which dtype they are dequantised to, where their loader left that
+    open: ComfyUI does it when it loads the model, and the UI's weights are never loaded.
+    """
+    for weight in transformer.parameters():
+        if is_quantised(weight) and weight._params.orig_dtype is None:  # pyright: ignore[reportAttributeAccessIssue]
+            weight._params = replace(weight._params, orig_dtype=dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
