@@ -112,3 +112,22 @@ def test_context_windows_are_as_in_stock(clients, degrees):
     truth = sample(windowed(stock), case, steps=2)
     assert relative_error(sample(stock, case, steps=2), truth) > 0.001, "the windows do nothing"
     assert relative_error(sample(windowed(parallel_of(stock, clients, degrees)), case, steps=2), truth) <= BOUND
+
+
+@pytest.mark.parametrize("degrees", [ULYSSES, PIPEFUSION], ids=str)
+def test_a_diffusers_lora_of_the_last_layer_has_its_halves_the_other_way_round_as_in_stock(clients, files, degrees):
+    stock = load(files["model"])
+    hidden = stock.model.diffusion_model.hidden_size
+    generator = torch.Generator().manual_seed(3)
+    state = {
+        "transformer.norm_out.linear.lora_A.weight": torch.randn(4, hidden, generator=generator),
+        "transformer.norm_out.linear.lora_B.weight": torch.randn(2 * hidden, 4, generator=generator) * 0.05,
+    }
+
+    def patched(model):
+        return comfy.sd.load_lora_for_models(model, None, state, 1.0, 0)[0]
+
+    truth = run(patched(stock))
+    assert relative_error(truth, run(stock)) > 1e-2, "the LoRA does nothing"
+    ours = patched(parallel_of(load(files["model"]), clients, degrees))
+    assert relative_error(run(ours), truth) <= BOUND

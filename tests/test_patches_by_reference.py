@@ -19,7 +19,7 @@ import torch
 from comfy.ldm.lumina.controlnet import ZImage_Control
 from comfy.ldm.wan.uni3c import WanUni3CControlnet
 from comfy.model_patcher import ModelPatcher
-from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.by_reference import PutTogether, TakenApart
 from pipemesh.parallel_runtime.comfy_bridge.in_block import IN_BLOCK, InBlockPatches, encode_images, put_patches
@@ -31,8 +31,9 @@ from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 
 from .conftest import ALL
+from .in_groups import in_groups
 from .in_ranks import CPU, Crossed, evaluated_in_ranks
-from .models import asked_of
+from .models import asked_of, run
 from .patched import execute, node
 
 NODES = "comfy_extras.nodes_model_patch"
@@ -381,6 +382,18 @@ def test_methods_of_a_pack_that_was_opted_in_run_on_the_ranks_own_rows(pack, mon
     assert relative_error(truth, plain) > 100 * BOUND, "the methods do nothing"
     (ours,) = evaluated_in_ranks(Layout(ulysses=2), patcher, asked[:1], monkeypatch)
     assert relative_error(ours, truth) <= BOUND
+
+
+def test_what_comfyui_batched_stays_together_for_code_that_may_look_at_the_batch(pack):
+    """KJNodes guides the first half of a batch, which is the positive prompt's, and all of one."""
+    prompts = {"positive": conditioning(1, 16), "negative": conditioning(2, 16)}
+    ours, pool = in_groups(Layout(cfg=2), stock_model(WAN.heads[-1], family=WAN.name))
+    latent = torch.zeros(WAN.latents["even"])
+    run(ours, cfg=4.0, latent=latent, **prompts)
+    assert {rows for _group, rows, _tokens in pool.asked} == {1}
+    pool.asked.clear()
+    run(replaced(ours, pack), cfg=4.0, latent=latent, **prompts)
+    assert pool.asked == [((0, 1), 2, 16)] * 3
 
 
 @pytest.mark.parametrize("attached", [ATTACHED[0], ATTACHED[3]], ids=["streams apart", "streams in one"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import comfy.samplers
@@ -147,7 +148,15 @@ def must_run_conds_in_sequence(patcher: Any, conds: Sequence[Sequence[Mapping[st
     wrapped = any(kind in around for kind, _ in _foreign_wrappers(options))
     prepares = any(_state_callbacks(options))
     replaced = any(not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches)
-    return hooked or wrapped or prepares or replaced or "model_function_wrapper" in model_options
+    return hooked or wrapped or prepares or replaced or runs_code_in_blocks(patcher) or "model_function_wrapper" in model_options
+
+
+def runs_code_in_blocks(patcher: Any) -> bool:
+    """True if ranks run a node's code inside the blocks: it may look at the batch that ComfyUI made
+    of conds and images, or keep a state from one evaluation to the next.
+    """
+    in_block = getattr(patcher, "in_block", None)
+    return in_block is not None and bool(in_block.objects)
 
 
 def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> Iterator[str]:
@@ -161,8 +170,10 @@ def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise:
             yield from _of_cond(side, cond)
     yield from _of_model_options(model_options)
     for name, value in guider.model_patcher.object_patches.items():
-        if name.startswith(PREFIX):
-            continue  # below the waist
+        if name.startswith(PREFIX):  # below the waist; a method of a node may look at the batch of conds
+            if isinstance(value, MethodType):
+                yield f"the patch {patch_name(value)}"
+            continue
         if name not in OBJECT_PATCHES or not _qualified(type(value)).startswith(("comfy.", "comfy_extras.")):
             yield f"the object patch {name} ({patch_name(value)})"
 

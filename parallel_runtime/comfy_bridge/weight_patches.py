@@ -42,14 +42,24 @@ def pack_patches(patches: Mapping[str, Iterable[tuple]]) -> dict[str, list]:
 
     def entry(key: str, item: tuple) -> list:
         strength, value, strength_model, offset, function = item
-        if function is not None:
+        if function is not None and function is not functions.get(getattr(function, "__name__", "")):
             name = patch_name(function)
             raise Refused(
                 f"The weight patch of {key} carries the function {name}, which cannot run in the pool: remove the node that adds it."
             )
-        return [strength, packed(key, value), strength_model, offset]
+        return [strength, packed(key, value), strength_model, offset, "" if function is None else function.__name__]
 
+    functions = known_functions()
     return {key: [entry(key, item) for item in items] for key, items in patches.items() if key.startswith(PREFIX)}
+
+
+def known_functions() -> dict[str, Callable]:
+    """ComfyUI's own functions on weight patches, by name: a diffusers LoRA of the last layer has
+    scale and shift the other way round.
+    """
+    import comfy.utils
+
+    return {"swap_scale_shift": comfy.utils.swap_scale_shift}
 
 
 def unpack_patches(patches: dict[str, list]) -> dict[str, list[tuple]]:
@@ -66,8 +76,10 @@ def unpack_patches(patches: dict[str, list]) -> dict[str, list[tuple]]:
         return content[0]
 
     def entry(item: list) -> tuple:
-        strength, packed, strength_model, offset = item
-        return (strength, value(*packed), strength_model, offset, None)
+        strength, packed, strength_model, offset, function = item
+        return (strength, value(*packed), strength_model, offset, functions[function] if function else None)
+
+    functions = known_functions()
 
     return {key: [entry(item) for item in items] for key, items in patches.items()}
 
