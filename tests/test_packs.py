@@ -12,16 +12,16 @@ from pipemesh.launcher import random_files
 from pipemesh.launcher.comfyui.server import CUSTOM_NODES, ComfyServer
 from pipemesh.launcher.commands.demo import node
 from pipemesh.launcher.commands.parity import BOUND, relative_error
-from pipemesh.parallel_runtime.families import SAMPLES
+from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
 from safetensors.torch import load_file
 
-from .models import write_lora, write_model
+from .models import VIDEO, write_lora, write_model
 from .served import graph, latent
 
 FOLDER = Path(os.environ.get("PIPEMESH_TEST_PACKS", "/nowhere"))
 GGUF, KJNODES = FOLDER / "ComfyUI-GGUF", FOLDER / "ComfyUI-KJNodes"
-WAN = "wan2.1-t2v"
+ARCHITECTURE = {name: next(family for family in FAMILIES if SAMPLES[name] in family.samples).plans[0].family for name in (PLAIN, VIDEO)}
 LAYOUTS = {"ulysses": {"ulysses": 2}, "ring": {"ulysses": 1, "ring": 2}, "pipefusion": {"ulysses": 1, "pipefusion": 2, "warm_up": 10000}}
 NAG = ("WanVideoNAG", {"conditioning": ["positive", 0], "nag_scale": 11.0, "nag_alpha": 0.25, "nag_tau": 2.5})
 CHUNKED = ("WanChunkFeedForward", {"chunks": 2, "dim_threshold": 1024})
@@ -50,12 +50,12 @@ def write_gguf(source, target, architecture, kind):
 @pytest.fixture(scope="module")
 def server(host, tmp_path_factory):
     made = tmp_path_factory.mktemp("models")
-    write_model(made / "flux.safetensors", blocks=(2, 2))
-    random_files.write_model(made / "wan.safetensors", SAMPLES[WAN].form, Size(heads=2, head_dim=128, blocks=(2,), text_dim=4096))
-    write_lora(made / "lora.safetensors", made / "flux.safetensors", rank=4)
-    for name in ("flux", "wan") if importlib.util.find_spec("gguf") else ():
+    write_model(made / f"{PLAIN}.safetensors", blocks=(2, 2))
+    random_files.write_model(made / f"{VIDEO}.safetensors", SAMPLES[VIDEO].form, Size(heads=2, head_dim=128, blocks=(2,), text_dim=4096))
+    write_lora(made / "lora.safetensors", made / f"{PLAIN}.safetensors", rank=4)
+    for name, architecture in ARCHITECTURE.items() if importlib.util.find_spec("gguf") else ():
         for kind in ("Q8_0", "Q4_0"):
-            write_gguf(made / f"{name}.safetensors", made / f"{name}-{kind}.gguf", name, kind)
+            write_gguf(made / f"{name}.safetensors", made / f"{name}-{kind}.gguf", architecture, kind)
     packs = {**CUSTOM_NODES, "ComfyUI-GGUF": GGUF, "comfyui-kjnodes": KJNODES}
     server = ComfyServer(host, env={"OMP_NUM_THREADS": "1", "PIPEMESH_PATCH_PACKS": "comfyui-kjnodes"}, custom_nodes=packs)
     for file in made.iterdir():
@@ -68,14 +68,14 @@ def server(host, tmp_path_factory):
 
 @pytest.fixture
 def sampled(server, runs=count()):  # noqa: B008
-    """(a loader of Flux or Wan, the layout, a graph's other options) -> the latent. No layout: by
+    """(a loader of one model, the layout, a graph's other options) -> the latent. No layout: by
     stock.
     """
 
     def made(loader, layout=None, pixels=128, **options):
         nodes = graph(f"run{next(runs)}", parallel=layout is not None, **options)
         nodes["unet"] = loader
-        if "wan" in loader["inputs"]["unet_name"]:
+        if VIDEO in loader["inputs"]["unet_name"]:
             nodes["empty"] = node("EmptyHunyuanLatentVideo", width=pixels, height=pixels, length=1, batch_size=1)
             for prompt in ("positive", "negative"):
                 nodes[prompt]["inputs"]["context_dim"] = 4096
@@ -93,7 +93,7 @@ def plain(name):
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="pip install gguf, which ComfyUI-GGUF needs")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-@pytest.mark.parametrize("name, lora", [("flux", None), ("flux", 0.7), ("wan", None)])
+@pytest.mark.parametrize("name, lora", [(PLAIN, None), (PLAIN, 0.7), (VIDEO, None)])
 def test_weights_of_gguf_files_are_dequantised_as_by_the_pack(sampled, name, lora, kind, layout):
     loader = node("UnetLoaderGGUF", unet_name=f"{name}-{kind}.gguf")
     stock = sampled(loader, lora=lora)
@@ -104,7 +104,7 @@ def test_weights_of_gguf_files_are_dequantised_as_by_the_pack(sampled, name, lor
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("patch, pixels", [(NAG, 128), (CHUNKED, WIDE)], ids=["NAG", "chunked feed-forward"])
 def test_patches_of_kjnodes_inside_blocks_run_in_the_ranks(sampled, patch, pixels, layout):
-    stock = sampled(plain("wan"), pixels=pixels, between=[patch])
+    stock = sampled(plain(VIDEO), pixels=pixels, between=[patch])
     if patch is NAG:
-        assert relative_error(stock, sampled(plain("wan"), pixels=pixels)) > 100 * BOUND, "the patch does nothing"
-    assert relative_error(sampled(plain("wan"), layout, pixels=pixels, between=[patch]), stock) <= BOUND
+        assert relative_error(stock, sampled(plain(VIDEO), pixels=pixels)) > 100 * BOUND, "the patch does nothing"
+    assert relative_error(sampled(plain(VIDEO), layout, pixels=pixels, between=[patch]), stock) <= BOUND

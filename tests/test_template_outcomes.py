@@ -24,7 +24,7 @@ class Server:
     """Gives what ``answer`` makes of a graph: a latent for every sampler, or an error."""
 
     def __init__(self, output, answer):
-        self.output, self.answer, self.graphs = output, answer, []
+        self.output, self.answer, self.graphs, self.clock = output, answer, [], 1.0
 
     def run(self, graph, timeout_s):
         self.graphs.append(graph)
@@ -37,7 +37,8 @@ class Server:
         return SimpleNamespace(error=None)
 
     def get(self, path):
-        return {"pools": [{"last_run": {"evaluations": 7}}, {"last_run": None}]}
+        runs = sum(map(is_parallel, self.graphs))
+        return {"pools": [{"last_run": {"began": self.clock * runs, "evaluations": 7} if runs else None}, {"last_run": None}]}
 
 
 @pytest.fixture
@@ -71,6 +72,15 @@ def test_equal_latents_are_the_same_and_the_pool_was_asked(outcome_of):
     outcome, graphs = outcome_of(lambda graph: TRUTH)
     assert (outcome.result, outcome.samplers, outcome.error, outcome.evaluations) == ("same", 2, 0.0, 7)
     assert [is_parallel(graph) for graph in graphs] == [False, True]
+
+
+def test_a_template_of_which_nothing_ran_in_the_pool_is_an_error(tmp_path):
+    """Of a pool that stays up, the last run may be another template's."""
+    server = Server(tmp_path, lambda graph: TRUTH)
+    server.clock = 0.0
+    tries = Tries(server, INFO, {"ulysses": 2})
+    assert tries.outcome("first", graph()).result == "same"
+    assert (tries.outcome("second", graph()).result, tries.outcome("second", graph()).evaluations) == ("error", 0)
 
 
 def test_other_latents_of_weights_that_were_never_quantised_are_different(outcome_of):

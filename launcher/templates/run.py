@@ -79,9 +79,12 @@ class Tries:
         left_out: dict[Link, str] = {}
         wanted = {link for _key, _name, link in sampled_models(graph, self.info)}
         while wanted - set(left_out):
+            before = {run["began"] for run in self._last_runs()}
             ours = self._run(parallelized(graph, self.info, self.pool, left_out))
             if not isinstance(ours, RunError):
-                return {**self._judged(graph, ours, stock), "one_gpu": list(left_out.values()), "evaluations": self._evaluations()}
+                evaluations = sum(run["evaluations"] for run in self._last_runs() if run["began"] not in before)
+                judged = self._judged(graph, ours, stock) if evaluations else {"result": "error", "reason": "the pool did nothing"}
+                return {**judged, "one_gpu": list(left_out.values()), "evaluations": evaluations}
             link = next((link for link in wanted if ours.node == key_before(link)), None)
             if link is None or NO_PLAN not in ours.message:
                 return {"result": "refused" if ours.exception.endswith("Refused") else "error", "reason": str(ours)}
@@ -109,9 +112,8 @@ class Tries:
             is_same = all(error <= max(BOUND, allowed[name]) for name, error in errors.items())
         return {**facts, "result": "same" if is_same else "different", "reason": "" if is_same and "ratio" in facts else reason}
 
-    def _evaluations(self) -> int:
-        """What the pool was asked for in its last run."""
-        return sum((pool["last_run"] or {}).get("evaluations", 0) for pool in self.server.get("/pipemesh/report")["pools"])
+    def _last_runs(self) -> list[dict[str, Any]]:
+        return [pool["last_run"] for pool in self.server.get("/pipemesh/report")["pools"] if pool["last_run"] is not None]
 
     def _stock(self, graph: Graph) -> Latents:
         """Raises Failed."""
