@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL = "PIPEMESH_TEST_ALL" in os.environ  # else what takes long is a cover of what it is by command
+PACKS = Path(os.environ.get("PIPEMESH_TEST_PACKS", "/nowhere"))  # a folder with other node packs
 COMFYUI = json.loads(os.environ.get("PIPEMESH_HOST", "{}")).get("comfyui", "")
 
 sys.path.insert(0, str(ROOT / "launcher"))

@@ -3,9 +3,7 @@ weights that ComfyUI-GGUF loads, and KJNodes' patches inside blocks, by stock an
 """
 
 import importlib.util
-import os
 from itertools import count
-from pathlib import Path
 
 import pytest
 from pipemesh.launcher import random_files
@@ -16,11 +14,11 @@ from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
 from safetensors.torch import load_file
 
+from .conftest import PACKS
 from .models import VIDEO, write_lora, write_model
 from .served import graph, latent
 
-FOLDER = Path(os.environ.get("PIPEMESH_TEST_PACKS", "/nowhere"))
-GGUF, KJNODES = FOLDER / "ComfyUI-GGUF", FOLDER / "ComfyUI-KJNodes"
+GGUF, KJNODES = PACKS / "ComfyUI-GGUF", PACKS / "ComfyUI-KJNodes"
 ARCHITECTURE = {name: next(family for family in FAMILIES if SAMPLES[name] in family.samples).plans[0].family for name in (PLAIN, VIDEO)}
 LAYOUTS = {"ulysses": {"ulysses": 2}, "ring": {"ulysses": 1, "ring": 2}, "pipefusion": {"ulysses": 1, "pipefusion": 2, "warm_up": 10000}}
 NAG = ("WanVideoNAG", {"conditioning": ["positive", 0], "nag_scale": 11.0, "nag_alpha": 0.25, "nag_tau": 2.5})

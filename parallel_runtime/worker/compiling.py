@@ -26,16 +26,19 @@ def compilation_noted(rank: Noting) -> Iterator[None]:
     from torch._dynamo.callback import callback_handler
     from torch._dynamo.exc import TorchDynamoException
 
-    over: list[threading.Event] = []
+    ticking: list[tuple[threading.Event, threading.Thread]] = []
 
     def start(_args: object) -> None:
-        over.append(threading.Event())
+        over = threading.Event()
         rank.note("compiling")
-        threading.Thread(target=tick_until, args=(rank, over[-1]), daemon=True).start()
+        ticking.append((over, threading.Thread(target=tick_until, args=(rank, over), daemon=True)))
+        ticking[-1][1].start()
 
     def end(_args: object) -> None:
-        while over:
-            over.pop().set()
+        while ticking:
+            over, thread = ticking.pop()
+            over.set()
+            thread.join()  # a tick after this would be of the evaluation
         rank.note("computing")
 
     callback_handler.register_start_callback(start)
