@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL = "PIPEMESH_TEST_ALL" in os.environ  # else what takes long is a cover of what it is by command
@@ -85,6 +86,8 @@ def why_no_browser(config):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "browser: opens ComfyUI's page in a Chromium")
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
     is_on_gpu = config.getoption("--cuda") and config.getoption("--cuda-as") == "cuda"
     if is_on_gpu and (sentence := cuda_report().without_a_gpu()):
         raise pytest.UsageError(sentence)
