@@ -13,13 +13,13 @@ from typing import Any
 from comfy.patcher_extension import WrappersMP
 from greenlet import getcurrent
 
-from ..branches import Batch, plan_branches
+from ..branches import plan_branches
 from ..comfy_bridge.interrupt import interrupted, interrupting
-from ..comfy_bridge.rows import Constants, batch_of, put_together, take
+from ..comfy_bridge.rows import Constants, put_together, take
 from .conds import side_by_side
 from .evaluations import Work
 from .remote_pool import RemotePool
-from .separable import WRAPPER_KEY, must_run_conds_in_sequence, runs_code_in_blocks
+from .separable import WRAPPER_KEY, must_run_conds_in_sequence
 from .timelines import Asked, Branch, Cond
 
 
@@ -33,7 +33,6 @@ class InGroups:
         self._model = model
         self._constants = constants
         self._can_join = can_join
-        self._divides = True  # an evaluation, among groups
 
     def attach(self, patcher: Any) -> None:
         """Adds its wrapper to a clone of the MODEL."""
@@ -45,7 +44,6 @@ class InGroups:
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper."""
         several = sum(cond is not None for cond in conds) > 1
-        self._divides = not runs_code_in_blocks(model.current_patcher)
         if not several or must_run_conds_in_sequence(model.current_patcher, conds, model_options):
             return executor(model, conds, x, timestep, model_options)
         return side_by_side(executor, (model, conds, x, timestep, model_options), self._evaluate)
@@ -61,7 +59,7 @@ class InGroups:
     @interrupting
     def _evaluate(self, asked: Sequence[Asked]) -> list[Any]:
         pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants.names
-        batches = [batch_of(arguments, constants) if self._divides else Batch(1, 1, 1.0) for arguments, _ in asked]
+        batches = [self._constants.batch_of(arguments) for arguments, _ in asked]
         plan = plan_branches(batches, pool.layout.groups, self._widths())
         works = []
         for number, start, end, group in plan.shares:

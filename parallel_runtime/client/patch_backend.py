@@ -7,7 +7,7 @@ from typing import Any
 
 from ..branches import Batch
 from ..comfy_bridge.interrupt import interrupted, interrupting
-from ..comfy_bridge.rows import Constants, batch_of, put_together, take
+from ..comfy_bridge.rows import Constants, put_together, take
 from ..patches import Part, Patch
 from .evaluations import Work, one_thread
 from .remote_pool import RemotePool
@@ -42,8 +42,8 @@ class PipelineBackend:
         """Starts it for every group that computes some of its rows. A group computes the same rows
         in all of the run, because it keeps their keys and values.
         """
-        run, layout, constants = self._pool.runs.of(self._model), self._pool.layout, self._constants.names
-        batch = batch_of(arguments, constants) if layout.groups > 1 else Batch(1, 1, 1.0)
+        run, layout = self._pool.runs.of(self._model), self._pool.layout
+        batch = self._constants.batch_of(arguments) if layout.groups > 1 else Batch(1, 1, 1.0)
         tickets = []
         with one_thread():
             for start, end in batch.pieces(layout.data):

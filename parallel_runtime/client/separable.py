@@ -19,7 +19,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfy_bridge.forward import PREFIX
 from ..comfy_bridge.guard import patch_name
-from ..comfy_bridge.in_block import why_all_rows
+from ..comfy_bridge.in_block import runs_code_in_blocks, why_all_rows
 from ..families.plan import TokenPlan
 from ..wire.tree import is_plain
 
@@ -149,14 +149,6 @@ def must_run_conds_in_sequence(patcher: Any, conds: Sequence[Sequence[Mapping[st
     prepares = any(_state_callbacks(options))
     replaced = any(not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches)
     return hooked or wrapped or prepares or replaced or runs_code_in_blocks(patcher) or "model_function_wrapper" in model_options
-
-
-def runs_code_in_blocks(patcher: Any) -> bool:
-    """True if ranks run a node's code inside the blocks: it may look at the batch that ComfyUI made
-    of conds and images, or keep a state from one evaluation to the next.
-    """
-    in_block = getattr(patcher, "in_block", None)
-    return in_block is not None and bool(in_block.objects)
 
 
 def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> Iterator[str]:

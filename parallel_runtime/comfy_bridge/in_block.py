@@ -69,6 +69,14 @@ def in_block_patches(patcher: Any) -> InBlockPatches:
     return patches
 
 
+def runs_code_in_blocks(patcher: Any) -> bool:
+    """True if ranks run a node's code inside the blocks: it may look at the batch that ComfyUI made
+    of conds and images, or keep a state from one evaluation to the next.
+    """
+    in_block = getattr(patcher, "in_block", None)
+    return in_block is not None and bool(in_block.objects)
+
+
 def patches_of(options: Options) -> Iterator[tuple[str, Any]]:
     """Yields (point, patch) of all lists of patches."""
     yield from ((point, patch) for point, items in options.get("patches", {}).items() for patch in items)

@@ -14,6 +14,7 @@ import torch
 from comfy.conds import CONDConstant
 
 from ..branches import Batch
+from .in_block import runs_code_in_blocks
 
 OPTIONS, SIDES, SIGMAS = "transformer_options", "cond_or_uncond", "sigmas"
 
@@ -107,13 +108,21 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class Constants:
-    """Names of the arguments that ComfyUI gives every evaluation as they are."""
+    """Names of the arguments that ComfyUI gives every evaluation as they are. ``together``: rows of
+    a batch stay together, because a node's code in the blocks may look at the batch.
+    """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.together = False
+
+    def batch_of(self, arguments: dict[str, Any]) -> Batch:
+        batch = batch_of(arguments, self.names)
+        return Batch(1, 1, batch.weight * batch.rows) if self.together else batch
 
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper, which looks at the conds of every evaluation."""
+        self.together = runs_code_in_blocks(model.current_patcher)
         for cond in (cond for side in conds for cond in side or ()):
             self.names |= {name for name, value in cond.get("model_conds", {}).items() if isinstance(value, CONDConstant)}
         return executor(model, conds, x, timestep, model_options)
