@@ -99,7 +99,7 @@ class Runtime:
     def choose(self, **values: Any) -> Choice:
         """Make the choice that these inputs of PipeMesh Pool stand for. Raises LayoutError."""
         settings = PoolSettings.checked(values)
-        return Choice(self._placed(settings), settings.patching(), settings.weights)
+        return Choice(self._placed(settings), settings.patching(), settings.weights, settings.allows_approximate)
 
     def default_choice(self) -> Choice:
         """Choose all GPUs, or two ranks on the CPU."""

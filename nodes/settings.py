@@ -19,6 +19,7 @@ from ..parallel_runtime.planner.keeping import ASKED
 
 MOST_DIGITS = 6  # of a number of blocks
 BY_HAND, AUTO = "by hand", "auto"
+EXACT, APPROXIMATE = "exact", "approximate allowed"
 CPU_RANKS = 2  # where ComfyUI sees no GPU
 PLACED_BY = {"devices", "ulysses", "ring", "pipefusion", "cfg", "data", "layout"}  # inputs without which no rank has a device
 
@@ -166,6 +167,19 @@ class PoolSettings:
         "How many groups of ranks share the images of a batch; each of these has cfg groups. Same result as on one GPU.",
         optional=True,
     )
+    quality: str = one_of(
+        (EXACT, APPROXIMATE),
+        "With layout auto. exact: the same image as on one GPU. approximate allowed: stages may share the model's blocks "
+        "(PipeFusion) where that is faster; the image then differs a little from that of one GPU.",
+        optional=True,
+    )
+
+    @property
+    def allows_approximate(self) -> bool:
+        """Whether a layout that changes the image a little may be chosen. By hand none is chosen:
+        ``pipefusion`` says what the user wants.
+        """
+        return self.layout == AUTO and self.quality == APPROXIMATE
 
     @classmethod
     def inputs(cls) -> dict[str, Takes]:
@@ -230,12 +244,14 @@ def blocks_of_stages(text: str) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Choice:
     """The output of PipeMesh Pool. The placement alone says which pool: another ``patching``, or
-    other ``weights``, need no other ranks.
+    other ``weights``, need no other ranks. ``allows_approximate``: a layout that PipeMesh chooses
+    may change the image a little.
     """
 
     placement: Placement
     patching: Patching | None = None
     weights: str = ASKED[0]
+    allows_approximate: bool = False
 
     def held_on(self, device: str) -> float:
         """Return the part of a model's weights that ``device`` holds. It is an estimate for

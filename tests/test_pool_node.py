@@ -221,4 +221,14 @@ def test_a_workflow_saved_by_0_1_means_what_it_meant(node):
     info = {"PipeMeshPool": node.GET_NODE_INFO_V1()}
     (queued,) = api_prompt(saved | {"nodes": [pool], "links": []}, info).values()
     (choice,) = node.execute(**queued["inputs"]).result
-    assert (choice.placement.layout, choice.patching) == (Layout(ulysses=3), None)
+    assert (choice.placement.layout, choice.patching, choice.allows_approximate) == (Layout(ulysses=3), None, False)
+
+
+def test_a_layout_that_is_chosen_may_be_approximate_where_that_is_allowed_and_one_by_hand_is_what_it_says(node):
+    def allowed(**chosen):
+        return node.execute(**STAGES | chosen).result[0].allows_approximate
+
+    approximate = {"quality": "approximate allowed"}
+    assert allowed(layout="auto", **approximate)
+    assert not allowed(layout="auto") and not allowed(layout="auto", quality="exact")
+    assert not allowed(layout="by hand", **approximate) and not allowed(**approximate)

@@ -10,6 +10,7 @@ const BY_HAND = "by hand";
 const AUTO = "auto";
 const DEVICES = "devices";
 const PICK = "pick"; // no input: it writes what devices say, and is in no workflow and no prompt
+const QUALITY = "quality"; // of a layout that is not said by hand
 const ALWAYS = new Set([DEVICES, "weights", LAYOUT, PICK]);
 
 const layoutOf = (node) => node.widgets?.find((one) => one.name === LAYOUT);
@@ -54,7 +55,8 @@ function fold(node) {
   if (!layout) return;
   for (const widget of node.widgets) {
     if (ALWAYS.has(widget.name)) continue;
-    const hidden = layout.value === AUTO && !node.inputs?.some((one) => one.widget?.name === widget.name && one.link != null);
+    const counts = (layout.value === AUTO) === (widget.name === QUALITY);
+    const hidden = !counts && !node.inputs?.some((one) => one.widget?.name === widget.name && one.link != null);
     widget.hidden = hidden;
     widget.options.hidden = hidden; // what Nodes 2.0 looks at
   }
