@@ -12,9 +12,10 @@ from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.comfy_bridge.by_name import restored
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
-from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.families import plan_or_whole
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
+from pipemesh.parallel_runtime.methods.whole import WholeForward
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Done, Forward, Memory
 from pipemesh.parallel_runtime.wire.segment import TensorRef, aligned, dtype_name
@@ -72,7 +73,8 @@ class GroupsHere:
         self.answers[request.request] = replies
 
     def _computed(self, arguments, part):
-        method = SequenceParallel(self.model, plan_for(type(self.model)), standin(Layout(), 0))
+        plan, comm = plan_or_whole(type(self.model)), standin(Layout(), 0)
+        method = SequenceParallel(self.model, plan, comm) if plan.blocks else WholeForward(self.model, comm)
         method.attach()
         method.begin(part)
         try:

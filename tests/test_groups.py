@@ -10,9 +10,11 @@ from pipemesh.launcher.commands.parity import conditioning, stock_model
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.run import Run
 from pipemesh.parallel_runtime.comfy_bridge.rows import batch_of, put_together, take
+from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 
 from .bounds import assert_same
+from .foreign_pack import unet
 from .in_groups import in_groups
 from .models import run
 from .patched import advanced, custom, execute, pass_through
@@ -163,3 +165,21 @@ def test_what_comfyui_batches_itself_is_split_and_put_together(monkeypatch):
     ours.add_wrapper(WrappersMP.APPLY_MODEL, pass_through)
     assert_same(partial(run, cfg=4.0, batch=2, **EQUAL), ours, stock)
     assert pool.asked == [((rank,), 2, 16) for _ in range(3) for rank in (0, 1)]
+
+
+# -- a model that cannot be cut
+
+
+@pytest.mark.parametrize("axis", ["cfg", "data"])
+def test_a_unets_prompts_and_images_go_to_groups_and_the_image_is_stocks_own(axis):
+    stock, (ours, pool) = unet(), in_groups(Layout(**{axis: 2}), unet())
+    assert_same(partial(run, cfg=4.0, latent=torch.zeros(2, 4, 8, 8)), ours, stock)
+    assert {ranks for ranks, _, _ in pool.asked} == {(0,), (1,)}
+    pool.asked.clear()
+    assert_same(partial(run, latent=torch.zeros(1, 4, 8, 8)), ours, stock)
+    assert [ranks for ranks, _, _ in pool.asked] == [(0,)] * 3, "its sequence cannot be shared"
+
+
+def test_ranks_that_would_share_a_unets_forward_are_refused():
+    with pytest.raises(Refused, match=r"^UNetModel has no token plan .*: set ulysses, ring and pipefusion to 1 and share"):
+        in_groups(Layout(ulysses=2, cfg=2), unet())

@@ -22,7 +22,7 @@ from comfy.patcher_extension import WrappersMP
 from ..checkpoint import check_mapped
 from ..comfy_bridge.bypass import pack_bypass
 from ..comfy_bridge.forward import PREFIX, forward_patch
-from ..comfy_bridge.guard import refuse_foreign_levers, require_plan
+from ..comfy_bridge.guard import refuse_foreign_levers, require_plan, require_whole_groups
 from ..comfy_bridge.in_block import InBlockPatches, encode_images, in_block_patches
 from ..comfy_bridge.in_place import Watch, require_unchanged
 from ..comfy_bridge.interrupt import interrupted, interrupting
@@ -336,6 +336,7 @@ def parallelize(
     plan = require_plan(patcher.model.diffusion_model)
     if isinstance(patcher, RemotePatcher) and patcher.remote.pool is pool and patching is None and patcher.remote.weights == weights:
         return patcher
+    require_whole_groups(patcher.model.diffusion_model, pool.layout)
     if patching is not None:
         plan.require_stages(type(patcher.model.diffusion_model))
     source = pool.residency.use(patcher.model, lambda: describe_source(patcher))
@@ -345,7 +346,7 @@ def parallelize(
         patch_size = plan.patch_size_of(patcher.model.diffusion_model)
         sampling = Patchwise(backend, patch_size, plan, patching.patches, patching.warm_up, notice)
     elif pool.layout.groups > 1:
-        sampling = InGroups(pool, source.model, constants)
+        sampling = InGroups(pool, source.model, constants, can_join=bool(plan.blocks))
     remote = Remote(pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights)
     made = remote_clone(patcher, remote)
     for kind in (WrappersMP.SAMPLER_SAMPLE, WrappersMP.CALC_COND_BATCH, WrappersMP.PREPARE_SAMPLING, *WRAPPERS):

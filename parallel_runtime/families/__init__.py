@@ -40,6 +40,7 @@ from .wan_s2v import WAN_S2V
 from .wan_scail import WAN_SCAIL
 from .wan_vace import WAN_VACE
 from .without_plan import NOT_YET as NOT_YET
+from .without_plan import WHOLE
 from .without_plan import WITHOUT_PLAN as WITHOUT_PLAN
 from .without_plan import why_no_plan as why_no_plan
 
@@ -88,6 +89,14 @@ def plan_for(model_class: type) -> TokenPlan | None:
     """
     name = f"{model_class.__module__}:{model_class.__qualname__}"
     return next((plan for plan in PLANS if name in plan.models), None)
+
+
+def plan_or_whole(model_class: type) -> TokenPlan | None:
+    """The plan of a ComfyUI model class; one without blocks for a class whose forward groups of one
+    rank each compute whole.
+    """
+    name = f"{model_class.__module__}:{model_class.__qualname__}"
+    return plan_for(model_class) or (WHOLE if name in WHOLE.models else None)
 
 
 def sample_with(size: str) -> tuple[Sample, Size]:

@@ -258,6 +258,9 @@ class TokenPlan:
     last two dimensions or of all; or one attribute for each; or that number. ``rebuilt``: entries
     of dicts among the forward's arguments (``payload.layout``) that are no plain data, and that the
     model makes anew where they are missing: they stay in ComfyUI's process.
+
+    A plan without blocks is of a model whose forward is never cut: each group of ranks computes it
+    whole on one of them.
     """
 
     family: str
@@ -281,7 +284,7 @@ class TokenPlan:
 
     @property
     def prefix(self) -> Prefix | None:
-        return self.blocks[0].prefix
+        return self.blocks[0].prefix if self.blocks else None
 
     def require_stages(self, model_class: type) -> None:
         """Raises Refused where no stage can hold a part of such a model."""
@@ -304,10 +307,10 @@ class TokenPlan:
     @property
     def leaves_behind_blocks(self) -> bool:
         """Whether what follows ``leave`` takes all tokens."""
-        return self.leave.path == self.blocks[-1].path
+        return bool(self.blocks) and self.leave.path == self.blocks[-1].path
 
     def __post_init__(self) -> None:
-        for arg, streams in self.blocks[0].tokens.items():
+        for arg, streams in self.blocks[0].tokens.items() if self.blocks else ():
             if len(set(streams) - self.blocks[0].told) != 1:
                 raise ValueError(f"The {self.family} plan must give `lengths` of all but one of the streams in {arg}.")
 

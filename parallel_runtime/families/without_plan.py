@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .plan import Leave, TokenPlan
+
 NOT_YET = "no plan has been written yet"
 UNET = "a UNet: its convolutions look at neighbouring pixels, and its skips cross all blocks"
 NO_SAMPLER = "it makes no image or video"
@@ -26,6 +28,16 @@ WITHOUT_PLAN: Mapping[str, str] = {
     "comfy.ldm.rt_detr.rtdetr_v4:RTv4": NO_SAMPLER,
     "comfy.ldm.sam3.detector:SAM3Model": NO_SAMPLER,
 }
+
+
+WHOLE = TokenPlan(  # of models that groups of one rank each compute, with branches and images shared out among them
+    family="unet",
+    models=("comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",),
+    streams=(),
+    blocks=(),
+    leave=Leave(path="", stream=""),
+    patch_size=1,
+)
 
 
 def why_no_plan(model_class: type) -> str:

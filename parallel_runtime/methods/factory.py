@@ -15,6 +15,7 @@ from .hooks import blocks_of
 from .method import Method, Rank
 from .pipefusion.stage import PipeFusion
 from .usp import SequenceParallel
+from .whole import WholeForward
 
 
 def make_method(model: nn.Module, plan: TokenPlan, mesh: Mesh, rank: Rank, stages: Sequence[int] = (), kernels: Kernels = TORCHS) -> Method:
@@ -25,6 +26,9 @@ def make_method(model: nn.Module, plan: TokenPlan, mesh: Mesh, rank: Rank, stage
     of the keys. Raises Refused or LayoutError where the method cannot run this model.
     """
     layout = Layout(**mesh.degrees)
+    if not plan.blocks:
+        WholeForward.check(model, plan, layout)
+        return WholeForward(model, mesh.sequence, rank.tick)
     if mesh.link is None:
         SequenceParallel.check(model, plan, layout)
         return SequenceParallel(model, plan, mesh.sequence, rank.tick, kernels)

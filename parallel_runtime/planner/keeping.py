@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ..comfy_bridge.quantised import stored_bytes
-from ..families import plan_for
+from ..families import plan_or_whole
 
 Kept = Literal["whole", "sharded", "offloaded"]
 ASKED = ("auto", "whole", "sharded", "offloaded")
@@ -29,7 +29,7 @@ class ModelBytes:
 
     @classmethod
     def of(cls, diffusion_model: torch.nn.Module) -> ModelBytes:
-        plan = plan_for(type(diffusion_model))
+        plan = plan_or_whole(type(diffusion_model))
         assert plan is not None
         blocks = [block for group in plan.blocks for block in diffusion_model.get_submodule(group.path).children()]
         sizes = [stored_bytes(block.parameters()) for block in blocks]

@@ -19,7 +19,7 @@ from ..comfy_bridge.sharded_weights import ShardedWeights
 from ..comfy_bridge.weight_patches import put_object, unpack_patches
 from ..comm.mesh import Mesh
 from ..errors import Refused
-from ..families import plan_for
+from ..families import plan_or_whole
 from ..families.plan import TokenPlan
 from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
@@ -45,7 +45,7 @@ class ResidentModel:
         self._take_away: list[Callable[[], Any]] = []  # what takes object patches away, in the order in which they were put
         self._pending: tuple[dict[str, tuple[int, TensorRef]], Segment] | None = None
         self._in_block: list[tuple[str, Callable]] = []  # patches of nodes
-        plan = plan_for(type(self.diffusion_model))
+        plan = plan_or_whole(type(self.diffusion_model))
         if plan is None:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
         self.method = make_method(
