@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.launcher.commands.parity import conditioning, stock_model
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.run import Run
 from pipemesh.parallel_runtime.comfy_bridge.rows import batch_of, put_together, take
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 
 from .bounds import assert_same
+from .conftest import ALL
 from .foreign_pack import unet
 from .in_groups import in_groups
 from .models import run
@@ -170,14 +172,23 @@ def test_what_comfyui_batches_itself_is_split_and_put_together(monkeypatch):
 # -- a model that cannot be cut
 
 
-@pytest.mark.parametrize("axis", ["cfg", "data"])
-def test_a_unets_prompts_and_images_go_to_groups_and_the_image_is_stocks_own(axis):
-    stock, (ours, pool) = unet(), in_groups(Layout(**{axis: 2}), unet())
+@pytest.mark.parametrize(("axis", "kind"), [("cfg", "SDXL"), ("data", "SD15")])
+def test_a_unets_prompts_and_images_go_to_groups_and_the_image_is_stocks_own(axis, kind):
+    stock, (ours, pool) = unet(kind), in_groups(Layout(**{axis: 2}), unet(kind))
     assert_same(partial(run, cfg=4.0, latent=torch.zeros(2, 4, 8, 8)), ours, stock)
     assert {ranks for ranks, _, _ in pool.asked} == {(0,), (1,)}
     pool.asked.clear()
     assert_same(partial(run, latent=torch.zeros(1, 4, 8, 8)), ours, stock)
     assert [ranks for ranks, _, _ in pool.asked] == [(0,)] * 3, "its sequence cannot be shared"
+
+
+@pytest.mark.skipif(not ALL, reason="by command: what a rank does with a UNet is done in this process above")
+@pytest.mark.parametrize("kind", ["SD15", "SDXL"])
+@pytest.mark.parametrize("axis", ["cfg", "data"])
+def test_real_ranks_sample_a_unet(clients, axis, kind):
+    stock, latent = unet(kind), torch.zeros(2, 4, 8, 8)
+    pool = clients(1, **{axis: 2})
+    assert_same(partial(run, cfg=4.0, latent=latent), parallelize(unet(kind), pool, 0.0), stock)
 
 
 def test_ranks_that_would_share_a_unets_forward_are_refused():

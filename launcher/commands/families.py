@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...parallel_runtime.families import FAMILIES, NOT_YET, PLANS, WITHOUT_PLAN
+from ...parallel_runtime.families import FAMILIES, NOT_YET, PLANS, WHOLE, WITHOUT_PLAN
 from ...parallel_runtime.families.plan import TokenPlan
 from ..comfyui.find import ComfyInstall
 
@@ -23,7 +23,7 @@ Written by `python3 -m launcher families --markdown`; a test fails where it is s
 *Exact*: the image of stock ComfyUI at the same seed, up to float rounding. *Approximate*: patches
 look at keys and values of the step before ([PIPEFUSION.md](PIPEFUSION.md)). *Whole*: the blocks are
 divided among the GPUs, and every evaluation goes through them in one piece: exact, and no faster.
-*Refused*: choose Ulysses or ring.
+*Refused*: choose Ulysses or ring. `cfg` and `data` share prompts and images out exactly in all.
 
 """
 
@@ -87,9 +87,16 @@ def transformers(comfyui: Path) -> list[str]:
     return sorted(name for name in dotted if name.startswith("comfy."))
 
 
+def in_groups() -> dict[str, str]:
+    """Returns why each model that groups of one rank compute whole is never cut, by
+    ``module:Class``.
+    """
+    return {name: WITHOUT_PLAN[name] for name in WHOLE.models}
+
+
 def on_one_gpu(comfyui: Path) -> dict[str, str]:
-    """Returns why each transformer without a plan has none, by ``module:Class``."""
-    planned = {model for plan in PLANS for model in plan.models}
+    """Returns why each other transformer without a plan has none, by ``module:Class``."""
+    planned = {model for plan in (*PLANS, WHOLE) for model in plan.models}
     return {name: WITHOUT_PLAN.get(name, NOT_YET) for name in transformers(comfyui) if name not in planned}
 
 
@@ -98,6 +105,10 @@ def markdown(table: Sequence[Row], others: Mapping[str, str]) -> str:
     for row in table:
         pipefusion = ": ".join(filter(None, (row.pipefusion, row.why)))
         lines.append(f"| {row.family} | {', '.join(f'`{model}`' for model in row.models)} | {row.sequence} | {pipefusion} |")
+    lines += ["", "## A whole image on each GPU", ""]
+    lines += ["With `cfg` and `data` alone, one rank for each prompt and image at a time: exact.", ""]
+    lines += ["| ComfyUI's class | Why one image is not shared |", "|---|---|"]
+    lines += [f"| `{name.partition(':')[2]}` | {why} |" for name, why in in_groups().items()]
     lines += ["", "## On one GPU", "", "| ComfyUI's class | Why |", "|---|---|"]
     lines += [
         f"| `{name.partition(':')[2]}` | {why} |" for name, why in sorted(others.items(), key=lambda item: (item[1] == NOT_YET, item[0]))
@@ -113,12 +124,14 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     options = parser.parse_args(argv)
     table, others = rows(), on_one_gpu(Path(host.comfyui))
     if options.json:
-        print(json.dumps({"families": [asdict(row) for row in table], "one_gpu": others}))
+        print(json.dumps({"families": [asdict(row) for row in table], "in_groups": in_groups(), "one_gpu": others}))
     elif options.markdown:
         print(markdown(table, others), end="")
     else:
         for row in table:
             print(f"{row.family:16}{row.sequence:8}{row.pipefusion:13}{', '.join(row.models)}{'; ' + row.why if row.why else ''}")
+        for name, why in in_groups().items():
+            print(f"{'-':16}{'cfg and data':21}{name.partition(':')[2]}; {why}")
         for name, why in others.items():
             print(f"{'-':16}{'one GPU':21}{name.partition(':')[2]}; {why}")
     return 0

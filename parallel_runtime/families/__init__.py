@@ -40,7 +40,7 @@ from .wan_s2v import WAN_S2V
 from .wan_scail import WAN_SCAIL
 from .wan_vace import WAN_VACE
 from .without_plan import NOT_YET as NOT_YET
-from .without_plan import WHOLE
+from .without_plan import WHOLE as WHOLE
 from .without_plan import WITHOUT_PLAN as WITHOUT_PLAN
 from .without_plan import why_no_plan as why_no_plan
 

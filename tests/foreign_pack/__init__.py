@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 
+POOLED_DIM = 32  # of the prompts that tests make
 
-def unet() -> Any:
-    """A MODEL that is no transformer: a tiny UNet with random weights."""
+
+def unet(kind: str = "SD15") -> Any:
+    """A MODEL that is no transformer: a tiny UNet with random weights, of ComfyUI's ``kind``."""
     import comfy.supported_models
 
-    config = {"image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": [1], "channel_mult": [1]}
+    adm = {"num_classes": "sequential", "adm_in_channels": POOLED_DIM + 6 * 256} if kind == "SDXL" else {"adm_in_channels": None}
+    config = {"image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 64, "num_res_blocks": [1], "channel_mult": [1]}
     config |= {"transformer_depth": [1], "transformer_depth_middle": 1, "transformer_depth_output": [1, 1], "context_dim": 64}
-    config |= {"use_spatial_transformer": True, "legacy": False, "use_linear_in_transformer": False, "adm_in_channels": None}
-    return random_model(comfy.supported_models.SD15({**config, "use_temporal_attention": False}))
+    config |= {"use_spatial_transformer": True, "legacy": False, "use_linear_in_transformer": False, **adm}
+    return random_model(getattr(comfy.supported_models, kind)({**config, "use_temporal_attention": False}))
 
 
 def random_model(config: Any) -> Any:
