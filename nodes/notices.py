@@ -17,7 +17,7 @@ log = logging.getLogger("pipemesh")
 class Notice:
     """``at``: seconds since 1970, of the last time. ``node`` and ``prompt``: the ids of ComfyUI's;
     empty where no node runs. ``detail``: more lines, such as the last ones of a worker's log.
-    ``count``: how often it was told in this prompt.
+    ``count``: how often it was told in this prompt. ``one_gpu``: the node samples on one GPU.
     """
 
     at: float
@@ -26,6 +26,7 @@ class Notice:
     text: str
     detail: str = ""
     count: int = 1
+    one_gpu: bool = True
 
     @property
     def subject(self) -> tuple[str, str, str]:
@@ -43,10 +44,10 @@ class Notices:
         self._show = show
         self._kept: tuple[Notice, ...] = ()  # the newest first; replaced whole, for others read it meanwhile
 
-    def tell(self, text: str, detail: str = "") -> None:
+    def tell(self, text: str, detail: str = "", *, one_gpu: bool = True) -> None:
         executing = get_executing_context()
         node, prompt = (str(executing.node_id), executing.prompt_id) if executing is not None else ("", "")
-        notice = Notice(time.time(), node, prompt, text, detail)
+        notice = Notice(time.time(), node, prompt, text, detail, one_gpu=one_gpu)
         before = next((one for one in self._kept if one.subject == notice.subject), None)
         others = tuple(one for one in self._kept if one is not before)
         if before is not None:

@@ -78,7 +78,7 @@ class Runtime:
         self._setup = replace(setup, tell=self._tell)
         self._fault = fault
         self._show = show
-        self._keeper = PoolKeeper(self._setup)
+        self._keeper = PoolKeeper(self._setup, partial(tell_of_restart, self.notices))
         self._pools: dict[Placement, RemotePool] = {}
         self.times = StepTimes()
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
@@ -193,6 +193,17 @@ class Runtime:
         self._logged = told.text
         if self._waiting is None or not self._waiting.tell(told):
             self._show(told.line)
+
+
+def tell_of_restart(notices: Notices, old: Placement, new: Placement) -> None:
+    """Tell of workers that end because another layout needs their devices, as two pools of one
+    workflow do in turn.
+    """
+    notices.tell(
+        f"Workers are started anew: {new.layout.equation()} needs the devices of {old.layout.equation()}. "
+        "Where one workflow uses both, connect one pool to all samplers.",
+        one_gpu=False,
+    )
 
 
 def run_of(pool: RemotePool) -> Run | None:

@@ -103,6 +103,7 @@ app.registerExtension({
     api.addEventListener("execution_start", ({ detail }) => (lastPrompt = detail?.prompt_id));
     api.addEventListener("executing", executing);
     api.addEventListener("pipemesh.notice", ({ detail }) => {
+      if (!detail.one_gpu) return;
       remember(noticed, `${detail.prompt} ${detail.node}`, detail);
       if (isOpen(detail.prompt)) addBadge(nodeOf(detail.node));
     });

@@ -70,11 +70,12 @@ class PoolHandle:
 
 class PoolKeeper:
     """Keeps every pool of this ComfyUI. One at a time may hold a device: starting another layout on
-    it closes the first.
+    it closes the first, and calls ``ended`` with the placements of both, the first one's before.
     """
 
-    def __init__(self, setup: RankSetup):
+    def __init__(self, setup: RankSetup, ended: Callable[[Placement, Placement], None] = lambda old, new: None):
         self._setup = setup
+        self._ended = ended
         self._handles: dict[Placement, PoolHandle] = {}
         weakref.finalize(self, close_all, self._handles)
 
@@ -90,8 +91,8 @@ class PoolKeeper:
         for handle in self._handles.values():
             shared = set(handle.placement.devices) & set(newcomer.placement.devices)
             if handle is not newcomer and shared and handle.state in ("ready", "busy"):  # also one that has lost a rank
-                log.info("[PipeMesh] closing the pool of %s to make room", handle.placement.layout.equation())
                 handle.close()
+                self._ended(handle.placement, newcomer.placement)
 
     def close(self) -> None:
         close_all(self._handles)

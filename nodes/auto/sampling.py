@@ -59,7 +59,7 @@ class Auto:
         except HostChanged as error:
             self._changed = str(error)
             if self.switch.is_on():
-                self._notices.tell(self._changed)
+                self._notices.tell(self._changed, one_gpu=False)
             else:
                 log.info("[PipeMesh] %s", error)
 

@@ -116,8 +116,8 @@ class Report:
 
     @property
     def not_in_the_pool(self) -> Notice | None:
-        """The newest notice of a node, where no run in a pool has begun since."""
-        newest = next((notice for notice in self.notices if notice.node), None)
+        """The newest notice of a node on one GPU, where no run in a pool has begun since."""
+        newest = next((notice for notice in self.notices if notice.node and notice.one_gpu), None)
         return newest if newest and not (self.latest and self.latest[1].began > newest.at) else None
 
     @property

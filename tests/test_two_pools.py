@@ -1,0 +1,56 @@
+"""A pool of the graph and that of auto mode on the same devices, with fake workers: the same pool
+where the layout is the same, and a notice where another layout has the workers started anew.
+"""
+
+import pytest
+from comfy_execution.utils import CurrentNodeContext
+from pipemesh.nodes.report.figures import Report
+from pipemesh.nodes.runtime import Runtime
+
+from .fake_pools import fake_setup
+
+
+@pytest.fixture
+def runtime():
+    made = Runtime(fake_setup())
+    yield made
+    made._keeper.close()
+
+
+def handle_of(runtime, choice):
+    runtime._pool(choice.placement)
+    ((handle, _pool),) = runtime.pools(choice)
+    return handle
+
+
+def notices(runtime):
+    return [(notice.prompt, notice.node, notice.text, notice.count) for notice in runtime.notices.latest()]
+
+
+@pytest.mark.parametrize("chosen", [{"layout": "auto"}, {"ulysses": 2}, {"devices": "cpu,cpu", "ulysses": 2, "backend": "gloo"}])
+def test_auto_mode_and_a_pool_of_the_same_layout_on_the_same_devices_share_their_workers(runtime, chosen):
+    first = handle_of(runtime, runtime.choose(**chosen)).ensure()
+    assert handle_of(runtime, runtime.default_choice()).ensure() is first
+    assert not notices(runtime)
+
+
+def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_says_so_once_for_each_node(runtime):
+    chosen, auto = runtime.choose(pipefusion=2, ulysses=1), runtime.default_choice()
+    for choice, node in ((chosen, "1"), (auto, "2"), (chosen, "3"), (auto, "2")):
+        with CurrentNodeContext("prompt", node):
+            handle_of(runtime, choice).ensure()
+    pipeline, shared = "pipefusion 2 = 2 ranks", "ulysses 2 = 2 ranks"
+    move = "Where one workflow uses both, connect one pool to all samplers."
+    told = "Workers are started anew: {} needs the devices of {}. " + move
+    assert notices(runtime) == [
+        ("prompt", "2", told.format(shared, pipeline), 2),
+        ("prompt", "3", told.format(pipeline, shared), 1),
+    ]
+
+
+def test_a_notice_of_workers_started_anew_is_none_of_a_sampling_on_one_gpu(runtime):
+    for choice in (runtime.choose(pipefusion=2, ulysses=1), runtime.default_choice()):
+        with CurrentNodeContext("prompt", "1"):
+            handle_of(runtime, choice).ensure()
+    (notice,) = runtime.notices.latest()
+    assert not notice.one_gpu and Report((), (notice,)).not_in_the_pool is None
