@@ -32,6 +32,7 @@ from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
+from .report.alone import times_as_long
 from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, last_run
 from .settings import PLACED_BY, Choice, PoolSettings, how_many
 from .timing import StepTimes
@@ -80,7 +81,7 @@ class Runtime:
         self._show = show
         self._keeper = PoolKeeper(self._setup, partial(tell_of_restart, self.notices))
         self._pools: dict[Placement, RemotePool] = {}
-        self.times = StepTimes()
+        self.times = StepTimes(partial(predicted, self._pools))
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
 
     @classmethod
@@ -193,6 +194,14 @@ class Runtime:
         self._logged = told.text
         if self._waiting is None or not self._waiting.tell(told):
             self._show(told.line)
+
+
+def predicted(pools: Mapping[Placement, RemotePool], run: Run) -> float | None:
+    """Return how many times as long one device would take for a run of these pools."""
+    for placement, pool in list(pools.items()):
+        if any(one is run for one in list(pool.runs.recent)):
+            return times_as_long(list(run.evaluations), placement)
+    return None
 
 
 def tell_of_restart(notices: Notices, old: Placement, new: Placement) -> None:

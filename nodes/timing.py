@@ -32,8 +32,8 @@ class Speed:
 
 
 class StepTimes:
-    """Remembers the time of a step by what was sampled. ``predict``: the seconds of a step of a run
-    on one GPU, where that can be said without a measurement.
+    """Remembers the time of a step by what was sampled. ``predict``: how many times as long as in
+    the pool a run would take on one GPU, where that can be said without a measurement.
     """
 
     def __init__(self, predict: Callable[[Run], float | None] = lambda run: None, clock: Callable[[], float] = time.perf_counter):
@@ -67,7 +67,10 @@ class StepTimes:
             return None
         key, step_s = timed
         measured = self._one_gpu.get(key)
-        return Speed(step_s, self._predict(run) if measured is None else measured, measured is not None)
+        if measured is not None:
+            return Speed(step_s, measured, measured=True)
+        longer = self._predict(run)
+        return Speed(step_s, None if longer is None else longer * step_s)
 
 
 class Steps:

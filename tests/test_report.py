@@ -251,7 +251,10 @@ def test_scripts_that_read_the_report_find_every_figure_under_its_name():
     ("speed", "said"),
     [
         (Speed(0.5, 1.5, measured=True), "3.00 times as fast as one GPU: 0.50 s per step, one GPU 1.50 s (timed here)"),
-        (Speed(0.5, 1.5), "3.00 times as fast as one GPU: 0.50 s per step, one GPU 1.50 s (predicted, not timed)"),
+        (
+            Speed(0.5, 1.5),
+            "3.00 times as fast as one GPU: 0.50 s per step, one GPU 1.50 s (predicted, not timed)",
+        ),
         (Speed(0.5), "0.50 s per step. How fast one GPU is was not timed for this model and size:"),
     ],
 )

@@ -6,10 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.nodes.auto.seam import GuiderSeam, with_callback
+from pipemesh.nodes.report.alone import times_as_long
 from pipemesh.nodes.timing import MOST, Speed, StepTimes
-from pipemesh.parallel_runtime.client.run import Run
+from pipemesh.parallel_runtime.client.run import Evaluation, Run
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.occupancy import Span
+from pipemesh.parallel_runtime.patches import Part
 
+from .fake_pools import cpus
 from .models import run
 
 SIZE = torch.zeros(1, 16, 8, 10)
@@ -66,9 +72,52 @@ def test_another_model_or_another_number_of_evaluations_is_no_measure(times, clo
 
 
 def test_what_was_never_timed_is_predicted_and_said_to_be(clock):
-    times, ours = StepTimes(lambda run: 2.0, clock), Run()
+    times, ours = StepTimes(lambda run: 4.0, clock), Run()
     sampled(times, clock, 0.5, pool_run=ours)
     assert times.speed_of(ours) == Speed(0.5, 2.0, measured=False)
+
+
+GPUS = (Device("cuda:0", "GPU-0"), Device("cuda:1", "GPU-1"))
+
+
+def placed(backend="gloo", gpus=GPUS, **degrees):
+    return place(Layout(**degrees), "auto", backend, gpus)
+
+
+def evaluated(began, seconds, *busy, waited=0.0, part=None):
+    """An evaluation whose ranks were at work so long, and waited for others beside that."""
+    spans = {rank: Span(began, began + each + waited, waited) for rank, each in enumerate(busy)}
+    return Evaluation(seconds, 0.0, waited, 0, began=began, part=part, spans=spans)
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        (placed(ulysses=2), 1.6),
+        (placed(gpus=(), ulysses=2), 0.8),  # ranks on the CPU have half of its cores each
+        (placed("nccl", ulysses=2), None),
+        (placed("nccl", cfg=2), 1.6),  # groups of one rank send nothing
+        (Placement(layout=Layout(ulysses=2), devices=GPUS[:1] * 2, backend="gloo"), 0.8),
+    ],
+)
+def test_one_device_would_compute_what_all_ranks_did_and_wait_for_none(placement, expected):
+    evaluations = [evaluated(number, 1.0, 0.8, 0.8, waited=0.2) for number in range(4)]
+    assert times_as_long(evaluations, placement) == (expected if expected is None else pytest.approx(expected))
+
+
+def test_the_samplers_own_time_is_the_same_on_one_device_and_a_first_evaluation_does_not_count():
+    first, *others = [evaluated(10 * number, 5.0, 5.0, 5.0) for number in range(3)]
+    assert times_as_long([evaluated(-900, 900.0, 900.0, 900.0), first, *others], placed(ulysses=2)) == pytest.approx((10 + 30) / 25)
+
+
+def test_patches_that_overlap_are_added_up():
+    part = Part(1, 0, (0, 10, False))
+    patches = [
+        Evaluation(2.0, 0.0, 0.0, 0, began=began, part=part, spans={0: Span(began, began + 1, 0.0), 1: Span(began + 1, began + 2, 0.0)})
+        for began in range(4)
+    ]
+    assert times_as_long(patches, placed(pipefusion=2)) == pytest.approx(8 / 5)
+    assert times_as_long([], placed(pipefusion=2)) is None
 
 
 def test_one_step_has_no_time(times, clock):
@@ -100,3 +149,4 @@ def test_stock_samplings_and_those_of_a_pool_are_timed_where_auto_mode_takes_hol
         seam.remove()
     speed = times.speed_of(client.last_run)
     assert speed.measured and speed.ratio > 0
+    assert times_as_long(client.last_run.evaluations, cpus(2)) > 0
