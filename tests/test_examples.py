@@ -1,0 +1,33 @@
+"""The example workflows: each has a picture of its own and a page. Runs without ComfyUI; that they
+load is tested on a running server.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "example_workflows"
+NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
+PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "examples").glob("*.md")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_has_a_thumbnail_a_page_and_a_note_of_the_files_that_it_needs(name):
+    with Image.open(FOLDER / f"{name}.jpg") as picture:
+        assert picture.size == (512, 512)
+    assert len([page for page, text in PAGES.items() if f"*{name}*" in text]) == 1
+    nodes = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["nodes"]
+    (note,) = [one["widgets_values"][0] for one in nodes if one.get("title") == "Files"]
+    needed = [file for one in nodes for file in one["properties"].get("models", ())]
+    assert needed
+    for file in needed:
+        assert file["url"].endswith(f"/{file['name']}") and file["url"] in note and f"models/{file['directory']}" in note
+
+
+def test_there_is_an_example_for_each_kind_of_use_and_no_page_without_one():
+    assert PAGES.keys() == {"image.md", "video.md", "edit.md", "approximate.md", "auto.md"} and len(NAMES) == len(PAGES)
