@@ -91,7 +91,8 @@ def case_of(name):
 
 @pytest.mark.parametrize("name", samples())
 def test_every_block_is_one_graph_around_an_opaque_attention(name):
-    """``fullgraph`` raises where a block would be cut. A graph stands for all blocks of a kind.
+    """``fullgraph`` raises where a block would be cut. A graph stands for all blocks of a kind,
+    or for all but the first, whose input may lie otherwise in memory.
     Local attention without options is the host's own, whose kernel for CPUs asks for free memory.
     """
     case = case_of(name)
@@ -102,8 +103,9 @@ def test_every_block_is_one_graph_around_an_opaque_attention(name):
     )
     rank.options[COMPILE] = {**WHOLE, "kwargs": {"backend": "eager", "fullgraph": not cut}}
     assert relative_error(sample(rank.patcher, case), truth) <= BOUND
-    graphs, blocks = counters["stats"]["unique_graphs"], len(list(blocks_of(rank.module, rank.plan)))
-    assert 1 <= graphs < blocks or cut
+    graphs = counters["stats"]["unique_graphs"]
+    kinds = {(type(container[index]), *container[index].state_dict()) for container, index, _ in blocks_of(rank.module, rank.plan)}
+    assert 1 <= graphs <= 2 * len(kinds) or cut
     again = sample(rank.patcher, case)
     assert counters["stats"]["unique_graphs"] == graphs, "compiled again for the same shape"
     assert relative_error(again, truth) <= BOUND

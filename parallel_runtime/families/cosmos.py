@@ -5,8 +5,10 @@ Modulation has one row, or one for each frame. Anima is the same forward behind 
 prepares itself; its adapter has one size, too large for a sample.
 """
 
+from functools import partial
+
 from .plan import Along, BlockPatch, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Sample, Size, keep_first_frame
 
 IMG = ("img",)
 LLLITE = tuple(
@@ -35,13 +37,13 @@ PLAN = TokenPlan(
 )
 
 
-def config(size: Size) -> Config:
+def config(size: Size, channels: int = 16) -> Config:
     return {
         "image_model": "cosmos_predict2",
         "max_img_h": 240,
         "max_img_w": 240,
         "max_frames": 128,
-        "in_channels": 16,
+        "in_channels": channels,
         "out_channels": 16,
         "patch_spatial": 2,
         "patch_temporal": 1,
@@ -62,6 +64,12 @@ COSMOS = Family(
             name="cosmos-predict2",
             form=Form(config_class="CosmosT2IPredict2", config=config),
             latents={"even": (1, 16, 1, 16, 6), "odd": (1, 16, 1, 9, 6)},
+        ),
+        Sample(
+            name="cosmos-predict2-i2v",
+            form=Form(config_class="CosmosI2VPredict2", config=partial(config, channels=17)),
+            latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 5, 6)},
+            noise_mask=keep_first_frame,
         ),
     ),
 )

@@ -53,6 +53,15 @@ def random_extras(**arguments: Any) -> Callable[[Any], Extras]:
     return made
 
 
+def keep_first_frame(latent: torch.Tensor) -> torch.Tensor:
+    """Returns a noise mask that keeps the first frame as it is, which so gets a timestep of its
+    own.
+    """
+    mask = torch.ones(1, 1, *latent.shape[2:])
+    mask[:, :, 0] = 0
+    return mask
+
+
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """The size of a random model. ``blocks`` counts the blocks of each container of the plan;

@@ -13,7 +13,7 @@ import torch
 
 from . import files
 from .plan import Along, BlockPatch, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size
+from .sample import Config, Family, Form, Released, Sample, Size, keep_first_frame
 
 IMG = ("img",)
 
@@ -78,11 +78,6 @@ def first_frame(latent: torch.Tensor) -> dict[str, Any]:
     return {"concat_latent_image": image, "concat_mask": torch.ones(1, 1, *latent.shape[2:]), "clip_vision_output": embedding}
 
 
-def given_frame(latent: torch.Tensor) -> torch.Tensor:
-    """A noise mask that keeps the first frame as it is, which so gets a timestep of its own."""
-    return torch.tensor([0.0, 1.0, 1.0]).view(1, 1, 3, 1, 1).expand(1, 1, *latent.shape[2:])
-
-
 def latents(channels: int) -> Mapping[str, tuple[int, ...]]:
     return {"even": (1, channels, 3, 8, 6), "odd": (1, channels, 3, 5, 6)}
 
@@ -117,7 +112,7 @@ WAN = Family(
             name="wan2.2-5b",
             form=Form(config_class="WAN22_T2V", config=partial(config, channels=48), released=TI2V),
             latents=latents(48),
-            noise_mask=given_frame,
+            noise_mask=keep_first_frame,
             stands_for=("Along.repeated",),
         ),
     ),
