@@ -146,8 +146,8 @@ class PoolSettings:
     )
     weights: str = one_of(
         ASKED,
-        "How each rank keeps the model's weights. whole: all of its blocks. sharded: an equal part of each block, "
-        "gathered from the other ranks while the block before computes; for a model larger than one GPU. "
+        "How each rank keeps the model's weights. whole: all of its blocks. sharded: an equal part of each layer, "
+        "gathered from the other ranks while the layer before computes; for a model larger than one GPU. "
         "offloaded: as much as fits, the rest in main memory. auto: the first that fits. Same result in each.",
         optional=True,
         advanced=True,

@@ -9,7 +9,7 @@ from pipemesh.parallel_runtime.planner.expected import attention_flops
 from pipemesh.parallel_runtime.planner.figures import Attended, Whole
 
 SAVED = Path(__file__).parent / "saved" / "counts.json"
-LISTS = ("block_weight_bytes", "block_flops", "attended_by_block")
+LISTS = ("block_weight_bytes", "block_shared_bytes", "block_flops", "attended_by_block")
 
 
 def saved() -> dict:
@@ -35,6 +35,9 @@ def attention_alone(tokens: int, heads: int = 32, head_dim: int = 128) -> Whole:
         attended_by_block=[[one]],
         tokens={"img": tokens},
         hidden=heads * head_dim,
+        block_shared_bytes=[0],
+        around_shared_bytes=0,
+        largest_layers=(0, 0),
     )
 
 

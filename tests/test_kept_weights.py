@@ -106,7 +106,7 @@ def test_a_budget_is_never_passed(written, form, part):
 
 
 GIB = 1 << 30
-FLUX = ModelBytes(24 * GIB, 23 * GIB, GIB)
+FLUX = ModelBytes(around=GIB, blocks=23 * GIB, shared_blocks=23 * GIB, largest=GIB, two=2 * GIB)
 
 
 def asked(asked="auto", free=80, ranks=2, stages=1, held=0, names=None, size=FLUX):

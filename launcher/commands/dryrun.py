@@ -11,8 +11,8 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...parallel_runtime.errors import LayoutError
 from ...parallel_runtime.families import FAMILIES, SAMPLES
@@ -26,6 +26,18 @@ MODELS: dict[str, tuple[Sample, Released]] = {one.name: (sample, one) for sample
 WORLD_SIZES = (2, 4, 8)
 ROW = "{:22}{:24}{:>5}{:>9}{:>9}{:>9}{:>10}{:>8}{:>8}  {}"
 HEAD = ROW.format("model", "layout", "rank", "weights", "sharded", "TFLOP", "sent MiB", "peak", "kept", "")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A model and the layouts to run it on: on every rank, or on the last one. ``kept``: how ranks
+    keep its weights.
+    """
+
+    name: str
+    layouts: Sequence[Layout]
+    on_all: bool
+    kept: Literal["whole", "sharded"] = "whole"
 
 
 def layouts(world_size: int) -> list[Layout]:
@@ -54,8 +66,8 @@ def parsed_size(text: str) -> tuple[int, int, int]:
     return width, height, frames
 
 
-def cover() -> Iterator[tuple[str, list[Layout], bool]]:
-    """Yield (model, layouts, whether on all ranks) for the tests: each kind of method on the last
+def cover() -> Iterator[Chosen]:
+    """Yield what the tests run: each kind of method on the last
     rank, each with another family as far as there are so many: of each its model with the fewest
     blocks, for the time it takes.
     """
@@ -65,40 +77,41 @@ def cover() -> Iterator[tuple[str, list[Layout], bool]]:
     tried: dict[str, list[Layout]] = {}
     for number, layout in enumerate(kinds):
         tried.setdefault(quick[number % len(quick)].name, []).append(layout)
-    yield from ((name, wanted, False) for name, wanted in tried.items())
+    yield from (Chosen(name, wanted, on_all=False) for name, wanted in tried.items())
+    for number in (1, 3):
+        yield Chosen(quick[number % len(quick)].name, [kinds[number]], on_all=False, kept="sharded")
 
 
 def blocks_of(released: Released) -> int:
     return sum(released.size.blocks)
 
 
-def chosen(options: argparse.Namespace) -> Iterator[tuple[str, list[Layout], bool]]:
+def chosen(options: argparse.Namespace) -> Iterator[Chosen]:
     names = [options.family] if options.family else list(MODELS)
     if options.cover:
-        yield from (case for case in cover() if case[0] in names)
+        yield from (case for case in cover() if case.name in names)
         return
     for name in names:
-        yield name, options.layout or [layout for size in WORLD_SIZES for layout in layouts(size)], True
+        wanted = options.layout or [layout for size in WORLD_SIZES for layout in layouts(size)]
+        yield Chosen(name, wanted, on_all=True, kept=options.weights)
 
 
-def records(
-    name: str, layouts: Sequence[Layout], on_all: bool, extent: tuple[int, int, int] | None, patches: int
-) -> Iterator[dict[str, Any]]:
+def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -> Iterator[dict[str, Any]]:
     """Run a model dry: first on one device, then each layout."""
     from ...parallel_runtime.planner import expected
     from ...parallel_runtime.planner.dry_run import DryModel
 
-    model = DryModel(*MODELS[name], extent)
+    model = DryModel(*MODELS[chosen.name], extent)
     whole = model.whole()
-    head = {"model": name, "extent": model.extent}
+    head = {"model": chosen.name, "extent": model.extent}
     layers = {"weight_bytes": whole.weight_bytes, "flops": whole.flops, "around_flops": whole.around_flops, "peak_bytes": whole.peak_bytes}
     yield {**head, "layout": Layout().degrees(), "equation": Layout().equation(), "rank": 0, **layers, "sent_bytes": {}, "misses": []}
-    for layout in layouts:
+    for layout in chosen.layouts:
         last = layout.world_size - 1
-        for rank in range(layout.world_size) if on_all else [last]:
+        for rank in range(layout.world_size) if chosen.on_all else [last]:
             place = {**head, "layout": layout.degrees(), "equation": layout.equation(), "rank": rank}
             try:
-                figures = model.rank(layout, rank, whole, patches)
+                figures = model.rank(layout, rank, whole, patches, chosen.kept)
             except Exception as error:  # noqa: BLE001 what a rank would die of is the result
                 yield {**place, "misses": [f"{type(error).__name__}: {error}".strip()]}
                 continue
@@ -126,6 +139,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     parser.add_argument("--layout", type=parsed_layout, action="append", help="such as ulysses=4,ring=2; several times for several")
     parser.add_argument("--size", type=parsed_size, metavar="WxHxFRAMES", help="in pixels (default: what is usual for the model)")
     parser.add_argument("--patches", type=int, default=0, help="of a pipeline (default: one more than stages)")
+    parser.add_argument("--weights", choices=("whole", "sharded"), default="whole", help="how ranks keep them (default: whole)")
     parser.add_argument("--all", action="store_true", help=f"every model and method on {', '.join(map(str, WORLD_SIZES))} ranks")
     parser.add_argument("--cover", action="store_true", help="only those that the tests run")
     parser.add_argument("--json", action="store_true", help="one object per line")
@@ -143,8 +157,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     if not options.json:
         print(HEAD.rstrip(), flush=True)
     missed = 0
-    for name, wanted, on_all in chosen(options):
-        found = records(name, wanted, on_all, options.size, options.patches)
+    for one in chosen(options):
+        found = records(one, options.size, options.patches)
         while True:
             with contextlib.redirect_stdout(sys.stderr):  # the host's modules print
                 record = next(found, None)

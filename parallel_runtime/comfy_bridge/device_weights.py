@@ -60,7 +60,8 @@ class DeviceWeights:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return stored_bytes(parameter for name, parameter in self._model.named_parameters() if name not in self._apart)
+        own = [parameter for name, parameter in self._model.named_parameters() if name not in self._apart]
+        return stored_bytes([*own, *self._model.buffers()])
 
     def has(self, name: str) -> bool:
         """Whether this rank has the parameter: a stage has those of its own blocks alone."""

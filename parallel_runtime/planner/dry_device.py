@@ -131,8 +131,9 @@ class Counts(TorchDispatchMode):
             self.waits[Wait(call, frame.f_code.co_filename, frame.f_code.co_name)] += 1
 
     def _note_message(self, func: Any, args: tuple) -> None:
-        sent = {"alltoall_base_": args[1:2], "send": args[0] if args else ()}.get(func._opname, ())
-        self.messages[func._opname] += sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        sent = {"alltoall_base_": args[1:2], "_allgather_base_": args[1:2], "send": args[0] if args else ()}.get(func._opname, ())
+        receivers = args[0].numel() // args[1].numel() - 1 if func._opname == "_allgather_base_" else 1
+        self.messages[func._opname] += receivers * sum(tensor.numel() * tensor.element_size() for tensor in sent)
 
     def _hold(self, tensor: FakeTensor, is_pinned: bool) -> None:
         """Count a tensor's memory until its last view has gone."""

@@ -7,17 +7,20 @@ torch's fake process group takes their messages.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ..comfy_bridge.forward import forward_name
 from ..comfy_bridge.released_model import Extent, arguments_of, empty_model, latent_shape
-from ..comm.mesh import Mesh, connect
+from ..comfy_bridge.sharded_weights import ShardedWeights
+from ..comfy_bridge.shared_layers import Sharing, shared_layers
+from ..comm.mesh import Mesh, connect, open_weights
 from ..families import plan_for
 from ..families.plan import TokenPlan
 from ..families.sample import Released, Sample
@@ -72,6 +75,8 @@ class DryModel:
                 self._forward(self._model)(**hooks.arguments(self._arguments))
             finally:
                 hooks.detach()
+        in_blocks, layers = [f"{group.path}.{index}." for _, index, group in blocks_of(transformer, self.plan)], shared_layers(transformer)
+        block_shared = [sum(layer.nbytes for layer in layers if layer.path.startswith(prefix)) for prefix in in_blocks]
         block_flops = [after - before for before, after in pairwise([*recorder.marks, recorder.left or figures.flops])]
         return Whole(
             weight_bytes=nbytes(weights_of(self._model)),
@@ -82,21 +87,31 @@ class DryModel:
             attended_by_block=recorder.attended,
             tokens=recorder.tokens,
             hidden=self.released.size.hidden,
+            block_shared_bytes=block_shared,
+            around_shared_bytes=sum(layer.nbytes for layer in layers) - sum(block_shared),
+            largest_layers=Sharing.of([layer.nbytes for layer in layers], 0)[-2:],
         )
 
-    def rank(self, layout: Layout, rank: int, whole: Whole, patches: int = 0) -> RankFigures:
-        """Run one rank of ``layout``. ``patches``: of a pipeline, 0 for one more than stages."""
+    def rank(self, layout: Layout, rank: int, whole: Whole, patches: int = 0, kept: Literal["whole", "sharded"] = "whole") -> RankFigures:
+        """Run one rank of ``layout``. ``patches``: of a pipeline, 0 for one more than stages.
+        ``kept``: how it keeps its weights.
+        """
         stages = share_out(whole.block_flops, layout.pipefusion) if layout.pipefusion > 1 else ()
         parts = self._parts(whole, layout, patches)
-        with joined(layout, rank) as mesh, all_blocks_kept(self._model.diffusion_model, self.plan):
-            model = self._model
+        with joined(layout, rank) as mesh, as_it_was(self._model.diffusion_model, self.plan):
+            model, turns, held = self._model, None, 0
             idle = IdleRank(parts)
             method = make_method(model.diffusion_model, self.plan, mesh, idle, [stage.size for stage in stages])
-            method.attach()
+            if kept == "sharded":
+                open_weights(mesh)
             counted = Sent(mesh)
             try:
                 with dry_device(self._mode) as figures:
                     figures.leave_out(weights_of(model))
+                    if kept == "sharded" and mesh.sequence.weights is not None:
+                        turns = ShardedWeights(model.diffusion_model, DEVICE, mesh.sequence.weights, lambda nbytes: None).turns
+                        turns.attach()
+                    method.attach()
                     for idle.at, part in enumerate(parts):
                         if idle.at == 1:
                             figures.flops = 0
@@ -106,19 +121,29 @@ class DryModel:
                         method.begin(part)
                         method.evaluate(self._forward(model), dict(self._arguments), TURN * (idle.at + 1))
                         counted.add()
+                        if turns is not None:
+                            turns.end_evaluation()
+                    kept_bytes = figures.live
+                    if turns is not None:
+                        method.end_run()
+                        gc.collect()  # of what holds itself, this frees tensors
+                        held = figures.live
             finally:
                 method.detach()
+                if turns is not None:
+                    turns.detach()
             return RankFigures(
                 rank=rank,
-                weight_bytes=nbytes(weights_of(model)),
+                weight_bytes=stored_bytes(weights_of(model)) + held,
                 flops=figures.flops,
                 sent_bytes=counted.by_axis,
                 wired_bytes=sum(figures.messages.values()),
-                peak_bytes=figures.peak,
-                kept_bytes=figures.live,
+                peak_bytes=figures.peak - held,
+                kept_bytes=kept_bytes - held,
                 waits=dict(figures.waits),
                 stage=span(stages, mesh),
                 patches=max(1, len(parts) - 1),
+                kept=kept,
             )
 
     def _parts(self, whole: Whole, layout: Layout, patches: int) -> list[Part]:
@@ -197,7 +222,13 @@ class Sent:
 
     def add(self) -> None:
         sequence, link = self._mesh.sequence, self._mesh.link
-        now = {"ulysses": sequence.ulysses, "ring": sequence.ring, "gather": sequence.world, "pipefusion": link}
+        now = {
+            "ulysses": sequence.ulysses,
+            "ring": sequence.ring,
+            "gather": sequence.world,
+            "weights": sequence.weights,
+            "pipefusion": link,
+        }
         for axis, part in now.items():
             if part is not None:
                 self.by_axis[axis] = self.by_axis.get(axis, 0) + part.sent_bytes
@@ -218,18 +249,26 @@ def joined(layout: Layout, rank: int) -> Iterator[Mesh]:
 
 
 @contextmanager
-def all_blocks_kept(transformer: torch.nn.Module, plan: TokenPlan) -> Iterator[None]:
-    """Puts back the blocks that a stage leaves out."""
-    before = [(container, index, container[index]) for container, index, _ in blocks_of(transformer, plan)]
+def as_it_was(transformer: torch.nn.Module, plan: TokenPlan) -> Iterator[None]:
+    """Puts back the blocks that a stage leaves out, and the weights that ranks share out."""
+    blocks = [(container, index, container[index]) for container, index, _ in blocks_of(transformer, plan)]
+    weights = [(module, dict(module._parameters)) for module in transformer.modules()]
     try:
         yield
     finally:
-        for container, index, block in before:
+        for container, index, block in blocks:
             container[index] = block
+        for module, parameters in weights:
+            module._parameters.update(parameters)
 
 
 def weights_of(model: Any) -> tuple[torch.Tensor, ...]:
     return (*model.diffusion_model.parameters(), *model.diffusion_model.buffers())
+
+
+def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the memory of tensors, of which some may stand for more than they hold."""
+    return sum({storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:

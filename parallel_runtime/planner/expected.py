@@ -15,6 +15,7 @@ whatever the patches: L * C / U, from each stage but the last.
 
 from __future__ import annotations
 
+from ..comfy_bridge.shared_layers import Sharing
 from ..layout import Layout, Split
 from .figures import Attended, RankFigures, Whole
 
@@ -84,13 +85,23 @@ def weight_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
 
 
 def sharded_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) -> int:
-    """Return the bytes of weights where each rank of a sequence has a part of every block: two
-    blocks are whole while it computes.
+    """Return the bytes of weights where each rank of a sequence has a part of every layer."""
+    shared = shared_bytes(whole, stage)
+    largest, two = whole.largest_layers
+    return Sharing(weight_bytes(whole, stage) - shared, shared, largest, two).held(layout.ulysses * layout.ring)
+
+
+def gathered_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) -> int:
+    """Return the bytes of its parts that a rank sends to the others of its sequence, which each
+    layer's turn takes: (N - 1) / N of what is shared.
     """
     ranks = layout.ulysses * layout.ring
-    blocks = whole.block_weight_bytes if stage is None else whole.block_weight_bytes[slice(*stage)]
-    around = whole.weight_bytes - sum(whole.block_weight_bytes)
-    return around + sum(blocks) // ranks + (2 * max(blocks) if ranks > 1 else 0)
+    return shared_bytes(whole, stage) * (ranks - 1) // ranks
+
+
+def shared_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
+    """Return the bytes of weights that ranks of a sequence can share out."""
+    return whole.around_shared_bytes + sum(whole.block_shared_bytes if stage is None else whole.block_shared_bytes[slice(*stage)])
 
 
 def flops(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None, patches: int) -> float:
@@ -118,9 +129,12 @@ def misses(whole: Whole, layout: Layout, figures: RankFigures) -> list[str]:
     """Name each figure of a rank that is not as it should be."""
     found = []
     sent = sum(size for axis, size in figures.sent_bytes.items() if axis != "gather")
+    is_sharded = figures.kept == "sharded"
+    gathered = figures.patches * gathered_bytes(whole, layout, figures.stage) if is_sharded else 0
+    weights = sharded_bytes(whole, layout, figures.stage) if is_sharded else weight_bytes(whole, figures.stage)
     for name, value, due in (
-        ("sent bytes", sent, sent_bytes(whole, layout, figures.rank, figures.stage)),
-        ("bytes of weights", figures.weight_bytes, weight_bytes(whole, figures.stage)),
+        ("sent bytes", sent, sent_bytes(whole, layout, figures.rank, figures.stage) + gathered),
+        ("bytes of weights", figures.weight_bytes, weights),
         ("FLOPs", figures.flops, flops(whole, layout, figures.rank, figures.stage, figures.patches)),
     ):
         if abs(value - due) > WITHIN * due:

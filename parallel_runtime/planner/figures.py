@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 PACK = Path(__file__).resolve().parent.parent.parent
 
@@ -38,7 +38,8 @@ class Attended(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Whole:
     """One evaluation on a single device. ``around_flops`` are computed outside the blocks.
-    ``tokens`` of each stream enter the blocks, ``hidden`` wide.
+    ``tokens`` of each stream enter the blocks, ``hidden`` wide. ``shared_bytes`` of weights lie in
+    layers that ranks of a sequence can share out: ``largest_layers`` in the largest, and in two.
     """
 
     weight_bytes: int
@@ -49,6 +50,9 @@ class Whole:
     attended_by_block: Sequence[Sequence[Attended]]
     tokens: Mapping[str, int]
     hidden: int
+    block_shared_bytes: Sequence[int]
+    around_shared_bytes: int
+    largest_layers: tuple[int, int]
 
     @property
     def flops(self) -> int:
@@ -65,8 +69,10 @@ class RankFigures:
     warm-up too. Weights are not in ``peak_bytes``. ``kept_bytes`` of it are held when it has ended:
     keys and values, buffers for messages.
 
-    ``sent_bytes``: by axis, the output's rows under ``gather``. ``wired_bytes``: what torch was
+    ``sent_bytes``: by axis, the output's rows under ``gather``, parts of shared weights under
+    ``weights``. ``wired_bytes``: what torch was
     given to send. ``stage``: the rank's blocks [first, end). ``patches``: 1 without a pipeline.
+    ``kept``: how it keeps its weights.
     """
 
     rank: int
@@ -79,3 +85,4 @@ class RankFigures:
     waits: Mapping[Wait, int]
     stage: tuple[int, int] | None = None
     patches: int = 1
+    kept: Literal["whole", "sharded"] = "whole"

@@ -1,4 +1,4 @@
-"""Choose how ranks keep a model's weights: whole, an equal part of each block, or as much of them
+"""Choose how ranks keep a model's weights: whole, an equal part of each layer, or as much of them
 as fits, the rest in the machine's memory.
 """
 
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ..comfy_bridge.quantised import stored_bytes
+from ..comfy_bridge.shared_layers import Sharing, shared_layers
 from ..families import plan_or_whole
 
 Kept = Literal["whole", "sharded", "offloaded"]
@@ -21,27 +22,38 @@ LEFT_FREE = 3 << 29  # bytes on each device, for what an evaluation computes
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of a model's weights: all of them, those of its blocks, and of the largest block."""
+    """Bytes of a model's weights: of all that is around its blocks, and of those. ``shared_``: what
+    of them lies in layers that ranks can share out, of which the ``largest`` one and the largest
+    ``two`` are so large.
+    """
 
-    all: int = 0
+    around: int = 0
     blocks: int = 0
+    shared_around: int = 0
+    shared_blocks: int = 0
     largest: int = 0
+    two: int = 0
 
     @classmethod
     def of(cls, diffusion_model: torch.nn.Module) -> ModelBytes:
         plan = plan_or_whole(type(diffusion_model))
         assert plan is not None
-        blocks = [block for group in plan.blocks for block in diffusion_model.get_submodule(group.path).children()]
-        sizes = [stored_bytes(block.parameters()) for block in blocks]
-        return cls(stored_bytes(diffusion_model.parameters()), sum(sizes), max(sizes, default=0))
+        in_blocks = tuple(f"{group.path}." for group in plan.blocks)
+        blocks = sum(bytes_of(diffusion_model.get_submodule(group.path)) for group in plan.blocks)
+        layers = shared_layers(diffusion_model)
+        shared_blocks = sum(layer.nbytes for layer in layers if layer.path.startswith(in_blocks))
+        sharing = Sharing.of([layer.nbytes for layer in layers], 0)
+        around = bytes_of(diffusion_model) - blocks
+        return cls(around, blocks, sharing.shared - shared_blocks, shared_blocks, sharing.largest, sharing.two)
 
     def whole(self, stages: int) -> int:
         """Returns what each rank of a pipeline of so many stages holds."""
-        return self.all - self.blocks + self.blocks // stages
+        return self.around + self.blocks // stages
 
     def sharded(self, stages: int, ranks: int) -> int:
-        """Returns what each of a stage's ``ranks`` holds: two blocks are whole in an evaluation."""
-        return self.all - self.blocks + self.blocks // stages // ranks + 2 * self.largest
+        """Returns what each of a stage's ``ranks`` holds."""
+        shared = self.shared_around + self.shared_blocks // stages
+        return Sharing(self.whole(stages) - shared, shared, self.largest, self.two).held(ranks)
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,10 @@ class WeightsWish:
 
 
 WHOLE = WeightsWish("whole", ModelBytes())
+
+
+def bytes_of(module: torch.nn.Module) -> int:
+    return stored_bytes([*module.parameters(), *module.buffers()])
 
 
 def gib(nbytes: int) -> str:

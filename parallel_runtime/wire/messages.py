@@ -51,9 +51,9 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Build a model. ``source`` is a tree: a factory to call, or a configuration and a state dict.
 
     Its tensors lie in the segment carried. ``stages``: how many blocks each stage of a pipeline
-    has; empty: as many each. ``weights``: whether a rank holds all of its blocks, its part of each,
-    or as much as ``budget`` bytes, the rest in the machine's memory. ``title``: the name by which
-    users know the model.
+    has; empty: as many each. ``weights``: whether a rank holds all of its blocks, its part of each
+    layer, or as much as ``budget`` bytes, the rest in the machine's memory. ``title``: the name by
+    which users know the model.
     """
 
     request: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -42,10 +42,20 @@ class Enqueued:
 
 class RequestHandler:
     """Carries out the requests of one rank, and holds its models. ``away``: the rank is on another
-    machine than ComfyUI, where files have times of their own.
+    machine than ComfyUI, where files have times of their own. ``joining``: entered where the rank
+    joins groups.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, memory: DeviceMemory, io: ArenaIO, away: bool, kernels: Kernels = TORCHS):
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        memory: DeviceMemory,
+        io: ArenaIO,
+        away: bool,
+        kernels: Kernels = TORCHS,
+        joining: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
         self.models: dict[str, ResidentModel] = {}
         self._mesh = mesh
         self._layout = Layout(**mesh.degrees)
@@ -53,6 +63,7 @@ class RequestHandler:
         self._memory = memory
         self._io = io
         self._away = away
+        self._joining = joining
         self._kernels = kernels
 
     def handle(self, request: Request, segments: list[Segment], rank: CountingRank) -> Done | Enqueued:
@@ -94,7 +105,8 @@ class RequestHandler:
             return
         self._mesh.sequence.use(1)  # weights are kept by group
         if request.weights == "sharded":
-            open_weights(self._mesh)
+            with self._joining():
+                open_weights(self._mesh)
         source = decode_tree(request.source, segments[0].tensor if segments else no_tensors)
         if "factory" in source:
             args = self._checked(source["args"], source["file"])

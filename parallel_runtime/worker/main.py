@@ -71,7 +71,8 @@ def run(channel: Channel) -> None:
     memory = DeviceMemory(device, start.rank, start.sharers)
     loop = RankLoop(channel, board, start.rank, memory)
     size = layout.world_size
-    with giving_way() if start.cores else contextlib.nullcontext():
+    joining = giving_way if start.cores else contextlib.nullcontext
+    with joining():
         if size > 1:
             if start.meeting is None:  # the store is a memfd too: each rank opens it through its own descriptor, nothing is left on disk
                 store = FileStore(f"/proc/self/fd/{store_fds[0]}", size)
@@ -92,7 +93,7 @@ def run(channel: Channel) -> None:
         )
     away = machines is not None and machines.away
     kernels = tried(device) if layout.ring > 1 else TORCHS  # elsewhere ComfyUI's own attention computes
-    handler = RequestHandler(mesh, device, memory, ArenaIO(arena, device, machines), away, kernels)
+    handler = RequestHandler(mesh, device, memory, ArenaIO(arena, device, machines), away, kernels, joining)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     kernel = usual(kernels, device) if layout.ring > 1 else ""
     channel.send(Ready(device_name=name, memory=memory.now(), kernel=kernel, refused_kernels=kernels.refused))

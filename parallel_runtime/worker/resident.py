@@ -20,8 +20,6 @@ from ..comfy_bridge.weight_patches import put_object, unpack_patches
 from ..comm.mesh import Mesh
 from ..errors import Refused
 from ..families import plan_or_whole
-from ..families.plan import TokenPlan
-from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
 from ..wire.messages import Load
 from ..wire.reserved import read_tree, write_tree
@@ -51,24 +49,22 @@ class ResidentModel:
         self.method = make_method(
             self.diffusion_model, plan, mesh, rank, load.stages, kernels
         )  # first, so that no weights of other stages' blocks are moved
-        self._weights = self._placed(plan, mesh, rank, load)
+        self._weights = self._placed(mesh, rank, load)
         self.nbytes = self._weights.nbytes  # once: every answer reports it
         if self._weights.turns is not None:
-            self._weights.turns.attach()  # first: a block has its weights before anything else happens to it
+            self._weights.turns.attach()  # first: a layer has its weights before anything else happens to it
         self.method.attach()
 
     @property
     def diffusion_model(self) -> torch.nn.Module:
         return self.patcher.model.diffusion_model
 
-    def _placed(self, plan: TokenPlan, mesh: Mesh, rank: CountingRank, load: Load) -> DeviceWeights | ShardedWeights | OffloadedWeights:
+    def _placed(self, mesh: Mesh, rank: CountingRank, load: Load) -> DeviceWeights | ShardedWeights | OffloadedWeights:
         """Brings the weights to where the request wants them."""
         model, gather = self.diffusion_model, mesh.sequence.weights
         on_progress = counted(rank, stored_bytes(model.parameters()))
         if load.weights == "sharded" and gather is not None:
-            blocks = [container[index] for container, index, _ in blocks_of(model, plan)]
-            own = [block for block in blocks if not hasattr(block, "stands_for")]
-            return ShardedWeights(model, own, self.device, gather, on_progress)
+            return ShardedWeights(model, self.device, gather, on_progress)
         if load.weights == "offloaded":
             return OffloadedWeights(self.patcher, self.device, load.budget, on_progress)
         return DeviceWeights(model, self.device, on_progress)
@@ -153,7 +149,10 @@ class ResidentModel:
             arguments = {**arguments, "transformer_options": restored(arguments["transformer_options"], self._in_block)}
         forward = getattr(self.diffusion_model, forward_name(self.diffusion_model))
         try:
-            return self.method.evaluate(forward, arguments, number)
+            output = self.method.evaluate(forward, arguments, number)
+            if self._weights.turns is not None:
+                self._weights.turns.learn()
+            return output
         finally:
             if self._weights.turns is not None:
                 self._weights.turns.end_evaluation()

@@ -1,0 +1,143 @@
+"""One rank's part of a layer's weights: an equal part of its bytes.
+
+Read: comfy/ops.py (forward reads ``module.weight``), comfy/quant_ops.py @ ComfyUI 0.30.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .device_weights import settled_as
+from .quantised import put_together, taken_apart
+from .shared_layers import Layer
+
+ALIGNED = 64  # bytes: where the next tensor begins, and the next rank's part
+
+
+class Place(NamedTuple):
+    """Where one stored tensor lies in its layer's bytes."""
+
+    at: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The tensor, as a view of all bytes."""
+        return whole[self.at : self.at + self.nbytes].view(self.dtype).view(self.shape)
+
+
+class ShardedParameter:
+    """One parameter of a layer. ``loaded``: as the loader made it, on the file's pages or in shared
+    memory, in the loader's dtype.
+    """
+
+    def __init__(self, module: torch.nn.Module, attribute: str, loaded: torch.nn.Parameter):
+        self.module = module
+        self.attribute = attribute
+        self.loaded = loaded
+        self.tree: Any = None  # of Places
+        self.instead: torch.nn.Parameter | None = None  # held whole: it was replaced by one of another size
+        self.placeholder = loaded
+
+    def settled(self) -> torch.nn.Parameter:
+        return settled_as(self.module, self.attribute, self.loaded)
+
+    def put(self, parameter: torch.nn.Parameter) -> None:
+        self.module._parameters[self.attribute] = parameter
+
+    def put_away(self) -> None:
+        """Leaves a parameter of the same kind without content, so that what only asks for a dtype,
+        a shape or a device has an answer. Numbers in it are NaN.
+        """
+        self.put(self.placeholder if self.instead is None else self.instead)
+
+
+def tensors_of(tree: Any) -> dict[str, Any]:
+    return tree["tensors"] if isinstance(tree, dict) else {"": tree}
+
+
+def with_tensors(tree: Any, tensors: dict[str, Any]) -> Any:
+    return {**tree, "tensors": tensors} if isinstance(tree, dict) else tensors[""]
+
+
+class ShardedLayer:
+    """The parameters of one layer and this rank's part of their bytes."""
+
+    def __init__(self, layer: Layer, rank: int, size: int, part_on: torch.device, device: torch.device):
+        self.module = layer.module
+        self.parameters = {name: ShardedParameter(layer.module, name, one) for name, one in layer.parameters.items()}
+        self._rank = rank
+        self._views: dict[int, list[torch.nn.Parameter]] = {}
+        at = 0
+        for one in self.parameters.values():
+            tree = taken_apart(one.settled())
+            places = {}
+            for name, tensor in tensors_of(tree).items():
+                places[name] = Place(at, tensor.shape, tensor.dtype)
+                at += aligned(places[name].nbytes)
+            one.tree = with_tensors(tree, places)
+            empty = with_tensors(tree, {name: without_content(tensor, device) for name, tensor in tensors_of(tree).items()})
+            one.placeholder = torch.nn.Parameter(put_together(empty, one.loaded), requires_grad=False)
+        count = aligned(-(-at // size))
+        self.part = torch.empty(count, dtype=torch.uint8, device=part_on, pin_memory=part_on.type == "cpu" and device.type == "cuda")
+        self.nbytes = size * count
+
+    def write(self, one: ShardedParameter, weight: Any) -> bool:
+        """Stores this rank's part of a parameter. False where it is of another size than the one
+        that was loaded.
+        """
+        old, new = tensors_of(one.tree), tensors_of(weight)
+        if {name: (place.shape, place.dtype) for name, place in old.items()} != {
+            name: (tensor.shape, tensor.dtype) for name, tensor in new.items()
+        }:
+            return False
+        for name, place in old.items():
+            self._write(place, new[name])
+        one.tree = with_tensors(weight, old)
+        self._views.clear()
+        return True
+
+    def _write(self, place: Place, tensor: torch.Tensor) -> None:
+        first = self._rank * self.part.numel()
+        begin, end = max(place.at, first), min(place.at + place.nbytes, first + self.part.numel())
+        if begin < end:
+            content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            self.part[begin - first : end - first].copy_(content[begin - place.at : end - place.at])
+
+    def put(self, end: int, whole: torch.Tensor) -> None:
+        """Gives every parameter its content: views of ``whole``, in which all bytes are. They are
+        made once for each ``end`` of the memory that it is in.
+        """
+        if end not in self._views:
+            self._views[end] = [self._view(one, whole) for one in self.parameters.values()]
+        for one, view in zip(self.parameters.values(), self._views[end], strict=True):
+            one.put(view)
+
+    def _view(self, one: ShardedParameter, whole: torch.Tensor) -> torch.nn.Parameter:
+        if one.instead is not None:
+            return one.instead
+        tree = with_tensors(one.tree, {name: place.of(whole) for name, place in tensors_of(one.tree).items()})
+        return torch.nn.Parameter(put_together(tree, one.loaded), requires_grad=False)
+
+    def put_away(self) -> None:
+        for one in self.parameters.values():
+            one.put_away()
+
+    def forget_views(self) -> None:
+        self._views.clear()
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+def without_content(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the same shape and dtype that takes next to no memory."""
+    fill = float("nan") if tensor.dtype.is_floating_point else 0
+    return torch.full((), fill, dtype=torch.float32, device=device).to(tensor.dtype).expand(tensor.shape)

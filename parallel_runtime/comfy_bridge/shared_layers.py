@@ -1,0 +1,90 @@
+"""Choose the layers of a model whose weights ranks share out: its linear layers, which hold nearly
+all bytes of a transformer, and whose weights nothing but their own forward reads.
+
+Read: comfy/ops.py (Linear, mixed_precision_ops) @ ComfyUI 0.30.0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .quantised import is_quantised, stored_bytes
+
+TOGETHER = 1.14  # of one model's bytes: what its ranks hold together
+LEFT_WHOLE = 1000  # the smallest layers stay whole, while they are together one part in so many
+
+
+class Layer(NamedTuple):
+    """A layer and the parameters of its own that parts can be made of, by their names in it."""
+
+    path: str
+    module: torch.nn.Module
+    parameters: Mapping[str, torch.nn.Parameter]
+
+    @property
+    def nbytes(self) -> int:
+        return stored_bytes(self.parameters.values())
+
+
+def shared_layers(model: torch.nn.Module) -> list[Layer]:
+    """Returns the layers of ``model`` that are shared out, in its own order."""
+    layers = list(linear_layers(model))
+    least = least_shared([layer.nbytes for layer in layers])
+    return [layer for layer in layers if layer.nbytes >= least]
+
+
+def linear_layers(model: torch.nn.Module) -> Iterator[Layer]:
+    """Not those whose weights another module has as well, nor weights that are numbers to nobody
+    but their own operations.
+    """
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    for path, module in model.named_modules():
+        if hasattr(module, "in_features"):
+            own = {name: one for name, one in module.named_parameters(recurse=False) if is_number(one) and uses[id(one)] == 1}
+            if own:
+                yield Layer(path, module, own)
+
+
+def is_number(parameter: torch.nn.Parameter) -> bool:
+    return type(parameter) in (torch.nn.Parameter, FakeTensor) or is_quantised(parameter)
+
+
+def least_shared(sizes: Sequence[int]) -> int:
+    """Returns the bytes of the smallest layer that is worth a message of its own."""
+    together = 0
+    for size in sorted(sizes):
+        together += size
+        if together > sum(sizes) // LEFT_WHOLE:
+            return size
+    return 0
+
+
+class Sharing(NamedTuple):
+    """Bytes of weights: ``whole`` on every rank; ``shared`` out in layers, of which the ``largest``
+    one and the largest ``two`` are so large.
+    """
+
+    whole: int
+    shared: int
+    largest: int
+    two: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], whole: int) -> Sharing:
+        return cls(whole, sum(sizes), max(sizes, default=0), sum(sorted(sizes)[-2:]))
+
+    def room(self, ranks: int) -> int:
+        """Returns the bytes in which layers have their weights while they compute: one at least,
+        and the next, where the ranks then hold no more than ``TOGETHER``.
+        """
+        left = (TOGETHER * (self.whole + self.shared) - self.shared) / ranks - self.whole
+        return min(self.two, max(self.largest, int(left)))
+
+    def held(self, ranks: int) -> int:
+        """Returns the bytes that each of so many ranks holds."""
+        return self.whole + self.shared // ranks + (self.room(ranks) if ranks > 1 else 0)

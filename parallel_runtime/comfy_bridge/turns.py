@@ -1,0 +1,127 @@
+"""Give each layer its weights while it computes; those of the next one are on their way meanwhile.
+
+All ranks compute the same layers in the same order. The first evaluation that succeeds, which it
+does on all ranks or on none, shows which layer follows which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..comm.shard_gather import ShardGather
+from .layer_parts import ShardedLayer
+
+NONE = -1
+
+
+class Room:
+    """The memory that weights arrive in, and that is computed with: a layer lies at one end of it,
+    the one that follows at the other, if it has room there. ``via_cpu``: they arrive in the
+    machine's memory.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, via_cpu: bool):
+        self.nbytes = nbytes
+        self._here = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._arriving = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if via_cpu else self._here
+
+    def place(self, end: int, nbytes: int) -> torch.Tensor:
+        """Returns where weights of so many bytes arrive."""
+        return self._arriving[self._span(end, nbytes)]
+
+    def arrived(self, end: int, nbytes: int) -> None:
+        """Brings weights that have arrived to where they are computed with."""
+        if self._arriving is not self._here:
+            self.content(end, nbytes).copy_(self.place(end, nbytes))
+
+    def content(self, end: int, nbytes: int) -> torch.Tensor:
+        return self._here[self._span(end, nbytes)]
+
+    def _span(self, end: int, nbytes: int) -> slice:
+        return slice(self.nbytes - nbytes, self.nbytes) if end else slice(nbytes)
+
+
+class Turns:
+    """Gives each of ``layers`` its weights in its turn, in ``room_bytes`` of memory."""
+
+    def __init__(self, layers: Sequence[ShardedLayer], gather: ShardGather, device: torch.device, room_bytes: int):
+        self.room_bytes = room_bytes
+        self._layers = layers
+        self._gather = gather
+        self._device = device
+        self._room: Room | None = None
+        self._follows: dict[tuple[int, int], int] = {}  # after a layer and the one before it
+        self._seen: list[int] = [NONE]  # the layers of this evaluation, as far as it has come
+        self._at = [NONE, NONE]  # the layer at each end of the room
+        self._end = 0  # where the layer at hand lies
+        self._coming = NONE  # the end at which weights have not arrived
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """A compiled block is cut here: what ranks do together is no part of a graph."""
+        for index, layer in enumerate(self._layers):
+            enter: Any = torch.compiler.disable(lambda *_, index=index: self._enter(index))
+            leave: Any = torch.compiler.disable(lambda *_, layer=layer: layer.put_away())
+            self._handles.append(layer.module.register_forward_pre_hook(enter))
+            self._handles.append(layer.module.register_forward_hook(leave))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, index: int) -> None:
+        """Puts the layer's weights in place, and sends for those of the next one."""
+        if self._room is None:
+            self._room = Room(self.room_bytes, self._device, self._gather.via_cpu and self._device.type != "cpu")
+        layer = self._layers[index]
+        if index not in self._at:
+            self._send_for(index)
+        self._end = self._at.index(index)
+        self._gather.wait()
+        if self._coming != NONE:
+            self._room.arrived(self._coming, self._layers[self._at[self._coming]].nbytes)
+            self._coming = NONE
+        layer.put(self._end, self._room.content(self._end, layer.nbytes))
+        self._seen.append(index)
+        following = self._follows.get((self._seen[-2], index), NONE)
+        if following != NONE and following not in self._at and self._fit(index, following):
+            self._send_for(following)
+
+    def _fit(self, one: int, other: int) -> bool:
+        return self._layers[one].nbytes + self._layers[other].nbytes <= self.room_bytes
+
+    def _send_for(self, index: int) -> None:
+        """Starts to gather a layer's weights at the end that is not computed with."""
+        assert self._room is not None
+        end = 1 - self._end
+        self._at[end] = self._coming = NONE
+        if self._at[self._end] != NONE and not self._fit(self._at[self._end], index):
+            self._at[self._end] = NONE  # it has computed, and is overwritten
+        self._gather.start(index, self._layers[index].part, self._room.place(end, self._layers[index].nbytes))
+        self._at[end], self._coming = index, end
+
+    def learn(self) -> None:
+        """Notes the order of an evaluation that succeeded. Only of the first: where one rank alone
+        fails later, all must still send for the same.
+        """
+        if not self._follows:
+            self._follows = {(before, here): after for (before, here), (_, after) in pairwise(pairwise(self._seen))}
+
+    def end_evaluation(self) -> None:
+        """Puts away what an evaluation that ended early left in place."""
+        self._gather.wait()
+        self._at, self._coming, self._seen = [NONE, NONE], NONE, [NONE]
+        for layer in self._layers:
+            layer.put_away()
+
+    def end_run(self) -> None:
+        """Frees the memory in which weights arrive."""
+        self.end_evaluation()
+        self._room = None
+        for layer in self._layers:
+            layer.forget_views()

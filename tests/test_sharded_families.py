@@ -1,0 +1,98 @@
+"""Every family's models with their weights shared out compute what they do with them whole, to the
+last bit: all ranks in one process, each a ResidentModel of its own.
+"""
+
+import inspect
+import itertools
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
+from pipemesh.parallel_runtime.comfy_bridge.weight_patches import pack_patches
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.worker.resident import ResidentModel
+
+from .collectives import World
+from .conftest import ALL
+from .test_collectives import Rank
+from .test_quantised import SAMPLE_OF, loaded, sampled, with_lora, written
+
+__all__ = ["written"]  # a fixture
+CPU = torch.device("cpu")
+LAYOUTS = {"2": Layout(ulysses=2), "3": Layout(ring=3), "4": Layout(ulysses=2, ring=2), "stages": Layout(ulysses=2, pipefusion=2)}
+PRODUCT = list(itertools.product(SAMPLE_OF, ("", "fp8_scaled"), LAYOUTS))
+WITH_FILE = [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None]
+
+
+def cover():
+    """Formats and layouts in turn, over families that have files."""
+    turns = zip(itertools.cycle(WITH_FILE), ("", "fp8_scaled", "fp8_scaled", ""), LAYOUTS, strict=False)
+    return list(turns)
+
+
+def asked(path, family):
+    """The arguments of the first evaluation of each branch, as stock calls the model."""
+    model = loaded(path)
+    transformer, calls = model.model.diffusion_model, []
+    own = getattr(transformer, forward_name(transformer))
+    signature = inspect.signature(own)
+
+    def forward(*args, **kwargs):
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+        calls.append(arguments | arguments.pop("kwargs", {}))
+        return own(*args, **kwargs)
+
+    setattr(transformer, forward_name(transformer), forward)
+    sampled(model, family)
+    return [{**one, "transformer_options": {"cond_or_uncond": [0]}} for one in calls[:2]]
+
+
+def tensors_of(out):
+    return out if isinstance(out, (list, tuple)) else [out]
+
+
+def computed(monkeypatch, layout, weights, path, calls, patches):
+    """(rank, evaluation) -> outputs: under a LoRA twice, so that the order of layers is known, then
+    without it; and the residents.
+    """
+    world, outputs, residents = World(layout, "gloo", monkeypatch), {}, {}
+
+    def work(mesh, _run):
+        if weights == "sharded":
+            mesh.sequence.share_weights(mesh.sequence.world.group)
+        requests = [Part(run, branch) for run in (1, 1, 2) for branch in range(len(calls))]
+        rank = Rank(requests, ahead=False)
+        load = SimpleNamespace(stages=(), weights=weights, budget=0)
+        resident = residents[mesh.rank] = ResidentModel(loaded(path), CPU, mesh, rank, load)
+        resident.patch("lora", pack_patches(patches), {}, None, None)
+        for rank.at, part in enumerate(requests):
+            if rank.at == 2 * len(calls):
+                resident.patch("", {}, {}, None, None)
+            resident.method.begin(part)
+            out = resident.evaluate(dict(calls[part.branch]), rank.at + 1)
+            outputs[mesh.rank, rank.at] = None if out is None else torch.cat([one.flatten() for one in tensors_of(out)])
+        resident.end_run()
+
+    with torch.inference_mode():
+        world.run(work, Random(7).choice)
+    return outputs, residents
+
+
+@pytest.mark.parametrize(("family", "form", "ranks"), PRODUCT if ALL else cover())
+def test_a_family_computes_the_same_with_its_weights_shared_out(written, monkeypatch, family, form, ranks):
+    path, layout = written(family, form), LAYOUTS[ranks]
+    calls = asked(path, family)
+    patches = with_lora(loaded(path), written(family, "lora"), True).patches
+    with monkeypatch.context() as patch:
+        truth, _ = computed(patch, layout, "whole", path, calls, patches)
+    with monkeypatch.context() as patch:
+        ours, residents = computed(patch, layout, "sharded", path, calls, patches)
+    written_by = [key for key, out in truth.items() if out is not None and key[0] == layout.writer]
+    assert len(written_by) == 3 * len(calls)
+    assert not torch.equal(truth[written_by[0]], truth[written_by[-len(calls)]]), "the LoRA does nothing"
+    for key in truth:
+        assert (truth[key] is None and ours[key] is None) or torch.equal(truth[key], ours[key]), key
+    assert all(resident._weights.turns._follows for resident in residents.values())
