@@ -10,6 +10,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.comfy_bridge.offloaded_weights import OffloadedWeights
 from pipemesh.parallel_runtime.comfy_bridge.quantised import stored_tensors
 from pipemesh.parallel_runtime.families import PLAIN
+from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, ModelBytes, WeightsWish
 from pipemesh.parallel_runtime.wire.messages import Memory
 
@@ -68,8 +69,8 @@ def test_offloaded_weights_are_stocks(files, clients, lora, monkeypatch):
 def half_of(real, stock):
     nbytes = sum(parameter.nbytes for parameter in stock.model.diffusion_model.parameters())
 
-    def kept_in(self, names, stages, memory, groups):
-        return real(self, names, stages, [Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0) for _ in memory])
+    def kept_in(self, names, layout, memory):
+        return real(self, names, layout, [Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0) for _ in memory])
 
     return kept_in
 
@@ -106,37 +107,35 @@ def test_a_budget_is_never_passed(written, form, part):
 
 
 GIB = 1 << 30
+ALONE = "no other rank has the same blocks: raise ulysses or ring to share weights out"
 FLUX = ModelBytes(around=GIB, blocks=23 * GIB, shared_blocks=23 * GIB, largest=GIB, two=2 * GIB)
 
 
-def asked(asked="auto", free=80, ranks=2, stages=1, held=0, names=None, size=FLUX):
-    names = names or [f"cuda:{rank}" for rank in range(ranks * stages)]
+def asked(asked="auto", free=80, ranks=2, stages=1, held=0, names=None, size=FLUX, **groups):
+    layout = Layout(ulysses=ranks, pipefusion=stages, **groups)
+    names = names or [f"cuda:{rank}" for rank in range(layout.world_size)]
     memory = [Memory(int(free * GIB), 96 * GIB, int(held * GIB)) for _ in names]
-    return WeightsWish(asked, size).kept_in(names, stages, memory)
-
-
-def test_ranks_of_other_groups_hold_no_parts():
-    memory = [Memory(8 << 30, 8 << 30, 0)] * 2
-    assert WeightsWish("sharded", ModelBytes(8, 6, 2)).kept_in(("cuda:0", "cuda:1"), 1, memory, groups=2).kept == "whole"
-    assert WeightsWish("sharded", ModelBytes(8, 6, 2)).kept_in(("cuda:0", "cuda:1"), 1, memory).kept == "sharded"
+    return WeightsWish(asked, size).kept_in(names, layout, memory)
 
 
 @pytest.mark.parametrize(
     ("request_", "kept", "why"),
     [
         ({}, "whole", "each rank needs 24.0 GiB, and 78.5 GiB are free"),
-        ({"free": 24}, "sharded", "each rank needs 14.5 GiB, and 22.5 GiB are free"),
+        ({"free": 24}, "sharded", "each rank needs 13.7 GiB, and 22.5 GiB are free"),
         ({"free": 14, "held": 20}, "whole", "each rank needs 24.0 GiB, and 32.5 GiB are free without other models"),
-        ({"free": 14, "held": 4}, "sharded", "each rank needs 14.5 GiB, and 16.5 GiB are free without other models"),
-        ({"free": 10}, "offloaded", "each rank needs 14.5 GiB of weights, and 8.5 GiB are free"),
+        ({"free": 14, "held": 4}, "sharded", "each rank needs 13.7 GiB, and 16.5 GiB are free without other models"),
+        ({"free": 10}, "offloaded", "each rank needs 13.7 GiB of weights, and 8.5 GiB are free"),
         ({"free": 24, "ranks": 1}, "offloaded", "each rank needs 24.0 GiB of weights, and 22.5 GiB are free"),
         ({"free": 24, "ranks": 1, "stages": 2}, "whole", "each rank needs 12.5 GiB, and 22.5 GiB are free"),
-        ({"free": 40, "names": ["cuda:0", "cuda:0"]}, "sharded", "each rank needs 14.5 GiB, and 18.5 GiB are free"),
+        ({"free": 40, "names": ["cuda:0", "cuda:0"]}, "sharded", "each rank needs 13.7 GiB, and 18.5 GiB are free"),
         ({"free": 0, "names": ["cpu", "cpu"]}, "whole", "ranks on the CPU map the checkpoint, one copy for all"),
         ({"asked": "sharded"}, "sharded", "as asked for"),
+        ({"asked": "sharded", "ranks": 1, "cfg": 2}, "whole", ALONE),
+        ({"free": 24, "ranks": 1, "cfg": 2}, "offloaded", "each rank needs 24.0 GiB of weights, and 22.5 GiB are free"),
         ({"asked": "whole", "free": 1}, "whole", "as asked for"),
         ({"asked": "offloaded", "free": 11.5}, "offloaded", "as asked for"),
-        ({"asked": "sharded", "ranks": 1}, "whole", "no other rank has the same blocks: raise ulysses or ring to share weights out"),
+        ({"asked": "sharded", "ranks": 1}, "whole", ALONE),
     ],
 )
 def test_the_first_way_that_fits_is_taken_and_says_why(request_, kept, why):

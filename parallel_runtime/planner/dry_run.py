@@ -7,7 +7,6 @@ torch's fake process group takes their messages.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -111,6 +110,7 @@ class DryModel:
                     if kept == "sharded" and mesh.sequence.weights is not None:
                         turns = ShardedWeights(model.diffusion_model, DEVICE, mesh.sequence.weights, lambda nbytes: None).turns
                         turns.attach()
+                        held = figures.live
                     method.attach()
                     for idle.at, part in enumerate(parts):
                         if idle.at == 1:
@@ -125,9 +125,8 @@ class DryModel:
                             turns.end_evaluation()
                     kept_bytes = figures.live
                     if turns is not None:
-                        method.end_run()
-                        gc.collect()  # of what holds itself, this frees tensors
-                        held = figures.live
+                        turns.end_run()
+                        held += kept_bytes - figures.live
             finally:
                 method.detach()
                 if turns is not None:

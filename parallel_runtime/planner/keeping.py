@@ -14,6 +14,7 @@ import torch
 from ..comfy_bridge.quantised import stored_bytes
 from ..comfy_bridge.shared_layers import Sharing, shared_layers
 from ..families import plan_or_whole
+from ..layout import Layout
 
 Kept = Literal["whole", "sharded", "offloaded"]
 ASKED = ("auto", "whole", "sharded", "offloaded")
@@ -82,13 +83,13 @@ class WeightsWish:
     def depends_on_room(self) -> bool:
         return self.asked in ("auto", "offloaded")
 
-    def kept_in(self, names: Sequence[str], stages: int, memory: Sequence[Any], groups: int = 1) -> Keeping:
+    def kept_in(self, names: Sequence[str], layout: Layout, memory: Sequence[Any]) -> Keeping:
         """Takes what is asked for; for ``auto`` the first that fits beside other models, then in
         their place. ``names``: each rank's device; ``memory`` of each, as it is now.
 
         Ranks on one device share what is free there. Ranks of one of ``groups`` share weights out.
         """
-        sharers, ranks = Counter(names), len(names) // stages // groups
+        sharers, stages, ranks = Counter(names), layout.pipefusion, layout.ulysses * layout.ring
         if self.asked == "sharded" and ranks == 1:
             return Keeping("whole", "no other rank has the same blocks: raise ulysses or ring to share weights out")
         if not self.depends_on_room:
