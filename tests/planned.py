@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pipemesh.parallel_runtime.planner.box import Box, Device, Level
 from pipemesh.parallel_runtime.planner.expected import attention_flops
-from pipemesh.parallel_runtime.planner.figures import Attended, Whole
+from pipemesh.parallel_runtime.planner.figures import Attended, Shareable, Whole
 
 SAVED = Path(__file__).parent / "saved" / "counts.json"
-LISTS = ("block_weight_bytes", "block_shared_bytes", "block_flops", "attended_by_block")
+LISTS = ("block_weight_bytes", "block_flops", "attended_by_block")
 
 
 def saved() -> dict:
@@ -19,9 +19,14 @@ def saved() -> dict:
 def counts(name: str) -> Whole:
     """Of ``saved``, where runs of equal blocks are written as (how many, what)."""
     found = saved()[name]["whole"]
-    lists = {key: list(chain.from_iterable(repeat(one, many) for many, one in found[key])) for key in LISTS}
+    lists = {key: unrolled(found[key]) for key in LISTS}
     attended = [[Attended(*one) for one in block] for block in lists.pop("attended_by_block")]
-    return Whole(**{**found, **lists, "attended_by_block": attended})
+    shareable = Shareable(**{**found["shareable"], "blocks": unrolled(found["shareable"]["blocks"])})
+    return Whole(**{**found, **lists, "attended_by_block": attended, "shareable": shareable})
+
+
+def unrolled(runs: list) -> list:
+    return list(chain.from_iterable(repeat(one, many) for many, one in runs))
 
 
 def attention_alone(tokens: int, heads: int = 32, head_dim: int = 128) -> Whole:
@@ -35,9 +40,7 @@ def attention_alone(tokens: int, heads: int = 32, head_dim: int = 128) -> Whole:
         attended_by_block=[[one]],
         tokens={"img": tokens},
         hidden=heads * head_dim,
-        block_shared_bytes=[0],
-        around_shared_bytes=0,
-        largest_layers=(0, 0),
+        shareable=Shareable([0], 0, 0, 0),
     )
 
 

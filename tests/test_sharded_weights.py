@@ -33,9 +33,11 @@ def sharded(model, mesh):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """layout, backend, requests -> what each rank says of its evaluations."""
+    """layout, backend, requests -> what each rank says of its evaluations. ``widths``: how many
+    groups share each, one by default; ``asked``: whether a rank is asked for it.
+    """
 
-    def run(layout, backend, requests, fails=lambda rank, at: False):
+    def run(layout, backend, requests, fails=lambda rank, at: False, widths=(), asked=lambda rank, at: True):
         world, outputs, weights_of = World(layout, backend, monkeypatch), {}, {}
 
         def work(mesh, run):
@@ -47,6 +49,9 @@ def computed(monkeypatch):
             weights.turns.attach()
             method.attach()
             for rank.at, part in enumerate(requests):
+                if not asked(mesh.rank, rank.at):
+                    continue
+                mesh.sequence.use(widths[rank.at] if widths else 1)
                 method.begin(part)
                 try:
                     outputs[mesh.rank, rank.at] = method.evaluate(model, CONDS[part.branch], rank.at + 1)
@@ -116,6 +121,21 @@ def test_a_rank_that_fails_still_gives_its_part_of_the_weights(computed, layout,
     outputs, _ = computed(layout, backend, requests, fails=lambda rank, at: rank == 1 and at in (0, 2))
     assert outputs[1, 0] is outputs[1, 2] is ZeroDivisionError
     assert torch.allclose(outputs[layout.writer, 3], truth(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_groups_that_share_a_sequence_are_in_step_whichever_has_learned_more(computed, backend):
+    """A rank fails, one group goes on alone, then both again."""
+    outputs, _ = computed(
+        Layout(ulysses=2, cfg=2),
+        backend,
+        [Part(1, 0)] * 5,
+        fails=lambda rank, at: rank == 1 and at in (0, 3),
+        widths=(2, 1, 2, 2, 2),
+        asked=lambda rank, at: at != 1 or rank < 2,
+    )
+    assert outputs[1, 0] is outputs[1, 3] is ZeroDivisionError
+    assert all(torch.allclose(outputs[0, at], truth(0), atol=1e-5) for at in (1, 2, 4))
 
 
 # -- one rank's part

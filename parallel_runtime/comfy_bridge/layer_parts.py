@@ -1,6 +1,7 @@
 """One rank's part of a layer's weights: an equal part of its bytes.
 
-Read: comfy/ops.py (forward reads ``module.weight``), comfy/quant_ops.py @ ComfyUI 0.30.0.
+Read: comfy/ops.py (forward reads ``module.weight``), comfy/quant_ops.py @ ComfyUI 0.30.0;
+aten/src/ATen/cuda/CUDABlas.cpp (_getAlignment) @ torch 2.11.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from .device_weights import settled_as
 from .quantised import put_together, taken_apart
 from .shared_layers import Layer
 
-ALIGNED = 64  # bytes: where the next tensor begins, and the next rank's part
+ALIGNED = 256  # bytes: where the next tensor begins, and the next rank's part; by this torch chooses among CUDA's kernels
 
 
 class Place(NamedTuple):

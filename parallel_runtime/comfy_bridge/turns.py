@@ -6,7 +6,7 @@ does on all ranks or on none, shows which layer follows which.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -45,6 +45,34 @@ class Room:
         return slice(self.nbytes - nbytes, self.nbytes) if end else slice(nbytes)
 
 
+class Order:
+    """Which layer follows which. ``within``: the sequence that computes an evaluation, all of whose
+    ranks learn of the same ones.
+    """
+
+    def __init__(self) -> None:
+        self._follows: dict[Hashable, dict[tuple[int, int], int]] = {}  # after a layer and the one before it
+        self._seen: list[int] = [NONE]  # the layers of this evaluation, as far as it has come
+
+    def following(self, index: int, within: Hashable) -> int:
+        """Notes that a layer's turn has come, and returns the next; NONE where it is not known."""
+        self._seen.append(index)
+        return self._follows.get(within, {}).get((self._seen[-2], index), NONE)
+
+    def learn(self, within: Hashable) -> None:
+        """Notes the order of an evaluation that succeeded. Only of the first: where one rank alone
+        fails later, all must still send for the same.
+        """
+        if within not in self._follows:
+            self._follows[within] = {(before, here): after for (before, here), (_, after) in pairwise(pairwise(self._seen))}
+
+    def is_known(self, within: Hashable) -> bool:
+        return within in self._follows
+
+    def end_evaluation(self) -> None:
+        self._seen = [NONE]
+
+
 class Turns:
     """Gives each of ``layers`` its weights in its turn, in ``room_bytes`` of memory."""
 
@@ -54,8 +82,7 @@ class Turns:
         self._gather = gather
         self._device = device
         self._room: Room | None = None
-        self._follows: dict[tuple[int, int], int] = {}  # after a layer and the one before it
-        self._seen: list[int] = [NONE]  # the layers of this evaluation, as far as it has come
+        self._order = Order()
         self._at = [NONE, NONE]  # the layer at each end of the room
         self._end = 0  # where the layer at hand lies
         self._coming = NONE  # the end at which weights have not arrived
@@ -87,8 +114,7 @@ class Turns:
             self._room.arrived(self._coming, self._layers[self._at[self._coming]].nbytes)
             self._coming = NONE
         layer.put(self._end, self._room.content(self._end, layer.nbytes))
-        self._seen.append(index)
-        following = self._follows.get((self._seen[-2], index), NONE)
+        following = self._order.following(index, self._gather.in_step)
         if following != NONE and following not in self._at and self._fit(index, following):
             self._send_for(following)
 
@@ -106,16 +132,19 @@ class Turns:
         self._at[end], self._coming = index, end
 
     def learn(self) -> None:
-        """Notes the order of an evaluation that succeeded. Only of the first: where one rank alone
-        fails later, all must still send for the same.
-        """
-        if not self._follows:
-            self._follows = {(before, here): after for (before, here), (_, after) in pairwise(pairwise(self._seen))}
+        """Notes that the evaluation succeeded."""
+        self._order.learn(self._gather.in_step)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the next layer's weights are sent for while one computes."""
+        return self._order.is_known(self._gather.in_step)
 
     def end_evaluation(self) -> None:
         """Puts away what an evaluation that ended early left in place."""
         self._gather.wait()
-        self._at, self._coming, self._seen = [NONE, NONE], NONE, [NONE]
+        self._at, self._coming = [NONE, NONE], NONE
+        self._order.end_evaluation()
         for layer in self._layers:
             layer.put_away()
 

@@ -84,6 +84,8 @@ class SequenceComm:
         All of these ranks must call it.
         """
         self.ulysses, self.ring, self.world, self.in_step = self._by_width[width]
+        if self.weights is not None:
+            self.weights.in_step = self.in_step
 
     @property
     def rank(self) -> int:

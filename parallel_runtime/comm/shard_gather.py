@@ -19,7 +19,8 @@ class ShardGather:
     """Gathers among the ranks of ``group``, all of which must start the same gathers in the same
     order. ``rank`` is within the group.
 
-    ``via_cpu``: messages go through CPU memory, where the parts have to lie then.
+    ``via_cpu``: messages go through CPU memory, where the parts have to lie then. ``in_step``: of
+    the sequence that computes the evaluation, which may be longer than the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool, in_step: InStep):
@@ -27,7 +28,7 @@ class ShardGather:
         self.size = size
         self.via_cpu = via_cpu
         self._group = group
-        self._in_step = in_step
+        self.in_step = in_step
         self._works: list[dist.Work] = []
         self.seconds = 0.0
         self.sent_bytes = 0
@@ -41,9 +42,9 @@ class ShardGather:
         Both must stay as they are until ``wait``. ``name``: the same on all ranks. Raises Stopped
         where a rank has failed.
         """
-        self._in_step.enter(Step(("weights", name, part.numel()), lambda _wish: self._start(part, whole)))
+        self.in_step.enter(Step(("weights", name, part.numel()), lambda _wish: self._start(part, whole)))
         self._start(part, whole)
-        self._in_step.leave_with(None)
+        self.in_step.leave_with(None)
 
     def _start(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         self.wait()

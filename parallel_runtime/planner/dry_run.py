@@ -30,7 +30,7 @@ from ..methods.shards import Rows
 from ..patches import Part, TokenGrid
 from ..stages import Stage, share_out
 from .dry_device import DEVICE, Counts, dry_device
-from .figures import Attended, RankFigures, Whole
+from .figures import Attended, RankFigures, Shareable, Whole
 from .quick_fake import QuickFakeMode
 
 TURN = 128  # numbers of requests are multiples: messages have them modulo this, and the device's values are 0
@@ -74,8 +74,6 @@ class DryModel:
                 self._forward(self._model)(**hooks.arguments(self._arguments))
             finally:
                 hooks.detach()
-        in_blocks, layers = [f"{group.path}.{index}." for _, index, group in blocks_of(transformer, self.plan)], shared_layers(transformer)
-        block_shared = [sum(layer.nbytes for layer in layers if layer.path.startswith(prefix)) for prefix in in_blocks]
         block_flops = [after - before for before, after in pairwise([*recorder.marks, recorder.left or figures.flops])]
         return Whole(
             weight_bytes=nbytes(weights_of(self._model)),
@@ -86,9 +84,7 @@ class DryModel:
             attended_by_block=recorder.attended,
             tokens=recorder.tokens,
             hidden=self.released.size.hidden,
-            block_shared_bytes=block_shared,
-            around_shared_bytes=sum(layer.nbytes for layer in layers) - sum(block_shared),
-            largest_layers=Sharing.of([layer.nbytes for layer in layers], 0)[-2:],
+            shareable=shareable(transformer, self.plan),
         )
 
     def rank(self, layout: Layout, rank: int, whole: Whole, patches: int = 0, kept: Literal["whole", "sharded"] = "whole") -> RankFigures:
@@ -125,8 +121,10 @@ class DryModel:
                             turns.end_evaluation()
                     kept_bytes = figures.live
                     if turns is not None:
+                        mesh.sequence.free_buffers()
+                        without_room = figures.live
                         turns.end_run()
-                        held += kept_bytes - figures.live
+                        held += without_room - figures.live
             finally:
                 method.detach()
                 if turns is not None:
@@ -268,6 +266,14 @@ def weights_of(model: Any) -> tuple[torch.Tensor, ...]:
 def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the memory of tensors, of which some may stand for more than they hold."""
     return sum({storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
+
+
+def shareable(transformer: torch.nn.Module, plan: TokenPlan) -> Shareable:
+    layers = shared_layers(transformer)
+    paths = [f"{group.path}.{index}." for _, index, group in blocks_of(transformer, plan)]
+    blocks = [sum(layer.nbytes for layer in layers if layer.path.startswith(path)) for path in paths]
+    sharing = Sharing.of([layer.nbytes for layer in layers], 0)
+    return Shareable(blocks, sharing.shared - sum(blocks), sharing.largest, sharing.two)
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:

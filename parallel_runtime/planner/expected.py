@@ -87,8 +87,8 @@ def weight_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
 def sharded_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) -> int:
     """Return the bytes of weights where each rank of a sequence has a part of every layer."""
     shared = shared_bytes(whole, stage)
-    largest, two = whole.largest_layers
-    return Sharing(weight_bytes(whole, stage) - shared, shared, largest, two).held(layout.ulysses * layout.ring)
+    of = whole.shareable
+    return Sharing(weight_bytes(whole, stage) - shared, shared, of.largest, of.two).held(layout.ulysses * layout.ring)
 
 
 def gathered_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) -> int:
@@ -101,7 +101,8 @@ def gathered_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) 
 
 def shared_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
     """Return the bytes of weights that ranks of a sequence can share out."""
-    return whole.around_shared_bytes + sum(whole.block_shared_bytes if stage is None else whole.block_shared_bytes[slice(*stage)])
+    blocks = whole.shareable.blocks
+    return whole.shareable.around + sum(blocks if stage is None else blocks[slice(*stage)])
 
 
 def flops(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None, patches: int) -> float:

@@ -35,11 +35,21 @@ class Attended(NamedTuple):
     head_dim: int
 
 
+class Shareable(NamedTuple):
+    """Bytes of weights that ranks of a sequence can share out: of each of the blocks, of all that
+    is around them, and of the ``largest`` layer and the largest ``two``.
+    """
+
+    blocks: Sequence[int]
+    around: int
+    largest: int
+    two: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Whole:
     """One evaluation on a single device. ``around_flops`` are computed outside the blocks.
-    ``tokens`` of each stream enter the blocks, ``hidden`` wide. ``shared_bytes`` of weights lie in
-    layers that ranks of a sequence can share out: ``largest_layers`` in the largest, and in two.
+    ``tokens`` of each stream enter the blocks, ``hidden`` wide.
     """
 
     weight_bytes: int
@@ -50,9 +60,7 @@ class Whole:
     attended_by_block: Sequence[Sequence[Attended]]
     tokens: Mapping[str, int]
     hidden: int
-    block_shared_bytes: Sequence[int]
-    around_shared_bytes: int
-    largest_layers: tuple[int, int]
+    shareable: Shareable
 
     @property
     def flops(self) -> int:
@@ -70,9 +78,8 @@ class RankFigures:
     keys and values, buffers for messages.
 
     ``sent_bytes``: by axis, the output's rows under ``gather``, parts of shared weights under
-    ``weights``. ``wired_bytes``: what torch was
-    given to send. ``stage``: the rank's blocks [first, end). ``patches``: 1 without a pipeline.
-    ``kept``: how it keeps its weights.
+    ``weights``. ``wired_bytes``: what torch was given to send. ``stage``: the rank's blocks [first,
+    end). ``patches``: 1 without a pipeline. ``kept``: how it keeps its weights.
     """
 
     rank: int
