@@ -67,9 +67,9 @@ def parsed_size(text: str) -> tuple[int, int, int]:
 
 
 def cover() -> Iterator[Chosen]:
-    """Yield what the tests run: each kind of method on the last
-    rank, each with another family as far as there are so many: of each its model with the fewest
-    blocks, for the time it takes.
+    """Yield what the tests run: each kind of method on the last rank, each with another family as
+    far as there are so many: of each its model with the fewest blocks, for the time it takes. Of
+    one model also with its weights shared out.
     """
     kinds = (layouts(2)[2], layouts(8)[0], layouts(4)[3], layouts(8)[4], layouts(2)[1])
     models = [[one for sample in family.samples for one in sample.form.released] for family in FAMILIES]
@@ -108,15 +108,16 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
     for layout in chosen.layouts:
         last = layout.world_size - 1
         for rank in range(layout.world_size) if chosen.on_all else [last]:
-            place = {**head, "layout": layout.degrees(), "equation": layout.equation(), "rank": rank}
+            place = {**head, "layout": layout.degrees(), "equation": layout.equation(), "rank": rank, "weights": chosen.kept}
             try:
                 figures = model.rank(layout, rank, whole, patches, chosen.kept)
             except Exception as error:  # noqa: BLE001 what a rank would die of is the result
                 yield {**place, "misses": [f"{type(error).__name__}: {error}".strip()]}
                 continue
+            misses = expected.misses(whole, layout, figures, is_sharded=chosen.kept == "sharded")
             waits = {str(wait): count for wait, count in figures.waits.items()}
             shared = {"sharded_weight_bytes": expected.sharded_bytes(whole, layout, figures.stage)}
-            yield {**place, **asdict(figures), **shared, "waits": waits, "misses": expected.misses(whole, layout, figures)}
+            yield {**place, **asdict(figures), **shared, "waits": waits, "misses": misses}
 
 
 def row(record: dict[str, Any]) -> str:

@@ -140,7 +140,6 @@ class DryModel:
                 waits=dict(figures.waits),
                 stage=span(stages, mesh),
                 patches=max(1, len(parts) - 1),
-                kept=kept,
             )
 
     def _parts(self, whole: Whole, layout: Layout, patches: int) -> list[Part]:

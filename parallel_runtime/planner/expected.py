@@ -126,11 +126,10 @@ def attention_flops(attended: Attended) -> int:
     return 4 * attended.tokens**2 * attended.heads * attended.head_dim
 
 
-def misses(whole: Whole, layout: Layout, figures: RankFigures) -> list[str]:
-    """Name each figure of a rank that is not as it should be."""
+def misses(whole: Whole, layout: Layout, figures: RankFigures, is_sharded: bool = False) -> list[str]:
+    """Name each figure of a rank that is not as it should be. ``is_sharded``: its weights are."""
     found = []
     sent = sum(size for axis, size in figures.sent_bytes.items() if axis != "gather")
-    is_sharded = figures.kept == "sharded"
     gathered = figures.patches * gathered_bytes(whole, layout, figures.stage) if is_sharded else 0
     weights = sharded_bytes(whole, layout, figures.stage) if is_sharded else weight_bytes(whole, figures.stage)
     for name, value, due in (

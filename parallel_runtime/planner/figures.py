@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 PACK = Path(__file__).resolve().parent.parent.parent
 
@@ -79,7 +79,7 @@ class RankFigures:
 
     ``sent_bytes``: by axis, the output's rows under ``gather``, parts of shared weights under
     ``weights``. ``wired_bytes``: what torch was given to send. ``stage``: the rank's blocks [first,
-    end). ``patches``: 1 without a pipeline. ``kept``: how it keeps its weights.
+    end). ``patches``: 1 without a pipeline.
     """
 
     rank: int
@@ -92,4 +92,3 @@ class RankFigures:
     waits: Mapping[Wait, int]
     stage: tuple[int, int] | None = None
     patches: int = 1
-    kept: Literal["whole", "sharded"] = "whole"
