@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from comfy_api.latest import ComfyExtension, io
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
+from ..launcher.pool.devices import Placement
+from ..parallel_runtime.errors import LayoutError
 from .auto.sampling import Auto
 from .auto.switch import FILE, Switch
 from .ksampler import sampler_nodes
@@ -23,6 +27,8 @@ from .runtime import Runtime
 from .screen import NodeScreen
 from .status.control import PoolControl
 from .waiting import Waiting
+
+log = logging.getLogger("pipemesh")
 
 
 def show_on_node(text: str) -> None:
@@ -46,6 +52,16 @@ def settings_file() -> Path | None:
     return Path(folder) / FILE if folder else None
 
 
+def first_line(placement: Placement, auto_is_on: bool) -> str:
+    """Say which devices there are, and whether every sampler takes them."""
+    names, auto = ", ".join(device.name for device in placement.devices), "on" if auto_is_on else "off"
+    if not placement.devices[0].is_gpu:
+        return f"No GPU here: {len(placement.devices)} ranks on the CPU stand for GPUs. Auto mode is {auto}."
+    if len(placement.devices) < 2:
+        return f"One GPU ({names}), and nothing to share an image with."
+    return f"{len(placement.devices)} GPUs ({names}), {placement.backend}. Auto mode is {auto}."
+
+
 class PipeMeshExtension(ComfyExtension):
     def __init__(self) -> None:
         notices = Notices(show_notice)
@@ -57,6 +73,8 @@ class PipeMeshExtension(ComfyExtension):
         control = PoolControl(self._runtime, lambda: bool(server.prompt_queue.currently_running))
         add_routes(server.routes, self._runtime, self._auto, control)
         self._auto.install()
+        with suppress(LayoutError):  # a sampler will say it
+            log.info("[PipeMesh] %s", first_line(self._runtime.default_choice().placement, self._auto.is_on()))
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [*pool_nodes(self._runtime), *sampler_nodes(self._runtime), report_node(self._runtime)]

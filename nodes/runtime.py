@@ -38,6 +38,7 @@ from .settings import PLACED_BY, Choice, PoolSettings, how_many
 from .timing import StepTimes
 from .waiting import Waiting
 
+CROWDED = "{} on the CPU, which has {} cores here: ranks share cores, and more of them are slower. Lower the degrees."
 log = logging.getLogger("pipemesh")
 
 
@@ -100,7 +101,10 @@ class Runtime:
     def choose(self, **values: Any) -> Choice:
         """Make the choice that these inputs of PipeMesh Pool stand for. Raises LayoutError."""
         settings = PoolSettings.checked(values)
-        return Choice(self._placed(settings), settings.patching(), settings.weights, settings.allows_approximate)
+        placement = self._placed(settings)
+        if cores := placement.exceeds_cores:
+            self.notices.tell(CROWDED.format(placement.layout.equation(), cores), one_gpu=False)
+        return Choice(placement, settings.patching(), settings.weights, settings.allows_approximate)
 
     def default_choice(self) -> Choice:
         """Choose all GPUs, or two ranks on the CPU."""

@@ -329,6 +329,10 @@ def test_the_report_shows_the_last_run_passes_the_latent_on_and_is_made_anew_eac
     assert (missing.value.code, missing.value.headers["Cache-Control"]) == (404, "no-store")
 
 
+def test_the_log_says_at_the_start_which_devices_there_are(server):
+    assert "[PipeMesh] No GPU here: 2 ranks on the CPU stand for GPUs. Auto mode is off." in server.log.read_text(encoding="utf-8")
+
+
 def test_the_script_that_shows_the_text_on_the_node_reaches_the_browser(server):
     assert "/extensions/pipemesh/report.js" in server.get("/extensions")
 

@@ -1,5 +1,5 @@
 """What a user sees in ComfyUI's own page: the switch of auto mode, the badge of a node that sampled
-on one GPU, and the folded pool node. By command: test --browser.
+on one GPU, the folded pool node and its mistakes, and the examples. By command: test --browser.
 """
 
 import json
@@ -32,6 +32,16 @@ OVERRULED = """(() => {
   return true
 })()"""
 FOLDED = [["devices", "auto"], ["layout", "auto"], ["weights", "auto"], ["quality", "exact"]]
+
+
+MISTAKE = """(() => {
+  app.graph.clear()
+  const [pool, report] = ['PipeMeshPool', 'PipeMeshReport'].map(name => LiteGraph.createNode(name))
+  for (const node of [pool, report]) app.graph.add(node)
+  pool.connect(0, report, report.inputs.findIndex(one => one.name == 'pool'))
+  const values = { layout: 'by hand', devices: 'cpu,cpu', ulysses: 3 }
+  for (const widget of pool.widgets) if (widget.name in values) widget.value = values[widget.name]
+})()"""
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +95,15 @@ def test_a_new_pool_node_is_folded_and_unfolds(page):
     assert page.evaluate(SHOWN) == FOLDED
 
 
+def test_a_mistake_in_the_pool_is_one_sentence_that_is_seen(page):
+    page.evaluate(MISTAKE)
+    page.evaluate("(() => { app.queuePrompt(0) })()")
+    sentence = "ulysses 3 = 3 ranks, 2 devices listed (cpu, cpu): list one device per rank."
+    page.evaluate(UNTIL % f"document.body.innerText.includes({json.dumps(sentence)})")
+    (errors,) = page.evaluate("Object.values(app.lastNodeErrors).map(node => node.errors.map(error => error.details))")
+    assert len(errors) == 1 and errors[0].endswith(sentence)
+
+
 def test_devices_are_chosen_from_a_list_of_those_that_are_there_and_the_list_is_in_no_workflow(page):
     page.evaluate(NEW)
     page.evaluate(UNTIL % f"{POOL}.widgets.some(widget => widget.name == 'pick')")
@@ -108,3 +127,20 @@ def test_a_workflow_saved_by_0_1_opens_unfolded_and_is_queued_as_it_was(page):
     inputs = page.evaluate(QUEUED)
     assert (inputs["layout"], inputs["devices"], inputs["ulysses"], inputs["backend"]) == ("by hand", "auto", 2, "auto")
     assert ["ulysses", 2] in page.evaluate(SHOWN)
+
+
+EXAMPLES = Path(__file__).parents[1] / "example_workflows"
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in EXAMPLES.glob("*.json")))
+def test_an_example_opens_with_every_node_and_link_and_is_queued_as_it_says(page, name):
+    saved = json.loads((EXAMPLES / f"{name}.json").read_text(encoding="utf-8"))
+    page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
+    assert page.evaluate("app.graph.nodes.map(node => node.type).sort()") == sorted(node["type"] for node in saved["nodes"])
+    assert page.evaluate("[...app.graph.links.values()].length") == len(saved["links"])
+    queued = page.evaluate("(async () => (await app.graphToPrompt()).output)()")
+    linked = sum(isinstance(value, list) for node in queued.values() for value in node["inputs"].values())
+    assert linked == len(saved["links"])
+    for node in saved["nodes"]:
+        if node["type"] == "PipeMeshPool":
+            assert list(queued[str(node["id"])]["inputs"].values()) == node["widgets_values"]

@@ -77,7 +77,7 @@ def test_the_text_says_everything_that_is_known_of_the_last_run():
         "ring 0: 0 cuda:0 1 cuda:1",
         "ring 1: 2 cuda:2 3 cuda:3",
         "",
-        "Last run: 6 evaluations, times are medians",
+        "Last run: 6 evaluations of the model, times are medians",
         "time per evaluation 312.4 ms",
         "share of communication 12.3 %",
         "hop to the pool and back 1.07 ms",
@@ -87,7 +87,7 @@ def test_the_text_says_everything_that_is_known_of_the_last_run():
         "models it holds 1",
         "models loaded so far 3",
         "weight patches so far 5",
-        "conditioning uploads so far 7",
+        "prompts sent so far 7",
         "",
         "rank device models free total",
         *(f"{rank} cuda:{rank} 300.0 MiB 10.0 GiB 24.0 GiB" for rank in range(4)),
@@ -135,7 +135,7 @@ def test_what_is_not_known_is_said_and_no_figure_is_made_up():
     text = text_of(replace(pool(exchange_share=None, evaluations=1), ranks=(RankFigures(0, "cuda:0"),)))
     assert "share of communication not measured with nccl" in said(text)
     assert "0 cuda:0 - - -" in said(text)
-    assert "Last run: 1 evaluation" in said(text)
+    assert "Last run: 1 evaluation of the model" in said(text)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_what_is_not_known_is_said_and_no_figure_is_made_up():
 def test_how_a_pipeline_sampled_is_said_without_figures_that_overlapping_patches_do_not_have(patches, mode, sentence):
     text = text_of(pool(in_patches=InPatches(mode, patches, 2), **UNKNOWN))
     assert said(text.split("\n\n")[1]) == [
-        f"Last run: 6 evaluations, {sentence}",
+        f"Last run: 6 evaluations of the model, {sentence}",
         "of them whole (warm-up) 2",
         "time per evaluation (mean) 320.0 ms",
         "sent per rank and evaluation 4.00 MiB",

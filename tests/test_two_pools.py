@@ -1,5 +1,6 @@
 """A pool of the graph and that of auto mode on the same devices, with fake workers: the same pool
-where the layout is the same, and a notice where another layout has the workers started anew.
+where the layout is the same, and a notice where another layout has the workers started anew, or
+where there are more ranks than cores.
 """
 
 import pytest
@@ -46,6 +47,15 @@ def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_say
         ("prompt", "2", told.format(shared, pipeline), 2),
         ("prompt", "3", told.format(pipeline, shared), 1),
     ]
+
+
+def test_more_ranks_than_cores_are_told_of(runtime, monkeypatch):
+    monkeypatch.setattr("pipemesh.launcher.pool.devices.own_cores", lambda: [0, 1])
+    runtime.choose(ulysses=2)
+    assert not notices(runtime)
+    runtime.choose(ulysses=3)
+    (notice,) = runtime.notices.latest()
+    assert notice.text.startswith("ulysses 3 = 3 ranks on the CPU, which has 2 cores here") and not notice.one_gpu
 
 
 def test_a_notice_of_workers_started_anew_is_none_of_a_sampling_on_one_gpu(runtime):

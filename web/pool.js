@@ -66,8 +66,41 @@ function fold(node) {
   node.setDirtyCanvas?.(true, true);
 }
 
+// What the server says of one node, each sentence once: ComfyUI repeats it for every input that it depends on.
+function eachOnce(errors) {
+  const said = new Map();
+  for (const error of errors) {
+    const [, sentence] = /^\w+ - ([\s\S]+)$/.exec(error.details ?? "") ?? [];
+    const key = sentence ?? `${error.type} ${error.details}`;
+    if (!said.has(key)) said.set(key, { error, sentence });
+  }
+  return [...said.values()];
+}
+
+// Shows in a message what is wrong with a pool when it is queued; on the page it is behind an i.
+function tell(nodes) {
+  for (const node of Object.values(nodes ?? {})) {
+    if (node.class_type !== NODE || !Array.isArray(node.errors)) continue;
+    const said = eachOnce(node.errors);
+    node.errors = said.map((one) => one.error);
+    for (const { sentence } of said)
+      if (sentence) app.extensionManager?.toast?.add({ severity: "error", summary: "PipeMesh Pool", detail: sentence, life: 20000 });
+  }
+}
+
 app.registerExtension({
   name: "PipeMesh.Pool",
+  setup() {
+    const queue = api.queuePrompt;
+    api.queuePrompt = async function (...args) {
+      try {
+        return await queue.apply(this, args);
+      } catch (error) {
+        tell(error?.response?.node_errors);
+        throw error;
+      }
+    };
+  },
   beforeRegisterNodeDef(nodeType, nodeData) {
     if (nodeData.name !== NODE) return;
     const created = nodeType.prototype.onNodeCreated;

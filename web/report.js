@@ -17,7 +17,7 @@ function addText(node) {
   const area = widget.element;
   if (area) {
     area.readOnly = true;
-    Object.assign(area.style, { fontFamily: "monospace", whiteSpace: "pre", overflow: "auto" });
+    Object.assign(area.style, { fontFamily: "monospace", whiteSpace: "pre-wrap", overflow: "auto" });
   }
   node.setSize?.([Math.max(node.size[0], WIDTH), node.size[1]]);
   fit(node);

@@ -79,6 +79,14 @@ class Placement:
         here = self.ranks_on(self.devices[rank].machine)
         return () if self.devices[rank].is_gpu else share_of_cores(own_cores(), here.index(rank), len(here))
 
+    @property
+    def exceeds_cores(self) -> int:
+        """Returns how many cores this process has, where there are more ranks on the CPU of its
+        machine than that; else 0.
+        """
+        ranks = [rank for rank in self.ranks_on("") if not self.devices[rank].is_gpu]
+        return len(own_cores()) if len(ranks) > len(own_cores()) else 0
+
     def threads(self, rank: int) -> int:
         """Returns the number of CPU threads of the rank: its share of the cores of this process,
         and no more than OMP_NUM_THREADS.

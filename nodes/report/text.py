@@ -59,7 +59,7 @@ def not_run_text(pool: PoolFigures) -> str:
 
 def run_text(run: LastRun) -> str:
     sent = ("sent per rank and evaluation", f"{run.bytes_per_evaluation / 2**20:.2f} MiB")
-    title = f"Last run: {run.evaluations} evaluation{'' if run.evaluations == 1 else 's'}"
+    title = f"Last run: {run.evaluations} evaluation{'' if run.evaluations == 1 else 's'} of the model"
     if run.in_patches:
         rows = [
             ("of them whole (warm-up)", str(run.in_patches.whole)),
@@ -102,7 +102,7 @@ def held_text(pool: PoolFigures) -> str:
         ("models it holds", str(len(pool.models))),
         ("models loaded so far", str(pool.loads)),
         ("weight patches so far", str(pool.patches)),
-        ("conditioning uploads so far", str(pool.conditioning_uploads)),
+        ("prompts sent so far", str(pool.conditioning_uploads)),
     ]
     kept = [f"  weights of {one.model}: {one.kept}, {one.why}" for one in pool.weights if one.why]
     return "\n".join(["Pool", *aligned(rows), *kept, *kernel_lines(pool.kernels)])
