@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from .figures import Figure, Goal, Options, Round, estimate, typical
-from .lockstep import Phase, Ranks, merge, run
+from .lockstep import Phase, Ranks, merge, run, timed
 
 KEPT = 0.9
 TOKENS = (1024, 4096)
@@ -28,33 +31,54 @@ def kept(rounds: Sequence[Round]) -> float:
 
 
 def measure(ranks: Ranks, tokens: int, rounds: int) -> list[Round]:
-    import torch
-
     from ..parallel_runtime.comm.cores import giving_way
     from ..parallel_runtime.comm.mesh import connect
-    from ..parallel_runtime.families.plan import COMPILE
     from ..parallel_runtime.layout import Layout
-    from ..parallel_runtime.methods.compiled import with_own_guards
-    from .forwards import Forwards
-    from .lockstep import timed
 
     layout = Layout(ulysses=DEGREES[0], ring=DEGREES[1])
     with giving_way():
         comm = connect(layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
-    forwards = Forwards(tokens)
-    compiled: Any = torch.compile(forwards.model, **with_own_guards(backend="inductor"))
-    in_ranks, compiled_ranks = Forwards(tokens), Forwards(tokens)
-    compiled_ranks.arguments["transformer_options"] = {COMPILE: {"paths": [""], "kwargs": {"backend": "inductor"}}}
+    with calls(comm, tokens) as made:
+        return ranks.measure({name: Phase(partial(timed, call), alone=name.startswith("stock")) for name, call in made.items()}, rounds)
+
+
+@contextmanager
+def calls(comm: Any, tokens: int, backend: str = "inductor") -> Iterator[dict[str, Callable[[], Any]]]:
+    """Yield the evaluations to compare, each of a model of its own, as a rank of ``comm`` has
+    them.
+    """
+    import torch
+
+    from ..parallel_runtime.families.plan import COMPILE
+    from ..parallel_runtime.methods.compiled import with_own_guards
+    from .forwards import Forwards
+
+    stock, stock_compiled, in_ranks, compiled_ranks = (Forwards(tokens) for _ in range(4))
+    give_own_code(stock_compiled.model)
+    compiled: Any = torch.compile(stock_compiled.model, **with_own_guards(backend=backend))
+    compiled_ranks.arguments["transformer_options"] = {COMPILE: {"paths": [""], "kwargs": {"backend": backend}}}
     with torch.inference_mode(), in_ranks.parallel(comm) as evaluate, compiled_ranks.parallel(comm) as evaluate_compiled:
-        return ranks.measure(
-            {
-                "stock": Phase(forwards.whole, alone=True),
-                "stock_compiled": Phase(lambda: timed(lambda: compiled(**forwards.arguments)), alone=True),
-                "ranks": Phase(lambda: timed(evaluate)),
-                "ranks_compiled": Phase(lambda: timed(evaluate_compiled)),
-            },
-            rounds,
-        )
+        yield {
+            "stock": stock.evaluate,
+            "stock_compiled": lambda: compiled(**stock_compiled.arguments),
+            "ranks": evaluate,
+            "ranks_compiled": evaluate_compiled,
+        }
+
+
+def give_own_code(model: Any) -> None:
+    """Have the model's modules compute with copies of their forwards. torch keeps graphs by code:
+    else stock's model would compute with those made for blocks of ranks, which call the ranks'
+    attention, and each would be made for the lengths of both.
+    """
+    copies: dict[type, FunctionType] = {}
+    for module in model.modules():
+        own = type(module).forward
+        if type(module) not in copies:
+            code = own.__code__.replace(co_name=f"{own.__name__}_of_stock")
+            copies[type(module)] = FunctionType(code, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+            copies[type(module)].__kwdefaults__ = own.__kwdefaults__
+        module.forward = MethodType(copies[type(module)], module)
 
 
 def bench(options: Options) -> Iterator[Figure]:
