@@ -5,7 +5,7 @@ ComfyUI's own quantisation (comfy/quant_ops.py, comfy/utils.py @ 0.30.0).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 GROUP = 64  # columns that one rotation or one scale covers: divides every layer that is quantised here
 NARROWEST = 128
+HALVES = ("convrot_w4a4", "nvfp4")  # two numbers in a byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +50,29 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
-def write_quantised(path: str | Path, model: str | Path, form: str) -> Path:
+def write_quantised(path: str | Path, model: str | Path, form: str, taken: Collection[str] | None = None) -> Path:
     """Write the file ``model`` in one of ``FORMATS``."""
-    save_file(quantised_state(load_file(model), FORMATS[form]), path)
+    save_file(quantised_state(load_file(model), FORMATS[form], taken), path)
     return Path(path)
 
 
-def quantised_state(weights: Mapping[str, torch.Tensor], given: Format) -> dict[str, torch.Tensor]:
-    """The tensors of a file that stores ``weights`` in a format."""
+def taken_by(model: torch.nn.Module, form: str) -> set[str]:
+    """The weights of a transformer that ComfyUI takes in a format: of linear layers, and of
+    embeddings where two numbers do not share a byte.
+    """
+    kinds = (torch.nn.Linear,) if FORMATS[form].algorithm in HALVES else (torch.nn.Linear, torch.nn.Embedding)
+    return {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def quantised_state(weights: Mapping[str, torch.Tensor], given: Format, taken: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a file that stores ``weights`` in a format. ``taken``: the names of those that
+    may be quantised; None: all.
+    """
     stored: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         if not given.algorithm:
             stored[name] = weight.to(given.dtype)
-        elif is_large(name, weight):
+        elif is_large(name, weight) and (taken is None or name in taken):
             stored |= quantised(name, weight, given)
         else:
             stored[name] = weight

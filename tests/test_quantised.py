@@ -16,7 +16,7 @@ import pytest
 import torch
 from comfy_kitchen.exceptions import NoCapableBackendError
 from pipemesh.launcher.commands.parity import Case, rms, sample
-from pipemesh.launcher.quantised_files import FORMATS, write_quantised
+from pipemesh.launcher.quantised_files import FORMATS, taken_by, write_quantised
 from pipemesh.launcher.random_files import write_lora, write_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.prepared_text import METHOD
@@ -60,11 +60,12 @@ def written(tmp_path_factory):
         if form == "lora":
             layers = {name: tensor for name, tensor in load_file(file(family)).items() if tensor.dim() == 2}
             return str(write_lora(path, file(family), tuple(name.removesuffix(".weight") for name in layers), size=0.2))
-        if form:
-            return str(write_quantised(path, file(family), form))
         if sample.form.file is not None:
-            return str(write_model(path, sample.form, size_of(family)))
-        save_file(sample.form.random_model(size_of(family)).model.diffusion_model.state_dict(), path)
+            return str(write_quantised(path, file(family), form) if form else write_model(path, sample.form, size_of(family)))
+        transformer = sample.form.random_model(size_of(family)).model.diffusion_model
+        if form:
+            return str(write_quantised(path, file(family), form, taken_by(transformer, form)))
+        save_file(transformer.state_dict(), path)
         return str(path)
 
     return file
@@ -161,7 +162,7 @@ def test_quantised_weights_are_as_far_from_the_truth_as_stocks(written, stock, c
         pytest.skip(f"by stock neither: {error}")
     ours = sampled(with_lora(in_pool(loaded(written(family, form)), clients, layout), written(family, "lora"), lora), family)
     distance = rms(rounded - truth)
-    assert distance > 5e-3 * rms(truth), "nothing is quantised"
+    assert distance > 1e-3 * rms(truth), "nothing is quantised"  # fp32 rounds a thousand times finer
     assert BOUNDS[0] <= rms(ours - truth) / distance <= BOUNDS[1]
 
 
