@@ -1,0 +1,199 @@
+"""Measure how well the planner predicts this machine: every layout of one and two ranks without a
+pipeline, of three families at two sizes.
+
+Speeds of the devices come from forwards of the same models at other sizes, alone and both at once,
+those of the link from messages of two sizes; all within the same rounds. They are kept in the
+cache folder, by machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from ..launcher.comfyui.install import cache_folder
+from ..parallel_runtime.families import SAMPLES, plan_for
+from ..parallel_runtime.families.sample import Released, Sample, Size
+from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.planner.cost import predict
+from ..parallel_runtime.planner.figures import Attended, Whole
+from ..parallel_runtime.planner.job import Job
+from ..parallel_runtime.planner.measured import Speeds, Timed, link_of, speeds_of, write
+from .figures import Estimate, Figure, Goal, Options, Round, exactly, percentile, typical
+from .lockstep import Phase, Ranks, merge, run, timed
+
+FAMILIES = 3
+HEADS, BLOCKS = 16, 3
+TEXT = 32
+SIDES, CALIBRATED = (320, 448), (256, 384, 512)  # pixels
+FRAMES = 5  # of families that make videos
+ITEM_BYTES = 4  # ranks on CPUs compute in fp32
+MESSAGES = (1 << 12, 1 << 22)  # bytes
+SEQUENCES = (Layout(ulysses=2), Layout(ring=2))
+GROUPS = (Layout(cfg=2), Layout(data=2))  # forwards of their own, both at once
+MOVED = 2 * 4 << 20  # bytes that doubling a million numbers moves
+GOALS = {"mean_error": 0.10, "largest_error": 0.25, "regret": 0.03}
+DRAWS = 100
+
+Wholes = Mapping[str, Mapping[int, Whole]]  # model -> side -> counts
+
+
+class Case(NamedTuple):
+    """A layout of a job, with the seconds that were predicted and those that it took."""
+
+    job: str
+    layout: Layout
+    predicted: float
+    achieved: float
+
+
+def tried() -> list[tuple[Sample, Released]]:
+    """Return a small model of the first families whose released ones the dry run knows."""
+    found: dict[str, tuple[Sample, Released]] = {}
+    for sample in SAMPLES.values():
+        for released in sample.form.released[:1]:
+            size = sample.tiny.size(HEADS)
+            size = Size(heads=HEADS, head_dim=size.head_dim, blocks=(BLOCKS,) * len(size.blocks))
+            frames = FRAMES if released.extent[2] > 1 else 1
+            small = Released(name=sample.name, size=size, text=TEXT, extent=(SIDES[0], SIDES[0], frames))
+            found.setdefault(sample.form.config_class, (sample, small))
+    return list(found.values())[:FAMILIES]
+
+
+class Forwards:
+    """One process's forwards of a model at one size: whole, and under a method."""
+
+    def __init__(self, model: Any, sample: Sample, small: Released, side: int):
+        import torch
+
+        from ..parallel_runtime.comfy_bridge.forward import forward_name
+        from ..parallel_runtime.comfy_bridge.released_model import arguments_of, latent_shape
+        from ..parallel_runtime.planner.dry_run import DryModel
+
+        self.whole: Whole = DryModel(sample, small, (side, side, small.extent[2])).whole()
+        self._transformer = model.diffusion_model
+        shape = latent_shape(model, (side, side, small.extent[2]))
+        self._arguments = arguments_of(model, sample, small, shape, torch.device("cpu"))
+        self._forward = getattr(self._transformer, forward_name(self._transformer))
+
+    def alone(self) -> float:
+        return timed(lambda: self._forward(**self._arguments))
+
+    def through(self, comm: Any) -> float:
+        from ..parallel_runtime.methods.usp import SequenceParallel
+
+        plan = plan_for(type(self._transformer))
+        assert plan is not None
+        method = SequenceParallel(self._transformer, plan, comm)
+        method.attach()
+        try:
+            return timed(lambda: method.evaluate(self._forward, dict(self._arguments), 1))
+        finally:
+            method.detach()
+
+
+def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
+    """Time every case in each round. Return the rounds, and the counts of each model and size."""
+    import comfy.cli_args
+    import torch
+
+    comfy.cli_args.args.use_pytorch_cross_attention = True  # what counts are made with
+    from ..parallel_runtime.comm.cores import giving_way
+    from ..parallel_runtime.comm.mesh import connect
+
+    with giving_way():
+        comms = [
+            connect(layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
+            for layout in SEQUENCES
+        ]
+    phases: dict[str, Phase] = {}
+    counted: dict[str, dict[int, Forwards]] = {}
+    for sample, small in tried():
+        model = sample.form.random_model(small.size).model
+        counted[sample.name] = {side: Forwards(model, sample, small, side) for side in (*SIDES, *CALIBRATED)}
+        for side, forwards in counted[sample.name].items():
+            phases[f"{sample.name} {side} alone"] = Phase(forwards.alone, alone=True)
+            phases[f"{sample.name} {side} both"] = Phase(forwards.alone)
+            for layout, comm in zip(SEQUENCES, comms, strict=True) if side in SIDES else ():
+                phases[f"{sample.name} {side} {layout.product()}"] = Phase(lambda forwards=forwards, comm=comm: forwards.through(comm))
+    for nbytes in MESSAGES:
+        phases[f"message {nbytes}"] = Phase(message(comms[0].ulysses, torch.ones(nbytes // 4)))
+    some = torch.ones(1 << 20)
+    phases["memory"] = Phase(lambda: timed(lambda: some * 2.0), alone=True)
+    measured = ranks.measure(phases, rounds)
+    return {
+        "rounds": measured,
+        "wholes": {name: {side: asdict(one.whole) for side, one in sizes.items()} for name, sizes in counted.items()},
+    }
+
+
+def message(exchange: Any, tensor: Any) -> Callable[[], float]:
+    flag = tensor.new_zeros(1)
+    return lambda: timed(lambda: exchange.all_to_all([[tensor]] * 2, [tensor.shape] * 2, flag))
+
+
+def wholes_of(found: dict[str, dict[str, Any]]) -> Wholes:
+    """Return the counts of each model and size that were json."""
+
+    def whole(counted: dict[str, Any]) -> Whole:
+        attended = [[Attended(*one) for one in block] for block in counted["attended_by_block"]]
+        return Whole(**{**counted, "attended_by_block": attended})
+
+    return {model: {int(side): whole(counted) for side, counted in sizes.items()} for model, sizes in found.items()}
+
+
+def speeds(rounds: Sequence[Round], wholes: Mapping[int, Whole], model: str, phase: str) -> Speeds:
+    """Return this machine's speeds for a model, of forwards ``alone`` or ``both`` at once."""
+    matmul, attention = speeds_of([Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in CALIBRATED])
+    few, many = ((nbytes, typical(rounds, f"message {nbytes}")) for nbytes in MESSAGES)
+    latency_s, link = link_of(few, many)
+    return Speeds(matmul=matmul, attention=attention, memory=MOVED / typical(rounds, "memory"), latency_s=latency_s, link=link)
+
+
+def cases(rounds: Sequence[Round], wholes: Wholes) -> list[Case]:
+    """Predict every layout of every model and size, and say what was achieved."""
+    found = []
+    for model, of_model in wholes.items():
+        alone, both = (speeds(rounds, of_model, model, phase) for phase in ("alone", "both"))
+        for side in SIDES:
+            for layout in (Layout(), *SEQUENCES, *GROUPS):
+                job = Job(whole=of_model[side], branches=layout.cfg, batch=layout.data)
+                box = (both if layout.world_size > 1 else alone).box(layout.world_size, ITEM_BYTES)
+                seconds = min(one.seconds for one in predict(job, layout, box))
+                phase = "alone" if layout.world_size == 1 else "both" if layout in GROUPS else layout.product()
+                found.append(Case(f"{model}_{side}", layout, seconds, typical(rounds, f"{model} {side} {phase}")))
+    return found
+
+
+def summed_up(found: Sequence[Case]) -> dict[str, float]:
+    """Return how far predictions are off, in parts of what was achieved, and how much slower than
+    the fastest the layout is that they choose for one forward, at worst.
+    """
+    errors = [abs(case.predicted / case.achieved - 1) for case in found]
+    of_one = [[case for case in found if case.job == job and case.layout not in GROUPS] for job in {case.job for case in found}]
+    regret = max(min(job, key=lambda case: case.predicted).achieved / min(case.achieved for case in job) - 1 for job in of_one)
+    return {"mean_error": fmean(errors), "largest_error": max(errors), "regret": regret}
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    by_rank = run(options.host, 2, "plan:measure", rounds=options.rounds)
+    rounds, wholes = merge([rank["rounds"] for rank in by_rank]), wholes_of(by_rank[0]["wholes"])
+    yield from figures(rounds, wholes)
+    kept = {f"{model} {phase}": speeds(rounds, wholes[model], model, phase) for model in wholes for phase in ("alone", "both")}
+    write(cache_folder(os.environ) / "speeds.json", platform.processor() or platform.machine(), kept)
+
+
+def figures(rounds: Sequence[Round], wholes: Wholes) -> Iterator[Figure]:
+    found = cases(rounds, wholes)
+    for case in found:
+        yield Figure("plan", case.job, f"{case.layout.product()}", exactly(case.predicted / case.achieved), "ratio")
+    draw = random.Random(0)
+    drawn = [summed_up(cases(draw.choices(rounds, k=len(rounds)), wholes)) for _ in range(DRAWS)]
+    for metric, value in summed_up(found).items():
+        low, high = (percentile([one[metric] for one in drawn], share) for share in (0.05, 0.95))
+        yield Figure("plan", "all", metric, Estimate(value, low, high), "ratio", Goal(at_most=GOALS[metric]))

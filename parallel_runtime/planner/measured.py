@@ -1,0 +1,102 @@
+"""Speeds of this machine, from times that were measured on a model's own blocks and links, and the
+file that keeps them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .box import Box, Device, Level
+from .expected import ITEM_BYTES, attention_flops
+from .figures import Whole
+
+VERSION = 1  # of the file: another one is measured anew
+PLENTY = 1e15
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One forward of a whole model, and the seconds that it took."""
+
+    matmul_flops: float
+    attention_flops: float
+    seconds: float
+
+    @classmethod
+    def of(cls, whole: Whole, seconds: float) -> Timed:
+        attention = sum(map(attention_flops, whole.attended))
+        return cls(whole.flops - attention, attention, seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What was measured. ``matmul`` and ``attention``: FLOPs per second of a model's forward while
+    all ranks compute; ``memory``: bytes per second of what merges do; of the link between two ranks
+    ``latency_s`` and ``link``, bytes per second.
+    """
+
+    matmul: float
+    attention: float
+    memory: float
+    latency_s: float
+    link: float
+
+    def box(self, ranks: int, item_bytes: int) -> Box:
+        """Return so many ranks that send elements of ``item_bytes``; counts are of bf16."""
+        device = Device(
+            name="here",
+            matmul_flops_per_s=self.matmul,
+            attention_flops_per_s=self.attention,
+            memory_bytes=PLENTY,
+            memory_bytes_per_s=self.memory,
+        )
+        level = Level(ranks=1, bytes_per_s=self.link * ITEM_BYTES / item_bytes, latency_s=self.latency_s)
+        return Box(name="here", devices=(device,) * ranks, levels=(level,), host_bytes_per_s=PLENTY, hop_s=0.0)
+
+
+def speeds_of(timed: Sequence[Timed]) -> tuple[float, float]:
+    """Return the FLOPs per second of matrix products and of attention that come nearest to what
+    was measured, by the sum of squared relative errors. Neither is less than 0, nor infinite: where
+    one of them explains all, it is the speed of both.
+    """
+    rows = [(one.matmul_flops / one.seconds, one.attention_flops / one.seconds) for one in timed]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-9 * aa * bb:
+        matmul_s, attention_s = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if matmul_s > 0 and attention_s > 0:
+            return 1 / matmul_s, 1 / attention_s
+    together = sum((row[0] + row[1]) ** 2 for row in rows) / sum(row[0] + row[1] for row in rows)
+    return together, together
+
+
+def link_of(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, float]:
+    """Return latency and bytes per second of a link, of two messages (bytes, seconds)."""
+    (few_bytes, few_s), (many_bytes, many_s) = few, many
+    speed = (many_bytes - few_bytes) / max(1e-9, many_s - few_s)
+    return max(0.0, few_s - few_bytes / speed), speed
+
+
+def read(file: Path, machine: str) -> dict[str, Speeds]:
+    """Return the speeds that were measured on this machine, by model and ranks; empty where none
+    were, or by another version.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if (found["version"], found["machine"]) != (VERSION, machine):
+            return {}
+        return {name: Speeds(**speeds) for name, speeds in found["speeds"].items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def write(file: Path, machine: str, speeds: dict[str, Speeds]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = {"version": VERSION, "machine": machine, "speeds": {name: asdict(one) for name, one in speeds.items()}}
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    part.replace(file)

@@ -1,0 +1,75 @@
+"""Speeds from measured times, the file that keeps them, and the bench's figures of them."""
+
+import pytest
+from pipemesh.benchmarks import plan as bench
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner.cost import predict
+from pipemesh.parallel_runtime.planner.job import Job
+from pipemesh.parallel_runtime.planner.measured import Speeds, Timed, link_of, read, speeds_of, write
+
+from .planned import attention_alone, counts
+
+SPEEDS = Speeds(matmul=2e12, attention=5e11, memory=1e11, latency_s=1e-4, link=1e9)
+
+
+def test_speeds_are_those_that_the_times_were_made_of():
+    made = [Timed(matmul, attention, matmul / 2e12 + attention / 5e11) for matmul, attention in ((1e9, 1e8), (4e9, 1e9), (9e9, 6e9))]
+    assert speeds_of(made) == pytest.approx((2e12, 5e11))
+
+
+@pytest.mark.parametrize("times", [[(1e9, 2e9), (2e9, 4e9)], [(1e9, 0.0)], [(1e9, 1e9), (1e9, 9e9)]])
+def test_times_that_do_not_tell_two_speeds_apart_give_one(times):
+    """In proportion, without attention, or faster with more of it."""
+    made = [Timed(matmul, attention, 1.0 / (index + 1)) for index, (matmul, attention) in enumerate(times)]
+    matmul, attention = speeds_of(made)
+    assert 0 < matmul == attention < 1e12
+
+
+def test_a_link_has_the_latency_and_the_speed_of_its_messages():
+    assert link_of((4096, 1e-4 + 4096 / 1e9), (1 << 22, 1e-4 + (1 << 22) / 1e9)) == pytest.approx((1e-4, 1e9))
+    latency_s, speed = link_of((4096, 1e-4), (1 << 22, 1e-4))  # too fast for the clock
+    assert latency_s >= 0 < speed
+
+
+def test_a_box_of_measured_speeds_takes_the_measured_times():
+    whole = counts("flux 1024")
+    timed = Timed.of(whole, 1.0)
+    alone = predict(Job(whole=whole), Layout(), SPEEDS.box(1, 2))[0]
+    assert alone.seconds == pytest.approx(timed.matmul_flops / 2e12 + timed.attention_flops / 5e11)
+    one = Job(whole=attention_alone(1024))
+    sent = [predict(one, Layout(ulysses=2), SPEEDS.box(2, size))[0].parts["ulysses"] for size in (2, 4)]
+    assert sent[1] - 2e-4 == pytest.approx(2 * (sent[0] - 2e-4))  # two exchanges, whose latency stays
+
+
+def test_the_file_is_for_one_machine_and_one_version(tmp_path):
+    file = tmp_path / "cache" / "speeds.json"
+    assert read(file, "a") == {}
+    write(file, "a", {"model": SPEEDS})
+    assert read(file, "a") == {"model": SPEEDS}
+    assert read(file, "b") == {}
+    file.write_text(file.read_text().replace('"version": 1', '"version": 0'))
+    assert read(file, "a") == {}
+    for broken in ("", "[]", '{"version": 1, "machine": "a", "speeds": {"model": {}}}'):
+        file.write_text(broken)
+        assert read(file, "a") == {}
+
+
+def test_the_bench_holds_predictions_to_what_was_achieved():
+    """Times made of known speeds are predicted exactly; ones that are not are off, and the choice
+    that follows from them costs what the fastest would have saved.
+    """
+    whole = attention_alone(512)
+    wholes = {"model": dict.fromkeys((*bench.SIDES, *bench.CALIBRATED), whole)}
+    flops = Timed.of(whole, 1.0).attention_flops
+    rounds = {f"model {side} {phase}": flops / 1e9 for side in wholes["model"] for phase in ("alone", "both")}
+    rounds |= {f"message {nbytes}": nbytes * 1e-12 for nbytes in bench.MESSAGES} | {"memory": 1e-9}
+    for side in bench.SIDES:
+        rounds |= {f"model {side} ulysses 2": flops / 2e9, f"model {side} ring 2": flops / 2e9}
+    exact = bench.summed_up(bench.cases([rounds], wholes))
+    assert exact == pytest.approx({"mean_error": 0, "largest_error": 0, "regret": 0}, abs=1e-3)
+    slow = rounds | {f"model {side} {layout.product()}": flops / 0.5e9 for side in bench.SIDES for layout in bench.SEQUENCES}
+    off = bench.summed_up(bench.cases([slow], wholes))
+    assert off == pytest.approx({"mean_error": 0.4 * 0.75, "largest_error": 0.75, "regret": 1.0}, abs=1e-3)
+    found = {figure.metric: figure for figure in bench.figures([slow], wholes)}
+    assert {metric for metric, figure in found.items() if not figure.is_met} == {"mean_error", "largest_error", "regret"}
+    assert found["ring 2"].estimate.value == pytest.approx(0.25, abs=1e-3)
