@@ -32,9 +32,10 @@ from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
+from .planning import Asked, Planned, Planning, provisional
 from .report.alone import times_as_long
-from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, last_run
-from .settings import PLACED_BY, Choice, PoolSettings, how_many
+from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, last_run, plan_figures
+from .settings import AUTO, PLACED_BY, Choice, PoolSettings, how_many
 from .timing import StepTimes
 from .waiting import Waiting
 
@@ -82,7 +83,7 @@ class Runtime:
         self._show = show
         self._keeper = PoolKeeper(self._setup, partial(tell_of_restart, self.notices))
         self._pools: dict[Placement, RemotePool] = {}
-        self.times = StepTimes(partial(predicted, self._pools))
+        self.planning = Planning(StepTimes(partial(predicted, self._pools)))
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
 
     @classmethod
@@ -98,18 +99,22 @@ class Runtime:
             log.error("[PipeMesh] %s", error)
             return cls(rank_setup({}), show, fault=str(error), notices=notices, waiting=waiting)
 
+    @property
+    def times(self) -> StepTimes:
+        return self.planning.times
+
     def choose(self, **values: Any) -> Choice:
         """Make the choice that these inputs of PipeMesh Pool stand for. Raises LayoutError."""
         settings = PoolSettings.checked(values)
         placement = self._placed(settings)
         if cores := placement.exceeds_cores:
             self.notices.tell(CROWDED.format(placement.layout.equation(), cores), one_gpu=False)
-        return Choice(placement, settings.patching(), settings.weights, settings.allows_approximate)
+        return Choice(placement, settings.patching(), settings.weights, settings.allows_approximate, settings.layout == AUTO)
 
     def default_choice(self) -> Choice:
         """Choose all GPUs, or two ranks on the CPU."""
         gpus = visible_gpus(comfy.cli_args.args.cpu)
-        return Choice(place(Layout(ulysses=how_many("auto", gpus)), "auto", "auto", gpus))
+        return Choice(place(Layout(ulysses=how_many("auto", gpus)), "auto", "auto", gpus), is_open=True)
 
     def check(self, **values: Any) -> bool | str:
         """Check what is known of these inputs: True, or the sentence that says what is wrong. None
@@ -137,11 +142,19 @@ class Runtime:
             raise LayoutError(self._fault)
         if choice is None and isinstance(model, RemotePatcher):
             return model
-        choice = choice or self.default_choice()
+        choice = provisional(choice or self.default_choice(), model)
         pool = self._pool(choice.placement)
         device = str(comfy.model_management.get_torch_device())
         begins = partial(self._begins, pool)
-        return parallelize(model, pool, choice.held_on(device), choice.patching, begins, choice.computed_on(device), choice.weights)
+        made = parallelize(model, pool, choice.held_on(device), choice.patching, begins, choice.computed_on(device), choice.weights)
+        self.planning.leave_open(made.remote, choice if choice.is_open else None)
+        return made
+
+    def plan(self, model: ModelPatcher, choice: Choice, asked: Callable[[], Asked]) -> Planned:
+        """Choose the layout of an open choice for what is about to be sampled."""
+        choice = provisional(choice, model)
+        live = [one for one in self._pools if choice.covers(one) and self._keeper.handle(one).live() is not None]
+        return self.planning.choose(model.model, choice, asked, [one.layout for one in live])
 
     def report(self, only: Choice | None = None) -> Report:
         """Collect the figures of every pool, or of ``only`` one, and the notices."""
@@ -149,7 +162,8 @@ class Runtime:
         runs = [run for _, pool in known if (run := run_of(pool)) and run.evaluations]
         latest = max(runs, key=lambda run: run.began_s, default=None)
         pools = tuple(pool_figures(handle, pool) for handle, pool in known)
-        return Report(pools, self.notices.latest(), None if latest is None else self.times.speed_of(latest))
+        speed, planned = (self.times.speed_of(latest), self.planning.of(latest)) if latest is not None else (None, None)
+        return Report(pools, self.notices.latest(), speed, plan_figures(planned, latest))
 
     def draw_last_run(self, only: Choice | None = None) -> Image | None:
         """Draw the last run, of all pools or of ``only`` one. None unless it was sampled in
@@ -183,7 +197,7 @@ class Runtime:
         thread.
         """
         pools = list(self._pools.items())
-        return [(self._keeper.handle(placement), pool) for placement, pool in pools if only is None or only.placement == placement]
+        return [(self._keeper.handle(placement), pool) for placement, pool in pools if only is None or only.covers(placement)]
 
     def _begins(self, pool: RemotePool, mode: str) -> None:
         """Tell the user how a run in patches, which begins now, is sampled."""

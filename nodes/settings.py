@@ -140,7 +140,7 @@ class PoolSettings:
     )
     layout: str = one_of(
         (BY_HAND, AUTO),
-        "auto: every device shares each image, with the same result as on one GPU; the other inputs do not count. "
+        "auto: how the devices work together is chosen for each run, with the same result as on one GPU; the other inputs do not count. "
         "by hand: as the other inputs say.",
         optional=True,
     )
@@ -245,13 +245,20 @@ def blocks_of_stages(text: str) -> tuple[int, ...]:
 class Choice:
     """The output of PipeMesh Pool. The placement alone says which pool: another ``patching``, or
     other ``weights``, need no other ranks. ``allows_approximate``: a layout that PipeMesh chooses
-    may change the image a little.
+    may change the image a little. ``is_open``: the layout is chosen when a model is sampled, for
+    what is sampled then; the placement has all devices that may take part.
     """
 
     placement: Placement
     patching: Patching | None = None
     weights: str = ASKED[0]
     allows_approximate: bool = False
+    is_open: bool = False
+
+    def covers(self, placement: Placement) -> bool:
+        """Return whether a pool of this placement is one that this choice may have led to."""
+        mine = self.placement
+        return placement == mine or (self.is_open and placement.devices == mine.devices[: len(placement.devices)])
 
     def held_on(self, device: str) -> float:
         """Return the part of a model's weights that ``device`` holds. It is an estimate for

@@ -10,38 +10,21 @@ import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
 from pipemesh.launcher.commands.parity import BOUND, relative_error
-from pipemesh.launcher.pool.devices import place
 from pipemesh.nodes.auto.sampling import GIVEN_UP, GRADIENTS, Auto
 from pipemesh.nodes.auto.seam import GuiderSeam, HostChanged
 from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
 from pipemesh.nodes.notices import Notices
-from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
-from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.tree import NotPlain
 
 from .conftest import ALL
 from .foreign_pack import halved_keys, unet, without_plan
 from .models import conditioning, load, run, with_lora
+from .shared_runtime import SharedRuntime
 
 STOCK = {name: vars(comfy.samplers.CFGGuider)[name] for name in ("sample", "outer_sample")}
-
-
-class SharedRuntime:
-    """A runtime with one pool, that of the session. ``choices``: what was parallelized."""
-
-    def __init__(self, client):
-        self._client = client
-        self.choices = []
-
-    def default_choice(self):
-        return Choice(place(Layout(ulysses=2), "cpu", "auto", ()))
-
-    def parallelize(self, model, choice):
-        self.choices.append(choice)
-        return remote_patcher.parallelize(model, self._client, holds_ui_device=1.0)
 
 
 @pytest.fixture
@@ -340,7 +323,7 @@ def test_stop_is_heard_while_what_ranks_held_is_freed(auto, settings, client, fi
     monkeypatch.setattr(mm, "processing_interrupted", lambda: True)
     monkeypatch.setattr(type(client.sessions), "settle", cancelled_where_stopped)
     with pytest.raises(mm.InterruptProcessingException):
-        auto.sample(guider_of(model), torch.ones(2), lambda: pytest.fail("it went on"))
+        auto.sample(guider_of(model), None, torch.ones(2), lambda: pytest.fail("it went on"))
 
 
 def cancelled_where_stopped(_self, interrupted):
@@ -367,7 +350,7 @@ def test_a_model_that_a_node_has_put_on_another_device_stays_there(auto, setting
     own = mm.get_torch_device()
     monkeypatch.setattr(mm, "get_torch_device", lambda: torch.device("meta"))
     with torch.inference_mode():
-        auto.sample(guider_of(model), torch.ones(2), lambda: None)
+        auto.sample(guider_of(model), None, torch.ones(2), lambda: None)
     assert said(notices) == [f"On one GPU: A node has put this MODEL on {own}, where ComfyUI computes on meta."]
 
 

@@ -133,8 +133,19 @@ def difference(one, other):
     return ImageChops.difference(one.convert("RGB"), other.convert("RGB")).getextrema()
 
 
+def test_a_unets_prompts_go_to_groups_without_a_node_in_the_graph(auto):
+    def nodes(name):
+        return {**graph(name, parallel=False, seed=61), "unet": node("TestUNet")}
+
+    before, ours = runs(auto), latent(auto, nodes("unet_auto"))[0]
+    assert runs(auto) > before
+    plan = auto.get("/pipemesh/report")["plan"]
+    assert plan["layout"] in ("cfg 2 = 2 ranks", "data 2 = 2 ranks") and plan["predicted_ms"]
+    switch(auto, False)
+    assert relative_error(ours, latent(auto, anew(nodes("unet_stock")))[0]) <= BOUND
+
+
 KINDS = {
-    "unet": (("TestUNet", {}), (), "UNetModel has no token plan (a UNet"),
     "no_plan": (("TestWithoutPlan", {"unet_name": "model.safetensors"}), (), "Unplanned has no token plan"),
     "patch": (None, [("TestAttentionPatch", {})], "halved_keys (patches/attn1_patch) runs inside the model's blocks"),
 }

@@ -243,7 +243,7 @@ def test_scripts_that_read_the_report_find_every_figure_under_its_name():
     pools = [pool(ring=1), in_patches, pool(ring=1, ran=False)]
     speed = {"step_s": 0.5, "one_gpu_s": 1.5, "measured": True}
     assert json.dumps(asdict(Report(tuple(pools), speed=Speed(**speed)))) == json.dumps(
-        {"pools": [told, told | {"last_run": patched}, told | {"last_run": None}], "notices": [], "speed": speed}
+        {"pools": [told, told | {"last_run": patched}, told | {"last_run": None}], "notices": [], "speed": speed, "plan": None}
     )
 
 

@@ -140,7 +140,7 @@ def test_the_callback_is_handed_over_as_the_other_was():
 
 def test_stock_samplings_and_those_of_a_pool_are_timed_where_auto_mode_takes_hold(pair, client):
     times = StepTimes()
-    seam = GuiderSeam(lambda guider, sigmas, sample: sample(), lambda guider: None, times)
+    seam = GuiderSeam(lambda guider, noise, sigmas, sample: sample(), lambda guider: None, times)
     seam.install()
     try:
         for model in pair:

@@ -24,6 +24,7 @@ from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, R
 from ..notices import Notices
 from ..runtime import Runtime
 from ..timing import StepTimes
+from .layouts import in_chosen_layout, in_place_of, laid_out_anew, note, require_several
 from .seam import GuiderSeam, HostChanged, Run
 from .switch import Switch
 
@@ -67,26 +68,29 @@ class Auto:
         self._seam.remove()
 
     @interrupting
-    def sample(self, guider: Any, sigmas: Any, run: Run) -> Any:
+    def sample(self, guider: Any, noise: Any, sigmas: Any, run: Run) -> Any:
         """Runs a guider's sampling in the pool where the switch is on. MODELs that a node of
-        PipeMesh has parallelized keep their pool.
+        PipeMesh has parallelized keep their pool, in the layout that is chosen for this sampling
+        where the node left it open.
 
         What fails in the pool begins anew, from the same random numbers: where a worker died in a
         fresh pool, once, and else on one GPU, where ComfyUI's own errors come back.
         """
+        models = models_of(guider)
         if not self.switch.is_on():
             self._give_back(list(self._lent))
+        if any(isinstance(model, RemotePatcher) for model in models.values()):
+            with laid_out_anew(self._runtime, guider, models, noise, sigmas):
+                return run()
+        if not self.switch.is_on():
             return run()
         if self._given_up and self._given_up == prompt_now():
             self._notices.tell(GIVEN_UP)
             return run()
-        models = models_of(guider)
-        if any(isinstance(model, RemotePatcher) for model in models.values()):
-            return run()
         random = random_state()
         for again in (True, False):
             try:
-                return self._in_pool(guider, models, sigmas, run)
+                return self._in_pool(guider, models, noise, sigmas, run)
             except RunCancelled:
                 raise
             except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
@@ -105,7 +109,7 @@ class Auto:
         if self.switch.is_on() and not isinstance(guider.model_patcher, RemotePatcher):
             self._notices.tell(f"On one GPU: {type(guider).__name__} has a sample method of its own, which PipeMesh does not know.")
 
-    def _in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], sigmas: Any, run: Run) -> Any:
+    def _in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any, run: Run) -> Any:
         """Raises whatever goes wrong in the pool."""
         if not models:
             raise Refused(f"{type(guider).__name__} samples a model that is not of ComfyUI's kind.")
@@ -115,13 +119,15 @@ class Auto:
             check_own_device(model)
         choice = self._runtime.default_choice()
         check_devices(choice.placement)
-        parallel = {name: self._runtime.parallelize(model, choice) for name, model in models.items()}
+        parallel, planned = in_chosen_layout(self._runtime, guider, models, choice, noise, sigmas)
+        require_several(planned, next(iter(models.values())), choice)
         for patcher in parallel.values():
             patcher.remote.options.strict = True
             self._lent[patcher.model] = patcher.remote
         before = last_runs(parallel)
         with in_place_of(guider, parallel), self._sampling([model.model for model in models.values()]):
             output = run()
+        note(self._runtime, parallel, planned)
         if sigmas is not None and sigmas.shape[-1] and last_runs(parallel) == before:
             self._notices.tell(f"On one GPU: {type(guider).__name__} has sampled without the MODEL that it was given.")
         return output
@@ -190,19 +196,6 @@ def models_of(guider: Any) -> dict[str, ModelPatcher]:
 
 def is_model(value: Any) -> bool:
     return isinstance(value, ModelPatcher) and isinstance(value.model, BaseModel)
-
-
-@contextmanager
-def in_place_of(guider: Any, models: Mapping[str, ModelPatcher]) -> Iterator[None]:
-    """Puts ``models`` into the guider's attributes and, however it goes on, takes them out again.
-    The guider keeps its own ``model_options``: a node may have changed them.
-    """
-    own = {name: getattr(guider, name) for name in models}
-    vars(guider).update(models)
-    try:
-        yield
-    finally:
-        vars(guider).update({name: model for name, model in own.items() if getattr(guider, name) is models[name]})
 
 
 def last_runs(models: Mapping[str, RemotePatcher]) -> list[PoolRun | None]:

@@ -38,12 +38,12 @@ class HostChanged(PipeMeshError):
 class GuiderSeam:
     """Installs and removes both methods together.
 
-    ``sample`` is called with the guider, its sigmas and the stock method; ``unseen`` with a guider
-    that comes to ``outer_sample`` without having come to ``sample``. ``times`` gets the steps of
-    every sampling.
+    ``sample`` is called with the guider, its noise, its sigmas and the stock method; ``unseen``
+    with a guider that comes to ``outer_sample`` without having come to ``sample``. ``times`` gets
+    the steps of every sampling.
     """
 
-    def __init__(self, sample: Callable[[Any, Any, Run], Any], unseen: Callable[[Any], None], times: StepTimes):
+    def __init__(self, sample: Callable[[Any, Any, Any, Run], Any], unseen: Callable[[Any], None], times: StepTimes):
         self._times = times
         self._sample = sample
         self._unseen = unseen
@@ -83,7 +83,7 @@ class GuiderSeam:
             args, kwargs = with_callback(args, kwargs, steps)
             self._inside.append(guider)
             try:
-                return self._sample(guider, given.get("sigmas"), functools.partial(stock, guider, *args, **kwargs))
+                return self._sample(guider, given.get("noise"), given.get("sigmas"), functools.partial(stock, guider, *args, **kwargs))
             finally:
                 self._inside.pop()
                 self._times.note(steps)

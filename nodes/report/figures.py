@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ...parallel_runtime.client.run import Evaluation, submissions
+from ...parallel_runtime.client.run import Evaluation, Run, submissions
 from ...parallel_runtime.occupancy import busy_shares
 from ...parallel_runtime.patches import Part
 from ...parallel_runtime.schedule import held_to_schedule
 from ..notices import Notice
+from ..planning import Planned
 from ..timing import Speed
 
 
@@ -106,13 +107,33 @@ class PoolFigures:
     last_run: LastRun | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanFigures:
+    """Why a run's layout was chosen. ``why``: by which speeds, or why nothing was predicted;
+    ``predicted_ms`` of an evaluation of all prompts and images, and ``achieved_ms`` of it;
+    ``speedup`` predicted over one device. ``losers``: other layouts and what they lose, the best
+    first.
+    """
+
+    layout: str
+    asked: str
+    why: str
+    predicted_ms: float | None = None
+    achieved_ms: float | None = None
+    speedup: float | None = None
+    losers: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Report:
-    """``notices``: the newest first. ``speed`` of the run that began last."""
+    """``notices``: the newest first. ``speed`` of the run that began last, and its ``plan`` where
+    its layout was chosen for it.
+    """
 
     pools: tuple[PoolFigures, ...]
     notices: tuple[Notice, ...] = ()
     speed: Speed | None = None
+    plan: PlanFigures | None = None
 
     @property
     def not_in_the_pool(self) -> Notice | None:
@@ -125,6 +146,29 @@ class Report:
         """The pool whose run began last, and that run. None before any run."""
         ran = [(pool, pool.last_run) for pool in self.pools if pool.last_run is not None]
         return max(ran, key=lambda one: one[1].began, default=None)
+
+
+def plan_figures(planned: Planned | None, run: Run | None = None) -> PlanFigures | None:
+    """Say why a layout was chosen for a run, and how long it took for what was predicted. The
+    groups of a pool, and its stages, compute all prompts of an evaluation at once.
+    """
+    if planned is None:
+        return None
+    rows = planned.plan.rows if planned.plan is not None else ()
+    timed = list(run.evaluations) if run is not None else []
+    at_once = planned.layout.groups > 1 or not timed
+    achieved = None
+    if timed and planned.layout.pipefusion == 1:
+        achieved = 1e3 * median(one.seconds for one in timed) * (1 if at_once else max(1, len(run.branches) if run else 1))
+    return PlanFigures(
+        layout=planned.layout.equation(),
+        asked=planned.asked,
+        why=planned.why,
+        predicted_ms=None if planned.seconds is None else 1e3 * planned.seconds,
+        achieved_ms=achieved,
+        speedup=planned.speedup,
+        losers=tuple(f"{row.layout.product()}: {row.why}" for row in rows if row.why),
+    )
 
 
 def last_run(began_s: float, mode: str, evaluations: Sequence[Evaluation], backend: str, stages: int = 1) -> LastRun | None:

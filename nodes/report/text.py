@@ -8,8 +8,9 @@ from ...launcher.pool.devices import Placement
 from ...parallel_runtime.wire.segment import mib
 from ..timing import Speed
 from .causes import WAITED_FOR, slowed
-from .figures import InPatches, LastRun, PoolFigures, RankFigures, Report, RingKernels
+from .figures import InPatches, LastRun, PlanFigures, PoolFigures, RankFigures, Report, RingKernels
 
+SHOWN = 6  # layouts that were not chosen
 NO_POOL = (
     "Nothing has been sampled by a pool yet: put PipeMesh Parallelize before the sampler, "
     "connect the sampler's LATENT to this node and run."
@@ -30,7 +31,8 @@ def report_text(report: Report, asked: Placement | None = None) -> str:
     causes = [f"  {cause.english}" for cause in slowed([rank.device for rank in pool.ranks], pool.weights, run)]
     why = ["\n".join(["What slowed it", *causes])] if causes else []
     speed = [speed_text(report.speed)] if report.speed is not None else []
-    parts = [*said, *speed, head, run_text(run), *why, held_text(pool), memory_text(pool.ranks)]
+    plan = [plan_text(report.plan)] if report.plan is not None else []
+    parts = [*said, *speed, *plan, head, run_text(run), *why, held_text(pool), memory_text(pool.ranks)]
     return "\n\n".join([*parts, *(["\n".join(others)] if others else [])])
 
 
@@ -43,6 +45,19 @@ def speed_text(speed: Speed) -> str:
         )
     how = "timed here" if speed.measured else "predicted, not timed"
     return f"{speed.ratio:.2f} times as fast as one GPU: {speed.step_s:.2f} s per step, one GPU {speed.one_gpu_s:.2f} s ({how})"
+
+
+def plan_text(plan: PlanFigures) -> str:
+    """Say which layout was chosen, why, and why others were not."""
+    if plan.predicted_ms is None:
+        return f"Layout taken: {plan.layout}; nothing was predicted: {plan.why}"
+    faster = "" if plan.speedup is None or plan.speedup == 1.0 else f", {plan.speedup:.2f} times as fast as one device"
+    rows = [f"  predicted per evaluation: {plan.predicted_ms:.1f} ms{faster}"]
+    if plan.achieved_ms is not None:
+        rows.append(f"  achieved: {plan.achieved_ms:.1f} ms")
+    losers = [f"  {loser}" for loser in plan.losers[:SHOWN]]
+    more = [f"  and {len(plan.losers) - SHOWN} more"] if len(plan.losers) > SHOWN else []
+    return "\n".join([f"Layout chosen: {plan.layout}, {plan.why}", f"  for {plan.asked}", *rows, *losers, *more])
 
 
 def unused_text(pool: Placement) -> str:

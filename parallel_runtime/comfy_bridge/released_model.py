@@ -1,8 +1,13 @@
-"""A released model without its weights, and what ComfyUI would call it with: for the dry run."""
+"""A released model, or one that is loaded, without its weights, and what ComfyUI would call it
+with: for the dry run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -11,6 +16,9 @@ from ..families.sample import Released, Sample
 from .forward import PREFIX, forward_binder, forward_patch
 
 Extent = tuple[int, int, int]  # width and height in pixels, and frames
+PLENTY = 1 << 50  # bytes
+SPACIAL = 8  # as ComfyUI has it for all models where a cond tells no size
+BESIDE = {"model_conds", "uuid", "control", "hooks", "area", "mask", "gligen", "default"}  # of a cond, what is not the model's
 
 
 class Called(BaseException):
@@ -36,13 +44,49 @@ def arguments_of(model: Any, sample: Sample, released: Released, shape: tuple[in
     """Return the arguments of the transformer's forward in one evaluation of a latent (B, C, ...),
     on ``device``, as a rank has them.
     """
-    latent = torch.zeros(shape, device=device)
     prompt = {
         "cross_attn": torch.zeros(1, released.text, released.size.text_dim),
         "pooled_output": torch.zeros(1, released.size.pooled_dim),
     }
-    prompt |= sample.extras(torch.zeros(shape))
-    made = model.extra_conds(device=device, noise=latent, latent_image=latent, width=0, height=0, prompt_type="positive", **prompt)
+    return called_with(model, {**prompt, **sample.extras(torch.zeros(shape))}, shape, device)
+
+
+def twin_of(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Build a BaseModel like a loaded one, in ``dtype``. Call it where tensors have no content."""
+    config = type(model.model_config)(dict(model.model_config.unet_config))
+    config.unet_config.update(model.model_config.unet_config)
+    config.set_inference_dtype(dtype, None)
+    return config.get_model({}, "", device=device)
+
+
+@contextmanager
+def kernels_that_count() -> Iterator[Callable[..., Any]]:
+    """Have ComfyUI believe in endless memory, by which its own attention chooses how to go on.
+    Return an attention that the dry run can count, for others, which may call kernels of packages.
+    """
+    import comfy.ldm.modules.attention
+    import comfy.model_management
+
+    def free_memory(_device: Any = None, torch_free_too: bool = False) -> Any:
+        return (PLENTY, PLENTY) if torch_free_too else PLENTY
+
+    with patch.object(comfy.model_management, "get_free_memory", free_memory):
+        yield comfy.ldm.modules.attention.attention_pytorch
+
+
+def prompt_of(cond: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a cond of ComfyUI's brings to the model, without content. Call it where tensors
+    have none. What acts between the sampler and the model is left out.
+    """
+    plain = {name: value for name, value in cond.items() if name not in BESIDE}
+    return tree_map_only(torch.Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), plain)
+
+
+def called_with(model: Any, prompt: Mapping[str, Any], shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    """Return the arguments with which ComfyUI calls the transformer for a prompt."""
+    latent = torch.zeros(shape, device=device)
+    size = {"width": shape[-1] * SPACIAL, "height": shape[-2] * SPACIAL, "prompt_type": "positive"}
+    made = model.extra_conds(device=device, noise=latent, latent_image=latent, **{**size, **prompt})
     conds = {name: cond.process_cond(batch_size=1, area=None).cond for name, cond in made.items()}
     found: dict[str, Any] = {}
     name = forward_patch(model.diffusion_model)
@@ -54,8 +98,10 @@ def arguments_of(model: Any, sample: Sample, released: Released, shape: tuple[in
 
     attribute = name.removeprefix(PREFIX)
     setattr(model.diffusion_model, attribute, called)
+    sigmas = torch.ones(1, device=device)
+    options = {"cond_or_uncond": [0], "sigmas": sigmas, "sample_sigmas": sigmas}
     try:
-        model.apply_model(latent, torch.ones(1, device=device), transformer_options={"cond_or_uncond": [0]}, **conds)
+        model.apply_model(latent, torch.ones(1, device=device), transformer_options=options, **conds)
     except Called:
         pass
     finally:

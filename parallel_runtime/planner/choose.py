@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..layout import Layout, layouts_of
 from .box import Box
@@ -12,6 +12,7 @@ from .job import Job
 from .keeping import gib
 
 APPROXIMATE = "pipefusion"
+START_S = 10.0  # to start ranks in another layout and load a model there again
 CAUSES = {  # part of a prediction -> how a loser's reason calls it
     "compute": "of computing, which fewer ranks share",
     "imbalance": "waiting for the busiest rank",
@@ -21,6 +22,9 @@ CAUSES = {  # part of a prediction -> how a loser's reason calls it
     "pipeline": "of warm-up, and of patches that wait for their own output",
     "hop": "on the way to the pool and back",
 }
+
+
+RUNNING = "it saves less in this run than starting its ranks takes"
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,28 @@ def legal_layouts(job: Job, world_size: int) -> Iterator[Layout]:
     """
     heads = min((one.heads for one in job.whole.attended), default=1)
     most = {"ulysses": heads, "pipefusion": len(job.whole.block_flops), "cfg": job.branches, "data": job.batch}
+    if not job.whole.attended:
+        most["ring"] = 1  # the forward cannot be cut
     for layout in layouts_of(world_size):
         if all(degree <= most.get(axis, degree) for axis, degree in layout.degrees().items()):
             yield layout
+
+
+def with_running(job: Job, box: Box, made: Plan, running: Layout | None) -> Plan:
+    """Return ``made`` with ``running``, the layout of ranks that are up, as its best, unless
+    another saves more in this run than starting it takes. Groups that are up share a sequence where
+    some of them would wait.
+    """
+    best = made.best
+    if running is None or best is None or best.prediction is None or best.layout == running:
+        return made
+    wide = [running.joined(width) for width in (running.widths if job.whole.attended else running.widths[:1])]
+    ways = [one for layout in {*wide} for one in predict(job, layout, box)]
+    quickest = min(ways, key=lambda one: one.seconds, default=None)
+    if quickest is None or (quickest.seconds - best.prediction.seconds) * job.evaluations > START_S:
+        return made
+    others = [replace(row, why=row.why or RUNNING) for row in made.rows if row.layout != running]
+    return Plan((Row(running, replace(quickest, layout=running)), *others))
 
 
 def fastest(predictions: list[Prediction]) -> Prediction | None:

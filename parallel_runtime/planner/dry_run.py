@@ -64,28 +64,7 @@ class DryModel:
 
     def whole(self) -> Whole:
         """Run the model on one device as ComfyUI does."""
-        transformer = self._model.diffusion_model
-        with dry_device(self._mode) as figures:
-            figures.leave_out(weights_of(self._model))
-            recorder = Recorder(figures)
-            hooks = TokenHooks(transformer, self.plan, recorder)
-            hooks.attach()
-            try:
-                self._forward(self._model)(**hooks.arguments(self._arguments))
-            finally:
-                hooks.detach()
-        block_flops = [after - before for before, after in pairwise([*recorder.marks, recorder.left or figures.flops])]
-        return Whole(
-            weight_bytes=nbytes(weights_of(self._model)),
-            block_weight_bytes=[nbytes(container[index].parameters()) for container, index, _ in blocks_of(transformer, self.plan)],
-            block_flops=block_flops,
-            around_flops=figures.flops - sum(block_flops),
-            peak_bytes=figures.peak,
-            attended_by_block=recorder.attended,
-            tokens=recorder.tokens,
-            hidden=self.released.size.hidden,
-            shareable=shareable(transformer, self.plan),
-        )
+        return counted(self._model, self.plan, self._arguments, self._mode, self.released.size.hidden)
 
     def rank(self, layout: Layout, rank: int, whole: Whole, patches: int = 0, kept: Literal["whole", "sharded"] = "whole") -> RankFigures:
         """Run one rank of ``layout``. ``patches``: of a pipeline, 0 for one more than stages.
@@ -152,13 +131,52 @@ class DryModel:
         return [WARM_UP, *(Part(1, 0, (patch.start, patch.size, patch.last)) for patch in cut)]
 
 
+def counted(
+    model: Any, plan: TokenPlan, arguments: dict[str, Any], mode: QuickFakeMode, hidden: int = 0, attention: Attention | None = None
+) -> Whole:
+    """Run a model without content on one device, as ComfyUI does. ``hidden``: as wide as its rows
+    are; 0 for as wide as the queries of its first attention. ``attention`` takes the place of
+    ComfyUI's. A model that is never cut is one block.
+    """
+    transformer = model.diffusion_model
+    with dry_device(mode) as figures:
+        figures.leave_out(weights_of(model))
+        recorder = Recorder(figures, attention)
+        hooks = TokenHooks(transformer, plan, recorder) if plan.blocks else None
+        forward = getattr(transformer, forward_name(transformer))
+        if hooks is not None:
+            hooks.attach()
+        try:
+            forward(**(arguments if hooks is None else hooks.arguments(arguments)))
+        finally:
+            if hooks is not None:
+                hooks.detach()
+    marks = recorder.marks or [0]
+    block_flops = [after - before for before, after in pairwise([*marks, recorder.left or figures.flops])]
+    weights = nbytes(weights_of(model))
+    blocks = [nbytes(container[index].parameters()) for container, index, _ in blocks_of(transformer, plan)] if hooks else [weights]
+    first = next((one for block in recorder.attended for one in block), None)
+    return Whole(
+        weight_bytes=weights,
+        block_weight_bytes=blocks,
+        block_flops=block_flops,
+        around_flops=figures.flops - sum(block_flops),
+        peak_bytes=figures.peak,
+        attended_by_block=recorder.attended or [[]],
+        tokens=recorder.tokens,
+        hidden=hidden or (first.heads * first.head_dim if first else 0),
+        shareable=shareable(transformer, plan) if hooks else Shareable([0], 0, 0, 0),
+    )
+
+
 class Recorder:
     """A Sharding that computes everything and notes the plan's blocks and the attentions in each.
     ``marks``: what was computed at each block's beginning; ``left``: and where the tokens leave, if
     that is a module of its own.
     """
 
-    def __init__(self, figures: Counts):
+    def __init__(self, figures: Counts, attention: Attention | None = None):
+        self._instead = attention
         self.marks: list[int] = []
         self.left = 0
         self.attended: list[list[Attended]] = []
@@ -181,10 +199,10 @@ class Recorder:
     def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
         skips = kwargs.get("skip_reshape", False)
         self.attended[-1].append(Attended(q.shape[2 if skips else 1], heads, q.shape[-1] if skips else q[0, 0].numel() // heads))
-        return attention(q, k, v, heads, mask, *args, **kwargs)
+        return (self._instead or attention)(q, k, v, heads, mask, *args, **kwargs)
 
     def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return attention(q, k, v, heads, mask, *args, **kwargs)  # what travels of it is as small as the whole queries
+        return (self._instead or attention)(q, k, v, heads, mask, *args, **kwargs)  # what travels of it is as small as the whole queries
 
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> None:
         self.left = self._figures.flops

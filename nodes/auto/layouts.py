@@ -1,0 +1,75 @@
+"""Samples a guider's MODELs in the layout that is chosen for what it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from comfy.model_patcher import ModelPatcher
+
+from ...parallel_runtime.client.remote_patcher import RemotePatcher
+from ...parallel_runtime.comfy_bridge.guard import require_whole_groups
+from ...parallel_runtime.errors import Refused
+from ..planning import Asked, Planned, placed
+from ..runtime import Runtime
+from ..settings import Choice
+
+
+def in_chosen_layout(
+    runtime: Runtime, guider: Any, models: Mapping[str, ModelPatcher], choice: Choice, noise: Any, sigmas: Any
+) -> tuple[dict[str, RemotePatcher], Planned]:
+    """Returns parallelized clones of a guider's MODELs, all on one pool, and why it is laid out so:
+    for the first MODEL, as several in one guider are sampled alike.
+    """
+    first = next(iter(models.values()))
+    planned = runtime.plan(first, choice, partial(Asked.of, guider, noise, sigmas))
+    own = placed(choice, planned)
+    parallel = {name: runtime.parallelize(model, own) for name, model in models.items()}
+    for patcher in parallel.values():
+        runtime.planning.leave_open(patcher.remote, choice)  # the next sampling may ask for another one
+    return parallel, planned
+
+
+def require_several(planned: Planned, model: ModelPatcher, choice: Choice) -> None:
+    """Raises Refused where one device is faster than any layout of several."""
+    if planned.is_one_device:
+        require_whole_groups(model.model.diffusion_model, choice.placement.layout)
+        raise Refused(f"One GPU is faster here than several, {planned.why}.")
+
+
+@contextmanager
+def laid_out_anew(runtime: Runtime, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any) -> Iterator[None]:
+    """Puts those of a guider's MODELs whose pool's layout was left open into the layout that is
+    chosen for this sampling, and takes them out again.
+    """
+    by_choice: dict[Choice, dict[str, ModelPatcher]] = {}
+    for name, model in models.items():
+        choice = runtime.planning.left_open(model.remote) if isinstance(model, RemotePatcher) else None
+        if choice is not None:
+            by_choice.setdefault(choice, {})[name] = model
+    made = [in_chosen_layout(runtime, guider, several, choice, noise, sigmas) for choice, several in by_choice.items()]
+    with in_place_of(guider, {name: patcher for parallel, _ in made for name, patcher in parallel.items()}):
+        yield
+    for parallel, planned in made:
+        note(runtime, parallel, planned)
+
+
+def note(runtime: Runtime, parallel: Mapping[str, RemotePatcher], planned: Planned) -> None:
+    """Keeps for the report what the last runs of these were planned as."""
+    for patcher in parallel.values():
+        runtime.planning.note(patcher.remote.pool.last_run, planned)
+
+
+@contextmanager
+def in_place_of(guider: Any, models: Mapping[str, ModelPatcher]) -> Iterator[None]:
+    """Puts ``models`` into the guider's attributes and, however it goes on, takes them out again.
+    The guider keeps its own ``model_options``: a node may have changed them.
+    """
+    own = {name: getattr(guider, name) for name in models}
+    vars(guider).update(models)
+    try:
+        yield
+    finally:
+        vars(guider).update({name: model for name, model in own.items() if getattr(guider, name) is models[name]})

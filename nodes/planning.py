@@ -1,0 +1,259 @@
+"""Choose a pool's layout for what is about to be sampled, by what the planner predicts of its
+devices; keep each choice for the report.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.model_base import BaseModel
+from comfy.model_patcher import ModelPatcher
+
+from ..launcher.comfyui.install import cache_folder
+from ..launcher.pool.devices import Placement, choose_backend
+from ..parallel_runtime.client.remote_patcher import Patching, Remote
+from ..parallel_runtime.client.run import Run
+from ..parallel_runtime.families import plan_or_whole
+from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
+from ..parallel_runtime.planner.figures import Whole
+from ..parallel_runtime.planner.here import Here, Seen, box_here
+from ..parallel_runtime.planner.job import Job
+from ..parallel_runtime.planner.loaded import NotCounted, whole_of
+from ..parallel_runtime.planner.measured import Speeds, read
+from .settings import Choice
+from .timing import StepTimes
+
+log = logging.getLogger("pipemesh")
+SPEEDS = "speeds.json"  # in the cache folder
+TEXT = 64  # tokens by which texts are counted
+MOST = 50  # kinds of evaluations whose counts are kept
+EVALUATIONS_PER_WARM_UP = 20
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is about to be sampled: a latent (B, C, ...), its conds of every evaluation, and how
+    many evaluations there are, at one a step.
+    """
+
+    shape: tuple[int, ...]
+    conds: tuple[Mapping[str, Any], ...]
+    evaluations: int
+
+    @classmethod
+    def of(cls, guider: Any, noise: Any, sigmas: Any) -> Asked:
+        """Raises NotCounted."""
+        if not isinstance(noise, torch.Tensor) or noise.is_nested or noise.dim() < 3:
+            raise NotCounted("it samples several latents at once")
+        conds = dict(guider.original_conds)
+        if math.isclose(guider.cfg, 1.0) and not guider.model_options.get("disable_cfg1_optimization", False):
+            conds.pop("negative", None)
+        found = tuple(one for several in conds.values() for one in several)
+        if not found or sigmas is None or len(sigmas) < 2:
+            raise NotCounted("there is nothing to evaluate")
+        return cls(tuple(noise.shape), found, len(sigmas) - 1)
+
+    @property
+    def text(self) -> str:
+        """Say it in the report's words."""
+        prompts, images = len(self.conds), self.shape[0]
+        size = " x ".join(map(str, self.shape[1:]))
+        return f"{prompts} prompt{'s' * (prompts > 1)}, {images} latent{'s' * (images > 1)} of {size}, {self.evaluations} evaluations"
+
+    @property
+    def longest(self) -> Mapping[str, Any]:
+        """The cond with most text: an evaluation of it takes longest."""
+        return max(self.conds, key=lambda cond: cond["cross_attn"].shape[1] if cond.get("cross_attn") is not None else 0)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A choice of a layout. ``plan`` is None where nothing could be predicted, and ``why`` says why
+    not; else ``why`` says by which speeds.
+    """
+
+    layout: Layout
+    why: str
+    asked: str = ""
+    plan: Plan | None = None
+    warm_up: int = 1
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted for one evaluation of all prompts and images."""
+        best = self.plan.best if self.plan is not None else None
+        return best.prediction.seconds if best is not None and best.prediction is not None else None
+
+    @property
+    def speedup(self) -> float | None:
+        best = self.plan.best if self.plan is not None else None
+        return None if self.plan is None or best is None else self.plan.speedup(best)
+
+    @property
+    def is_one_device(self) -> bool:
+        return self.plan is not None and self.layout.world_size == 1
+
+
+class Planning:
+    """Chooses layouts, and remembers what it chose. ``speeds``: the file with speeds that were
+    measured on this machine.
+    """
+
+    def __init__(
+        self,
+        times: StepTimes,
+        speeds: Path | None = None,
+        count: Callable[[Any, Mapping[str, Any], tuple[int, ...]], Whole] = whole_of,
+    ):
+        self.times = times
+        self._speeds = speeds or cache_folder(os.environ) / SPEEDS
+        self._count = count
+        self._counts: dict[tuple, Whole | NotCounted] = {}
+        self._choices: weakref.WeakKeyDictionary[Remote, Choice] = weakref.WeakKeyDictionary()
+        self._runs: weakref.WeakKeyDictionary[Run, Planned] = weakref.WeakKeyDictionary()
+
+    # -- who asked for a choice, and what was chosen
+
+    def leave_open(self, remote: Remote, choice: Choice | None) -> None:
+        """Note that the layout of this MODEL's pool is to be chosen when it is sampled; None: that
+        it is not.
+        """
+        if choice is None:
+            self._choices.pop(remote, None)
+        else:
+            self._choices[remote] = choice
+
+    def left_open(self, remote: Remote) -> Choice | None:
+        return self._choices.get(remote)
+
+    def note(self, run: Run | None, planned: Planned) -> None:
+        """Keep what a run was planned as."""
+        if run is not None:
+            self._runs[run] = planned
+
+    def of(self, run: Run) -> Planned | None:
+        return self._runs.get(run)
+
+    # -- choosing
+
+    def choose(self, model: BaseModel, choice: Choice, asked: Callable[[], Asked], running: Iterable[Layout]) -> Planned:
+        """Choose the layout of ``choice`` for a model; that of its placement where nothing can be
+        predicted. ``asked`` raises NotCounted. ``running``: layouts of the live pools on its
+        devices.
+        """
+        try:
+            return self._chosen(model, choice, asked(), running)
+        except NotCounted as error:
+            return Planned(choice.placement.layout, str(error))
+        except Exception as error:  # noqa: BLE001 - another pack's guider may look otherwise, and its image does not depend on this
+            log.warning("[PipeMesh] No layout could be predicted:", exc_info=error)
+            return Planned(choice.placement.layout, f"{type(error).__name__}, see the log")
+
+    def _chosen(self, model: BaseModel, choice: Choice, asked: Asked, running: Iterable[Layout]) -> Planned:
+        """Raises NotCounted."""
+        placement = choice.placement
+        if placement.other_machines:
+            raise NotCounted("links between machines are not known")
+        job = self._job(model, asked)
+        here = self._here(placement, type(model.diffusion_model))
+        made = plan(job, here.box, allows_approximate=self._may_be_approximate(model, choice), sizes=sizes_here(job, here))
+        for layout in running:
+            made = with_running(job, here.box, made, layout)
+        if made.best is None:
+            return Planned(placement.layout, "no layout has room", asked.text, made)
+        return Planned(made.best.layout, here.said, asked.text, made, job.warm_up)
+
+    def _job(self, model: BaseModel, asked: Asked) -> Job:
+        evaluations = asked.evaluations
+        whole = self._whole(model, rounded(asked.longest), (1, *asked.shape[1:]))
+        warm_up = max(1, evaluations // EVALUATIONS_PER_WARM_UP)
+        return Job(whole=whole, evaluations=evaluations, branches=len(asked.conds), batch=asked.shape[0], warm_up=warm_up)
+
+    def _whole(self, model: BaseModel, cond: Mapping[str, Any], shape: tuple[int, ...]) -> Whole:
+        """Count an evaluation once for each model and size. Raises NotCounted."""
+        sizes = tuple(sorted((name, tuple(value.shape)) for name, value in cond.items() if isinstance(value, torch.Tensor)))
+        key = type(model), repr(sorted(model.model_config.unet_config.items(), key=str)), shape, sizes
+        if key not in self._counts:
+            try:
+                self._counts[key] = self._count(model, cond, shape)
+            except NotCounted as error:
+                self._counts[key] = error
+            if len(self._counts) > MOST:
+                del self._counts[next(iter(self._counts))]
+        found = self._counts[key]
+        if isinstance(found, NotCounted):
+            raise found
+        return found
+
+    def _here(self, placement: Placement, model_class: type) -> Here:
+        token_plan = plan_or_whole(model_class)
+        speeds = read(self._speeds, platform.processor() or platform.machine())
+        measured = speeds_for(speeds, token_plan.family if token_plan is not None else "")
+        return box_here(seen(placement), staged=placement.backend == "gloo", measured=measured)
+
+    def _may_be_approximate(self, model: BaseModel, choice: Choice) -> bool:
+        token_plan = plan_or_whole(type(model.diffusion_model))
+        fits = token_plan is not None and bool(token_plan.blocks) and not token_plan.why_no_stages and not token_plan.together.always
+        return choice.allows_approximate and fits
+
+
+def rounded(cond: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a cond with a few tokens more of text, so that most prompts are counted as one."""
+    text = cond.get("cross_attn")
+    if not isinstance(text, torch.Tensor) or text.dim() != 3 or "attention_mask" in cond:
+        return cond
+    tokens = -(-text.shape[1] // TEXT) * TEXT
+    return {**cond, "cross_attn": torch.empty(text.shape[0], tokens, text.shape[2], dtype=text.dtype, device="meta")}
+
+
+def sizes_here(job: Job, here: Here) -> tuple[int, ...]:
+    """Return how many devices may be chosen: all of them where no speed is known, as nothing says
+    then that fewer are faster, unless there is nothing to share among so many.
+    """
+    devices = len(here.box.devices)
+    return (devices,) if here.known == "plain" and any(legal_layouts(job, devices)) else sizes_of(devices)
+
+
+def speeds_for(speeds: Mapping[str, Speeds], family: str) -> Speeds | None:
+    """Return the speeds of ranks that compute at once, of this family or else of any."""
+    both = {name.rpartition(" ")[0]: one for name, one in speeds.items() if name.endswith(" both")}
+    return both.get(family) or next(iter(both.values()), None)
+
+
+def seen(placement: Placement) -> list[Seen]:
+    """Describe the devices of this machine's ranks."""
+    if not placement.devices[0].is_gpu:
+        total = comfy.model_management.get_total_memory(torch.device("cpu"))
+        return [Seen("CPU", total, max(1, placement.threads(rank))) for rank in range(len(placement.devices))]
+    properties = [torch.cuda.get_device_properties(device.local_name) for device in placement.devices]
+    return [Seen(one.name, one.total_memory) for one in properties]
+
+
+def provisional(choice: Choice, model: ModelPatcher) -> Choice:
+    """Return an open choice with the layout that is taken where nothing can be predicted: all
+    devices share each image, or each prompt has its own where the model cannot be cut.
+    """
+    token_plan = plan_or_whole(type(model.model.diffusion_model))
+    if not choice.is_open or token_plan is None or token_plan.blocks:
+        return choice
+    return replace(choice, placement=replace(choice.placement, layout=Layout(cfg=choice.placement.layout.world_size)))
+
+
+def placed(choice: Choice, planned: Planned) -> Choice:
+    """Return the choice with the layout that was chosen for it."""
+    layout = planned.layout
+    devices = choice.placement.devices[: layout.world_size]
+    placement = Placement(layout=layout, devices=devices, backend=choose_backend(layout, "auto", devices))
+    patching = Patching(layout.pipefusion + 1, planned.warm_up) if layout.pipefusion > 1 else None
+    return replace(choice, placement=placement, patching=patching, is_open=False)

@@ -1,0 +1,95 @@
+"""The box of a pool on this machine: speeds that were measured here, else published ones of its
+GPUs, else plain figures of a CPU's cores.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .box import Box, Device, Level
+from .expected import ITEM_BYTES
+from .measured import Speeds
+from .published import GIGA, MICRO, TERA, device, figures, links, pcie
+
+PLAIN_GPU = "RTX3090"  # for a GPU that no figures are published of here
+ALL_LINKED = re.compile(r"SXM|HBM3|H200|B200")  # in names of GPUs that NVLink connects to all others of their machine
+NOT_LINKED = re.compile(r"PCIe|NVL\b")  # of cards
+FP32_BYTES = 4
+Known = Literal["measured", "published", "plain"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The device of a rank: its title as the driver has it, and its memory. ``cores`` of a rank on
+    the CPU; 0 on a GPU.
+    """
+
+    title: str
+    memory_bytes: int
+    cores: int = 0
+
+
+@dataclass(frozen=True)
+class Here:
+    """A box, and how its speeds are known."""
+
+    box: Box
+    known: Known
+    said: str
+
+
+def box_here(seen: Sequence[Seen], staged: bool = False, measured: Speeds | None = None) -> Here:
+    """Return the box of ranks on these devices. ``staged``: messages go through main memory."""
+    if seen[0].cores:
+        return cpu_box(seen, measured)
+    kinds = [kind_of(one.title) for one in seen]
+    unknown = sorted({one.title for one, kind in zip(seen, kinds, strict=True) if not kind})
+    kind = kinds[0] or PLAIN_GPU
+    figure = figures()["devices"][kind]
+    if staged:
+        figure = {**figure, "peer": False}
+    is_linked = ALL_LINKED.search(seen[0].title) and not NOT_LINKED.search(seen[0].title)
+    link = "NVLink" if is_linked and "nvlink_gb_per_s" in figure and not staged else "PCIe"
+    devices = tuple(replace(device(kind or PLAIN_GPU), memory_bytes=one.memory_bytes) for one, kind in zip(seen, kinds, strict=True))
+    name = f"{len(seen)}x{kind}-{link}"
+    levels = tuple(links(figure, link, len(seen)))
+    box = Box(name=name, devices=devices, levels=levels, host_bytes_per_s=pcie(figure["pcie"]), hop_s=figures()["hop"]["seconds"])
+    if unknown:
+        return Here(box, "plain", f"no figures of {', '.join(unknown)} are known, and those of {PLAIN_GPU} were taken")
+    return Here(box, "published", f"by published figures of {name}")
+
+
+def kind_of(title: str) -> str:
+    """Return a GPU's name in the published figures; empty where it is not among them."""
+    for kind in figures()["devices"]:
+        words = r"\W*".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", kind))
+        if re.search(rf"(?<![0-9A-Za-z]){words}(?![0-9A-Za-z])", title) and "Laptop" not in title:
+            return kind
+    return ""
+
+
+def cpu_box(seen: Sequence[Seen], measured: Speeds | None) -> Here:
+    """Return the box of ranks on the CPU. They compute in fp32, and have the checkpoint's pages in
+    common, so memory is no limit.
+    """
+    if measured is not None:
+        return Here(measured.box(len(seen), FP32_BYTES), "measured", "by speeds measured on this machine")
+    figure = figures()["cpu"]
+    speeds = [figure["gflops_per_core"] * one.cores * GIGA for one in seen]
+    devices = tuple(
+        Device(
+            name="CPU",
+            matmul_flops_per_s=speed,
+            attention_flops_per_s=speed,
+            memory_bytes=1000 * TERA,
+            memory_bytes_per_s=figure["memory_gb_per_s"] * GIGA,
+        )
+        for speed in speeds
+    )
+    link = figure["link_gb_per_s"] * GIGA * ITEM_BYTES / FP32_BYTES
+    levels = (Level(ranks=1, bytes_per_s=link, latency_s=figure["latency_us"] * MICRO),)
+    box = Box(name=f"{len(seen)}xCPU", devices=devices, levels=levels, host_bytes_per_s=1000 * TERA, hop_s=figures()["hop"]["seconds"])
+    return Here(box, "plain", "by plain figures of a CPU, which nobody has measured here")

@@ -1,0 +1,27 @@
+"""A runtime of auto mode with one pool, of two ranks."""
+
+from pipemesh.launcher.pool.devices import place
+from pipemesh.nodes.planning import Planned, Planning
+from pipemesh.nodes.settings import Choice
+from pipemesh.nodes.timing import StepTimes
+from pipemesh.parallel_runtime.client import remote_patcher
+from pipemesh.parallel_runtime.layout import Layout
+
+
+class SharedRuntime:
+    """``client``: of its pool. ``choices``: what was parallelized."""
+
+    def __init__(self, client):
+        self._client = client
+        self.choices = []
+        self.planning = Planning(StepTimes())
+
+    def plan(self, model, choice, asked):
+        return Planned(choice.placement.layout, "there is one pool")
+
+    def default_choice(self):
+        return Choice(place(Layout(ulysses=2), "cpu", "auto", ()))
+
+    def parallelize(self, model, choice):
+        self.choices.append(choice)
+        return remote_patcher.parallelize(model, self._client, holds_ui_device=1.0)

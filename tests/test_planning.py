@@ -1,0 +1,285 @@
+"""A pool's layout is chosen for what is sampled: counted on the MODEL without weights, predicted
+for the devices that are there, and the image is stock's own whatever is chosen.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import comfy.samplers
+import pytest
+import torch
+from pipemesh.launcher.commands.parity import conditioning, stock_model
+from pipemesh.launcher.pool.devices import Device, Placement, place
+from pipemesh.nodes.auto.layouts import require_several
+from pipemesh.nodes.auto.sampling import Auto
+from pipemesh.nodes.auto.switch import Switch
+from pipemesh.nodes.notices import Notices
+from pipemesh.nodes.planning import Asked, Planned, Planning, placed, provisional, rounded
+from pipemesh.nodes.report.figures import plan_figures
+from pipemesh.nodes.report.text import plan_text
+from pipemesh.nodes.settings import Choice
+from pipemesh.nodes.timing import StepTimes
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.run import Evaluation, Run
+from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.families import PLAIN
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner.choose import RUNNING, plan, with_running
+from pipemesh.parallel_runtime.planner.here import PLAIN_GPU, Seen, box_here, kind_of
+from pipemesh.parallel_runtime.planner.job import Job
+from pipemesh.parallel_runtime.planner.loaded import NotCounted, whole_of
+from pipemesh.parallel_runtime.planner.measured import Speeds
+
+from .bounds import assert_same
+from .foreign_pack import unet
+from .in_groups import GroupsHere
+from .models import run
+from .planned import box, counts
+
+NOWHERE = Path("/nowhere")
+FLUX = counts("flux 1024")
+OPEN = Choice(place(Layout(ulysses=2), "cpu", "auto", ()), is_open=True)
+PROMPT = {"cross_attn": torch.zeros(1, 13, 64), "pooled_output": torch.zeros(1, 32)}
+
+
+def planning(count=lambda *_: FLUX):
+    return Planning(StepTimes(), NOWHERE, count)
+
+
+def asked(branches=1, batch=1, evaluations=20):
+    return lambda: Asked((batch, 16, 8, 10), (PROMPT,) * branches, evaluations)
+
+
+# -- what is counted
+
+
+def test_a_loaded_model_is_counted_at_the_true_size_without_being_computed():
+    model = stock_model(5, family=PLAIN).model
+    small, large = (whole_of(model, PROMPT, (1, 16, side, side)) for side in (8, 16))
+    assert len(small.block_flops) == len(small.attended_by_block) > 1
+    assert {sum(one.tokens.values()) for one in (small, large)} == {13 + 16, 13 + 64}
+    assert large.flops > 2 * small.flops
+    weights = sum(weight.numel() * weight.element_size() for weight in model.diffusion_model.parameters())
+    assert small.weight_bytes == pytest.approx(weights, rel=0.01), "as they are stored, not as the twin has them"
+    assert not model.diffusion_model._forward_pre_hooks and not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("kind", ["SD15", "SDXL"])
+def test_a_unet_is_one_block_that_no_rank_shares(kind):
+    whole = whole_of(unet(kind).model, PROMPT, (1, 4, 8, 8))
+    assert (len(whole.block_flops), whole.attended_by_block) == (1, [[]])
+    assert whole.block_flops[0] > 0
+    layouts = [row.layout for row in plan(Job(whole=whole, branches=2), box(2), sizes=(2,)).rows]
+    assert layouts == [Layout(cfg=2)]
+
+
+def test_a_model_that_cannot_be_run_dry_says_why():
+    with pytest.raises(NotCounted, match=r"^its twin without weights does not run: .*cross_attn|context|NoneType"):
+        whole_of(stock_model(5, family=PLAIN).model, {}, (1, 16, 8, 8))
+
+
+def test_texts_of_nearly_the_same_length_are_counted_as_one():
+    assert rounded(PROMPT)["cross_attn"].shape == rounded({"cross_attn": torch.zeros(1, 64, 64)})["cross_attn"].shape == (1, 64, 64)
+    masked = {**PROMPT, "attention_mask": torch.ones(1, 13)}
+    assert rounded(masked) is masked, "its mask has as many"
+
+
+def guider(cfg, batch=1, model=None):
+    made = comfy.samplers.CFGGuider(model or stock_model(5))
+    made.set_conds(conditioning(1, 13), conditioning(2, 7))
+    made.set_cfg(cfg)
+    return made, torch.zeros(batch, 16, 8, 10), torch.linspace(1, 0, 4)
+
+
+def test_what_a_guider_is_about_to_sample_is_known_before_it_begins():
+    alone, both = (Asked.of(*guider(cfg, batch=2)) for cfg in (1.0, 4.0))
+    assert (len(alone.conds), len(both.conds), both.shape[0], both.evaluations) == (1, 2, 2, 3)
+    assert both.longest["cross_attn"].shape[1] == 13
+    assert both.text == "2 prompts, 2 latents of 16 x 8 x 10, 3 evaluations"
+    with pytest.raises(NotCounted, match="several latents at once"):
+        Asked.of(guider(1.0)[0], object(), torch.ones(3))
+
+
+# -- what is chosen
+
+
+def test_prompts_and_images_go_to_groups_and_one_alone_is_shared_by_all_ranks():
+    layouts = [planning().choose(unet().model, OPEN, asked(branches, batch), ()).layout for branches, batch in ((2, 1), (1, 2), (1, 1))]
+    assert layouts[0] in (Layout(cfg=2), Layout(data=2)) and layouts[1] == Layout(data=2)
+    assert layouts[2].world_size == 2 and layouts[2].groups == 1
+
+
+def test_what_cannot_be_counted_keeps_all_devices_on_one_image_and_says_why():
+    def refuse(*_args):
+        raise NotCounted("it is not known")
+
+    chosen = planning(refuse).choose(unet().model, OPEN, asked(2), ())
+    assert (chosen.layout, chosen.why, chosen.seconds) == (Layout(ulysses=2), "it is not known", None)
+
+    def fail(*_args):
+        raise KeyError("another pack's")
+
+    assert planning(fail).choose(unet().model, OPEN, asked(2), ()).why == "KeyError, see the log"
+    assert provisional(OPEN, unet()).placement.layout == Layout(cfg=2), "a model that cannot be cut"
+
+
+def test_an_evaluation_is_counted_once_for_each_size():
+    counted = []
+    chooser = planning(lambda _model, _cond, shape: counted.append(shape) or FLUX)
+    model = stock_model(5).model
+    for batch in (1, 2, 1):
+        chooser.choose(model, OPEN, asked(batch=batch), ())
+    assert counted == [(1, 16, 8, 10)]
+
+
+def test_stages_are_chosen_where_they_may_be_and_the_model_has_some(monkeypatch):
+    slow = replace(box_here([Seen("NVIDIA L40", 48 << 30)] * 2), box=box(2, port=1e9, flops=1e14))
+    monkeypatch.setattr(Planning, "_here", lambda *_: replace(slow, known="published"))
+    devices = tuple(Device(f"cuda:{index}") for index in range(2))
+    choice = Choice(Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl"), allows_approximate=True, is_open=True)
+    model = stock_model(5).model
+    chosen = planning().choose(model, choice, asked(evaluations=40), ())
+    own = placed(choice, chosen)
+    assert (own.placement.layout, own.patching.patches, own.patching.warm_up) == (Layout(pipefusion=2), 3, 2)
+    exact = planning().choose(model, replace(choice, allows_approximate=False), asked(), ())
+    assert not exact.plan.best.is_approximate
+    assert planning().choose(unet().model, choice, asked(), ()).layout.pipefusion == 1
+
+
+def test_ranks_that_are_up_stay_unless_another_layout_saves_more_than_its_start():
+    job = Job(whole=FLUX, branches=2, evaluations=20)
+    fast = box(2, flops=1e14)
+    made = plan(job, fast, sizes=(2,))
+    assert made.best.layout.groups == 2
+    kept = with_running(job, fast, made, Layout(ulysses=2))
+    assert kept.best.layout == Layout(ulysses=2) and {row.why for row in kept.rows[1:]} >= {RUNNING}
+    slow = box(2, flops=1e12, port=1e6)
+    assert with_running(job, slow, plan(job, slow, sizes=(2,)), Layout(ulysses=2)).best.layout.groups == 2
+    alone = Job(whole=FLUX, evaluations=1000)
+    kept = with_running(alone, fast, plan(alone, fast, sizes=(2,)), Layout(cfg=2))
+    assert kept.best.layout == Layout(cfg=2), "its groups share the sequence of one prompt"
+
+
+# -- the devices
+
+
+@pytest.mark.parametrize(
+    ("title", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", ""),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", ""),
+        ("NVIDIA A10", ""),
+    ],
+)
+def test_a_gpu_has_the_published_figures_of_its_name(title, kind):
+    assert kind_of(title) == kind
+
+
+def test_how_the_speeds_of_a_box_are_known_is_said():
+    linked = box_here([Seen("NVIDIA H100 80GB HBM3", 80 << 30)] * 2)
+    assert (linked.known, linked.box.name) == ("published", "2xH100-NVLink")
+    assert box_here([Seen("NVIDIA H100 PCIe", 80 << 30)] * 2).box.name == "2xH100-PCIe"
+    staged = box_here([Seen("NVIDIA RTX A6000", 48 << 30)] * 2, staged=True)
+    assert staged.box.levels[0].bytes_per_s < box_here([Seen("NVIDIA RTX A6000", 48 << 30)] * 2).box.levels[0].bytes_per_s
+    strange = box_here([Seen("Strange GPU", 8 << 30)] * 2)
+    assert strange.known == "plain" and f"no figures of Strange GPU are known, and those of {PLAIN_GPU}" in strange.said
+    assert strange.box.devices[0].memory_bytes == 8 << 30
+    assert box_here([Seen("CPU", 1, cores=1)] * 2).known == "plain"
+    measured = Speeds(matmul=1e9, attention=1e9, memory=1e9, latency_s=0.0, link=1e9)
+    assert box_here([Seen("CPU", 1, cores=1)] * 2, measured=measured).known == "measured"
+
+
+# -- sampled so
+
+
+class PoolsHere:
+    """A runtime whose pools are all in this process, one for each layout."""
+
+    def __init__(self, stock, chosen=None):
+        self.stock, self.pools, self.chosen = stock, {}, chosen
+        self.planning = planning()
+
+    def default_choice(self):
+        return OPEN
+
+    def plan(self, model, choice, asked):
+        return self.chosen or self.planning.choose(model.model, choice, asked, ())
+
+    def parallelize(self, model, choice):
+        layout = choice.placement.layout
+        if layout not in self.pools:
+            here = GroupsHere(layout, self.stock)
+            self.pools[layout] = here, RemotePool(here, shares_weights=False)
+        made = parallelize(model, self.pools[layout][1], 0.0)
+        self.planning.leave_open(made.remote, choice if choice.is_open else None)
+        return made
+
+
+@pytest.fixture
+def auto(request):
+    def made(runtime):
+        auto = Auto(runtime, Switch({"PIPEMESH_AUTO": "0"}, lambda: None), Notices(), StepTimes())
+        auto.install()
+        request.addfinalizer(auto.remove)
+        return auto
+
+    return made
+
+
+@pytest.mark.parametrize("by_node", [True, False])
+def test_each_sampling_has_the_layout_that_is_chosen_for_it_and_the_image_is_stocks_own(auto, by_node):
+    """Of a pool node whose layout is auto, and of auto mode."""
+    runtime, model, stock = PoolsHere(stock_model(5)), stock_model(5), stock_model(5)
+    made = auto(runtime)
+    ours = runtime.parallelize(model, OPEN) if by_node else model
+
+    def sampled(one):
+        made.switch.fixed = one is ours and not by_node
+        return run(one, cfg=4.0)
+
+    assert_same(sampled, ours, stock)
+    here, pool = runtime.pools[Layout(cfg=2)] if Layout(cfg=2) in runtime.pools else runtime.pools[Layout(data=2)]
+    assert {ranks for ranks, _, _ in here.asked} == {(0,), (1,)}
+    figures = plan_figures(runtime.planning.of(pool.last_run), pool.last_run)
+    assert figures.predicted_ms > 0 < figures.achieved_ms and figures.losers
+    assert "2 prompts, 1 latent of 16 x 8 x 10, 3 evaluations" in plan_text(figures)
+    if by_node:
+        assert not runtime.pools[Layout(ulysses=2)][0].asked
+        assert runtime.planning.left_open(ours.remote) == OPEN, "the next sampling is planned too"
+
+
+def test_where_one_gpu_is_faster_auto_mode_says_so_and_samples_there(auto):
+    one = replace(planning().choose(unet().model, OPEN, asked(), ()), layout=Layout())
+    runtime = PoolsHere(stock_model(5), one)
+    made = auto(runtime)
+    made.switch.fixed = True
+    run(stock_model(5))
+    assert [notice.text for notice in made._notices.latest()] == [f"On one GPU: One GPU is faster here than several, {one.why}."]
+    assert not any(here.asked for here, _ in runtime.pools.values())
+    with pytest.raises(Refused, match="UNetModel has no token plan"):
+        require_several(one, unet(), OPEN)
+
+
+# -- told
+
+
+def test_the_report_says_why_a_layout_was_chosen_and_why_others_were_not():
+    made = plan(Job(whole=FLUX, branches=2), box(4, flops=1e13))
+    planned = Planned(made.best.layout, "by published figures of 4xL40-PCIe", "2 prompts", made)
+    ran = Run(evaluations=[Evaluation(0.5, 0.0, 0.0, 0)], branches={"a": 0, "b": 1})
+    said = plan_text(plan_figures(planned, ran)).splitlines()
+    assert said[0] == f"Layout chosen: {made.best.layout.equation()}, by published figures of 4xL40-PCIe"
+    assert said[2].startswith("  predicted per evaluation: ") and said[2].endswith("4.00 times as fast as one device")
+    assert said[3] == "  achieved: 500.0 ms", "groups compute both prompts at once"
+    assert " ms more " in said[4] and said[-1].startswith("  and ")
+    apart = replace(planned, layout=Layout(ulysses=4))
+    assert plan_figures(apart, ran).achieved_ms == 1000.0
+    assert plan_text(plan_figures(Planned(Layout(ulysses=2), "links are not known"))) == (
+        "Layout taken: ulysses 2 = 2 ranks; nothing was predicted: links are not known"
+    )
