@@ -21,7 +21,7 @@ from ..parallel_runtime.families import SAMPLES, plan_for
 from ..parallel_runtime.families.sample import Released, Sample, Size
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.planner.cost import predict
-from ..parallel_runtime.planner.figures import Attended, Whole
+from ..parallel_runtime.planner.figures import Attended, Shareable, Whole
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.measured import Speeds, Timed, link_of, speeds_of, write
 from .figures import Estimate, Figure, Goal, Options, Round, exactly, percentile, typical
@@ -142,7 +142,7 @@ def wholes_of(found: dict[str, dict[str, Any]]) -> Wholes:
 
     def whole(counted: dict[str, Any]) -> Whole:
         attended = [[Attended(*one) for one in block] for block in counted["attended_by_block"]]
-        return Whole(**{**counted, "attended_by_block": attended})
+        return Whole(**{**counted, "attended_by_block": attended, "shareable": Shareable(*counted["shareable"])})
 
     return {model: {int(side): whole(counted) for side, counted in sizes.items()} for model, sizes in found.items()}
 
