@@ -1,18 +1,21 @@
 """Blocks that ranks compile: one graph each, and the same result."""
 
 import inspect
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
-from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 from pipemesh.benchmarks import compile as compile_bench
 from pipemesh.benchmarks import forwards
 from pipemesh.benchmarks.forwards import standin
 from pipemesh.launcher.commands.parity import BOUND, PLAIN, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
+from pipemesh.parallel_runtime.comfy_bridge.options import hand_over_compilation
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import FAMILIES, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.plan import COMPILE, LEFT_OUT
@@ -207,6 +210,49 @@ def test_torch_compile_compiles_in_the_ranks(files, clients, caplog, layout, com
     with pytest.raises(Refused, match=r"torch.compile failed in a rank .*no_such_backend.*take out the node"):
         run(unknown(parallel))
     assert relative_error(run(parallel), truth) <= BOUND
+
+
+COMPILED_BY_MODEL = weakref.WeakKeyDictionary()
+
+
+def kj_wrapper(executor, *args, **kwargs):
+    compiled = COMPILED_BY_MODEL.get(executor.class_obj)
+    return executor(*args, **kwargs) if compiled else None
+
+
+def kj_guards(entries):
+    return [True for _ in entries]
+
+
+def as_kjnodes(model, keys):
+    """As its TorchCompileModelAdvanced compiles: the modules are in a mapping of its module."""
+    made = model.clone()
+    settings = {"backend": "eager", "options": {"guard_filter_fn": kj_guards}, "mode": None, "fullgraph": True, "dynamic": False}
+    if keys:
+        COMPILED_BY_MODEL[made.model] = {key: torch.compile(made.get_model_object(key), **settings) for key in keys}
+    made.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, kj_wrapper)
+    made.model_options[TORCH_COMPILE_KWARGS] = settings
+    return made
+
+
+def test_ranks_compile_what_kjnodes_node_names_and_no_other_models(caplog):
+    model, other = stock_model(1), stock_model(1)
+    keys = ["diffusion_model.double_blocks.0", "diffusion_model.single_blocks.1"]
+    made = as_kjnodes(model, keys)
+    options = made.model_options | {"transformer_options": {"wrappers": made.wrappers}}
+    assert hand_over_compilation(options, made.model)
+    assert options["transformer_options"][COMPILE] == {
+        "paths": ["double_blocks.0", "single_blocks.1"],
+        "kwargs": {"backend": "eager", "options": {}, "mode": None, "fullgraph": True, "dynamic": False},
+    }
+    assert COMPILE_KEY not in options["transformer_options"]["wrappers"][WrappersMP.APPLY_MODEL]
+    assert "torch.compile" not in caplog.text
+    made = as_kjnodes(other, [])
+    options = made.model_options | {"transformer_options": {"wrappers": made.wrappers}}
+    assert hand_over_compilation(options, made.model)
+    assert COMPILE not in options["transformer_options"]
+    assert "torch.compile is left out: which modules of the transformer" in caplog.text
+    assert "test_compiled.kj_wrapper compiles is not known" in caplog.text
 
 
 def unknown(model):

@@ -310,7 +310,7 @@ def prepare_sampling(
     if 0 in noise_shape:
         shape = " x ".join(map(str, noise_shape))
         raise Refused(f"The latent is empty ({shape}): connect one with at least one image of at least one pixel.")
-    hand_over_compilation(model_options or {})
+    hand_over_compilation(model_options or {}, model.model)
     encode_images(model.model.diffusion_model, (model_options or {}).get("transformer_options", {}), noise_shape)
     shape = [noise_shape[0] * model.remote.activations, *noise_shape[1:]]
     return executor(model, shape, conds, *args, model_options=model_options, **kwargs)  # by name, as other wrappers look for it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import Refused
@@ -74,9 +74,10 @@ def without_rebuilt(arguments: dict[str, Any], rebuilt: Sequence[str]) -> dict[s
     return arguments
 
 
-def hand_over_compilation(model_options: dict[str, Any]) -> bool:
-    """Takes torch.compile (the node TorchCompileModel) out of a run's options, and puts what it was
-    asked for among those that cross: the ranks compile their blocks. True if it was there.
+def hand_over_compilation(model_options: dict[str, Any], model: Any = None) -> bool:
+    """Takes torch.compile (the node TorchCompileModel, and KJNodes') out of a run's options, and
+    puts what it was asked for among those that cross: the ranks compile their blocks. True if it
+    was there. ``model``: the BaseModel that runs.
 
     In the UI it would compile the remote call, which has nothing to compile.
     """
@@ -90,8 +91,9 @@ def hand_over_compilation(model_options: dict[str, Any]) -> bool:
     if COMPILE_KEY not in around_model:
         return False
     kept = {key: wrapper for key, wrapper in around_model.items() if key != COMPILE_KEY}
-    paths = [path for wrapper in around_model[COMPILE_KEY] for path in compiled_paths(wrapper)]
-    crossing = {} if left_for_patches(options) else compilation(kwargs, paths)
+    compiling = around_model[COMPILE_KEY]
+    paths = [path for wrapper in compiling for path in compiled_paths(wrapper, model)]
+    crossing = {} if left_for_patches(options) else compilation(kwargs, paths, ", ".join(map(patch_name, compiling)))
     model_options["transformer_options"] = {**options, "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: kept}, **crossing}
     return True
 
@@ -104,20 +106,27 @@ def left_for_patches(options: dict[str, Any]) -> bool:
     return patched
 
 
-def compiled_paths(wrapper: Any) -> list[str]:
-    """The modules that ComfyUI's wrapper compiles, by their paths in the BaseModel."""
-    cells = (cell.cell_contents for cell in getattr(wrapper, "__closure__", None) or ())
-    return [path for modules in cells if isinstance(modules, dict) for path in modules]
+def compiled_paths(wrapper: Any, model: Any = None) -> list[str]:
+    """The modules that a wrapper compiles, by their paths in the BaseModel: ComfyUI's holds them
+    itself, that of KJNodes in a mapping of its module, which has those of each model.
+    """
+    held = [cell.cell_contents for cell in getattr(wrapper, "__closure__", None) or ()]
+    in_module = getattr(wrapper, "__globals__", {})
+    for name in wrapper.__code__.co_names if hasattr(wrapper, "__code__") else ():
+        if isinstance(in_module.get(name), Mapping):
+            held.append(in_module[name].get(model))
+    return [path for modules in held if isinstance(modules, dict) for path in modules if isinstance(path, str)]
 
 
-def compilation(kwargs: dict[str, Any], paths: list[str]) -> dict[str, Any]:
+def compilation(kwargs: dict[str, Any], paths: list[str], wrapper: str = "") -> dict[str, Any]:
     """The option that has ranks compile these modules; empty, and a line in the log, where they
-    cannot. A filter of guards is replaced by the ranks' own.
+    cannot. A filter of guards is replaced by the ranks' own. ``wrapper``: the name of what asks.
     """
     inside = [path.removeprefix(WHOLE).removeprefix(".") for path in paths if f"{path}.".startswith(f"{WHOLE}.")]
     settings = {name: value for name, value in (kwargs.get("options") or {}).items() if name != "guard_filter_fn"}
     wanted = {"paths": inside, "kwargs": {**kwargs, "options": settings}}
     if inside and is_plain(wanted):
         return {COMPILE: wanted}
-    log.warning("[PipeMesh] torch.compile is left out: its backend or an option is code. The ranks run this MODEL uncompiled.")
+    why = "its backend or an option is code" if inside else f"which modules of the transformer {wrapper} compiles is not known"
+    log.warning("[PipeMesh] torch.compile is left out: %s. The ranks run this MODEL uncompiled.", why)
     return {}
