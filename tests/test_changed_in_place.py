@@ -3,17 +3,26 @@
 Each is imitated from what it is known to do, under a name like its own.
 """
 
+import functools
 import gc
 import types
 import weakref
+from copy import deepcopy
 
+import comfy.ldm.flux.layers
+import comfy.ldm.flux.math
+import comfy.ldm.flux.model
+import comfy.ldm.modules.attention
+import comfy.lora
 import comfy.model_management as mm
+import comfy.ops
 import pytest
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock
 from comfy.ldm.flux.model import Flux
 from pipemesh.launcher.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes
 from pipemesh.parallel_runtime.comfy_bridge.in_place import Watch, require_unchanged
 from pipemesh.parallel_runtime.errors import Refused
 
@@ -72,6 +81,81 @@ IN_PLACE = {
 
 class Foreign(torch.nn.Module):
     pass
+
+
+def own_attention(q, k, v, heads, *args, **kwargs):
+    return torch.zeros_like(q)
+
+
+@functools.wraps(comfy.ldm.flux.math.attention)
+def wrapped_attention(*args, **kwargs):
+    return own_attention(*args, **kwargs)
+
+
+FOR_ALL = {
+    "the model's forward": (Flux, "_forward", nag_forward, r"flux.model.Flux._forward was replaced .*nag_forward"),
+    "a block's forward": (DoubleStreamBlock, "forward", block_forward, r"layers.DoubleStreamBlock.forward .*block_forward"),
+    "a class method": (
+        Flux,
+        "load_state_dict",
+        classmethod(nag_forward),
+        r"Flux.load_state_dict .*nag_forward",
+    ),
+    "a layer's forward": (comfy.ops.disable_weight_init.Linear, "forward_comfy_cast_weights", nag_forward, r"Linear.forward_comfy"),
+    "a function of the module": (comfy.ldm.flux.layers, "attention", wrapped_attention, r"flux.layers.attention .*attention"),
+    "a function behind it": (comfy.ldm.flux.math, "optimized_attention", own_attention, r"flux.math.optimized_attention .*own_attention"),
+    "one of ComfyUI's own": (
+        comfy.ldm.flux.math,
+        "optimized_attention",
+        comfy.ldm.modules.attention.attention_split,
+        r"flux.math.optimized_attention .*attention_split",
+    ),
+    "all models' attention": (
+        comfy.ldm.modules.attention,
+        "optimized_attention",
+        functools.partial(own_attention, scale=1.0),
+        r"attention.optimized_attention .*own_attention",
+    ),
+    "a class": (comfy.ldm.flux.model, "SingleStreamBlock", ReDoubleStreamBlock, r"model.SingleStreamBlock .*ReDoubleStreamBlock"),
+    "what applies a LoRA": (comfy.lora, "calculate_weight", own_attention, r"lora.calculate_weight .*own_attention"),
+}
+
+
+@pytest.fixture(scope="module")
+def flux():
+    return stock_model(1).model.diffusion_model
+
+
+@pytest.mark.parametrize("name", FOR_ALL)
+def test_a_function_of_comfyuis_own_that_a_pack_replaced_for_all_models_is_named(flux, monkeypatch, name):
+    owner, attribute, instead, what = FOR_ALL[name]
+    require_unchanged(flux)
+    watch = Watch(flux)
+    watch.check()
+    monkeypatch.setattr(owner, attribute, instead, raising=False)
+    sentence = f"^ComfyUI's comfy.*{what}.*remove the node or the pack .*leave PipeMesh Parallelize out"
+    with pytest.raises(Refused, match=sentence):
+        require_unchanged(flux)
+    with pytest.raises(Refused, match=sentence):
+        watch.check()
+    monkeypatch.undo()
+    require_unchanged(flux)
+    watch.check()
+
+
+def test_a_run_is_refused_where_a_pack_replaced_a_function_for_all_models(pair, requests, monkeypatch):
+    """The transformer's own forward runs in ComfyUI, so one that goes on to the remote one is
+    honoured (tests/test_waist.py), and one that does not is named.
+    """
+    _stock, parallel = pair
+    with monkeypatch.context() as patch:
+        patch.setattr(Flux, "forward", nag_forward)
+        with pytest.raises(Refused, match=r"evaluated by .*nag_forward without its transformer's forward"):
+            run(parallel)
+    monkeypatch.setattr(Flux, "forward_orig", pulid_forward)
+    with pytest.raises(Refused, match=r"Flux.forward_orig was replaced .*pulid_forward"):
+        run(parallel)
+    assert not requests["Forward"]
 
 
 @pytest.mark.parametrize("when", ["before it is parallelized", "before it is sampled", "between two runs"])
@@ -251,3 +335,54 @@ def test_attributes_that_are_no_code_are_let_be():
     set_on(model.double_blocks[0], "forward", block_forward)
     with pytest.raises(Refused, match="block_forward"):
         watch.check()
+
+
+def set_theta(model):
+    model.pe_embedder.theta = 100
+
+
+def set_params(model):
+    model.params.txt_ids_dims, model.params.axes_dim = [1], list(model.params.axes_dim)
+
+
+def set_norm(model):
+    for block in model.double_blocks:
+        block.img_norm1.eps = 0.5
+
+
+@pytest.mark.parametrize("change", [set_theta, set_params, set_norm])
+def test_attributes_that_were_changed_in_place_are_the_ranks_too(pair, files, change):
+    stock, parallel = load(files["model"]), pair[1].clone()
+    truth = run(stock)
+    change(stock.model.diffusion_model)
+    changed = run(stock)
+    assert relative_error(changed, truth) > 100 * BOUND, "the change does nothing"
+    kept = deepcopy(parallel.model.diffusion_model.params), parallel.model.diffusion_model.pe_embedder.theta
+    change(parallel.model.diffusion_model)
+    try:
+        assert relative_error(run(parallel), changed) <= BOUND
+    finally:
+        parallel.model.diffusion_model.params, parallel.model.diffusion_model.pe_embedder.theta = kept
+        for block in parallel.model.diffusion_model.double_blocks:
+            block.img_norm1.eps = 1e-6
+    assert relative_error(run(parallel), truth) <= BOUND, "it stays"
+
+
+def test_attributes_that_differ_from_a_model_built_anew_are_told_and_no_others():
+    base = stock_model(1).model
+    model, attributes = base.diffusion_model, Attributes()
+    assert attributes.changed(base) == {}
+    watch = Watch(model, attributes=attributes.watched(model))
+    model.pe_embedder.theta, model.params.txt_ids_dims, model.double_blocks[1].img_norm2.eps = 5.0, [0, 1], 1e-3
+    model.patch_size, model.note = (3,), "none of the model's"
+    assert attributes.changed(base) == {
+        "diffusion_model.pe_embedder.theta": 5.0,
+        "diffusion_model.params.txt_ids_dims": [0, 1],
+        "diffusion_model.double_blocks.1.img_norm2.eps": 1e-3,
+        "diffusion_model.patch_size": (3,),
+    }
+    with pytest.raises(Refused, match=r"^diffusion_model\.\S+ of this MODEL was changed from \S+ to \S+ while it samples"):
+        watch.check()
+    model.params.axes_dim = own_conds
+    with pytest.raises(Refused, match=r"params.axes_dim .*changed in place to .*own_conds, which cannot be sent"):
+        attributes.changed(base)

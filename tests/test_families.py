@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, Bench, Case, conditioning, empty_latent, relative_error, sample
+from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes
+from pipemesh.parallel_runtime.comfy_bridge.in_place import require_unchanged
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.sample import Size
 
@@ -37,6 +39,13 @@ def test_a_samples_model_has_the_size_that_it_says(bench, name):
     assert isinstance(size, Size) and size.heads == heads
     assert tuple(len(model.get_submodule(group.path)) for group in plan_for(type(model)).blocks) == size.blocks
     assert len(sample_.latents) == 2
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_model_that_nobody_changed_is_not_taken_for_a_changed_one(bench, name):
+    base = bench.stock(SAMPLES[name].heads[0], name).model
+    assert Attributes().changed(base) == {}
+    require_unchanged(base.diffusion_model, tuple(vars(base.diffusion_model).values()))
 
 
 def test_a_subclass_of_a_model_with_a_plan_has_none_of_its_own():

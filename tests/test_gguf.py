@@ -14,6 +14,8 @@ import pytest
 import torch
 from pipemesh.launcher.commands.parity import relative_error, rms
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes
+from pipemesh.parallel_runtime.comfy_bridge.in_place import require_unchanged
 from pipemesh.parallel_runtime.comfy_bridge.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
 
@@ -103,6 +105,12 @@ def test_weights_cross_as_they_are_stored(gguf):
     sent = state_source(model)["ggml"][name]
     assert sent["content"].dtype == torch.uint8 and sent["shape"] == (768, 256)
     assert sent["content"].nbytes == 768 * 256 // 32 * 34
+
+
+def test_what_the_pack_sets_on_a_model_that_it_loads_is_no_change_in_place(gguf):
+    model = gguf()
+    assert Attributes().changed(model.model) == {}
+    require_unchanged(model.model.diffusion_model, operations=model.model.model_config.custom_operations)
 
 
 def test_settings_of_the_packs_node_reach_the_ranks(gguf, pack, clients):

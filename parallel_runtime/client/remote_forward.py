@@ -13,6 +13,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ..comfy_bridge.forward import forward_binder, forward_name
 from ..comfy_bridge.guard import patch_name
+from ..comfy_bridge.host_code import LIBRARIES, compiled_elsewhere
 from ..comfy_bridge.in_place import Watch, refusal
 from ..errors import Refused
 from .separable import WRAPPER_KEY
@@ -108,6 +109,7 @@ def _between(patcher: Any) -> list[Any]:
     wrappers += [value for name, value in patcher.object_patches.items() if callable(getattr(type(patcher.model), name, None))]
     for kind in (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL):
         wrappers += [wrapper for key, of_key in patcher.wrappers.get(kind, {}).items() if key != WRAPPER_KEY for wrapper in of_key]
+    wrappers.append(compiled_elsewhere(getattr(type(patcher.model.diffusion_model), "forward", None), LIBRARIES))
     return [wrapper for wrapper in wrappers if wrapper is not None]
 
 

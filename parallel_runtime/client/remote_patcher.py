@@ -189,7 +189,8 @@ class RemotePatcher(ModelPatcher):
             require_plan(self.model.diffusion_model)  # again: a node may have changed the class since
             require_unchanged(self.model.diffusion_model, operations=self.model.model_config.custom_operations)
             weights.compare(self)
-            objects = {**cast_switches(self), **pack_bypass(self.injections), **plain}
+            changed = self.remote.source.attributes.changed(self.model)
+            objects = {**cast_switches(self), **changed, **pack_bypass(self.injections), **plain}
             name = content_id({**objects, **in_block.identity}) + weights.changed_id
             self.objects = name, {**weights.changed_tensors(self.model.diffusion_model), **objects, **in_block.objects}
             self.remote.recut()
@@ -212,7 +213,8 @@ class RemotePatcher(ModelPatcher):
             self.object_patches_backup.setdefault(instead, comfy.utils.ATTR_UNSET)
         try:
             model = super().patch_model(device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights)
-            self.watch = Watch(model.diffusion_model, (*ours.values(), *own.values()), model.model_config.custom_operations)
+            watched = self.remote.source.attributes.watched(model.diffusion_model)
+            self.watch = Watch(model.diffusion_model, (*ours.values(), *own.values()), model.model_config.custom_operations, watched)
             return model
         except BaseException:
             self.unpatch_model(unpatch_weights=False)

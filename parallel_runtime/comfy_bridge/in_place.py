@@ -1,5 +1,5 @@
 """Finds what other packs changed of a transformer in place: the methods, hooks, classes and
-submodules of its modules.
+submodules of its modules, and ComfyUI's own functions that they use.
 
 ComfyUI does not know of such changes, and ranks build the model without them, so a change that is
 not found here has no effect, or takes the forward away from the pool, without a word.
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ..errors import Refused
+from .attributes import Watched
 from .guard import patch_name
+from .host_code import LIBRARIES, SeenCode, replaced_code
 
-LIBRARIES = frozenset({"comfy", "comfy_aimdo", "comfy_extras", "comfy_kitchen", "einops", "torch", "torchvision"})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -27,6 +28,8 @@ def require_unchanged(diffusion_model: torch.nn.Module, ours: Sequence[Any] = ()
     for path, module in diffusion_model.named_modules():
         for what, culprit in _changes_of(module, ours, trusted):
             raise refusal(path, what, culprit)
+    for where, culprit in replaced_code(diffusion_model, trusted):
+        raise refusal_of_code(where, culprit)
 
 
 class Watch:
@@ -34,8 +37,11 @@ class Watch:
     have it: tens of microseconds for a thousand modules.
     """
 
-    def __init__(self, diffusion_model: torch.nn.Module, ours: Sequence[Any] = (), operations: Any = None):
+    def __init__(
+        self, diffusion_model: torch.nn.Module, ours: Sequence[Any] = (), operations: Any = None, attributes: Sequence[Watched] = ()
+    ):
         self._model = diffusion_model
+        self._attributes = attributes
         self._ours = ours
         self._operations = operations
         self._record()
@@ -45,11 +51,18 @@ class Watch:
             (module, type(module), own := vars(module), len(own), own["_modules"], dict(own["_modules"]), *(own[name] for name in HOOKS))
             for module in self._model.modules()
         ]
+        self._code = SeenCode(self._model)
 
     def check(self) -> None:
-        """Raises Refused for what was changed since, naming it. Attributes that are no code are
-        let be: ComfyUI itself sets some.
+        """Raises Refused for what was changed since, naming it. Other attributes than those watched
+        are let be: ComfyUI itself sets some.
         """
+        for watched in self._attributes:
+            if watched.get(watched.own) != watched.before:
+                raise watched.refusal()
+        replaced = self._code.changed()
+        if replaced is not None:
+            raise refusal_of_code(*replaced)
         changed = False
         for module, kind, own, count, children, before, hooks, pre_hooks in self._seen:
             if module.__class__ is not kind or len(own) != count or hooks or pre_hooks:
@@ -102,3 +115,11 @@ def refusal(path: str, what: str, culprit: Any) -> Refused:
     move = "use EasyCache in its place, which works in the pool" if "cache" in name.lower() else "remove the node that does it"
     place = f"diffusion_model.{path}" if path else "diffusion_model"
     return Refused(f"{place} of this MODEL {what} ({name}), which ranks know nothing of: {move}, or leave PipeMesh Parallelize out.")
+
+
+def refusal_of_code(where: str, culprit: Any) -> Refused:
+    """Makes the error of ComfyUI's own function at ``where``, with ``culprit`` in its place."""
+    return Refused(
+        f"ComfyUI's {where} was replaced for all models ({patch_name(culprit)}), which ranks know nothing of: "
+        "remove the node or the pack that does it and restart ComfyUI, or leave PipeMesh Parallelize out."
+    )

@@ -20,6 +20,7 @@ import torch
 from ..checkpoint import File, stat_file
 from ..errors import Refused
 from ..wire.tree import encode_tree, is_plain
+from .attributes import Attributes
 from .forward import PREFIX
 from .gguf import described_operations, described_weight, import_operations, is_ggml, rebuilt_weight
 from .guard import refuse_state
@@ -45,9 +46,11 @@ class Source:
     file: File | None = None
     dtypes: Dtypes = (None, None)
     weights: Weights = field(init=False, compare=False, repr=False)
+    attributes: Attributes = field(init=False, compare=False, repr=False)
 
     def __post_init__(self):
         object.__setattr__(self, "weights", Weights(self.file if self.factory else None))
+        object.__setattr__(self, "attributes", Attributes())
 
     @property
     def title(self) -> str:

@@ -1,0 +1,144 @@
+"""Plain attributes of a transformer's modules that a node changed in place: the theta of a position
+embedder, a scale, a flag.
+
+A rank builds the model anew, so what differs from a model built anew goes there as object patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import Refused
+from ..wire.tree import is_plain
+from .forward import PREFIX
+from .guard import patch_name
+
+OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+OF_LOADERS = frozenset(  # what ComfyUI's layers note of the weights that they are given
+    {
+        *("weight", "bias", "in_features", "out_features", "num_experts", "factory_kwargs", "comfy_cast_weights"),
+        *("weight_function", "bias_function", "scale_weight", "scale_input", "tensor_class", "quant_format", "layout_type"),
+        *("_full_precision_mm", "_full_precision_mm_config", "_orig_shape", "_resident_bank"),
+    }
+)
+ARCHIVED = "_comfy_model_dtype"  # the end of names under which ComfyUI notes a weight's dtype
+Known = dict[str, Any]  # the attributes of a module, or of a plain object that one of them is
+
+
+class Watched(NamedTuple):
+    """Attributes of one module, as they were. ``get`` returns them of ``own``, the module's
+    ``vars``.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    own: Known
+    get: Callable[[Known], Any]
+    before: Any
+
+    def refusal(self) -> Refused:
+        now = [self.own.get(name) for name in self.names]
+        before = self.before if len(self.names) > 1 else (self.before,)
+        name, old, new = next((name, old, new) for name, old, new in zip(self.names, before, now, strict=True) if old != new)
+        return Refused(
+            f"{self.path}.{name} of this MODEL was changed from {old} to {new} while it samples, which ranks know nothing of: "
+            "remove the node that does it, or leave PipeMesh Parallelize out."
+        )
+
+
+class Attributes:
+    """What the attributes of one model's modules are by its configuration. The model is built once,
+    without weights.
+    """
+
+    def __init__(self) -> None:
+        self._built: dict[str, Known] | None = None
+
+    def changed(self, model: Any) -> dict[str, Any]:
+        """Returns, as object patches, the attributes of a BaseModel's transformer that were changed
+        in place. Raises Refused for one that is no plain data, naming it.
+        """
+        if self._built is None:
+            self._built = {path: attributes_of(module) for path, module in built_anew(model).named_modules()}
+        found: dict[str, Any] = {}
+        for path, module in model.diffusion_model.named_modules():
+            if path in self._built:
+                found |= differing(vars(module), self._built[path], f"{PREFIX}{path}." if path else PREFIX)
+        return found
+
+    def watched(self, transformer: torch.nn.Module) -> list[Watched]:
+        """Returns those that are numbers, flags or text, as they are now; none of layers."""
+        found = []
+        for path, module in transformer.named_modules():
+            known = (self._built or {}).get(path, {})
+            names = tuple(name for name, value in known.items() if type(value) in (bool, int, float, str) and name in vars(module))
+            if names and type(module).__module__.startswith("comfy.ldm."):
+                get = itemgetter(*names)
+                found.append(Watched(f"{PREFIX}{path}".removesuffix("."), names, vars(module), get, get(vars(module))))
+        return found
+
+
+def built_anew(model: Any) -> torch.nn.Module:
+    """Builds a BaseModel's transformer as ComfyUI does, without weights."""
+    import comfy.ops
+
+    config = model.model_config
+    operations = config.custom_operations
+    if operations is None:
+        fp8 = config.optimizations.get("fp8", False)
+        operations = comfy.ops.pick_operations(
+            config.unet_config.get("dtype"), model.manual_cast_dtype, fp8_optimizations=fp8, model_config=config
+        )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        made = type(model.diffusion_model)(**config.unet_config, device=torch.device("meta"), operations=operations)
+    return made.eval()
+
+
+def attributes_of(module: torch.nn.Module) -> Known:
+    """Returns the attributes that are no weights, submodules or hooks."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in OF_EVERY_MODULE and name not in OF_LOADERS and not name.endswith(ARCHIVED)
+    }
+
+
+def differing(now: Known, built: Known, path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, before in built.items():
+        value = now.get(name, before)
+        if value is before or isinstance(before, torch.device) or is_same(value, before):
+            continue
+        if type(value) is type(before) and is_of_comfyui(value):
+            found |= differing(vars(value), vars(before), f"{path}{name}.")
+        elif is_plain(value):
+            found[path + name] = value
+        else:
+            raise Refused(
+                f"{path}{name} of this MODEL was changed in place to {patch_name(value)}, which cannot be sent to the pool: "
+                "remove the node that does it, or leave PipeMesh Parallelize out."
+            )
+    return found
+
+
+def is_of_comfyui(value: Any) -> bool:
+    """True for an object of ComfyUI's that is no module, such as a model's parameters."""
+    return hasattr(value, "__dict__") and type(value).__module__.startswith("comfy.") and not isinstance(value, torch.nn.Module)
+
+
+def is_same(value: Any, before: Any) -> bool:
+    if type(value) is not type(before):
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.shape == before.shape and (before.is_meta or value.is_meta or torch.equal(value.cpu(), before.cpu()))
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(before) and all(map(is_same, value, before))
+    if isinstance(value, dict):
+        return value.keys() == before.keys() and all(is_same(value[key], before[key]) for key in value)
+    if callable(value) or isinstance(value, torch.nn.Module):
+        return patch_name(value) == patch_name(before)
+    return is_of_comfyui(value) and is_same(vars(value), vars(before)) if is_of_comfyui(value) else not is_plain(value) or value == before

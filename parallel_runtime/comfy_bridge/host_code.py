@@ -1,0 +1,187 @@
+"""Finds functions of ComfyUI's own modules and classes that another pack replaced for all models:
+``Model.forward = ...``, ``comfy.ldm.modules.attention.optimized_attention = ...``.
+
+Ranks import ComfyUI without the packs, so such a change would have no effect there. Told are a
+function by where it was compiled, and an imported name by what its module imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .forward import forward_name
+
+LIBRARIES = frozenset({"comfy", "comfy_aimdo", "comfy_extras", "comfy_kitchen", "einops", "torch", "torchvision"})
+STANDARD = sys.stdlib_module_names | {"builtins", ""}
+FOLLOWED = ("comfy.ldm.", "comfy.ops", "comfy.quant_ops", "comfy.rmsnorm", "comfy.float")  # what a transformer's forward runs
+OF_WEIGHTS = (("comfy.lora", "", "calculate_weight"), ("comfy.model_patcher", "ModelPatcher", "patch_weight_to_device"))
+
+
+class Imports(NamedTuple):
+    """What a module's file imports: name -> the (module, name) that it may stand for; and the first
+    parts of the names of all modules.
+    """
+
+    names: dict[str, list[tuple[str, str]]]
+    roots: frozenset[str]
+
+
+def replaced_code(transformer: torch.nn.Module, trusted: frozenset[str] = LIBRARIES) -> Iterator[tuple[str, Any]]:
+    """Yields (where, what stands there) of each function that was replaced in the modules of a
+    transformer's classes, and in those that they use. ``trusted``: packages whose functions belong
+    there.
+    """
+    found = list(_functions(transformer))
+    for culprit_of in (_compiled_elsewhere, _otherwise_imported):  # first what was written, then what imports it
+        for owner, name, value in found:
+            culprit = culprit_of(owner, name, value, trusted)
+            if culprit is not None:
+                yield f"{_name_of(owner)}.{name}", culprit
+
+
+class SeenCode:
+    """The functions of these modules and classes as they are now, for a check so short that every
+    evaluation can have it.
+    """
+
+    def __init__(self, transformer: torch.nn.Module):
+        seen: dict[int, tuple[Any, dict[str, Any]]] = {}
+        for owner, name, value in _functions(transformer):
+            seen.setdefault(id(owner), (owner, {}))[1][name] = value
+        self._seen = [(owner, vars(owner), frozenset(vars(owner)), tuple(values), list(values.values())) for owner, values in seen.values()]
+
+    def changed(self) -> tuple[str, Any] | None:
+        """Returns where one was replaced since, or hidden by a new one, and by what."""
+        for owner, namespace, known, names, values in self._seen:
+            now = list(map(namespace.get, names))
+            if now != values:
+                name, value = next((name, one) for name, one, before in zip(names, now, values, strict=True) if one is not before)
+                return f"{_name_of(owner)}.{name}", compiled_elsewhere(value, LIBRARIES) or value
+            if isinstance(owner, type) and len(namespace) > len(known):
+                for name, value in namespace.items():
+                    if name not in known and is_code(value):
+                        return f"{_name_of(owner)}.{name}", value
+        return None
+
+
+def _functions(transformer: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """Yields (module or class, name, value) of what may be called there."""
+    kinds = {kind for module in transformer.modules() for kind in type(module).__mro__ if _root(kind.__module__) == "comfy"}
+    waiting, modules = [kind.__module__ for kind in kinds], {}
+    while waiting:
+        module = sys.modules.get(waiting.pop())
+        if module is None or module.__name__ in modules or not module.__name__.startswith(FOLLOWED):
+            continue
+        modules[module.__name__] = module
+        for name, value in list(vars(module).items()):
+            if isinstance(value, types.ModuleType):
+                waiting.append(value.__name__)
+            elif callable(value) and not name.startswith("__"):
+                waiting.append(str(getattr(value, "__module__", "")))
+                kinds |= {value} if isinstance(value, type) and value.__module__ == module.__name__ else set()
+                yield module, name, value
+    around = type(transformer).__mro__ if forward_name(transformer) != "forward" else ()
+    for kind in kinds:
+        for name, value in list(vars(kind).items()):
+            if is_code(value) and (kind not in around or name != "forward"):  # that one runs in the UI, around the remote one
+                yield kind, name, value
+    for where, kind, name in OF_WEIGHTS:
+        owner = sys.modules.get(where)
+        owner = getattr(owner, kind, owner) if kind else owner
+        if owner is not None and name in vars(owner):
+            yield owner, name, vars(owner)[name]
+
+
+def is_code(value: Any) -> bool:
+    return callable(value) or isinstance(value, (staticmethod, classmethod, property))
+
+
+def _compiled_elsewhere(owner: Any, _name: str, value: Any, trusted: frozenset[str]) -> Any:
+    return compiled_elsewhere(value, trusted | imports_of(_module_of(owner)).roots)
+
+
+def _otherwise_imported(owner: Any, name: str, value: Any, _trusted: frozenset[str]) -> Any:
+    """Returns what a module has under a name that its file imports, where that is another thing."""
+    places = imports_of(owner).names.get(name, []) if isinstance(owner, types.ModuleType) else []
+    expected = [vars(sys.modules[where]).get(what) for where, what in places if where in sys.modules]
+    return value if expected and not any(value is one for one in expected) else None
+
+
+def compiled_elsewhere(value: Any, trusted: frozenset[str]) -> Any:
+    """Returns the function, at any depth of decorators, that no trusted package has; None for
+    none.
+    """
+    for _ in range(8):
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        if value is None:
+            return None
+        if _root(_compiled_in(value)) not in trusted | STANDARD:
+            return value
+        inner = getattr(value, "__wrapped__", None) or getattr(value, "func", None)
+        if inner is None or isinstance(value, type):
+            return None
+        value = inner
+    return None
+
+
+def _compiled_in(value: Any) -> str:
+    if isinstance(value, types.FunctionType):
+        where = str(value.__globals__.get("__name__", "?"))
+        return "collections" if where.startswith("namedtuple_") else where
+    return str((value if isinstance(value, type) else type(value)).__module__)
+
+
+def _module_of(owner: Any) -> types.ModuleType | None:
+    return owner if isinstance(owner, types.ModuleType) else sys.modules.get(owner.__module__)
+
+
+def imports_of(module: types.ModuleType | None) -> Imports:
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or not file.endswith(".py"):
+        return Imports({}, frozenset())
+    return _imports_of(file, module.__package__ or "")
+
+
+@lru_cache(maxsize=256)
+def _imports_of(file: str, package: str) -> Imports:
+    names: dict[str, list[tuple[str, str]]] = {}
+    roots, bound = set(), set()
+    waiting: list[ast.AST] = [ast.parse(Path(file).read_bytes())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, ast.Import):
+            roots |= {_root(one.name) for one in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            if node.level and not package:
+                continue
+            where = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else str(node.module)
+            roots.add(_root(where))
+            for one in node.names:
+                names.setdefault(one.asname or one.name, []).append((where, one.name))
+        waiting += ast.iter_child_nodes(node)
+    return Imports({name: places for name, places in names.items() if name not in bound}, frozenset(roots))
+
+
+def _name_of(owner: Any) -> str:
+    return owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+
+
+def _root(name: Any) -> str:
+    return str(name or "").partition(".")[0]
