@@ -2,7 +2,6 @@
 stock, with an effect, or refused by name.
 """
 
-import importlib.util
 import sys
 import threading
 from collections.abc import Callable
@@ -13,16 +12,15 @@ from types import SimpleNamespace
 import comfy.ldm.anima.lllite as lllite
 import comfy.ldm.wan.model_multitalk as multitalk
 import comfy.ops
-import folder_paths
 import pytest
 import torch
 from comfy.ldm.lumina.controlnet import ZImage_Control
 from comfy.ldm.wan.uni3c import WanUni3CControlnet
 from comfy.model_patcher import ModelPatcher
-from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.by_reference import PutTogether, TakenApart
-from pipemesh.parallel_runtime.comfy_bridge.in_block import IN_BLOCK, InBlockPatches, encode_images, put_patches
+from pipemesh.parallel_runtime.comfy_bridge.in_block import encode_images
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.sample import random_tensor
@@ -31,9 +29,8 @@ from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 
 from .conftest import ALL
-from .in_groups import in_groups
 from .in_ranks import CPU, Crossed, evaluated_in_ranks
-from .models import asked_of, run
+from .models import asked_of
 from .patched import execute, node
 
 NODES = "comfy_extras.nodes_model_patch"
@@ -273,7 +270,9 @@ def test_it_runs_in_a_pool(clients, degrees):
         expected = sample(attached.attach(model.stock, model.shape, strength), model.case, steps=2) if expected is None else expected
         assert relative_error(ours, expected) <= BOUND
     assert relative_error(sample(parallel, model.case, steps=2), sample(model.stock, model.case, steps=2)) <= BOUND, "it stays"
-    assert all(mode.startswith(("single-timeline, because of patches", "free-running")) for mode in modes)
+    said = [mode.partition(" (")[0] for mode in modes]
+    patched, alone = ("single-timeline, because of patches", "free-running") if patching else ("", "")
+    assert [mode.startswith(patched) for mode in said[:2]] + [mode.startswith(alone) for mode in said[2:]] == [True] * 3 * bool(patching)
 
 
 def test_what_needs_all_tokens_keeps_the_evaluations_of_a_pipeline_whole(clients):
@@ -284,153 +283,6 @@ def test_what_needs_all_tokens_keeps_the_evaluations_of_a_pipeline_whole(clients
     assert "all of them at once, because of the patch" in modes[0] and "ZImageControlPatch" in modes[0]
 
 
-KJNODES = '''
-"""In place of KJNodes, from its published behaviour: methods of modules, bound to what nodes set."""
-
-import types
-
-import torch
-
-
-def twice_attended(module, x, context, guide, scale, **kwargs):
-    forward = type(module).forward
-    real = forward(module, x, context, **kwargs)
-    other = forward(module, x, guide.expand(x.shape[0], -1, -1), **kwargs)
-    guided = real * scale - other * (scale - 1)
-    return guided * real.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
-
-
-class WanCrossAttentionPatch:
-    def __init__(self, guide, scale):
-        self.guide = guide
-        self.scale = scale
-
-    def __get__(self, obj, objtype=None):
-        def wrapped_attention(module, *args, **kwargs):
-            return twice_attended(module, *args, guide=self.guide, scale=self.scale, **kwargs)
-
-        return types.MethodType(wrapped_attention, obj)
-
-
-class WanffnChunkPatch:
-    def __init__(self, chunks):
-        self.chunks = chunks
-
-    def __get__(self, obj, objtype=None):
-        def wrapped_forward(module, x):
-            return torch.cat([2 * torch.nn.Sequential.forward(module, chunk) for chunk in x.chunk(self.chunks, dim=1)], dim=1)
-
-        return types.MethodType(wrapped_forward, obj)
-
-
-class Mixing:
-    def __call__(self, args):
-        tokens = torch.cat([args["txt"], args["img"]], 1)
-        order = torch.arange(tokens.shape[1]).view(1, -1, 1) / tokens.shape[1]
-        args["img"] += (tokens * order).mean(1, keepdim=True)
-        return {**args, "txt": args["txt"] + args["img"][:, :1]}
-
-
-class NotMadeAgain:
-    def __init__(self, opened):
-        opened()
-'''
-
-
-@pytest.fixture
-def pack(tmp_path, monkeypatch):
-    """A node pack as ComfyUI loads one, from a base directory of its own: its module in ComfyUI's
-    process.
-    """
-    folder = tmp_path / "custom_nodes" / "ComfyUI-KJNodes"
-    (folder / "nodes").mkdir(parents=True)
-    (folder / "__init__.py").write_text("raise RuntimeError('the top level of a pack runs in no rank')")
-    file = folder / "nodes" / "optimization.py"
-    file.write_text(KJNODES)
-    name = f"{folder}.nodes.optimization"
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    monkeypatch.setitem(folder_paths.folder_names_and_paths, "custom_nodes", ([str(folder.parent)], set()))
-    monkeypatch.setenv("PIPEMESH_PATCH_PACKS", folder.name)
-    module.FILE = file
-    return module
-
-
-def replaced(model, pack):
-    made = model.clone()
-    guide = torch.randn(1, 6, model.model.diffusion_model.dim, generator=torch.Generator().manual_seed(6))
-    for index, block in enumerate(model.model.diffusion_model.blocks):
-        nag = pack.WanCrossAttentionPatch(guide, 3.0).__get__(block.cross_attn, type(block.cross_attn))
-        chunked = pack.WanffnChunkPatch(2).__get__(block.ffn, type(block.ffn))
-        made.add_object_patch(f"diffusion_model.blocks.{index}.cross_attn.forward", nag)
-        made.add_object_patch(f"diffusion_model.blocks.{index}.ffn.forward", chunked)
-    return made
-
-
-def test_methods_of_a_pack_that_was_opted_in_run_on_the_ranks_own_rows(pack, monkeypatch):
-    stock = stock_model(WAN.heads[-1], family=WAN.name)
-    case = Case(WAN.name, "ulysses1", "odd", WAN.heads[-1], 1.0, False, "euler")
-    forward, asked = asked_of(stock, case)
-    patcher = replaced(stock, pack)
-    with torch.inference_mode():
-        plain = forward(**asked[0])
-        patcher.patch_model(load_weights=False)
-        truth = forward(**asked[0])
-        patcher.unpatch_model(unpatch_weights=False)
-    assert relative_error(truth, plain) > 100 * BOUND, "the methods do nothing"
-    (ours,) = evaluated_in_ranks(Layout(ulysses=2), patcher, asked[:1], monkeypatch)
-    assert relative_error(ours, truth) <= BOUND
-
-
-@pytest.mark.parametrize(
-    ("layout", "patching"), [(Layout(cfg=2), None), (Layout(cfg=2, pipefusion=2), Patching(2, 9999))], ids=["groups", "pipelines"]
-)
-def test_what_comfyui_batched_stays_together_for_code_that_may_look_at_the_batch(pack, layout, patching):
-    """KJNodes guides the first half of a batch, which is the positive prompt's, and all of one."""
-    prompts = {"positive": conditioning(1, 16), "negative": conditioning(2, 16)}
-    ours, pool = in_groups(layout, stock_model(WAN.heads[-1], family=WAN.name), patching)
-    latent = torch.zeros(WAN.latents["even"])
-    run(ours, cfg=4.0, latent=latent, **prompts)
-    assert {rows for _group, rows, _tokens in pool.asked} == {1}
-    pool.asked.clear()
-    run(replaced(ours, pack), cfg=4.0, latent=latent, **prompts)
-    assert {rows for _group, rows, _tokens in pool.asked} == {2}
-
-
-@pytest.mark.parametrize("attached", [ATTACHED[0], ATTACHED[3]], ids=["streams apart", "streams in one"])
-def test_a_patch_of_a_pack_of_which_nothing_is_known_is_given_all_tokens(pack, attached, monkeypatch):
-    stock = stock_model(attached.sample.heads[-1], family=attached.sample.name)
-    patcher = stock.clone()
-    patcher.set_model_double_block_patch(pack.Mixing())
-    case = Case(attached.sample.name, "ulysses1", "odd", attached.sample.heads[-1], 1.0, False, "euler")
-    forward, (asked, *_) = asked_of(patcher, case)
-    with torch.inference_mode():
-        truth = forward(**asked)
-        plain = forward(**{**asked, "transformer_options": {**asked["transformer_options"], "patches": {}}})
-    assert relative_error(truth, plain) > 100 * BOUND, "the patch does nothing"
-    (ours,) = evaluated_in_ranks(Layout(ulysses=2), patcher, [asked], monkeypatch)
-    assert relative_error(ours, truth) <= BOUND
-
-
-def test_a_pack_that_was_not_opted_in_is_named(pack, monkeypatch):
-    monkeypatch.delenv("PIPEMESH_PATCH_PACKS")
-    stock = stock_model(WAN.heads[-1], family=WAN.name)
-    with pytest.raises(Refused, match=r"wrapped_attention.*PIPEMESH_PATCH_PACKS.*optimization\.py is neither.*remove the node"):
-        Crossed(replaced(stock, pack))
-
-
-def test_a_rank_imports_no_other_version_of_a_file(pack):
-    stock = stock_model(WAN.heads[-1], family=WAN.name)
-    patcher = replaced(stock, pack)
-    plan = plan_for(type(stock.model.diffusion_model))
-    sent = InBlockPatches(stock.model.diffusion_model, plan, {}, patcher.object_patches).objects
-    pack.FILE.write_text(KJNODES + "\n")
-    with pytest.raises(Refused, match=r"optimization\.py is missing here, or another version"):
-        put_patches(stock.model, sent[IN_BLOCK], CPU)
-
-
 def test_tensors_lie_in_memory_as_they_did():
     """A convolution of an image that lies otherwise adds up in another order."""
     tensors = [torch.arange(120.0).reshape(2, 3, 4, 5).movedim(-1, 1), torch.arange(4.0).view(4, 1).expand(4, 3), torch.tensor(1.0)]
@@ -438,20 +290,6 @@ def test_tensors_lie_in_memory_as_they_did():
     again = PutTogether(torch.nn.Sequential(), apart.models, CPU).put(apart.take(tensors, "patch"))
     assert all(torch.equal(one, other) for one, other in zip(again, tensors, strict=True))
     assert again[0].stride() == tensors[0].stride() != again[0].contiguous().stride()
-
-
-def test_objects_are_made_without_their_constructors_and_shared_ones_stay_shared(pack):
-    opened = []
-    made = pack.NotMadeAgain(lambda: opened.append(1))
-    made.self, made.numbers, made.twice = made, {1, 2}, [tensor := torch.ones(2), tensor]
-    here = torch.nn.Linear(2, 2)
-    apart = TakenApart(torch.nn.Sequential(here))
-    made.layer = here
-    taken = apart.take(made, "patch")
-    other = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    again = PutTogether(other, apart.models, CPU).put(taken)
-    assert opened == [1] and type(again).__name__ == "NotMadeAgain"
-    assert again.self is again and again.numbers == {1, 2} and again.twice[0] is again.twice[1] and again.layer is other[0]
 
 
 @pytest.mark.parametrize(

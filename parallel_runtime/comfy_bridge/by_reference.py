@@ -28,8 +28,9 @@ class TakenApart:
     """Takes objects apart that may share others. ``transformer``: modules of it are told by their
     paths, and not taken apart.
 
-    ``models`` has what patches bring along as models of their own: number -> the module, taken
-    apart. The rest names them by an id that stays the same while they do.
+    ``code``: the functions and classes that were referred to. ``models`` has what patches bring
+    along as models of their own: number -> the module, taken apart. The rest names them by an id
+    that stays the same while they do.
     """
 
     def __init__(self, transformer: torch.nn.Module):
@@ -37,6 +38,7 @@ class TakenApart:
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no address is handed out again
         self.models: dict[int, Taken] = {}
+        self.code: list[Any] = []
 
     def take(self, value: Any, path: str) -> Taken:
         """Returns ``value``, taken apart. ``path``: where it stands, for errors. Raises Refused."""
@@ -83,6 +85,7 @@ class TakenApart:
         if isinstance(value, FunctionType):
             return self._function(value, path)
         if isinstance(value, type):
+            self.code.append(value)
             return "named", named(value)
         if isinstance(value, comfy.model_patcher.ModelPatcher):
             if value.patches:
@@ -93,6 +96,7 @@ class TakenApart:
             return "vae", value.spacial_compression_encode()
         if not hasattr(value, "__dict__") or isinstance(value, BUILT_IN):
             raise NotReferable("it is no plain data")
+        self.code.append(type(value))
         kept = OF_PATCHERS if isinstance(value, torch.nn.Module) else ()
         return (
             "instance",
@@ -101,6 +105,7 @@ class TakenApart:
         )
 
     def _function(self, function: FunctionType, path: str) -> tuple:
+        self.code.append(function)
         if "<locals>" not in function.__qualname__:
             return "named", named(function)
         cells = [self.take(cell.cell_contents, f"{path}.{name}") for name, cell in _filled(function, path)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -38,9 +39,9 @@ def named(thing: Any) -> Reference:
     NotReferable.
     """
     module = _module_of(thing)
-    if _attribute(module, thing.__qualname__) is not thing:
+    if attribute_of(module, thing.__qualname__) is not thing:
         raise NotReferable(f"{module.__name__} has it under no name")
-    return [*_place_of(module), thing.__qualname__]
+    return [*place_of(module), thing.__qualname__]
 
 
 def name_of(thing: Any) -> str:
@@ -65,7 +66,7 @@ def compiled(function: types.FunctionType) -> Reference:
     that another function made. Raises NotReferable.
     """
     module = _module_of(function)
-    place = _place_of(module)
+    place = place_of(module)
     codes = codes_in(str(module.__file__), place[2])
     if function.__code__ not in codes:
         raise NotReferable(f"the file of {module.__name__} has no such code by now")
@@ -78,7 +79,7 @@ def resolved(reference: Reference) -> Any:
     """
     module = imported(reference[:3])
     name = reference[3]
-    return codes_in(str(module.__file__), reference[2])[name] if isinstance(name, int) else _attribute(module, name)
+    return codes_in(str(module.__file__), reference[2])[name] if isinstance(name, int) else attribute_of(module, name)
 
 
 def imported(place: Reference) -> types.ModuleType:
@@ -150,11 +151,63 @@ def codes_in(file: str, _hash: str) -> list[types.CodeType]:
     return list(inside(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)))
 
 
+def module_of(thing: Any) -> types.ModuleType | None:
+    """Returns the module that has a function or a class, where it was imported from a file."""
+    module = sys.modules.get(getattr(thing, "__module__", None) or "")
+    return module if getattr(module, "__file__", None) is not None else None
+
+
+def is_of_pack(module: types.ModuleType | None) -> bool:
+    """Returns whether a module is of a node pack that ranks may import."""
+    file = getattr(module, "__file__", None)
+    return file is not None and any(Path(file).resolve().is_relative_to(folder) for folder in packs())
+
+
 def _module_of(thing: Any) -> types.ModuleType:
-    module = sys.modules.get(thing.__module__ or "")
-    if module is None or getattr(module, "__file__", None) is None:
+    module = module_of(thing)
+    if module is None:
         raise NotReferable(f"{thing.__module__} has no file")
     return module
+
+
+def functions_of(thing: Any) -> Iterator[types.FunctionType]:
+    """Yields the functions of a module or of a class, of the classes in it too, below their
+    decorators; of a function, itself.
+    """
+    if isinstance(thing, (staticmethod, classmethod, types.MethodType)):
+        thing = thing.__func__
+    thing = inspect.unwrap(thing) if callable(thing) else thing
+    if isinstance(thing, types.FunctionType):
+        yield thing
+    elif isinstance(thing, property):
+        for accessor in (thing.fget, thing.fset, thing.fdel):
+            if accessor is not None:
+                yield from functions_of(accessor)
+    elif isinstance(thing, (types.ModuleType, type)):
+        inside = f"{thing.__module__}.{thing.__qualname__}." if isinstance(thing, type) else f"{thing.__name__}."
+        for value in list(vars(thing).values()):
+            if not isinstance(value, type) or f"{value.__module__}.{value.__qualname__}".startswith(inside):
+                yield from () if isinstance(value, types.ModuleType) else functions_of(value)
+
+
+def place_of(module: types.ModuleType) -> Reference:
+    """In the UI: refers to a module's file. Raises NotReferable, also for a file that was edited
+    since it was imported: a rank would import other code than ComfyUI runs.
+    """
+    place = _place_of(module)
+    if place[0] != TORCH:
+        known = _all_codes(str(module.__file__), place[2])
+        for function in functions_of(module):
+            is_of_file = function.__globals__ is vars(module) and not function.__code__.co_filename.startswith("<")
+            if is_of_file and function.__code__ not in known:
+                name = function.__qualname__
+                raise NotReferable(f"{module.__file__} was edited after ComfyUI imported it ({name} differs): restart ComfyUI")
+    return place
+
+
+@lru_cache(maxsize=64)
+def _all_codes(file: str, hash_: str) -> frozenset[types.CodeType]:
+    return frozenset(codes_in(file, hash_))
 
 
 def _place_of(module: types.ModuleType) -> Reference:
@@ -170,7 +223,8 @@ def _place_of(module: types.ModuleType) -> Reference:
     raise NotReferable(f"ranks import code of ComfyUI and of node packs that you name in {PACKS_VARIABLE}, and {file} is neither")
 
 
-def _attribute(module: types.ModuleType, name: str) -> Any:
+def attribute_of(module: types.ModuleType, name: str) -> Any:
+    """Returns what a module has under a name with dots; None for nothing."""
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)

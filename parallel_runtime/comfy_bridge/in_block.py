@@ -17,6 +17,7 @@ from .by_reference import PutTogether, TakenApart
 from .code import name_of
 from .forward import PREFIX
 from .guard import patch_name, refuse_in_block_patches, require_plan
+from .pack_state import PackState, put_state
 
 IN_BLOCK = "patches inside blocks"  # their name among the object patches of a rank
 Options = Mapping[str, Any]
@@ -33,11 +34,17 @@ class InBlockPatches:
         self._functions = list({id(patch): patch for patch in served}.values())
         self._methods = {key: value for key, value in objects.items() if callable(value) and plan.has_own_rows(name_of(value))}
         apart = TakenApart(transformer)
-        self._taken = {
+        self._taken: dict[str, Any] = {
             "patches": [[name_of(patch), apart.take(patch, patch_name(patch))] for patch in self._functions],
             "methods": {key: apart.take(value, patch_name(value)) for key, value in self._methods.items()},
         }
+        self._state = PackState(apart.code)
+        self._taken["state"] = self._state.taken(apart.take)
         self._models = apart.models
+
+    def require_unchanged(self) -> None:
+        """Raises Refused for what was set of a pack's values since it was sent, naming it."""
+        self._state.require_unchanged()
 
     def holds(self, patch: Any) -> bool:
         return any(patch is one for one in (*self._functions, *self._methods.values()))
@@ -102,10 +109,12 @@ def put_patches(model: Any, packed: dict[str, Any], device: torch.device) -> tup
     """
     together = PutTogether(model.diffusion_model, packed["models"], device)
     made = [(name, together.put(taken)) for name, taken in packed["patches"]]
+    methods = {key: together.put(taken) for key, taken in packed["methods"].items()}
+    put_state(packed["state"], together.put)
     for _, patch in made:
         if hasattr(patch, "to"):
             patch.to(device)  # as ComfyUI does when it loads a model
-    return made, {key: together.put(taken) for key, taken in packed["methods"].items()}
+    return made, methods
 
 
 def clean_up(patches: Sequence[tuple[str, Any]]) -> None:

@@ -42,6 +42,8 @@ class CrossingOptions:
         """
         refuse_in_block_patches(transformer_options, in_block)
         crossing = described(transformer_options)
+        if in_block is not None:
+            in_block.require_unchanged()
         if in_block is not None and (numbers := in_block.numbers(transformer_options)):
             crossing["patches"] = numbers
         for name, value in transformer_options.items():
