@@ -2,22 +2,32 @@
 computes, and no others.
 """
 
+import importlib
+import inspect
+import re
 import weakref
 from itertools import pairwise
 
 import pytest
 import torch
 from pipemesh.benchmarks.forwards import standin
+from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
+from pipemesh.parallel_runtime.comfy_bridge.guard import refuse_in_block_patches
+from pipemesh.parallel_runtime.comfy_bridge.in_block import can_serve
+from pipemesh.parallel_runtime.comfy_bridge.options import OF_COMFYUI
+from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.families import FAMILIES, PLANS
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
-from pipemesh.parallel_runtime.patches import Part, Patch
+from pipemesh.parallel_runtime.patches import Part, Patch, TokenGrid, assembled
 from pipemesh.parallel_runtime.stages import Stage
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 
-from .models import IdleRank
+from .in_ranks import evaluated_in_ranks
+from .models import IdleRank, asked_of
 
 PLAN = TokenPlan(
     family="plain",
@@ -157,3 +167,57 @@ def test_a_stage_brings_the_residuals_that_it_adds_and_together_they_add_all(cut
             brought += [index for index, rows in enumerate(model.control["output"]) if rows is not None]
     assert torch.equal(out, whole) and whole.unique().item() == 1111
     assert sorted(brought) == [0, 1, 2, 3], "each by one stage"
+
+
+def planned(model):
+    module, _, name = model.partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    return "".join(inspect.getsource(one) for one in kind.__mro__ if one.__module__.startswith("comfy.ldm."))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.models[0].rpartition(":")[2])
+def test_what_a_forward_reads_of_residuals_options_and_patches_is_planned_or_refused(plan):
+    for model in plan.models:
+        source = planned(model)
+        residuals = set(re.findall(r"control\w*(?:\.get\(|\[)[\"'](\w+)[\"']", source))
+        assert residuals == {group.control for group in plan.blocks} - {""}, f"{model}: residuals that no group names, or that nobody reads"
+        options = set(re.findall(r"transformer_options(?:\.get\(|\[)[\"'](\w+)[\"']", source))
+        assert options & OF_COMFYUI <= {"patches", "patches_replace"}, f"{model}: options that stay in ComfyUI"
+        for point in re.findall(r"patches(?:\.get\(|\[)[\"'](\w+)[\"']", source):
+            asked = {"patches": {point: [unknown_patch]}}
+            if not can_serve(plan, point, unknown_patch):
+                with pytest.raises(Refused, match=f"unknown_patch.*{point}"):
+                    refuse_in_block_patches(asked)
+
+
+def unknown_patch(args):
+    return args
+
+
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=3), None], ids=["ulysses", "ring", "a patch"])
+def test_residuals_behind_the_last_block_are_added_where_all_rows_leave(layout, monkeypatch):
+    plan = next(plan for plan in PLANS if plan.leaves_behind_blocks and plan.blocks[-1].control)
+    sample = next(family for family in FAMILIES if plan in family.plans).samples[0]
+    stock = stock_model(sample.heads[-1], family=sample.name)
+    model = stock.model.diffusion_model
+    forward, (asked, *_) = asked_of(stock, Case(sample.name, "ulysses1", "odd", sample.heads[-1], 1.0, False, "euler"))
+    tokens = TokenGrid.of(sample.latents["odd"], plan.patch_size_of(model)).tokens
+    random = torch.Generator().manual_seed(3)
+    control = {
+        group.control: [torch.randn(1, tokens, model.hidden_size, generator=random) for _ in model.get_submodule(group.path)]
+        for group in plan.blocks
+    }
+    asked = {**asked, "guiding_frame_index": None, "control": control}
+    with torch.inference_mode():
+        truth = forward(**asked)
+        assert relative_error(truth, forward(**{**asked, "control": {**control, "output": control["output"][:-1]}})) > 100 * BOUND
+        if layout is None:
+            method = PatchForward(model, plan)
+            method.attach()
+            method.evaluate(forward, asked, "cond", None)
+            grid = TokenGrid.of(sample.latents["odd"], plan.patch_size_of(model))
+            ours = assembled([method.evaluate(forward, asked, "cond", patch) for patch in grid.cut(3)], plan.leaves_behind_blocks)
+            method.detach()
+        else:
+            (ours,) = evaluated_in_ranks(layout, stock, [asked], monkeypatch)
+    assert relative_error(ours, truth) <= BOUND

@@ -172,6 +172,8 @@ class TokenHooks:
         whole = gathered(self._rows, self._plan.leave, self._sharding, streams, as_BLC(returned[place]))
         if whole is None:
             return None
+        if self._rows.behind is not None:
+            self._rows.behind()
         returned[place] = as_given(whole, self._rows.grid)
         return tuple(returned) if isinstance(out, tuple) else returned[0]
 
@@ -223,7 +225,10 @@ class TokenHooks:
         if prefix is not None and self._rows is not None:
             self._rows.keep_whole(prefix.stream, lengths[prefix.stream])
         if self._control:
-            bring_control(self._control, self._plan, self._rows, self._sharding, taken(arguments, next(iter(group.tokens))).device)
+            device = taken(arguments, next(iter(group.tokens))).device
+            if self._rows is not None:
+                self._rows.behind = last_residual(self._control, self._model, self._plan, device)
+            bring_control(self._control, self._plan, self._rows, self._sharding, device)
             self._control = None  # the forward has it: what was brought goes with the forward
         if self._rows is None:
             return
@@ -277,6 +282,23 @@ def bring_control(control: dict[str, list], plan: TokenPlan, rows: Rows | None, 
                 bring(residual) if residual is not None and sharding.acts_behind(path, block) else None
                 for block, residual in enumerate(control[key])
             ]
+
+
+def last_residual(control: dict[str, list], model: nn.Module, plan: TokenPlan, device: torch.device) -> Callable[[], None] | None:
+    """Return a function that has all rows of the residual behind the last block added there, where
+    this rank adds it: for a model whose rows leave behind it. None where there is no residual.
+    """
+    last = plan.blocks[-1]
+    block = len(list(model.get_submodule(last.path).children())) - 1
+    residuals = control.get(last.control) or ()
+    if not plan.leaves_behind_blocks or len(residuals) <= block or residuals[block] is None:
+        return None
+
+    def bring_whole() -> None:
+        if control[last.control][block] is not None:
+            control[last.control][block] = to_device(residuals[block], device)
+
+    return bring_whole
 
 
 def gathered(rows: Rows, leave: Leave, sharding: Sharding, streams: Sequence[str], out_BlC: torch.Tensor) -> torch.Tensor | None:

@@ -23,13 +23,15 @@ T = TypeVar("T")
 class Rows:
     """The rows of each stream that are computed here: ``local`` (start, size) of its
     ``all_tokens`` rows, streams in the plan's order. ``grid``: the shape (L) or (T, H, W) in
-    which the first block is given its tokens; empty where they have no batch.
+    which the first block is given its tokens; empty where they have no batch. ``behind``: called
+    where all rows leave behind the last block.
     """
 
     def __init__(self, all_tokens: Mapping[str, int], local: Mapping[str, tuple[int, int]]):
         self.all_tokens = all_tokens
         self.local = local
         self.grid = torch.Size()
+        self.behind: Callable[[], None] | None = None
         self._memoised: dict[tuple, tuple[Any, Any]] = {}
 
     def keep_whole(self, stream: str, count: int) -> None:
