@@ -1,5 +1,7 @@
 """Other packs' nodes on a parallelized MODEL: what they set on it works, or is refused by name."""
 
+from itertools import combinations
+
 import comfy.model_management as mm
 import pytest
 import torch
@@ -47,19 +49,28 @@ def test_easycache_works_before_or_after_and_skips_remote_calls(files, client, r
     assert 0 < requests["Forward"] < 8
 
 
-def test_scheduled_lora_hooks_are_applied_per_cond(pair, files):
+def test_lora_hooks_are_applied_per_cond_and_as_scheduled(pair, files, requests):
     import comfy.hooks
     import comfy.utils
 
-    def conds():
+    def conds(*schedule):
         hooks = comfy.hooks.create_hook_lora(comfy.utils.load_torch_file(files["lora"]), 0.8, 0.0)
+        keyframes = comfy.hooks.HookKeyframeGroup()
+        for start, strength in schedule:
+            keyframes.add(comfy.hooks.HookKeyframe(strength, start_percent=start))
+        hooks.set_keyframes_on_hooks(keyframes if schedule else None)
         return [[tensor, {**extras, "hooks": hooks}] for tensor, extras in conditioning(1, 13)]
 
     stock, parallel = pair
-    truth = run(stock, positive=conds(), cfg=2.0)
-    assert relative_error(truth, run(stock, cfg=2.0)) > 0.05, "the hook does nothing"
-    assert relative_error(run(parallel, positive=conds(), cfg=2.0), truth) <= BOUND
-    assert relative_error(run(parallel, cfg=2.0), run(stock, cfg=2.0)) <= BOUND
+    truths = []
+    for schedule in ((), ((0.0, 1.0), (0.5, 0.2)), ((0.0, 0.2), (0.5, 1.0))):
+        truths.append(run(stock, positive=conds(*schedule), cfg=2.0, steps=4))
+        requests.clear()
+        assert relative_error(run(parallel, positive=conds(*schedule), cfg=2.0, steps=4), truths[-1]) <= BOUND
+        assert requests["SetWeightPatches"] >= len(schedule), "the strength did not change in the ranks"
+    plain = run(stock, cfg=2.0, steps=4)
+    assert min(relative_error(one, other) for one, other in combinations([plain, *truths], 2)) > 0.01, "a schedule does nothing"
+    assert relative_error(run(parallel, cfg=2.0, steps=4), plain) <= BOUND
 
 
 def test_a_second_parallel_model_for_the_negative_prompt_runs_in_the_pool_too(files, client, requests):
