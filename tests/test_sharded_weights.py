@@ -6,7 +6,9 @@ from random import Random
 
 import pytest
 import torch
-from pipemesh.parallel_runtime.comfy_bridge.quantised import taken_apart
+from pipemesh.launcher.commands.dryrun import MODELS
+from pipemesh.parallel_runtime.comfy_bridge.quantised import stored_bytes, taken_apart
+from pipemesh.parallel_runtime.comfy_bridge.released_model import empty_model
 from pipemesh.parallel_runtime.comfy_bridge.sharded_weights import ShardedWeights
 from pipemesh.parallel_runtime.comfy_bridge.shared_layers import LEFT_WHOLE, TOGETHER, Sharing, least_shared
 from pipemesh.parallel_runtime.comm.exchange import Stopped
@@ -15,8 +17,10 @@ from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.planner.keeping import ModelBytes, bytes_of
 
 from .collectives import World, disagreements, has_an_order
+from .conftest import ALL
 from .joint_model import CONDS, PLAN, Model
 from .test_collectives import Rank
 
@@ -261,6 +265,18 @@ def test_room_is_for_two_layers_or_for_as_many_as_keep_the_ranks_within_their_bo
     assert ranks * large.held(ranks) <= TOGETHER * 1000 or large.room(ranks) == large.largest
     assert huge.room(ranks) >= 200, "a layer needs its weights"
     assert huge.held(1) == 1000
+
+
+@pytest.mark.parametrize("name", MODELS if ALL else list(MODELS)[::4])
+def test_the_ranks_of_a_sequence_hold_little_more_than_one_released_model(name):
+    """But for a buffer that no layer has: every rank has all of it."""
+    with torch.device("meta"):
+        model = empty_model(*MODELS[name], torch.bfloat16, torch.device("meta")).diffusion_model
+    size, whole = ModelBytes.of(model), bytes_of(model)
+    buffers = stored_bytes(model.buffers())
+    assert size.sharded(1, 1) == size.whole(1) == whole
+    for ranks in (2, 3, 4, 8):
+        assert ranks * size.sharded(1, ranks) <= 1.15 * whole + (buffers > 0.05 * whole) * ranks * buffers
 
 
 def test_the_smallest_layers_stay_whole_while_they_are_next_to_nothing():

@@ -1,5 +1,5 @@
-"""A rank's part of a model's weights: an equal part of each linear layer's bytes. A layer has all
-of its weights only while it computes.
+"""A rank's part of a model's weights: an equal part of the bytes of each layer that is shared out.
+A layer has all of its weights only while it computes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from .turns import Turns
 
 
 class ShardedWeights:
-    """As ``DeviceWeights``, but of each linear layer this rank keeps an equal part. ``turns``
-    gather a layer's weights before it computes. What else there is, and the smallest layers, is
-    whole.
+    """As ``DeviceWeights``, but of each layer that is shared out this rank keeps an equal part.
+    ``turns`` gather a layer's weights before it computes. What else there is is whole.
     """
 
     def __init__(self, diffusion_model: torch.nn.Module, device: torch.device, gather: ShardGather, on_progress: Callable[[int], None]):

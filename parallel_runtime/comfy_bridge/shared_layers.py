@@ -1,7 +1,7 @@
-"""Choose the layers of a model whose weights ranks share out: its linear layers, which hold nearly
-all bytes of a transformer, and whose weights nothing but their own forward reads.
+"""Choose the layers of a model whose weights ranks share out: its linear layers and convolutions,
+which hold nearly all bytes of a transformer, and whose weights nothing but their own forward reads.
 
-Read: comfy/ops.py (Linear, mixed_precision_ops) @ ComfyUI 0.30.0.
+Read: comfy/ops.py (Linear, Conv1d to Conv3d, mixed_precision_ops) @ ComfyUI 0.30.0.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Layer(NamedTuple):
 
 def shared_layers(model: torch.nn.Module) -> list[Layer]:
     """Returns the layers of ``model`` that are shared out, in its own order."""
-    layers = list(linear_layers(model))
+    layers = list(layers_of(model))
     least = least_shared([layer.nbytes for layer in layers])
     return [layer for layer in layers if layer.nbytes >= least]
 
 
-def linear_layers(model: torch.nn.Module) -> Iterator[Layer]:
+def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
     """Not those whose weights another module has as well, nor weights that are numbers to nobody
     but their own operations.
     """
     uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     for path, module in model.named_modules():
-        if hasattr(module, "in_features"):
+        if hasattr(module, "in_features") or hasattr(module, "kernel_size"):
             own = {name: one for name, one in module.named_parameters(recurse=False) if is_number(one) and uses[id(one)] == 1}
             if own:
                 yield Layer(path, module, own)
