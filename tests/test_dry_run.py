@@ -37,6 +37,15 @@ def test_every_method_is_tried(records):
     assert kinds >= {(), ("ulysses",), ("ring",), ("pipefusion",), ("ulysses", "ring"), ("ulysses", "pipefusion")}
 
 
+def test_an_evaluation_gathers_what_a_rank_has_not_of_the_weights(records):
+    alone = {one["model"]: one for one in records if one["equation"] == Layout().equation()}
+    shared = [one for one in records if one.get("weights") == "sharded" and one["layout"]["pipefusion"] == 1]
+    assert shared
+    for one in shared:
+        ranks, whole = Layout(**one["layout"]).world_size, alone[one["model"]]["weight_bytes"]
+        assert one["sent_bytes"]["weights"] == pytest.approx((ranks - 1) / ranks * whole, rel=expected.WITHIN)
+
+
 def test_ranks_of_a_sequence_need_less_than_one_device(records):
     alone = {one["model"]: one for one in records if one["equation"] == Layout().equation()}
     for one in records:

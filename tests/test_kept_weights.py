@@ -5,6 +5,7 @@ from pathlib import Path
 import comfy.sd
 import pytest
 import torch
+from comfy.model_patcher import ModelPatcher
 from pipemesh.launcher.commands.parity import BOUND, relative_error
 from pipemesh.nodes.report.figures import KeptWeights, PoolFigures
 from pipemesh.nodes.report.text import held_text
@@ -97,10 +98,9 @@ def with_file_lora(model, files, lora):
 META = torch.device("meta")
 
 
-@pytest.mark.parametrize("form", ["", "fp8_scaled"])
-@pytest.mark.parametrize("part", [0.0, 0.3, 0.7])
-def test_a_budget_is_never_passed(written, form, part):
-    patcher = with_lora(loaded(written(PLAIN, form)), written(PLAIN, "lora"), True)
+def on_device_within(path, lora, part):
+    """A budget, ``part`` of the weights, and the bytes on the device without a LoRA and with it."""
+    patcher = with_lora(loaded(path), lora, True)
     patches, patcher.patches = patcher.patches, {}
     model = patcher.model.diffusion_model
     budget = int(part * sum(tensor.nbytes for parameter in model.parameters() for tensor in stored_tensors(parameter)))
@@ -111,11 +111,26 @@ def test_a_budget_is_never_passed(written, form, part):
 
     with torch.inference_mode():
         weights = OffloadedWeights(patcher, META, budget, lambda nbytes: None)
-        assert on_device() <= budget and (part < 0.5 or on_device() > 0)
+        loaded_bytes = on_device()
         weights.patch(patches)
-        assert on_device() <= budget
+        patched_bytes = on_device()
         weights.restore()
         assert on_device() == 0
+    return budget, loaded_bytes, patched_bytes
+
+
+@pytest.mark.parametrize("form", ["", "fp8_scaled"])
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.7])
+def test_a_budget_is_never_passed(written, form, part):
+    budget, *held = on_device_within(written(PLAIN, form), written(PLAIN, "lora"), part)
+    assert max(held) <= budget and (part < 0.5 or held[0] > 0)
+
+
+def test_a_budget_that_is_passed_is_found(written, monkeypatch):
+    load = ModelPatcher.load
+    monkeypatch.setattr(ModelPatcher, "load", lambda self, *args, **more: load(self, *args, **{**more, "lowvram_model_memory": 1 << 40}))
+    budget, *held = on_device_within(written(PLAIN), written(PLAIN, "lora"), 0.3)
+    assert min(held) > budget
 
 
 # -- the choice

@@ -4,12 +4,16 @@ last bit: all ranks in one process, each a ResidentModel of its own.
 
 import inspect
 import itertools
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.launcher.random_files import write_model
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
+from pipemesh.parallel_runtime.comfy_bridge.offloaded_weights import OffloadedWeights
 from pipemesh.parallel_runtime.comfy_bridge.weight_patches import pack_patches
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
@@ -18,7 +22,7 @@ from pipemesh.parallel_runtime.worker.resident import ResidentModel
 from .collectives import World
 from .conftest import ALL
 from .test_collectives import Rank
-from .test_quantised import SAMPLE_OF, loaded, sampled, with_lora, written
+from .test_quantised import SAMPLE_OF, loaded, sampled, size_of, with_lora, written
 
 __all__ = ["written"]  # a fixture
 CPU = torch.device("cpu")
@@ -97,3 +101,65 @@ def test_a_family_computes_the_same_with_its_weights_shared_out(written, monkeyp
     for key in truth:
         assert (truth[key] is None and ours[key] is None) or torch.equal(truth[key], ours[key]), key
     assert all(resident._weights.turns.are_known for resident in residents.values())
+
+
+def in_turn(monkeypatch, layout, weights, paths, calls):
+    """(rank, evaluation) -> outputs of two models that the ranks hold at once: a run of the first,
+    one of the second, and one of the first again.
+    """
+    world, outputs = World(layout, "gloo", monkeypatch), {}
+
+    def work(mesh, _run):
+        if weights == "sharded":
+            mesh.sequence.share_weights(mesh.sequence.world.group)
+        requests = [Part(run, branch) for run in (1, 2, 3) for branch in range(len(calls))]
+        rank = Rank(requests, ahead=False)
+        rank.count = lambda done, total: None
+        load = SimpleNamespace(stages=(), weights=weights, budget=0)
+        residents = [ResidentModel(loaded(path), CPU, mesh, rank, load) for path in paths]
+        for rank.at, part in enumerate(requests):
+            resident = residents[(part.run - 1) % 2]
+            resident.method.begin(part)
+            out = resident.evaluate(dict(calls[part.branch]), rank.at + 1)
+            outputs[mesh.rank, rank.at] = torch.cat([one.flatten() for one in tensors_of(out)]) if layout.writes(mesh.rank) else None
+            if part.branch == len(calls) - 1:
+                resident.end_run()
+
+    with torch.inference_mode():
+        world.run(work, Random(7).choice)
+    return outputs
+
+
+@pytest.mark.parametrize("weights", ["sharded", "offloaded"])
+def test_two_models_in_turn_compute_what_they_do_with_whole_weights(written, monkeypatch, weights):
+    """As Wan 2.2 has one for high noise and one for low."""
+    family, layout = WITH_FILE[1], LAYOUTS["2"]
+    second = Path(written(family)).parent / "second" / Path(written(family)).name
+    second.parent.mkdir(exist_ok=True)
+    paths = (written(family), str(write_model(second, SAMPLE_OF[family].form, size_of(family), seed=5)))
+    calls = asked(paths[0], family)
+    found = {}
+    for kept in ("whole", weights):
+        with monkeypatch.context() as patch:
+            found[kept] = in_turn(patch, layout, kept, paths, calls)
+    truth = [out for out in found["whole"].values() if out is not None]
+    ours = [out for out in found[weights].values() if out is not None]
+    assert len(truth) == len(ours) == 3 * len(calls)
+    assert not torch.equal(truth[0], truth[len(calls)]), "both models are the same"
+    assert all(relative_error(one, other) <= BOUND for one, other in zip(ours, truth, strict=True))
+
+
+def under_a_lora(monkeypatch, weights, path, lora):
+    patches = with_lora(loaded(path), lora, True).patches
+    with monkeypatch.context() as patch:
+        outputs, _ = computed(patch, Layout(), weights, path, asked(path, WITH_FILE[0]), patches)
+    return outputs[0, 0]
+
+
+def test_offloaded_weights_that_lose_a_lora_are_found(written, monkeypatch):
+    """With all of them in main memory, where ComfyUI applies a LoRA as each layer computes."""
+    path, lora = written(WITH_FILE[0]), written(WITH_FILE[0], "lora")
+    truth = under_a_lora(monkeypatch, "whole", path, lora)
+    assert relative_error(under_a_lora(monkeypatch, "offloaded", path, lora), truth) <= BOUND
+    monkeypatch.setattr(OffloadedWeights, "patch", lambda self, patches: None)
+    assert relative_error(under_a_lora(monkeypatch, "offloaded", path, lora), truth) > 100 * BOUND

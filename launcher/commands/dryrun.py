@@ -78,7 +78,7 @@ def cover() -> Iterator[Chosen]:
     for number, layout in enumerate(kinds):
         tried.setdefault(quick[number % len(quick)].name, []).append(layout)
     yield from (Chosen(name, wanted, on_all=False) for name, wanted in tried.items())
-    yield Chosen(quick[0].name, [kinds[1], kinds[3]], on_all=False, kept="sharded")
+    yield Chosen(quick[1].name, [kinds[1], kinds[3]], on_all=False, kept="sharded")
 
 
 def blocks_of(released: Released) -> int:

@@ -134,6 +134,7 @@ def misses(whole: Whole, layout: Layout, figures: RankFigures, is_sharded: bool 
     weights = sharded_bytes(whole, layout, figures.stage) if is_sharded else weight_bytes(whole, figures.stage)
     for name, value, due in (
         ("sent bytes", sent, sent_bytes(whole, layout, figures.rank, figures.stage) + gathered),
+        ("gathered bytes of weights", figures.sent_bytes.get("weights", 0), gathered),
         ("bytes of weights", figures.weight_bytes, weights),
         ("FLOPs", figures.flops, flops(whole, layout, figures.rank, figures.stage, figures.patches)),
     ):
