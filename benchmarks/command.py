@@ -20,7 +20,7 @@ from .figures import Figure, Options, number
 if TYPE_CHECKING:
     from ..launcher.comfyui.find import ComfyInstall
 
-NAMES = ("capacity", "hop", "sp", "cfg", "data", "load", "peers", "pipefusion", "compile", "quality", "plan")
+NAMES = ("capacity", "hop", "sp", "cfg", "data", "load", "peers", "pipefusion", "compile", "quality", "distribution", "plan")
 MIN_ROUNDS = 25
 ROW = "{:9}{:24}{:16}{:>12}  {:26}{:7}{:24}{}"
 
@@ -43,9 +43,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     parser.add_argument(
         "--rounds", type=int, default=MIN_ROUNDS, help=f"rounds behind each ratio (default {MIN_ROUNDS}; fewer only to try)"
     )
-    drawn = "of pipefusion, when each stage was at work; of quality, samples, which another run takes again"
+    drawn = "of pipefusion, when each stage was at work; of quality and distribution, samples, which another run takes again"
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=f"write pictures there: {drawn}")
-    parser.add_argument("--prompts", type=int, default=64, help="captions that quality samples (default 64)")
+    parser.add_argument("--prompts", type=int, help="captions that quality (64) and distribution (1000) sample")
     parser.add_argument("--only", nargs="*", default=(), metavar="WORD", help="cells of quality with these words: patches=4 steps=28 euler")
     options = parser.parse_args(argv)
     if options.rounds < 1:

@@ -103,5 +103,5 @@ class Options:
     host: ComfyInstall
     rounds: int = 25
     pictures: Path | None = None  # a folder for the pictures of benches that draw some
-    prompts: int = 64  # captions that quality samples
+    prompts: int | None = None  # captions that benches of pictures sample; None is their own choice
     only: tuple[str, ...] = ()  # words that quality's cells have

@@ -91,15 +91,19 @@ def test_chained_control_nets_of_comfyuis_own_architecture_are_as_in_stock(files
     assert relative_error(run(parallel, cfg=3.0, positive=chained[0], negative=chained[1]), truth) <= BOUND
 
 
-@pytest.mark.parametrize("degrees", [RING, PIPEFUSION], ids=str)
-def test_easycache_is_as_in_stock(files, clients, degrees):
+@pytest.mark.parametrize(("name", "degrees"), [("EasyCache", RING), ("LazyCache", ULYSSES), ("LazyCache", PIPEFUSION)], ids=str)
+def test_evaluations_that_a_step_cache_skips_are_skipped_in_the_pool(files, clients, name, degrees):
     def cached(model):
-        return execute("nodes_easycache", "EasyCache", model, 0.5, 0.1, 0.95, False)
+        return execute("nodes_easycache", name, model, 0.5, 0.1, 0.95, False)
 
-    truth = run(cached(load(files["model"])), steps=8)
+    stock, counted = load(files["model"]), []
+    forward = stock.model.diffusion_model._forward
+    stock.add_object_patch("diffusion_model._forward", lambda *args, **kwargs: (counted.append(1), forward(*args, **kwargs))[1])
+    truth = run(cached(stock), steps=8)
     parallel = parallel_of(load(files["model"]), clients, degrees)
     assert relative_error(run(cached(parallel), steps=8), truth) <= BOUND
-    assert 0 < len(parallel.remote.pool.last_run.evaluations) < 8
+    assert 0 < len(counted) < 8
+    assert len(parallel.remote.pool.last_run.evaluations) == len(counted)
 
 
 @pytest.mark.parametrize("degrees", [ULYSSES, PIPEFUSION], ids=str)

@@ -9,7 +9,7 @@ import torch
 from pipemesh.launcher.commands.parity import BOUND, relative_error
 from pipemesh.launcher.pool.devices import Device, Placement
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.errors import LayoutError, Refused
 from pipemesh.parallel_runtime.layout import Layout
 
 from .fake_pools import fake_setup
@@ -40,6 +40,11 @@ def test_of_itself_a_pipeline_takes_one_patch_more_than_stages_and_one_whole_eva
     assert node.execute(**STAGES).result[0].patching == Patching(3, 1)
     assert node.execute(**STAGES, patches=2, warm_up=4).result[0].patching == Patching(2, 4)
     assert node.execute(**STAGES, stages=" 20, 37 ").result[0].patching == Patching(3, 1, (20, 37))
+
+
+def test_a_linked_warm_up_of_none_is_refused_when_the_node_runs(node):
+    with pytest.raises(LayoutError, match="warm_up"):
+        node.execute(**STAGES, warm_up=0)
 
 
 def test_without_stages_patches_and_warm_up_mean_nothing(node):

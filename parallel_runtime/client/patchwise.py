@@ -22,7 +22,7 @@ from greenlet import getcurrent
 from ..comfy_bridge.by_name import blocks_left_out
 from ..comfy_bridge.free_gpu import unload_unused
 from ..comfy_bridge.in_block import why_all_rows
-from ..errors import NoRoom, OutOfMemory, PoolFailed
+from ..errors import ModelError, NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid, assembled
 from .conds import side_by_side
@@ -60,6 +60,8 @@ class Patchwise:
         warm_up: int,
         notice: Callable[[str], None] = log.info,
     ):
+        if warm_up < 1:
+            raise ModelError(f"warm_up {warm_up}: patches need the keys and values of a whole evaluation before them, so choose 1 or more.")
         self._backend = backend
         self._patch_size = patch_size
         self._plan = plan
