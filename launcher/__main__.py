@@ -25,6 +25,7 @@ python3 -m launcher COMMAND [options]
   families   which model families run in parallel, how, and why others do not
   templates  ComfyUI's workflow templates, by stock and through a pool
   train      the small model of the demo, from its first picture
+  redundancy how much a model's blocks change from one evaluation to the next
   dryrun     what each rank would compute, hold and send, on GPUs that are not there
   plan       which layout is the fastest for a job on given GPUs, and why the others lose
   node       lends this machine to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
@@ -42,6 +43,7 @@ INSIDE = {  # command -> the module whose main(argv, host) it is
     "dryrun": "launcher.commands.dryrun",
     "plan": "launcher.commands.plan",
     "train": "launcher.commands.train",
+    "redundancy": "launcher.commands.redundancy",
     "node": "launcher.commands.node",
 }
 

@@ -178,11 +178,14 @@ def test_distances_of_pictures_are_what_their_names_say():
 
 
 def test_a_sheet_has_a_row_for_each_method_and_a_column_for_each_caption():
-    pictures = [Image.new("RGB", (SIDE, SIDE), colour) for colour in ("red", "blue")]
-    assert showcase.decibels(pictures, pictures) == 99
-    assert showcase.decibels(pictures[::-1], pictures) < 10
-    one, two = (showcase.sheet({"stock": pictures, **more}) for more in ({}, {"other": pictures}))
+    stock = [showcase.Drawn(Image.new("RGB", (SIDE, SIDE), colour), (0.2, 0.4, 0.4)) for colour in ("red", "blue")]
+    ours = [showcase.Drawn(one.picture, (0.1, 0.2, 0.2)) for one in stock[::-1]]
+    assert showcase.decibels(stock, stock) == [99, 99]
+    assert max(showcase.decibels(ours, stock)) < 10
+    one, two = (showcase.sheet({"stock": stock, **more}) for more in ({}, {"other": ours}))
     assert two.width == one.width > 2 * 2 * SIDE and two.height > one.height + 2 * SIDE
+    assert showcase.label("stock", stock, stock) == "stock: 400 ms per step"
+    assert showcase.label("other", ours, stock).endswith(" dB, 200 ms per step, speed-up 2.00x")
 
 
 def test_the_classifier_counts_the_words_of_captions_that_are_drawn():

@@ -5,8 +5,11 @@ under PipeFusion, side by side.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from shutil import copyfile
+from statistics import fmean, median
 from typing import Any
 
 import numpy
@@ -74,40 +77,68 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": class_type, "inputs": inputs}
 
 
-def draw_all(server: ComfyServer, pools: Mapping[str, Mapping[str, Any] | None]) -> dict[str, list[Image.Image]]:
+@dataclass(frozen=True)
+class Drawn:
+    """A picture, and the times between the ticks of its sampler's steps."""
+
+    picture: Image.Image
+    steps_s: Sequence[float] = ()
+
+
+def draw_all(server: ComfyServer, pools: Mapping[str, Mapping[str, Any] | None]) -> dict[str, list[Drawn]]:
     """Draw each caption under each pool; the first is stock, whose pool is None."""
     return {name: [draw(server, caption, pool) for caption in CAPTIONS] for name, pool in pools.items()}
 
 
-def draw(server: ComfyServer, caption: str, pool: Mapping[str, Any] | None) -> Image.Image:
+def draw(server: ComfyServer, caption: str, pool: Mapping[str, Any] | None) -> Drawn:
     result = server.run(graph(caption, "showcase", pool))
     if result.error is not None:
         raise LaunchError(f'the picture "{caption}" was not drawn: {result.error}\nThe last lines of {server.log}:\n{server.log_tail()}')
     (image,) = result.outputs["save"]["images"]
-    return Image.open(server.output / image["subfolder"] / image["filename"]).convert("RGB")
+    steps_s = [after.at_s - before.at_s for before, after in pairwise(tick for tick in result.ticks if tick.node == "sampler")]
+    return Drawn(Image.open(server.output / image["subfolder"] / image["filename"]).convert("RGB"), steps_s)
 
 
-def decibels(pictures: Sequence[Image.Image], of: Sequence[Image.Image]) -> float:
-    """The mean PSNR; one that is infinite counts as 99."""
-    ours, stock = (torch.stack([torch.from_numpy(numpy.array(picture)) for picture in each]).float() / 255 for each in (pictures, of))
-    return float(psnr(ours, stock).clamp(max=99).mean())
+def decibels(pictures: Sequence[Drawn], of: Sequence[Drawn]) -> list[float]:
+    """The PSNR of each; one that is infinite counts as 99."""
+    ours, stock = (torch.stack([torch.from_numpy(numpy.array(one.picture)) for one in each]).float() / 255 for each in (pictures, of))
+    return psnr(ours, stock).clamp(max=99).tolist()
 
 
-def sheet(drawn: Mapping[str, Sequence[Image.Image]]) -> Image.Image:
-    """A row for each method, a column for each caption, PSNR against the first row."""
+def step_s(drawn: Sequence[Drawn]) -> float | None:
+    """The median time per step; the first picture, which may wait for a pool, does not count."""
+    times = [time for one in drawn[1:] for time in one.steps_s]
+    return median(times) if times else None
+
+
+def label(name: str, drawn: Sequence[Drawn], stock: Sequence[Drawn]) -> str:
+    """What a row says of itself: its PSNR, its time per step, how much faster than stock it is."""
+    words = [] if drawn is stock else [f"PSNR {fmean(decibels(drawn, stock)):.1f} dB"]
+    own_s, stock_s = step_s(drawn), step_s(stock)
+    if own_s is not None:
+        words.append(f"{1000 * own_s:.0f} ms per step")
+    if own_s and stock_s and drawn is not stock:
+        words.append(f"speed-up {stock_s / own_s:.2f}x")
+    return ": ".join([name, *([", ".join(words)] if words else [])])
+
+
+def sheet(drawn: Mapping[str, Sequence[Drawn]]) -> Image.Image:
+    """A row for each method, a column for each caption, PSNR against the first row over each."""
     side = SIDE * SCALE
     stock = next(iter(drawn.values()))
-    size = (MARGIN + len(stock) * (side + MARGIN), MARGIN + (len(drawn) + 1) * LABEL + len(drawn) * (side + MARGIN))
-    picture = Image.new("RGB", size, "white")
+    height = side + MARGIN + 2 * LABEL
+    picture = Image.new("RGB", (MARGIN + len(stock) * (side + MARGIN), MARGIN + LABEL + len(drawn) * height), "white")
     pen = ImageDraw.Draw(picture)
     for column, caption in enumerate(CAPTIONS[: len(stock)]):
         pen.text((MARGIN + column * (side + MARGIN), 6), shortened(pen, caption, side), fill="black")
     for row, (name, pictures) in enumerate(drawn.items()):
-        top = MARGIN + LABEL + row * (side + MARGIN + LABEL)
-        label = name if pictures is stock else f"{name}: PSNR {decibels(pictures, stock):.1f} dB"
-        pen.text((MARGIN, top), label, fill="black")
-        for column, each in enumerate(pictures):
-            picture.paste(each.resize((side, side), Image.Resampling.LANCZOS), (MARGIN + column * (side + MARGIN), top + LABEL - 4))
+        top = MARGIN + LABEL + row * height
+        pen.text((MARGIN, top), label(name, pictures, stock), fill="black")
+        for column, (one, value) in enumerate(zip(pictures, decibels(pictures, stock), strict=True)):
+            left = MARGIN + column * (side + MARGIN)
+            if pictures is not stock:
+                pen.text((left, top + LABEL - 2), "equal" if value == 99 else f"{value:.1f} dB", fill="#555555")
+            picture.paste(one.picture.resize((side, side), Image.Resampling.LANCZOS), (left, top + 2 * LABEL - 4))
     return picture
 
 
@@ -121,6 +152,7 @@ def shortened(pen: ImageDraw.ImageDraw, text: str, width: int) -> str:
 def show(server: ComfyServer, pools: Mapping[str, Mapping[str, Any] | None], file: Path, say: Callable[[str], None] = print) -> None:
     drawn = draw_all(server, pools)
     stock = next(iter(drawn.values()))
-    for name, pictures in list(drawn.items())[1:]:
-        say(f"  {name}: PSNR {decibels(pictures, stock):.1f} dB against stock over {len(CAPTIONS)} captions (99 is equal)")
+    for name, pictures in drawn.items():
+        say(f"  {label(name, pictures, stock)}")
+    say(f"  over {len(CAPTIONS)} captions of {SIDE} x {SIDE} pixels, too few tokens to gain time by; PSNR 99 is equal")
     sheet(drawn).save(file)

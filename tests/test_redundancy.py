@@ -1,0 +1,53 @@
+"""How much blocks change from evaluation to evaluation, and the warm-up that follows from it."""
+
+import pytest
+import torch
+from pipemesh.launcher.commands import redundancy
+from pipemesh.launcher.pictures.files import ASSETS, MODEL
+from pipemesh.parallel_runtime.planner.redundancy import Redundancy, warm_up_for
+
+
+@pytest.mark.parametrize(
+    ("changes", "warm_up"),
+    [
+        ([0.1, 0.1, 0.1, 0.1], 1),
+        ([0.9, 0.4, 0.1, 0.1, 0.1, 0.1], 3),
+        ([0.14, 0.1, 0.1, 0.1], 1),
+        ([0.1, 0.1, 0.1, 0.9], 1),  # what changes late is no reason to wait
+        ([0.2], 1),
+        ([0.0, 0.0], 1),
+    ],
+)
+def test_the_warm_up_lasts_until_blocks_change_as_little_as_they_usually_do(changes, warm_up):
+    assert warm_up_for(Redundancy({"one": changes, "other": [value / 2 for value in changes]})) == warm_up
+
+
+def test_each_block_of_the_trained_model_has_a_change_for_every_evaluation_but_the_first():
+    import comfy.sd
+
+    model = comfy.sd.load_diffusion_model(str(ASSETS / MODEL))
+    positive, negative = redundancy.conds_of(model, True)
+    few = [[[each[0][0][:1], {"pooled_output": each[0][1]["pooled_output"][:1]}]] for each in (positive, negative)]
+    found = redundancy.measured(model, (few[0], few[1]), 4, "euler", 64)
+    assert len(found.changes) == 6 and found.evaluations == 4
+    assert all(0 < value < 2 for values in found.changes.values() for value in values)
+    assert not any(module._forward_hooks for module in model.model.diffusion_model.modules())
+    assert len(redundancy.table(found).splitlines()) == 8
+    assert redundancy.heat_map(found).width > 3 * redundancy.CELL
+
+
+def test_a_block_that_gives_the_same_again_has_no_change_and_one_that_doubles_has_all_of_it(monkeypatch):
+    import pipemesh.parallel_runtime.comfy_bridge.guard as guard
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
+
+    model, group = Model(), type("Group", (), {"path": "blocks"})
+    monkeypatch.setattr(guard, "require_plan", lambda model: type("Plan", (), {"blocks": (group,)}))
+    with redundancy.changes_of(model) as changes:
+        for factor in (1.0, 2.0):
+            model.blocks[0](torch.ones(1, 4, 8))
+            model.blocks[1](torch.ones(1, 4, 8) * factor)
+    assert changes == {"blocks.0": [0.0], "blocks.1": [1.0]}
