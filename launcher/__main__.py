@@ -16,19 +16,19 @@ from pathlib import Path
 USAGE = """\
 python3 -m launcher COMMAND [options]
 
-  host       find or install the ComfyUI that the other commands run on
-  doctor     what works on this machine, what does not, and the remedy
-  demo       a stock workflow on one process and on two, side by side
-  test       the tests (options go to pytest)
-  bench      the measurements
-  parity     parity with stock ComfyUI
-  families   which model families run in parallel, how, and why others do not
-  templates  ComfyUI's workflow templates, by stock and through a pool
-  train      the small model of the demo, from its first picture
-  redundancy how much a model's blocks change from one evaluation to the next
-  dryrun     what each rank would compute, hold and send, on GPUs that are not there
-  plan       which layout is the fastest for a job on given GPUs, and why the others lose
-  node       lends this machine to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
+  host        find or install the ComfyUI that the other commands run on
+  doctor      what works on this machine, what does not, and the remedy
+  demo        a stock workflow on one process and on two, side by side
+  test        the tests (options go to pytest)
+  bench       the measurements
+  parity      parity with stock ComfyUI
+  families    which model families run in parallel, how, and why others do not
+  templates   ComfyUI's workflow templates, by stock and through a pool
+  train       the small model of the demo, from its first picture
+  redundancy  how much a model's blocks change from one evaluation to the next
+  dryrun      what each rank would compute, hold and send, on GPUs that are not there
+  plan        which layout is the fastest for a job on given GPUs, and why the others lose
+  node        lends this machine to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
 
 PIPEMESH_COMFYUI names a ComfyUI of your own, PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for the one installed here.
 """

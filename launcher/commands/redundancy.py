@@ -56,7 +56,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python3 -m launcher redundancy", description="Measure how much a model's blocks change from one evaluation to the next."
     )
-    parser.add_argument("model", metavar="MODEL", help=f'a Flux model as a file, or "{DEMO}" for the trained one')
+    parser.add_argument(
+        "model", metavar="MODEL", help=f'a file of a model with tokens and one pooled vector as text, or "{DEMO}" for the trained one'
+    )
     parser.add_argument("--steps", type=int, default=20, help="of the run (default 20)")
     parser.add_argument("--sampler", default="euler", help="of ComfyUI's (default euler)")
     parser.add_argument("--side", type=int, default=128, help="of the image, in pixels (default 128)")
@@ -77,7 +79,7 @@ def conds_of(model: Any, is_demo: bool) -> tuple[Any, Any]:
         return [[tokens, {"pooled_output": tokens.flatten(1)}]], [[empty, {"pooled_output": empty.flatten(1)}]]
     config = model.model.model_config.unet_config
     if not {"context_in_dim", "vec_in_dim"} <= config.keys():
-        raise LaunchError(f"{type(model.model).__name__} takes other text than this command makes: name a Flux model.")
+        raise LaunchError(f"{type(model.model).__name__} takes other text than this command makes: it makes tokens and one pooled vector.")
     chance = torch.Generator().manual_seed(SEED)
     text, pooled = (torch.randn(1, *shape, generator=chance) for shape in ((64, config["context_in_dim"]), (config["vec_in_dim"],)))
     return [[text, {"pooled_output": pooled}]], [[torch.zeros_like(text), {"pooled_output": torch.zeros_like(pooled)}]]
