@@ -5,6 +5,8 @@ import { app } from "../../scripts/app.js";
 import { texts } from "./texts.js";
 
 const NODE = "PipeMeshPool";
+const PARALLELIZE = "PipeMeshParallelize";
+const TITLE_WIDTH = 240; // of Parallelize: its sockets alone leave no room for its title
 const LAYOUT = "layout";
 const BY_HAND = "by hand";
 const AUTO = "auto";
@@ -36,7 +38,8 @@ async function addList(node) {
   const here = (await answer.json()).devices;
   const entry = (one) => `${one.name} · ${one.title}, ${(one.total / 2 ** 30).toFixed(1)} GiB`;
   const choices = new Map([[t("all_devices"), AUTO], ...here.map((one) => [entry(one), one.name])]);
-  const pick = node.addWidget("combo", PICK, t("choose_devices"), undefined, { values: [...choices.keys()], serialize: false });
+  const values = [t("choose_devices"), ...choices.keys()]; // what it shows is one of them, or Nodes 2.0 takes it for a mistake
+  const pick = node.addWidget("combo", PICK, values[0], undefined, { values, serialize: false });
   pick.label = t("choose_devices");
   pick.serialize = false;
   pick.callback = (chosen) => {
@@ -44,7 +47,7 @@ async function addList(node) {
     if (name === undefined) return;
     devices.value = name === AUTO ? AUTO : toggled(devices.value, name);
     devices.callback?.(devices.value);
-    pick.value = t("choose_devices");
+    pick.value = values[0];
     node.setDirtyCanvas?.(true, true);
   };
   fold(node);
@@ -88,6 +91,15 @@ function tell(nodes) {
   }
 }
 
+function widen(nodeType) {
+  const computed = nodeType.prototype.computeSize;
+  nodeType.prototype.computeSize = function (...args) {
+    const size = computed.apply(this, args);
+    size[0] = Math.max(size[0], TITLE_WIDTH);
+    return size;
+  };
+}
+
 app.registerExtension({
   name: "PipeMesh.Pool",
   setup() {
@@ -102,6 +114,7 @@ app.registerExtension({
     };
   },
   beforeRegisterNodeDef(nodeType, nodeData) {
+    if (nodeData.name === PARALLELIZE) widen(nodeType);
     if (nodeData.name !== NODE) return;
     const created = nodeType.prototype.onNodeCreated;
     nodeType.prototype.onNodeCreated = function (...args) {
