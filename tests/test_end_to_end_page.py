@@ -23,7 +23,8 @@ UNTIL = """new Promise(done => {
 })"""
 POOL = "app.graph.nodes.find(node => node.type == 'PipeMeshPool')"
 SHOWN = f"{POOL}.widgets.filter(widget => !widget.hidden && widget.name != 'pick').map(widget => [widget.name, widget.value])"
-NEW = "(() => { app.graph.clear(); app.graph.add(LiteGraph.createNode('PipeMeshPool')); return true })()"
+CLEAR = "const last = app.graph.last_node_id; app.graph.clear(); app.graph.last_node_id = last + 1"  # the page keeps values by ids
+NEW = f"(() => {{ {CLEAR}; app.graph.add(LiteGraph.createNode('PipeMeshPool')); return true }})()"
 CHOOSE = f"(() => {{ const one = {POOL}.widgets.find(widget => widget.name == 'layout'); one.value = %s; one.callback(one.value) }})()"
 QUEUED = "(async () => Object.values((await app.graphToPrompt()).output).find(one => one.class_type == 'PipeMeshPool').inputs)()"
 BADGES = "app.graph.nodes.find(node => node.type == 'KSampler').badges.map(badge => (typeof badge == 'function' ? badge() : badge).text)"
@@ -35,14 +36,14 @@ OVERRULED = """(() => {
 FOLDED = [["devices", "auto"], ["layout", "auto"], ["weights", "auto"], ["quality", "exact"]]
 
 
-MISTAKE = """(() => {
-  app.graph.clear()
+MISTAKE = f"""(() => {{
+  {CLEAR}
   const [pool, report] = ['PipeMeshPool', 'PipeMeshReport'].map(name => LiteGraph.createNode(name))
   for (const node of [pool, report]) app.graph.add(node)
   pool.connect(0, report, report.inputs.findIndex(one => one.name == 'pool'))
-  const values = { layout: 'by hand', devices: 'cpu,cpu', ulysses: 3 }
+  const values = {{ layout: 'by hand', devices: 'cpu,cpu', ulysses: 3 }}
   for (const widget of pool.widgets) if (widget.name in values) widget.value = values[widget.name]
-})()"""
+}})()"""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_the_switch_in_the_settings_reaches_the_server_and_a_node_on_one_gpu_has
     page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', true)")
     assert server.get("/settings")["PipeMesh.Auto"] is True and server.get("/pipemesh/status")["auto"]["on"] is True
     nodes = numbered(graph("page", parallel=False))
-    nodes["1"] = {"class_type": "TestUNet", "inputs": {}}
+    nodes["1"] = {"class_type": "TestWithoutPlan", "inputs": {"unet_name": "model.safetensors"}}
     page.evaluate(f"app.loadApiJson({json.dumps(nodes)}, 'page')")
     assert "1 GPU" not in page.evaluate(BADGES)
     page.evaluate("app.queuePrompt(0)")
