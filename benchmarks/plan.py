@@ -2,8 +2,8 @@
 pipeline, of three families at two sizes.
 
 Speeds of the devices come from forwards of the same models at other sizes, alone and both at once,
-those of the link from messages of two sizes; all within the same rounds. They are kept in the
-cache folder, by machine.
+those of the link from messages of two sizes; all within the same rounds. Where there were enough,
+they are kept in the cache folder, by machine, and pools choose by them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ GROUPS = (Layout(cfg=2), Layout(data=2))  # forwards of their own, both at once
 MOVED = 2 * 4 << 20  # bytes that doubling a million numbers moves
 GOALS = {"mean_error": 0.10, "largest_error": 0.25, "regret": 0.03}
 DRAWS = 100
+ENOUGH = 25  # rounds behind speeds that pools go by
 
 Wholes = Mapping[str, Mapping[int, Whole]]  # model -> side -> counts
 
@@ -184,6 +185,8 @@ def bench(options: Options) -> Iterator[Figure]:
     by_rank = run(options.host, 2, "plan:measure", rounds=options.rounds)
     rounds, wholes = merge([rank["rounds"] for rank in by_rank]), wholes_of(by_rank[0]["wholes"])
     yield from figures(rounds, wholes)
+    if options.rounds < ENOUGH:
+        return
     kept = {f"{model} {phase}": speeds(rounds, wholes[model], model, phase) for model in wholes for phase in ("alone", "both")}
     write(cache_folder(os.environ) / "speeds.json", platform.processor() or platform.machine(), kept)
 

@@ -17,12 +17,12 @@ TITLE = 30  # height of a node's title, above its position
 
 
 def start(host, models, *, pack=True):
-    """``pack``: PipeMesh is among its packs."""
+    """``pack``: PipeMesh is among its packs. No speeds of this machine are known there."""
     packs = {name: folder for name, folder in CUSTOM_NODES.items() if pack or name != "pipemesh"}
     packs["foreign"] = Path(__file__).with_name("foreign_pack")
     if pack:
         packs["stand_ins.py"] = ROOT / "launcher" / "templates" / "stand_ins" / "pack.py"
-    server = ComfyServer(host, env={"OMP_NUM_THREADS": "1"}, custom_nodes=packs)
+    server = ComfyServer(host, env={"OMP_NUM_THREADS": "1", "PIPEMESH_CACHE": str(models / "cache")}, custom_nodes=packs)
     for folder, name in (("diffusion_models", "model"), ("loras", "lora")):
         target = server.models / folder / f"{name}.safetensors"
         target.parent.mkdir(parents=True, exist_ok=True)
