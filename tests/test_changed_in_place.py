@@ -16,6 +16,7 @@ import comfy.ldm.modules.attention
 import comfy.lora
 import comfy.model_management as mm
 import comfy.ops
+import comfy.weight_adapter
 import pytest
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock
@@ -26,7 +27,7 @@ from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes
 from pipemesh.parallel_runtime.comfy_bridge.in_place import Watch, require_unchanged
 from pipemesh.parallel_runtime.errors import Refused
 
-from .models import load, run
+from .models import load, run, with_lora
 
 
 def pulid_forward(self, *args, **kwargs):
@@ -117,7 +118,6 @@ FOR_ALL = {
         r"attention.optimized_attention .*own_attention",
     ),
     "a class": (comfy.ldm.flux.model, "SingleStreamBlock", ReDoubleStreamBlock, r"model.SingleStreamBlock .*ReDoubleStreamBlock"),
-    "what applies a LoRA": (comfy.lora, "calculate_weight", own_attention, r"lora.calculate_weight .*own_attention"),
 }
 
 
@@ -155,6 +155,28 @@ def test_a_run_is_refused_where_a_pack_replaced_a_function_for_all_models(pair, 
     monkeypatch.setattr(Flux, "forward_orig", pulid_forward)
     with pytest.raises(Refused, match=r"Flux.forward_orig was replaced .*pulid_forward"):
         run(parallel)
+    assert not requests["Forward"]
+
+
+class PackAdapter(comfy.weight_adapter.LoRAAdapter):
+    """An adapter of another pack's."""
+
+
+def test_a_pack_that_replaced_what_applies_weight_patches_is_refused_only_where_a_patch_is_its_own(pair, files, requests, monkeypatch):
+    """As Fooocus' inpainting does: what is not its own goes to ComfyUI's function."""
+    apply = comfy.lora.calculate_weight
+    key, value = "diffusion_model.img_in.weight", torch.zeros(1)
+    stock, parallel = pair
+    truth = run(with_lora(stock, files, 1.0))
+    monkeypatch.setattr(comfy.lora, "calculate_weight", lambda *args, **kwargs: apply(*args, **kwargs))
+    assert relative_error(run(with_lora(parallel, files, 1.0)), truth) <= BOUND
+    requests.clear()
+    own = {"the type fooocus": ("fooocus", (value,)), "the type .*PackAdapter": PackAdapter(set(), (value,) * 6)}
+    for what, patch in own.items():
+        clone = parallel.clone()
+        clone.add_patches({key: patch})
+        with pytest.raises(Refused, match=f"weight patch of {key} is of {what}, .*leave PipeMesh Parallelize out"):
+            run(clone)
     assert not requests["Forward"]
 
 

@@ -23,7 +23,6 @@ from .forward import forward_name
 LIBRARIES = frozenset({"comfy", "comfy_aimdo", "comfy_extras", "comfy_kitchen", "einops", "torch", "torchvision"})
 STANDARD = sys.stdlib_module_names | {"builtins", ""}
 FOLLOWED = ("comfy.ldm.", "comfy.ops", "comfy.quant_ops", "comfy.rmsnorm", "comfy.float")  # what a transformer's forward runs
-OF_WEIGHTS = (("comfy.lora", "", "calculate_weight"), ("comfy.model_patcher", "ModelPatcher", "patch_weight_to_device"))
 
 
 class Imports(NamedTuple):
@@ -94,11 +93,6 @@ def _functions(transformer: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
         for name, value in list(vars(kind).items()):
             if is_code(value) and (kind not in around or name != "forward"):  # that one runs in the UI, around the remote one
                 yield kind, name, value
-    for where, kind, name in OF_WEIGHTS:
-        owner = sys.modules.get(where)
-        owner = getattr(owner, kind, owner) if kind else owner
-        if owner is not None and name in vars(owner):
-            yield owner, name, vars(owner)[name]
 
 
 def is_code(value: Any) -> bool:

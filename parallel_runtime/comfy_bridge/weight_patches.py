@@ -24,20 +24,27 @@ from .gguf import is_dequantised_late
 from .guard import patch_name
 from .quantised import stored_tensors
 
+TYPES = ("diff", "set", "model_as_lora")  # of weight patches that are no adapters: what calculate_weight knows
+
 
 def pack_patches(patches: Mapping[str, Iterable[tuple]]) -> dict[str, list]:
     """ComfyUI's weight patches as trees of tensors and plain data, those below the transformer.
 
-    Raises Refused for one that carries a function.
+    Raises Refused for one that carries a function, or is of a type that ComfyUI itself does not
+    have: packs replace ``comfy.lora.calculate_weight`` for theirs, and ranks have ComfyUI's.
     """
     import comfy.weight_adapter
 
     def packed(key: str, value: Any) -> list:
         if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
+            if getattr(comfy.weight_adapter, type(value).__name__, None) is not type(value):
+                raise of_another_pack(key, patch_name(type(value)))
             return ["adapter", type(value).__name__, value.weights]
         if isinstance(value, list):
             weight, convert = value[0]
             return ["merge", convert(weight), [entry(key, item) for item in value[1:]]]
+        if len(value) > 1 and value[0] not in TYPES:
+            raise of_another_pack(key, str(value[0]))
         return ["raw", value]
 
     def entry(key: str, item: tuple) -> list:
@@ -51,6 +58,13 @@ def pack_patches(patches: Mapping[str, Iterable[tuple]]) -> dict[str, list]:
 
     functions = known_functions()
     return {key: [entry(key, item) for item in items] for key, items in patches.items() if key.startswith(PREFIX)}
+
+
+def of_another_pack(key: str, kind: str) -> Refused:
+    return Refused(
+        f"The weight patch of {key} is of the type {kind}, which is another pack's and cannot be applied in the pool: "
+        "remove the node that adds it, or leave PipeMesh Parallelize out."
+    )
 
 
 def known_functions() -> dict[str, Callable]:
