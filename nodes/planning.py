@@ -18,11 +18,14 @@ import comfy.model_management
 import torch
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
+from comfy.samplers import CFGGuider
 
 from ..launcher.comfyui.install import cache_folder
 from ..launcher.pool.devices import Placement, choose_backend
 from ..parallel_runtime.client.remote_patcher import Patching, Remote
 from ..parallel_runtime.client.run import Run
+from ..parallel_runtime.comfy_bridge.quantised import stored_bytes
+from ..parallel_runtime.comfy_bridge.rows import tensors_in
 from ..parallel_runtime.families import plan_or_whole
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
@@ -57,7 +60,8 @@ class Asked:
         if not isinstance(noise, torch.Tensor) or noise.is_nested or noise.dim() < 3:
             raise NotCounted("it samples several latents at once")
         conds = dict(guider.original_conds)
-        if math.isclose(guider.cfg, 1.0) and not guider.model_options.get("disable_cfg1_optimization", False):
+        is_cfg = type(guider).predict_noise is CFGGuider.predict_noise  # others have strengths of their own
+        if is_cfg and math.isclose(guider.cfg, 1.0) and not guider.model_options.get("disable_cfg1_optimization", False):
             conds.pop("negative", None)
         found = tuple(one for several in conds.values() for one in several)
         if not found or sigmas is None or len(sigmas) < 2:
@@ -119,7 +123,7 @@ class Planning:
         self.times = times
         self._speeds = speeds or cache_folder(os.environ) / SPEEDS
         self._count = count
-        self._counts: dict[tuple, Whole | NotCounted] = {}
+        self._counts: dict[tuple, Whole | str] = {}  # or why there are none
         self._choices: weakref.WeakKeyDictionary[Remote, Choice] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, Planned] = weakref.WeakKeyDictionary()
 
@@ -165,11 +169,14 @@ class Planning:
         placement = choice.placement
         if placement.other_machines:
             raise NotCounted("links between machines are not known")
+        if choice.weights == "sharded":
+            raise NotCounted("weights are asked for as sharded, over all ranks of one sequence")
         job = self._job(model, asked)
         here = self._here(placement, type(model.diffusion_model))
-        made = plan(job, here.box, allows_approximate=self._may_be_approximate(model, choice), sizes=sizes_here(job, here))
+        approximate = self._may_be_approximate(model, choice)
+        made = plan(job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here))
         for layout in running:
-            made = with_running(job, here.box, made, layout)
+            made = with_running(job, here.box, made, layout, allows_approximate=approximate)
         if made.best is None:
             return Planned(placement.layout, "no layout has room", asked.text, made)
         return Planned(made.best.layout, here.said, asked.text, made, job.warm_up)
@@ -182,18 +189,19 @@ class Planning:
 
     def _whole(self, model: BaseModel, cond: Mapping[str, Any], shape: tuple[int, ...]) -> Whole:
         """Count an evaluation once for each model and size. Raises NotCounted."""
-        sizes = tuple(sorted((name, tuple(value.shape)) for name, value in cond.items() if isinstance(value, torch.Tensor)))
-        key = type(model), repr(sorted(model.model_config.unet_config.items(), key=str)), shape, sizes
+        sizes = tuple((name, *(tuple(one.shape) for one in tensors_in(cond[name]))) for name in sorted(cond))
+        stored = stored_bytes(model.diffusion_model.parameters())
+        key = type(model), repr(sorted(model.model_config.unet_config.items(), key=str)), stored, shape, sizes
         if key not in self._counts:
             try:
                 self._counts[key] = self._count(model, cond, shape)
             except NotCounted as error:
-                self._counts[key] = error
+                self._counts[key] = str(error)  # the error itself would keep the model
             if len(self._counts) > MOST:
                 del self._counts[next(iter(self._counts))]
         found = self._counts[key]
-        if isinstance(found, NotCounted):
-            raise found
+        if isinstance(found, str):
+            raise NotCounted(found)
         return found
 
     def _here(self, placement: Placement, model_class: type) -> Here:
@@ -245,7 +253,7 @@ def provisional(choice: Choice, model: ModelPatcher) -> Choice:
     devices share each image, or each prompt has its own where the model cannot be cut.
     """
     token_plan = plan_or_whole(type(model.model.diffusion_model))
-    if not choice.is_open or token_plan is None or token_plan.blocks:
+    if not choice.is_open or token_plan is None or token_plan.blocks or choice.placement.other_machines:
         return choice
     return replace(choice, placement=replace(choice.placement, layout=Layout(cfg=choice.placement.layout.world_size)))
 
@@ -253,7 +261,15 @@ def provisional(choice: Choice, model: ModelPatcher) -> Choice:
 def placed(choice: Choice, planned: Planned) -> Choice:
     """Return the choice with the layout that was chosen for it."""
     layout = planned.layout
-    devices = choice.placement.devices[: layout.world_size]
-    placement = Placement(layout=layout, devices=devices, backend=choose_backend(layout, "auto", devices))
     patching = Patching(layout.pipefusion + 1, planned.warm_up) if layout.pipefusion > 1 else None
-    return replace(choice, placement=placement, patching=patching, is_open=False)
+    return replace(choice, placement=placement_of(choice, layout), patching=patching, is_open=False)
+
+
+def placement_of(choice: Choice, layout: Layout) -> Placement:
+    """Return where a layout's ranks are, on the first devices of an open choice. The placement of
+    the choice is kept where it has this layout.
+    """
+    if layout == choice.placement.layout:
+        return choice.placement
+    devices = choice.placement.devices[: layout.world_size]
+    return Placement(layout=layout, devices=devices, backend=choose_backend(layout, "auto", devices))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
-from .planning import Asked, Planned, Planning, provisional
+from .planning import Asked, Planned, Planning, placement_of, provisional
 from .report.alone import times_as_long
 from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, last_run, plan_figures
 from .settings import AUTO, PLACED_BY, Choice, PoolSettings, how_many
@@ -147,13 +148,17 @@ class Runtime:
         device = str(comfy.model_management.get_torch_device())
         begins = partial(self._begins, pool)
         made = parallelize(model, pool, choice.held_on(device), choice.patching, begins, choice.computed_on(device), choice.weights)
+        if made is model and (self.planning.left_open(model.remote) is not None) != choice.is_open:
+            made = model.clone()  # by another choice: the one that came in keeps its own
+            made.remote = copy(model.remote)
         self.planning.leave_open(made.remote, choice if choice.is_open else None)
         return made
 
     def plan(self, model: ModelPatcher, choice: Choice, asked: Callable[[], Asked]) -> Planned:
         """Choose the layout of an open choice for what is about to be sampled."""
         choice = provisional(choice, model)
-        live = [one for one in self._pools if choice.covers(one) and self._keeper.handle(one).live() is not None]
+        same = [one for one in list(self._pools) if one == placement_of(choice, one.layout)]
+        live = [one for one in same if self._keeper.handle(one).live() is not None]
         return self.planning.choose(model.model, choice, asked, [one.layout for one in live])
 
     def report(self, only: Choice | None = None) -> Report:

@@ -277,7 +277,7 @@ def test_it_runs_in_a_pool(clients, degrees):
 
 def test_what_needs_all_tokens_keeps_the_evaluations_of_a_pipeline_whole(clients):
     model, modes = Patched(ATTACHED[3]), []
-    parallel = parallelize(model.stock, clients(1, 1, 2), 0.0, Patching(3, 0), modes.append)
+    parallel = parallelize(model.stock, clients(1, 1, 2), 0.0, Patching(3, 1), modes.append)
     ours = sample(ATTACHED[3].attach(parallel, model.shape), model.case, steps=2)
     assert relative_error(ours, sample(model.patcher, model.case, steps=2)) <= BOUND
     assert "all of them at once, because of the patch" in modes[0] and "ZImageControlPatch" in modes[0]

@@ -4,11 +4,18 @@ where there are more ranks than cores.
 """
 
 import pytest
+import torch
 from comfy_execution.utils import CurrentNodeContext
+from pipemesh.launcher.commands.parity import stock_model
+from pipemesh.nodes.planning import Asked
 from pipemesh.nodes.report.figures import Report
 from pipemesh.nodes.runtime import Runtime
+from pipemesh.parallel_runtime.layout import Layout
 
 from .fake_pools import fake_setup
+from .foreign_pack import unet
+
+PROMPT = {"cross_attn": torch.zeros(1, 13, 64), "pooled_output": torch.zeros(1, 32)}
 
 
 @pytest.fixture
@@ -19,9 +26,8 @@ def runtime():
 
 
 def handle_of(runtime, choice):
-    runtime._pool(choice.placement)
-    ((handle, _pool),) = runtime.pools(choice)
-    return handle
+    pool = runtime._pool(choice.placement)
+    return next(handle for handle, one in runtime.pools(choice) if one is pool)
 
 
 def notices(runtime):
@@ -33,6 +39,26 @@ def test_auto_mode_and_a_pool_of_the_same_layout_on_the_same_devices_share_their
     first = handle_of(runtime, runtime.choose(**chosen)).ensure()
     assert handle_of(runtime, runtime.default_choice()).ensure() is first
     assert not notices(runtime)
+
+
+def test_what_is_running_is_no_layout_of_an_exact_choice_nor_of_a_model_that_cannot_have_it(runtime):
+    """A pipeline that another node asked for, one rank, and a UNet where ranks share a sequence."""
+    auto, exact = runtime.default_choice(), stock_model(5)
+    asked = Asked((1, 16, 128, 128), (PROMPT,), 20)
+    for chosen in ({"pipefusion": 2, "ulysses": 1}, {"ulysses": 1}):
+        handle_of(runtime, runtime.choose(**chosen)).ensure()
+        assert runtime.plan(exact, auto, lambda: asked).layout in (Layout(ulysses=2), Layout(ring=2))
+    handle_of(runtime, runtime.choose(ulysses=2)).ensure()
+    both = Asked((1, 4, 16, 16), (PROMPT,) * 2, 20)
+    assert runtime.plan(unet("SD15"), auto, lambda: both).layout == Layout(cfg=2)
+
+
+def test_a_model_on_the_same_pool_by_another_choice_leaves_the_one_that_came_in_as_it_is(runtime):
+    by_hand = runtime.parallelize(stock_model(5), runtime.choose(ulysses=2))
+    left_open = runtime.parallelize(by_hand, runtime.default_choice())
+    assert runtime.planning.left_open(by_hand.remote) is None and runtime.planning.left_open(left_open.remote) is not None
+    assert runtime.parallelize(left_open, runtime.choose(ulysses=2)) is not left_open
+    assert runtime.planning.left_open(left_open.remote) is not None
 
 
 def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_says_so_once_for_each_node(runtime):

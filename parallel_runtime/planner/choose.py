@@ -94,16 +94,18 @@ def legal_layouts(job: Job, world_size: int) -> Iterator[Layout]:
             yield layout
 
 
-def with_running(job: Job, box: Box, made: Plan, running: Layout | None) -> Plan:
+def with_running(job: Job, box: Box, made: Plan, running: Layout | None, *, allows_approximate: bool = False) -> Plan:
     """Return ``made`` with ``running``, the layout of ranks that are up, as its best, unless
     another saves more in this run than starting it takes. Groups that are up share a sequence where
-    some of them would wait.
+    some of them would wait. One rank, and a layout that this job may not have, are never kept.
     """
     best = made.best
-    if running is None or best is None or best.prediction is None or best.layout == running:
+    if running is None or best is None or best.prediction is None or best.layout == running or running.world_size == 1:
+        return made
+    if running.degrees()[APPROXIMATE] > 1 and not allows_approximate:
         return made
     wide = [running.joined(width) for width in (running.widths if job.whole.attended else running.widths[:1])]
-    ways = [one for layout in {*wide} for one in predict(job, layout, box)]
+    ways = [one for layout in {*wide} & {*legal_layouts(job, running.world_size)} for one in predict(job, layout, box)]
     quickest = min(ways, key=lambda one: one.seconds, default=None)
     if quickest is None or (quickest.seconds - best.prediction.seconds) * job.evaluations > START_S:
         return made
