@@ -14,6 +14,7 @@ from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_fo
 from pipemesh.parallel_runtime.families.sample import Size
 
 from .bounds import assert_same
+from .conftest import ALL
 from .models import with_references
 from .pipelines import ALL_WARM
 from .test_patches import Model
@@ -46,6 +47,14 @@ def test_a_model_that_nobody_changed_is_not_taken_for_a_changed_one(bench, name)
     base = bench.stock(SAMPLES[name].heads[0], name).model
     assert Attributes().changed(base) == {}
     require_unchanged(base.diffusion_model, tuple(vars(base.diffusion_model).values()))
+
+
+@pytest.mark.parametrize("name", SAMPLES if ALL else ("hidream-o1", PLAIN, "wan2.1-t2v"))
+def test_what_a_model_notes_as_stock_samples_it_is_not_taken_for_changed(bench, name):
+    model = bench.stock(SAMPLES[name].heads[0], name)
+    sample(model, Case(name, "ulysses1", "odd", SAMPLES[name].heads[0], 1.0, False, "euler"), steps=1)
+    assert Attributes().changed(model.model) == {}
+    require_unchanged(model.model.diffusion_model, operations=model.model.model_config.custom_operations)
 
 
 def test_a_subclass_of_a_model_with_a_plan_has_none_of_its_own():

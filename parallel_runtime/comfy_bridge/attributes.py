@@ -16,6 +16,7 @@ from ..errors import Refused
 from ..wire.tree import is_plain
 from .forward import PREFIX
 from .guard import patch_name
+from .own_state import assigned_later
 
 OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 OF_LOADERS = frozenset(  # what ComfyUI's layers note of the weights that they are given
@@ -99,11 +100,14 @@ def built_anew(model: Any) -> torch.nn.Module:
 
 
 def attributes_of(module: torch.nn.Module) -> Known:
-    """Returns the attributes that are no weights, submodules or hooks."""
+    """Returns the attributes that are no weights, submodules or hooks, nor assigned as the module
+    computes.
+    """
+    assigned = assigned_later(type(module))
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in OF_EVERY_MODULE and name not in OF_LOADERS and not name.endswith(ARCHIVED)
+        if name not in OF_EVERY_MODULE and name not in OF_LOADERS and name not in assigned and not name.endswith(ARCHIVED)
     }
 
 
