@@ -17,6 +17,7 @@ import comfy.lora
 import comfy.model_management as mm
 import comfy.ops
 import comfy.weight_adapter
+import einops
 import pytest
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock
@@ -139,6 +140,23 @@ def test_a_function_of_comfyuis_own_that_a_pack_replaced_for_all_models_is_named
     with pytest.raises(Refused, match=sentence):
         watch.check()
     monkeypatch.undo()
+    require_unchanged(flux)
+    watch.check()
+
+
+OF_OTHERS = {
+    "an added name": (comfy.ldm.modules.attention, "own_attention", own_attention),
+    "a class of UNets": (comfy.ldm.modules.attention, "BasicTransformerBlock", ReDoubleStreamBlock),
+    "a function in its place": (comfy.ldm.modules.attention, "BasicTransformerBlock", own_attention),
+    "a method of UNets": (comfy.ldm.modules.attention.SpatialTransformer, "forward", block_forward),
+    "the source of an imported function": (einops, "rearrange", own_attention),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_what_a_pack_replaced_and_this_transformer_does_not_use_is_let_be(flux, monkeypatch, name):
+    watch = Watch(flux)
+    monkeypatch.setattr(*OF_OTHERS[name], raising=False)
     require_unchanged(flux)
     watch.check()
 

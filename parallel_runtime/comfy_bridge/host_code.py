@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .forward import forward_name
+from .named_code import named_by
 
 LIBRARIES = frozenset({"comfy", "comfy_aimdo", "comfy_extras", "comfy_kitchen", "einops", "torch", "torchvision"})
 STANDARD = sys.stdlib_module_names | {"builtins", ""}
@@ -27,11 +28,14 @@ FOLLOWED = ("comfy.ldm.", "comfy.ops", "comfy.quant_ops", "comfy.rmsnorm", "comf
 
 class Imports(NamedTuple):
     """What a module's file imports: name -> the (module, name) that it may stand for; and the first
-    parts of the names of all modules.
+    parts of the names of all modules. ``bound``: all names that it binds, None where it cannot be
+    told; ``classes``: those of its classes.
     """
 
     names: dict[str, list[tuple[str, str]]]
     roots: frozenset[str]
+    bound: frozenset[str] | None = None
+    classes: frozenset[str] = frozenset()
 
 
 def replaced_code(transformer: torch.nn.Module, trusted: frozenset[str] = LIBRARIES) -> Iterator[tuple[str, Any]]:
@@ -73,23 +77,28 @@ class SeenCode:
 
 
 def _functions(transformer: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """Yields (module or class, name, value) of what may be called there."""
+    """Yields (module or class, name, value) of what may be called there: functions that the files
+    of the modules bind, and classes that the transformer is made of or that its code names.
+    """
     kinds = {kind for module in transformer.modules() for kind in type(module).__mro__ if _root(kind.__module__) == "comfy"}
+    named = named_by(kinds, FOLLOWED)
     waiting, modules = [kind.__module__ for kind in kinds], {}
     while waiting:
         module = sys.modules.get(waiting.pop())
         if module is None or module.__name__ in modules or not module.__name__.startswith(FOLLOWED):
             continue
         modules[module.__name__] = module
+        file = imports_of(module)
         for name, value in list(vars(module).items()):
             if isinstance(value, types.ModuleType):
                 waiting.append(value.__name__)
-            elif callable(value) and not name.startswith("__"):
+            elif callable(value) and not name.startswith("__") and (file.bound is None or name in file.bound):
                 waiting.append(str(getattr(value, "__module__", "")))
-                kinds |= {value} if isinstance(value, type) and value.__module__ == module.__name__ else set()
-                yield module, name, value
+                is_class = isinstance(value, type) or name in file.classes
+                if not is_class or (module.__name__, name) in named.places:
+                    yield module, name, value
     around = type(transformer).__mro__ if forward_name(transformer) != "forward" else ()
-    for kind in kinds:
+    for kind in kinds | named.classes:
         for name, value in list(vars(kind).items()):
             if is_code(value) and (kind not in around or name != "forward"):  # that one runs in the UI, around the remote one
                 yield kind, name, value
@@ -103,11 +112,23 @@ def _compiled_elsewhere(owner: Any, _name: str, value: Any, trusted: frozenset[s
     return compiled_elsewhere(value, trusted | imports_of(_module_of(owner)).roots)
 
 
-def _otherwise_imported(owner: Any, name: str, value: Any, _trusted: frozenset[str]) -> Any:
-    """Returns what a module has under a name that its file imports, where that is another thing."""
+def _otherwise_imported(owner: Any, name: str, value: Any, trusted: frozenset[str]) -> Any:
+    """Returns what a module has under a name that its file imports, where that is another thing. No
+    other is one that was imported before its source was replaced.
+    """
     places = imports_of(owner).names.get(name, []) if isinstance(owner, types.ModuleType) else []
-    expected = [vars(sys.modules[where]).get(what) for where, what in places if where in sys.modules]
+    expected = [one for where, what in places if where in sys.modules and (one := vars(sys.modules[where]).get(what)) is not None]
+    if any(_is_made_in(value, where, what) for where, what in places) and compiled_elsewhere(value, trusted) is None:
+        return None
     return value if expected and not any(value is one for one in expected) else None
+
+
+def _is_made_in(value: Any, where: str, name: str) -> bool:
+    """True for the function or class of this name that a module has; other libraries than ComfyUI
+    have theirs in modules below.
+    """
+    home = str(getattr(value, "__module__", ""))
+    return getattr(value, "__qualname__", "") == name and (home == where or (home.startswith(f"{where}.") and _root(where) != "comfy"))
 
 
 def compiled_elsewhere(value: Any, trusted: frozenset[str]) -> Any:
@@ -151,17 +172,20 @@ def imports_of(module: types.ModuleType | None) -> Imports:
 @lru_cache(maxsize=256)
 def _imports_of(file: str, package: str) -> Imports:
     names: dict[str, list[tuple[str, str]]] = {}
-    roots, bound = set(), set()
+    roots, bound, classes, imported = set(), set(), set(), set()
     waiting: list[ast.AST] = [ast.parse(Path(file).read_bytes())]
     while waiting:
         node = waiting.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             bound.add(node.name)
+            classes |= {node.name} if isinstance(node, ast.ClassDef) else set()
+            bound |= {name for one in ast.walk(node) if isinstance(one, ast.Global) for name in one.names}
             continue
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             bound.add(node.id)
         elif isinstance(node, ast.Import):
             roots |= {_root(one.name) for one in node.names}
+            imported |= {one.asname or _root(one.name) for one in node.names}
         elif isinstance(node, ast.ImportFrom):
             if node.level and not package:
                 continue
@@ -170,7 +194,8 @@ def _imports_of(file: str, package: str) -> Imports:
             for one in node.names:
                 names.setdefault(one.asname or one.name, []).append((where, one.name))
         waiting += ast.iter_child_nodes(node)
-    return Imports({name: places for name, places in names.items() if name not in bound}, frozenset(roots))
+    own = {name: places for name, places in names.items() if name not in bound}
+    return Imports(own, frozenset(roots), None if "*" in names else frozenset(bound | imported | names.keys()), frozenset(classes))
 
 
 def _name_of(owner: Any) -> str:

@@ -18,6 +18,7 @@ from ..wire.tree import is_plain
 from .code import NotReferable, Reference, attribute_of, functions_of, imported, is_of_pack, module_of, place_of, resolved
 from .guard import patch_name
 from .host_code import LIBRARIES, compiled_elsewhere, imports_of, is_code
+from .named_code import names_in
 
 DEFAULTS = ("__defaults__", "__kwdefaults__")
 CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -87,12 +88,6 @@ def is_sent(name: str, value: Any) -> bool:
 
 def is_module(value: Any) -> bool:
     return isinstance(value, types.ModuleType)
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """Returns the names that a code object, and those in it, look up."""
-    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 class PackState:
