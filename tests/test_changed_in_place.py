@@ -24,7 +24,7 @@ from comfy.ldm.flux.layers import DoubleStreamBlock
 from comfy.ldm.flux.model import Flux
 from pipemesh.launcher.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes
+from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes, is_same
 from pipemesh.parallel_runtime.comfy_bridge.in_place import Watch, require_unchanged
 from pipemesh.parallel_runtime.errors import Refused
 
@@ -426,3 +426,24 @@ def test_attributes_that_differ_from_a_model_built_anew_are_told_and_no_others()
     model.params.axes_dim = own_conds
     with pytest.raises(Refused, match=r"params.axes_dim .*changed in place to .*own_conds, which cannot be sent"):
         attributes.changed(base)
+
+
+@pytest.mark.parametrize("change", [lambda dm: dm.params.axes_dim.append(1), lambda dm: setattr(dm.pe_embedder, "axes_dim", [3])])
+def test_rows_of_numbers_that_change_while_the_model_samples_are_named(change):
+    base, attributes = stock_model(1).model, Attributes()
+    model = base.diffusion_model
+    assert attributes.changed(base) == {}
+    watch = Watch(model, attributes=attributes.watched(model))
+    watch.check()
+    change(model)
+    with pytest.raises(Refused, match=r"axes_dim of this MODEL was changed from .* while it samples"):
+        watch.check()
+
+
+def test_a_tensor_of_another_dtype_and_another_setting_of_a_function_differ():
+    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+    assert is_same(gelu, functools.partial(torch.nn.functional.gelu, approximate="tanh"))
+    assert not is_same(gelu, functools.partial(torch.nn.functional.gelu, approximate="none"))
+    assert not is_same(torch.ones(2), torch.ones(2, dtype=torch.int64))
+    one, other = (lambda: 1), (lambda: 2)
+    assert not is_same(one, other)

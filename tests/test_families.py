@@ -52,8 +52,12 @@ def test_a_model_that_nobody_changed_is_not_taken_for_a_changed_one(bench, name)
 @pytest.mark.parametrize("name", SAMPLES if ALL else ("hidream-o1", PLAIN, "wan2.1-t2v"))
 def test_what_a_model_notes_as_stock_samples_it_is_not_taken_for_changed(bench, name):
     model = bench.stock(SAMPLES[name].heads[0], name)
+    attributes = Attributes()
+    assert attributes.changed(model.model) == {}
+    watched = attributes.watched(model.model.diffusion_model)
     sample(model, Case(name, "ulysses1", "odd", SAMPLES[name].heads[0], 1.0, False, "euler"), steps=1)
-    assert Attributes().changed(model.model) == {}
+    assert attributes.changed(model.model) == {}
+    assert all(one.get(one.own) == one.before for one in watched)
     require_unchanged(model.model.diffusion_model, operations=model.model.model_config.custom_operations)
 
 

@@ -6,7 +6,9 @@ A rank builds the model anew, so what differs from a model built anew goes there
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from copy import deepcopy
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ OF_LOADERS = frozenset(  # what ComfyUI's layers note of the weights that they a
         *("_full_precision_mm", "_full_precision_mm_config", "_orig_shape", "_resident_bank"),
     }
 )
+MOST = 16  # items of a row that is watched
 ARCHIVED = "_comfy_model_dtype"  # the end of names under which ComfyUI notes a weight's dtype
 Known = dict[str, Any]  # the attributes of a module, or of a plain object that one of them is
 
@@ -72,15 +75,30 @@ class Attributes:
         return found
 
     def watched(self, transformer: torch.nn.Module) -> list[Watched]:
-        """Returns those that are numbers, flags or text, as they are now; none of layers."""
+        """Returns those that are numbers, flags, text or rows of them, as they are now; none of
+        layers.
+        """
         found = []
         for path, module in transformer.named_modules():
-            known = (self._built or {}).get(path, {})
-            names = tuple(name for name, value in known.items() if type(value) in (bool, int, float, str) and name in vars(module))
-            if names and type(module).__module__.startswith("comfy.ldm."):
-                get = itemgetter(*names)
-                found.append(Watched(f"{PREFIX}{path}".removesuffix("."), names, vars(module), get, get(vars(module))))
+            known, own = (self._built or {}).get(path, {}), vars(module)
+            if type(module).__module__.startswith("comfy.ldm."):
+                place = f"{PREFIX}{path}".removesuffix(".")
+                objects = {name: value for name, value in known.items() if is_of_comfyui(value) and type(own.get(name)) is type(value)}
+                found += watched_of(place, known, own)
+                for name, value in objects.items():
+                    found += watched_of(f"{place}.{name}", vars(value), vars(own[name]))
         return found
+
+
+def watched_of(path: str, known: Known, own: Known) -> list[Watched]:
+    names = tuple(name for name, value in known.items() if is_small(value) and name in own and is_small(own[name]))
+    get = itemgetter(*names) if names else None
+    return [Watched(path, names, own, get, deepcopy(get(own)))] if get is not None else []
+
+
+def is_small(value: Any) -> bool:
+    scalars = (bool, int, float, str)
+    return type(value) in scalars or (type(value) in (list, tuple) and len(value) <= MOST and all(type(one) in scalars for one in value))
 
 
 def built_anew(model: Any) -> torch.nn.Module:
@@ -138,11 +156,14 @@ def is_same(value: Any, before: Any) -> bool:
     if type(value) is not type(before):
         return False
     if isinstance(value, torch.Tensor):
-        return value.shape == before.shape and (before.is_meta or value.is_meta or torch.equal(value.cpu(), before.cpu()))
+        known = not before.is_meta and not value.is_meta
+        return value.shape == before.shape and (not known or (value.dtype == before.dtype and torch.equal(value.cpu(), before.cpu())))
     if isinstance(value, (list, tuple)):
         return len(value) == len(before) and all(map(is_same, value, before))
     if isinstance(value, dict):
         return value.keys() == before.keys() and all(is_same(value[key], before[key]) for key in value)
+    if isinstance(value, functools.partial):
+        return all(is_same(getattr(value, part), getattr(before, part)) for part in ("func", "args", "keywords"))
     if callable(value) or isinstance(value, torch.nn.Module):
-        return patch_name(value) == patch_name(before)
+        return patch_name(value) == patch_name(before) and getattr(value, "__code__", None) == getattr(before, "__code__", None)
     return is_of_comfyui(value) and is_same(vars(value), vars(before)) if is_of_comfyui(value) else not is_plain(value) or value == before
