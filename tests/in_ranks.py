@@ -43,7 +43,7 @@ class Crossed:
         self.sent = InBlockPatches(own, plan_for(type(own)), patcher.model_options["transformer_options"], patcher.object_patches)
         objects = across(self.sent.objects)
         holder = patcher.model if transformer is None else SimpleNamespace(diffusion_model=transformer)
-        self.patches, self.methods = put_patches(holder, objects[IN_BLOCK], CPU) if objects else ([], {})
+        self.patches, self.methods, self.state = put_patches(holder, objects[IN_BLOCK], CPU) if objects else ([], {}, [])
 
     def arguments(self, asked):
         options = across(CrossingOptions().plain(asked["transformer_options"], self.sent))

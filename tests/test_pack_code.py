@@ -5,6 +5,8 @@ imported it, with the values that nodes set in its modules, and given what it ne
 import importlib.util
 import sys
 import types
+from random import Random
+from types import SimpleNamespace
 
 import folder_paths
 import pytest
@@ -13,13 +15,18 @@ from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relativ
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
 from pipemesh.parallel_runtime.comfy_bridge.by_reference import PutTogether, TakenApart
 from pipemesh.parallel_runtime.comfy_bridge.in_block import IN_BLOCK, InBlockPatches, put_patches
+from pipemesh.parallel_runtime.comfy_bridge.options import CrossingOptions
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.worker.resident import ResidentModel
 
+from .collectives import World
 from .in_groups import in_groups
-from .in_ranks import CPU, Crossed, evaluated_in_ranks
+from .in_ranks import CPU, Crossed, across, evaluated_in_ranks
 from .models import asked_of, run
+from .test_collectives import Rank
 from .test_patches_by_reference import ATTACHED, WAN, Patched
 
 KJNODES = '''
@@ -163,6 +170,31 @@ def test_what_nodes_set_in_a_packs_modules_is_the_ranks_too_and_refused_while_th
     for _ in range(2):
         (ours,) = evaluated_in_ranks(Layout(ulysses=2), patcher, asked[:1], monkeypatch)
         assert relative_error(ours, after) <= BOUND
+
+
+def test_models_that_a_rank_holds_at_once_compute_each_with_what_its_own_nodes_set(pack, monkeypatch):
+    """The first, the second, and the first again, of whose patches nothing is sent anew."""
+    stock = stock_model(WAN.heads[-1], family=WAN.name)
+    _, asked = asked_of(stock, Case(WAN.name, "ulysses1", "odd", WAN.heads[-1], 1.0, False, "euler"))
+    world, outputs = World(Layout(), "gloo", monkeypatch), []
+
+    def work(mesh, _run):
+        rank = Rank([Part(1, 0)] * 3, ahead=False)
+        rank.count = lambda done, total: None
+        residents = []
+        for pack.SCALE in (1.5, 0.6):
+            patcher = replaced(stock_model(WAN.heads[-1], family=WAN.name), pack)
+            sent = Crossed(patcher).sent
+            resident = ResidentModel(patcher.clone(), CPU, mesh, rank, SimpleNamespace(stages=(), weights="whole", budget=0))
+            resident.patch("set", {}, across(sent.objects), None, None, rank)
+            residents.append((resident, across(CrossingOptions().plain(asked[0]["transformer_options"], sent))))
+        for rank.at, (resident, options) in enumerate([residents[0], residents[1], residents[0]]):
+            resident.method.begin(Part(1, 0))
+            outputs.append(resident.evaluate({**asked[0], "transformer_options": options}, rank.at + 1))
+
+    with torch.inference_mode():
+        world.run(work, Random(7).choice)
+    assert torch.equal(outputs[0], outputs[2]) and relative_error(outputs[1], outputs[0]) > 100 * BOUND
 
 
 def test_a_function_that_another_pack_put_into_a_packs_module_is_named(pack, monkeypatch):

@@ -68,7 +68,7 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
     def begin_run(sampled: ModelPatcher) -> None:
         of_nodes[:] = [InBlockPatches(model, plan, sampled.model_options["transformer_options"])]
         sent = of_nodes[0].objects
-        patches_here[:] = put_patches(patcher.model, sent[IN_BLOCK], sampled.load_device)[0] if sent else []
+        patches_here[:] = put_patches(patcher.model, sent[IN_BLOCK], sampled.load_device).patches if sent else []
         sampling.begin_run()
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from .by_reference import PutTogether, TakenApart
 from .code import name_of
 from .forward import PREFIX
 from .guard import patch_name, refuse_in_block_patches, require_plan
-from .pack_state import PackState, put_state
+from .pack_state import PackState, Read, made_state, put_state
 
 IN_BLOCK = "patches inside blocks"  # their name among the object patches of a rank
 Options = Mapping[str, Any]
@@ -103,18 +103,27 @@ def why_all_rows(plan: TokenPlan, options: Options) -> list[str]:
     ]
 
 
-def put_patches(model: Any, packed: dict[str, Any], device: torch.device) -> tuple[list[tuple[str, Callable]], dict[str, Callable]]:
-    """In a rank: what ``InBlockPatches.objects`` brought: (name, patch) of each, and methods as
-    object patches.
+class PatchesHere(NamedTuple):
+    """In a rank: (name, patch) of each; methods, as object patches; what their code reads in packs'
+    modules, for ``put_state``.
     """
+
+    patches: Sequence[tuple[str, Callable]] = ()
+    methods: Mapping[str, Callable] = MappingProxyType({})
+    state: Sequence[Read] = ()
+
+
+def put_patches(model: Any, packed: dict[str, Any], device: torch.device) -> PatchesHere:
+    """In a rank: makes what ``InBlockPatches.objects`` brought."""
     together = PutTogether(model.diffusion_model, packed["models"], device)
     made = [(name, together.put(taken)) for name, taken in packed["patches"]]
     methods = {key: together.put(taken) for key, taken in packed["methods"].items()}
-    put_state(packed["state"], together.put)
+    state = made_state(packed["state"], together.put)
+    put_state(state)
     for _, patch in made:
         if hasattr(patch, "to"):
             patch.to(device)  # as ComfyUI does when it loads a model
-    return made, methods
+    return PatchesHere(made, methods, state)
 
 
 def clean_up(patches: Sequence[tuple[str, Any]]) -> None:

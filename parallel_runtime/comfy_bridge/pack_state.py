@@ -7,7 +7,7 @@ Read is what a function names, and what the functions and classes of the pack na
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -132,7 +132,16 @@ def _place(holder: Any) -> Reference:
     return [*place_of(module), "" if is_module(holder) else holder.__qualname__]
 
 
-def put_state(taken: list[list], put: Callable[[Any], Any]) -> None:
+def made_state(taken: list[list], put: Callable[[Any], Any]) -> list[Read]:
     """In a rank: the inverse of ``PackState.taken``. Raises Refused."""
-    for reference, name, value in taken:
-        setattr(imported(reference[:3]) if not reference[3] else resolved(reference), name, put(value))
+    return [
+        Read(imported(reference[:3]) if not reference[3] else resolved(reference), name, put(value)) for reference, name, value in taken
+    ]
+
+
+def put_state(state: Sequence[Read]) -> None:
+    """In a rank, before each evaluation: another model's may be in place, and modules are one for
+    all models of a process.
+    """
+    for one in state:
+        setattr(one.holder, one.name, one.value)

@@ -12,8 +12,9 @@ from ..comfy_bridge.by_name import restored
 from ..comfy_bridge.device_weights import DeviceWeights
 from ..comfy_bridge.forward import forward_name
 from ..comfy_bridge.gguf import is_dequantised_late, with_patches
-from ..comfy_bridge.in_block import IN_BLOCK, clean_up, put_patches
+from ..comfy_bridge.in_block import IN_BLOCK, PatchesHere, clean_up, put_patches
 from ..comfy_bridge.offloaded_weights import OffloadedWeights
+from ..comfy_bridge.pack_state import put_state
 from ..comfy_bridge.quantised import stored_bytes, taken_apart
 from ..comfy_bridge.sharded_weights import ShardedWeights
 from ..comfy_bridge.weight_patches import put_object, unpack_patches
@@ -42,7 +43,7 @@ class ResidentModel:
         self.patches_id = ""
         self._take_away: list[Callable[[], Any]] = []  # what takes object patches away, in the order in which they were put
         self._pending: tuple[dict[str, tuple[int, TensorRef]], Segment] | None = None
-        self._in_block: list[tuple[str, Callable]] = []  # patches of nodes
+        self._in_block = PatchesHere()
         plan = plan_or_whole(type(self.diffusion_model))
         if plan is None:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
@@ -90,8 +91,8 @@ class ResidentModel:
         self.patcher.patches = {key: value for key, value in unpack_patches(patches).items() if self._weights.has(key)}
         objects = dict(objects)
         if IN_BLOCK in objects:
-            self._in_block, methods = put_patches(self.patcher.model, objects.pop(IN_BLOCK), self.device)
-            objects |= methods
+            self._in_block = put_patches(self.patcher.model, objects.pop(IN_BLOCK), self.device)
+            objects |= self._in_block.methods
         for name, value in objects.items():
             if self._weights.has(name):
                 self._weights.replace(name, value)
@@ -133,7 +134,7 @@ class ResidentModel:
             self._take_away.pop()()
         self.patches_id = ""
         self._pending = None
-        self._in_block = []
+        self._in_block = PatchesHere()
 
     def _patched(self, key: str) -> torch.Tensor:
         weight = self._weights.get(key)
@@ -145,8 +146,9 @@ class ResidentModel:
 
     def evaluate(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that the method's ``begin`` named."""
+        put_state(self._in_block.state)
         if "transformer_options" in arguments:
-            arguments = {**arguments, "transformer_options": restored(arguments["transformer_options"], self._in_block)}
+            arguments = {**arguments, "transformer_options": restored(arguments["transformer_options"], self._in_block.patches)}
         forward = getattr(self.diffusion_model, forward_name(self.diffusion_model))
         try:
             output = self.method.evaluate(forward, arguments, number)
@@ -159,7 +161,7 @@ class ResidentModel:
 
     def end_run(self) -> None:
         """Free all that was kept for later evaluations of the run."""
-        clean_up(self._in_block)
+        clean_up(self._in_block.patches)
         if self._weights.turns is not None:
             self._weights.turns.end_run()
         self.method.end_run()
