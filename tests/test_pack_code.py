@@ -32,16 +32,28 @@ from .test_patches_by_reference import ATTACHED, WAN, Patched
 KJNODES = '''
 """In place of KJNodes, from its published behaviour: methods of modules, bound to what nodes set."""
 
+import enum
+import threading
 import types
 
 import torch
 
 from . import settings
+from .settings import spread
 
 SCALE, TABLE = 2.0, {"steps": [1]}
+WAYS, CACHE = {"exp": torch.exp}, {"lock": threading.Lock()}  # each process's own
+
+
+class Mode(enum.Enum):
+    whole = 1
+
+
+MODE = Mode.whole
 
 
 def chunk_scale(more=0):
+    assert MODE is Mode.whole and WAYS and CACHE and spread
     return SCALE * settings.GAIN * Settings.gain + len(TABLE["steps"]) - 1 + more
 
 
@@ -107,7 +119,7 @@ def pack(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("raise RuntimeError('the top level of a pack runs in no rank')")
     file = folder / "nodes" / "optimization.py"
     file.write_text(KJNODES)
-    (folder / "nodes" / "settings.py").write_text("GAIN = 1.0\n")
+    (folder / "nodes" / "settings.py").write_text("from safetensors.torch import load_file as spread\n\nGAIN = 1.0\n")
     for place in (folder, folder / "nodes"):
         package = types.ModuleType(str(folder) + ".nodes" * (place != folder))
         package.__path__ = [str(place)]

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import Refused
 from ..wire.tree import is_plain
-from .code import NotReferable, Reference, attribute_of, functions_of, imported, is_of_pack, module_of, place_of, resolved
+from .code import CUSTOM_NODES, NotReferable, Reference, attribute_of, functions_of, imported, is_of_pack, module_of, place_of, resolved
 from .guard import patch_name
 from .host_code import LIBRARIES, compiled_elsewhere, imports_of, is_code
 from .named_code import names_in
@@ -40,7 +42,7 @@ def read_by(things: list[Any]) -> Iterator[Read]:
     waiting, seen, told = list(things), set(), set()
     while waiting:
         thing = waiting.pop()
-        if id(thing) in seen or not is_of_pack(module_of(thing)):
+        if id(thing) in seen or not is_of_pack(module_of(thing)) or (isinstance(thing, type) and issubclass(thing, Enum)):
             continue
         seen.add(id(thing))
         if isinstance(thing, type):
@@ -65,23 +67,36 @@ def read_by(things: list[Any]) -> Iterator[Read]:
 
 
 def require_own(module: types.ModuleType, name: str, value: Any) -> None:
-    """Raises Refused for a function that another pack put into a module."""
+    """Raises Refused for a function that another pack put into a module. One of a library may have
+    come there by way of another file of the pack.
+    """
     own = {module.__name__.partition(".")[0]}
     culprit = compiled_elsewhere(value, LIBRARIES | imports_of(module).roots | own) if is_code(value) else None
-    if culprit is not None:
+    if culprit is not None and is_of_another_pack(culprit, module):
         raise Refused(
             f"{module.__name__}.{name} was replaced ({patch_name(culprit)}), which ranks know nothing of: "
             "remove the node or the pack that does it and restart ComfyUI, or leave PipeMesh Parallelize out."
         )
 
 
+def is_of_another_pack(culprit: Any, module: types.ModuleType) -> bool:
+    file = getattr(module_of(culprit), "__file__", None)
+    if file is None:
+        return True
+    parts, own = Path(file).parts, Path(str(module.__file__)).parts
+    if CUSTOM_NODES not in parts:
+        return "site-packages" not in parts and "dist-packages" not in parts
+    at = parts.index(CUSTOM_NODES) + 2
+    return parts[:at] != own[:at]
+
+
 def is_sent(name: str, value: Any) -> bool:
     """True for data: values, containers and objects of packs' classes. What is of libraries, such
-    as a logger, and what runs, is each process's own.
+    as a logger, what runs, and members of an Enum, are each process's own.
     """
-    if name.startswith("__") or isinstance(value, (types.ModuleType, type, torch.device)):
+    if name.startswith("__") or isinstance(value, (types.ModuleType, type, torch.device, Enum)):
         return False
-    if is_plain(value) or isinstance(value, (*CONTAINERS, Enum)):
+    if is_plain(value) or isinstance(value, CONTAINERS):
         return True
     return hasattr(value, "__dict__") and is_of_pack(module_of(type(value))) and not isinstance(value, types.FunctionType)
 
@@ -98,11 +113,14 @@ class PackState:
         self._before = [frozen(one.value) for one in self._read]
 
     def taken(self, take: Callable[[Any, str], Any]) -> list[list]:
-        """Returns it taken apart, each value with what refers to its place. Raises Refused."""
-        try:
-            return [[_place(one.holder), one.name, take(one.value, str(one))] for one in self._read]
-        except NotReferable as error:
-            raise Refused(f"A patch reads code that cannot be sent to the pool ({error}), or leave PipeMesh Parallelize out.") from error
+        """Returns it taken apart, each value with what refers to its place. A value that holds what
+        cannot be sent, such as a table of functions, a cache or a lock, is each process's own.
+        """
+        sent = []
+        for one in self._read:
+            with suppress(NotReferable, Refused):
+                sent.append([_place(one.holder), one.name, take(one.value, str(one))])
+        return sent
 
     def require_unchanged(self) -> None:
         """Raises Refused for one that was set since, naming it: ranks have the old value."""
