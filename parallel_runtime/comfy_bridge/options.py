@@ -108,7 +108,7 @@ def left_for_patches(options: dict[str, Any]) -> bool:
     return patched
 
 
-def compiled_paths(wrapper: Any, model: Any = None) -> list[str]:
+def compiled_paths(wrapper: Any, model: Any) -> list[str]:
     """The modules that a wrapper compiles, by their paths in the BaseModel: ComfyUI's holds them
     itself, that of KJNodes in a mapping of its module, which has those of each model.
     """

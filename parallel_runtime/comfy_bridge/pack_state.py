@@ -110,16 +110,19 @@ class PackState:
 
     def __init__(self, things: list[Any]):
         self._read = list(read_by(things))
-        self._before = [frozen(one.value) for one in self._read]
+        self._before: list[Any] = []
 
     def taken(self, take: Callable[[Any, str], Any]) -> list[list]:
         """Returns it taken apart, each value with what refers to its place. A value that holds what
         cannot be sent, such as a table of functions, a cache or a lock, is each process's own.
         """
-        sent = []
-        for one in self._read:
+        sent, read = [], self._read
+        self._read = []
+        for one in read:
             with suppress(NotReferable, Refused):
                 sent.append([_place(one.holder), one.name, take(one.value, str(one))])
+                self._read.append(one)
+        self._before = [frozen(one.value) for one in self._read]
         return sent
 
     def require_unchanged(self) -> None:
