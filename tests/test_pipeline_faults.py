@@ -23,7 +23,7 @@ def clients(setup):
         yield client
 
 
-def test_a_cancel_with_patches_of_both_prompts_in_flight_leaves_the_pool_warm_and_the_next_run_right(pipeline, truths, clients, monkeypatch):
+def test_a_cancel_with_patches_of_both_prompts_in_flight_leaves_a_warm_pool_that_is_right(pipeline, truths, clients, monkeypatch):
     import comfy.model_management as mm
 
     model, of = pipeline(PLAIN, (2, 1), 3), case()
