@@ -21,7 +21,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.samplers import CFGGuider
 
 from ..launcher.comfyui.install import cache_folder
-from ..launcher.pool.devices import Placement, choose_backend
+from ..launcher.pool.devices import Placement, on_devices
 from ..parallel_runtime.client.remote_patcher import Patching, Remote
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.comfy_bridge.quantised import stored_bytes
@@ -271,5 +271,4 @@ def placement_of(choice: Choice, layout: Layout) -> Placement:
     """
     if layout == choice.placement.layout:
         return choice.placement
-    devices = choice.placement.devices[: layout.world_size]
-    return Placement(layout=layout, devices=devices, backend=choose_backend(layout, "auto", devices))
+    return on_devices(layout, choice.placement.devices[: layout.world_size])

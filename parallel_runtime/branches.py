@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from .layout import Split
@@ -26,10 +27,12 @@ class Batch(NamedTuple):
     def rows(self) -> int:
         return self.branches * self.items
 
-    def pieces(self, parts: int) -> list[tuple[int, int]]:
-        """Cut every branch into ``parts``, fewer where it has fewer rows: (start, end) of each."""
-        split = Split.even(self.items, min(parts, self.items))
-        within = list(zip(split.starts, split.sizes, strict=True))
+    def pieces(self, parts: int, weights: Sequence[float] = ()) -> list[tuple[int, int]]:
+        """Cut every branch into ``parts``, of these weights where they are given, fewer where it
+        has fewer rows: (start, end) of each.
+        """
+        split = Split.by(weights, self.items, parts if weights else min(parts, self.items))
+        within = [(start, size) for start, size in zip(split.starts, split.sizes, strict=True) if size]
         starts = range(0, self.rows, self.items)
         return [(first + start, first + start + size) for first in starts for start, size in within]
 
@@ -53,34 +56,58 @@ class BranchPlan:
     shares: tuple[Share, ...]
 
 
-def plan_branches(batches: Sequence[Batch], groups: int, widths: Sequence[int] = (1,)) -> BranchPlan:
+def plan_branches(batches: Sequence[Batch], groups: int, widths: Sequence[int] = (1,), speeds: Sequence[float] = ()) -> BranchPlan:
     """Share out all rows so that the last group ends as early as can be, as far as the longest
     piece first tells. Branches stay whole where pieces of them gain nothing, and groups apart.
 
-    ``widths``: the numbers of groups that can be one, smallest first.
+    ``widths``: the numbers of groups that can be one, smallest first. ``speeds`` of the groups;
+    empty where they are alike.
     """
     pieces = min(groups, max(batch.items for batch in batches))
-    plans = [planned(batches, groups, width, parts) for width in widths for parts in range(1, pieces + 1)]
-    return min(plans, key=lambda plan: round(cost_of(plan, batches), 9))
+    plans = []
+    for width in widths:
+        own = joined(speeds, width)
+        plans += [planned(batches, groups, width, parts, own) for parts in range(1, pieces + 1)]
+        plans += [planned(batches, groups, width, len(own), own, own)] if own else []
+    return min(plans, key=lambda plan: round(cost_of(plan, batches, speeds), 9))
 
 
-def planned(batches: Sequence[Batch], groups: int, width: int, parts: int) -> BranchPlan:
-    """Cut every branch into ``parts``, and give the longest piece to the group with least so far,
-    then the next.
+def joined(speeds: Sequence[float], width: int) -> list[float]:
+    """Return the speeds of groups where each ``width`` of them are one."""
+    return [sum(speeds[first : first + width]) for first in range(0, len(speeds), width)]
+
+
+def planned(
+    batches: Sequence[Batch], groups: int, width: int, parts: int, speeds: Sequence[float] = (), weights: Sequence[float] = ()
+) -> BranchPlan:
+    """Cut every branch into ``parts``, of these ``weights`` where they are given, and give the
+    longest piece to the group that has done it first, then the next. ``speeds`` of the groups that
+    each ``width`` of them make; empty where they are alike.
     """
-    pieces = [(number, start, end) for number, batch in enumerate(batches) for start, end in batch.pieces(parts)]
+    pieces = [(number, start, end) for number, batch in enumerate(batches) for start, end in batch.pieces(parts, weights)]
     loads = [0.0] * (groups // width)
     shares = []
     for number, start, end in sorted(pieces, key=lambda piece: -batches[piece[0]].weight * (piece[2] - piece[1])):
-        group = loads.index(min(loads))
-        loads[group] += batches[number].weight * (end - start)
+        cost = batches[number].weight * (end - start)
+        group = first_done(loads, cost, speeds)
+        loads[group] += cost
         shares.append(Share(number, start, end, group))
     return BranchPlan(width, tuple(sorted(shares)))
 
 
-def cost_of(plan: BranchPlan, batches: Sequence[Batch]) -> float:
-    """Return what the group with most costs."""
+def first_done(loads: Sequence[float], cost: float, speeds: Sequence[float] = ()) -> int:
+    """Return the group that would have done ``cost`` more first: the one with least so far, where
+    they are alike.
+    """
+    ends = [(load + cost) / speed for load, speed in zip(loads, speeds, strict=True)] if speeds else list(loads)
+    return ends.index(min(ends))
+
+
+def cost_of(plan: BranchPlan, batches: Sequence[Batch], speeds: Sequence[float] = ()) -> float:
+    """Return the time of the group that ends last, where one of the mean speed takes its cost."""
     loads: dict[int, float] = {}
     for number, start, end, group in plan.shares:
         loads[group] = loads.get(group, 0.0) + batches[number].weight * (end - start)
-    return max(loads.values()) / plan.width * (SEQUENCE_COST if plan.width > 1 else 1.0)
+    own = joined([speed / fmean(speeds) for speed in speeds], plan.width)
+    ends = [load / (own[group] if own else plan.width) for group, load in loads.items()]
+    return max(ends) * (SEQUENCE_COST if plan.width > 1 else 1.0)

@@ -169,6 +169,19 @@ class Split:
         base, more = divmod(total, parts)
         return cls(tuple(base + (part < more) for part in range(parts)))
 
+    @classmethod
+    def by(cls, weights: Sequence[float], total: int, parts: int, least: int = 0) -> Split:
+        """Split ``total`` items so that the largest part, for its weight, is as small as can be.
+        No weights, or equal ones, split evenly. Each part has ``least`` where there are as many.
+        """
+        if not weights:
+            return cls.even(total, parts)
+        least = least if total >= parts * least else 0
+        sizes = [max(least, int((total - parts * least) * weight / sum(weights))) for weight in weights]
+        for _ in range(total - sum(sizes)):
+            sizes[min(range(parts), key=lambda part: ((sizes[part] + 1) / weights[part], sizes[part]))] += 1
+        return cls(tuple(sizes))
+
     @property
     def total(self) -> int:
         return sum(self.sizes)

@@ -45,9 +45,11 @@ def cut(sizes: Sequence[int], blocks: int) -> tuple[Stage, ...]:
     return tuple(Stage(first, end, blocks) for first, end in pairwise((0, *ends)))
 
 
-def slowest(costs: Sequence[float], stages: Sequence[Stage]) -> float:
-    """Return the cost of the dearest stage, for which the others wait."""
-    return max(sum(costs[stage.first : stage.end]) for stage in stages)
+def slowest(costs: Sequence[float], stages: Sequence[Stage], speeds: Sequence[float] = ()) -> float:
+    """Return the time of the slowest stage, for which the others wait. ``speeds`` of the stages;
+    empty where they are alike.
+    """
+    return max(sum(costs[stage.first : stage.end]) / speed for stage, speed in zip(stages, speeds or (1.0,) * len(stages), strict=True))
 
 
 def require_blocks(stages: int, blocks: int) -> None:
@@ -56,9 +58,10 @@ def require_blocks(stages: int, blocks: int) -> None:
         raise LayoutError(f"pipefusion {stages}, and the model has {blocks} block{'s' * (blocks > 1)}: lower the degree.")
 
 
-def share_out(costs: Sequence[float], stages: int) -> tuple[Stage, ...]:
+def share_out(costs: Sequence[float], stages: int, speeds: Sequence[float] = ()) -> tuple[Stage, ...]:
     """Cut blocks of these costs into stages, each with one block at least, so that the slowest is
-    as fast as can be. Of equal ways, the one with early borders is taken.
+    as fast as can be. Of equal ways, the one with early borders is taken. ``speeds`` of the stages;
+    empty where they are alike.
 
     Raises LayoutError where there are more stages than blocks.
     """
@@ -67,10 +70,10 @@ def share_out(costs: Sequence[float], stages: int) -> tuple[Stage, ...]:
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {
         (0, 0): (0.0, ())
     }  # (stages, blocks) -> the slowest stage's cost, and where stages end
-    for stage in range(1, stages + 1):
+    for stage, speed in enumerate(speeds or (1.0,) * stages, 1):
         for end in range(stage, len(costs) - (stages - stage) + 1):
             ways = [
-                (max(best[stage - 1, start][0], until[end] - until[start]), (*best[stage - 1, start][1], end))
+                (max(best[stage - 1, start][0], (until[end] - until[start]) / speed), (*best[stage - 1, start][1], end))
                 for start in range(stage - 1, end)
                 if (stage - 1, start) in best
             ]

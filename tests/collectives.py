@@ -70,11 +70,12 @@ class RankRun(greenlet):
 
 class World:
     """Stands in for torch.distributed between the ranks of ``layout``. ``made`` are the groups that
-    each rank made, in its order, ``opened`` what each sent in them before anything else.
+    each rank made, in its order, ``opened`` what each sent in them before anything else. ``speeds``
+    of the ranks, as a mesh has them.
     """
 
-    def __init__(self, layout, backend: str, monkeypatch):
-        self.layout, self.backend = layout, backend
+    def __init__(self, layout, backend: str, monkeypatch, speeds=()):
+        self.layout, self.backend, self.speeds = layout, backend, speeds
         self.members: dict[str, tuple[int, ...]] = {}
         self.made: list[list[tuple[int, ...]]] = []
         self.opened: list[list[Event]] = []
@@ -111,10 +112,11 @@ class World:
             try:
                 wants_stop = lambda: getcurrent().wants_stop()  # noqa: E731
                 wider = {width: self.layout.joined(width).degrees() for width in self.layout.widths[1:]}
-                mesh = connect(self.layout.degrees(), rank, device_type="cpu", via_cpu=False, wants_stop=wants_stop, joined=wider)
+                how = {"device_type": "cpu", "via_cpu": False, "wants_stop": wants_stop, "joined": wider, "speeds": self.speeds}
+                mesh = connect(self.layout.degrees(), rank, **how)
                 used = [
                     part
-                    for ulysses, ring, world, _ in mesh.sequence._by_width.values()
+                    for ulysses, ring, world, *_ in mesh.sequence._by_width.values()
                     for part in (ulysses.group, ring._group, world.group)
                 ]
                 for group in (dist.group.WORLD, *(group for group in used if group is not None)):

@@ -124,6 +124,7 @@ class Crew:
             log_level=logging.WARNING if log.getEffectiveLevel() >= logging.INFO else logging.DEBUG,
             machines=self._placement.machines,
             sharers=self._placement.sharers(rank),
+            speeds=self._placement.speeds,
             meeting=net.meeting if net else None,
         )
 

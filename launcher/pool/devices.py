@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ...parallel_runtime.comm.cores import share_of_cores
+from ...parallel_runtime.comm.shares import relative
 from ...parallel_runtime.errors import LayoutError
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.wire.arena import MAX_RANKS
@@ -21,12 +23,13 @@ ELSEWHERE = re.compile(r"[\w.-]+/(cpu|cuda:\d+)")
 class Device:
     """Names a device as the UI knows it: ``cuda:1``, ``cpu``, on another machine ``node1/cuda:1``.
     ``address`` is of a GPU of this machine: the value of ``variable`` with which a process sees
-    that GPU alone.
+    that GPU alone. ``title``: its name as the driver has it, empty where that tells nothing.
     """
 
     name: str
     address: str = ""
     variable: str = CUDA_VARIABLE
+    title: str = ""
 
     @property
     def machine(self) -> str:
@@ -44,11 +47,14 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A layout on devices, one per rank."""
+    """A layout on devices, one per rank. ``speeds`` of those, in percent of the fastest: faster
+    ones take more; empty where they are alike, or one is not known.
+    """
 
     layout: Layout
     devices: tuple[Device, ...]
     backend: Backend
+    speeds: tuple[int, ...] = ()
 
     def sharers(self, rank: int) -> int:
         """Returns how many ranks of this one's stage are on its device: they ask for room at the
@@ -123,7 +129,25 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
     if layout.world_size > MAX_RANKS:
         raise LayoutError(f"{layout.equation()}, at most {MAX_RANKS} in one pool: lower the degrees.")
-    return Placement(layout=layout, devices=devices, backend=choose_backend(layout, backend, devices))
+    return on_devices(layout, devices, backend)
+
+
+def on_devices(layout: Layout, devices: tuple[Device, ...], backend: str = "auto") -> Placement:
+    """Returns a layout on these devices, one per rank. Raises LayoutError where ``backend`` cannot
+    be used there.
+    """
+    return Placement(layout=layout, devices=devices, backend=choose_backend(layout, backend, devices), speeds=speeds_of(devices))
+
+
+def speeds_of(devices: Sequence[Device]) -> tuple[int, ...]:
+    """Returns the speeds of devices as a placement has them, by the published figures of their
+    titles.
+    """
+    if len({device.title for device in devices}) == 1:
+        return ()
+    from ...parallel_runtime.planner.here import speed_of
+
+    return relative([speed_of(device.title) for device in devices])
 
 
 def names_of(layout: Layout, wanted: str, gpus: tuple[Device, ...]) -> list[str]:
@@ -182,4 +206,5 @@ def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
     if torch.version.hip is not None:
         seen = [one.strip() for one in (os.environ.get(HIP_VARIABLE) or os.environ.get(CUDA_VARIABLE) or "").split(",") if one.strip()]
         return tuple(Device(f"cuda:{index}", seen[index] if seen else str(index), HIP_VARIABLE) for index in indices)
-    return tuple(Device(f"cuda:{index}", f"GPU-{torch.cuda.get_device_properties(index).uuid}") for index in indices)
+    properties = [torch.cuda.get_device_properties(index) for index in indices]
+    return tuple(Device(f"cuda:{index}", f"GPU-{one.uuid}", title=one.name) for index, one in zip(indices, properties, strict=True))

@@ -162,7 +162,7 @@ def placement_here(opening: Open) -> Placement:
     if lacking:
         raise LayoutError(f"It has no {lacking[0]}: choose from {', '.join(['cpu', *gpus])}.")
     devices = [replace(gpus.get(device.local_name, device), name=device.name) if device in mine else device for device in devices]
-    return Placement(layout=Layout(**opening.degrees), devices=tuple(devices), backend=opening.backend)
+    return Placement(layout=Layout(**opening.degrees), devices=tuple(devices), backend=opening.backend, speeds=opening.speeds)
 
 
 def _no_tensors(_ref: TensorRef) -> torch.Tensor:

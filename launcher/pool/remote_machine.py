@@ -99,6 +99,7 @@ class RemoteMachine:
             meeting=meeting,
             comfy_args=encode_tree(setup.comfy_args, no_tensor),
             arena_bytes=arena_bytes,
+            speeds=placement.speeds,
         )
         try:
             self._link.send(opening)

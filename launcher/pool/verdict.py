@@ -28,10 +28,13 @@ DEADLY = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Holds facts that a verdict depends on beside the answers. ``names``: each rank's device."""
+    """Holds facts that a verdict depends on beside the answers, and others of a pool. ``names``:
+    each rank's device; ``speeds`` of those, as a placement has them.
+    """
 
     names: Sequence[str]
     stages: int = 1
+    speeds: tuple[int, ...] = ()
 
     @property
     def everyone(self) -> tuple[int, ...]:

@@ -149,7 +149,8 @@ class Evaluations:
         abandoned.
         """
         output, replies = self._answered(ticket, interrupted)
-        self._balance.learn(ticket.run.model, ticket.part, (reply.block_s for reply in replies.values()))
+        block_s = (reply.block_s for reply in replies.values())
+        self._balance.learn(ticket.run.model, ticket.part, block_s, self._sessions.speeds_of_stages(replies))
         ticket.run.evaluations.append(measured(ticket.began, [replies], ticket.part))
         return output
 

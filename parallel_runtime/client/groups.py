@@ -16,6 +16,7 @@ from greenlet import getcurrent
 from ..branches import plan_branches
 from ..comfy_bridge.interrupt import interrupted, interrupting
 from ..comfy_bridge.rows import Constants, put_together, take
+from ..comm.shares import group_speeds
 from .conds import side_by_side
 from .evaluations import Work
 from .remote_pool import RemotePool
@@ -60,7 +61,8 @@ class InGroups:
     def _evaluate(self, asked: Sequence[Asked]) -> list[Any]:
         pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants.names
         batches = [self._constants.batch_of(arguments) for arguments, _ in asked]
-        plan = plan_branches(batches, pool.layout.groups, self._widths())
+        speeds = group_speeds(pool.speeds, pool.layout.groups)
+        plan = plan_branches(batches, pool.layout.groups, self._widths(), speeds)
         works = []
         for number, start, end, group in plan.shares:
             (arguments, branch), batch = asked[number], batches[number]

@@ -8,6 +8,7 @@ from typing import Any
 from ..branches import Batch
 from ..comfy_bridge.interrupt import interrupted, interrupting
 from ..comfy_bridge.rows import Constants, put_together, take
+from ..comm.shares import group_speeds
 from ..patches import Part, Patch
 from .evaluations import Work, one_thread
 from .remote_pool import RemotePool
@@ -44,11 +45,11 @@ class PipelineBackend:
         """
         run, layout = self._pool.runs.of(self._model), self._pool.layout
         batch = self._constants.batch_of(arguments) if layout.groups > 1 else Batch(1, 1, 1.0)
-        tickets = []
+        speeds, tickets = group_speeds(self._pool.speeds, layout.groups), []
         with one_thread():
-            for start, end in batch.pieces(layout.data):
+            for start, end in batch.pieces(layout.data, sorted(speeds, reverse=True) if len(speeds) == layout.data else ()):
                 name = branch.conds if end - start == batch.rows else (*branch.conds, start, end)
-                ranks = layout.members(run.group_of(name, batch.weight * (end - start), layout.groups))
+                ranks = layout.members(run.group_of(name, batch.weight * (end - start), layout.groups, speeds))
                 part = Part(run.id, run.number_of(name), astuple(patch) if patch else None)
                 work = Work(self._rows(arguments, start, end, batch), name, branch.weights, ranks)
                 tickets.append(self._pool.evaluations.submit(run, work, part))

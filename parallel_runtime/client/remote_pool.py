@@ -35,6 +35,14 @@ class RemotePool:
         return self.sessions.layout
 
     @property
+    def speeds(self) -> tuple[int, ...]:
+        """Returns the speeds of the ranks' devices in percent of the fastest; empty where they are
+        alike.
+        """
+        session = self.session
+        return session.pool.facts.speeds if session is not None else ()
+
+    @property
     def session(self) -> Session | None:
         """Returns the live pool's session, else None."""
         return self.sessions.live

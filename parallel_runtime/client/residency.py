@@ -220,7 +220,8 @@ class Residency:
         page cache, when it is next used.
         """
         session = self._sessions.live
-        wanted = self._balance.choose(model, asked, session.pool.facts.stages if session is not None else 0)
+        stages = session.pool.facts.stages if session is not None else 0
+        wanted = self._balance.choose(model, asked, stages, self._sessions.speeds_of_stages())
         held = session.models.get(model) if session is not None else None
         if held is not None and (held.stages, held.asked) != (wanted, weights):
             self.release(model)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..branches import first_done
 from ..occupancy import Span
 from ..patches import Part
 from ..schedule import Submission
@@ -56,13 +57,14 @@ class Run:
         """Returns the number by which ranks know this branch of the run."""
         return self.branches.setdefault(branch, len(self.branches))
 
-    def group_of(self, branch: Hashable, weight: float, groups: int) -> int:
+    def group_of(self, branch: Hashable, weight: float, groups: int, speeds: Sequence[float] = ()) -> int:
         """Returns the group that computes this branch in all of the run, because it keeps what
-        later evaluations need: for a new one, the group that has least to do.
+        later evaluations need: for a new one, the group that has done it first. ``speeds`` of the
+        groups; empty where they are alike.
         """
         if branch not in self.groups:
             loads = [sum(weight for group, weight in self.groups.values() if group == one) for one in range(groups)]
-            self.groups[branch] = loads.index(min(loads)), weight
+            self.groups[branch] = first_done(loads, weight, speeds), weight
         return self.groups[branch][0]
 
     def restart(self, number: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 
+from ..comm.shares import stage_speeds
 from ..errors import PoolFailed
 from ..layout import Layout
 from ..patches import Part
@@ -31,6 +32,8 @@ class PoolFacts(Protocol):
     def everyone(self) -> tuple[int, ...]: ...
     @property
     def stages(self) -> int: ...
+    @property
+    def speeds(self) -> tuple[int, ...]: ...
 
 
 class Pool(Protocol):
@@ -155,6 +158,15 @@ class Sessions:
         if self.latest is None or self.latest.pool is not pool:
             self.latest = Session(pool)
         return self.latest
+
+    def speeds_of_stages(self, ranks: Iterable[int] = ()) -> tuple[float, ...]:
+        """Returns the speed of each stage of the live pool, or of those that ``ranks`` are in;
+        empty where they are alike.
+        """
+        session = self.live
+        found = stage_speeds(self.layout.degrees(), session.pool.facts.speeds) if session is not None else ()
+        places = [self.layout.coordinates(rank)["pipefusion"] for rank in ranks]
+        return tuple(found[place] for place in places) if found and places else found
 
     def settle(self, interrupted: Callable[[], bool]) -> None:
         """Waits for what ranks still owe of a cancelled request. Raises RunCancelled.

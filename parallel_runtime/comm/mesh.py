@@ -21,6 +21,7 @@ from .exchange import Exchange, StopFlag
 from .in_step import InStep, Step
 from .ring import Ring
 from .shard_gather import ShardGather, sequence_group
+from .shares import EVEN, Shares, shares_of
 from .stage_link import StageLink
 
 OF_A_SEQUENCE = ("ulysses", "ring")
@@ -44,24 +45,29 @@ class Axis(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """The communicators of one sequence, and the steps that its ranks take in them."""
+    """The communicators of one sequence, the steps that its ranks take in them, and their shares
+    of it.
+    """
 
     ulysses: Exchange
     ring: Ring
     world: Exchange
     in_step: InStep
+    shares: Shares
 
 
 class SequenceComm:
     """Communicates among the ranks that share one sequence: ``ulysses`` and ``ring`` along those
     axes, ``world`` among all of them; ``in_step`` where one fails; ``weights`` once a model has its
-    weights shared out. ``device_type``: where messages lie.
+    weights shared out. ``shares`` of the tokens and heads. ``device_type``: where messages lie.
 
     Neighbouring groups may share a longer sequence for an evaluation: ``use`` says how many do, of
     the numbers that were given to ``join``.
     """
 
-    def __init__(self, ulysses: Exchange, ring: Ring, world: Exchange, stop: StopFlag, device_type: str = "cpu"):
+    def __init__(
+        self, ulysses: Exchange, ring: Ring, world: Exchange, stop: StopFlag, device_type: str = "cpu", shares: Shares = EVEN
+    ):
         self.ulysses = ulysses
         self.ring = ring
         self.world = world
@@ -69,13 +75,13 @@ class SequenceComm:
         self.weights: ShardGather | None = None
         self.device_type = device_type
         self._by_width: dict[int, Paths] = {}
-        self.join(1, ulysses, ring, world)
-        self.in_step = self._by_width[1].in_step
+        self.join(1, ulysses, ring, world, shares)
+        self.in_step, self.shares = self._by_width[1].in_step, shares
 
-    def join(self, width: int, ulysses: Exchange, ring: Ring, world: Exchange) -> None:
+    def join(self, width: int, ulysses: Exchange, ring: Ring, world: Exchange, shares: Shares = EVEN) -> None:
         """Have these be used where ``width`` neighbouring groups share a sequence."""
         in_step = InStep(self._has_failed)
-        self._by_width[width] = Paths(ulysses, ring, world, in_step)
+        self._by_width[width] = Paths(ulysses, ring, world, in_step, shares)
         for part in (ulysses, ring, world):
             part.in_step = in_step
 
@@ -83,7 +89,7 @@ class SequenceComm:
         """Communicate with the ranks of ``width`` neighbouring groups from the next evaluation on.
         All of these ranks must call it.
         """
-        self.ulysses, self.ring, self.world, self.in_step = self._by_width[width]
+        self.ulysses, self.ring, self.world, self.in_step, self.shares = self._by_width[width]
         if self.weights is not None:
             self.weights.in_step = self.in_step
 
@@ -134,16 +140,17 @@ class SequenceComm:
         self.stop.begin(attentions)
 
     def free_buffers(self) -> None:
-        for *parts, in_step in self._by_width.values():
-            in_step.forget()
-            for part in parts:
+        for paths in self._by_width.values():
+            paths.in_step.forget()
+            for part in (paths.ulysses, paths.ring, paths.world):
                 part.free_buffers()
 
 
 @dataclass(frozen=True)
 class Mesh:
     """One rank's place in the grid, and its communicators. ``degrees`` and ``axes`` are innermost
-    first; ``link`` leads to the stages before and after, None where there is one stage.
+    first; ``link`` leads to the stages before and after, None where there is one stage. ``speeds``
+    of all ranks in percent of the fastest; empty where they are alike.
     """
 
     rank: int
@@ -151,6 +158,7 @@ class Mesh:
     axes: Mapping[str, Axis]
     sequence: SequenceComm
     link: StageLink | None = None
+    speeds: tuple[int, ...] = ()
 
     @property
     def sequence_ranks(self) -> range:
@@ -177,27 +185,29 @@ def connect(
     wants_stop: Callable[[], bool],
     tick: Callable[[int], None] = lambda steps: None,
     joined: Mapping[int, Mapping[str, int]] = MappingProxyType({}),
+    speeds: Sequence[int] = (),
 ) -> Mesh:
     """Make the mesh of ``degrees`` (axis -> degree, innermost first). Every rank must call it,
     after init_process_group where there are several.
 
     ``joined``: the degrees where so many neighbouring groups share a sequence. ``tick`` is told how
     far a rank has come before it waits for the stage before it: further than every rank of that
-    stage, however many steps theirs takes.
+    stage, however many steps theirs takes. ``speeds``: as the mesh has them.
     """
     axes = make_axes(degrees, rank)
     stages = axes["pipefusion"]
-    sequence = SequenceComm(*paths_of(degrees, rank, axes, via_cpu), StopFlag(wants_stop), device_type)
+    shares = shares_of(degrees, rank, speeds)
+    sequence = SequenceComm(*paths_of(degrees, rank, axes, via_cpu), StopFlag(wants_stop), device_type, shares)
     link = None
     if stages.size > 1:
         before = stages.ranks[stages.rank - 1] if stages.rank else None
         after = stages.ranks[stages.rank + 1] if stages.rank + 1 < stages.size else None
         link = StageLink(before, after, via_cpu=via_cpu, device_type=device_type, before_waiting=lambda: tick(stages.rank * STAGE_STEPS))
-    mesh = Mesh(rank, degrees, axes, sequence, link)
+    mesh = Mesh(rank, degrees, axes, sequence, link, tuple(speeds))
     open_connections(mesh, device_type)
     for width, wider in joined.items():
         axes = make_axes(wider, rank)
-        sequence.join(width, *paths_of(wider, rank, axes, via_cpu))
+        sequence.join(width, *paths_of(wider, rank, axes, via_cpu), shares_of(wider, rank, speeds))
         sequence.use(width)
         open_connections(Mesh(rank, wider, axes, sequence), device_type)
     sequence.use(1)

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..attention.kernels import TORCHS, Kernels
 from ..comm.mesh import Mesh
+from ..comm.shares import stage_speeds
 from ..families.plan import TokenPlan
 from ..layout import Layout
 from ..stages import cut, share_out
@@ -22,7 +23,7 @@ def make_method(model: nn.Module, plan: TokenPlan, mesh: Mesh, rank: Rank, stage
     """Return the method, detached. Under a pipeline the model has this stage's blocks alone from
     now on.
 
-    ``stages``: blocks of each stage; empty gives each as many. ``kernels``: for attention to a part
+    ``stages``: blocks of each stage; empty shares them out by the stages' speeds. ``kernels``: for attention to a part
     of the keys. Raises Refused or LayoutError where the method cannot run this model.
     """
     layout = Layout(**mesh.degrees)
@@ -34,6 +35,7 @@ def make_method(model: nn.Module, plan: TokenPlan, mesh: Mesh, rank: Rank, stage
         return SequenceParallel(model, plan, mesh.sequence, rank.tick, kernels)
     PipeFusion.check(model, plan, layout)
     alike = [1.0 for _ in blocks_of(model, plan)]
-    stage = (cut(stages, len(alike)) if stages else share_out(alike, layout.pipefusion))[mesh.axes["pipefusion"].rank]
+    made = cut(stages, len(alike)) if stages else share_out(alike, layout.pipefusion, stage_speeds(mesh.degrees, mesh.speeds))
+    stage = made[mesh.axes["pipefusion"].rank]
     clocked = not stages  # else they were cut by what was clocked, or by hand
     return PipeFusion(model, plan, stage, mesh.sequence, mesh.link, rank, clocked, kernels)

@@ -91,7 +91,7 @@ class SequenceAttention:
             k_BHlD, v_BHlD = (t.repeat_interleave(repeats, dim=1) for t in (k_BHlD, v_BHlD))
             kwargs.pop("enable_gqa", None)
         joint = self._joint_of(rows, q_BHlD.shape[2])
-        split, rank = Split.even(q_BHlD.shape[1], self._comm.ulysses.size), self._comm.ulysses.rank
+        split, rank = Split.by(self._comm.shares.heads, q_BHlD.shape[1], self._comm.ulysses.size), self._comm.ulysses.rank
         own = slice(split.starts[rank], split.starts[rank] + split.sizes[rank])
         before = None
         if more := k_BHlD.shape[2] - q_BHlD.shape[2]:

@@ -163,17 +163,25 @@ class Rows:
 
 
 class Shards(Rows):
-    """The shard of rank ``rank`` of ``size``: each stream is split as evenly as it goes.
+    """The shard of rank ``rank`` of ``size``: each stream is split as evenly as it goes, or by the
+    ``weights`` of the ranks.
 
     ``active``: (start, size) of the rows of each stream that are computed at all, here or on
     another rank; None computes all rows.
     """
 
-    def __init__(self, all_tokens: Mapping[str, int], rank: int, size: int, active: Mapping[str, tuple[int, int]] | None = None):
+    def __init__(
+        self,
+        all_tokens: Mapping[str, int],
+        rank: int,
+        size: int,
+        active: Mapping[str, tuple[int, int]] | None = None,
+        weights: Sequence[float] = (),
+    ):
         self.rank = rank
         self.size = size
         self.active = active or {stream: (0, count) for stream, count in all_tokens.items()}
-        self.splits = {stream: Split.even(count, size) for stream, (_, count) in self.active.items()}
+        self.splits = {stream: Split.by(weights, count, size, least=1) for stream, (_, count) in self.active.items()}
         super().__init__(all_tokens, {stream: self._local(stream, count) for stream, count in all_tokens.items()})
         self._joint: dict[tuple[str, ...], Joint] = {}
 

@@ -95,7 +95,7 @@ class SequenceParallel:
 
 
 class SequenceSharding:
-    """Gives each rank of the sequence an even part of every stream; attention sees all of them."""
+    """Gives each rank of the sequence its share of every stream; attention sees all of them."""
 
     def __init__(self, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None], kernels: Kernels):
         self._comm = comm
@@ -107,7 +107,7 @@ class SequenceSharding:
         if self._comm.size == 1:
             return None
         self._comm.in_step.expect(tuple(all_tokens.items()))
-        return Shards(all_tokens, self._comm.rank, self._comm.size)
+        return Shards(all_tokens, self._comm.rank, self._comm.size, weights=self._comm.shares.tokens)
 
     def enter_block(self) -> None:
         self._on_progress()

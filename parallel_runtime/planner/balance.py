@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from statistics import median
 
 from ..patches import Part
@@ -11,7 +12,7 @@ from ..stages import share_out, slowest
 
 MAX_RECUT_RATIO = 0.95  # stages are cut anew where that makes the slowest one this much faster, or more
 
-Sizes = tuple[int, ...]  # blocks of each stage; empty: as many each
+Sizes = tuple[int, ...]  # blocks of each stage; empty: as many each, or by their speeds
 
 
 class StageBalance:
@@ -22,21 +23,22 @@ class StageBalance:
         self._measured: dict[str, Sizes] = {}  # the best sizes by the first run's costs
         self._wanted: dict[str, Sizes] = {}
 
-    def learn(self, model: str, part: Part, block_s: Iterable[Mapping[int, float]]) -> None:
+    def learn(self, model: str, part: Part, block_s: Iterable[Mapping[int, float]], speeds: Sequence[float] = ()) -> None:
         """Notes the seconds that each rank's blocks took for one patch, until sizes were chosen by
-        them.
+        them. ``speeds`` of those ranks' stages; empty where they are alike.
         """
         if model not in self._measured:
-            for blocks in block_s:
+            for blocks, speed in zip(block_s, speeds or repeat(1.0), strict=False):
                 for block, seconds in blocks.items():
-                    self._seconds[model][block, part.branch, part.patch].append(seconds)
+                    self._seconds[model][block, part.branch, part.patch].append(seconds * speed)
 
-    def choose(self, model: str, asked: Sizes, stages: int) -> Sizes:
+    def choose(self, model: str, asked: Sizes, stages: int, speeds: Sequence[float] = ()) -> Sizes:
         """Decides, between runs, how many blocks each stage has from now on: as ``asked``, else by
         cost.
 
         Only the first run's measurements count: stages that followed every run would be loaded
-        again and again. ``stages`` 0: not known yet, so nothing is measured.
+        again and again. ``stages`` 0: not known yet, so nothing is measured. ``speeds`` of the
+        stages; empty where they are alike.
         """
         if asked:
             self._seconds.pop(model, None)  # not needed any more
@@ -44,7 +46,7 @@ class StageBalance:
         else:
             costs = self._costs_of(model) if stages and model not in self._measured else []
             if costs:
-                self._measured[model] = best_sizes(costs, stages)
+                self._measured[model] = best_sizes(costs, stages, speeds)
             self._wanted[model] = self._measured.get(model, ())
         return self._wanted[model]
 
@@ -61,10 +63,10 @@ class StageBalance:
         return [cost for _, cost in sorted(costs.items())]
 
 
-def best_sizes(costs: list[float], stages: int) -> Sizes:
-    """Returns the sizes that make the slowest stage fastest; () where as many blocks each are about
-    as good.
+def best_sizes(costs: list[float], stages: int, speeds: Sequence[float] = ()) -> Sizes:
+    """Returns the sizes that make the slowest stage fastest; () where it is about as good to share
+    blocks out by the stages' ``speeds`` alone.
     """
-    even, best = (share_out(of, stages) for of in ([1.0] * len(costs), costs))
-    worth_it = slowest(costs, best) < MAX_RECUT_RATIO * slowest(costs, even)
+    even, best = (share_out(of, stages, speeds) for of in ([1.0] * len(costs), costs))
+    worth_it = slowest(costs, best, speeds) < MAX_RECUT_RATIO * slowest(costs, even, speeds)
     return tuple(stage.size for stage in best) if worth_it else ()

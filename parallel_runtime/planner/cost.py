@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 
-from ..layout import Layout, Split
+from ..branches import Batch, plan_branches
+from ..comm.shares import Shares, group_speeds, relative, shares_of, stage_speeds
+from ..layout import Layout
 from ..stages import Stage, share_out
 from . import expected, messages
 from .box import Box, Device
@@ -55,13 +57,15 @@ class Costs:
     job: Job
     layout: Layout
     box: Box
+    speeds: tuple[int, ...] = ()  # of the ranks, as a placement has them
 
     @cached_property
     def stages(self) -> Sequence[tuple[int, int]]:
         """Blocks [first, end) of each stage; of all without a pipeline."""
         if self.layout.pipefusion == 1:
             return [(0, len(self.job.whole.block_flops))]
-        cut: Sequence[Stage] = share_out(self.job.whole.block_flops, self.layout.pipefusion)
+        speeds = stage_speeds(self.layout.degrees(), self.speeds)
+        cut: Sequence[Stage] = share_out(self.job.whole.block_flops, self.layout.pipefusion, speeds)
         return [(stage.first, stage.end) for stage in cut]
 
     @cached_property
@@ -71,6 +75,10 @@ class Costs:
     @cached_property
     def sequence(self) -> int:
         return self.layout.ulysses * self.layout.ring
+
+    def shares(self, rank: int) -> Shares:
+        """Return the shares of the sequence that a rank is in."""
+        return shares_of(self.layout.degrees(), rank, self.speeds)
 
     def stage_of(self, rank: int) -> tuple[int, int]:
         return self.stages[self.layout.coordinates(rank)["pipefusion"]]
@@ -88,14 +96,17 @@ class Costs:
 
     def attention_s(self, device: Device, rank: int, attended: Attended) -> float:
         """Return the seconds of a rank's part of one attention of all tokens."""
-        own = expected.heads_of(self.layout, rank, attended)
-        return expected.attention_flops(attended) * own / attended.heads / self.layout.ring / device.attention_flops_per_s
+        own, shares = expected.heads_of(self.layout, rank, attended, self.shares(rank)), self.shares(rank).tokens
+        sharers = sharers_of(shares, self.layout, rank, self.layout.ulysses) if shares else self.layout.ring
+        return expected.attention_flops(attended) * own / attended.heads / sharers / device.attention_flops_per_s
 
     def computing_s(self, rank: int, share: float) -> float:
         """Return the seconds that a rank computes for ``share`` of an evaluation's tokens."""
         device, stage, whole = self.box.devices[rank], self.stage_of(rank), self.job.whole
         attention = share * sum(count * self.attention_s(device, rank, one) for one, count in self.attended(stage).items())
-        matmul = share * self.matmul_flops(stage) / self.sequence / device.matmul_flops_per_s
+        shares = self.shares(rank).tokens
+        sharers = sharers_of(shares, self.layout, rank, 1) if shares else self.sequence
+        matmul = share * self.matmul_flops(stage) / sharers / device.matmul_flops_per_s
         read = sum(whole.block_weight_bytes[slice(*stage)]) / device.memory_bytes_per_s
         around = whole.around_flops / device.matmul_flops_per_s
         return around + max(max(matmul, read) + attention, (stage[1] - stage[0]) * device.block_s)
@@ -108,7 +119,8 @@ class Costs:
             return 0.0
         seconds = 0.0
         for one, count in self.attended(stage).items():
-            for sent in (messages.heads_for_tokens(self.layout, one), messages.tokens_for_heads(self.layout, one)):
+            for sends in (messages.heads_for_tokens, messages.tokens_for_heads):
+                sent = sends(self.layout, one, self.speeds)
                 seconds += count * self.box.seconds([message._replace(nbytes=share * message.nbytes) for message in sent])
         return seconds
 
@@ -118,7 +130,7 @@ class Costs:
             return 0.0
         device, seconds = self.box.devices[rank], 0.0
         for one, count in self.attended(self.stage_of(rank)).items():
-            travels = self.box.seconds(messages.ring_step(self.layout, one))
+            travels = self.box.seconds(messages.ring_step(self.layout, one, self.speeds))
             waits = max(0.0, travels - self.attention_s(device, rank, one) / self.layout.ring)
             merges = MERGE_BYTES * self.output_elements(one) / device.memory_bytes_per_s
             seconds += count * (self.layout.ring - 1) * (waits + merges)
@@ -126,8 +138,11 @@ class Costs:
 
     def output_elements(self, attended: Attended) -> int:
         """Return the elements of the fullest rank's output of one attention."""
-        heads = max(Split.even(attended.heads, self.layout.ulysses).sizes)
-        return max(expected.group_tokens(self.layout, attended)) * heads * attended.head_dim
+        elements = 0
+        for shares in {self.shares(first) for first in messages.sequences(self.layout)}:
+            heads = max(expected.rank_heads(self.layout, attended, shares))
+            elements = max(elements, max(expected.group_tokens(self.layout, attended, shares)) * heads * attended.head_dim)
+        return elements
 
     def stage_s(self, share: float) -> float:
         """Return the seconds of the hidden rows' way to the next stage."""
@@ -135,18 +150,14 @@ class Costs:
         nbytes = share * sum(whole.tokens.values()) * whole.hidden * expected.ITEM_BYTES
         return self.box.seconds(messages.stage_step(self.layout, nbytes))
 
-    def sent_bytes(self) -> dict[str, int]:
-        """Return the bytes of an evaluation by axis, of the rank that sends most."""
-        found = max(map(self._sent_by, range(self.layout.world_size)), key=lambda sent: sum(sent.values()))
-        return {axis: nbytes * self.job.turns(self.layout) for axis, nbytes in found.items() if nbytes}
-
-    def _sent_by(self, rank: int) -> dict[str, int]:
-        whole, stage = self.job.whole, self.stage_of(rank)
+    def sent_by(self, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank sends in an evaluation of one branch, by axis."""
+        whole, stage, shares = self.job.whole, self.stage_of(rank), self.shares(rank)
         attended = self.attended(stage).items()
         onwards = sum(whole.tokens.values()) * whole.hidden * expected.ITEM_BYTES // self.sequence
         return {
-            "ulysses": sum(count * expected.exchanged_bytes(self.layout, rank, one) for one, count in attended),
-            "ring": sum(count * expected.passed_bytes(self.layout, rank, one) for one, count in attended),
+            "ulysses": sum(count * expected.exchanged_bytes(self.layout, rank, one, shares) for one, count in attended),
+            "ring": sum(count * expected.passed_bytes(self.layout, rank, one, shares) for one, count in attended),
             "pipefusion": onwards if stage[1] < len(whole.block_flops) else 0,
         }
 
@@ -166,18 +177,51 @@ class Costs:
         return images * (self.job.whole.peak_bytes // self.sequence + buffers) + kept
 
 
+def costs_of(job: Job, layout: Layout, box: Box) -> Costs:
+    own = box.first(layout.world_size)
+    return Costs(job=job, layout=layout, box=own, speeds=relative([device.matmul_flops_per_s for device in own.devices]))
+
+
+def sharers_of(weights: Sequence[int], layout: Layout, rank: int, ranks: int) -> float:
+    """Return how many of a rank, or of the ``ranks`` neighbours that it is among, would have all
+    tokens of its sequence.
+    """
+    first = rank % len(weights) // ranks * ranks
+    return sum(weights) / sum(weights[first : first + ranks])
+
+
+def turns_of(costs: Costs) -> list[int]:
+    """Return how many evaluations, of one branch and image, each group computes in turn."""
+    job, groups = costs.job, costs.layout.groups
+    speeds = group_speeds(costs.speeds, groups)
+    if not speeds:
+        return [job.turns(costs.layout)] * groups
+    planned = plan_branches([Batch(1, job.batch, 1.0)] * job.branches, groups, (1,), speeds)
+    return [sum(share.end - share.start for share in planned.shares if share.group == group) for group in range(groups)]
+
+
+def sent_bytes(costs: Costs) -> dict[str, int]:
+    """Return the bytes of an evaluation by axis, of the rank that sends most."""
+    turns, size = turns_of(costs), costs.layout.world_size // costs.layout.groups
+    of_ranks = [
+        {axis: nbytes * turns[rank // size] for axis, nbytes in costs.sent_by(rank).items() if nbytes}
+        for rank in range(costs.layout.world_size)
+    ]
+    return max(of_ranks, key=lambda sent: sum(sent.values()))
+
+
 def predict(job: Job, layout: Layout, box: Box) -> list[Prediction]:
     """Return a prediction for each way to keep weights that the devices have room for; none where
     no way fits.
     """
-    costs = Costs(job=job, layout=layout, box=box.first(layout.world_size))
+    costs = costs_of(job, layout, box)
     made = [_kept(costs, kept) for kept in ("whole", "sharded", "offloaded")]
     return [one for one in made if one is not None]
 
 
 def bytes_needed(job: Job, layout: Layout, box: Box) -> tuple[int, int]:
     """Return the bytes of the fullest rank with whole weights, and those of its device."""
-    costs = Costs(job=job, layout=layout, box=box.first(layout.world_size))
+    costs = costs_of(job, layout, box)
     needed = max(expected.weight_bytes(job.whole, stage) + costs.activation_bytes(stage) + RESERVED for stage in costs.stages)
     return needed, int(min(device.memory_bytes for device in costs.box.devices))
 
@@ -185,12 +229,12 @@ def bytes_needed(job: Job, layout: Layout, box: Box) -> tuple[int, int]:
 def _kept(costs: Costs, kept: Kept) -> Prediction | None:
     """Predict with weights kept so; None where they do not fit, or nothing is gained by it."""
     whole, layout = costs.job.whole, costs.layout
-    room = int(min(device.memory_bytes for device in costs.box.devices)) - RESERVED
-    weights = activations = 0
-    for stage in costs.stages:
+    room = weights = activations = 0
+    for stage, there in zip(costs.stages, rooms(costs), strict=True):
         one = expected.sharded_bytes(whole, layout, stage) if kept == "sharded" else expected.weight_bytes(whole, stage)
-        if one + costs.activation_bytes(stage) > weights + activations:
-            weights, activations = one, costs.activation_bytes(stage)
+        held = costs.activation_bytes(stage)
+        if not room or there - one - held < room - weights - activations:
+            room, weights, activations = there, one, held
     moved_s = 0.0
     if kept == "sharded":
         if costs.sequence == 1:
@@ -214,8 +258,16 @@ def _kept(costs: Costs, kept: Kept) -> Prediction | None:
         parts=_pipeline(costs, kept, moved_s) if layout.pipefusion > 1 else _sequence(costs, kept, moved_s),
         weight_bytes=weights,
         memory_bytes=weights + activations + RESERVED,
-        sent_bytes=costs.sent_bytes(),
+        sent_bytes=sent_bytes(costs),
     )
+
+
+def rooms(costs: Costs) -> list[int]:
+    """Return the room for weights and activations on each stage's smallest device."""
+    found: dict[int, list[float]] = {}
+    for rank, device in enumerate(costs.box.devices):
+        found.setdefault(costs.layout.coordinates(rank)["pipefusion"], []).append(device.memory_bytes)
+    return [int(min(found[stage])) - RESERVED for stage in sorted(found)]
 
 
 def _waits(kept: Kept, moved_s: float, computing_s: float) -> float:
@@ -225,17 +277,17 @@ def _waits(kept: Kept, moved_s: float, computing_s: float) -> float:
 
 def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     """Return the parts of an evaluation whose ranks all have all blocks."""
-    ranks = range(costs.layout.world_size)
+    ranks, groups, turns = range(costs.layout.world_size), costs.layout.groups, turns_of(costs)
     computing = [costs.computing_s(rank, 1.0) for rank in ranks]
-    slowest, mean = max(computing), fmean(computing)
+    busy = [seconds * turns[rank * groups // len(ranks)] for rank, seconds in enumerate(computing)]
     one = {
         "ulysses": costs.ulysses_s(costs.stages[0], 1.0),
         "ring": max(costs.ring_s(rank) for rank in ranks),
-        "weights": _waits(kept, moved_s, slowest),
+        "weights": _waits(kept, moved_s, max(computing)),
     }
-    parts = {name: seconds * costs.job.turns(costs.layout) for name, seconds in one.items()}
-    parts["compute"] = mean * costs.job.even_turns(costs.layout)
-    parts["imbalance"] = slowest * costs.job.turns(costs.layout) - parts["compute"]
+    parts = {name: seconds * max(turns) for name, seconds in one.items()}
+    parts["compute"] = fmean(busy) if costs.speeds else fmean(computing) * costs.job.even_turns(costs.layout)
+    parts["imbalance"] = max(busy) - parts["compute"]
     parts["hop"] = costs.box.hop_s if costs.layout.world_size > 1 else 0.0
     return parts
 
@@ -243,7 +295,8 @@ def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
 def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     """Return the parts of an evaluation in the mean of a run: whole ones first, then patches."""
     job, layout = costs.job, costs.layout
-    share, firsts = job.share_of_patch(costs.patches), [layout.group("pipefusion", rank) for rank in range(costs.sequence)]
+    share, reach = job.share_of_patch(costs.patches), layout.world_size if costs.speeds else costs.sequence  # else groups are alike
+    firsts = [layout.group("pipefusion", rank) for rank in range(reach) if not layout.coordinates(rank)["pipefusion"]]
 
     def stage_times(share: float) -> tuple[list[float], list[float], list[float]]:
         computing = [max(costs.computing_s(ranks[stage], share) for ranks in firsts) for stage in range(layout.pipefusion)]
@@ -253,7 +306,7 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     computing, exchanged, moved = stage_times(share)
     of_patch = [sum(each) for each in zip(computing, exchanged, moved, strict=True)]
     of_whole = [sum(each) for each in zip(*stage_times(1.0), strict=True)]
-    turns, link_s = job.turns(layout), costs.stage_s(share)
+    turns, link_s = max(turns_of(costs)), costs.stage_s(share)
     slowest = max(*of_patch, link_s)
     round_trip = sum(of_patch) + (layout.pipefusion - 1) * link_s + costs.box.hop_s
     period = turns * max(costs.patches * slowest, round_trip)

@@ -16,6 +16,7 @@ whatever the patches: L * C / U, from each stage but the last.
 from __future__ import annotations
 
 from ..comfy_bridge.shared_layers import Sharing
+from ..comm.shares import EVEN, Shares
 from ..layout import Layout, Split
 from .figures import Attended, RankFigures, Whole
 
@@ -29,42 +30,49 @@ def even_bytes(ulysses: int, ring: int, tokens: int, hidden: int, blocks: int, i
     return own * (4 * (ulysses - 1) / ulysses + 2 * (ring - 1))
 
 
-def sequence_bytes(layout: Layout, rank: int, attended: Attended) -> int:
-    """Return the bytes that a rank sends for one attention."""
-    return exchanged_bytes(layout, rank, attended) + passed_bytes(layout, rank, attended)
+def sequence_bytes(layout: Layout, rank: int, attended: Attended, shares: Shares = EVEN) -> int:
+    """Return the bytes that a rank sends for one attention. ``shares`` of its sequence, here and
+    below.
+    """
+    return exchanged_bytes(layout, rank, attended, shares) + passed_bytes(layout, rank, attended, shares)
 
 
-def exchanged_bytes(layout: Layout, rank: int, attended: Attended) -> int:
+def exchanged_bytes(layout: Layout, rank: int, attended: Attended, shares: Shares = EVEN) -> int:
     """Return the bytes that a rank sends to its ulysses group for one attention."""
-    tokens, own_heads = rank_tokens(layout, attended), heads_of(layout, rank, attended)
+    tokens, own_heads = rank_tokens(layout, attended, shares), heads_of(layout, rank, attended, shares)
     place = layout.coordinates(rank)
     own = tokens[place["ring"] * layout.ulysses + place["ulysses"]]
-    others = group_tokens(layout, attended)[place["ring"]] - own
+    others = group_tokens(layout, attended, shares)[place["ring"]] - own
     return attended.head_dim * ITEM_BYTES * (3 * own * (attended.heads - own_heads) + others * own_heads)
 
 
-def passed_bytes(layout: Layout, rank: int, attended: Attended) -> int:
+def passed_bytes(layout: Layout, rank: int, attended: Attended, shares: Shares = EVEN) -> int:
     """Return the bytes of keys and values that a rank passes on for one attention."""
     if layout.ring == 1:
         return 0
-    groups = group_tokens(layout, attended)
+    groups = group_tokens(layout, attended, shares)
     unsent = (layout.coordinates(rank)["ring"] + 1) % layout.ring  # a rank's block has come round when it reaches the rank before it
-    return 2 * heads_of(layout, rank, attended) * (sum(groups) - groups[unsent]) * attended.head_dim * ITEM_BYTES
+    return 2 * heads_of(layout, rank, attended, shares) * (sum(groups) - groups[unsent]) * attended.head_dim * ITEM_BYTES
 
 
-def rank_tokens(layout: Layout, attended: Attended) -> tuple[int, ...]:
+def rank_tokens(layout: Layout, attended: Attended, shares: Shares = EVEN) -> tuple[int, ...]:
     """Return the tokens of each rank of a sequence."""
-    return Split.even(attended.tokens, layout.ulysses * layout.ring).sizes
+    return Split.by(shares.tokens, attended.tokens, layout.ulysses * layout.ring, least=1).sizes
 
 
-def group_tokens(layout: Layout, attended: Attended) -> list[int]:
+def group_tokens(layout: Layout, attended: Attended, shares: Shares = EVEN) -> list[int]:
     """Return the tokens of each ulysses group of a sequence."""
-    tokens, size = rank_tokens(layout, attended), layout.ulysses
+    tokens, size = rank_tokens(layout, attended, shares), layout.ulysses
     return [sum(tokens[index * size : (index + 1) * size]) for index in range(layout.ring)]
 
 
-def heads_of(layout: Layout, rank: int, attended: Attended) -> int:
-    return Split.even(attended.heads, layout.ulysses).sizes[layout.coordinates(rank)["ulysses"]]
+def rank_heads(layout: Layout, attended: Attended, shares: Shares = EVEN) -> tuple[int, ...]:
+    """Return the heads of each rank of a ulysses group."""
+    return Split.by(shares.heads, attended.heads, layout.ulysses).sizes
+
+
+def heads_of(layout: Layout, rank: int, attended: Attended, shares: Shares = EVEN) -> int:
+    return rank_heads(layout, attended, shares)[layout.coordinates(rank)["ulysses"]]
 
 
 def sent_bytes(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None) -> int:

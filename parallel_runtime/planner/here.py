@@ -5,6 +5,7 @@ GPUs, else plain figures of a CPU's cores.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,7 +13,7 @@ from typing import Literal
 from .box import Box, Device, Level
 from .expected import ITEM_BYTES
 from .measured import Speeds
-from .published import GIGA, MICRO, TERA, device, figures, links, pcie
+from .published import GIGA, MICRO, TERA, device, figures, links, pcie, slowest_link
 
 PLAIN_GPU = "RTX3090"  # for a GPU that no figures are published of here
 ALL_LINKED = re.compile(r"SXM|HBM3|H200|B200")  # in names of GPUs that NVLink connects to all others of their machine
@@ -47,14 +48,14 @@ def box_here(seen: Sequence[Seen], staged: bool = False, measured: Speeds | None
         return cpu_box(seen, measured)
     kinds = [kind_of(one.title) for one in seen]
     unknown = sorted({one.title for one, kind in zip(seen, kinds, strict=True) if not kind})
-    kind = kinds[0] or PLAIN_GPU
-    figure = figures()["devices"][kind]
+    counted = Counter(kind or PLAIN_GPU for kind in kinds)
+    figure = slowest_link(list(counted))
     if staged:
         figure = {**figure, "peer": False}
-    is_linked = ALL_LINKED.search(seen[0].title) and not NOT_LINKED.search(seen[0].title)
+    is_linked = all(ALL_LINKED.search(one.title) and not NOT_LINKED.search(one.title) for one in seen)
     link = "NVLink" if is_linked and "nvlink_gb_per_s" in figure and not staged else "PCIe"
     devices = tuple(replace(device(kind or PLAIN_GPU), memory_bytes=one.memory_bytes) for one, kind in zip(seen, kinds, strict=True))
-    name = f"{len(seen)}x{kind}-{link}"
+    name = f"{'+'.join(f'{count}x{kind}' for kind, count in counted.items())}-{link}"
     levels = tuple(links(figure, link, len(seen)))
     box = Box(name=name, devices=devices, levels=levels, host_bytes_per_s=pcie(figure["pcie"]), hop_s=figures()["hop"]["seconds"])
     if unknown:
@@ -69,6 +70,12 @@ def kind_of(title: str) -> str:
         if re.search(rf"(?<![0-9A-Za-z]){words}(?![0-9A-Za-z])", title) and "Laptop" not in title:
             return kind
     return ""
+
+
+def speed_of(title: str) -> float:
+    """Return the FLOPs per second of a GPU by published figures; 0 where there are none."""
+    kind = kind_of(title)
+    return device(kind).matmul_flops_per_s if kind else 0.0
 
 
 def cpu_box(seen: Sequence[Seen], measured: Speeds | None) -> Here:

@@ -7,11 +7,12 @@ a rank, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ..layout import Layout, Split
+from ..comm.shares import shares_of
+from ..layout import Layout
 from .box import Message
-from .expected import ITEM_BYTES, group_tokens, rank_tokens
+from .expected import ITEM_BYTES, group_tokens, rank_heads, rank_tokens
 from .figures import Attended
 
 
@@ -20,31 +21,49 @@ def in_sequence(layout: Layout, rank: int) -> int:
     return place["ring"] * layout.ulysses + place["ulysses"]
 
 
-def heads_for_tokens(layout: Layout, attended: Attended) -> Iterator[Message]:
-    """q, k and v of the own tokens for each other rank's heads: 3 l h D."""
-    heads, tokens = Split.even(attended.heads, layout.ulysses).sizes, rank_tokens(layout, attended)
+def heads_for_tokens(layout: Layout, attended: Attended, speeds: Sequence[int] = ()) -> Iterator[Message]:
+    """q, k and v of the own tokens for each other rank's heads: 3 l h D. ``speeds`` of the ranks,
+    here and below, as a placement has them.
+    """
+    heads, tokens = own_heads(layout, attended, speeds), own_tokens(layout, attended, speeds)
     for rank in range(layout.world_size):
-        for index, other in enumerate(layout.group("ulysses", rank)):
-            yield Message(rank, other, 3 * tokens[in_sequence(layout, rank)] * heads[index] * attended.head_dim * ITEM_BYTES)
-
-
-def tokens_for_heads(layout: Layout, attended: Attended) -> Iterator[Message]:
-    """The own heads' output for each other rank's tokens: l h D."""
-    heads, tokens = Split.even(attended.heads, layout.ulysses).sizes, rank_tokens(layout, attended)
-    for rank in range(layout.world_size):
-        own = heads[layout.coordinates(rank)["ulysses"]]
         for other in layout.group("ulysses", rank):
-            yield Message(rank, other, tokens[in_sequence(layout, other)] * own * attended.head_dim * ITEM_BYTES)
+            yield Message(rank, other, 3 * tokens[rank] * heads[other] * attended.head_dim * ITEM_BYTES)
 
 
-def ring_step(layout: Layout, attended: Attended) -> Iterator[Message]:
-    """Keys and values of one group for the next rank of the ring: 2 g h D."""
-    heads = Split.even(attended.heads, layout.ulysses).sizes
-    largest = max(group_tokens(layout, attended))
+def tokens_for_heads(layout: Layout, attended: Attended, speeds: Sequence[int] = ()) -> Iterator[Message]:
+    """The own heads' output for each other rank's tokens: l h D."""
+    heads, tokens = own_heads(layout, attended, speeds), own_tokens(layout, attended, speeds)
     for rank in range(layout.world_size):
-        place, ring = layout.coordinates(rank), layout.group("ring", rank)
-        following = ring[(place["ring"] + 1) % layout.ring]
-        yield Message(rank, following, 2 * largest * heads[place["ulysses"]] * attended.head_dim * ITEM_BYTES)
+        for other in layout.group("ulysses", rank):
+            yield Message(rank, other, tokens[other] * heads[rank] * attended.head_dim * ITEM_BYTES)
+
+
+def ring_step(layout: Layout, attended: Attended, speeds: Sequence[int] = ()) -> Iterator[Message]:
+    """Keys and values of one group for the next rank of the ring: 2 g h D."""
+    heads = own_heads(layout, attended, speeds)
+    largest = [max(group_tokens(layout, attended, shares_of(layout.degrees(), first, speeds))) for first in sequences(layout)]
+    for rank in range(layout.world_size):
+        ring = layout.group("ring", rank)
+        following = ring[(layout.coordinates(rank)["ring"] + 1) % layout.ring]
+        nbytes = 2 * largest[rank // (layout.ulysses * layout.ring)] * heads[rank] * attended.head_dim * ITEM_BYTES
+        yield Message(rank, following, nbytes)
+
+
+def sequences(layout: Layout) -> range:
+    """Return the first rank of each sequence."""
+    return range(0, layout.world_size, layout.ulysses * layout.ring)
+
+
+def own_tokens(layout: Layout, attended: Attended, speeds: Sequence[int]) -> list[int]:
+    """Return the tokens of every rank."""
+    return [own for first in sequences(layout) for own in rank_tokens(layout, attended, shares_of(layout.degrees(), first, speeds))]
+
+
+def own_heads(layout: Layout, attended: Attended, speeds: Sequence[int]) -> list[int]:
+    """Return the heads of every rank."""
+    groups = [rank_heads(layout, attended, shares_of(layout.degrees(), first, speeds)) for first in sequences(layout)]
+    return [own for group in groups for _ in range(layout.ring) for own in group]
 
 
 def stage_step(layout: Layout, nbytes: float) -> Iterator[Message]:

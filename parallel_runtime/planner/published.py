@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from ..errors import LayoutError
 from .box import Box, Device, Level
 
 FILE = Path(__file__).with_name("published.json")
-NAME = re.compile(r"(?:(?P<machines>\d+)x)?(?P<count>\d+)x(?P<device>\w+)-(?P<link>\w+)(?:-(?P<network>\w+))?")
+DEVICES = r"\d+x\w+(?:\+\d+x\w+)*"
+NAME = re.compile(rf"(?:(?P<machines>\d+)x)?(?P<devices>{DEVICES})-(?P<link>\w+)(?:-(?P<network>\w+))?")
 ON_A_SOCKET = 4  # GPUs, as 8 in a machine of two sockets
-FORM = "COUNTxDEVICE-LINK, as 8xL40-PCIe, or with machines before and their network behind it, as 2x8xL40-PCIe-100G"
+FORM = (
+    "COUNTxDEVICE-LINK, as 8xL40-PCIe or 1xRTX4090+1xRTX3090-PCIe, or with machines before and their network behind it, "
+    "as 2x8xL40-PCIe-100G"
+)
 LINKS = {"NVLink": "", "PCIe": "", "SPR": "SPR", "AMD": "AMD"}  # link -> the socket's kind; PCIe: by the device's generation
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 
@@ -27,25 +32,42 @@ def figures() -> dict[str, Any]:
 
 
 def published_box(name: str) -> Box:
-    """Parse ``8xL40-PCIe`` or ``2x8xL40-PCIe-100G``. Raises LayoutError with what is known."""
+    """Parse ``8xL40-PCIe``, ``1xRTX4090+1xRTX3090-PCIe`` or ``2x8xL40-PCIe-100G``. Raises
+    LayoutError with what is known.
+    """
     found = NAME.fullmatch(name)
     if found is None:
         raise LayoutError(f"{name!r} is no box: write {FORM}.")
-    known, kind, link, network = figures(), found["device"], found["link"], found["network"]
-    for word, among in ((kind, known["devices"]), (link, LINKS), (network or "100G", known["network"])):
+    known, link, network = figures(), found["link"], found["network"]
+    several = [(kind, int(count)) for count, kind in (one.split("x", 1) for one in found["devices"].split("+"))]
+    for word, among in (*((kind, known["devices"]) for kind, _ in several), (link, LINKS), (network or "100G", known["network"])):
         if word not in among:
             raise LayoutError(f"{word} of the box {name} is not known: choose from {', '.join(among)}.")
-    machines, count = int(found["machines"] or 1), int(found["count"])
+    machines, count = int(found["machines"] or 1), sum(count for _, count in several)
     if not 0 < machines * count <= 64 or (machines > 1) != (network is not None):
         raise LayoutError(f"{name!r} is no box: write {FORM}, with 64 devices at most.")
-    levels = (*links(known["devices"][kind], link, count), *([network_of(count, network)] if network else []))
+    kinds = [kind for kind, count in several for _ in range(count)] * machines
+    figure = slowest_link(kinds)
+    levels = (*links(figure, link, count), *([network_of(count, network)] if network else []))
     return Box(
         name=name,
-        devices=(device(kind),) * (machines * count),
+        devices=tuple(map(device, kinds)),
         levels=levels,
-        host_bytes_per_s=pcie(known["devices"][kind]["pcie"]),
+        host_bytes_per_s=pcie(figure["pcie"]),
         hop_s=known["hop"]["seconds"],
     )
+
+
+def slowest_link(kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of links between these devices: those that all of them have."""
+    of_each = [figures()["devices"][kind] for kind in dict.fromkeys(kinds)]
+    slowest = min(of_each, key=lambda one: pcie(one["pcie"]))
+    shared = {**slowest, "peer": all(one["peer"] for one in of_each)}
+    if not all("nvlink_gb_per_s" in one for one in of_each):
+        shared.pop("nvlink_gb_per_s", None)
+    elif len(of_each) > 1:
+        shared["nvlink_gb_per_s"] = min(one["nvlink_gb_per_s"] for one in of_each)
+    return shared
 
 
 def device(kind: str) -> Device:
@@ -69,7 +91,7 @@ def links(figure: dict[str, Any], link: str, count: int) -> list[Level]:
     latency = figures()["latency"]
     if link == "NVLink":
         if "nvlink_gb_per_s" not in figure:
-            raise LayoutError("This device has no NVLink to all others: choose PCIe.")
+            raise LayoutError("These devices have no NVLink to all others: choose PCIe.")
         return [Level(ranks=1, bytes_per_s=figure["nvlink_gb_per_s"] * GIGA, latency_s=(latency["base_us"] + latency["nvlink_us"]) * MICRO)]
     latency_s = (latency["base_us"] + latency["pcie_us"]) * MICRO
     port = pcie(figure["pcie"]) / figures()["pcie"]["through_cpu"] if figure["peer"] else pcie(figure["pcie"]) / 2

@@ -29,6 +29,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ``cores``: where a CPU rank computes; empty for a rank on a GPU. ``machines``: a number for
     each rank's machine, 0 for ComfyUI's own; empty where that is the only one. Where there are
     several, ``meeting`` stands for the store. ``sharers``: the ranks of its stage on its device.
+    ``speeds`` of all ranks' devices, in percent of the fastest; empty where they are alike.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     machines: tuple[int, ...] = ()
     sharers: int = 1
     meeting: Meeting | None = None
+    speeds: tuple[int, ...] = ()
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -187,7 +189,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Start a pool's ranks on ``machine``: the first message to its leader. ``devices`` of all
-    ranks, by name.
+    ranks, by name; ``speeds`` as ``Start`` has them.
     """
 
     machine: str
@@ -197,6 +199,7 @@ class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     meeting: str
     comfy_args: bytes
     arena_bytes: int
+    speeds: tuple[int, ...] = ()
 
 
 class ForRanks(msgspec.Struct, frozen=True, tag=True):

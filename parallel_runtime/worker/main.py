@@ -90,6 +90,7 @@ def run(channel: Channel) -> None:
             wants_stop=loop.wants_stop,
             tick=lambda steps: board.tick(start.rank, steps),
             joined={width: layout.joined(width).degrees() for width in layout.widths[1:]},
+            speeds=start.speeds,
         )
     away = machines is not None and machines.away
     kernels = tried(device) if layout.ring > 1 else TORCHS  # elsewhere ComfyUI's own attention computes

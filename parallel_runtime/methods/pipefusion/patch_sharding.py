@@ -62,7 +62,7 @@ class PatchSharding:
             active = {stream: (0, count if patch.first else 0) for stream, count in all_tokens.items()}
             active[image] = (patch.start, all_tokens[image] - patch.start if patch.last else patch.size)
         self._comm.in_step.expect(tuple(all_tokens.items()))
-        return Shards(all_tokens, self._comm.rank, self._comm.size, active)
+        return Shards(all_tokens, self._comm.rank, self._comm.size, active, self._comm.shares.tokens)
 
     def enter_block(self) -> None:
         self._rank.tick()

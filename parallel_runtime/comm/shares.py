@@ -1,0 +1,85 @@
+"""How much each rank takes where devices differ: tokens, heads and blocks in proportion to speed.
+Pure arithmetic, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+ALIKE = 0.9  # devices nearer to each other than this share evenly: their speeds are not known better
+PERCENT = 100
+
+
+class Shares(NamedTuple):
+    """Weights of the ranks of one sequence: of each for its tokens, in order, and of each rank of
+    its ulysses group for its heads. Empty: as many each.
+    """
+
+    tokens: tuple[int, ...] = ()
+    heads: tuple[float, ...] = ()
+
+
+EVEN = Shares()
+
+
+def relative(speeds: Sequence[float]) -> tuple[int, ...]:
+    """Return the speeds of devices in percent of the fastest; empty where they are about alike, or
+    one is not known.
+    """
+    fastest, slowest = max(speeds, default=0.0), min(speeds, default=0.0)
+    if slowest <= 0 or slowest >= ALIKE * fastest:
+        return ()
+    return tuple(max(1, round(PERCENT * speed / fastest)) for speed in speeds)
+
+
+def shares_of(degrees: Mapping[str, int], rank: int, speeds: Sequence[int]) -> Shares:
+    """Return the shares of the sequence that ``rank`` is in. ``speeds`` of all ranks; empty where
+    they are alike.
+
+    Stages pass on the same tokens, and ranks of a ring the same heads: tokens are shared by what
+    the ranks of all stages can do, heads by the rank that would take longest.
+    """
+    if not speeds:
+        return EVEN
+    stages, ulysses = stages_of(degrees, rank, speeds), degrees["ulysses"]
+    tokens = tokens_of(stages)
+    groups = [sum(tokens[first : first + ulysses]) for first in range(0, len(tokens), ulysses)]
+    heads = tuple(
+        min(stage[group * ulysses + place] / all_tokens for stage in stages for group, all_tokens in enumerate(groups))
+        for place in range(ulysses)
+    )
+    return Shares(*(() if len({*weights}) == 1 else weights for weights in (tokens, heads)))
+
+
+def stage_speeds(degrees: Mapping[str, int], speeds: Sequence[int]) -> tuple[float, ...]:
+    """Return the speed of each stage, that of its slowest rank at its tokens; empty where they are
+    alike. Groups, which cut a model alike, count by their mean.
+    """
+    size = degrees["ulysses"] * degrees["ring"] * degrees["pipefusion"]
+    of_groups = []
+    for first in range(0, len(speeds), size):
+        stages = stages_of(degrees, first, speeds)
+        tokens = tokens_of(stages)
+        of_groups.append([min(own / share for own, share in zip(stage, tokens, strict=True)) for stage in stages])
+    found = tuple(map(fmean, zip(*of_groups, strict=True)))
+    return () if len({*found}) <= 1 else found
+
+
+def group_speeds(speeds: Sequence[int], groups: int) -> tuple[int, ...]:
+    """Return what the ranks of each group can do together; empty where the groups are alike."""
+    size = len(speeds) // groups
+    found = tuple(sum(speeds[first : first + size]) for first in range(0, len(speeds), max(1, size)))
+    return () if len({*found}) <= 1 else found
+
+
+def stages_of(degrees: Mapping[str, int], rank: int, speeds: Sequence[int]) -> list[Sequence[int]]:
+    """Return the speeds of the ranks of ``rank``'s group, those of each stage in a row."""
+    sequence = degrees["ulysses"] * degrees["ring"]
+    first = rank - rank % (sequence * degrees["pipefusion"])
+    return [speeds[first + stage * sequence : first + (stage + 1) * sequence] for stage in range(degrees["pipefusion"])]
+
+
+def tokens_of(stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*stages, strict=True)))
