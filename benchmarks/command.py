@@ -20,7 +20,7 @@ from .figures import Figure, Options, number
 if TYPE_CHECKING:
     from ..launcher.comfyui.find import ComfyInstall
 
-NAMES = ("capacity", "hop", "sp", "cfg", "data", "load", "peers", "pipefusion", "compile", "quality", "distribution", "plan")
+NAMES = ("capacity", "hop", "sp", "cfg", "data", "mixed", "load", "peers", "pipefusion", "compile", "quality", "distribution", "plan")
 MIN_ROUNDS = 25
 ROW = "{:9}{:24}{:16}{:>12}  {:26}{:7}{:24}{}"
 

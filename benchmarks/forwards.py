@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..parallel_runtime.comm.exchange import Exchange, StopFlag
 from ..parallel_runtime.comm.mesh import SequenceComm
 from ..parallel_runtime.comm.ring import Ring
+from ..parallel_runtime.comm.shares import shares_of
 from ..parallel_runtime.families import plan_for, sample_with
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.methods.usp import SequenceParallel
@@ -25,6 +26,13 @@ from .lockstep import timed
 SAMPLE, SIZE = sample_with("bench")
 CHANNELS = SAMPLE.latents["even"][1]
 TEXT_TOKENS, ROW_TOKENS = 64, 64
+
+
+class Slowing(Protocol):
+    """Is called wherever a rank tells of its progress, from ``begin`` of a forward on."""
+
+    def begin(self) -> None: ...
+    def __call__(self) -> None: ...
 
 
 class Forwards:
@@ -53,11 +61,11 @@ class Forwards:
         return self.model._forward(**self.arguments)
 
     @contextmanager
-    def parallel(self, comm: SequenceComm) -> Iterator[Callable[[], torch.Tensor]]:
+    def parallel(self, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None) -> Iterator[Callable[[], torch.Tensor]]:
         """Attach sequence parallelism as this rank of the mesh, and yield the same evaluation under
-        it; rank 0 gets its result.
+        it; rank 0 gets its result. ``on_progress``: as the method has it.
         """
-        method = SequenceParallel(self.model, self._plan, comm)
+        method = SequenceParallel(self.model, self._plan, comm, on_progress)
         method.attach()
         try:
             yield lambda: method.evaluate(self.model._forward, self.arguments, 1)
@@ -67,9 +75,14 @@ class Forwards:
     def whole(self) -> float:
         return timed(self.evaluate)
 
-    def through(self, comm: SequenceComm) -> float:
-        with self.parallel(comm) as evaluate:
-            return timed(evaluate)
+    def through(self, comm: SequenceComm, slowed: Slowing | None = None) -> float:
+        """``slowed``: what makes this rank slower than it is."""
+        if slowed is None:
+            with self.parallel(comm) as evaluate:
+                return timed(evaluate)
+        with self.parallel(comm, slowed) as evaluate:
+            slowed.begin()
+            return timed(lambda: (evaluate(), slowed()))
 
 
 class StandinExchange(Exchange):
@@ -119,12 +132,15 @@ def ordinary(before: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
     return buffer if same else buffer.normal_()
 
 
-def standin(layout: Layout, rank: int) -> SequenceComm:
-    """Make the groups that a rank of ``layout`` has, without the other ranks."""
+def standin(layout: Layout, rank: int, speeds: Sequence[int] = ()) -> SequenceComm:
+    """Make the groups that a rank of ``layout`` has, without the other ranks. ``speeds``: as a mesh
+    has them.
+    """
     here = layout.coordinates(rank)
     return SequenceComm(
         StandinExchange(here["ulysses"], layout.ulysses),
         StandinRing(here["ring"], layout.ring),
         StandinExchange(rank, layout.world_size),
         StopFlag(lambda: False),
+        shares=shares_of(layout.degrees(), rank, speeds),
     )

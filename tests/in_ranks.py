@@ -50,9 +50,11 @@ class Crossed:
         return {**asked, "transformer_options": restored(options, self.patches)}
 
 
-def evaluated_in_ranks(layout, patcher, asked, monkeypatch):
-    """Returns the first rank's outputs of the evaluations ``asked``."""
-    world, outputs = World(layout, "gloo", monkeypatch), []
+def evaluated_in_ranks(layout, patcher, asked, monkeypatch, speeds=()):
+    """Returns the first rank's outputs of the evaluations ``asked``. ``speeds`` of the ranks, as a
+    mesh has them.
+    """
+    world, outputs = World(layout, "gloo", monkeypatch, speeds), []
 
     def work(mesh, _run):
         transformer = deepcopy(patcher.model.diffusion_model)

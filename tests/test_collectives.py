@@ -82,8 +82,8 @@ def evaluations(blocks, requests, outputs, ahead=True, prepare=lambda mesh, run,
 def traced(monkeypatch):
     """layout, backend, requests -> the world, the traces, and what came of each request."""
 
-    def run(layout, backend, requests, blocks=BLOCKS, **how):
-        world, outputs = World(layout, backend, monkeypatch), {}
+    def run(layout, backend, requests, blocks=BLOCKS, speeds=(), **how):
+        world, outputs = World(layout, backend, monkeypatch, speeds), {}
         with torch.inference_mode():
             traces = world.run(evaluations(blocks, requests, outputs, **how), Random(7).choice)
         return world, traces, outputs
@@ -171,8 +171,35 @@ def test_stages_agree_on_every_message(traced, layout, backend):
         assert all(torch.allclose(whole, truth(branch), atol=1e-5) for whole in (patches[0], sum(patches[1:4]), sum(patches[4:])))
 
 
-@pytest.mark.parametrize("layout", [layout for layout in IN_GROUPS if layout.pipefusion == 1], ids=Layout.equation)
-def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, monkeypatch):
+UNLIKE = {  # layout -> the speeds of its ranks
+    Layout(ulysses=3): (100, 30, 60),
+    Layout(ring=3): (20, 100, 60),
+    Layout(ulysses=2, ring=2): (30, 100, 10, 70),
+    Layout(pipefusion=2): (30, 100),
+    Layout(ulysses=2, pipefusion=2): (30, 100, 20, 90),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", UNLIKE, ids=Layout.equation)
+def test_ranks_on_unlike_devices_agree_on_every_message_and_compute_what_one_does(traced, layout, backend):
+    requests = WARM + IN_PATCHES * (layout.pipefusion > 1)
+    world, traces, outputs = traced(layout, backend, requests, speeds=UNLIKE[layout])
+    assert_sound(world, traces)
+    for branch in (0, 1):
+        whole, *patches = [outputs[layout.writer, place] for place, part in enumerate(requests) if part.branch == branch]
+        assert all(torch.allclose(one, truth(branch), atol=1e-5) for one in (whole, *([sum(patches[3:])] if patches else ())))
+    even = traced(layout, backend, requests)[1]
+    assert [len(trace) for trace in traces] == [len(trace) for trace in even]
+    assert (traces != even) is (layout.ulysses * layout.ring > 1), "ranks of one sequence share it otherwise"
+
+
+GROUPED = [(layout, ()) for layout in IN_GROUPS if layout.pipefusion == 1]
+UNLIKE_GROUPS = [(Layout(cfg=3), (30, 100, 60)), (Layout(ulysses=2, cfg=2), (100, 30, 20, 70)), (Layout(ring=2, data=2), (9, 99, 50, 50))]
+
+
+@pytest.mark.parametrize(("layout", "speeds"), GROUPED + UNLIKE_GROUPS, ids=str)
+def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, speeds, monkeypatch):
     outputs = {}
 
     def work(mesh, run):
@@ -189,7 +216,7 @@ def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, m
                 outputs[turn, mesh.rank] = output, branch
         method.end_run()
 
-    world = World(layout, "nccl", monkeypatch)
+    world = World(layout, "nccl", monkeypatch, speeds)
     with torch.inference_mode():
         traces = world.run(work, Random(7).choice)
     assert disagreements(traces, world.members) == [] and has_an_order(traces, in_order=True)

@@ -13,7 +13,8 @@ def times_as_long(evaluations: Sequence[Evaluation], placement: Placement) -> fl
     did, and send nothing. None where that is not known: NCCL's messages run beside the clock that
     ranks look at.
 
-    Ranks that share a device share its time. The first evaluation is left out where others follow:
+    Ranks that share a device share its time, and those on slower ones than the first rank's would
+    take less there. The first evaluation is left out where others follow:
     it waits for what is loaded. So is the sampler's own time, which stays what it is.
     """
     layout = placement.layout
@@ -23,7 +24,8 @@ def times_as_long(evaluations: Sequence[Evaluation], placement: Placement) -> fl
     if not any(one.spans for one in timed):
         return None
     sharers = {rank: placement.devices.count(device) for rank, device in enumerate(placement.devices)}
-    computed_s = sum(span.busy_s / sharers[rank] for one in timed for rank, span in one.spans.items())
+    speeds = placement.speeds or (1,) * len(sharers)
+    computed_s = sum(span.busy_s / sharers[rank] * speeds[rank] / speeds[0] for one in timed for rank, span in one.spans.items())
     began, at_work_s, until = min(one.began for one in timed), 0.0, 0.0
     for one in sorted(timed, key=lambda one: one.began):
         ended = one.began + one.seconds

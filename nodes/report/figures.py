@@ -90,7 +90,8 @@ class RingKernels:
 @dataclass(frozen=True, kw_only=True)
 class PoolFigures:
     """Figures of one pool. Counts are since it started; ``patches``: sets of weight patches;
-    ``weights`` of each model that it holds; ``kernels`` where it has a ring.
+    ``weights`` of each model that it holds; ``kernels`` where it has a ring; ``shares``: what
+    slower devices take, in a sentence each.
     """
 
     state: str
@@ -104,6 +105,7 @@ class PoolFigures:
     conditioning_uploads: int = 0
     weights: tuple[KeptWeights, ...] = ()
     kernels: RingKernels = RingKernels()
+    shares: tuple[str, ...] = ()
     last_run: LastRun | None = None
 
 

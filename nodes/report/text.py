@@ -27,7 +27,7 @@ def report_text(report: Report, asked: Placement | None = None) -> str:
         return "\n\n".join([*said, not_run_text(pools[-1]) if pools else unused_text(asked) if asked else NO_POOL])
     pool, run = report.latest
     others = [f"Another pool: {other.layout}, {other.state}" for other in pools if other is not pool]
-    head = f"{pool.layout}, {pool.backend}, {pool.state}\n{pool.grid}"
+    head = "\n".join([f"{pool.layout}, {pool.backend}, {pool.state}", pool.grid, *(f"  {share}" for share in pool.shares)])
     causes = [f"  {cause.english}" for cause in slowed([rank.device for rank in pool.ranks], pool.weights, run)]
     why = ["\n".join(["What slowed it", *causes])] if causes else []
     speed = [speed_text(report.speed)] if report.speed is not None else []

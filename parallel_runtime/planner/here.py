@@ -48,13 +48,14 @@ def box_here(seen: Sequence[Seen], staged: bool = False, measured: Speeds | None
         return cpu_box(seen, measured)
     kinds = [kind_of(one.title) for one in seen]
     unknown = sorted({one.title for one, kind in zip(seen, kinds, strict=True) if not kind})
-    counted = Counter(kind or PLAIN_GPU for kind in kinds)
+    kinds = [PLAIN_GPU] * len(seen) if unknown else kinds  # else speeds of some would be taken for known
+    counted = Counter(kinds)
     figure = slowest_link(list(counted))
     if staged:
         figure = {**figure, "peer": False}
     is_linked = all(ALL_LINKED.search(one.title) and not NOT_LINKED.search(one.title) for one in seen)
     link = "NVLink" if is_linked and "nvlink_gb_per_s" in figure and not staged else "PCIe"
-    devices = tuple(replace(device(kind or PLAIN_GPU), memory_bytes=one.memory_bytes) for one, kind in zip(seen, kinds, strict=True))
+    devices = tuple(replace(device(kind), memory_bytes=one.memory_bytes) for one, kind in zip(seen, kinds, strict=True))
     name = f"{'+'.join(f'{count}x{kind}' for kind, count in counted.items())}-{link}"
     levels = tuple(links(figure, link, len(seen)))
     box = Box(name=name, devices=devices, levels=levels, host_bytes_per_s=pcie(figure["pcie"]), hop_s=figures()["hop"]["seconds"])

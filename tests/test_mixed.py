@@ -1,0 +1,284 @@
+"""Ranks on unlike devices: each takes as much as it is fast, and the result is that of one rank."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipemesh.benchmarks import mixed as bench
+from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
+from pipemesh.launcher.pool.devices import Device, place
+from pipemesh.nodes.report.alone import times_as_long
+from pipemesh.nodes.report.shares import shares_text
+from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
+from pipemesh.parallel_runtime.client.run import Evaluation, Run
+from pipemesh.parallel_runtime.comm.shares import EVEN, group_speeds, relative, shares_of, stage_speeds
+from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.layout import Layout, Split
+from pipemesh.parallel_runtime.occupancy import Span
+from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.planner import expected, messages
+from pipemesh.parallel_runtime.planner.balance import StageBalance
+from pipemesh.parallel_runtime.planner.cost import predict
+from pipemesh.parallel_runtime.planner.figures import Attended
+from pipemesh.parallel_runtime.planner.here import Seen, box_here
+from pipemesh.parallel_runtime.planner.job import Job
+from pipemesh.parallel_runtime.planner.published import published_box
+from pipemesh.parallel_runtime.stages import Stage, share_out, slowest
+
+from .conftest import ALL
+from .in_ranks import evaluated_in_ranks
+from .models import ATTENDS_TWICE, VIDEO, asked_of
+from .planned import box, counts
+
+SPEED = st.integers(1, 100)
+FLUX = counts("flux 1024")
+
+# -- splits
+
+
+@settings(deadline=None)
+@given(st.integers(0, 200), st.lists(SPEED, min_size=1, max_size=6), st.integers(0, 1))
+def test_a_weighted_split_covers_everything_and_leaves_no_part_empty_where_there_is_enough(total, weights, least):
+    split = Split.by(weights, total, len(weights), least)
+    assert (split.total, len(split.sizes)) == (total, len(weights))
+    assert min(split.sizes) >= (least if total >= least * len(weights) else 0)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 9), st.lists(SPEED, min_size=1, max_size=3), st.integers(0, 1))
+def test_no_other_split_has_a_smaller_largest_part_for_its_weight(total, weights, least):
+    def longest(sizes):
+        return max(size / weight for size, weight in zip(sizes, weights, strict=True))
+
+    least = least if total >= least * len(weights) else 0
+    ways = (sizes for sizes in product(range(least, total + 1), repeat=len(weights)) if sum(sizes) == total)
+    assert longest(Split.by(weights, total, len(weights), least).sizes) == pytest.approx(min(map(longest, ways)))
+
+
+@given(st.integers(0, 300), st.integers(1, 9), SPEED, st.integers(0, 1))
+def test_equal_weights_split_as_none_do(total, parts, weight, least):
+    even = Split.even(total, parts)
+    assert Split.by((weight,) * parts, total, parts, least) == Split.by((), total, parts, least) == even
+
+
+def test_heads_go_to_faster_ranks_as_far_as_whole_ones_can():
+    assert Split.by((2, 1), 24, 2).sizes == (16, 8)
+    assert Split.by((100, 50), 2, 2).sizes == (1, 1), "none of two ways is faster, and this one is even"
+    assert Split.by((100, 10), 2, 2).sizes == (2, 0)
+
+
+# -- shares
+
+
+def test_devices_that_are_about_alike_or_not_known_share_evenly():
+    assert relative((100.0, 91.0)) == relative(()) == relative((5.0, 5.0)) == relative((10.0, 0.0)) == ()
+    assert relative((362.05, 181.025)) == (100, 50)
+    assert relative((1.0, 1e6)) == (1, 100)
+
+
+LAYOUTS = st.builds(Layout, ulysses=st.integers(1, 3), ring=st.integers(1, 3), cfg=st.integers(1, 2)) | st.builds(
+    Layout, ulysses=st.integers(1, 2), pipefusion=st.integers(2, 3), data=st.integers(1, 2)
+)
+
+
+@given(LAYOUTS, st.data())
+def test_ranks_of_a_sequence_agree_on_its_shares_and_equal_ones_share_evenly(layout, data):
+    speeds = tuple(data.draw(st.lists(SPEED, min_size=layout.world_size, max_size=layout.world_size)))
+    size = layout.ulysses * layout.ring
+    for rank in range(layout.world_size):
+        shares = shares_of(layout.degrees(), rank, speeds)
+        assert shares == shares_of(layout.degrees(), rank - rank % size, speeds), "of another rank of its stage"
+        assert shares == shares_of(layout.degrees(), layout.group("pipefusion", rank)[0], speeds), "of another stage"
+        assert (len(shares.tokens) or size, len(shares.heads) or layout.ulysses) == (size, layout.ulysses)
+        assert shares_of(layout.degrees(), rank, ()) == shares_of(layout.degrees(), rank, (70,) * layout.world_size) == EVEN
+    assert stage_speeds(layout.degrees(), (70,) * layout.world_size) == group_speeds((70,) * layout.world_size, layout.groups) == ()
+
+
+def test_tokens_heads_stages_and_groups_follow_the_speeds():
+    assert shares_of(Layout(ulysses=2).degrees(), 0, (100, 40)) == ((100, 40), (100 / 140, 40 / 140))
+    assert shares_of(Layout(ring=2).degrees(), 1, (100, 40)) == ((100, 40), ())
+    square = shares_of(Layout(ulysses=2, ring=2).degrees(), 0, (100, 50, 50, 25))
+    assert square.tokens == (100, 50, 50, 25) and square.heads[0] == pytest.approx(2 * square.heads[1])
+    assert stage_speeds(Layout(pipefusion=2).degrees(), (100, 50)) == pytest.approx((100 / 150, 50 / 150))
+    stages = stage_speeds(Layout(ulysses=2, pipefusion=2).degrees(), (100, 100, 50, 50))
+    assert stages[0] == pytest.approx(2 * stages[1])
+    assert group_speeds((100, 50, 40, 40), 2) == (150, 80)
+    assert shares_of(Layout(cfg=2, ulysses=2).degrees(), 3, (100, 100, 50, 50)) == EVEN, "the ranks of a group are alike"
+
+
+COSTS = st.lists(st.integers(1, 9).map(float), min_size=2, max_size=7)
+
+
+@settings(deadline=None)
+@given(COSTS, st.lists(SPEED, min_size=2, max_size=2))
+def test_no_other_way_to_share_blocks_out_over_unlike_stages_is_faster(costs, speeds):
+    made = share_out(costs, 2, speeds)
+    ways = [[Stage(*ends, len(costs)) for ends in pairwise((0, way, len(costs)))] for way in range(1, len(costs))]
+    assert slowest(costs, made, speeds) == min(slowest(costs, way, speeds) for way in ways)
+
+
+def test_what_blocks_took_on_a_slower_stage_is_not_taken_for_their_cost():
+    """Twelve blocks alike, of which eight ran on a stage twice as fast as the other."""
+    balance, speeds = StageBalance(), (2.0, 1.0)
+    times = [dict.fromkeys(range(8), 1.0), dict.fromkeys(range(8, 12), 2.0)]
+    balance.learn("model", Part(1, 0, (0, 4, False)), times, speeds)
+    assert balance.choose("model", (), 2, speeds) == (), "the stages are as fast as can be"
+    other = StageBalance()
+    other.learn("model", Part(1, 0, (0, 4, False)), times)
+    assert other.choose("model", (), 2) != ()
+
+
+# -- groups
+
+BATCHES = st.lists(st.builds(Batch, st.integers(1, 3), st.integers(1, 5), st.floats(1, 1000)), min_size=1, max_size=4)
+GROUPS = st.sampled_from([(2, (1, 2)), (3, (1,)), (4, (1, 2, 4))])
+
+
+@settings(deadline=None)
+@given(BATCHES, GROUPS, st.data())
+def test_unlike_groups_compute_every_row_once_and_finish_together(batches, groups, data):
+    count, widths = groups
+    speeds = data.draw(st.lists(SPEED, min_size=count, max_size=count))
+    plan = plan_branches(batches, count, widths, speeds)
+    rows = [(number, row) for number, start, end, _ in plan.shares for row in range(start, end)]
+    assert rows == [(number, row) for number, batch in enumerate(batches) for row in range(batch.rows)]
+    assert {share.group for share in plan.shares} <= set(range(count // plan.width))
+    total, longest = sum(batch.rows * batch.weight for batch in batches), max(batch.items * batch.weight for batch in batches)
+    cost = cost_of(plan, batches, speeds)
+    assert cost <= total / count + longest + 1e-6, "they finish together, as far as the longest piece lets them"
+    if count in widths:
+        assert cost <= SEQUENCE_COST * total / count + 1e-6, "one sequence of all would be faster"
+
+
+def test_images_and_prompts_go_to_groups_by_their_speed():
+    plan = plan_branches([Batch(1, 3, 1.0)], 2, (1,), (100, 50))
+    assert plan.shares == ((0, 0, 2, 0), (0, 2, 3, 1))
+    long_prompt_second = plan_branches([Batch(1, 1, 1.0), Batch(1, 1, 2.0)], 2, (1,), (50, 100))
+    assert [share.group for share in long_prompt_second.shares] == [0, 1]
+    run = Run()
+    assert [run.group_of(branch, 1.0, 2, (100, 30)) for branch in "abcd"] == [0, 0, 0, 1]
+
+
+# -- devices
+
+TITLES = {"NVIDIA H100 80GB HBM3": 100, "NVIDIA GeForce RTX 4090": 17, "NVIDIA GeForce RTX 3090": 7}
+
+
+def gpus(*titles):
+    return tuple(Device(f"cuda:{index}", f"GPU-{index}", title=title) for index, title in enumerate(titles))
+
+
+def test_a_placement_knows_how_fast_its_devices_are_by_their_titles():
+    assert place(Layout(ulysses=3), "auto", "auto", gpus(*TITLES)).speeds == tuple(TITLES.values())
+    assert place(Layout(ulysses=2), "cuda:2,cuda:1", "auto", gpus(*TITLES)).speeds == (43, 100)
+    alike, strange = ["NVIDIA L40"] * 2, ["NVIDIA L40", "Strange GPU"]
+    assert place(Layout(ulysses=2), "auto", "auto", gpus(*alike)).speeds == ()
+    assert place(Layout(ulysses=2), "auto", "auto", gpus(*strange)).speeds == (), "how fast that one is nobody knows"
+    assert place(Layout(ulysses=2), "cpu", "gloo", ()).speeds == ()
+
+
+def test_the_report_says_what_slower_devices_take_and_why():
+    pair = place(Layout(ulysses=2), "auto", "auto", gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090"))
+    assert shares_text(pair) == ("cuda:1 takes 30 % of the tokens, as it is 2.3x slower than cuda:0",)
+    assert shares_text(place(Layout(ulysses=2), "cpu", "gloo", ())) == ()
+    stages = place(Layout(pipefusion=2), "cuda:1,cuda:0", "auto", pair.devices)
+    assert shares_text(stages) == ("stage 0 gets fewer blocks, as it is 2.3x slower than the fastest",)
+    groups = place(Layout(cfg=2), "auto", "auto", pair.devices)
+    assert shares_text(groups) == ("the group of cuda:1 takes about 30 % of prompts and images, being 2.3x slower",)
+
+
+def test_what_a_slower_device_computed_would_take_the_first_less():
+    spans = {0: Span(0.0, 1.0, 0.0), 1: Span(0.0, 1.0, 0.0)}
+    run = [Evaluation(1.0, 0.0, 0.0, 0, began=0.0, spans=spans)]
+    pair = gpus("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
+    made = place(Layout(cfg=2), "auto", "auto", pair)
+    assert times_as_long(run, made) == pytest.approx(1 + made.speeds[1] / 100)
+
+
+# -- predicted
+
+
+def test_a_box_of_unlike_devices_is_written_with_a_plus():
+    mixed = published_box("1xRTX4090+2xA6000-PCIe")
+    assert [device.name for device in mixed.devices] == ["RTX4090", "A6000", "A6000"]
+    alone = {kind: published_box(f"3x{kind}-PCIe") for kind in ("RTX4090", "A6000")}
+    assert mixed.levels == alone["RTX4090"].levels != alone["A6000"].levels, "not all of them reach their peers"
+    here = box_here([Seen("NVIDIA GeForce RTX 4090", 24 << 30), Seen("NVIDIA RTX A6000", 48 << 30)])
+    assert (here.known, here.box.name) == ("published", "1xRTX4090+1xA6000-PCIe")
+    unknown = box_here([Seen("NVIDIA GeForce RTX 4090", 24 << 30), Seen("Strange GPU", 48 << 30)]).box.devices
+    assert unknown[0].matmul_flops_per_s == unknown[1].matmul_flops_per_s
+
+
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2), Layout(data=2)], ids=Layout.equation)
+def test_a_pair_of_unlike_devices_takes_what_both_can_do(layout):
+    """Half as fast again as the faster one, but for what each computes whole, and whole heads."""
+    pair = replace(box(2), devices=(*box(1).devices, *box(1, flops=0.5e12).devices))
+    job = Job(whole=FLUX, evaluations=10_000, batch=3)
+    alone = predict(job, Layout(), box(1))[0].seconds
+    shared = min(one.seconds for one in predict(job, layout, pair))
+    assert 1.4 < alone / shared <= 1.5 + 1e-6
+    assert predict(job, layout, box(2))[0].seconds < shared
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(20, 60), st.integers(2, 9), st.data())
+def test_unlike_ranks_exchange_the_bytes_that_the_formula_says(ulysses, ring, tokens, heads, data):
+    layout, attended = Layout(ulysses=ulysses, ring=ring), Attended(tokens, heads, 8)
+    speeds = tuple(data.draw(st.lists(SPEED, min_size=layout.world_size, max_size=layout.world_size)))
+    sent = [0] * layout.world_size
+    for each in (messages.heads_for_tokens, messages.tokens_for_heads):
+        for message in each(layout, attended, speeds):
+            sent[message.source] += message.nbytes * (message.source != message.target)
+    shares = [shares_of(layout.degrees(), rank, speeds) for rank in range(layout.world_size)]
+    assert sent == [expected.exchanged_bytes(layout, rank, attended, shares[rank]) for rank in range(layout.world_size)]
+
+
+# -- computed
+
+UNLIKE = [
+    (Layout(ring=3), (20, 100, 60)),
+    (Layout(ulysses=2, ring=2), (100, 40, 70, 25)),
+    (Layout(ulysses=3), (30, 100, 60)),
+]
+FAMILIES = list(dict.fromkeys((PLAIN, ATTENDS_TWICE, VIDEO)))
+EXACT = [name for name, sample in SAMPLES.items() if not sample.bf16]
+CASES = list(product(EXACT, UNLIKE)) if ALL else list(zip(FAMILIES, UNLIKE, strict=False))
+
+
+@pytest.mark.parametrize(("family", "of"), CASES, ids=str)
+def test_a_family_computes_on_unlike_devices_what_it_does_on_one(family, of, monkeypatch):
+    (layout, speeds), sample = of, SAMPLES[family]
+    stock = stock_model(sample.heads[-1], family=family)
+    forward, (asked, *_) = asked_of(stock, Case(family, "ulysses1", "odd", sample.heads[-1], 1.0, bool(sample.masks), "euler"))
+    with torch.inference_mode():
+        truth = forward(**asked)
+    (ours,) = evaluated_in_ranks(layout, stock, [asked], monkeypatch, speeds)
+    for one, other in zip(*(out if isinstance(out, (tuple, list)) else [out] for out in (ours, truth)), strict=True):
+        assert relative_error(one, other) <= BOUND
+
+
+# -- measured
+
+
+def test_the_bench_holds_the_pair_to_one_that_waits_for_nothing():
+    rounds = [{"alone": 3.0, "both": 3.0, "shards": 3.0, "mixed": 2.0, "even": 3.0}] * 3
+    found = {figure.metric: figure for figure in bench.figures(rounds, 1 / 3)}
+    assert found["of_ideal"].estimate.value == pytest.approx(1.0) and found["of_ideal"].is_met
+    assert found["even_of_ideal"].estimate.value == pytest.approx(1.5)
+    slow = {figure.metric: figure for figure in bench.figures([{**rounds[0], "mixed": 2.3}] * 3, 1 / 3)}
+    assert not slow["of_ideal"].is_met
+
+
+def test_a_slowed_rank_sleeps_as_long_as_a_slower_device_would_go_on(monkeypatch):
+    clock, slept = [0.0], []
+    monkeypatch.setattr(bench.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(bench.time, "sleep", slept.append)
+    slowed, whole = bench.DutyCycle(0.25), bench.DutyCycle(1.0)
+    for one in (slowed, whole):
+        one.begin()
+        clock[0] += 2.0
+        one()
+    assert slept == [6.0]
