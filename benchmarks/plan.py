@@ -9,7 +9,6 @@ they are kept in the cache folder, by machine, and pools choose by them.
 from __future__ import annotations
 
 import os
-import platform
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.planner.cost import predict
 from ..parallel_runtime.planner.figures import Attended, Shareable, Whole
 from ..parallel_runtime.planner.job import Job
-from ..parallel_runtime.planner.measured import Speeds, Timed, link_of, speeds_of, write
+from ..parallel_runtime.planner.measured import Speeds, Timed, link_of, speeds_of, this_machine, write
 from .figures import Estimate, Figure, Goal, Options, Round, exactly, percentile, typical
 from .lockstep import Phase, Ranks, merge, run, timed
 
@@ -40,6 +39,7 @@ MOVED = 2 * 4 << 20  # bytes that doubling a million numbers moves
 GOALS = {"mean_error": 0.10, "largest_error": 0.25, "regret": 0.03}
 DRAWS = 100
 ENOUGH = 25  # rounds behind speeds that pools go by
+KEPT = ("alone", "both", "on all cores")  # phases that speeds are kept of
 
 Wholes = Mapping[str, Mapping[int, Whole]]  # model -> side -> counts
 
@@ -133,6 +133,23 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
     }
 
 
+def measure_on_all_cores(ranks: Ranks, rounds: int) -> list[Round]:
+    """Time the calibrating forwards in one process with a thread on every core, as a pool of one
+    rank has.
+    """
+    import comfy.cli_args
+    import torch
+
+    comfy.cli_args.args.use_pytorch_cross_attention = True
+    torch.set_num_threads(max(1, len(ranks.own_cores)))
+    phases: dict[str, Phase] = {}
+    for sample, small in tried():
+        model = sample.form.random_model(small.size).model
+        for side in CALIBRATED:
+            phases[f"{sample.name} {side} on all cores"] = Phase(Forwards(model, sample, small, side).alone)
+    return ranks.measure(phases, rounds)
+
+
 def message(exchange: Any, tensor: Any) -> Callable[[], float]:
     flag = tensor.new_zeros(1)
     return lambda: timed(lambda: exchange.all_to_all([[tensor]] * 2, [tensor.shape] * 2, flag))
@@ -149,7 +166,9 @@ def wholes_of(found: dict[str, dict[str, Any]]) -> Wholes:
 
 
 def speeds(rounds: Sequence[Round], wholes: Mapping[int, Whole], model: str, phase: str) -> Speeds:
-    """Return this machine's speeds for a model, of forwards ``alone`` or ``both`` at once."""
+    """Return this machine's speeds for a model, of forwards ``alone``, ``both`` at once, or one
+    ``on all cores``.
+    """
     matmul, attention = speeds_of([Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in CALIBRATED])
     few, many = ((nbytes, typical(rounds, f"message {nbytes}")) for nbytes in MESSAGES)
     latency_s, link = link_of(few, many)
@@ -187,8 +206,10 @@ def bench(options: Options) -> Iterator[Figure]:
     yield from figures(rounds, wholes)
     if options.rounds < ENOUGH:
         return
-    kept = {f"{model} {phase}": speeds(rounds, wholes[model], model, phase) for model in wholes for phase in ("alone", "both")}
-    write(cache_folder(os.environ) / "speeds.json", platform.processor() or platform.machine(), kept)
+    (single,) = run(options.host, 1, "plan:measure_on_all_cores", rounds=options.rounds)
+    rounds = [{**several, **one} for several, one in zip(rounds, single, strict=True)]
+    kept = {f"{model} {phase}": speeds(rounds, wholes[model], model, phase) for model in wholes for phase in KEPT}
+    write(cache_folder(os.environ) / "speeds.json", this_machine(), kept)
 
 
 def figures(rounds: Sequence[Round], wholes: Wholes) -> Iterator[Figure]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import platform
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.model_management
 import torch
@@ -21,7 +21,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.samplers import CFGGuider
 
 from ..launcher.comfyui.install import cache_folder
-from ..launcher.pool.devices import Placement, on_devices
+from ..launcher.pool.devices import Device, Placement, on_devices
 from ..parallel_runtime.client.remote_patcher import Patching, Remote
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.comfy_bridge.quantised import stored_bytes
@@ -33,7 +33,7 @@ from ..parallel_runtime.planner.figures import Whole
 from ..parallel_runtime.planner.here import Here, Seen, box_here
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.loaded import NotCounted, whole_of
-from ..parallel_runtime.planner.measured import Speeds, read
+from ..parallel_runtime.planner.measured import Speeds, read, this_machine
 from .settings import Choice
 from .timing import StepTimes
 
@@ -42,6 +42,7 @@ SPEEDS = "speeds.json"  # in the cache folder
 TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept
 EVALUATIONS_PER_WARM_UP = 20
+AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,17 @@ class Planned:
         return self.plan is not None and self.layout.world_size == 1
 
 
+class Chosen(NamedTuple):
+    """A choice that was made: for which devices and kind of sampling, the ``best`` layout whatever
+    was running, and the one that was taken.
+    """
+
+    devices: tuple[Device, ...]
+    kind: tuple
+    best: Layout
+    taken: Layout
+
+
 class Planning:
     """Chooses layouts, and remembers what it chose. ``speeds``: the file with speeds that were
     measured on this machine.
@@ -126,6 +138,7 @@ class Planning:
         self._counts: dict[tuple, Whole | str] = {}  # or why there are none
         self._choices: weakref.WeakKeyDictionary[Remote, Choice] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, Planned] = weakref.WeakKeyDictionary()
+        self._made: deque[Chosen] = deque(maxlen=AGAIN)  # the last choices
 
     # -- who asked for a choice, and what was chosen
 
@@ -156,13 +169,20 @@ class Planning:
         predicted. ``asked`` raises NotCounted. ``running``: layouts of the live pools on its
         devices.
         """
+        own = choice.placement
         try:
             return self._chosen(model, choice, asked(), running)
         except NotCounted as error:
-            return Planned(choice.placement.layout, str(error))
+            planned = Planned(own.layout, str(error))
         except Exception as error:  # noqa: BLE001 - another pack's guider may look otherwise, and its image does not depend on this
             log.warning("[PipeMesh] No layout could be predicted:", exc_info=error)
-            return Planned(choice.placement.layout, f"{type(error).__name__}, see the log")
+            planned = Planned(own.layout, f"{type(error).__name__}, see the log")
+        self._made.append(Chosen(own.devices, (type(model),), planned.layout, planned.layout))
+        return planned
+
+    def has_chosen(self, placement: Placement) -> bool:
+        """Return whether one of the last samplings got this layout on these devices by choice."""
+        return any(one.taken == placement.layout and placement.devices == one.devices[: len(placement.devices)] for one in self._made)
 
     def _chosen(self, model: BaseModel, choice: Choice, asked: Asked, running: Iterable[Layout]) -> Planned:
         """Raises NotCounted."""
@@ -174,11 +194,15 @@ class Planning:
         job = self._job(model, asked)
         here = self._here(placement, type(model.diffusion_model))
         approximate = self._may_be_approximate(model, choice)
-        made = plan(job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here))
+        made = plan(job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here), alone=here.alone)
+        kind = type(model), asked.shape, len(asked.conds), asked.evaluations
+        wanted = {one.best for one in self._made if one.devices == placement.devices and one.kind != kind}
+        best = made.best
         for layout in running:
-            made = with_running(job, here.box, made, layout, allows_approximate=approximate)
-        if made.best is None:
+            made = with_running(job, here.box, made, layout, allows_approximate=approximate, is_wanted_again=layout in wanted)
+        if best is None or made.best is None:
             return Planned(placement.layout, "no layout has room", asked.text, made)
+        self._made.append(Chosen(placement.devices, kind, best.layout, made.best.layout))
         return Planned(made.best.layout, here.said, asked.text, made, job.warm_up)
 
     def _job(self, model: BaseModel, asked: Asked) -> Job:
@@ -206,9 +230,9 @@ class Planning:
 
     def _here(self, placement: Placement, model_class: type) -> Here:
         token_plan = plan_or_whole(model_class)
-        speeds = read(self._speeds, platform.processor() or platform.machine())
-        measured = speeds_for(speeds, token_plan.family if token_plan is not None else "")
-        return box_here(seen(placement), staged=placement.backend == "gloo", measured=measured)
+        speeds, family = read(self._speeds, this_machine()), token_plan.family if token_plan is not None else ""
+        measured, alone = (speeds_for(speeds, family, how) for how in ("both", "on all cores"))
+        return box_here(seen(placement), staged=placement.backend == "gloo", measured=measured, alone=alone)
 
     def _may_be_approximate(self, model: BaseModel, choice: Choice) -> bool:
         token_plan = plan_or_whole(type(model.diffusion_model))
@@ -233,10 +257,12 @@ def sizes_here(job: Job, here: Here) -> tuple[int, ...]:
     return (devices,) if here.known == "plain" and any(legal_layouts(job, devices)) else sizes_of(devices)
 
 
-def speeds_for(speeds: Mapping[str, Speeds], family: str) -> Speeds | None:
-    """Return the speeds of ranks that compute at once, of this family or else of any."""
-    both = {name.rpartition(" ")[0]: one for name, one in speeds.items() if name.endswith(" both")}
-    return both.get(family) or next(iter(both.values()), None)
+def speeds_for(speeds: Mapping[str, Speeds], family: str, how: str) -> Speeds | None:
+    """Return the speeds of ranks that compute so, of this family or else of any: ``both`` at once,
+    or one ``on all cores``.
+    """
+    found = {name.removesuffix(f" {how}"): one for name, one in speeds.items() if name.endswith(f" {how}")}
+    return found.get(family) or next(iter(found.values()), None)
 
 
 def seen(placement: Placement) -> list[Seen]:

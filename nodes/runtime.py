@@ -83,9 +83,9 @@ class Runtime:
         self._setup = replace(setup, tell=self._tell)
         self._fault = fault
         self._show = show
-        self._keeper = PoolKeeper(self._setup, partial(tell_of_restart, self.notices))
         self._pools: dict[Placement, RemotePool] = {}
         self.planning = Planning(StepTimes(partial(predicted, self._pools)))
+        self._keeper = PoolKeeper(self._setup, partial(tell_of_restart, self.notices, self.planning.has_chosen))
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
 
     @classmethod
@@ -228,14 +228,15 @@ def predicted(pools: Mapping[Placement, RemotePool], run: Run) -> float | None:
     return None
 
 
-def tell_of_restart(notices: Notices, old: Placement, new: Placement) -> None:
+def tell_of_restart(notices: Notices, is_chosen: Callable[[Placement], bool], old: Placement, new: Placement) -> None:
     """Tell of workers that end because another layout needs their devices, as two pools of one
-    workflow do in turn.
+    workflow do in turn, or one whose layout is chosen for each sampling.
     """
+    move = "Where one workflow uses both, connect one pool to all samplers."
+    if is_chosen(new):
+        move = "It was chosen for what is sampled now: to keep one layout, set layout of PipeMesh Pool to by hand."
     notices.tell(
-        f"Workers are started anew: {new.layout.equation()} needs the devices of {old.layout.equation()}. "
-        "Where one workflow uses both, connect one pool to all samplers.",
-        one_gpu=False,
+        f"Workers are started anew: {new.layout.equation()} needs the devices of {old.layout.equation()}. {move}", one_gpu=False
     )
 
 

@@ -5,7 +5,7 @@ from pipemesh.benchmarks import plan as bench
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.cost import predict
 from pipemesh.parallel_runtime.planner.job import Job
-from pipemesh.parallel_runtime.planner.measured import Speeds, Timed, link_of, read, speeds_of, write
+from pipemesh.parallel_runtime.planner.measured import Speeds, Timed, link_of, read, speeds_of, this_machine, write
 
 from .planned import attention_alone, counts
 
@@ -47,11 +47,19 @@ def test_the_file_is_for_one_machine_and_one_version(tmp_path):
     write(file, "a", {"model": SPEEDS})
     assert read(file, "a") == {"model": SPEEDS}
     assert read(file, "b") == {}
-    file.write_text(file.read_text().replace('"version": 1', '"version": 0'))
+    file.write_text(file.read_text().replace('"version": 2', '"version": 1'))
     assert read(file, "a") == {}
-    for broken in ("", "[]", '{"version": 1, "machine": "a", "speeds": {"model": {}}}'):
+    for broken in ("", "[]", '{"version": 2, "machine": "a", "speeds": {"model": {}}}'):
         file.write_text(broken)
         assert read(file, "a") == {}
+
+
+def test_speeds_of_another_torch_or_of_other_cores_are_not_this_machines(monkeypatch):
+    here = this_machine()
+    monkeypatch.setattr("torch.__version__", "0.1")
+    other = this_machine()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0})
+    assert here != other != this_machine() and other.endswith("torch 0.1")
 
 
 def test_the_bench_holds_predictions_to_what_was_achieved():

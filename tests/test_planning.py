@@ -4,6 +4,7 @@ for the devices that are there, and the image is stock's own whatever is chosen.
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import comfy.samplers
 import pytest
@@ -17,6 +18,7 @@ from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.planning import Asked, Planned, Planning, placed, provisional, rounded
 from pipemesh.nodes.report.figures import plan_figures
 from pipemesh.nodes.report.text import plan_text
+from pipemesh.nodes.runtime import tell_of_restart
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
@@ -26,10 +28,11 @@ from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.choose import RUNNING, plan, with_running
-from pipemesh.parallel_runtime.planner.here import PLAIN_GPU, Seen, box_here, kind_of
+from pipemesh.parallel_runtime.planner.cost import predict
+from pipemesh.parallel_runtime.planner.here import PLAIN_GPU, Here, Seen, box_here, kind_of
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.loaded import NotCounted, whole_of
-from pipemesh.parallel_runtime.planner.measured import Speeds
+from pipemesh.parallel_runtime.planner.measured import Speeds, this_machine, write
 
 from .bounds import assert_same
 from .foreign_pack import unet
@@ -156,9 +159,45 @@ def test_ranks_that_are_up_stay_unless_another_layout_saves_more_than_its_start(
     assert kept.best.layout == Layout(ulysses=2) and {row.why for row in kept.rows[1:]} >= {RUNNING}
     slow = box(2, flops=1e12, port=1e6)
     assert with_running(job, slow, plan(job, slow, sizes=(2,)), Layout(ulysses=2)).best.layout.groups == 2
+    saved = round(10 / (predicted(job, fast, Layout(ulysses=2)) - made.best.prediction.seconds))
+    for times, is_wanted_again, stays in ((0.9, False, True), (1.5, False, False), (1.5, True, True), (2.1, True, False)):
+        longer = replace(job, evaluations=round(times * saved))
+        chosen = with_running(longer, fast, plan(longer, fast, sizes=(2,)), Layout(ulysses=2), is_wanted_again=is_wanted_again)
+        assert (chosen.best.layout == Layout(ulysses=2)) is stays
     alone = Job(whole=FLUX, evaluations=1000)
     kept = with_running(alone, fast, plan(alone, fast, sizes=(2,)), Layout(cfg=2))
     assert kept.best.layout == Layout(cfg=2), "its groups share the sequence of one prompt"
+
+
+def predicted(job, a_box, layout):
+    return min(one.seconds for one in predict(job, layout, a_box))
+
+
+def test_a_workflow_of_two_kinds_of_samplings_counts_the_way_back_until_one_of_them_is_gone(monkeypatch):
+    monkeypatch.setattr(Planning, "_here", lambda *_: Here(box(2, flops=1e14), "published", "by figures"))
+    chooser, model, counted, best = planning(), stock_model(5).model, [], {}
+
+    def noted(_job, _box, made, _running, *, is_wanted_again, **_):
+        counted.append(is_wanted_again)
+        return made
+
+    monkeypatch.setattr("pipemesh.nodes.planning.with_running", noted)
+    for branches in (2, 1, 2, 1, 1, 1, 1, 1):
+        running = [best[3 - branches]] if 3 - branches in best else []
+        best[branches] = chooser.choose(model, OPEN, asked(branches), running).layout
+        assert best[branches].groups == branches
+    assert counted == [True, True, True, True, True, True, False]
+
+
+def test_a_notice_of_a_layout_that_was_chosen_does_not_advise_to_connect_one_pool(monkeypatch):
+    told = []
+    notices = SimpleNamespace(tell=lambda text, one_gpu: told.append(text))
+    chooser, model = planning(), stock_model(5).model
+    taken = placed(OPEN, chooser.choose(model, OPEN, asked(2), ())).placement
+    other = place(Layout(ulysses=2), "cpu", "auto", ())
+    for old, new in ((other, taken), (taken, other)):
+        tell_of_restart(notices, chooser.has_chosen, old, new)
+    assert told[0].endswith("set layout of PipeMesh Pool to by hand.") and told[1].endswith("connect one pool to all samplers.")
 
 
 # -- the devices
@@ -192,7 +231,32 @@ def test_how_the_speeds_of_a_box_are_known_is_said():
     assert strange.box.devices[0].memory_bytes == 8 << 30
     assert box_here([Seen("CPU", 1, cores=1)] * 2).known == "plain"
     measured = Speeds(matmul=1e9, attention=1e9, memory=1e9, latency_s=0.0, link=1e9)
-    assert box_here([Seen("CPU", 1, cores=1)] * 2, measured=measured).known == "measured"
+    both = box_here([Seen("CPU", 1, cores=1)] * 2, measured=measured)
+    assert (both.known, both.alone) == ("measured", None)
+    alone = box_here([Seen("CPU", 1, cores=1)] * 2, measured=measured, alone=replace(measured, matmul=3e9)).alone
+    assert (len(alone.devices), alone.devices[0].matmul_flops_per_s) == (1, 3e9)
+
+
+def test_one_rank_has_all_cores_and_is_predicted_by_what_it_does_on_them(tmp_path):
+    """Of two ranks each is half as fast as one on both cores, so one without messages is faster."""
+    half = Speeds(matmul=1e9, attention=1e9, memory=1e9, latency_s=1e-3, link=1e6)
+    file = tmp_path / "speeds.json"
+    for name, alone, best in (("all", {"x on all cores": replace(half, matmul=2e9, attention=2e9)}, 1), ("none", {}, 2)):
+        write(file, this_machine(), {"x both": replace(half, latency_s=0.0, link=1e15) if not alone else half, **alone})
+        chosen = Planning(StepTimes(), file, lambda *_: FLUX).choose(stock_model(5).model, OPEN, asked(), ())
+        assert (chosen.layout.world_size, chosen.why) == (best, "by speeds measured on this machine"), name
+
+
+def test_where_the_planner_itself_finds_one_device_faster_stock_runs(auto, monkeypatch):
+    """Links so slow that no layout of two ranks gains anything."""
+    monkeypatch.setattr(Planning, "_here", lambda *_: Here(box(2, port=1e3, latency=1.0), "published", "by figures of slow links"))
+    runtime, stock = PoolsHere(stock_model(5)), run(stock_model(5))
+    made = auto(runtime)
+    made.switch.fixed = True
+    assert torch.equal(run(stock_model(5)), stock)
+    (notice,) = made._notices.latest()
+    assert notice.text == "On one GPU: One GPU is faster here than several, by figures of slow links."
+    assert not any(here.asked for here, _ in runtime.pools.values())
 
 
 # -- sampled so

@@ -25,6 +25,7 @@ CAUSES = {  # part of a prediction -> how a loser's reason calls it
 
 
 RUNNING = "it saves less in this run than starting its ranks takes"
+RUNNING_AGAIN = "it saves less in this run than starting its ranks takes, and those of now again for what else is sampled"
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,14 @@ class Plan:
         return alone.prediction.seconds / row.prediction.seconds
 
 
-def plan(job: Job, box: Box, *, allows_approximate: bool = False, sizes: tuple[int, ...] = ()) -> Plan:
-    """Predict every legal layout of 1, 2, 4, ... and of all devices, or of ``sizes``."""
+def plan(job: Job, box: Box, *, allows_approximate: bool = False, sizes: tuple[int, ...] = (), alone: Box | None = None) -> Plan:
+    """Predict every legal layout of 1, 2, 4, ... and of all devices, or of ``sizes``. ``alone``: the
+    box of one rank by itself, where that is another.
+    """
     rows = []
     for size in sizes or sizes_of(len(box.devices)):
         for layout in legal_layouts(job, size):
-            made = predict(job, layout, box)
+            made = predict(job, layout, alone if alone is not None and size == 1 else box)
             rows.append((layout, min(made, key=lambda one: one.seconds) if made else None))
     chosen = fastest([one for _, one in rows if one is not None and (allows_approximate or one.layout.degrees()[APPROXIMATE] == 1)])
     table = [Row(layout, one, reason(job, box, one, layout, chosen, allows_approximate)) for layout, one in rows]
@@ -94,10 +97,13 @@ def legal_layouts(job: Job, world_size: int) -> Iterator[Layout]:
             yield layout
 
 
-def with_running(job: Job, box: Box, made: Plan, running: Layout | None, *, allows_approximate: bool = False) -> Plan:
+def with_running(
+    job: Job, box: Box, made: Plan, running: Layout | None, *, allows_approximate: bool = False, is_wanted_again: bool = False
+) -> Plan:
     """Return ``made`` with ``running``, the layout of ranks that are up, as its best, unless
-    another saves more in this run than starting it takes. Groups that are up share a sequence where
-    some of them would wait. One rank, and a layout that this job may not have, are never kept.
+    another saves more in this run than starting it takes, and starting this one anew where it
+    ``is_wanted_again``. Groups that are up share a sequence where some of them would wait. One
+    rank, and a layout that this job may not have, are never kept.
     """
     best = made.best
     if running is None or best is None or best.prediction is None or best.layout == running or running.world_size == 1:
@@ -107,9 +113,10 @@ def with_running(job: Job, box: Box, made: Plan, running: Layout | None, *, allo
     wide = [running.joined(width) for width in (running.widths if job.whole.attended else running.widths[:1])]
     ways = [one for layout in {*wide} & {*legal_layouts(job, running.world_size)} for one in predict(job, layout, box)]
     quickest = min(ways, key=lambda one: one.seconds, default=None)
-    if quickest is None or (quickest.seconds - best.prediction.seconds) * job.evaluations > START_S:
+    if quickest is None or (quickest.seconds - best.prediction.seconds) * job.evaluations > START_S * (1 + is_wanted_again):
         return made
-    others = [replace(row, why=row.why or RUNNING) for row in made.rows if row.layout != running]
+    why = RUNNING_AGAIN if is_wanted_again else RUNNING
+    others = [replace(row, why=row.why or why) for row in made.rows if row.layout != running]
     return Plan((Row(running, replace(quickest, layout=running)), *others))
 
 

@@ -35,17 +35,22 @@ class Seen:
 
 @dataclass(frozen=True)
 class Here:
-    """A box, and how its speeds are known."""
+    """A box, and how its speeds are known. ``alone``: where one rank by itself has another device
+    than each of several, as one that has all cores of a machine.
+    """
 
     box: Box
     known: Known
     said: str
+    alone: Box | None = None
 
 
-def box_here(seen: Sequence[Seen], staged: bool = False, measured: Speeds | None = None) -> Here:
-    """Return the box of ranks on these devices. ``staged``: messages go through main memory."""
+def box_here(seen: Sequence[Seen], staged: bool = False, measured: Speeds | None = None, alone: Speeds | None = None) -> Here:
+    """Return the box of ranks on these devices. ``staged``: messages go through main memory.
+    ``measured``: speeds of ranks on the CPU that compute at once; ``alone``: of one on all cores.
+    """
     if seen[0].cores:
-        return cpu_box(seen, measured)
+        return cpu_box(seen, measured, alone)
     kinds = [kind_of(one.title) for one in seen]
     unknown = sorted({one.title for one, kind in zip(seen, kinds, strict=True) if not kind})
     kinds = [PLAIN_GPU] * len(seen) if unknown else kinds  # else speeds of some would be taken for known
@@ -79,12 +84,13 @@ def speed_of(title: str) -> float:
     return device(kind).matmul_flops_per_s if kind else 0.0
 
 
-def cpu_box(seen: Sequence[Seen], measured: Speeds | None) -> Here:
+def cpu_box(seen: Sequence[Seen], measured: Speeds | None, alone: Speeds | None = None) -> Here:
     """Return the box of ranks on the CPU. They compute in fp32, and have the checkpoint's pages in
     common, so memory is no limit.
     """
     if measured is not None:
-        return Here(measured.box(len(seen), FP32_BYTES), "measured", "by speeds measured on this machine")
+        own = alone.box(1, FP32_BYTES) if alone is not None else None
+        return Here(measured.box(len(seen), FP32_BYTES), "measured", "by speeds measured on this machine", own)
     figure = figures()["cpu"]
     speeds = [figure["gflops_per_core"] * one.cores * GIGA for one in seen]
     devices = tuple(

@@ -5,15 +5,19 @@ file that keeps them.
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import torch
 
 from .box import Box, Device, Level
 from .expected import ITEM_BYTES, attention_flops
 from .figures import Whole
 
-VERSION = 1  # of the file: another one is measured anew
+VERSION = 2  # of the file: another one is measured anew
 PLENTY = 1e15
 
 
@@ -79,6 +83,14 @@ def link_of(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, flo
     (few_bytes, few_s), (many_bytes, many_s) = few, many
     speed = (many_bytes - few_bytes) / max(1e-9, many_s - few_s)
     return max(0.0, few_s - few_bytes / speed), speed
+
+
+def this_machine() -> str:
+    """Name what speeds depend on: processor, the cores of this process, and torch. Others are
+    measured anew.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.processor() or platform.machine()}, {cores} cores, torch {torch.__version__}"
 
 
 def read(file: Path, machine: str) -> dict[str, Speeds]:
