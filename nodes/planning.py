@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import comfy.model_management
@@ -32,6 +33,7 @@ from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_o
 from ..parallel_runtime.planner.figures import Whole
 from ..parallel_runtime.planner.here import Here, Seen, box_here
 from ..parallel_runtime.planner.job import Job
+from ..parallel_runtime.planner.keeping import Kept
 from ..parallel_runtime.planner.loaded import NotCounted, whole_of
 from ..parallel_runtime.planner.measured import Speeds, read, this_machine
 from .settings import Choice
@@ -42,6 +44,7 @@ SPEEDS = "speeds.json"  # in the cache folder
 TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept
 EVALUATIONS_PER_WARM_UP = 20
+KEEPS: dict[str, tuple[Kept, ...]] = {"whole": ("whole",), "offloaded": ("whole", "offloaded")}  # as weights are asked for; else all ways
 AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
 
 
@@ -106,6 +109,12 @@ class Planned:
         return None if self.plan is None or best is None else self.plan.speedup(best)
 
     @property
+    def kept(self) -> Kept:
+        """The way to keep weights that was predicted."""
+        best = self.plan.best if self.plan is not None else None
+        return best.prediction.kept if best is not None and best.prediction is not None else "whole"
+
+    @property
     def is_one_device(self) -> bool:
         return self.plan is not None and self.layout.world_size == 1
 
@@ -164,14 +173,21 @@ class Planning:
 
     # -- choosing
 
-    def choose(self, model: BaseModel, choice: Choice, asked: Callable[[], Asked], running: Iterable[Layout]) -> Planned:
+    def choose(
+        self,
+        model: BaseModel,
+        choice: Choice,
+        asked: Callable[[], Asked],
+        running: Iterable[Layout],
+        room: Mapping[str, int] = MappingProxyType({}),
+    ) -> Planned:
         """Choose the layout of ``choice`` for a model; that of its placement where nothing can be
         predicted. ``asked`` raises NotCounted. ``running``: layouts of the live pools on its
-        devices.
+        devices. ``room``: bytes that ranks may take on each, where that is known.
         """
         own = choice.placement
         try:
-            return self._chosen(model, choice, asked(), running)
+            return self._chosen(model, choice, asked(), running, room)
         except NotCounted as error:
             planned = Planned(own.layout, str(error))
         except Exception as error:  # noqa: BLE001 - another pack's guider may look otherwise, and its image does not depend on this
@@ -184,15 +200,15 @@ class Planning:
         """Return whether one of the last samplings got this layout on these devices by choice."""
         return any(one.taken == placement.layout and placement.devices == one.devices[: len(placement.devices)] for one in self._made)
 
-    def _chosen(self, model: BaseModel, choice: Choice, asked: Asked, running: Iterable[Layout]) -> Planned:
+    def _chosen(self, model: BaseModel, choice: Choice, asked: Asked, running: Iterable[Layout], room: Mapping[str, int]) -> Planned:
         """Raises NotCounted."""
         placement = choice.placement
         if placement.other_machines:
             raise NotCounted("links between machines are not known")
         if choice.weights == "sharded":
             raise NotCounted("weights are asked for as sharded, over all ranks of one sequence")
-        job = self._job(model, asked)
-        here = self._here(placement, type(model.diffusion_model))
+        job = replace(self._job(model, asked), keeps=KEEPS.get(choice.weights, Job.keeps))
+        here = self._here(placement, type(model.diffusion_model), room)
         approximate = self._may_be_approximate(model, choice)
         made = plan(job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here), alone=here.alone)
         kind = type(model), asked.shape, len(asked.conds), asked.evaluations
@@ -228,11 +244,11 @@ class Planning:
             raise NotCounted(found)
         return found
 
-    def _here(self, placement: Placement, model_class: type) -> Here:
+    def _here(self, placement: Placement, model_class: type, room: Mapping[str, int]) -> Here:
         token_plan = plan_or_whole(model_class)
         speeds, family = read(self._speeds, this_machine()), token_plan.family if token_plan is not None else ""
         measured, alone = (speeds_for(speeds, family, how) for how in ("both", "on all cores"))
-        return box_here(seen(placement), staged=placement.backend == "gloo", measured=measured, alone=alone)
+        return box_here(seen(placement, room), staged=placement.backend == "gloo", measured=measured, alone=alone)
 
     def _may_be_approximate(self, model: BaseModel, choice: Choice) -> bool:
         token_plan = plan_or_whole(type(model.diffusion_model))
@@ -265,13 +281,19 @@ def speeds_for(speeds: Mapping[str, Speeds], family: str, how: str) -> Speeds | 
     return found.get(family) or next(iter(found.values()), None)
 
 
-def seen(placement: Placement) -> list[Seen]:
-    """Describe the devices of this machine's ranks."""
+def seen(placement: Placement, room: Mapping[str, int]) -> list[Seen]:
+    """Describe the devices of this machine's ranks. ``room``: as ``choose`` has it. Ranks on one
+    device share its memory.
+    """
     if not placement.devices[0].is_gpu:
         total = comfy.model_management.get_total_memory(torch.device("cpu"))
         return [Seen("CPU", total, max(1, placement.threads(rank))) for rank in range(len(placement.devices))]
-    properties = [torch.cuda.get_device_properties(device.local_name) for device in placement.devices]
-    return [Seen(one.name, one.total_memory) for one in properties]
+    found = []
+    for device in placement.devices:
+        properties = torch.cuda.get_device_properties(device.local_name)
+        there = min(properties.total_memory, room.get(device.name, properties.total_memory))
+        found.append(Seen(properties.name, there // placement.devices.count(device)))
+    return found
 
 
 def provisional(choice: Choice, model: ModelPatcher) -> Choice:
@@ -285,10 +307,14 @@ def provisional(choice: Choice, model: ModelPatcher) -> Choice:
 
 
 def placed(choice: Choice, planned: Planned) -> Choice:
-    """Return the choice with the layout that was chosen for it."""
-    layout = planned.layout
+    """Return the choice with the layout that was chosen for it, and the way to keep weights where
+    that was left open and whole ones have no room.
+    """
+    layout, weights = planned.layout, choice.weights
     patching = Patching(layout.pipefusion + 1, planned.warm_up) if layout.pipefusion > 1 else None
-    return replace(choice, placement=placement_of(choice, layout), patching=patching, is_open=False)
+    if weights == "auto" and planned.kept != "whole":
+        weights = planned.kept
+    return replace(choice, placement=placement_of(choice, layout), patching=patching, is_open=False, weights=weights)
 
 
 def placement_of(choice: Choice, layout: Layout) -> Placement:

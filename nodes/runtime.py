@@ -37,6 +37,7 @@ from .planning import Asked, Planned, Planning, placement_of, provisional
 from .report.alone import times_as_long
 from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, last_run, plan_figures
 from .report.shares import shares_text
+from .room import room_on_devices
 from .settings import AUTO, PLACED_BY, Choice, PoolSettings, how_many
 from .timing import StepTimes
 from .waiting import Waiting
@@ -159,8 +160,9 @@ class Runtime:
         """Choose the layout of an open choice for what is about to be sampled."""
         choice = provisional(choice, model)
         same = [one for one in list(self._pools) if one == placement_of(choice, one.layout)]
-        live = [one for one in same if self._keeper.handle(one).live() is not None]
-        return self.planning.choose(model.model, choice, asked, [one.layout for one in live])
+        live = {one: pool for one in list(self._pools) if (pool := self._keeper.handle(one).live()) is not None}
+        room = room_on_devices([(one, pool.memory) for one, pool in live.items()])
+        return self.planning.choose(model.model, choice, asked, [one.layout for one in same if one in live], room)
 
     def report(self, only: Choice | None = None) -> Report:
         """Collect the figures of every pool, or of ``only`` one, and the notices."""

@@ -15,9 +15,10 @@ from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.nodes.auto.sampling import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
-from pipemesh.nodes.planning import Asked, Planned, Planning, placed, provisional, rounded
+from pipemesh.nodes.planning import Asked, Planned, Planning, placed, provisional, rounded, seen
 from pipemesh.nodes.report.figures import plan_figures
 from pipemesh.nodes.report.text import plan_text
+from pipemesh.nodes.room import room_on_devices
 from pipemesh.nodes.runtime import tell_of_restart
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
@@ -33,6 +34,7 @@ from pipemesh.parallel_runtime.planner.here import PLAIN_GPU, Here, Seen, box_he
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.loaded import NotCounted, whole_of
 from pipemesh.parallel_runtime.planner.measured import Speeds, this_machine, write
+from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .bounds import assert_same
 from .foreign_pack import unet
@@ -245,6 +247,28 @@ def test_one_rank_has_all_cores_and_is_predicted_by_what_it_does_on_them(tmp_pat
         write(file, this_machine(), {"x both": replace(half, latency_s=0.0, link=1e15) if not alone else half, **alone})
         chosen = Planning(StepTimes(), file, lambda *_: FLUX).choose(stock_model(5).model, OPEN, asked(), ())
         assert (chosen.layout.world_size, chosen.why) == (best, "by speeds measured on this machine"), name
+
+
+def test_memory_is_what_is_free_and_what_models_hold_that_would_make_room(monkeypatch):
+    names = ("cuda:0", "cuda:0", "cuda:1")
+    pair = Placement(layout=Layout(ulysses=3), devices=tuple(map(Device, names)), backend="gloo")
+    room = room_on_devices([(pair, [Memory(10, 80, 3), Memory(10, 80, 4), Memory(7, 80, 2)])])
+    assert room == {"cuda:0": 17, "cuda:1": 9}
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _name: SimpleNamespace(name="NVIDIA L40", total_memory=48))
+    assert [one.memory_bytes for one in seen(pair, {})] == [24, 24, 48]
+    assert [one.memory_bytes for one in seen(pair, room)] == [8, 8, 9]
+
+
+def test_the_way_to_keep_weights_is_part_of_the_choice_where_whole_ones_have_no_room(monkeypatch):
+    monkeypatch.setattr(Planning, "_here", lambda *_: Here(box(2, memory=16 << 30), "published", "by figures"))
+    model, open_auto = stock_model(5).model, replace(OPEN, weights="auto")
+    chosen = planning().choose(model, open_auto, asked(), ())
+    assert chosen.kept == placed(open_auto, chosen).weights == "sharded"
+    assert planning().choose(model, replace(OPEN, weights="whole"), asked(), ()).why == "no layout has room"
+    offloaded = planning().choose(model, replace(OPEN, weights="offloaded"), asked(), ())
+    assert offloaded.kept == "offloaded"
+    monkeypatch.setattr(Planning, "_here", lambda *_: Here(box(2), "published", "by figures"))
+    assert placed(open_auto, planning().choose(model, open_auto, asked(), ())).weights == "auto", "the ranks see what is free"
 
 
 def test_where_the_planner_itself_finds_one_device_faster_stock_runs(auto, monkeypatch):

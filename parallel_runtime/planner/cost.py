@@ -211,11 +211,11 @@ def sent_bytes(costs: Costs) -> dict[str, int]:
 
 
 def predict(job: Job, layout: Layout, box: Box) -> list[Prediction]:
-    """Return a prediction for each way to keep weights that the devices have room for; none where
-    no way fits.
+    """Return a prediction for each way to keep weights that the job may have and the devices have
+    room for; none where no way fits.
     """
     costs = costs_of(job, layout, box)
-    made = [_kept(costs, kept) for kept in ("whole", "sharded", "offloaded")]
+    made = [_kept(costs, kept) for kept in job.keeps]
     return [one for one in made if one is not None]
 
 

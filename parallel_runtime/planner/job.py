@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..layout import Layout
 from .figures import Whole
+from .keeping import Kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +14,7 @@ class Job:
     """``whole``: one evaluation of one branch at batch 1. ``evaluations`` of a run; ``branches`` in
     each, 2 with CFG. Of a pipeline: ``patches``, 0 for one more than stages, and ``warm_up``
     evaluations that are whole. ``text_in_each_patch``: other implementations compute the text anew
-    with each patch; this one computes it once.
+    with each patch; this one computes it once. ``keeps``: the ways in which ranks may keep weights.
     """
 
     whole: Whole
@@ -23,6 +24,7 @@ class Job:
     patches: int = 0
     warm_up: int = 1
     text_in_each_patch: bool = False
+    keeps: tuple[Kept, ...] = ("whole", "sharded", "offloaded")
 
     def patches_of(self, stages: int) -> int:
         return 1 if stages == 1 else self.patches or stages + 1

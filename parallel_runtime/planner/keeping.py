@@ -94,11 +94,11 @@ class WeightsWish:
             return Keeping("whole", "no other rank has the same blocks: raise ulysses or ring to share weights out")
         if not self.depends_on_room:
             way, needed = self._ways(stages, ranks)[self.asked == "sharded"]
-            return Keeping(way, "as asked for", needed)
+            return Keeping(way, "as chosen", needed)
         beside = min(one.free // sharers[name] for one, name in zip(memory, names, strict=True)) - LEFT_FREE
         alone = min((one.free + one.model) // sharers[name] for one, name in zip(memory, names, strict=True)) - LEFT_FREE
         if self.asked == "offloaded":
-            return Keeping("offloaded", "as asked for", max(0, alone))
+            return Keeping("offloaded", "as chosen", max(0, alone))
         if all(name.rpartition("/")[2] == "cpu" for name in names):
             return Keeping("whole", "ranks on the CPU map the checkpoint, one copy for all")
         return self._fitting(stages, ranks, beside, alone)
