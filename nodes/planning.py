@@ -23,6 +23,7 @@ from comfy.samplers import CFGGuider
 
 from ..launcher.comfyui.install import cache_folder
 from ..launcher.pool.devices import Device, Placement, on_devices
+from ..launcher.pool.pool import WorkerPool
 from ..parallel_runtime.client.remote_patcher import Patching, Remote
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.comfy_bridge.quantised import stored_bytes
@@ -35,12 +36,12 @@ from ..parallel_runtime.planner.here import Here, Seen, box_here
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.keeping import Kept
 from ..parallel_runtime.planner.loaded import NotCounted, whole_of
-from ..parallel_runtime.planner.measured import Speeds, read, this_machine
+from ..parallel_runtime.planner.measured import Speeds, keep_devices, read, read_devices, this_machine
 from .settings import Choice
 from .timing import StepTimes
 
 log = logging.getLogger("pipemesh")
-SPEEDS = "speeds.json"  # in the cache folder
+SPEEDS, DEVICES = "speeds.json", "devices.json"  # in the cache folder
 TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept
 EVALUATIONS_PER_WARM_UP = 20
@@ -148,6 +149,23 @@ class Planning:
         self._choices: weakref.WeakKeyDictionary[Remote, Choice] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, Planned] = weakref.WeakKeyDictionary()
         self._made: deque[Chosen] = deque(maxlen=AGAIN)  # the last choices
+        self._devices = read_devices(self._speeds.with_name(DEVICES))  # once: another speed would be another pool
+
+    # -- how fast devices are
+
+    def with_speeds(self, gpus: tuple[Device, ...]) -> tuple[Device, ...]:
+        """Return GPUs with their speeds, as far as those were measured before this ComfyUI
+        started.
+        """
+        return tuple(replace(gpu, flops_per_s=self._devices.get(gpu.title, 0.0)) for gpu in gpus)
+
+    def keep_speeds(self, pool: WorkerPool) -> None:
+        """Keep what ranks have measured of their devices."""
+        found = {one.device_name: one.flops_per_s for one in pool.ready if one.flops_per_s}
+        try:
+            keep_devices(self._speeds.with_name(DEVICES), found)
+        except OSError as error:
+            log.warning("[PipeMesh] How fast the GPUs are could not be kept (%s): published figures are taken.", error)
 
     # -- who asked for a choice, and what was chosen
 
@@ -292,7 +310,7 @@ def seen(placement: Placement, room: Mapping[str, int]) -> list[Seen]:
     for device in placement.devices:
         properties = torch.cuda.get_device_properties(device.local_name)
         there = min(properties.total_memory, room.get(device.name, properties.total_memory))
-        found.append(Seen(properties.name, there // placement.devices.count(device)))
+        found.append(Seen(properties.name, there // placement.devices.count(device), flops_per_s=device.flops_per_s))
     return found
 
 

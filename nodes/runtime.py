@@ -86,7 +86,8 @@ class Runtime:
         self._show = show
         self._pools: dict[Placement, RemotePool] = {}
         self.planning = Planning(StepTimes(partial(predicted, self._pools)))
-        self._keeper = PoolKeeper(self._setup, partial(tell_of_restart, self.notices, self.planning.has_chosen))
+        told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
+        self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
 
     @classmethod
@@ -116,7 +117,7 @@ class Runtime:
 
     def default_choice(self) -> Choice:
         """Choose all GPUs, or two ranks on the CPU."""
-        gpus = visible_gpus(comfy.cli_args.args.cpu)
+        gpus = self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu))
         return Choice(place(Layout(ulysses=how_many("auto", gpus)), "auto", "auto", gpus), is_open=True)
 
     def check(self, **values: Any) -> bool | str:
@@ -188,7 +189,7 @@ class Runtime:
 
     def _placed(self, settings: PoolSettings) -> Placement:
         """Raises LayoutError."""
-        placement = settings.place(visible_gpus(comfy.cli_args.args.cpu))
+        placement = settings.place(self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)))
         if placement.other_machines and not self._fault:
             check_rendezvous(self._setup, placement.other_machines[0])
         return placement

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from pipemesh.benchmarks import mixed as bench
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.launcher.pool.devices import Device, place
+from pipemesh.nodes.planning import Planning
 from pipemesh.nodes.report.alone import times_as_long
 from pipemesh.nodes.report.shares import shares_text
+from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.run import Evaluation, Run
 from pipemesh.parallel_runtime.comm.shares import EVEN, group_speeds, relative, shares_of, stage_speeds
@@ -27,6 +30,7 @@ from pipemesh.parallel_runtime.planner.here import Seen, box_here
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.parallel_runtime.stages import Stage, share_out, slowest
+from pipemesh.parallel_runtime.worker.own_speed import flops_per_s
 
 from .conftest import ALL
 from .in_ranks import evaluated_in_ranks
@@ -178,6 +182,31 @@ def test_a_placement_knows_how_fast_its_devices_are_by_their_titles():
     assert place(Layout(ulysses=2), "auto", "auto", gpus(*alike)).speeds == ()
     assert place(Layout(ulysses=2), "auto", "auto", gpus(*strange)).speeds == (), "how fast that one is nobody knows"
     assert place(Layout(ulysses=2), "cpu", "gloo", ()).speeds == ()
+
+
+def test_measured_speeds_count_before_published_ones_where_all_were_measured(tmp_path):
+    pair = gpus("NVIDIA L40S", "Strange GPU")
+    assert place(Layout(ulysses=2), "auto", "auto", pair).speeds == ()
+    ready = [SimpleNamespace(device_name="NVIDIA L40S", flops_per_s=2e14), SimpleNamespace(device_name="Strange GPU", flops_per_s=1e14)]
+    file = tmp_path / "speeds.json"
+    chooser = Planning(StepTimes(), file)
+    chooser.keep_speeds(SimpleNamespace(ready=ready))
+    assert chooser.with_speeds(pair) == pair, "another speed would be another pool"
+    later = Planning(StepTimes(), file)
+    assert place(Layout(ulysses=2), "auto", "auto", later.with_speeds(pair)).speeds == (100, 50)
+    later.keep_speeds(SimpleNamespace(ready=[SimpleNamespace(device_name="NVIDIA L40S", flops_per_s=3e14)]))
+    assert Planning(StepTimes(), file).with_speeds(pair) == later.with_speeds(pair), "they stay, and so does the image"
+    timed = [Seen("NVIDIA L40S", 48 << 30, flops_per_s=2e14), Seen("NVIDIA L40", 48 << 30, flops_per_s=1.5e14)]
+    fast, slow = box_here(timed).box.devices
+    assert slow.matmul_flops_per_s == slow.attention_flops_per_s == pytest.approx(0.75 * fast.matmul_flops_per_s)
+
+
+def test_only_ranks_with_unlike_gpus_of_their_own_time_them():
+    unlike = gpus(*TITLES)
+    assert place(Layout(ulysses=3), "auto", "auto", unlike).times_devices
+    assert not place(Layout(ulysses=3), "cuda:0,cuda:0,cuda:1", "auto", unlike).times_devices
+    assert not place(Layout(ulysses=2), "auto", "auto", gpus("NVIDIA L40", "NVIDIA L40")).times_devices
+    assert flops_per_s(torch.device("cpu")) == 0.0
 
 
 def test_the_report_says_what_slower_devices_take_and_why():

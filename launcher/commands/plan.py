@@ -98,7 +98,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     parser.add_argument("--family", choices=names, metavar="F", required=True, help=", ".join(names))
     parser.add_argument("--size", type=parsed_size, metavar="WxH", help="in pixels (default: what is usual for the model)")
     parser.add_argument("--frames", type=int, default=0, help="of a video (default: what is usual for the model)")
-    parser.add_argument("--box", required=True, help="such as 8xL40-PCIe, 8xA100-NVLink, 4xRTX4090-PCIe, 2x8xL40-PCIe-100G")
+    parser.add_argument("--box", required=True, help="such as 8xL40-PCIe, 8xA100-NVLink, 1xRTX4090+1xRTX3090-PCIe, 2x8xL40-PCIe-100G")
     parser.add_argument("--cfg", action="store_true", help="two branches in each evaluation")
     parser.add_argument("--batch", type=int, default=1, help="images or videos at once")
     parser.add_argument("--evaluations", type=int, default=28, help="of a run (default 28)")

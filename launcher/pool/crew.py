@@ -125,6 +125,7 @@ class Crew:
             machines=self._placement.machines,
             sharers=self._placement.sharers(rank),
             speeds=self._placement.speeds,
+            times_itself=self._placement.times_devices,
             meeting=net.meeting if net else None,
         )
 

@@ -24,12 +24,14 @@ class Device:
     """Names a device as the UI knows it: ``cuda:1``, ``cpu``, on another machine ``node1/cuda:1``.
     ``address`` is of a GPU of this machine: the value of ``variable`` with which a process sees
     that GPU alone. ``title``: its name as the driver has it, empty where that tells nothing.
+    ``flops_per_s`` as they were measured here; 0 where they were not.
     """
 
     name: str
     address: str = ""
     variable: str = CUDA_VARIABLE
     title: str = ""
+    flops_per_s: float = 0.0
 
     @property
     def machine(self) -> str:
@@ -62,6 +64,13 @@ class Placement:
         """
         own = self.layout.coordinates(rank)["pipefusion"], self.devices[rank]
         return sum((self.layout.coordinates(other)["pipefusion"], device) == own for other, device in enumerate(self.devices))
+
+    @property
+    def times_devices(self) -> bool:
+        """Returns whether ranks are to say how fast their devices are: those differ, and each rank
+        has one to itself.
+        """
+        return len({device.title for device in self.devices}) > 1 and len({*self.devices}) == len(self.devices)
 
     @property
     def other_machines(self) -> tuple[str, ...]:
@@ -140,11 +149,13 @@ def on_devices(layout: Layout, devices: tuple[Device, ...], backend: str = "auto
 
 
 def speeds_of(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Returns the speeds of devices as a placement has them, by the published figures of their
-    titles.
+    """Returns the speeds of devices as a placement has them: as measured where all were, else by
+    the published figures of their titles.
     """
     if len({device.title for device in devices}) == 1:
         return ()
+    if all(device.flops_per_s for device in devices):
+        return relative([device.flops_per_s for device in devices])
     from ...parallel_runtime.planner.here import speed_of
 
     return relative([speed_of(device.title) for device in devices])

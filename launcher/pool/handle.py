@@ -19,10 +19,17 @@ log = logging.getLogger("pipemesh")
 class PoolHandle:
     """Starts the pool of a placement when it is needed. Nodes pass it around in place of a pool."""
 
-    def __init__(self, placement: Placement, setup: RankSetup, before_start: Callable[[PoolHandle], None] = lambda handle: None):
+    def __init__(
+        self,
+        placement: Placement,
+        setup: RankSetup,
+        before_start: Callable[[PoolHandle], None] = lambda handle: None,
+        after_start: Callable[[WorkerPool], None] = lambda pool: None,
+    ):
         self.placement = placement
         self._setup = setup
         self._before_start = before_start
+        self._after_start = after_start
         self._pool: WorkerPool | None = None
         self._lock = threading.Lock()
 
@@ -57,6 +64,7 @@ class PoolHandle:
                 self._before_start(self)
                 pool = self._pool = WorkerPool(self.placement, self._setup)
                 pool.start(interrupted)
+                self._after_start(pool)
             return pool
         finally:
             self._lock.release()
@@ -71,17 +79,24 @@ class PoolHandle:
 class PoolKeeper:
     """Keeps every pool of this ComfyUI. One at a time may hold a device: starting another layout on
     it closes the first, and calls ``ended`` with the placements of both, the first one's before.
+    ``started`` is called with each pool that is up.
     """
 
-    def __init__(self, setup: RankSetup, ended: Callable[[Placement, Placement], None] = lambda old, new: None):
+    def __init__(
+        self,
+        setup: RankSetup,
+        ended: Callable[[Placement, Placement], None] = lambda old, new: None,
+        started: Callable[[WorkerPool], None] = lambda pool: None,
+    ):
         self._setup = setup
         self._ended = ended
+        self._started = started
         self._handles: dict[Placement, PoolHandle] = {}
         weakref.finalize(self, close_all, self._handles)
 
     def handle(self, placement: Placement) -> PoolHandle:
         if placement not in self._handles:
-            self._handles[placement] = PoolHandle(placement, self._setup, self._make_room)
+            self._handles[placement] = PoolHandle(placement, self._setup, self._make_room, self._started)
         return self._handles[placement]
 
     def handles(self) -> list[PoolHandle]:

@@ -25,12 +25,13 @@ Known = Literal["measured", "published", "plain"]
 @dataclass(frozen=True)
 class Seen:
     """The device of a rank: its title as the driver has it, and its memory. ``cores`` of a rank on
-    the CPU; 0 on a GPU.
+    the CPU; 0 on a GPU. ``flops_per_s`` of matrix products as measured; 0 where it was not.
     """
 
     title: str
     memory_bytes: int
     cores: int = 0
+    flops_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,25 @@ def box_here(seen: Sequence[Seen], staged: bool = False, measured: Speeds | None
     is_linked = all(ALL_LINKED.search(one.title) and not NOT_LINKED.search(one.title) for one in seen)
     link = "NVLink" if is_linked and "nvlink_gb_per_s" in figure and not staged else "PCIe"
     devices = tuple(replace(device(kind), memory_bytes=one.memory_bytes) for one, kind in zip(seen, kinds, strict=True))
+    devices = as_measured(devices, [one.flops_per_s for one in seen])
     name = f"{'+'.join(f'{count}x{kind}' for kind, count in counted.items())}-{link}"
     levels = tuple(links(figure, link, len(seen)))
     box = Box(name=name, devices=devices, levels=levels, host_bytes_per_s=pcie(figure["pcie"]), hop_s=figures()["hop"]["seconds"])
     if unknown:
         return Here(box, "plain", f"no figures of {', '.join(unknown)} are known, and those of {PLAIN_GPU} were taken")
     return Here(box, "published", f"by published figures of {name}")
+
+
+def as_measured(devices: tuple[Device, ...], flops_per_s: Sequence[float]) -> tuple[Device, ...]:
+    """Return the devices with speeds in the proportion that was measured, the fastest as it was; as
+    they are where one was not measured.
+    """
+    fastest = max(flops_per_s)
+    if min(flops_per_s) <= 0 or min(flops_per_s) == fastest:
+        return devices
+    whole = devices[flops_per_s.index(fastest)].matmul_flops_per_s
+    speeds = [whole * one / fastest for one in flops_per_s]
+    return tuple(replace(one, matmul_flops_per_s=own, attention_flops_per_s=own) for one, own in zip(devices, speeds, strict=True))
 
 
 def kind_of(title: str) -> str:

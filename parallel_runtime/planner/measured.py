@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -93,6 +94,27 @@ def this_machine() -> str:
     return f"{platform.processor() or platform.machine()}, {cores} cores, torch {torch.__version__}"
 
 
+def read_devices(file: Path) -> dict[str, float]:
+    """Return the FLOPs per second of GPUs, by their titles, that ranks have measured under this
+    torch.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        known = found["speeds"] if (found["version"], found["torch"]) == (VERSION, torch.__version__) else {}
+        return {str(title): float(speed) for title, speed in known.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def keep_devices(file: Path, found: Mapping[str, float]) -> None:
+    """Add GPUs that are not in the file. Those that are keep their speed, so that images stay the
+    same to the last bit: without the file all are measured anew.
+    """
+    known = read_devices(file)
+    if found.keys() - known.keys():
+        replace_with(file, {"version": VERSION, "torch": torch.__version__, "speeds": {**found, **known}})
+
+
 def read(file: Path, machine: str) -> dict[str, Speeds]:
     """Return the speeds that were measured on this machine, by model and ranks; empty where none
     were, or by another version.
@@ -107,8 +129,11 @@ def read(file: Path, machine: str) -> dict[str, Speeds]:
 
 
 def write(file: Path, machine: str, speeds: dict[str, Speeds]) -> None:
+    replace_with(file, {"version": VERSION, "machine": machine, "speeds": {name: asdict(one) for name, one in speeds.items()}})
+
+
+def replace_with(file: Path, found: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    found = {"version": VERSION, "machine": machine, "speeds": {name: asdict(one) for name, one in speeds.items()}}
     part = file.with_suffix(".part")
     part.write_text(json.dumps(found, indent=1), encoding="utf-8")
     part.replace(file)

@@ -30,6 +30,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     each rank's machine, 0 for ComfyUI's own; empty where that is the only one. Where there are
     several, ``meeting`` stands for the store. ``sharers``: the ranks of its stage on its device.
     ``speeds`` of all ranks' devices, in percent of the fastest; empty where they are alike.
+    ``times_itself``: the rank is to say how fast its device is.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sharers: int = 1
     meeting: Meeting | None = None
     speeds: tuple[int, ...] = ()
+    times_itself: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -143,13 +145,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answers Start: the rank has met the others and waits for requests.
 
     ``kernel``: that a ring's attention runs on, as a rule; empty without a ring.
-    ``refused_kernels``: a sentence for each that was found wrong.
+    ``refused_kernels``: a sentence for each that was found wrong. ``flops_per_s`` of its device,
+    where that was asked for; 0 elsewhere.
     """
 
     device_name: str
     memory: Memory
     kernel: str = ""
     refused_kernels: tuple[str, ...] = ()
+    flops_per_s: float = 0.0
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -60,6 +60,7 @@ def run(channel: Channel) -> None:
     from .arena_io import ArenaIO
     from .device_memory import DeviceMemory
     from .handler import RequestHandler
+    from .own_speed import flops_per_s
     from .rank_loop import RankLoop
 
     torch.set_num_threads(start.threads)
@@ -97,7 +98,9 @@ def run(channel: Channel) -> None:
     handler = RequestHandler(mesh, device, memory, ArenaIO(arena, device, machines), away, kernels, joining)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     kernel = usual(kernels, device) if layout.ring > 1 else ""
-    channel.send(Ready(device_name=name, memory=memory.now(), kernel=kernel, refused_kernels=kernels.refused))
+    speed = flops_per_s(device) if start.times_itself else 0.0
+    memory.empty_cache()
+    channel.send(Ready(device_name=name, memory=memory.now(), kernel=kernel, refused_kernels=kernels.refused, flops_per_s=speed))
     with contextlib.suppress(ChannelClosed):
         loop.serve(handler)
     if size > 1:
