@@ -174,7 +174,9 @@ class Costs:
         images = -(-self.job.batch // layout.data)
         held = sum(count * one.tokens * one.heads * one.head_dim for one, count in self.attended(stage).items())
         kept = 2 * held * expected.ITEM_BYTES // layout.ulysses * self.job.turns(self.layout) * (layout.pipefusion > 1)
-        return images * (self.job.whole.peak_bytes // self.sequence + buffers) + kept
+        shares = [tokens for first in messages.sequences(layout) if (tokens := self.shares(first).tokens)]
+        fewest = min((sum(tokens) / max(tokens) for tokens in shares), default=self.sequence)  # such ranks would have all tokens
+        return images * (int(self.job.whole.peak_bytes // fewest) + buffers) + kept
 
 
 def costs_of(job: Job, layout: Layout, box: Box) -> Costs:
