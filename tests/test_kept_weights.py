@@ -85,7 +85,7 @@ def test_offloaded_weights_are_stocks(files, clients, lora, monkeypatch):
 def half_of(real, stock):
     nbytes = sum(parameter.nbytes for parameter in stock.model.diffusion_model.parameters())
 
-    def kept_in(self, names, layout, memory):
+    def kept_in(self, names, layout, memory, parts=()):
         return real(self, names, layout, [Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0) for _ in memory])
 
     return kept_in
@@ -172,6 +172,19 @@ def test_the_first_way_that_fits_is_taken_and_says_why(request_, kept, why):
     keeping = asked(**request_)
     assert (keeping.kept, keeping.why) == (kept, why)
     assert keeping.budget == (int((request_["free"] - 1.5) * GIB) if kept == "offloaded" else 0)
+
+
+def test_each_stage_needs_room_for_the_blocks_that_it_has():
+    """Of devices of 24 and 12 GiB free, by their speeds, evenly, and the other way round."""
+    layout, memory = Layout(pipefusion=2), [Memory(24 * GIB, 24 * GIB, 0), Memory(12 * GIB, 12 * GIB, 0)]
+
+    def kept(*parts):
+        return WeightsWish("auto", FLUX).kept_in(("cuda:0", "cuda:1"), layout, memory, parts)
+
+    assert kept(2.0, 1.0).kept == "whole" and kept(38, 19) == kept(2.0, 1.0)
+    assert kept(2.0, 1.0).why == "each rank needs 8.7 GiB, and 10.5 GiB are free", "the tightest"
+    assert kept().kept == kept(1.0, 1.0).kept == kept(1.0, 2.0).kept == "offloaded"
+    assert kept().why == kept(1.0, 1.0).why == "each rank needs 12.5 GiB of weights, and 10.5 GiB are free"
 
 
 def test_the_report_says_how_weights_are_kept_and_why(files, clients):

@@ -4,6 +4,7 @@ as fits, the rest in the machine's memory.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,13 +48,15 @@ class ModelBytes:
         around = bytes_of(diffusion_model) - blocks
         return cls(around, blocks, sharing.shared - shared_blocks, shared_blocks, sharing.largest, sharing.two)
 
-    def whole(self, stages: int) -> int:
-        """Returns what each rank of a pipeline of so many stages holds."""
-        return self.around + self.blocks // stages
+    def whole(self, stages: float) -> int:
+        """Returns what each rank of a pipeline of so many stages holds. A stage with half of the
+        blocks is one of two, whatever the others have.
+        """
+        return self.around + int(self.blocks // stages)
 
-    def sharded(self, stages: int, ranks: int) -> int:
+    def sharded(self, stages: float, ranks: int) -> int:
         """Returns what each of a stage's ``ranks`` holds."""
-        shared = self.shared_around + self.shared_blocks // stages
+        shared = self.shared_around + int(self.shared_blocks // stages)
         return Sharing(self.whole(stages) - shared, shared, self.largest, self.two).held(ranks)
 
 
@@ -83,38 +86,46 @@ class WeightsWish:
     def depends_on_room(self) -> bool:
         return self.asked in ("auto", "offloaded")
 
-    def kept_in(self, names: Sequence[str], layout: Layout, memory: Sequence[Any]) -> Keeping:
+    def kept_in(self, names: Sequence[str], layout: Layout, memory: Sequence[Any], parts: Sequence[float] = ()) -> Keeping:
         """Takes what is asked for; for ``auto`` the first that fits beside other models, then in
-        their place. ``names``: each rank's device; ``memory`` of each, as it is now.
+        their place. ``names``: each rank's device; ``memory`` of each, as it is now. ``parts`` of
+        the blocks that stages have; empty: as many each.
 
         Ranks on one device share what is free there. Ranks of one of ``groups`` share weights out.
         """
-        sharers, stages, ranks = Counter(names), layout.pipefusion, layout.ulysses * layout.ring
+        sharers, ranks = Counter(names), layout.ulysses * layout.ring
+        stages = [sum(parts) / part for part in parts] or [layout.pipefusion] * layout.pipefusion
         if self.asked == "sharded" and ranks == 1:
             return Keeping("whole", "no other rank has the same blocks: raise ulysses or ring to share weights out")
         if not self.depends_on_room:
-            way, needed = self._ways(stages, ranks)[self.asked == "sharded"]
+            way, needed = self._ways(min(stages), ranks)[self.asked == "sharded"]
             return Keeping(way, "as chosen", needed)
-        beside = min(one.free // sharers[name] for one, name in zip(memory, names, strict=True)) - LEFT_FREE
-        alone = min((one.free + one.model) // sharers[name] for one, name in zip(memory, names, strict=True)) - LEFT_FREE
+        beside, alone = ([math.inf] * len(stages), [math.inf] * len(stages))
+        for rank, (one, name) in enumerate(zip(memory, names, strict=True)):
+            stage = layout.coordinates(rank)["pipefusion"]
+            beside[stage] = min(beside[stage], one.free // sharers[name] - LEFT_FREE)
+            alone[stage] = min(alone[stage], (one.free + one.model) // sharers[name] - LEFT_FREE)
         if self.asked == "offloaded":
-            return Keeping("offloaded", "as chosen", max(0, alone))
+            return Keeping("offloaded", "as chosen", int(max(0, min(alone))))
         if all(name.rpartition("/")[2] == "cpu" for name in names):
             return Keeping("whole", "ranks on the CPU map the checkpoint, one copy for all")
         return self._fitting(stages, ranks, beside, alone)
 
-    def _ways(self, stages: int, ranks: int) -> list[tuple[Kept, int]]:
+    def _ways(self, stages: float, ranks: int) -> list[tuple[Kept, int]]:
         """Returns the ways to keep all weights on the devices, and the bytes on each."""
         whole: tuple[Kept, int] = "whole", self.size.whole(stages)
         return [whole, ("sharded", self.size.sharded(stages, ranks))] if ranks > 1 else [whole]
 
-    def _fitting(self, stages: int, ranks: int, beside: int, alone: int) -> Keeping:
-        ways = self._ways(stages, ranks)
-        for room, where in ((beside, "are free"), (alone, "are free without other models")):
-            for way, needed in ways:
+    def _fitting(self, stages: Sequence[float], ranks: int, beside: Sequence[float], alone: Sequence[float]) -> Keeping:
+        """``beside`` and ``alone``: room of each stage; the tightest is told of."""
+        needed, room = 0.0, 0.0
+        for rooms, where in ((beside, "are free"), (alone, "are free without other models")):
+            for ways in zip(*(self._ways(one, ranks) for one in stages), strict=True):
+                room, needed = min(((there, own) for there, (_, own) in zip(rooms, ways, strict=True)), key=lambda pair: pair[0] - pair[1])
                 if needed <= room:
-                    return Keeping(way, f"each rank needs {gib(needed)}, and {gib(room)} {where}", needed)
-        return Keeping("offloaded", f"each rank needs {gib(ways[-1][1])} of weights, and {gib(alone)} are free", max(0, alone))
+                    most = max(own for _, own in ways)
+                    return Keeping(ways[0][0], f"each rank needs {gib(needed)}, and {gib(room)} {where}", most)
+        return Keeping("offloaded", f"each rank needs {gib(needed)} of weights, and {gib(room)} are free", int(max(0, min(alone))))
 
 
 WHOLE = WeightsWish("whole", ModelBytes())
@@ -124,5 +135,5 @@ def bytes_of(module: torch.nn.Module) -> int:
     return stored_bytes([*module.parameters(), *module.buffers()])
 
 
-def gib(nbytes: int) -> str:
+def gib(nbytes: float) -> str:
     return f"{max(0, nbytes) / 2**30:.1f} GiB"
