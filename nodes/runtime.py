@@ -238,9 +238,7 @@ def tell_of_restart(notices: Notices, is_chosen: Callable[[Placement], bool], ol
     move = "Where one workflow uses both, connect one pool to all samplers."
     if is_chosen(new):
         move = "It was chosen for what is sampled now: to keep one layout, set layout of PipeMesh Pool to by hand."
-    notices.tell(
-        f"Workers are started anew: {new.layout.equation()} needs the devices of {old.layout.equation()}. {move}", one_gpu=False
-    )
+    notices.tell(f"Workers are started anew: {new.layout.equation()} needs the devices of {old.layout.equation()}. {move}", one_gpu=False)
 
 
 def run_of(pool: RemotePool) -> Run | None:

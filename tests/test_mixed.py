@@ -249,7 +249,7 @@ def test_a_pair_of_unlike_devices_takes_what_both_can_do(layout):
     alone = predict(job, Layout(), box(1))[0].seconds
     shared = min(one.seconds for one in predict(job, layout, pair))
     assert 1.4 < alone / shared <= 1.5 + 1e-6
-    assert predict(job, layout, box(2))[0].seconds < shared
+    assert predict(job, layout, box(2))[0].seconds <= shared
 
 
 @settings(deadline=None)

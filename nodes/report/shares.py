@@ -26,10 +26,8 @@ def _of_tokens(placement: Placement) -> Iterator[str]:
         tokens = shares_of(layout.degrees(), rank, speeds).tokens
         own, most = speeds[rank], max(speeds[first : first + size])
         if tokens and own < most:
-            fastest = placement.devices[first + speeds[first : first + size].index(most)].name
-            yield (
-                f"{device.name} takes {_percent(tokens[rank - first], tokens)} of the tokens, as it is {most / own:.1f}x slower than {fastest}"
-            )
+            fastest, share = placement.devices[speeds.index(most, first)].name, _percent(tokens[rank - first], tokens)
+            yield f"{device.name} takes {share} of the tokens, as it is {most / own:.1f}x slower than {fastest}"
 
 
 def _of_stages(placement: Placement) -> Iterator[str]:
@@ -44,7 +42,8 @@ def _of_groups(placement: Placement) -> Iterator[str]:
     for group, speed in enumerate(speeds):
         if speed < max(speeds):
             names = ", ".join(dict.fromkeys(placement.devices[rank].name for rank in placement.layout.members(group)))
-            yield f"the group of {names} takes about {_percent(speed, speeds)} of prompts and images, being {max(speeds) / speed:.1f}x slower"
+            share, slower = _percent(speed, speeds), f"{max(speeds) / speed:.1f}x slower"
+            yield f"the group of {names} takes about {share} of prompts and images, being {slower}"
 
 
 def _percent(own: float, of: Sequence[float]) -> str:

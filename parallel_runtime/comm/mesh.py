@@ -65,9 +65,7 @@ class SequenceComm:
     the numbers that were given to ``join``.
     """
 
-    def __init__(
-        self, ulysses: Exchange, ring: Ring, world: Exchange, stop: StopFlag, device_type: str = "cpu", shares: Shares = EVEN
-    ):
+    def __init__(self, ulysses: Exchange, ring: Ring, world: Exchange, stop: StopFlag, device_type: str = "cpu", shares: Shares = EVEN):
         self.ulysses = ulysses
         self.ring = ring
         self.world = world

@@ -50,7 +50,7 @@ def shares_of(degrees: Mapping[str, int], rank: int, speeds: Sequence[int]) -> S
         min(stage[group * ulysses + place] / all_tokens for stage in stages for group, all_tokens in enumerate(groups))
         for place in range(ulysses)
     )
-    return Shares(*(() if len({*weights}) == 1 else weights for weights in (tokens, heads)))
+    return Shares(() if len({*tokens}) == 1 else tokens, () if len({*heads}) == 1 else heads)
 
 
 def stage_speeds(degrees: Mapping[str, int], speeds: Sequence[int]) -> tuple[float, ...]:

@@ -23,8 +23,8 @@ def make_method(model: nn.Module, plan: TokenPlan, mesh: Mesh, rank: Rank, stage
     """Return the method, detached. Under a pipeline the model has this stage's blocks alone from
     now on.
 
-    ``stages``: blocks of each stage; empty shares them out by the stages' speeds. ``kernels``: for attention to a part
-    of the keys. Raises Refused or LayoutError where the method cannot run this model.
+    ``stages``: blocks of each stage; empty shares them out by the stages' speeds. ``kernels``: for
+    attention to a part of the keys. Raises Refused or LayoutError where the method cannot run this model.
     """
     layout = Layout(**mesh.degrees)
     if not plan.blocks:

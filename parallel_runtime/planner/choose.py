@@ -66,8 +66,8 @@ class Plan:
 
 
 def plan(job: Job, box: Box, *, allows_approximate: bool = False, sizes: tuple[int, ...] = (), alone: Box | None = None) -> Plan:
-    """Predict every legal layout of 1, 2, 4, ... and of all devices, or of ``sizes``. ``alone``: the
-    box of one rank by itself, where that is another.
+    """Predict every legal layout of 1, 2, 4, ... and of all devices, or of ``sizes``. ``alone``:
+    the box of one rank by itself, where that is another.
     """
     rows = []
     for size in sizes or sizes_of(len(box.devices)):
