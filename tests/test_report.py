@@ -232,6 +232,7 @@ def test_scripts_that_read_the_report_find_every_figure_under_its_name():
         "conditioning_uploads": 7,
         "weights": [],
         "kernels": {"names": [], "refused": []},
+        "shares": [],
         "last_run": whole,
     }
     in_patches = pool(ring=1, in_patches=InPatches("free-running", 3, 2), busy=(0.5, 0.25), **UNKNOWN)

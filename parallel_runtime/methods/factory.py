@@ -24,7 +24,8 @@ def make_method(model: nn.Module, plan: TokenPlan, mesh: Mesh, rank: Rank, stage
     now on.
 
     ``stages``: blocks of each stage; empty shares them out by the stages' speeds. ``kernels``: for
-    attention to a part of the keys. Raises Refused or LayoutError where the method cannot run this model.
+    attention to a part of the keys. Raises Refused or LayoutError where the method cannot run this
+    model.
     """
     layout = Layout(**mesh.degrees)
     if not plan.blocks:
