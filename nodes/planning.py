@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import comfy.model_management
 import torch
@@ -32,7 +32,7 @@ from ..parallel_runtime.families import plan_or_whole
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
 from ..parallel_runtime.planner.figures import Whole
-from ..parallel_runtime.planner.here import Here, Seen, box_here
+from ..parallel_runtime.planner.here import Here, Known, Seen, box_here
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.keeping import Kept
 from ..parallel_runtime.planner.loaded import NotCounted, whole_of
@@ -89,7 +89,7 @@ class Asked:
 @dataclass(frozen=True)
 class Planned:
     """A choice of a layout. ``plan`` is None where nothing could be predicted, and ``why`` says why
-    not; else ``why`` says by which speeds.
+    not; else ``why`` says by which speeds, as do ``known``, in a word, and the name of the ``box``.
     """
 
     layout: Layout
@@ -97,6 +97,8 @@ class Planned:
     asked: str = ""
     plan: Plan | None = None
     warm_up: int = 1
+    known: Known | Literal[""] = ""
+    box: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -114,6 +116,14 @@ class Planned:
         """The way to keep weights that was predicted."""
         best = self.plan.best if self.plan is not None else None
         return best.prediction.kept if best is not None and best.prediction is not None else "whole"
+
+    @property
+    def alone_s(self) -> float | None:
+        """Predicted for the same on one device; None where it has no room, or plain figures stand
+        for the device's own.
+        """
+        alone = self.plan.alone() if self.plan is not None and self.known != "plain" else None
+        return alone.prediction.seconds if alone is not None and alone.prediction is not None else None
 
     @property
     def is_one_device(self) -> bool:
@@ -237,7 +247,7 @@ class Planning:
         if best is None or made.best is None:
             return Planned(placement.layout, "no layout has room", asked.text, made)
         self._made.append(Chosen(placement.devices, kind, best.layout, made.best.layout))
-        return Planned(made.best.layout, here.said, asked.text, made, job.warm_up)
+        return Planned(made.best.layout, here.said, asked.text, made, job.warm_up, here.known, here.box.name)
 
     def _job(self, model: BaseModel, asked: Asked) -> Job:
         evaluations = asked.evaluations

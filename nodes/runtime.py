@@ -35,8 +35,9 @@ from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
 from .planning import Asked, Planned, Planning, placement_of, provisional
 from .report.alone import times_as_long
-from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, last_run, plan_figures
+from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, foretold, last_run, plan_figures
 from .report.shares import shares_text
+from .report.text import plan_heads
 from .room import room_on_devices
 from .settings import AUTO, PLACED_BY, Choice, PoolSettings, how_many
 from .timing import StepTimes
@@ -85,7 +86,7 @@ class Runtime:
         self._fault = fault
         self._show = show
         self._pools: dict[Placement, RemotePool] = {}
-        self.planning = Planning(StepTimes(partial(predicted, self._pools)))
+        self.planning = Planning(StepTimes(lambda run: predicted(self._pools, self.planning.of(run), run)))
         told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
@@ -185,7 +186,7 @@ class Runtime:
         if placement.backend == "nccl":
             return None
         names = [f"{rank} {device.name}" for rank, device in enumerate(placement.devices)]
-        return draw_run(names, list(run.evaluations))
+        return draw_run(names, list(run.evaluations), plan_heads(plan_figures(self.planning.of(run), run)))
 
     def _placed(self, settings: PoolSettings) -> Placement:
         """Raises LayoutError."""
@@ -223,11 +224,14 @@ class Runtime:
             self._show(told.line)
 
 
-def predicted(pools: Mapping[Placement, RemotePool], run: Run) -> float | None:
-    """Return how many times as long one device would take for a run of these pools."""
+def predicted(pools: Mapping[Placement, RemotePool], planned: Planned | None, run: Run) -> float | None:
+    """Return how many times as long one device would take for a run of these pools: by what each
+    rank computed, else by what the planner predicted for one device.
+    """
     for placement, pool in list(pools.items()):
         if any(one is run for one in list(pool.runs.recent)):
-            return times_as_long(list(run.evaluations), placement)
+            longer = times_as_long(list(run.evaluations), placement)
+            return foretold(planned, run) if longer is None else longer
     return None
 
 

@@ -141,6 +141,7 @@ def test_a_unets_prompts_go_to_groups_without_a_node_in_the_graph(auto):
     assert runs(auto) > before
     plan = auto.get("/pipemesh/report")["plan"]
     assert plan["layout"] in ("cfg 2 = 2 ranks", "data 2 = 2 ranks") and plan["predicted_ms"]
+    assert auto.get("/pipemesh/status")["last_runs"][0]["plan"] == plan
     switch(auto, False)
     assert relative_error(ours, latent(auto, anew(nodes("unet_stock")))[0]) <= BOUND
 

@@ -5,6 +5,7 @@ ComfyUI's frontend can read; the help pages know every input and every message.
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -107,6 +108,8 @@ def words_of_the_status():
     from pipemesh.nodes.auto.switch import UNAVAILABLE
     from pipemesh.nodes.report.causes import SLOWED, WHY
     from pipemesh.parallel_runtime.client.session import ResidentState
+    from pipemesh.parallel_runtime.planner.choose import LOST
+    from pipemesh.parallel_runtime.planner.here import Known
     from pipemesh.parallel_runtime.wire.arena import PHASES
 
     return {
@@ -116,6 +119,8 @@ def words_of_the_status():
         "unavailable": [one for one in UNAVAILABLE if one != "host"],
         "state": ["starting", "ready", "busy", "failed", "closed"],
         "model": [state.name.lower() for state in ResidentState],
+        "lost": [*LOST],
+        "known": [*get_args(Known)],
     }
 
 

@@ -42,9 +42,9 @@ def evaluation(spans, patch):
     return Evaluation(0.1, 0.0, 0.0, 7, part=Part(1, 0, patch), spans=spans)
 
 
-def bars_of(image, row):
+def bars_of(image, row, above=0):
     """(colour, from, to) of every bar in a row, in seconds of the 13 that the picture spans."""
-    pixels = [image.getpixel((x, ROW * row + 8 + BAR // 2)) for x in range(bars_from(NAMES), WIDTH - MARGIN)]
+    pixels = [image.getpixel((x, above + ROW * row + 8 + BAR // 2)) for x in range(bars_from(NAMES), WIDTH - MARGIN)]
     ends = [(colour, len(list(run))) for colour, run in groupby(pixels)]
     at = list(accumulate((count for _, count in ends), initial=0))
     scale = 13 / (WIDTH - MARGIN - bars_from(NAMES))
@@ -58,6 +58,15 @@ def test_the_picture_has_a_bar_for_every_rank_and_patch_where_it_computed():
         drawn = bars_of(image, row)
         assert [bar[0] for bar in drawn] == [bar[0] for bar in bars]
         assert [bar[1:] for bar in drawn] == [pytest.approx(bar[1:], abs=0.05) for bar in bars]
+
+
+def test_lines_above_the_picture_move_its_bars_down_and_change_none():
+    run = [evaluation(spans, patch) for spans, patch in zip(RUN, [None, (7, 9, True)], strict=True)]
+    plain, told = draw_run(NAMES, run), draw_run(NAMES, run, ["pipefusion 2 = 2 ranks, predicted 10.0 ms", "not ulysses 2"])
+    above = told.height - plain.height
+    assert [bars_of(told, row, above) for row in (0, 1)] == [bars_of(plain, row) for row in (0, 1)]
+    for top, bottom in ((0, above // 2), (above // 2, above)):
+        assert told.crop((0, top, WIDTH, bottom)).convert("L").getextrema()[0] < 100, "a line is there"
 
 
 def test_there_is_a_picture_of_any_number_of_patches_and_none_of_a_run_without():

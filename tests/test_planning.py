@@ -2,7 +2,7 @@
 for the devices that are there, and the image is stock's own whatever is chosen.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +16,10 @@ from pipemesh.nodes.auto.sampling import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.planning import Asked, Planned, Planning, placed, provisional, rounded, seen
-from pipemesh.nodes.report.figures import plan_figures
-from pipemesh.nodes.report.text import plan_text
+from pipemesh.nodes.report.figures import foretold, plan_figures
+from pipemesh.nodes.report.text import plan_heads, plan_text
 from pipemesh.nodes.room import room_on_devices
+from pipemesh.nodes.runtime import predicted as longer_alone
 from pipemesh.nodes.runtime import tell_of_restart
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
@@ -28,7 +29,7 @@ from pipemesh.parallel_runtime.client.run import Evaluation, Run
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.choose import RUNNING, plan, with_running
+from pipemesh.parallel_runtime.planner.choose import LOST, RUNNING, plan, with_running
 from pipemesh.parallel_runtime.planner.cost import predict
 from pipemesh.parallel_runtime.planner.here import PLAIN_GPU, Here, Seen, box_here, kind_of
 from pipemesh.parallel_runtime.planner.job import Job
@@ -366,8 +367,33 @@ def test_the_report_says_why_a_layout_was_chosen_and_why_others_were_not():
     assert said[2].startswith("  predicted per evaluation: ") and said[2].endswith("4.00 times as fast as one device")
     assert said[3] == "  achieved: 500.0 ms", "groups compute both prompts at once"
     assert " ms more " in said[4] and said[-1].startswith("  and ")
+    heads = plan_heads(plan_figures(planned, ran))
+    assert heads[0].endswith(" ms, achieved 500.0 ms") and heads[1] == f"not {said[4].strip()}" and len(heads) == 3
+    assert plan_heads(None) == plan_heads(plan_figures(Planned(Layout(ulysses=2), "links are not known"))) == ()
     apart = replace(planned, layout=Layout(ulysses=4))
     assert plan_figures(apart, ran).achieved_ms == 1000.0
     assert plan_text(plan_figures(Planned(Layout(ulysses=2), "links are not known"))) == (
         "Layout taken: ulysses 2 = 2 ranks; nothing was predicted: links are not known"
     )
+
+
+def test_why_others_lose_is_told_in_words_that_every_language_has_a_text_for():
+    made = plan(Job(whole=FLUX, branches=2), box(4, flops=1e13, memory=25e9))
+    figures = plan_figures(Planned(made.best.layout, "", plan=made))
+    assert [one.english for one in figures.losers] == [f"{row.layout.product()}: {row.why}" for row in made.rows if row.why]
+    assert {"approximate"} < {one.word for one in figures.losers} <= LOST.keys()
+    assert asdict(figures)["losers"][0].keys() == {"layout", "predicted_ms", "word", "values"}
+    assert all((one.predicted_ms is None) == (one.word == "memory") for one in figures.losers)
+
+
+def test_where_ranks_cannot_be_timed_one_gpu_takes_what_the_planner_predicts_and_nothing_where_it_cannot():
+    """NCCL's messages run beside the clock that ranks look at."""
+    made = plan(Job(whole=FLUX), box(2, flops=1e13))
+    planned = Planned(Layout(ulysses=2), "", plan=made, known="published")
+    ran = Run(evaluations=[Evaluation(seconds, 0.0, 0.0, 0) for seconds in (9.0, 0.5, 0.5)], branches={"a": 0})
+    devices = tuple(Device(f"cuda:{index}") for index in range(2))
+    pools = {Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl"): SimpleNamespace(runs=SimpleNamespace(recent=[ran]))}
+    assert longer_alone(pools, planned, ran) == pytest.approx(made.alone().prediction.seconds / 0.5)
+    for unknown in (None, replace(planned, known="plain"), replace(planned, plan=None)):
+        assert longer_alone(pools, unknown, ran) is None
+    assert foretold(planned, Run()) is None and longer_alone(pools, planned, Run()) is None

@@ -18,11 +18,12 @@ from pipemesh.nodes.report.figures import (
     RankFigures,
     Report,
     RingKernels,
+    achieved_s,
     last_run,
 )
 from pipemesh.nodes.report.text import NO_POOL, report_text
 from pipemesh.nodes.timing import Speed
-from pipemesh.parallel_runtime.client.run import Evaluation
+from pipemesh.parallel_runtime.client.run import Evaluation, Run
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
@@ -195,6 +196,8 @@ def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed
     assert figures.step_ms_mean == pytest.approx(280.0)
     assert {name for name, value in asdict(figures).items() if value is None} == UNKNOWN.keys()
     assert last_run(7.0, "", [Evaluation(0.1, 0.0, 0.0, 0)], "gloo").in_patches is None
+    achieved = achieved_s(Run(evaluations=run, branches={"a": 0, "b": 1}), Layout(pipefusion=2))
+    assert achieved == pytest.approx(0.56), "of both branches"
 
 
 def test_the_share_of_communication_is_of_the_whole_run_and_unknown_under_nccl():

@@ -29,6 +29,8 @@ const STYLE = `
 .pipemesh button:focus-visible, .pipemesh summary:focus-visible { outline: 2px solid var(--p-primary-color, #2a78d6); outline-offset: 1px; }
 .pipemesh button:disabled { opacity: 0.5; cursor: default; }
 .pipemesh ul { margin: 4px 0; padding-left: 18px; }
+.pipemesh details { margin: 4px 0; }
+.pipemesh summary { cursor: pointer; }
 .pipemesh img { max-width: 100%; border-radius: 4px; }`;
 
 function make(tag, given = {}, ...children) {
@@ -161,6 +163,7 @@ class Panel {
       lines.push(make("p", { className: "quiet", text: t("not_timed") }));
     }
     lines.push(make("p", { text: run.title }));
+    lines.push(...this.plan(run.plan));
     for (const cause of pool?.why ?? []) lines.push(make("p", { className: "quiet", text: t(`why_${cause.word}`, cause.value) }));
     if (figures?.exchange_share !== null && figures?.exchange_share !== undefined) {
       const share = Math.round(100 * figures.exchange_share);
@@ -175,6 +178,35 @@ class Panel {
       lines.push(make("details", { "data-key": "timeline" }, make("summary", { text: t("timeline"), "data-key": "timeline-summary" }), picture));
     }
     return [make("h2", { text: t("last_run") }), make("div", { className: "card" }, ...lines)];
+  }
+
+  // Why the run had its layout, what was predicted and achieved, and why others lose; nothing where it was said by hand.
+  plan(plan) {
+    const { t } = this;
+    if (!plan) return [];
+    if (plan.predicted_ms === null) return [make("p", { className: "quiet", text: t("plan_taken", plan.layout, plan.why) })];
+    const ms = (number) => number.toFixed(number < 10 ? 2 : 1);
+    const lines = [
+      make("p", { text: t("plan_chosen", plan.layout, plan.known ? t(`known_${plan.known}`, plan.box) : plan.why) }),
+      make("p", { text: t("plan_predicted", ms(plan.predicted_ms)) }),
+    ];
+    if (plan.achieved_ms !== null) lines.push(make("p", { text: t("plan_achieved", ms(plan.achieved_ms)) }));
+    if (!plan.losers.length) return lines;
+    const slowest = Math.max(plan.predicted_ms, ...plan.losers.map((one) => one.predicted_ms ?? 0));
+    const row = (layout, predicted, why, kind) => [
+      make(
+        "div",
+        { className: "row" },
+        make("span", { text: layout }),
+        make("span", { className: "quiet", text: predicted === null ? "" : `${ms(predicted)} ms` })
+      ),
+      predicted === null ? "" : bar(`${layout} ${ms(predicted)} ms`, [[predicted / slowest, kind]]),
+      make("p", { className: "quiet", text: why }),
+    ];
+    const others = plan.losers.flatMap((one) => row(one.layout, one.predicted_ms, t(`lost_${one.word}`, ...one.values), "other"));
+    const summary = make("summary", { text: t("plan_losers", plan.losers.length), "data-key": "plan-summary" });
+    const all = [...row(plan.layout, plan.predicted_ms, t("plan_best"), ""), ...others].filter(Boolean);
+    return [...lines, make("details", { "data-key": "plan" }, summary, ...all)];
   }
 
   device(device) {

@@ -38,7 +38,7 @@ async function addList(node) {
   const here = (await answer.json()).devices;
   const entry = (one) => `${one.name} · ${one.title}, ${(one.total / 2 ** 30).toFixed(1)} GiB`;
   const choices = new Map([[t("all_devices"), AUTO], ...here.map((one) => [entry(one), one.name])]);
-  const values = [t("choose_devices"), ...choices.keys()]; // what it shows is one of them, or Nodes 2.0 takes it for a mistake
+  const values = [t("device_list"), ...choices.keys()]; // what it shows is one of them, or Nodes 2.0 takes it for a mistake
   const pick = node.addWidget("combo", PICK, values[0], undefined, { values, serialize: false });
   pick.label = t("choose_devices");
   pick.serialize = false;

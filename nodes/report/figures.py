@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from ...parallel_runtime.client.run import Evaluation, Run, submissions
+from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.occupancy import busy_shares
 from ...parallel_runtime.patches import Part
+from ...parallel_runtime.planner.choose import Loss, Row
 from ...parallel_runtime.schedule import held_to_schedule
 from ..notices import Notice
 from ..planning import Planned
@@ -109,21 +111,41 @@ class PoolFigures:
     last_run: LastRun | None = None
 
 
+@dataclass(frozen=True)
+class Loser:
+    """A layout that was not chosen, and why: ``word`` is one of the planner's ``LOST``, ``values``
+    go into its text. ``predicted_ms`` is None where it has no room.
+    """
+
+    layout: str
+    predicted_ms: float | None
+    word: str
+    values: tuple[str, ...] = ()
+
+    @property
+    def english(self) -> str:
+        return f"{self.layout}: {Loss(self.word, self.values).english}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanFigures:
     """Why a run's layout was chosen. ``why``: by which speeds, or why nothing was predicted;
-    ``predicted_ms`` of an evaluation of all prompts and images, and ``achieved_ms`` of it;
-    ``speedup`` predicted over one device. ``losers``: other layouts and what they lose, the best
-    first.
+    ``known`` the same in a word, empty where nothing was, and ``box`` the name of the devices.
+    ``predicted_ms`` of an evaluation of all prompts and images, ``achieved_ms`` of it, and
+    ``alone_ms`` predicted of it on one device; ``speedup`` predicted over one device. ``losers``:
+    other layouts, the best first.
     """
 
     layout: str
     asked: str
     why: str
+    known: str = ""
+    box: str = ""
     predicted_ms: float | None = None
     achieved_ms: float | None = None
+    alone_ms: float | None = None
     speedup: float | None = None
-    losers: tuple[str, ...] = ()
+    losers: tuple[Loser, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,26 +173,53 @@ class Report:
 
 
 def plan_figures(planned: Planned | None, run: Run | None = None) -> PlanFigures | None:
-    """Say why a layout was chosen for a run, and how long it took for what was predicted. The
-    groups of a pool, and its stages, compute all prompts of an evaluation at once.
-    """
+    """Say why a layout was chosen for a run, and how long it took for what was predicted."""
     if planned is None:
         return None
     rows = planned.plan.rows if planned.plan is not None else ()
-    timed = list(run.evaluations) if run is not None else []
-    at_once = planned.layout.groups > 1 or not timed
-    achieved = None
-    if timed and planned.layout.pipefusion == 1:
-        achieved = 1e3 * median(one.seconds for one in timed) * (1 if at_once else max(1, len(run.branches) if run else 1))
     return PlanFigures(
         layout=planned.layout.equation(),
         asked=planned.asked,
         why=planned.why,
-        predicted_ms=None if planned.seconds is None else 1e3 * planned.seconds,
-        achieved_ms=achieved,
+        known=planned.known,
+        box=planned.box,
+        predicted_ms=in_ms(planned.seconds),
+        achieved_ms=in_ms(achieved_s(run, planned.layout)) if run is not None else None,
+        alone_ms=in_ms(planned.alone_s),
         speedup=planned.speedup,
-        losers=tuple(f"{row.layout.product()}: {row.why}" for row in rows if row.why),
+        losers=tuple(loser(row, row.loss) for row in rows if row.loss is not None),
     )
+
+
+def loser(row: Row, loss: Loss) -> Loser:
+    return Loser(row.layout.product(), in_ms(row.prediction and row.prediction.seconds), loss.word, loss.values)
+
+
+def in_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def achieved_s(run: Run, layout: Layout) -> float | None:
+    """Return how long an evaluation of all prompts and images took. The groups of a pool compute
+    them at once; those of a pipeline overlap, so that only their mean over the run is known.
+    """
+    timed, branches = list(run.evaluations), max(1, len(run.branches))
+    parts = [(one, one.part) for one in timed if one.part is not None]
+    if parts:
+        return branches * in_patches(run.began_s, run.mode, parts, False, layout.pipefusion).step_ms_mean / 1e3
+    if not timed:
+        return None
+    return median(one.seconds for one in timed) * (1 if layout.groups > 1 else branches)
+
+
+def foretold(planned: Planned | None, run: Run) -> float | None:
+    """Return how many times as long as this run one device would take, by what was predicted of
+    it. None where nothing was.
+    """
+    figures = plan_figures(planned, run)
+    if figures is None or figures.alone_ms is None or not figures.achieved_ms:
+        return None
+    return figures.alone_ms / figures.achieved_ms
 
 
 def last_run(began_s: float, mode: str, evaluations: Sequence[Evaluation], backend: str, stages: int = 1) -> LastRun | None:

@@ -10,7 +10,7 @@ from ..timing import Speed
 from .causes import WAITED_FOR, slowed
 from .figures import InPatches, LastRun, PlanFigures, PoolFigures, RankFigures, Report, RingKernels
 
-SHOWN = 6  # layouts that were not chosen
+SHOWN, SHOWN_IN_PICTURE = 6, 2  # layouts that were not chosen
 NO_POOL = (
     "Nothing has been sampled by a pool yet: put PipeMesh Parallelize before the sampler, "
     "connect the sampler's LATENT to this node and run."
@@ -55,9 +55,18 @@ def plan_text(plan: PlanFigures) -> str:
     rows = [f"  predicted per evaluation: {plan.predicted_ms:.1f} ms{faster}"]
     if plan.achieved_ms is not None:
         rows.append(f"  achieved: {plan.achieved_ms:.1f} ms")
-    losers = [f"  {loser}" for loser in plan.losers[:SHOWN]]
+    losers = [f"  {loser.english}" for loser in plan.losers[:SHOWN]]
     more = [f"  and {len(plan.losers) - SHOWN} more"] if len(plan.losers) > SHOWN else []
     return "\n".join([f"Layout chosen: {plan.layout}, {plan.why}", f"  for {plan.asked}", *rows, *losers, *more])
+
+
+def plan_heads(plan: PlanFigures | None) -> tuple[str, ...]:
+    """Say the same in a few lines for the picture; none where nothing was predicted."""
+    if plan is None or plan.predicted_ms is None:
+        return ()
+    achieved = "" if plan.achieved_ms is None else f", achieved {plan.achieved_ms:.1f} ms"
+    losers = (f"not {loser.english}" for loser in plan.losers[:SHOWN_IN_PICTURE])
+    return f"{plan.layout}, predicted per evaluation {plan.predicted_ms:.1f} ms{achieved}", *losers
 
 
 def unused_text(pool: Placement) -> str:

@@ -16,7 +16,7 @@ from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.client.run import Run
 from ..auto.sampling import Auto
 from ..report.causes import slowed, why_layout
-from ..report.figures import RankFigures, last_run
+from ..report.figures import RankFigures, last_run, plan_figures
 from ..runtime import Runtime, kept_weights, rank_figures
 from .figures import AutoStatus, DeviceStatus, ModelStatus, PoolStatus, RunStatus, Status
 
@@ -70,6 +70,7 @@ def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run)
         figures=figures,
         speed=runtime.times.speed_of(run),
         slowed=slowed([device.name for device in placement.devices], kept_weights(pool), figures) if figures else (),
+        plan=plan_figures(runtime.planning.of(run), run),
     )
 
 

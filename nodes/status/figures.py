@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..notices import Notice
 from ..report.causes import Cause
-from ..report.figures import LastRun, RankFigures
+from ..report.figures import LastRun, PlanFigures, RankFigures
 from ..timing import Speed
 
 
@@ -64,7 +64,8 @@ class PoolStatus:
 class RunStatus:
     """``began`` and ``ended``: seconds since 1970; ``ended`` is None while it goes on. ``figures``
     are None before its first evaluation, ``speed`` before its second step. ``slowed``: what kept
-    it from being faster.
+    it from being faster. ``plan``: why its layout was chosen; None while it goes on, and where the
+    layout was chosen by hand.
     """
 
     pool: str
@@ -75,6 +76,7 @@ class RunStatus:
     figures: LastRun | None
     speed: Speed | None = None
     slowed: tuple[Cause, ...] = ()
+    plan: PlanFigures | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

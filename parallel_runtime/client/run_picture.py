@@ -13,13 +13,14 @@ from .run import Evaluation
 
 WIDTH, ROW, BAR, MARGIN, FOOT = 1000, 44, 30, 10, 48
 FONT, LEGEND = 22, 118  # a node shows it at less than half its size
+HEAD_FONT, HEAD_LINE = 19, 26
 WHITE, INK, WHOLE = "#ffffff", "#222222", "#8a8f98"
 PATCHES = ("#2a78d6", "#e8833a", "#3a9d5d", "#b04ac0", "#c9a227", "#1fa3a3")
 
 
-def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.Image | None:
+def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation], head: Sequence[str] = ()) -> Image.Image | None:
     """Draw a row for each rank and in it a bar for each patch, at the times when the rank computed
-    it. None if the run was not sampled in patches.
+    it, below the lines of ``head``. None if the run was not sampled in patches.
     """
     parts = [one.part for one in evaluations if one.part is not None]
     if not parts:
@@ -31,10 +32,13 @@ def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.I
     scale = (WIDTH - MARGIN - first) / (end - begin)
     starts = sorted({part.patch[0] for part in parts if part.patch})
     colours = {start: PATCHES[index % len(PATCHES)] for index, start in enumerate(starts)}
-    image = Image.new("RGB", (WIDTH, ROW * len(names) + FOOT), WHITE)
+    above = HEAD_LINE * len(head)
+    image = Image.new("RGB", (WIDTH, above + ROW * len(names) + FOOT), WHITE)
     draw = ImageDraw.Draw(image)
+    for number, line in enumerate(head):
+        draw.text((MARGIN, HEAD_LINE * (number + 0.5)), line, INK, ImageFont.load_default(HEAD_FONT), anchor="lm")
     for row, name in enumerate(names):
-        top = ROW * row + 8
+        top = above + ROW * row + 8
         draw.text((MARGIN, top + BAR / 2), name, INK, font, anchor="lm")
         for one, part in zip(evaluations, parts, strict=True):
             if row not in one.spans:

@@ -22,21 +22,42 @@ CAUSES = {  # part of a prediction -> how a loser's reason calls it
     "pipeline": "of warm-up, and of patches that wait for their own output",
     "hop": "on the way to the pool and back",
 }
-
-
 RUNNING = "it saves less in this run than starting its ranks takes"
 RUNNING_AGAIN = "it saves less in this run than starting its ranks takes, and those of now again for what else is sampled"
+LOST = {  # word of a loss -> its text
+    "memory": "memory: {} on each rank, and {} are there",
+    "approximate": f"approximate: {APPROXIMATE} is not allowed",
+    "running": RUNNING,
+    "running_again": RUNNING_AGAIN,
+    **{name: "{} ms more " + cause for name, cause in CAUSES.items()},
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a layout is not chosen. ``word``: of ``LOST``; ``values``: what goes into its text."""
+
+    word: str
+    values: tuple[str, ...] = ()
+
+    @property
+    def english(self) -> str:
+        return LOST[self.word].format(*self.values)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its prediction, None where it has no room. ``why`` it loses; empty for the
-    best.
+    """A layout with its prediction, None where it has no room. ``loss``: why it loses, None for the
+    best; ``why`` is its text, or empty.
     """
 
     layout: Layout
     prediction: Prediction | None
-    why: str = ""
+    loss: Loss | None = None
+
+    @property
+    def why(self) -> str:
+        return "" if self.loss is None else self.loss.english
 
     @property
     def is_approximate(self) -> bool:
@@ -115,8 +136,8 @@ def with_running(
     quickest = min(ways, key=lambda one: one.seconds, default=None)
     if quickest is None or (quickest.seconds - best.prediction.seconds) * job.evaluations > START_S * (1 + is_wanted_again):
         return made
-    why = RUNNING_AGAIN if is_wanted_again else RUNNING
-    others = [replace(row, why=row.why or why) for row in made.rows if row.layout != running]
+    loss = Loss("running_again" if is_wanted_again else "running")
+    others = [replace(row, loss=row.loss or loss) for row in made.rows if row.layout != running]
     return Plan((Row(running, replace(quickest, layout=running)), *others))
 
 
@@ -125,19 +146,19 @@ def fastest(predictions: list[Prediction]) -> Prediction | None:
     return min(predictions, key=lambda one: (one.seconds, one.layout.world_size, sum(one.sent_bytes.values())), default=None)
 
 
-def reason(job: Job, box: Box, one: Prediction | None, layout: Layout, chosen: Prediction | None, allows_approximate: bool) -> str:
+def reason(job: Job, box: Box, one: Prediction | None, layout: Layout, chosen: Prediction | None, allows_approximate: bool) -> Loss | None:
+    """Return why a layout is not the chosen one; None where it is."""
     if one is None:
-        needed, there = bytes_needed(job, layout, box)
-        return f"memory: {gib(needed)} on each rank, and {gib(there)} are there"
+        return Loss("memory", tuple(map(gib, bytes_needed(job, layout, box))))
     if one is chosen:
-        return ""
+        return None
     if layout.degrees()[APPROXIMATE] > 1 and not allows_approximate:
-        return f"approximate: {APPROXIMATE} is not allowed"
+        return Loss("approximate")
     if chosen is None:
-        return ""
+        return None
     more = {name: seconds - chosen.parts.get(name, 0.0) for name, seconds in one.parts.items()}
     worst = max(more, key=more.__getitem__)
-    return f"{1e3 * more[worst]:.1f} ms more {CAUSES[worst]}"
+    return Loss(worst, (f"{1e3 * more[worst]:.1f}",))
 
 
 def _order(row: Row) -> tuple[bool, bool, float]:
