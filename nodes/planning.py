@@ -28,6 +28,7 @@ from ..parallel_runtime.client.remote_patcher import Patching, Remote
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.comfy_bridge.quantised import stored_bytes
 from ..parallel_runtime.comfy_bridge.rows import tensors_in
+from ..parallel_runtime.comfy_bridge.source import file_of
 from ..parallel_runtime.families import plan_or_whole
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
@@ -37,6 +38,9 @@ from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.keeping import Kept
 from ..parallel_runtime.planner.loaded import NotCounted, whole_of
 from ..parallel_runtime.planner.measured import Speeds, keep_devices, read, read_devices, this_machine
+from ..parallel_runtime.planner.redundancy import FOLDER as REDUNDANCY
+from ..parallel_runtime.planner.redundancy import WarmUp, warm_up_of
+from ..parallel_runtime.planner.redundancy import read as read_redundancy
 from .settings import Choice
 from .timing import StepTimes
 
@@ -44,20 +48,21 @@ log = logging.getLogger("pipemesh")
 SPEEDS, DEVICES = "speeds.json", "devices.json"  # in the cache folder
 TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept
-EVALUATIONS_PER_WARM_UP = 20
+NO_STAGES = WarmUp()
 KEEPS: dict[str, tuple[Kept, ...]] = {"whole": ("whole",), "offloaded": ("whole", "offloaded")}  # as weights are asked for; else all ways
 AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is about to be sampled: a latent (B, C, ...), its conds of every evaluation, and how
-    many evaluations there are, at one a step.
+    """What is about to be sampled: a latent (B, C, ...), its conds of every evaluation, how many
+    evaluations there are, at one a step, and the ``file`` of the model; empty if there is none.
     """
 
     shape: tuple[int, ...]
     conds: tuple[Mapping[str, Any], ...]
     evaluations: int
+    file: str = ""
 
     @classmethod
     def of(cls, guider: Any, noise: Any, sigmas: Any) -> Asked:
@@ -71,7 +76,7 @@ class Asked:
         found = tuple(one for several in conds.values() for one in several)
         if not found or sigmas is None or len(sigmas) < 2:
             raise NotCounted("there is nothing to evaluate")
-        return cls(tuple(noise.shape), found, len(sigmas) - 1)
+        return cls(tuple(noise.shape), found, len(sigmas) - 1, file_of(getattr(guider, "model_patcher", None)))
 
     @property
     def text(self) -> str:
@@ -96,7 +101,7 @@ class Planned:
     why: str
     asked: str = ""
     plan: Plan | None = None
-    warm_up: int = 1
+    warm_up: WarmUp = NO_STAGES
     known: Known | Literal[""] = ""
     box: str = ""
 
@@ -143,7 +148,7 @@ class Chosen(NamedTuple):
 
 class Planning:
     """Chooses layouts, and remembers what it chose. ``speeds``: the file with speeds that were
-    measured on this machine.
+    measured on this machine; what else was measured lies beside it.
     """
 
     def __init__(
@@ -235,9 +240,11 @@ class Planning:
             raise NotCounted("links between machines are not known")
         if choice.weights == "sharded":
             raise NotCounted("weights are asked for as sharded, over all ranks of one sequence")
-        job = replace(self._job(model, asked), keeps=KEEPS.get(choice.weights, Job.keeps))
         here = self._here(placement, type(model.diffusion_model), room)
         approximate = self._may_be_approximate(model, choice)
+        measured = read_redundancy(self._speeds.with_name(REDUNDANCY), asked.file) if approximate else ()
+        warm_up = warm_up_of(measured, asked.evaluations) if approximate else NO_STAGES
+        job = replace(self._job(model, asked, warm_up), keeps=KEEPS.get(choice.weights, Job.keeps))
         made = plan(job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here), alone=here.alone)
         kind = type(model), asked.shape, len(asked.conds), asked.evaluations
         wanted = {one.best for one in self._made if one.devices == placement.devices and one.kind != kind}
@@ -247,13 +254,12 @@ class Planning:
         if best is None or made.best is None:
             return Planned(placement.layout, "no layout has room", asked.text, made)
         self._made.append(Chosen(placement.devices, kind, best.layout, made.best.layout))
-        return Planned(made.best.layout, here.said, asked.text, made, job.warm_up, here.known, here.box.name)
+        return Planned(made.best.layout, here.said, asked.text, made, warm_up, here.known, here.box.name)
 
-    def _job(self, model: BaseModel, asked: Asked) -> Job:
-        evaluations = asked.evaluations
+    def _job(self, model: BaseModel, asked: Asked, warm_up: WarmUp) -> Job:
         whole = self._whole(model, rounded(asked.longest), (1, *asked.shape[1:]))
-        warm_up = max(1, evaluations // EVALUATIONS_PER_WARM_UP)
-        return Job(whole=whole, evaluations=evaluations, branches=len(asked.conds), batch=asked.shape[0], warm_up=warm_up)
+        branches, batch = len(asked.conds), asked.shape[0]
+        return Job(whole=whole, evaluations=asked.evaluations, branches=branches, batch=batch, warm_up=warm_up.evaluations)
 
     def _whole(self, model: BaseModel, cond: Mapping[str, Any], shape: tuple[int, ...]) -> Whole:
         """Count an evaluation once for each model and size. Raises NotCounted."""
@@ -339,7 +345,7 @@ def placed(choice: Choice, planned: Planned) -> Choice:
     that was left open and whole ones have no room.
     """
     layout, weights = planned.layout, choice.weights
-    patching = Patching(layout.pipefusion + 1, planned.warm_up) if layout.pipefusion > 1 else None
+    patching = Patching(layout.pipefusion + 1, planned.warm_up.evaluations) if layout.pipefusion > 1 else None
     if weights == "auto" and planned.kept != "whole":
         weights = planned.kept
     return replace(choice, placement=placement_of(choice, layout), patching=patching, is_open=False, weights=weights)

@@ -2,6 +2,7 @@
 for the devices that are there, and the image is stock's own whatever is chosen.
 """
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from pipemesh.parallel_runtime.planner.here import PLAIN_GPU, Here, Seen, box_he
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.loaded import NotCounted, whole_of
 from pipemesh.parallel_runtime.planner.measured import Speeds, this_machine, write
+from pipemesh.parallel_runtime.planner.redundancy import FOLDER, digest_of
 from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .bounds import assert_same
@@ -49,8 +51,8 @@ OPEN = Choice(place(Layout(ulysses=2), "cpu", "auto", ()), is_open=True)
 PROMPT = {"cross_attn": torch.zeros(1, 13, 64), "pooled_output": torch.zeros(1, 32)}
 
 
-def planning(count=lambda *_: FLUX):
-    return Planning(StepTimes(), NOWHERE, count)
+def planning(count=lambda *_: FLUX, speeds=NOWHERE):
+    return Planning(StepTimes(), speeds, count)
 
 
 def asked(branches=1, batch=1, evaluations=20):
@@ -139,18 +141,46 @@ def test_an_evaluation_is_counted_once_for_each_size():
     assert counted == [(1, 16, 8, 10)]
 
 
-def test_stages_are_chosen_where_they_may_be_and_the_model_has_some(monkeypatch):
+@pytest.fixture
+def slow_links(monkeypatch):
+    """Two GPUs that are faster as stages; returns an open choice of them."""
     slow = replace(box_here([Seen("NVIDIA L40", 48 << 30)] * 2), box=box(2, port=1e9, flops=1e14))
     monkeypatch.setattr(Planning, "_here", lambda *_: replace(slow, known="published"))
     devices = tuple(Device(f"cuda:{index}") for index in range(2))
-    choice = Choice(Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl"), allows_approximate=True, is_open=True)
-    model = stock_model(5).model
+    return Choice(Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl"), allows_approximate=True, is_open=True)
+
+
+def test_stages_are_chosen_where_they_may_be_and_the_model_has_some(slow_links):
+    choice, model = slow_links, stock_model(5).model
     chosen = planning().choose(model, choice, asked(evaluations=40), ())
     own = placed(choice, chosen)
     assert (own.placement.layout, own.patching.patches, own.patching.warm_up) == (Layout(pipefusion=2), 3, 2)
     exact = planning().choose(model, replace(choice, allows_approximate=False), asked(), ())
     assert not exact.plan.best.is_approximate
     assert planning().choose(unet().model, choice, asked(), ()).layout.pipefusion == 1
+
+
+def test_a_warm_up_lasts_as_long_as_the_models_blocks_were_measured_to_need_it(slow_links, tmp_path):
+    model = stock_model(5)
+    model.cached_patcher_init = (None, (str(tmp_path / "model.safetensors"),))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    sampled, noise, _ = guider(1.0, model=model)
+
+    def chosen():
+        asked = Asked.of(sampled, noise, torch.linspace(1, 0, 41))
+        return planning(speeds=tmp_path / "speeds.json").choose(model.model, slow_links, lambda: asked, ())
+
+    by_rule = chosen()
+    assert by_rule.warm_up.evaluations == 2 and "(warm-up): 2, one in 20" in plan_text(plan_figures(by_rule))
+    stored = tmp_path / FOLDER / f"model-{digest_of(tmp_path / 'model.safetensors')}-euler-20.json"
+    stored.parent.mkdir()
+    stored.write_text(json.dumps({"changes": {"blocks.0": [0.9] * 3 + [0.1] * 16}}))
+    measured = chosen()
+    assert placed(slow_links, measured).patching.warm_up == 8, "four evaluations of twenty"
+    assert "(warm-up): 8, until its blocks change little, as measured over 20" in plan_text(plan_figures(measured))
+    assert measured.seconds > by_rule.seconds, "a longer one is predicted as slower"
+    (tmp_path / "model.safetensors").write_bytes(b"others!")
+    assert chosen().warm_up == by_rule.warm_up, "another model under that name"
 
 
 def test_ranks_that_are_up_stay_unless_another_layout_saves_more_than_its_start():

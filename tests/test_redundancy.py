@@ -4,7 +4,7 @@ import pytest
 import torch
 from pipemesh.launcher.commands import redundancy
 from pipemesh.launcher.pictures.files import ASSETS, MODEL
-from pipemesh.parallel_runtime.planner.redundancy import Redundancy, warm_up_for
+from pipemesh.parallel_runtime.planner.redundancy import Redundancy, digest_of, read, warm_up_for, warm_up_of
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,32 @@ from pipemesh.parallel_runtime.planner.redundancy import Redundancy, warm_up_for
 )
 def test_the_warm_up_lasts_until_blocks_change_as_little_as_they_usually_do(changes, warm_up):
     assert warm_up_for(Redundancy({"one": changes, "other": [value / 2 for value in changes]})) == warm_up
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "warm_up"),
+    [(20, 4), (28, 6), (5, 3), (4, 2), (1, 1), (200, 40)],
+)
+def test_a_run_gets_the_share_that_was_measured_over_the_nearest_number_of_evaluations(evaluations, warm_up):
+    slow, quick = ([0.9] * (first - 1) + [0.1] * (20 - first) for first in (4, 2))
+    found = [Redundancy({"one": values}) for values in (quick, slow, [0.9, 0.1, 0.1])]
+    chosen = warm_up_of(found, evaluations)
+    assert chosen.evaluations == warm_up and "measured over " in chosen.why
+    assert [warm_up_of([], many).evaluations for many in (1, 20, 28, 40)] == [1, 1, 1, 2]
+
+
+def test_what_was_stored_of_a_model_is_found_by_its_content_wherever_its_file_lies(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPEMESH_CACHE", str(tmp_path / "cache"))
+    file, moved, other = (tmp_path / f"{name}.safetensors" for name in ("model", "moved", "model2"))
+    file.write_bytes(bytes(3 << 20))
+    other.write_bytes(bytes((3 << 20) - 1) + b"1")
+    stored = redundancy.store(Redundancy({"one": [0.4, 0.1]}), file, redundancy.parse([str(file), "--steps", "3"]))
+    file.rename(moved)
+    assert read(stored.parent, str(moved)) == [Redundancy({"one": [0.4, 0.1]})]
+    assert read(stored.parent, str(other)) == read(stored.parent, "") == read(tmp_path / "nowhere", str(moved)) == []
+    stored.write_text("{}")
+    assert read(stored.parent, str(moved)) == []
+    assert digest_of(other) != digest_of(moved)
 
 
 def test_each_block_of_the_trained_model_has_a_change_for_every_evaluation_but_the_first():

@@ -5,7 +5,6 @@ evaluation to the next, as a table and a heat map, and the warm-up that PipeFusi
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from ...parallel_runtime.methods.blocks import blocks_of
-from ...parallel_runtime.planner.redundancy import Redundancy, warm_up_for
+from ...parallel_runtime.planner.redundancy import FOLDER, Redundancy, digest_of, warm_up_for
 from ..comfyui.find import ComfyInstall
 from ..comfyui.install import LaunchError, cache_folder
 from ..demo_nodes.captions import conditioning
@@ -154,15 +153,15 @@ def heat_map(found: Redundancy) -> Image.Image:
 
 
 def store(found: Redundancy, file: Path, options: argparse.Namespace) -> Path:
-    """Write table and heat map into the cache folder, under the name of the model's content."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        for part in iter(lambda: stream.read(1 << 20), b""):
-            digest.update(part)
-    folder = cache_folder(os.environ) / "redundancy"
+    """Write table and heat map into the cache folder, under a digest of the model's content, where
+    the planner finds them.
+    """
+    folder = cache_folder(os.environ) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    stored = folder / f"{file.stem}-{digest.hexdigest()[:12]}-{options.sampler}-{options.steps}.json"
+    stored = folder / f"{file.stem}-{digest_of(file)}-{options.sampler}-{options.steps}.json"
     heat_map(found).save(stored.with_suffix(".png"))
     about = {"model": file.name, "sampler": options.sampler, "steps": options.steps, "warm_up": warm_up_for(found)}
-    stored.write_text(json.dumps({**about, "changes": found.changes}))
+    part = stored.with_suffix(".part")
+    part.write_text(json.dumps({**about, "changes": found.changes}), encoding="utf-8")
+    part.replace(stored)
     return stored

@@ -132,8 +132,9 @@ class PlanFigures:
     """Why a run's layout was chosen. ``why``: by which speeds, or why nothing was predicted;
     ``known`` the same in a word, empty where nothing was, and ``box`` the name of the devices.
     ``predicted_ms`` of an evaluation of all prompts and images, ``achieved_ms`` of it, and
-    ``alone_ms`` predicted of it on one device; ``speedup`` predicted over one device. ``losers``:
-    other layouts, the best first.
+    ``alone_ms`` predicted of it on one device; ``speedup`` predicted over one device. ``warm_up``
+    of stages, and why it is as long; empty without stages. ``losers``: other layouts, the best
+    first.
     """
 
     layout: str
@@ -145,6 +146,7 @@ class PlanFigures:
     achieved_ms: float | None = None
     alone_ms: float | None = None
     speedup: float | None = None
+    warm_up: str = ""
     losers: tuple[Loser, ...] = ()
 
 
@@ -187,6 +189,7 @@ def plan_figures(planned: Planned | None, run: Run | None = None) -> PlanFigures
         achieved_ms=in_ms(achieved_s(run, planned.layout)) if run is not None else None,
         alone_ms=in_ms(planned.alone_s),
         speedup=planned.speedup,
+        warm_up=f"{planned.warm_up.evaluations}, {planned.warm_up.why}" if planned.layout.pipefusion > 1 and planned.warm_up.why else "",
         losers=tuple(loser(row, row.loss) for row in rows if row.loss is not None),
     )
 

@@ -62,6 +62,13 @@ class Source:
         return {"factory": self.factory, "args": self.args, "index": self.index, "file": self.file, "dtypes": self.dtypes}
 
 
+def file_of(patcher: Any) -> str:
+    """In the UI: the path of the file that a loader read a MODEL from; empty where none is known."""
+    init = getattr(patcher, "cached_patcher_init", None)
+    files = (arg for arg in (init[1] if init is not None else ()) if isinstance(arg, str) and arg.lower().endswith(CHECKPOINT_SUFFIXES))
+    return next(files, "")
+
+
 def describe_source(patcher: Any) -> Source:
     """In the UI: the source of a stock MODEL. Raises ModelError when the checkpoint is gone,
     Refused for a model that no rank can rebuild.
@@ -70,8 +77,8 @@ def describe_source(patcher: Any) -> Source:
     if init is not None:
         factory, args = init[0], tuple(init[1])
         if factory.__module__.startswith("comfy.") and is_plain(list(args)):
-            files = [arg for arg in args if isinstance(arg, str) and arg.lower().endswith(CHECKPOINT_SUFFIXES)]
-            file = stat_file(files[0]) if files else None
+            path = file_of(patcher)
+            file = stat_file(path) if path else None
             name, index = f"{factory.__module__}:{factory.__qualname__}", init[2] if len(init) > 2 else None
             dtypes = resolved_dtypes(patcher.model.model_config)
             identity = encode_tree([name, list(args), index, file and file[:3], dtypes], _no_tensor)  # some mounts number their files anew
