@@ -3,34 +3,46 @@ from stock's of the same captions and seeds, and how many words of a caption the
 
 Everything is sampled by ComfyUI's own samplers on the single-process reference: stages cannot
 change a result. The cells of the default settings are sampled by a real pool as well. Legend of a
-cell: patches, warm-up evaluations, steps, sampler.
+cell: patches, warm-up evaluations, steps, sampler; n of its figures: pictures.
+
+The product takes long, so all of it has few pictures before any of it has more.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..launcher.demo_nodes.captions import conditioning
+from ..launcher.pictures.autoencoder import CELL
 from ..launcher.pictures.files import ASSETS, MODEL, VAE
 from ..launcher.pictures.scenes import scenes_by_chance
+from .curves import Panel, draw_panels
 from .figures import Figure, Goal, Options, estimate, exactly
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from ..launcher.comfyui.find import ComfyInstall
 
 PATCHES, WARM_UPS, STEPS = (2, 4, 8), (1, 2, 4), (4, 8, 20, 28)
 SAMPLERS = ("euler", "dpmpp_2m", "heun", "dpmpp_2m_sde")
 CFG, SCHEDULER = 3.0, "simple"
-SCENES_SEED, BATCH, LATENT = 777, 32, (16, 16, 16)
+SCENES_SEED, LATENT = 777, (16, 16, 16)
+FIRST, BATCH = (8, 32), 32  # pictures: of all cells before any has more; of a batch, once there are as many
 CLASSIFIED_SET, SET_SEED = 2048, 555
 PROMPTS = 64
 LEAST_PSNR, LEAST_WORDS, LOST_WORDS = 25.0, 0.9, 0.01
+EQUAL = 99.0  # decibels that stand for infinitely many
+CURVES = "psnr.png"
 POOLS = {"ulysses=2": {"ulysses": 2}, "stages=2": {"ulysses": 1, "pipefusion": 2}}
 
 
@@ -56,41 +68,64 @@ class Cell:
     def stock(self) -> Cell:
         return Cell(1, 0, self.steps, self.sampler)
 
+    @property
+    def evaluations(self) -> int:
+        return 2 * self.steps - 1 if self.sampler == "heun" else self.steps
+
 
 AT_GOAL = Cell(4, 2, 28, "euler")
 DEFAULT = Cell(3, 1, 20, "euler")  # of two stages
 DEFAULTS = (replace(DEFAULT.stock, pool="ulysses=2"), DEFAULT, replace(DEFAULT, pool="stages=2"))
+WITH_GOALS = (AT_GOAL, *DEFAULTS)
 
 
 def cells(only: Sequence[str]) -> Iterator[Cell]:
-    """Return the product, or those that have all words of ``only``, such as ``patches=4``; the ones
-    that have goals first.
+    """Return the product but for what is all warm-up, or those that have all words of ``only``,
+    such as ``patches=4``; the ones that have goals first.
     """
     product = (Cell(patches, warm_up, *rest) for *rest, patches, warm_up in itertools.product(STEPS, SAMPLERS, PATCHES, WARM_UPS))
     by_sampler = sorted(product, key=lambda cell: SAMPLERS.index(cell.sampler))
-    for cell in dict.fromkeys((AT_GOAL, *DEFAULTS, *by_sampler)):
-        if set(only) <= set(str(cell).split()) and cell.warm_up < cell.steps:
+    for cell in dict.fromkeys((*WITH_GOALS, *by_sampler)):
+        if set(only) <= set(str(cell).split()) and cell.warm_up < cell.evaluations:
             yield cell
+
+
+def rounds(only: Sequence[str], prompts: int) -> Iterator[tuple[Cell, int]]:
+    """Return cells, and how many pictures each is to have then: those that have goals all at once,
+    then all others few, then more.
+    """
+    chosen = list(cells(only))
+    yield from ((cell, prompts) for cell in chosen if cell in WITH_GOALS)
+    for count in (*(few for few in FIRST if few < prompts), prompts):
+        yield from ((cell, count) for cell in chosen if cell not in WITH_GOALS)
+
+
+def batches(count: int) -> Iterator[slice]:
+    """Cut so many captions into batches. Noise is drawn for a batch at once, so a picture is the
+    same one however many there are; of the last batch alone it is another.
+    """
+    ends = (*FIRST, *range(FIRST[-1] + BATCH, count, BATCH))
+    for start, end in pairwise((0, *(end for end in ends if end < count), count)):
+        yield slice(start, end)
 
 
 class Pictures:
     """The trained model in this process, and what it has sampled; kept in ``folder`` between
-    runs of the bench.
+    runs of the bench. Its files are read once: other ones may take their place meanwhile.
     """
 
     def __init__(self, prompts: int, folder: Path | None, host: ComfyInstall):
         import comfy.sd
-        import comfy.utils
+        from safetensors.torch import load
 
         self.scenes = scenes_by_chance(SCENES_SEED, prompts)
         self._folder, self._host = folder, host
-        weights, metadata = comfy.utils.load_torch_file(str(ASSETS / VAE), return_metadata=True)
-        self._vae = comfy.sd.VAE(sd=weights, metadata=metadata)
+        model, vae = ((ASSETS / name).read_bytes() for name in (MODEL, VAE))
+        self._weights = hashlib.sha256(model + vae).hexdigest()[:12]
+        self._model_weights = load(model)
+        self._vae = comfy.sd.VAE(sd=load(vae))
         self._loaded: dict[tuple[int, int, str], Any] = {}
-
-    @cached_property
-    def _weights(self) -> str:
-        return hashlib.sha256((ASSETS / MODEL).read_bytes() + (ASSETS / VAE).read_bytes()).hexdigest()[:12]
+        self._stock: dict[tuple[Cell, int, int], Any] = {}
 
     @cached_property
     def _keeper(self) -> Any:
@@ -103,43 +138,53 @@ class Pictures:
         if "_keeper" in self.__dict__:
             self._keeper.close()
 
-    def of(self, cell: Cell) -> Any:
-        """Sample every caption; (B, 3, S, S) in [0, 1]. Batches that lie in the folder are taken
-        from there.
+    def of(self, cell: Cell, count: int | None = None) -> Any:
+        """Sample the first captions, or all; (B, 3, S, S) in [0, 1]. Batches that lie in the folder
+        are taken from there, and stock's are kept.
         """
-        import torch
-
-        return torch.cat([self._part(cell, start) for start in range(0, len(self.scenes), BATCH)]).float() / 255
+        parts = []
+        for batch in batches(count or len(self.scenes)):
+            key = (cell, batch.start, batch.stop)
+            part = self._stock[key] if key in self._stock else self._part(cell, batch)
+            if cell == cell.stock:
+                self._stock[key] = part
+            parts.append(part)
+        return torch.cat(parts).float() / 255
 
     def features(self, pictures: Any) -> Any:
         """(B, 3, S, S) -> the autoencoder's latents (B, F)."""
-        import torch
+        weight, bias = self._encoder
+        return torch.nn.functional.conv2d(pictures, weight, bias, stride=CELL).flatten(1)
 
+    @cached_property
+    def _encoder(self) -> tuple[Any, Any]:
+        """Weight (K, 3, 8, 8) and bias (K,) of the encoder, which is linear: by what it makes of
+        single pixels. Its own layers take as long as the decoder.
+        """
+        pixels = 3 * CELL * CELL
+        cells = torch.cat((torch.zeros(1, pixels), torch.eye(pixels))).view(-1, 3, CELL, CELL)
         with torch.inference_mode():
-            return torch.cat([self._vae.encode(part.movedim(1, -1)).flatten(1).clone() for part in pictures.split(BATCH)])
+            latents = self._vae.encode(cells.movedim(1, -1))[..., 0, 0].clone()
+        return (latents[1:] - latents[0]).T.reshape(-1, 3, CELL, CELL), latents[0]
 
-    def _part(self, cell: Cell, start: int) -> Any:
-        import torch
-
-        count = min(BATCH, len(self.scenes) - start)
-        name = "-".join(map(str, (self._weights, start, count, *asdict(cell).values())))
+    def _part(self, cell: Cell, batch: slice) -> Any:
+        name = "-".join(map(str, (self._weights, batch.start, batch.stop - batch.start, *asdict(cell).values())))
         file = self._folder / f"{name}.pt" if self._folder else None
         if file is not None and file.exists():
             return torch.load(file, weights_only=True)
-        pictures = (self._sample(cell, start) * 255).round().to(torch.uint8)
+        pictures = (self._sample(cell, batch) * 255).round().to(torch.uint8)
         if file is not None:
             torch.save(pictures, file.with_suffix(".part"))
             file.with_suffix(".part").replace(file)
         return pictures
 
-    def _sample(self, cell: Cell, start: int) -> Any:
+    def _sample(self, cell: Cell, batch: slice) -> Any:
         import comfy.sample
-        import torch
 
-        scenes = self.scenes[start : start + BATCH]
+        scenes = self.scenes[batch]
         tokens = torch.stack([conditioning(scene) for scene in scenes])
         positive, negative = ([[each, {"pooled_output": each.flatten(1)}]] for each in (tokens, torch.zeros_like(tokens)))
-        seed = start + 1_000_000 * cell.seed
+        seed = batch.start + 1_000_000 * cell.seed
         noise = torch.randn(len(scenes), *LATENT, generator=torch.Generator().manual_seed(seed))
         empty = torch.zeros_like(noise)
         how = (cell.steps, CFG, cell.sampler, SCHEDULER, positive, negative, empty)
@@ -163,7 +208,7 @@ class Pictures:
         from ..parallel_runtime.client.remote_pool import RemotePool
         from ..parallel_runtime.layout import Layout
 
-        model = comfy.sd.load_diffusion_model(str(ASSETS / MODEL))
+        model = comfy.sd.load_diffusion_model_state_dict(dict(self._model_weights))
         if cell.pool:
             placement = place(Layout(**POOLS[cell.pool]), "cpu", "gloo", ())
             pool = RemotePool(self._keeper.handle(placement), shares_weights=True)
@@ -174,36 +219,63 @@ class Pictures:
 def bench(options: Options) -> Iterator[Figure]:
     pictures = Pictures(options.prompts or PROMPTS, options.pictures, options.host)
     try:
-        yield from measured(pictures, options.only)
+        yield from measured(pictures, options.only, options.pictures)
     finally:
         pictures.close()
 
 
-def measured(pictures: Pictures, only: Sequence[str]) -> Iterator[Figure]:
+def measured(pictures: Pictures, only: Sequence[str], folder: Path | None) -> Iterator[Figure]:
+    """Measure cell by cell. The curves of what is known so far lie in ``folder`` after each."""
     from ..launcher.pictures.classifier import accuracy
     from ..launcher.pictures.measures import psnr, ssim
 
     classifier = trained_classifier()
-    told: dict[Cell, dict[str, float]] = {}
-    for cell in cells(only):
-        stock, ours = pictures.of(cell.stock), pictures.of(cell)
-        decibels = [min(value, 99.0) for value in psnr(ours, stock).tolist()]
-        yield Figure("quality", str(cell), "psnr", estimate(decibels, mean), "dB", Goal(at_least=LEAST_PSNR) if cell == AT_GOAL else None)
-        yield Figure("quality", str(cell), "ssim", estimate(ssim(ours, stock).tolist(), mean), "")
+    told: dict[tuple[Cell, int], dict[str, float]] = {}
+    means: dict[Cell, tuple[int, float]] = {}
+    for cell, count in rounds(only, len(pictures.scenes)):
+        case = f"{cell} n={count}"
+        stock, ours = pictures.of(cell.stock, count), pictures.of(cell, count)
+        decibels = estimate([min(value, EQUAL) for value in psnr(ours, stock).tolist()], mean)
+        yield Figure("quality", case, "psnr", decibels, "dB", Goal(at_least=LEAST_PSNR) if cell == AT_GOAL else None)
+        yield Figure("quality", case, "ssim", estimate(ssim(ours, stock).tolist(), mean), "")
         for each, sampled in ((cell.stock, stock), (cell, ours)):
-            if each not in told:
-                told[each] = accuracy(classifier, sampled, pictures.scenes)
-                yield from words(each, told)
+            if (each, count) not in told:
+                told[each, count] = accuracy(classifier, sampled, pictures.scenes[:count])
+                yield from words(each, count, told, has_all=count == len(pictures.scenes))
+        means[cell] = count, decibels.value
+        if folder is not None:
+            curves(means).save(folder / CURVES)
 
 
-def words(cell: Cell, told: dict[Cell, dict[str, float]]) -> Iterator[Figure]:
-    for name, share in told[cell].items():
+def words(cell: Cell, count: int, told: Mapping[tuple[Cell, int], Mapping[str, float]], has_all: bool) -> Iterator[Figure]:
+    """Say which share of the words is right. ``has_all``: these are as many pictures as were asked
+    for, so goals count.
+    """
+    for name, share in told[cell, count].items():
         goal = None
-        if name == "all" and cell == DEFAULT.stock:
+        if has_all and name == "all" and cell == DEFAULT.stock:
             goal = Goal(at_least=LEAST_WORDS)
-        elif name == "all" and cell in DEFAULTS:
-            goal = Goal(at_least=told[cell.stock][name] - LOST_WORDS)
-        yield Figure("quality", str(cell), f"{name} right", exactly(share), "", goal)
+        elif has_all and name == "all" and cell in DEFAULTS:
+            goal = Goal(at_least=told[cell.stock, count][name] - LOST_WORDS)
+        yield Figure("quality", f"{cell} n={count}", f"{name} right", exactly(share), "", goal)
+
+
+def curves(means: Mapping[Cell, tuple[int, float]]) -> Image:
+    """Draw PSNR over the warm-up: a row for each sampler, a column for each number of steps, a line
+    for each number of patches.
+    """
+    of_product = {cell: found for cell, found in means.items() if cell.patches in PATCHES and not cell.pool}
+    rows = []
+    for sampler, steps in itertools.product(SAMPLERS, STEPS):
+        lines: dict[str, dict[int, float]] = {f"{patches} patches": {} for patches in PATCHES}
+        for cell, (_, decibels) in of_product.items():
+            if (cell.sampler, cell.steps) == (sampler, steps):
+                lines[f"{cell.patches} patches"][cell.warm_up] = decibels
+        rows.append(Panel(f"{sampler}, {steps} steps", lines))
+    counts = sorted({count for count, _ in of_product.values()}) or [0]
+    n = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    title = f"PSNR against stock (dB) over warm-up evaluations; n = {n} pictures a cell"
+    return draw_panels(title, [rows[start : start + len(STEPS)] for start in range(0, len(rows), len(STEPS))], WARM_UPS)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -212,8 +284,6 @@ def mean(values: Sequence[float]) -> float:
 
 def trained_classifier() -> Any:
     """Train it on pictures drawn anew, the same ones each time."""
-    import torch
-
     from ..launcher.pictures.classifier import train_classifier
     from ..launcher.pictures.scenes import draw
 
