@@ -40,7 +40,13 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     pictures = picture_set(folder, options.pictures, options.side, progress=drawn)
-    recipe = Recipe(iterations=options.iterations, seconds=options.minutes * 60, bfloat16=not options.fp32, threads=options.threads)
+    recipe = Recipe(
+        iterations=options.iterations,
+        decoder_iterations=options.decoder_iterations,
+        seconds=options.minutes * 60,
+        bfloat16=not options.fp32,
+        threads=options.threads,
+    )
     training = Training(pictures, Width(), recipe)
     checkpoint = folder / CHECKPOINT
     if options.only_export and not checkpoint.exists():
@@ -66,6 +72,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     recipe = Recipe()
     parser.add_argument("--folder", type=Path, default=cache_folder(os.environ) / "training", help="for the set, checkpoints and the log")
     parser.add_argument("--iterations", type=int, default=recipe.iterations, help=f"of the transformer (default {recipe.iterations})")
+    decoders = f"of the decoder (default {recipe.decoder_iterations})"
+    parser.add_argument("--decoder-iterations", type=int, default=recipe.decoder_iterations, metavar="N", help=decoders)
     parser.add_argument("--minutes", type=float, default=math.inf, help="of training in all, if that is less")
     parser.add_argument("--until", metavar="HH:MM", help="a time of the day, UTC, to stop at; run it again to go on")
     parser.add_argument("--pictures", type=int, default=16384, help="size of the set (default 16384)")

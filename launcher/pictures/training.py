@@ -33,7 +33,7 @@ WARM_UP = 200  # iterations in which the rate rises
 DECAY_FROM, LEAST = 0.65, 0.03  # share of the training after which the rate falls, and to which share of itself
 AVERAGE, DECODER_AVERAGE = 0.998, 0.99
 DECODER_RATE = 4e-4  # at 1e-3 its loss rises again after some hundred iterations
-DECODER_SHARE = 0.15  # of the time, until its iterations are done
+DECODER_SHARE = 0.15  # of the time, while the transformer is trained
 DROPPED_CAPTIONS = 0.1
 TIME_SHIFT = 3.0
 RECORDED = 25  # iterations
@@ -42,14 +42,14 @@ LATENT_NOISE = 0.1  # in the decoder's training: samples are not quite on the se
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how fast to train."""
+    """How long and how fast to train; by itself, as the files in assets were."""
 
-    iterations: int = 6000
+    iterations: int = 2100
     seconds: float = math.inf  # of training, all sessions together; whichever ends first
     batch: int = 32
     rate: float = 6e-4
     bfloat16: bool = True
-    decoder_iterations: int = 2500
+    decoder_iterations: int = 520
     threads: int = 2  # each computes a part of the batch: they meet once an iteration, not in every operation
 
 
@@ -131,13 +131,20 @@ class Training:
 
     @property
     def progress(self) -> float:
+        """The transformer's; whichever part is larger, of its iterations or of the time."""
         return max(self.transformer.iteration / self.recipe.iterations, self.seconds / self.recipe.seconds)
 
     @property
+    def is_done(self) -> bool:
+        return self.progress >= 1 and (self.is_decoder_done or self.seconds >= self.recipe.seconds)
+
+    @property
+    def is_decoder_done(self) -> bool:
+        return self.decoder.iteration >= self.recipe.decoder_iterations
+
+    @property
     def is_decoders_turn(self) -> bool:
-        if self.decoder.iteration >= self.recipe.decoder_iterations:
-            return False
-        return self.decoder.seconds <= DECODER_SHARE * self.seconds
+        return not self.is_decoder_done and (self.progress >= 1 or self.decoder.seconds <= DECODER_SHARE * self.seconds)
 
     def step(self) -> tuple[str, float]:
         """Train whichever is due by one batch; return its name and its loss."""
@@ -252,15 +259,16 @@ def run(
     should_stop: Callable[[], bool],
     saved: Callable[[Training], None] = lambda training: None,
 ) -> Iterator[dict[str, float]]:
-    """Train until the recipe is done; yield a record of every 25 iterations, which the log gets
-    too. A checkpoint is written every so often and at the end.
+    """Train until the recipe is done; yield a record of every 25 iterations of the transformer, or
+    of the decoder alone, which the log gets too. A checkpoint is written every so often and at the
+    end.
     """
     last_saved, losses = time.monotonic(), {"transformer": [], "decoder": []}
     with (folder / LOG).open("a") as log:
-        while training.progress < 1 and not should_stop():
+        while not training.is_done and not should_stop():
             name, loss = training.step()
             losses[name].append(loss)
-            if len(losses["transformer"]) == RECORDED:
+            if max(map(len, losses.values())) == RECORDED:
                 means = {name: sum(values) / len(values) for name, values in losses.items() if values}
                 record = {"iteration": training.transformer.iteration, "decoder_iteration": training.decoder.iteration}
                 record |= {"seconds": round(training.seconds, 1), "progress": round(training.progress, 4)}
