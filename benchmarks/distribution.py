@@ -31,7 +31,8 @@ def bench(options: Options) -> Iterator[Figure]:
     """The distances of few pictures come first; goals are of all."""
     pictures = Pictures(options.prompts or PROMPTS, options.pictures, options.host)
     scenes = pictures.scenes
-    drawn = pictures.features(torch.cat([draw(scenes[start : start + DRAWN], DRAWN_SEED + start) for start in range(0, len(scenes), DRAWN)]))
+    starts = range(0, len(scenes), DRAWN)
+    drawn = pictures.features(torch.cat([draw(scenes[start : start + DRAWN], DRAWN_SEED + start) for start in starts]))
     features = {cell: drawn[:0] for cell in CELLS}
     for before, count in pairwise((0, *(few for few in (FEW,) if few < len(scenes)), len(scenes))):
         distances: dict[Cell, float] = {}

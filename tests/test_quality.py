@@ -2,15 +2,15 @@
 there, and one cell as it is measured.
 """
 
+import itertools
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.benchmarks import distribution, quality
-from pipemesh.benchmarks.curves import Panel, draw_panels
+from pipemesh.benchmarks.curves import HEIGHT, TOP, Panel, draw_panels
 from pipemesh.benchmarks.figures import Options
 from pipemesh.benchmarks.quality import AT_GOAL, BATCH, FIRST, SAMPLERS, STEPS, WITH_GOALS, Cell, Pictures, batches, cells, rounds
 from pipemesh.launcher.pictures.scenes import draw
@@ -42,8 +42,9 @@ def test_the_whole_product_has_few_pictures_before_any_cell_has_more():
 def test_curves_lie_higher_where_values_are_larger():
     panel = Panel("euler, 4 steps", {"2 patches": {1: 41.0, 2: 79.0}, "4 patches": {}})
     picture = draw_panels("PSNR", [[panel, panel], [panel]], (1, 2, 4))
-    reds = [(x, y) for x in range(picture.width) for y in range(60, picture.height) if picture.getpixel((x, y)) == (0x30, 0x54, 0xDC)]
-    first, last = min(reds), max(point for point in reds if point[0] < picture.width // 2)
+    panel_alone = itertools.product(range(picture.width // 2), range(TOP - 10, TOP + HEIGHT))
+    blue = [point for point in panel_alone if picture.getpixel(point) == (0x30, 0x54, 0xDC)]
+    first, last = min(blue), max(blue)
     assert first[0] < last[0] and first[1] > last[1]
     assert draw_panels("PSNR", [[Panel("nothing yet", {})]], (1, 2, 4)).width
 

@@ -63,7 +63,7 @@ class Source:
 
 
 def file_of(patcher: Any) -> str:
-    """In the UI: the path of the file that a loader read a MODEL from; empty where none is known."""
+    """In the UI: the path of the file that a MODEL was read from; empty where none is known."""
     init = getattr(patcher, "cached_patcher_init", None)
     files = (arg for arg in (init[1] if init is not None else ()) if isinstance(arg, str) and arg.lower().endswith(CHECKPOINT_SUFFIXES))
     return next(files, "")

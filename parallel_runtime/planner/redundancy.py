@@ -69,7 +69,7 @@ def warm_up_of(found: Sequence[Redundancy], evaluations: int) -> WarmUp:
 
 
 def digest_of(file: Path) -> str:
-    """Tell models apart by the size of their file and parts of it: a large one is not read whole."""
+    """Tell models apart by the size of their file and by parts of it: it is not read whole."""
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:
