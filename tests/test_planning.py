@@ -171,13 +171,13 @@ def test_a_warm_up_lasts_as_long_as_the_models_blocks_were_measured_to_need_it(s
         return planning(speeds=tmp_path / "speeds.json").choose(model.model, slow_links, lambda: asked, ())
 
     by_rule = chosen()
-    assert by_rule.warm_up.evaluations == 2 and "(warm-up): 2, one in 20" in plan_text(plan_figures(by_rule))
+    assert by_rule.warm_up.evaluations == 2 and "the first 2 are whole (warm-up): one in 20" in plan_text(plan_figures(by_rule))
     stored = tmp_path / FOLDER / f"model-{digest_of(tmp_path / 'model.safetensors')}-euler-20.json"
     stored.parent.mkdir()
     stored.write_text(json.dumps({"changes": {"blocks.0": [0.9] * 3 + [0.1] * 16}}))
     measured = chosen()
     assert placed(slow_links, measured).patching.warm_up == 8, "four evaluations of twenty"
-    assert "(warm-up): 8, until its blocks change little, as measured over 20" in plan_text(plan_figures(measured))
+    assert "the first 8 are whole (warm-up): until its blocks change little, as measured over 20" in plan_text(plan_figures(measured))
     assert measured.seconds > by_rule.seconds, "a longer one is predicted as slower"
     (tmp_path / "model.safetensors").write_bytes(b"others!")
     assert chosen().warm_up == by_rule.warm_up, "another model under that name"

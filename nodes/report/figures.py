@@ -132,9 +132,8 @@ class PlanFigures:
     """Why a run's layout was chosen. ``why``: by which speeds, or why nothing was predicted;
     ``known`` the same in a word, empty where nothing was, and ``box`` the name of the devices.
     ``predicted_ms`` of an evaluation of all prompts and images, ``achieved_ms`` of it, and
-    ``alone_ms`` predicted of it on one device; ``speedup`` predicted over one device. ``warm_up``
-    of stages, and why it is as long; empty without stages. ``losers``: other layouts, the best
-    first.
+    ``alone_ms`` predicted of it on one device; ``speedup`` predicted over one device. ``losers``:
+    other layouts, the best first.
     """
 
     layout: str
@@ -146,7 +145,6 @@ class PlanFigures:
     achieved_ms: float | None = None
     alone_ms: float | None = None
     speedup: float | None = None
-    warm_up: str = ""
     losers: tuple[Loser, ...] = ()
 
 
@@ -174,6 +172,14 @@ class Report:
         return max(ran, key=lambda one: one[1].began, default=None)
 
 
+def asked_of(planned: Planned) -> str:
+    """Say what was to be sampled; with stages also how many evaluations are warm-up, and why."""
+    warm_up = planned.warm_up
+    if planned.layout.pipefusion == 1 or not warm_up.why:
+        return planned.asked
+    return f"{planned.asked}; the first {warm_up.evaluations} are whole (warm-up): {warm_up.why}"
+
+
 def plan_figures(planned: Planned | None, run: Run | None = None) -> PlanFigures | None:
     """Say why a layout was chosen for a run, and how long it took for what was predicted."""
     if planned is None:
@@ -181,7 +187,7 @@ def plan_figures(planned: Planned | None, run: Run | None = None) -> PlanFigures
     rows = planned.plan.rows if planned.plan is not None else ()
     return PlanFigures(
         layout=planned.layout.equation(),
-        asked=planned.asked,
+        asked=asked_of(planned),
         why=planned.why,
         known=planned.known,
         box=planned.box,
@@ -189,7 +195,6 @@ def plan_figures(planned: Planned | None, run: Run | None = None) -> PlanFigures
         achieved_ms=in_ms(achieved_s(run, planned.layout)) if run is not None else None,
         alone_ms=in_ms(planned.alone_s),
         speedup=planned.speedup,
-        warm_up=f"{planned.warm_up.evaluations}, {planned.warm_up.why}" if planned.layout.pipefusion > 1 and planned.warm_up.why else "",
         losers=tuple(loser(row, row.loss) for row in rows if row.loss is not None),
     )
 

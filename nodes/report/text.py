@@ -55,8 +55,6 @@ def plan_text(plan: PlanFigures) -> str:
     rows = [f"  predicted per evaluation: {plan.predicted_ms:.1f} ms{faster}"]
     if plan.achieved_ms is not None:
         rows.append(f"  achieved: {plan.achieved_ms:.1f} ms")
-    if plan.warm_up:
-        rows.append(f"  whole evaluations at the start (warm-up): {plan.warm_up}")
     losers = [f"  {loser.english}" for loser in plan.losers[:SHOWN]]
     more = [f"  and {len(plan.losers) - SHOWN} more"] if len(plan.losers) > SHOWN else []
     return "\n".join([f"Layout chosen: {plan.layout}, {plan.why}", f"  for {plan.asked}", *rows, *losers, *more])
