@@ -138,10 +138,11 @@ class Runtime:
             return str(error)
         return True
 
-    def parallelize(self, model: ModelPatcher, choice: Choice | None) -> RemotePatcher:
+    def parallelize(self, model: ModelPatcher, choice: Choice | None, left_open: Choice | None = None) -> RemotePatcher:
         """Make a clone of ``model`` that the pool of this choice samples. A model that is
-        parallelized already keeps its pool where none is chosen. Raises LayoutError, Refused,
-        ModelError.
+        parallelized already keeps its pool where none is chosen. ``left_open``: the open choice
+        that this one was made from, which the next sampling is planned by. Raises LayoutError,
+        Refused, ModelError.
         """
         if self._fault:
             raise LayoutError(self._fault)
@@ -152,10 +153,11 @@ class Runtime:
         device = str(comfy.model_management.get_torch_device())
         begins = partial(self._begins, pool)
         made = parallelize(model, pool, choice.held_on(device), choice.patching, begins, choice.computed_on(device), choice.weights)
-        if made is model and (self.planning.left_open(model.remote) is not None) != choice.is_open:
+        left_open = left_open or (choice if choice.is_open else None)
+        if made is model and self.planning.left_open(model.remote) != left_open:
             made = model.clone()  # by another choice: the one that came in keeps its own
             made.remote = copy(model.remote)
-        self.planning.leave_open(made.remote, choice if choice.is_open else None)
+        self.planning.leave_open(made.remote, left_open)
         return made
 
     def plan(self, model: ModelPatcher, choice: Choice, asked: Callable[[], Asked]) -> Planned:

@@ -330,13 +330,13 @@ class PoolsHere:
     def plan(self, model, choice, asked):
         return self.chosen or self.planning.choose(model.model, choice, asked, ())
 
-    def parallelize(self, model, choice):
+    def parallelize(self, model, choice, left_open=None):
         layout = choice.placement.layout
         if layout not in self.pools:
             here = GroupsHere(layout, self.stock)
             self.pools[layout] = here, RemotePool(here, shares_weights=False)
         made = parallelize(model, self.pools[layout][1], 0.0)
-        self.planning.leave_open(made.remote, choice if choice.is_open else None)
+        self.planning.leave_open(made.remote, left_open or (choice if choice.is_open else None))
         return made
 
 

@@ -58,6 +58,15 @@ def tensors_of(out):
     return out if isinstance(out, (list, tuple)) else [out]
 
 
+def serving(mesh, weights, runs, calls):
+    """A rank that answers a Part for each run and branch, and what a load asks of it."""
+    if weights == "sharded":
+        mesh.sequence.share_weights(mesh.sequence.world.group)
+    rank = Rank([Part(run, branch) for run in runs for branch in range(len(calls))], ahead=False)
+    rank.count = lambda done, total: None
+    return rank, SimpleNamespace(stages=(), weights=weights, budget=0)
+
+
 def computed(monkeypatch, layout, weights, path, calls, patches):
     """(rank, evaluation) -> outputs: under a LoRA twice, so that the order of layers is known, then
     without it; and the residents.
@@ -65,15 +74,10 @@ def computed(monkeypatch, layout, weights, path, calls, patches):
     world, outputs, residents = World(layout, "gloo", monkeypatch), {}, {}
 
     def work(mesh, _run):
-        if weights == "sharded":
-            mesh.sequence.share_weights(mesh.sequence.world.group)
-        requests = [Part(run, branch) for run in (1, 1, 2) for branch in range(len(calls))]
-        rank = Rank(requests, ahead=False)
-        rank.count = lambda done, total: None
-        load = SimpleNamespace(stages=(), weights=weights, budget=0)
+        rank, load = serving(mesh, weights, (1, 1, 2), calls)
         resident = residents[mesh.rank] = ResidentModel(loaded(path), CPU, mesh, rank, load)
         resident.patch("lora", pack_patches(patches), {}, None, None, rank)
-        for rank.at, part in enumerate(requests):
+        for rank.at, part in enumerate(rank.requests):
             if rank.at == 2 * len(calls):
                 resident.patch("", {}, {}, None, None, rank)
             resident.method.begin(part)
@@ -110,14 +114,9 @@ def in_turn(monkeypatch, layout, weights, paths, calls):
     world, outputs = World(layout, "gloo", monkeypatch), {}
 
     def work(mesh, _run):
-        if weights == "sharded":
-            mesh.sequence.share_weights(mesh.sequence.world.group)
-        requests = [Part(run, branch) for run in (1, 2, 3) for branch in range(len(calls))]
-        rank = Rank(requests, ahead=False)
-        rank.count = lambda done, total: None
-        load = SimpleNamespace(stages=(), weights=weights, budget=0)
+        rank, load = serving(mesh, weights, (1, 2, 3), calls)
         residents = [ResidentModel(loaded(path), CPU, mesh, rank, load) for path in paths]
-        for rank.at, part in enumerate(requests):
+        for rank.at, part in enumerate(rank.requests):
             resident = residents[(part.run - 1) % 2]
             resident.method.begin(part)
             out = resident.evaluate(dict(calls[part.branch]), rank.at + 1)

@@ -26,10 +26,7 @@ def in_chosen_layout(
     first = next(iter(models.values()))
     planned = runtime.plan(first, choice, partial(Asked.of, guider, noise, sigmas))
     own = placed(choice, planned)
-    parallel = {name: runtime.parallelize(model, own) for name, model in models.items()}
-    for patcher in parallel.values():
-        runtime.planning.leave_open(patcher.remote, choice)  # the next sampling may ask for another one
-    return parallel, planned
+    return {name: runtime.parallelize(model, own, choice) for name, model in models.items()}, planned
 
 
 def require_several(planned: Planned, model: ModelPatcher, choice: Choice) -> None:
