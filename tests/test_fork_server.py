@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
+from pipemesh.launcher.pool.fork_server import OWN, PRELOADED, ForkServer
 from pipemesh.launcher.pool.fork_server_main import holds_a_gpu, open_files
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.pool import WorkerPool
@@ -190,6 +190,17 @@ def test_a_library_that_cannot_be_imported_stops_no_rank(tmp_path, broken):
     (tmp_path / "broken_library.py").write_text(broken)
     assert has_imported_fractions(tmp_path, "broken_library") is False
     assert has_imported_fractions(tmp_path, "not_installed_at_all") is True
+
+
+def test_a_rank_has_the_packs_own_modules_from_the_start_and_none_of_comfyuis(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(all(name in sys.modules for name in sys.argv[1:]), any('comfy' in name for name in sys.modules))")
+    server = ForkServer(preloaded=OWN)
+    supervisor = Supervisor([Command((sys.executable, str(script), *OWN), dict(os.environ), 0)], server.start)
+    supervisor.start()
+    assert supervisor.exit_of(0, DEADLINE_S) == 0
+    server.close()
+    assert supervisor.tail(0) == ["True False"]
 
 
 def test_a_request_that_cannot_be_met_ends_one_rank_and_not_the_others(server, run):

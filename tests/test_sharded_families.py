@@ -59,12 +59,13 @@ def tensors_of(out):
 
 
 def serving(mesh, weights, runs, calls):
-    """A rank that answers a Part for each run and branch, and what a load asks of it."""
+    """A rank, the Parts that it is asked for, one for each run and branch, and what its load was."""
     if weights == "sharded":
         mesh.sequence.share_weights(mesh.sequence.world.group)
-    rank = Rank([Part(run, branch) for run in runs for branch in range(len(calls))], ahead=False)
+    requests = [Part(run, branch) for run in runs for branch in range(len(calls))]
+    rank = Rank(requests, ahead=False)
     rank.count = lambda done, total: None
-    return rank, SimpleNamespace(stages=(), weights=weights, budget=0)
+    return rank, requests, SimpleNamespace(stages=(), weights=weights, budget=0)
 
 
 def computed(monkeypatch, layout, weights, path, calls, patches):
@@ -74,10 +75,10 @@ def computed(monkeypatch, layout, weights, path, calls, patches):
     world, outputs, residents = World(layout, "gloo", monkeypatch), {}, {}
 
     def work(mesh, _run):
-        rank, load = serving(mesh, weights, (1, 1, 2), calls)
+        rank, requests, load = serving(mesh, weights, (1, 1, 2), calls)
         resident = residents[mesh.rank] = ResidentModel(loaded(path), CPU, mesh, rank, load)
         resident.patch("lora", pack_patches(patches), {}, None, None, rank)
-        for rank.at, part in enumerate(rank.requests):
+        for rank.at, part in enumerate(requests):
             if rank.at == 2 * len(calls):
                 resident.patch("", {}, {}, None, None, rank)
             resident.method.begin(part)
@@ -114,9 +115,9 @@ def in_turn(monkeypatch, layout, weights, paths, calls):
     world, outputs = World(layout, "gloo", monkeypatch), {}
 
     def work(mesh, _run):
-        rank, load = serving(mesh, weights, (1, 2, 3), calls)
+        rank, requests, load = serving(mesh, weights, (1, 2, 3), calls)
         residents = [ResidentModel(loaded(path), CPU, mesh, rank, load) for path in paths]
-        for rank.at, part in enumerate(rank.requests):
+        for rank.at, part in enumerate(requests):
             resident = residents[(part.run - 1) % 2]
             resident.method.begin(part)
             out = resident.evaluate(dict(calls[part.branch]), rank.at + 1)

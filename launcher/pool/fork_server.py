@@ -27,9 +27,11 @@ from .devices import CUDA_VARIABLE, HIP_VARIABLE
 from .fork_server_main import REQUEST_BYTES, WORD
 from .supervisor import NEVER_STARTED, SERVER_ENDED, Command
 
-# Most of what ComfyUI's modules take to import. None of its own: they open the GPU, and a process
-# that has opened one cannot be forked.
-PRELOADED = ("torch", "torch._dynamo", "torchvision", "transformers")
+# Most of what ComfyUI's modules take to import, and a rank's of the pack. None of ComfyUI's: they
+# open the GPU, and a process that has opened one cannot be forked.
+LIBRARIES = ("torch", "torch._dynamo", "torchvision", "transformers")
+OWN = ("pipemesh.parallel_runtime.worker.rank_loop", "pipemesh.parallel_runtime.attention.trial")
+PRELOADED = (*LIBRARIES, *OWN)
 GPUS = (CUDA_VARIABLE, HIP_VARIABLE)  # each rank has its own, and a server none
 LISTEN_MS = 200
 ANSWER_S = 10.0  # a server that has imported answers within milliseconds

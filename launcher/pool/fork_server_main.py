@@ -25,9 +25,9 @@ GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
-    from worker_main import die_with_parent  # of this script's folder
+    from worker_main import die_with_parent, make_importable  # of this script's folder
 
-    sys.path.pop(0)  # which is no place for a library to look into
+    make_importable()
     control, parent, *modules = sys.argv[1:]
     die_with_parent(int(parent))  # even where it is stopped
     if modules and (not preload(modules) or holds_a_gpu(open_files())):

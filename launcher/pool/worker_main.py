@@ -19,9 +19,8 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def main() -> None:
-    die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
+def make_importable() -> None:
+    """Has the pack importable as ``pipemesh``, and no library found in its folders."""
     root = Path(__file__).resolve().parents[2]
     own = [str(root / "launcher"), str(root / "launcher" / "pool")]  # the folder of package.py, and this script's
     sys.path.insert(0, own[0])
@@ -29,6 +28,12 @@ def main() -> None:
 
     register_package(root)
     sys.path[:] = [entry for entry in sys.path if str(Path(entry or ".").resolve()) not in own]
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
+    make_importable()
     from pipemesh.parallel_runtime.wire.channel import Channel
     from pipemesh.parallel_runtime.wire.messages import ToRank
     from pipemesh.parallel_runtime.worker.main import run

@@ -39,7 +39,8 @@ class Channel:
         data = memoryview(HEADER.pack(len(body), len(fds)) + body)
         try:
             sent = socket.send_fds(self._sock, [data], list(fds)) if fds else self._sock.send(data)
-            self._sock.sendall(data[sent:])
+            if sent < len(data):
+                self._sock.sendall(data[sent:])
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed("the other side closed the channel") from error
 
