@@ -194,7 +194,7 @@ def test_a_library_that_cannot_be_imported_stops_no_rank(tmp_path, broken):
 
 def test_a_rank_has_the_packs_own_modules_from_the_start_and_none_of_comfyuis(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import sys; print(all(name in sys.modules for name in sys.argv[1:]), any('comfy' in name for name in sys.modules))")
+    script.write_text("import sys; print(all(name in sys.modules for name in sys.argv[1:]), 'comfy' in sys.modules)")
     server = ForkServer(preloaded=OWN)
     supervisor = Supervisor([Command((sys.executable, str(script), *OWN), dict(os.environ), 0)], server.start)
     supervisor.start()
@@ -254,6 +254,8 @@ def shared_dirty_bytes(pid: int) -> int:
 
 ASKS_NO_DEVICE = """
 import sys, torch
+from worker_main import make_importable
+make_importable()
 def asked(*_): raise SystemExit("asked for a device")
 torch.version.cuda = torch.version.cuda or "13.0"
 torch.cuda._is_compiled = lambda: True
@@ -269,6 +271,6 @@ def test_what_a_fork_server_imports_asks_torch_for_no_device(tmp_path):
     """A process that has asked once cannot be forked: its ranks would not get their GPU."""
     (tmp_path / "asks.py").write_text("import torch; print('imported', flush=True); torch.cuda.is_available()")
     command = [sys.executable, "-c", ASKS_NO_DEVICE, *PRELOADED, "asks"]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SCRIPTS)])}
     asked = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=env)
     assert (asked.stdout, asked.stderr) == ("imported\n", "asked for a device\n"), "only the last one does"

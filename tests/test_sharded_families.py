@@ -59,7 +59,7 @@ def tensors_of(out):
 
 
 def serving(mesh, weights, runs, calls):
-    """A rank, the Parts that it is asked for, one for each run and branch, and what its load was."""
+    """A rank, the Parts that it is asked for, one for each run and branch, and its load."""
     if weights == "sharded":
         mesh.sequence.share_weights(mesh.sequence.world.group)
     requests = [Part(run, branch) for run in runs for branch in range(len(calls))]
