@@ -73,13 +73,13 @@ class Forwards:
         import torch
 
         from ..parallel_runtime.comfy_bridge.forward import forward_name
-        from ..parallel_runtime.comfy_bridge.released_model import arguments_of, latent_shape
+        from ..parallel_runtime.comfy_bridge.released_model import arguments_of, latent_shapes
         from ..parallel_runtime.planner.dry_run import DryModel
 
         self.whole: Whole = DryModel(sample, small, (side, side, small.extent[2])).whole()
         self._transformer = model.diffusion_model
-        shape = latent_shape(model, (side, side, small.extent[2]))
-        self._arguments = arguments_of(model, sample, small, shape, torch.device("cpu"))
+        shapes = latent_shapes(model, small, (side, side, small.extent[2]))
+        self._arguments = arguments_of(model, sample, small, shapes, torch.device("cpu"))
         self._forward = getattr(self._transformer, forward_name(self._transformer))
 
     def alone(self) -> float:

@@ -4,6 +4,7 @@ The pack's own code on it never waits for it, but for what it must read.
 """
 
 import gc
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
-from pipemesh.parallel_runtime.planner.dry_run import TURN, IdleRank, joined
+from pipemesh.parallel_runtime.planner.dry_run import TURN, IdleRank, OwnRows, joined
 from pipemesh.parallel_runtime.planner.quick_fake import Form, QuickFakeMode
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
@@ -104,6 +105,36 @@ def test_what_makes_the_cpu_wait_is_counted_where_it_is_called(mode, call, waits
         call(cpu, gpu)
     assert sum(counts.waits.values()) == waits
     assert all(wait.file == __file__ and wait.is_ours for wait in counts.waits)
+
+
+def test_a_mask_chooses_the_share_that_it_is_said_to(mode):
+    with dry_device(mode) as counts:
+        counts.chosen = 0.25
+        rows, mask = torch.empty(12, 7, device=DEVICE), torch.empty(12, dtype=torch.bool, device=DEVICE)
+        assert rows[mask].shape == (3, 7)
+        rows[mask] = torch.empty(3, 7, device=DEVICE)
+        assert rows[torch.zeros(2, dtype=torch.long, device=DEVICE)].shape == (2, 7)
+    assert sum(counts.waits.values()) == 2
+
+
+def test_flops_are_told_by_the_rows_of_products_and_queries(mode):
+    with dry_device(mode) as counts:
+        linear = torch.nn.functional.linear
+        linear(torch.empty(1, 5, 7, device=DEVICE), torch.empty(11, 7, device=DEVICE), torch.empty(11, device=DEVICE))
+        q, k = (torch.empty(1, 2, length, 8, device=DEVICE, dtype=torch.bfloat16) for length in (9, 5))
+        torch.nn.functional.scaled_dot_product_attention(q, k, k)
+        torch.nn.functional.conv2d(torch.empty(1, 3, 9, 9, device=DEVICE), torch.empty(3, 3, 3, 3, device=DEVICE))
+    assert counts.by_rows[5] == 2 * 5 * 7 * 11
+    assert counts.by_rows[9] == 2 * 2 * 2 * 9 * 5 * 8
+    assert sum(counts.by_rows.values()) == counts.flops and counts.by_rows[0] > 0
+
+
+def test_what_a_block_computes_on_rows_of_its_own_is_every_ranks():
+    """Of text and image, of a part of them that an expert has, and of tokens before them."""
+    own = OwnRows({"txt": 3, "img": 8}, prefix=5, per_token=0.5)
+    for rows, alone in ((3, 0), (8, 0), (11, 0), (4, 0), (7, 70), (2, 70), (12, 70), (16, 70 * 5 / 16), (13, 70 * 5 / 13)):
+        assert own.alone(Counter(), Counter({rows: 70})) == round(alone)
+    assert own.alone(Counter({7: 70}), Counter({7: 90, 8: 10})) == 20
 
 
 def test_two_devices_in_one_operation_are_found_in_a_method(mode):

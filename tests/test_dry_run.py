@@ -7,14 +7,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
-from pipemesh.launcher.commands import dryrun
+import torch
+from pipemesh.launcher.commands import dry_table, dryrun
+from pipemesh.parallel_runtime.comfy_bridge.released_model import empty_model
+from pipemesh.parallel_runtime.families import FAMILIES, PLANS
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import expected
-from pipemesh.parallel_runtime.planner.figures import Attended
+from pipemesh.parallel_runtime.planner.figures import Attended, RankFigures, Shareable
 
 from .conftest import ALL, ROOT
+from .planned import attention_alone
 
 ATTENDED = Attended(tokens=4608, heads=24, head_dim=128)
 
@@ -38,12 +43,77 @@ def test_every_method_is_tried(records):
 
 
 def test_an_evaluation_gathers_what_a_rank_has_not_of_the_weights(records):
+    """Of all but the tables that stay in the machine's memory, where each layer computes once."""
     alone = {one["model"]: one for one in records if one["equation"] == Layout().equation()}
     shared = [one for one in records if one.get("weights") == "sharded" and one["layout"]["pipefusion"] == 1]
     assert shared
+    once = 0
     for one in shared:
-        ranks, whole = Layout(**one["layout"]).world_size, alone[one["model"]]["weight_bytes"]
-        assert one["sent_bytes"]["weights"] == pytest.approx((ranks - 1) / ranks * whole, rel=expected.WITHIN)
+        ranks, whole = Layout(**one["layout"]).world_size, alone[one["model"]]
+        assert one["sent_bytes"]["weights"] == pytest.approx((ranks - 1) / ranks * whole["turn_bytes"], rel=expected.WITHIN)
+        once += whole["turn_bytes"] == pytest.approx(whole["weight_bytes"] - whole["table_bytes"], rel=expected.WITHIN)
+    assert once > 0.8 * len(shared)
+
+
+def test_weights_that_are_gathered_twice_are_a_miss():
+    layout, whole = Layout(ulysses=4), replace(attention_alone(4096), weight_bytes=1000, shareable=Shareable([996], 0, 10, 20))
+    sent = expected.sent_bytes(whole, layout, 1, None)
+    held = expected.sharded_bytes(whole, layout, None)
+
+    def misses(gathered):
+        sent_bytes = {"ulysses": sent, "weights": gathered}
+        figures = RankFigures(
+            rank=1,
+            weight_bytes=held,
+            flops=round(expected.flops(whole, layout, 1, None, 1)),
+            sent_bytes=sent_bytes,
+            wired_bytes=sum(sent_bytes.values()),
+            peak_bytes=0,
+            kept_bytes=0,
+            waits={},
+        )
+        return expected.misses(whole, layout, figures, is_sharded=True)
+
+    assert misses(747) == []
+    assert misses(2 * 747) == ["1494 gathered bytes of weights for 747"]
+
+
+def test_every_family_has_a_released_model_or_is_left_out_by_name():
+    """Each class with ``PIPEMESH_TEST_ALL``: it takes the model."""
+    assert [family.plans[0].family for family in FAMILIES if not any(sample.form.released for sample in family.samples)] == []
+    classes = {name for plan in PLANS for name in plan.models}
+    left_out = {name for family in FAMILIES for name in family.unreleased}
+    assert left_out < classes
+    if ALL:
+        with torch.device("meta"):
+            built = [empty_model(*one, torch.bfloat16, torch.device("meta")).diffusion_model for one in dryrun.MODELS.values()]
+        assert classes - {f"{type(one).__module__}:{type(one).__qualname__}" for one in built} == left_out
+
+
+def test_the_documents_table_is_what_the_command_prints(records):
+    """The rows of which all ranks ran; all of them with ``PIPEMESH_TEST_ALL``."""
+    document = dict(dry_table.written((ROOT / "docs" / "CUDA.md").read_text(encoding="utf-8")))
+    ours = dry_table.rows(records)
+    assert ours and {row: document.get(row) for row in ours} == ours
+    if ALL:
+        assert set(document) <= set(ours)
+
+
+def test_the_table_can_be_read_again():
+    degrees = Layout(ulysses=2).degrees()
+    one = {
+        "model": "m",
+        "title": "M 1",
+        "extent": (64, 64, 5),
+        "equation": "",
+        "flops": 2e12,
+        "weight_bytes": 1 << 30,
+        "peak_bytes": 1 << 28,
+    }
+    ranks = [{**one, "layout": degrees, "rank": rank, "sent_bytes": {"ulysses": (3 + rank) << 20}} for rank in range(2)]
+    row = {("M 1, 64 x 64, 5 frames", "ulysses 2"): ("1.0", "2.00", "4", "0.25")}
+    assert dict(dry_table.written("\n".join(["text", *dry_table.lines(ranks), "", "| a | b |"]))) == dry_table.rows(ranks) == row
+    assert dry_table.rows(ranks[:1]) == {}
 
 
 def test_ranks_of_a_sequence_need_less_than_one_device(records):

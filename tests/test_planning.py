@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import comfy.samplers
 import pytest
 import torch
+from comfy.ldm.lightricks.model import generate_freq_grid_np
 from pipemesh.launcher.commands.parity import conditioning, stock_model
 from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.nodes.auto.layouts import require_several
@@ -30,12 +31,15 @@ from pipemesh.parallel_runtime.client.run import Evaluation, Run
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner import loaded
 from pipemesh.parallel_runtime.planner.choose import LOST, RUNNING, plan, with_running
 from pipemesh.parallel_runtime.planner.cost import predict
+from pipemesh.parallel_runtime.planner.dry_device import dry_device
 from pipemesh.parallel_runtime.planner.here import PLAIN_GPU, Here, Seen, box_here, kind_of
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.loaded import NotCounted, whole_of
 from pipemesh.parallel_runtime.planner.measured import Speeds, this_machine, write
+from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
 from pipemesh.parallel_runtime.planner.redundancy import FOLDER, digest_of
 from pipemesh.parallel_runtime.wire.messages import Memory
 
@@ -60,6 +64,21 @@ def asked(branches=1, batch=1, evaluations=20):
 
 
 # -- what is counted
+
+
+def test_no_tensor_without_content_stays_in_a_cache_of_comfyuis(monkeypatch):
+    """Stock would sample with it afterwards."""
+    asked = (10000.0, 3, 96)
+
+    def remembers(*_, **_more):
+        with dry_device(QuickFakeMode()):
+            generate_freq_grid_np(*asked)
+        raise RuntimeError("made")
+
+    monkeypatch.setattr(loaded, "counted", remembers)
+    with pytest.raises(NotCounted, match="made"):
+        whole_of(stock_model(5, family=PLAIN).model, PROMPT, (1, 16, 8, 8))
+    assert type(generate_freq_grid_np(*asked)) is torch.Tensor
 
 
 def test_a_loaded_model_is_counted_at_the_true_size_without_being_computed():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,11 +101,19 @@ def on_one_gpu(comfyui: Path) -> dict[str, str]:
     return {name: WITHOUT_PLAN.get(name, NOT_YET) for name in transformers(comfyui) if name not in planned}
 
 
+def at_published_size() -> list[str]:
+    names = [one.name for family in FAMILIES for sample in family.samples for one in sample.form.released]
+    text = "Released models of every family, by the names that `dryrun --family` and `plan --family` take"
+    listed = ", ".join(f"`{name}`" for name in names)
+    return textwrap.wrap(f"{text} ([CUDA.md](CUDA.md), [PLANNER.md](PLANNER.md)): {listed}.", 100, break_on_hyphens=False)
+
+
 def markdown(table: Sequence[Row], others: Mapping[str, str]) -> str:
     lines = ["| Family | ComfyUI's classes | Ulysses, ring, both | PipeFusion |", "|---|---|---|---|"]
     for row in table:
         pipefusion = ": ".join(filter(None, (row.pipefusion, row.why)))
         lines.append(f"| {row.family} | {', '.join(f'`{model}`' for model in row.models)} | {row.sequence} | {pipefusion} |")
+    lines += ["", "## At published size", "", *at_published_size()]
     lines += ["", "## A whole image on each GPU", ""]
     lines += ["With `cfg` and `data` alone, one rank for each prompt and image at a time: exact.", ""]
     lines += ["| ComfyUI's class | Why one image is not shared |", "|---|---|"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class DeviceWeights:
         self, diffusion_model: torch.nn.Module, device: torch.device, on_progress: Callable[[int], None], apart: Collection[str] = ()
     ):
         """``on_progress`` is told the bytes of each parameter that is there; ``apart``: parameters
-        that are left as they are, by their names in the model.
+        and buffers that are left as they are, by their names in the model.
         """
         self._model = diffusion_model
         self._apart = apart
@@ -55,13 +56,14 @@ class DeviceWeights:
                         self._loaded[PREFIX + (f"{path}.{name}" if path else name)] = parameter
                 on_progress(stored_bytes([parameter]))
             for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
+                if (f"{path}.{name}" if path else name) not in apart:
+                    setattr(module, name, buffer.to(device))
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        own = [parameter for name, parameter in self._model.named_parameters() if name not in self._apart]
-        return stored_bytes([*own, *self._model.buffers()])
+        every = chain(self._model.named_parameters(), self._model.named_buffers())
+        return stored_bytes([tensor for name, tensor in every if name not in self._apart])
 
     def has(self, name: str) -> bool:
         """Whether this rank has the parameter: a stage has those of its own blocks alone."""

@@ -4,18 +4,21 @@ with: for the dry run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ..families.sample import Released, Sample
+from ..families.sample import Extent, Released, Sample
 from .forward import PREFIX, forward_binder, forward_patch
 
-Extent = tuple[int, int, int]  # width and height in pixels, and frames
+CPU = torch.device("cpu")
 PLENTY = 1 << 50  # bytes
 SPACIAL = 8  # as ComfyUI has it for all models where a cond tells no size
 BESIDE = {"model_conds", "uuid", "control", "hooks", "area", "mask", "gligen", "default"}  # of a cond, what is not the model's
@@ -32,23 +35,32 @@ def empty_model(sample: Sample, released: Released, dtype: torch.dtype, device: 
     return sample.form.base_model({**sample.form.config(released.size), **released.changes}, dtype, device)
 
 
-def latent_shape(model: Any, extent: Extent) -> tuple[int, ...]:
-    """Return the shape of the latent of one image or video, by ComfyUI's latent format."""
+def latent_shapes(model: Any, released: Released, extent: Extent) -> Sequence[tuple[int, ...]]:
+    """Return the shapes of the latents of one image or video: one by ComfyUI's latent format, or
+    those that the released model samples together, such as video and audio.
+    """
+    if released.latents is not None:
+        return released.latents(extent)
     width, height, frames = extent
     form = model.latent_format
     depth = ((frames - 1) // form.temporal_downscale_ratio + 1,) if form.latent_dimensions == 3 else ()
-    return (1, form.latent_channels, *depth, height // form.spacial_downscale_ratio, width // form.spacial_downscale_ratio)
+    return [(1, form.latent_channels, *depth, height // form.spacial_downscale_ratio, width // form.spacial_downscale_ratio)]
 
 
-def arguments_of(model: Any, sample: Sample, released: Released, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    """Return the arguments of the transformer's forward in one evaluation of a latent (B, C, ...),
+def arguments_of(model: Any, sample: Sample, released: Released, shapes: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, Any]:
+    """Return the arguments of the transformer's forward in one evaluation of latents (B, C, ...),
     on ``device``, as a rank has them.
     """
-    prompt = {
-        "cross_attn": torch.zeros(1, released.text, released.size.text_dim),
-        "pooled_output": torch.zeros(1, released.size.pooled_dim),
-    }
-    return called_with(model, {**prompt, **sample.extras(torch.zeros(shape))}, shape, device)
+    at = CPU if released.reads_prompt else device
+    with _disable_current_modes() if released.reads_prompt else nullcontext():
+        extras = sample.extras if released.extras is None else released.extras
+        prompt = {
+            "cross_attn": torch.zeros(1, released.text, released.size.text_dim),
+            "pooled_output": torch.zeros(1, released.size.pooled_dim),
+            **extras(torch.zeros(shapes[0])),
+        }
+        conds = conds_of(model, prompt, shapes, at)
+    return called_with(model, conds, shapes, device)
 
 
 def twin_of(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -74,6 +86,17 @@ def kernels_that_count() -> Iterator[Callable[..., Any]]:
         yield comfy.ldm.modules.attention.attention_pytorch
 
 
+def forget_tensors() -> None:
+    """Empty the caches of functions of ComfyUI's models, which may have tensors without content
+    since a model ran dry: whatever computes next in this process would be given those.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("comfy.ldm."):
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+
+
 def prompt_of(cond: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a cond of ComfyUI's brings to the model, without content. Call it where tensors
     have none. What acts between the sampler and the model is left out.
@@ -82,12 +105,27 @@ def prompt_of(cond: Mapping[str, Any]) -> dict[str, Any]:
     return tree_map_only(torch.Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), plain)
 
 
-def called_with(model: Any, prompt: Mapping[str, Any], shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    """Return the arguments with which ComfyUI calls the transformer for a prompt."""
-    latent = torch.zeros(shape, device=device)
-    size = {"width": shape[-1] * SPACIAL, "height": shape[-2] * SPACIAL, "prompt_type": "positive"}
-    made = model.extra_conds(device=device, noise=latent, latent_image=latent, **{**size, **prompt})
-    conds = {name: cond.process_cond(batch_size=1, area=None).cond for name, cond in made.items()}
+def conds_of(model: Any, prompt: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, Any]:
+    """Return what ComfyUI makes of a prompt for the transformer."""
+    latent = packed(shapes, device)
+    size = {"width": shapes[0][-1] * SPACIAL, "height": shapes[0][-2] * SPACIAL, "prompt_type": "positive"}
+    together = {"latent_shapes": [torch.Size(shape) for shape in shapes]} if len(shapes) > 1 else {}
+    made = model.extra_conds(device=device, noise=latent, latent_image=latent, **{**size, **together, **prompt})
+    return {name: cond.process_cond(batch_size=1, area=None).cond for name, cond in made.items()}
+
+
+def packed(shapes: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
+    """Return an empty latent; several as the one that ComfyUI's samplers have of them."""
+    import comfy.utils
+
+    latents = [torch.zeros(shape, device=device) for shape in shapes]
+    return latents[0] if len(latents) == 1 else comfy.utils.pack_latents(latents)[0]
+
+
+def called_with(model: Any, conds: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, Any]:
+    """Return the arguments with which ComfyUI calls the transformer for ``conds_of`` a prompt."""
+    latent = packed(shapes, device)
+    conds = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), dict(conds))
     found: dict[str, Any] = {}
     name = forward_patch(model.diffusion_model)
     bind = forward_binder(model.diffusion_model, name)

@@ -1,5 +1,5 @@
 """A rank's part of a model's weights: an equal part of the bytes of each layer that is shared out.
-A layer has all of its weights only while it computes.
+A layer has all of its weights only while it computes. Large tables stay in the machine's memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ..comm.shard_gather import ShardGather
 from .device_weights import DeviceWeights
 from .forward import PREFIX
 from .layer_parts import ShardedLayer, ShardedParameter, aligned
+from .main_memory import Table, tables_of
 from .quantised import put_together, stored_bytes, taken_apart
 from .shared_layers import Sharing, shared_layers
 from .turns import Turns
@@ -21,7 +22,8 @@ from .turns import Turns
 
 class ShardedWeights:
     """As ``DeviceWeights``, but of each layer that is shared out this rank keeps an equal part.
-    ``turns`` gather a layer's weights before it computes. What else there is is whole.
+    ``turns`` gather a layer's weights before it computes. What else there is is whole, but for
+    tables of which little is read: they stay where they were loaded.
     """
 
     def __init__(self, diffusion_model: torch.nn.Module, device: torch.device, gather: ShardGather, on_progress: Callable[[int], None]):
@@ -29,7 +31,9 @@ class ShardedWeights:
         self._sharded: dict[str, tuple[ShardedLayer, ShardedParameter]] = {}
         self._replaced: set[str] = set()
         chosen = shared_layers(diffusion_model)
+        self._tables: dict[str, Table] = {PREFIX + table.name: table for table in tables_of(diffusion_model)}
         apart = {f"{layer.path}.{name}" for layer in chosen for name in layer.parameters}
+        apart |= {table.name for table in self._tables.values()}
         self._whole = DeviceWeights(diffusion_model, device, on_progress, apart=apart)
         part_on = torch.device("cpu") if gather.via_cpu else device
         layers = []
@@ -41,6 +45,9 @@ class ShardedWeights:
                 self._sharded[f"{PREFIX}{found.path}.{name}"] = layer, one
             layers.append(layer)
             on_progress(found.nbytes)
+        for table in self._tables.values():
+            table.keep(table.settled(), device)
+            on_progress(table.nbytes if table.is_parameter else 0)
         sharing = Sharing.of([layer.nbytes for layer in layers], self._whole.nbytes)
         self.turns = Turns(layers, gather, device, aligned(sharing.room(gather.size)))
         self._parts_bytes = sum(layer.part.numel() for layer in layers)
@@ -56,12 +63,22 @@ class ShardedWeights:
     def has(self, name: str) -> bool:
         return name in self._sharded or self._whole.has(name)
 
-    def get(self, name: str) -> torch.nn.Parameter:
+    def get(self, name: str) -> torch.Tensor:
+        if name in self._tables:
+            return self._tables[name].settled()
         return self._sharded[name][1].settled() if name in self._sharded else self._whole.get(name)
 
     @contextmanager
     def in_place(self, name: str) -> Iterator[None]:
         """The model has this one parameter inside, for the host to patch."""
+        if name in self._tables:
+            table = self._tables[name]
+            table.put(table.settled())
+            try:
+                yield
+            finally:
+                table.keep(table.settled(), self._device)
+            return
         if name not in self._sharded:
             yield
             return
@@ -74,6 +91,9 @@ class ShardedWeights:
 
     def replace(self, name: str, weight: Any) -> None:
         """Puts a weight, or one that was taken apart, in the place of a parameter."""
+        if name in self._tables:
+            self._tables[name].keep(put_together(weight, self._tables[name].tensor).to("cpu"), self._device)
+            return
         if name not in self._sharded:
             self._whole.replace(name, weight)
             return
@@ -89,6 +109,8 @@ class ShardedWeights:
     def restore(self) -> None:
         """Puts every parameter back as it was loaded."""
         self._whole.restore()
+        for table in self._tables.values():
+            table.keep(table.settled(), self._device)
         while self._replaced:
             layer, one = self._sharded[self._replaced.pop()]
             one.instead = None

@@ -3,7 +3,7 @@ the single ones.
 """
 
 from .plan import Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size, Tiny
+from .sample import Config, Family, Form, Released, Sample, Size, Tiny
 
 PLAN = TokenPlan(
     family="aura",
@@ -32,12 +32,19 @@ def config(size: Size) -> Config:
     }
 
 
+RELEASED = Released(
+    name="auraflow-0.2",
+    size=Size(heads=12, head_dim=256, blocks=(4, 32), text_dim=2048),
+    text=256,
+    changes={"max_seq": 64 * 64},
+)
+
 AURA = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="auraflow",
-            form=Form(config_class="AuraFlow", config=config),
+            form=Form(config_class="AuraFlow", config=config, released=(RELEASED,)),
             tiny=Tiny(blocks=(2, 3)),
             latents={"even": (1, 4, 16, 12), "odd": (1, 4, 13, 18)},
         ),

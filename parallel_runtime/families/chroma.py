@@ -7,6 +7,8 @@ Radiance makes pixels of all tokens behind the blocks, and its last layer looks 
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from .plan import Along, Blocks, Leave, Together, TokenPlan
 from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny
 
@@ -74,6 +76,20 @@ RELEASED = Released(
     changes={"axes_dim": [16, 56, 56], "hidden_dim": 5120, "n_layers": 5},
 )
 
+RELEASED_RADIANCE = replace(
+    RELEASED,
+    name="chroma1-radiance",
+    changes={
+        **RELEASED.changes,
+        "patch_size": 16,
+        "nerf_hidden_size": 64,
+        "nerf_mlp_ratio": 4,
+        "nerf_depth": 4,
+        "nerf_max_freqs": 8,
+        "nerf_embedder_dtype": torch.float32,
+    },
+)
+
 CHROMA = Family(
     plans=(PLAN, RADIANCE),
     samples=(
@@ -86,7 +102,7 @@ CHROMA = Family(
         ),
         Sample(
             name="chroma-radiance",
-            form=Form(config_class="ChromaRadiance", config=radiance_config),
+            form=Form(config_class="ChromaRadiance", config=radiance_config, released=(RELEASED_RADIANCE,)),
             tiny=Tiny(blocks=(2, 2)),
             latents={"even": (1, 3, 16, 12), "odd": (1, 3, 12, 20)},
         ),

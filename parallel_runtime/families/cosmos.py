@@ -8,7 +8,7 @@ prepares itself; its adapter has one size, too large for a sample.
 from functools import partial
 
 from .plan import Along, BlockPatch, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size, keep_first_frame
+from .sample import Config, Family, Form, Released, Sample, Size, keep_first_frame
 
 IMG = ("img",)
 LLLITE = tuple(
@@ -57,17 +57,33 @@ def config(size: Size, channels: int = 16) -> Config:
     }
 
 
+TEXT_TO_IMAGE = Released(
+    name="cosmos-predict2-2b",
+    size=Size(heads=16, head_dim=128, blocks=(28,), text_dim=1024),
+    text=512,
+    extent=(1024, 1024, 1),
+    changes={"adaln_lora_dim": 256},
+)
+TO_VIDEO = Released(
+    name="cosmos-predict2-14b-i2v",
+    size=Size(heads=40, head_dim=128, blocks=(36,), text_dim=1024),
+    text=512,
+    extent=(1280, 704, 93),
+    changes={"adaln_lora_dim": 256},
+)
+
 COSMOS = Family(
     plans=(PLAN,),
+    unreleased={PLAN.models[1]: "Cosmos-Predict 2 of 2B behind a text adapter, which ComfyUI's own process computes"},
     samples=(
         Sample(
             name="cosmos-predict2",
-            form=Form(config_class="CosmosT2IPredict2", config=config),
+            form=Form(config_class="CosmosT2IPredict2", config=config, released=(TEXT_TO_IMAGE,)),
             latents={"even": (1, 16, 1, 16, 6), "odd": (1, 16, 1, 9, 6)},
         ),
         Sample(
             name="cosmos-predict2-i2v",
-            form=Form(config_class="CosmosI2VPredict2", config=partial(config, channels=17)),
+            form=Form(config_class="CosmosI2VPredict2", config=partial(config, channels=17), released=(TO_VIDEO,)),
             latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 5, 6)},
             noise_mask=keep_first_frame,
         ),

@@ -3,7 +3,7 @@ latent pixel. Its attention calls ComfyUI's without ``transformer_options``.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Form, Released, Sample, Size
 
 JOINT = ("img", "txt")
 
@@ -37,12 +37,19 @@ def config(size: Size) -> Config:
     }
 
 
+RELEASED = Released(
+    name="ernie-image-8b",
+    size=Size(heads=32, head_dim=128, blocks=(36,), text_dim=3072),
+    text=256,
+    changes={"ffn_hidden_size": 12288, "rope_axes_dim": (32, 48, 48)},
+)
+
 ERNIE = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="ernie",
-            form=Form(config_class="ErnieImage", config=config),
+            form=Form(config_class="ErnieImage", config=config, released=(RELEASED,)),
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
             stands_for=("Blocks.without_options",),
         ),

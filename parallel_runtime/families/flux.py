@@ -95,7 +95,7 @@ def config_2(size: Size) -> Config:
 
 LARGE = Size(heads=24, head_dim=128, blocks=(19, 38), text_dim=4096, pooled_dim=768)
 LARGE_2 = Size(heads=48, head_dim=128, blocks=(8, 48), text_dim=15360)
-DEV = Released(name="flux1-dev", size=LARGE, text=512, changes={"guidance_embed": True})
+DEV = Released(name="flux1-dev", size=LARGE, text=512, changes={"guidance_embed": True}, title="FLUX.1-dev")
 DEV_2 = Released(name="flux2-dev", size=LARGE_2, text=512, changes={"guidance_embed": True, "axes_dim": [32, 32, 32, 32]})
 
 FLUX = Family(

@@ -5,13 +5,14 @@ Behind the text that the blocks change stand, in every block, other tokens: a la
 model that read the prompt. E1 puts the given picture beside the latent.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Sample, Size, Tiny
+from .sample import Config, Family, Form, Released, Sample, Size, Tiny
 
 JOINT = ("img", "txt")
 ROPE = (Along(arg="rope", dim=1, streams=JOINT),)
@@ -63,12 +64,20 @@ def prompt(latent: torch.Tensor, edit: bool = False) -> dict[str, Any]:
 
 
 FORM = Form(config_class="HiDream", config=config)
-sample = partial(Sample, form=FORM, tiny=Tiny(blocks=(2, 2)), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
+RELEASED = Released(
+    name="hidream-i1-17b",
+    size=Size(heads=20, head_dim=128, blocks=(16, 32), text_dim=4096, pooled_dim=2048),
+    text=128,
+    changes={"axes_dims_rope": [64, 32, 32], "llama_layers": [*range(31), *(31,) * 17], "num_routed_experts": 4},
+    extras=lambda latent: {"conditioning_llama3": torch.zeros(1, 32, 128, 4096)},
+    experts=(4, 2),
+)
+sample = partial(Sample, tiny=Tiny(blocks=(2, 2)), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
 
 HIDREAM = Family(
     plans=(PLAN,),
     samples=(
-        sample(name="hidream-i1", prompt_extras=prompt),
-        sample(name="hidream-e1", prompt_extras=partial(prompt, edit=True)),
+        sample(name="hidream-i1", form=replace(FORM, released=(RELEASED,)), prompt_extras=prompt),
+        sample(name="hidream-e1", form=FORM, prompt_extras=partial(prompt, edit=True)),
     ),
 )

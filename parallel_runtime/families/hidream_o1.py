@@ -4,13 +4,14 @@ The tokens of the prompt see themselves alone and not the step, so the model kee
 values. Behind the blocks it looks for the image's tokens among all.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from .plan import Along, Blocks, Leave, Prefix, Together, TokenPlan
-from .sample import Config, Family, Form, Sample, Size, Tiny
+from .sample import Config, Family, Form, Released, Sample, Size, Tiny
 
 IMG = ("img",)  # and the token of the step before them, and references behind them
 BOTH = ("prompt", *IMG)
@@ -61,12 +62,21 @@ def edit(latent: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 FORM = Form(config_class="HiDreamO1", config=config)
-sample = partial(Sample, form=FORM, tiny=Tiny(blocks=(4,)), latents={"even": (1, 3, 96, 160), "odd": (1, 3, 96, 128)})
+RELEASED = Released(
+    name="hidream-o1-8b",
+    size=Size(heads=32, head_dim=128, blocks=(36,)),
+    text=0,  # it has numbers of tokens in place of a text encoder's
+    extent=(2048, 2048, 1),
+    changes={"text_config_overrides": {}, "vision_config_overrides": {}},  # ComfyUI knows one size
+    extras=lambda latent: {"text_input_ids": torch.tensor([[*range(5, 132), STEP]])},
+    reads_prompt=True,
+)
+sample = partial(Sample, tiny=Tiny(blocks=(4,)), latents={"even": (1, 3, 96, 160), "odd": (1, 3, 96, 128)})
 
 HIDREAM_O1 = Family(
     plans=(PLAN,),
     samples=(
-        sample(name="hidream-o1", prompt_extras=prompts),
-        sample(name="hidream-o1-edit", prompt_extras=edit),
+        sample(name="hidream-o1", form=replace(FORM, released=(RELEASED,)), prompt_extras=prompts),
+        sample(name="hidream-o1-edit", form=FORM, prompt_extras=edit),
     ),
 )

@@ -3,7 +3,7 @@ latent pixel. A negative without a text is the image alone.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Masks, Sample, Size
+from .sample import Config, Family, Form, Masks, Released, Sample, Size
 
 JOINT = ("txt", "img")
 
@@ -40,12 +40,19 @@ def config(size: Size) -> Config:
     }
 
 
+RELEASED = Released(
+    name="ideogram4-9.3b",
+    size=Size(heads=18, head_dim=256, blocks=(34,), text_dim=13 * 4096),
+    text=512,
+    changes={"intermediate_size": 12288, "adaln_dim": 512, "mrope_section": [24, 20, 20]},
+)
+
 IDEOGRAM4 = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="ideogram4",
-            form=Form(config_class="Ideogram4", config=config),
+            form=Form(config_class="Ideogram4", config=config, released=(RELEASED,)),
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
             masks=Masks(text_only=True),
         ),

@@ -6,7 +6,7 @@ rows leave there.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size, Tiny, random_extras
+from .sample import Config, Family, Form, Released, Sample, Size, Tiny, random_extras
 
 IMG = ("img",)
 
@@ -37,12 +37,20 @@ def config(size: Size) -> Config:
     }
 
 
+RELEASED = Released(
+    name="joyai-image-edit-16b",
+    size=Size(heads=32, head_dim=128, blocks=(40,), text_dim=4096),
+    text=256,
+    changes={"rope_dim_list": [16, 56, 56], "theta": 10000},
+    extras=random_extras(reference_latents=[(1, 16, 1, 128, 128)]),
+)
+
 JOYIMAGE = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="joyimage-edit",
-            form=Form(config_class="JoyImage", config=config),
+            form=Form(config_class="JoyImage", config=config, released=(RELEASED,)),
             tiny=Tiny(blocks=(4,)),
             latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)},
             prompt_extras=random_extras(reference_latents=[(1, 16, 1, 9, 8), (1, 16, 1, 4, 8)]),

@@ -8,7 +8,7 @@ of the video again, so they leave there.
 from .plan import Along, Blocks, Leave, TokenPlan
 from .sample import Config, Family, Form, Released, Sample, Size
 
-IMG = ("visual_embed",)
+IMG, CROSS = ("visual_embed",), ("cross_attention",)
 
 PLAN = TokenPlan(
     family="kandinsky",
@@ -16,10 +16,7 @@ PLAN = TokenPlan(
     streams=IMG,
     blocks=(
         Blocks(
-            path="visual_transformer_blocks",
-            tokens={"visual_embed": IMG},
-            along=(Along(arg="freqs", dim=1, streams=IMG),),
-            local=("cross_attention",),
+            path="visual_transformer_blocks", tokens={"visual_embed": IMG}, along=(Along(arg="freqs", dim=1, streams=IMG),), local=CROSS
         ),
     ),
     leave=Leave(path="visual_transformer_blocks", stream="visual_embed"),
@@ -45,13 +42,9 @@ def config(size: Size) -> Config:
     }
 
 
-RELEASED = Released(
-    name="kandinsky5-lite",
-    size=Size(heads=28, head_dim=64, blocks=(32,), text_dim=3584, pooled_dim=768),
-    text=256,
-    extent=(768, 512, 121),
-    changes={"axes_dims": (16, 24, 24), "ff_dim": 7168, "time_dim": 512},
-)
+LARGE = Size(heads=28, head_dim=64, blocks=(32,), text_dim=3584, pooled_dim=768)
+WIDE = {"axes_dims": (16, 24, 24), "ff_dim": 7168, "time_dim": 512}
+RELEASED = Released(name="kandinsky5-lite", size=LARGE, text=256, extent=(768, 512, 121), changes=WIDE)
 
 KANDINSKY = Family(
     plans=(PLAN,),

@@ -4,10 +4,11 @@ sequence. References may have a timestep of their own.
 The model's own text transformer runs whole.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from .plan import Along, Blocks, Boundary, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size, random_extras
+from .sample import Config, Family, Form, Released, Sample, Size, random_extras
 
 JOINT = ("txt", "img")
 
@@ -49,12 +50,30 @@ def config(size: Size) -> Config:
 
 IMAGES = [(1, 16, 1, 6, 8), (1, 16, 1, 6, 4)]  # to refer to, with a timestep of zero
 FORM = Form(config_class="Krea2", config=config, offset_scales=True)
-sample = partial(Sample, form=FORM, latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)})
+RELEASED = Released(
+    name="krea2-12b",
+    size=Size(heads=48, head_dim=128, blocks=(28,), text_dim=12 * 2560),
+    text=256,
+    changes={
+        "tdim": 256,
+        "txtdim": 2560,
+        "kvheads": 12,
+        "multiplier": 4,
+        "txtlayers": 12,
+        "txtheads": 20,
+        "txtkvheads": 20,
+    },
+)
+sample = partial(Sample, latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)})
 
 KREA2 = Family(
     plans=(PLAN,),
     samples=(
-        sample(name="krea2", stands_for=("lengths", "Leave.streams")),
-        sample(name="krea2-edit", prompt_extras=random_extras(reference_latents=IMAGES, reference_latents_method="index_timestep_zero")),
+        sample(name="krea2", form=replace(FORM, released=(RELEASED,)), stands_for=("lengths", "Leave.streams")),
+        sample(
+            name="krea2-edit",
+            form=FORM,
+            prompt_extras=random_extras(reference_latents=IMAGES, reference_latents_method="index_timestep_zero"),
+        ),
     ),
 )

@@ -3,7 +3,7 @@ pixel, under a mask over the keys of both that blocks check by its length.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Masks, Sample, Size
+from .sample import Config, Family, Form, Masks, Released, Sample, Size
 
 JOINT = ("img", "txt")
 
@@ -38,12 +38,19 @@ def config(size: Size) -> Config:
     }
 
 
+RELEASED = Released(
+    name="lens-3.8b",
+    size=Size(heads=24, head_dim=64, blocks=(48,), text_dim=len(TEXT_LAYERS) * 2880),
+    text=256,
+    changes={"axes_dims_rope": (8, 28, 28)},
+)
+
 LENS = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="lens",
-            form=Form(config_class="Lens", config=config),
+            form=Form(config_class="Lens", config=config, released=(RELEASED,)),
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
             masks=Masks(text_only=True),
         ),

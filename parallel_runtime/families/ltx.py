@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .plan import Along, BlockPatch, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Sample, Size, random_extras
+from .sample import Config, Extent, Family, Form, Released, Sample, Size, random_extras
 
 VIDEO = ("video",)
 
@@ -77,35 +77,20 @@ AV_PLAN = TokenPlan(
 
 
 def config(size: Size) -> Config:
-    return {
-        "image_model": "ltxv",
-        "in_channels": 128,
-        "num_attention_heads": size.heads,
-        "attention_head_dim": size.head_dim,
-        "cross_attention_dim": size.hidden,
-        "caption_channels": size.text_dim,
-        "num_layers": size.blocks[0],
-    }
+    widths = {"in_channels": 128, "cross_attention_dim": size.hidden, "caption_channels": size.text_dim}
+    heads = {"num_attention_heads": size.heads, "attention_head_dim": size.head_dim}
+    return {"image_model": "ltxv", **widths, **heads, "num_layers": size.blocks[0]}
 
 
 def av_config(size: Size) -> Config:
     """The form of 2.3: gated attention, text modulated by the timestep."""
-    return {
-        **config(size),
-        "image_model": "ltxav",
-        "audio_num_attention_heads": size.heads,
-        "audio_attention_head_dim": size.head_dim // 2,
-        "audio_cross_attention_dim": size.hidden // 2,
-        "audio_positional_embedding_max_pos": [20],
-        "rope_type": "split",
-        "frequencies_precision": "float64",
-        "use_middle_indices_grid": True,
-        "causal_temporal_positioning": True,
-        "apply_gated_attention": True,
-        "cross_attention_adaln": True,
-        "connector_num_attention_heads": 4,
-        "connector_attention_head_dim": size.text_dim // 4,
-    }
+    heads = {"audio_num_attention_heads": size.heads, "audio_attention_head_dim": size.head_dim // 2}
+    connectors = {"connector_num_attention_heads": 4, "connector_attention_head_dim": size.text_dim // 4}
+    positions = {"audio_positional_embedding_max_pos": [20], "rope_type": "split", "frequencies_precision": "float64"}
+    positions |= {"use_middle_indices_grid": True, "causal_temporal_positioning": True}
+    gates = {"apply_gated_attention": True, "cross_attention_adaln": True}
+    audio = {"audio_cross_attention_dim": size.hidden // 2, **heads, **connectors, **positions, **gates}
+    return {**config(size), "image_model": "ltxav", **audio}
 
 
 text_mask = random_extras(attention_mask=torch.ones(1, 1, dtype=torch.int64))  # all of the text is of the prompt
@@ -134,16 +119,31 @@ LATENTS: Mapping[str, tuple] = {"even": (1, 128, 3, 4, 2), "odd": (1, 128, 3, 3,
 AUDIO = {name: (shape, (1, 8, 5, 16)) for name, shape in LATENTS.items()}
 
 
-def sample(name: str, config: Callable[[Size], Config], config_class: str = "LTXV", **inputs: Any) -> Sample:
-    form = Form(config_class=config_class, config=config)
+def with_sound(extent: Extent) -> tuple[tuple[int, ...], ...]:
+    """25 latents of a second of sound, as many as it has frames."""
+    width, height, frames = extent
+    return (1, 128, (frames - 1) // 8 + 1, height // 32, width // 32), (1, 8, frames, 16)
+
+
+LARGE, LARGE_AV = (Size(heads=32, head_dim=128, blocks=(48,), text_dim=width) for width in (4096, 3840))
+BEFORE_2_3 = {"apply_gated_attention": False, "cross_attention_adaln": False}
+CONNECTORS = {"connector_num_attention_heads": 30, "connector_attention_head_dim": 128}
+LTXV_13B = Released(name="ltxv-13b", size=LARGE, text=256, extent=(768, 512, 97))
+LTX_2 = Released(
+    name="ltx2-19b", size=LARGE_AV, text=1024, extent=(1280, 704, 121), changes={**BEFORE_2_3, **CONNECTORS}, latents=with_sound
+)
+
+
+def sample(name: str, config: Callable[[Size], Config], config_class: str = "LTXV", released: Any = (), **inputs: Any) -> Sample:
+    form = Form(config_class=config_class, config=config, released=released)
     return Sample(name=name, form=form, **{"latents": LATENTS, **inputs})
 
 
 LTX = Family(
     plans=(LTXV_PLAN, AV_PLAN),
     samples=(
-        sample("ltxv", config, prompt_extras=text_mask),
+        sample("ltxv", config, released=(LTXV_13B,), prompt_extras=text_mask),
         sample("ltxv-guided", config, prompt_extras=guides, noise_mask=given_guide),
-        sample("ltx2", av_config, "LTXAV", latents=AUDIO),
+        sample("ltx2", av_config, "LTXAV", (LTX_2,), latents=AUDIO),
     ),
 )

@@ -4,7 +4,7 @@ Reference latents stand behind the image. The mask closes tokens of the text alo
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Masks, Sample, Size, random_extras
+from .sample import Config, Family, Form, Masks, Released, Sample, Size, random_extras
 
 JOINT = ("txt", "img")
 
@@ -39,12 +39,16 @@ def config(size: Size) -> Config:
     }
 
 
+LARGE = Size(heads=24, head_dim=128, blocks=(12,), text_dim=2560)
+WIDE = {"axes_dims_rope": (16, 56, 56)}
+RELEASED = Released(name="mage-flow-4b", size=LARGE, text=256, changes=WIDE, extras=random_extras())
+
 MAGE_FLOW = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="mage_flow",
-            form=Form(config_class="MageFlow", config=config),
+            form=Form(config_class="MageFlow", config=config, released=(RELEASED,)),
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
             masks=Masks(text_only=True),
             prompt_extras=random_extras(reference_latents=[(1, 128, 4, 3)]),

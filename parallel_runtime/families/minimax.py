@@ -4,13 +4,14 @@ sequence without a batch, whose parts have modulations of their own.
 Audio and video leave behind the blocks by ranges of all tokens, so that all leave there.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from .plan import Along, Blocks, Leave, Ranges, Together, TokenPlan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Extent, Family, Form, Released, Sample, Size
 
 ALL = ("tokens",)
 
@@ -67,13 +68,38 @@ def references(_latent: Any) -> dict[str, Any]:
     return {"minimax_refs": [of_picture, of_video], "minimax_token_tags": torch.tensor([1, 1, 0, 0, 0] + [1] * 27)}
 
 
+def with_sound(extent: Extent) -> tuple[tuple[int, ...], ...]:
+    """Two latents of the first five frames and five of each seventeen behind them; 40 of a second
+    of sound.
+    """
+    width, height, frames = extent
+    return (1, 24, (frames - 5) // 17 * 5 + 2, height // 16, width // 16), (1, 32, 2, round(frames / 24 * 40))
+
+
+RELEASED = Released(
+    name="minimax-h3-33b",
+    size=Size(heads=56, head_dim=128, blocks=(50,), text_dim=5120),
+    text=512,
+    extent=(1344, 768, 124),
+    changes={
+        "hidden_size": 5376,
+        "token_refiner_num_layers": 2,
+        "ffn_hidden_size": 14336,
+        "timestep_input_dim": 256,
+        "time_embed_hidden_size": 5376,
+        "time_embed_dim": 2688,
+        "rope_inv_freq_len": 16,
+    },
+    latents=with_sound,
+)
 LATENTS = {"even": ((1, 24, 3, 8, 6), (1, 32, 2, 5)), "odd": ((1, 24, 3, 5, 4), (1, 32, 2, 3))}
-sample = partial(Sample, form=Form(config_class="MiniMaxH3", config=config), latents=LATENTS)
+FORM = Form(config_class="MiniMaxH3", config=config)
+sample = partial(Sample, latents=LATENTS)
 
 MINIMAX = Family(
     plans=(PLAN,),
     samples=(
-        sample(name="minimax-h3"),
-        sample(name="minimax-h3-referring", prompt_extras=references),
+        sample(name="minimax-h3", form=replace(FORM, released=(RELEASED,))),
+        sample(name="minimax-h3-referring", form=FORM, prompt_extras=references),
     ),
 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .plan import Along, BlockPatch, Blocks, Leave, Ranges, Together, TokenPlan
-from .sample import Config, Family, Form, Sample, Size, Tiny
+from .sample import Config, Family, Form, Released, Sample, Size, Tiny
 
 JOINT = ("txt", "img")
 SECOND_TIMESTEP = (Ranges(arg="timestep_zero_index", streams=JOINT),)
@@ -40,7 +40,7 @@ PLAN = TokenPlan(
 
 PIXELS = replace(PLAN, models=("comfy.ldm.lumina.model:NextDiTPixelSpace",), leave=Leave(path="layers", stream="img", streams=JOINT))
 
-AXES = {16: [4, 6, 6], 64: [16, 24, 24]}  # head size -> position axes
+AXES = {16: [4, 6, 6], 64: [16, 24, 24], 96: [32, 32, 32], 128: [32, 48, 48]}  # head size -> position axes
 
 
 def config(size: Size, **others: Any) -> Config:
@@ -93,13 +93,27 @@ def references(latent: torch.Tensor) -> dict[str, Any]:
     }
 
 
+WIDE = {"n_refiner_layers": 2, "multiple_of": 256}
+Z_IMAGE = Released(
+    name="z-image-6b",
+    size=Size(heads=30, head_dim=128, blocks=(30,), text_dim=2560),
+    text=256,
+    changes={**WIDE, "ffn_dim_multiplier": 8 / 3, "pad_tokens_multiple": 32},
+)
+LUMINA_2 = Released(
+    name="lumina2-2.6b",
+    size=Size(heads=24, head_dim=96, blocks=(26,), text_dim=2304),
+    text=256,
+    changes={**WIDE, "n_kv_heads": 8, "ffn_dim_multiplier": 4.0},
+)
 sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
 z_image = partial(sample, tiny=Tiny(head_dim=64))  # its modulation takes 256 numbers, and a model of fewer has not so many
 
 NEXTDIT = Family(
     plans=(PLAN, PIXELS),
+    unreleased={PIXELS.models[0]: "its files say how large a patch of pixels is, and no released one is published"},
     samples=(
-        z_image(name="z-image", form=Form(config_class="ZImage", config=z_image_config)),
+        z_image(name="z-image", form=Form(config_class="ZImage", config=z_image_config, released=(Z_IMAGE,))),
         z_image(
             name="z-image-omni",
             form=Form(config_class="ZImage", config=partial(z_image_config, siglip_feat_dim=24)),
@@ -110,7 +124,7 @@ NEXTDIT = Family(
             form=Form(config_class="ZImagePixelSpace", config=pixel_config),
             latents={"even": (1, 3, 32, 24), "odd": (1, 3, 26, 36)},
         ),
-        sample(name="lumina2", form=Form(config_class="Lumina2", config=config)),
+        sample(name="lumina2", form=Form(config_class="Lumina2", config=config, released=(LUMINA_2,))),
         sample(name="newbie", form=Form(config_class="Lumina2", config=newbie_config)),
     ),
 )

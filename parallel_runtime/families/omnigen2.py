@@ -8,8 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Masks, Sample, Size, Tiny, random_extras
+from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny, random_extras
 
 JOINT, IMG = ("txt", "img"), ("img",)
 REFINED = Together(refiners=("noise_refiner",))
@@ -78,14 +80,24 @@ def boogu_config(size: Size) -> Config:
     return config(size, "boogu", instruction_feat_dim=size.text_dim, num_double_stream_layers=size.blocks[0])
 
 
+WIDE = {"num_refiner_layers": 2, "num_kv_heads": 7, "multiple_of": 256, "axes_dim_rope": (40, 40, 40)}
+RELEASED = Released(
+    name="omnigen2-4b",
+    size=Size(heads=21, head_dim=120, blocks=(32,), text_dim=2048),
+    text=256,
+    changes=WIDE,
+    extras=random_extras(attention_mask=torch.ones(1, 256, dtype=torch.int64)),
+    reads_prompt=True,
+)
+RELEASED_BOOGU = replace(RELEASED, name="boogu-image-0.1", size=Size(heads=28, head_dim=120, blocks=(8, 32), text_dim=4096))
 REFERENCES = random_extras(reference_latents=[(1, 16, 6, 8), (1, 16, 6, 4)])
 sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)}, masks=Masks(open=True))
 
 OMNIGEN2 = Family(
     plans=(PLAN, BOOGU),
     samples=(
-        sample(name="omnigen2", form=Form(config_class="Omnigen2", config=omnigen2_config), prompt_extras=REFERENCES),
-        sample(name="boogu", form=Form(config_class="Boogu", config=boogu_config), tiny=Tiny(blocks=(2, 3))),
+        sample(name="omnigen2", form=Form(config_class="Omnigen2", config=omnigen2_config, released=(RELEASED,)), prompt_extras=REFERENCES),
+        sample(name="boogu", form=Form(config_class="Boogu", config=boogu_config, released=(RELEASED_BOOGU,)), tiny=Tiny(blocks=(2, 3))),
         sample(name="boogu-edit", form=Form(config_class="Boogu", config=boogu_config), tiny=Tiny(blocks=(2, 3)), prompt_extras=REFERENCES),
     ),
 )

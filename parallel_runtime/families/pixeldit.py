@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Insert, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Sample, Size, Tiny
+from .sample import Config, Family, Form, Released, Sample, Size, Tiny
 
 BLOCKS = Blocks(
     path="patch_blocks",
@@ -55,6 +55,25 @@ def small_picture(latent: torch.Tensor) -> dict[str, Any]:
     return {"lq_latent": torch.randn(1, 16, 2, 3, generator=torch.Generator().manual_seed(14)), "degrade_sigma": torch.tensor([0.2])}
 
 
+def quarter(latent: torch.Tensor) -> dict[str, Any]:
+    """The extras of the PiD node for a picture of a quarter of the width, whose latent has a pixel
+    for each 8.
+    """
+    height, width = latent.shape[2:]
+    return {"lq_latent": torch.zeros(1, 16, height // 32, width // 32), "degrade_sigma": torch.zeros(1)}
+
+
+LARGE = Size(heads=24, head_dim=64, blocks=(14,), text_dim=2304)
+WIDE = {"patch_size": 16, "pixel_attn_hidden_size": 1152, "pixel_num_groups": 16}
+RELEASED = Released(name="pixeldit-1.3b", size=LARGE, text=300, changes=WIDE)
+RELEASED_PID = Released(
+    name="pid-flux1",
+    size=LARGE,
+    text=300,
+    extent=(2048, 2048, 1),
+    changes={**WIDE, "lq_hidden_dim": 512, "lq_num_res_blocks": 4, "pit_lq_inject": False},
+    extras=quarter,
+)
 LATENTS = {"even": (1, 3, 16, 12), "odd": (1, 3, 11, 20)}
 
 PIXELDIT = Family(
@@ -62,13 +81,13 @@ PIXELDIT = Family(
     samples=(
         Sample(
             name="pixeldit",
-            form=Form(config_class="PixelDiTT2I", config=config),
+            form=Form(config_class="PixelDiTT2I", config=config, released=(RELEASED,)),
             tiny=Tiny(blocks=(4,)),
             latents=LATENTS,
         ),
         Sample(
             name="pid",
-            form=Form(config_class="PiD", config=pid_config),
+            form=Form(config_class="PiD", config=pid_config, released=(RELEASED_PID,)),
             tiny=Tiny(blocks=(4,)),
             latents=LATENTS,
             prompt_extras=small_picture,

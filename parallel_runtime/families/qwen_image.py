@@ -52,6 +52,7 @@ RELEASED = Released(
     text=256,
     extent=(1328, 1328, 1),
     changes={"axes_dims_rope": (16, 56, 56)},
+    title="Qwen-Image",
 )
 
 

@@ -9,7 +9,7 @@ whatever order its tensors are made, and more blocks leave the others as they we
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from .plan import TokenPlan
 Config = dict[str, Any]  # a ``unet_config``: the arguments that ComfyUI builds a transformer with
 Shapes = Mapping[str, tuple[int, ...]]
 Extras = dict[str, Any]  # of a prompt, beside its text
+Extent = tuple[int, int, int]  # width and height in pixels, and frames
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -114,14 +115,24 @@ class Released:
     drawn or downloaded.
 
     ``changes``: what its config has otherwise than the form's. ``text``: tokens of a prompt.
-    ``extent``: width and height in pixels, and frames.
+    ``extent``: width and height in pixels, and frames. ``extras``: what nodes add to a prompt, in
+    place of what they add to the sample's, which may be of its widths. ``latents``: an extent ->
+    the shapes of latents that are sampled together. ``experts``: how many a block has, and to how
+    many of them each token goes. ``reads_prompt``: ComfyUI looks at the prompt's numbers before it
+    calls the transformer, so that they need content. ``title``: in the documents' table, where it
+    is in that.
     """
 
     name: str
     size: Size
     text: int
-    extent: tuple[int, int, int] = (1024, 1024, 1)
+    extent: Extent = (1024, 1024, 1)
     changes: Config = field(default_factory=dict)
+    extras: Callable[[torch.Tensor], Extras] | None = None
+    latents: Callable[[Extent], Sequence[tuple[int, ...]]] | None = None
+    experts: tuple[int, int] = (1, 1)
+    reads_prompt: bool = False
+    title: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +242,10 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """All that the project knows of a model family."""
+    """All that the project knows of a model family. ``unreleased``: the classes of its plans
+    without a released model, and why.
+    """
 
     plans: tuple[TokenPlan, ...]
     samples: tuple[Sample, ...]
+    unreleased: Mapping[str, str] = field(default_factory=dict)

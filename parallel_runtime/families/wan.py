@@ -5,6 +5,7 @@ The 5B model may modulate per frame: ``e`` has one row per frame then, else one.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +88,10 @@ def released(name: str, heads: int, blocks: int, ffn: int, extent: tuple[int, in
     return Released(name=name, size=size, text=512, extent=extent, changes={"ffn_dim": ffn, "freq_dim": 256})
 
 
-T2V = (released("wan2.2-t2v-14b", 40, 40, 13824, (1280, 720, 81)), released("wan2.1-t2v-1.3b", 12, 30, 8960, (832, 480, 81)))
+T2V = (
+    replace(released("wan2.2-t2v-14b", 40, 40, 13824, (1280, 720, 81)), title="Wan 2.2 14B"),
+    released("wan2.1-t2v-1.3b", 12, 30, 8960, (832, 480, 81)),
+)
 I2V = (released("wan2.1-i2v-14b", 40, 40, 13824, (832, 480, 81)),)
 TI2V = (released("wan2.2-ti2v-5b", 24, 30, 14336, (1280, 704, 121)),)
 

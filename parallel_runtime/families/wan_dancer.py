@@ -43,12 +43,16 @@ def music(latent: torch.Tensor) -> dict[str, Any]:
     }
 
 
+LARGE = wan.released("wan2.2-dancer-14b", 40, 40, 13824, (832, 480, 81))
+WIDE = {"audio_inject_layers": [0, 4, 8, 12, 16, 20, 24, 27], "music_dim": 256, "music_heads": 4, "music_latent_dim": 256}
+RELEASED = replace(LARGE, changes={**LARGE.changes, **WIDE})
+
 WAN_DANCER = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="wan-dancer",
-            form=Form(config_class="WAN22_WanDancer", config=config),
+            form=Form(config_class="WAN22_WanDancer", config=config, released=(RELEASED,)),
             latents={"even": (1, 16, 2, 8, 8), "odd": (1, 16, 1, 16, 12)},
             prompt_extras=music,
         ),

@@ -3,6 +3,7 @@ attend to the speech of their own frame. Tokens of a reference and of the motion
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def config(size: Size) -> Config:
     return {**wan.config(size, model_type="s2v"), "audio_dim": 24, "audio_inject_layers": [0, 2, 4]}
 
 
-def speech(latent: torch.Tensor) -> dict[str, Any]:
+def speech(latent: torch.Tensor, audio_dim: int = 24) -> dict[str, Any]:
     """The extras of the S2V node: four embeddings of speech for each frame, a reference, a pose,
     and the video before.
     """
@@ -30,19 +31,25 @@ def speech(latent: torch.Tensor) -> dict[str, Any]:
     _, channels, frames, height, width = latent.shape
     reference, *motion = torch.randn(20, 1, channels, 1, height, width, generator=generator)
     return {
-        "audio_embed": torch.randn(1, 25, 24, 4 * frames, generator=generator),
+        "audio_embed": torch.randn(1, 25, audio_dim, 4 * frames, generator=generator),
         "reference_latents": [reference],
         "reference_motion": torch.cat(motion, 2),
         "control_video": torch.randn(latent.shape, generator=generator),
     }
 
 
+LARGE = wan.released("wan2.2-s2v-14b", 40, 40, 13824, (832, 480, 77))
+INJECTED = [0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39]
+RELEASED = replace(
+    LARGE, changes={**LARGE.changes, "audio_dim": 1024, "audio_inject_layers": INJECTED}, extras=partial(speech, audio_dim=1024)
+)
+
 WAN_S2V = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="wan-s2v",
-            form=Form(config_class="WAN22_S2V", config=config),
+            form=Form(config_class="WAN22_S2V", config=config, released=(RELEASED,)),
             latents={"even": (1, 16, 3, 8, 8), "odd": (1, 16, 3, 10, 10)},
             prompt_extras=speech,
         ),

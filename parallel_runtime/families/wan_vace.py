@@ -9,7 +9,7 @@ import torch
 
 from . import wan
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Sample, Size, Tiny
+from .sample import Config, Family, Form, Sample, Size, Tiny, random_extras
 
 BLOCKS = Blocks(path="blocks", tokens={"x": wan.IMG}, along=(Along(arg="freqs", dim=1, streams=wan.IMG),), local=("cross_attn",))
 PLAN = TokenPlan(
@@ -34,12 +34,15 @@ def two_videos(latent: torch.Tensor) -> dict[str, Any]:
     return {"vace_frames": list(frames), "vace_mask": list(masks), "vace_strength": [1.0, 0.5]}
 
 
+LARGE = wan.released("wan2.1-vace-14b", 40, 40, 13824, (832, 480, 81))
+RELEASED = replace(LARGE, size=replace(LARGE.size, blocks=(40, 8)), extras=random_extras())  # one video, as ComfyUI makes it itself
+
 WAN_VACE = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="wan-vace",
-            form=Form(config_class="WAN21_Vace", config=config),
+            form=Form(config_class="WAN21_Vace", config=config, released=(RELEASED,)),
             tiny=Tiny(blocks=(4, 2)),
             latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
             prompt_extras=two_videos,

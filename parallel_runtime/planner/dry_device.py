@@ -31,24 +31,33 @@ QUESTIONS = {torch.ops.prim.device.default, aten.is_pinned.default}  # they comp
 READS = {aten._local_scalar_dense.default, aten.equal.default}
 SMALL_BYTES = 1 << 16  # of a copy to the device that the driver takes at once (CUDA's API synchronization behavior)
 COPIES = {aten._to_copy.default, aten.copy_.default}
+BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+LEFT_SECOND = {aten.addmm, aten.baddbmm}  # products whose left factor is the second argument
+BY_PIXELS = {aten.convolution, aten._convolution, aten.convolution_overrideable}  # they have no rows
 
 
 class Counts(TorchDispatchMode):
     """Counts while it is entered. ``live`` and ``peak``: bytes of tensors on the device that were
     made meanwhile. ``messages``: bytes sent, by operation of torch.distributed. ``value``: all that
-    code reads of the device.
+    code reads of the device; ``chosen``: the share of its elements that a mask chooses.
+    ``by_rows``: FLOPs by the rows that a product or an attention has.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.value = 0.0
-        self.flops = 0
+        self.chosen = 1.0
+        self.by_rows: Counter[int] = Counter()
         self.live = self.peak = 0
         self.messages: Counter[str] = Counter()
         self.waits: Counter[Wait] = Counter()
         self._storages: dict[int, weakref.ref] = {}
         self._pinned: dict[int, weakref.ref] = {}
         self._known: set[int] = set()
+
+    @property
+    def flops(self) -> int:
+        return sum(self.by_rows.values())
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # nothing is compiled here, and asking takes longer than most operations
@@ -75,6 +84,8 @@ class Counts(TorchDispatchMode):
     def _compute(self, func: Any, args: tuple, options: dict[str, Any]) -> Any:
         if func in COPIES:
             self._note_copy(func, args, options)
+        if func in BY_INDEX:
+            args = (args[0], self._without_masks(args[1]), *args[2:])
         if options.get("device") is not None:  # torch would make the real thing of a tensor whose value it knows
             for leaf in args:
                 if isinstance(leaf, FakeTensor):
@@ -82,7 +93,7 @@ class Counts(TorchDispatchMode):
         is_pinned = options.pop("pin_memory", False)
         made = func(*args, **options)
         if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **options, out_val=made)
+            self.by_rows[rows_of(func._overloadpacket, args)] += flop_registry[func._overloadpacket](*args, **options, out_val=made)
         if func.namespace == "c10d":
             self._note_message(func, args)
         for leaf in (made,) if isinstance(made, torch.Tensor) else tree_leaves(made):
@@ -107,6 +118,18 @@ class Counts(TorchDispatchMode):
         if func is aten.equal.default:
             return True
         return self.value if args[0].dtype.is_floating_point else int(self.value)
+
+    def _without_masks(self, indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return numbers of rows in place of masks, which choose rows that nobody knows here."""
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+                continue
+            self.wait("read")
+            count = int(self.chosen * index.numel())
+            found += [torch.empty(count, dtype=torch.long, device=index.device) for _ in range(index.dim())]
+        return found
 
     def _note_copy(self, func: Any, args: tuple, options: dict[str, Any]) -> None:
         """A copy from or into the CPU's ordinary memory may wait until the device has come so far,
@@ -155,6 +178,14 @@ class Counts(TorchDispatchMode):
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._pinned
+
+
+def rows_of(packet: Any, args: tuple) -> int:
+    """Return the rows of what a product multiplies, or of an attention's queries; 0 where there are
+    none.
+    """
+    left = args[1] if packet in LEFT_SECOND else args[0]
+    return left.shape[-2] if packet not in BY_PIXELS and left.dim() > 1 else 0
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:

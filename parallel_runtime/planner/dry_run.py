@@ -7,34 +7,38 @@ torch's fake process group takes their messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, Literal
+from itertools import combinations, pairwise
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
 from ..comfy_bridge.forward import forward_name
-from ..comfy_bridge.released_model import Extent, arguments_of, empty_model, latent_shape
+from ..comfy_bridge.main_memory import InMainMemory, tables_of
+from ..comfy_bridge.released_model import arguments_of, empty_model, forget_tensors, latent_shapes
 from ..comfy_bridge.sharded_weights import ShardedWeights
-from ..comfy_bridge.shared_layers import Sharing, shared_layers
+from ..comfy_bridge.shared_layers import Layer, Sharing, shared_layers
 from ..comm.mesh import Mesh, connect, open_weights
 from ..families import plan_for
-from ..families.plan import TokenPlan
-from ..families.sample import Released, Sample
+from ..families.plan import Blocks, TokenPlan
+from ..families.sample import Extent, Released, Sample
 from ..layout import Layout
+from ..methods.blocks import blocks_of, taken
 from ..methods.factory import make_method
-from ..methods.hooks import Attention, TokenHooks, blocks_of
+from ..methods.hooks import Attention, TokenHooks
 from ..methods.shards import Rows
 from ..patches import Part, TokenGrid
 from ..stages import Stage, share_out
-from .dry_device import DEVICE, Counts, dry_device
+from .dry_device import DEVICE, Counts, dry_device, is_on_device
 from .figures import Attended, RankFigures, Shareable, Whole
 from .quick_fake import QuickFakeMode
 
 TURN = 128  # numbers of requests are multiples: messages have them modulo this, and the device's values are 0
 WARM_UP = Part(1, 0)
+SHARED = -1  # in the place of rows: what ranks share by the keys that it looks at
 
 
 class DryModel:
@@ -47,24 +51,32 @@ class DryModel:
         self.extent = extent or released.extent
         self._sample = sample
         self._mode = QuickFakeMode()
+        forget_tensors()  # of another mode
         self._model = self._build()
         with dry_device(self._mode):
-            self._shape = latent_shape(self._model, self.extent)
-            self._arguments = arguments_of(self._model, sample, released, self._shape, DEVICE)
+            shapes = latent_shapes(self._model, released, self.extent)
+            self._arguments = arguments_of(self._model, sample, released, shapes, DEVICE)
+        self._shape = shapes[0]
         plan = plan_for(type(self._model.diffusion_model))
         assert plan is not None, f"{released.name} has no plan"
         self.plan: TokenPlan = plan
 
     def _build(self) -> Any:
+        """Build it as a rank has it: ComfyUI makes some tensors without asking where."""
         with dry_device(self._mode):
-            return empty_model(self._sample, self.released, torch.bfloat16, DEVICE)
+            model = empty_model(self._sample, self.released, torch.bfloat16, DEVICE)
+            for module in model.diffusion_model.modules():
+                for tensors in (module._parameters, module._buffers):
+                    found = {name: tensor for name, tensor in tensors.items() if tensor is not None and not is_on_device(tensor)}
+                    cast("dict[str, Any]", tensors).update({name: tensor.to(DEVICE) for name, tensor in found.items()})
+            return model
 
     def _forward(self, model: Any) -> Any:
         return getattr(model.diffusion_model, forward_name(model.diffusion_model))
 
     def whole(self) -> Whole:
         """Run the model on one device as ComfyUI does."""
-        return counted(self._model, self.plan, self._arguments, self._mode, self.released.size.hidden)
+        return counted(self._model, self.plan, self._arguments, self._mode, experts=self.released.experts)
 
     def rank(self, layout: Layout, rank: int, whole: Whole, patches: int = 0, kept: Literal["whole", "sharded"] = "whole") -> RankFigures:
         """Run one rank of ``layout``. ``patches``: of a pipeline, 0 for one more than stages.
@@ -81,6 +93,7 @@ class DryModel:
             counted = Sent(mesh)
             try:
                 with dry_device(self._mode) as figures:
+                    figures.chosen = 1 / self.released.experts[0]
                     figures.leave_out(weights_of(model))
                     if kept == "sharded" and mesh.sequence.weights is not None:
                         turns = ShardedWeights(model.diffusion_model, DEVICE, mesh.sequence.weights, lambda nbytes: None).turns
@@ -89,7 +102,7 @@ class DryModel:
                     method.attach()
                     for idle.at, part in enumerate(parts):
                         if idle.at == 1:
-                            figures.flops = 0
+                            figures.by_rows.clear()
                             figures.messages.clear()
                             figures.waits.clear()
                             counted = Sent(mesh)
@@ -122,8 +135,10 @@ class DryModel:
             )
 
     def _parts(self, whole: Whole, layout: Layout, patches: int) -> list[Part]:
-        """Return the requests of a rank: one of all tokens; in a pipeline, each patch after it."""
-        if layout.pipefusion == 1:
+        """Return the requests of a rank: one of all tokens; in a pipeline, each patch after it, if
+        the model's evaluations can be cut.
+        """
+        if layout.pipefusion == 1 or self.plan.together.always:
             return [WARM_UP]
         text = sum(count for stream, count in whole.tokens.items() if stream != self.plan.leave.stream)
         grid = TokenGrid.of(self._shape, self.plan.patch_size_of(self._model.diffusion_model))
@@ -132,62 +147,122 @@ class DryModel:
 
 
 def counted(
-    model: Any, plan: TokenPlan, arguments: dict[str, Any], mode: QuickFakeMode, hidden: int = 0, attention: Attention | None = None
+    model: Any,
+    plan: TokenPlan,
+    arguments: dict[str, Any],
+    mode: QuickFakeMode,
+    attention: Attention | None = None,
+    experts: tuple[int, int] = (1, 1),
 ) -> Whole:
-    """Run a model without content on one device, as ComfyUI does. ``hidden``: as wide as its rows
-    are; 0 for as wide as the queries of its first attention. ``attention`` takes the place of
-    ComfyUI's. A model that is never cut is one block.
+    """Run a model without content on one device, as ComfyUI does. ``attention`` takes the place of
+    ComfyUI's. ``experts``: of the released model. A model that is never cut is one block.
     """
-    transformer = model.diffusion_model
+    transformer, handles = model.diffusion_model, []
     with dry_device(mode) as figures:
+        figures.chosen = 1 / experts[0]
         figures.leave_out(weights_of(model))
         recorder = Recorder(figures, attention)
         hooks = TokenHooks(transformer, plan, recorder) if plan.blocks else None
         forward = getattr(transformer, forward_name(transformer))
         if hooks is not None:
             hooks.attach()
+            blocks = list(blocks_of(transformer, plan))
+            (first, at, group), (last, end, _) = blocks[0], blocks[-1]
+            handles = [first[at].register_forward_pre_hook(recorder.note_width(group), with_kwargs=True)]
+            if plan.leaves_behind_blocks:
+                handles.append(last[end].register_forward_hook(lambda *_: recorder.leave(None, None)))
+            handles += [layer.module.register_forward_pre_hook(recorder.note_turn(layer)) for layer in shared_layers(transformer)]
         try:
             forward(**(arguments if hooks is None else hooks.arguments(arguments)))
         finally:
+            for handle in handles:
+                handle.remove()
             if hooks is not None:
                 hooks.detach()
-    marks = recorder.marks or [0]
-    block_flops = [after - before for before, after in pairwise([*marks, recorder.left or figures.flops])]
+    marks = [*(recorder.marks or [Counter()]), recorder.left or figures.by_rows]
+    block_flops = [after.total() - before.total() for before, after in pairwise(marks)]
+    prefix = arguments.get(plan.prefix.counted_by, 0) if plan.prefix else 0
+    own = OwnRows(recorder.tokens, prefix, experts[1] / experts[0])
     weights = nbytes(weights_of(model))
-    blocks = [nbytes(container[index].parameters()) for container, index, _ in blocks_of(transformer, plan)] if hooks else [weights]
-    first = next((one for block in recorder.attended for one in block), None)
+    block_weights = [nbytes(container[index].parameters()) for container, index, _ in blocks_of(transformer, plan)] if hooks else [weights]
     return Whole(
         weight_bytes=weights,
-        block_weight_bytes=blocks,
+        block_weight_bytes=block_weights,
         block_flops=block_flops,
         around_flops=figures.flops - sum(block_flops),
         peak_bytes=figures.peak,
         attended_by_block=recorder.attended or [[]],
         tokens=recorder.tokens,
-        hidden=hidden or (first.heads * first.head_dim if first else 0),
-        shareable=shareable(transformer, plan) if hooks else Shareable([0], 0, 0, 0),
+        hidden=recorder.hidden,
+        shareable=shareable(transformer, plan, sum(layer.nbytes for layer in recorder.turns)) if hooks else Shareable([0], 0, 0, 0),
+        alone_flops=[own.alone(before, after) for before, after in pairwise(marks)] if hooks else (),
     )
+
+
+Mark = Counter[int]  # the FLOPs up to a place of a forward, by the rows that they are on
+
+
+class OwnRows:
+    """Tells the rows that ranks share from those that every rank has: ``tokens`` of each stream,
+    alone or joined, and of those the part that an expert has (``per_token``). ``prefix`` tokens
+    before them are every rank's.
+    """
+
+    def __init__(self, tokens: Mapping[str, int], prefix: int, per_token: float):
+        counts = list(tokens.values())
+        joined = {sum(some) for size in range(1, len(counts) + 1) for some in combinations(counts, size)}
+        self._shared = {SHARED} | joined | {int(per_token * count) for count in joined}
+        self._prefix = prefix
+
+    def alone(self, before: Mark, after: Mark) -> int:
+        """Return the FLOPs between two places that every rank computes for itself."""
+        return round(sum(self._part(rows) * (flops - before[rows]) for rows, flops in after.items()))
+
+    def _part(self, rows: int) -> float:
+        if rows in self._shared:
+            return 0.0
+        return self._prefix / rows if rows - self._prefix in self._shared else 1.0
 
 
 class Recorder:
     """A Sharding that computes everything and notes the plan's blocks and the attentions in each.
-    ``marks``: what was computed at each block's beginning; ``left``: and where the tokens leave, if
-    that is a module of its own.
+    ``marks``: what was computed at each block's beginning; ``left``: and where the tokens leave.
+    ``hidden``: how wide tokens enter the blocks. ``turns``: the layers that ranks can share out, as
+    one computes after another.
     """
 
     def __init__(self, figures: Counts, attention: Attention | None = None):
         self._instead = attention
-        self.marks: list[int] = []
-        self.left = 0
+        self.marks: list[Mark] = []
+        self.left: Mark | None = None
+        self.hidden = 0
+        self.turns: list[Layer] = []
         self.attended: list[list[Attended]] = []
         self.tokens: Mapping[str, int] = {}
         self._figures = figures
+
+    def note_width(self, group: Blocks) -> Callable[..., None]:
+        """Return a hook on the first block, behind the one that names its arguments."""
+
+        def note(_block: Any, _args: tuple, arguments: dict[str, Any]) -> None:
+            self.hidden = taken(arguments, next(iter(group.tokens))).shape[-1]
+
+        return note
+
+    def note_turn(self, layer: Layer) -> Callable[..., None]:
+        """Return a hook on a layer. Its weights are still there where it computes twice."""
+
+        def note(*_: Any) -> None:
+            if self.turns[-1:] != [layer]:
+                self.turns.append(layer)
+
+        return note
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> None:
         self.tokens = dict(all_tokens)
 
     def enter_block(self) -> None:
-        self.marks.append(self._figures.flops)
+        self.marks.append(self._figures.by_rows.copy())
         self.attended.append([])
 
     def acts_behind(self, path: str, block: int) -> bool:
@@ -202,10 +277,17 @@ class Recorder:
         return (self._instead or attention)(q, k, v, heads, mask, *args, **kwargs)
 
     def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return (self._instead or attention)(q, k, v, heads, mask, *args, **kwargs)  # what travels of it is as small as the whole queries
+        """What travels of it is as small as the whole queries, and counts as gathered. Its FLOPs
+        are shared by the keys.
+        """
+        before = self._figures.by_rows.copy()
+        out = (self._instead or attention)(q, k, v, heads, mask, *args, **kwargs)
+        before[SHARED] += self._figures.flops - before.total()
+        self._figures.by_rows = before
+        return out
 
-    def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> None:
-        self.left = self._figures.flops
+    def leave(self, rows: Rows | None, out_BlC: torch.Tensor | None) -> None:
+        self.left = self._figures.by_rows.copy()
 
 
 class IdleRank:
@@ -266,18 +348,20 @@ def joined(layout: Layout, rank: int) -> Iterator[Mesh]:
 def as_it_was(transformer: torch.nn.Module, plan: TokenPlan) -> Iterator[None]:
     """Puts back the blocks that a stage leaves out, and the weights that ranks share out."""
     blocks = [(container, index, container[index]) for container, index, _ in blocks_of(transformer, plan)]
-    weights = [(module, dict(module._parameters)) for module in transformer.modules()]
+    weights = [(tensors, dict(tensors)) for module in transformer.modules() for tensors in (module._parameters, module._buffers)]
     try:
         yield
     finally:
         for container, index, block in blocks:
             container[index] = block
-        for module, parameters in weights:
-            module._parameters.update(parameters)
+        for tensors, before in weights:
+            cast("dict[str, Any]", tensors).update(before)
 
 
 def weights_of(model: Any) -> tuple[torch.Tensor, ...]:
-    return (*model.diffusion_model.parameters(), *model.diffusion_model.buffers())
+    """Those on the device."""
+    every = (*model.diffusion_model.parameters(), *model.diffusion_model.buffers())
+    return tuple(tensor for tensor in every if not isinstance(tensor, InMainMemory))
 
 
 def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -285,12 +369,15 @@ def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
-def shareable(transformer: torch.nn.Module, plan: TokenPlan) -> Shareable:
-    layers = shared_layers(transformer)
+def shareable(transformer: torch.nn.Module, plan: TokenPlan, turn_bytes: int) -> Shareable:
     paths = [f"{group.path}.{index}." for _, index, group in blocks_of(transformer, plan)]
-    blocks = [sum(layer.nbytes for layer in layers if layer.path.startswith(path)) for path in paths]
-    sharing = Sharing.of([layer.nbytes for layer in layers], 0)
-    return Shareable(blocks, sharing.shared - sum(blocks), sharing.largest, sharing.two)
+    layers: list[list[int]] = [[] for _ in (*paths, "around")]
+    for layer in shared_layers(transformer):
+        layers[next((place for place, path in enumerate(paths) if layer.path.startswith(path)), -1)].append(layer.nbytes)
+    *blocks, around = map(sum, layers)
+    sharing = Sharing.of([size for one in layers for size in one], 0)
+    aside = sum(table.nbytes for table in tables_of(transformer))
+    return Shareable(blocks, around, sharing.largest, sharing.two, aside, turn_bytes - sharing.shared, layers)
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -15,6 +15,8 @@ whatever the patches: L * C / U, from each stage but the last.
 
 from __future__ import annotations
 
+from itertools import chain
+
 from ..comfy_bridge.shared_layers import Sharing
 from ..comm.shares import EVEN, Shares
 from ..layout import Layout, Split
@@ -96,7 +98,11 @@ def sharded_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) -
     """Return the bytes of weights where each rank of a sequence has a part of every layer."""
     shared = shared_bytes(whole, stage)
     of = whole.shareable
-    return Sharing(weight_bytes(whole, stage) - shared, shared, of.largest, of.two).held(layout.ulysses * layout.ring)
+    largest, two = of.largest, of.two
+    if stage is not None and of.layers:
+        own = sorted(chain(of.layers[-1], *of.layers[slice(*stage)]))
+        largest, two = own[-1], sum(own[-2:])
+    return Sharing(weight_bytes(whole, stage) - shared - of.aside, shared, largest, two).held(layout.ulysses * layout.ring)
 
 
 def gathered_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) -> int:
@@ -104,7 +110,12 @@ def gathered_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) 
     layer's turn takes: (N - 1) / N of what is shared.
     """
     ranks = layout.ulysses * layout.ring
-    return shared_bytes(whole, stage) * (ranks - 1) // ranks
+    return turn_bytes(whole, stage) * (ranks - 1) // ranks
+
+
+def turn_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
+    """Return the bytes of the layers whose turn comes, as often as it comes."""
+    return shared_bytes(whole, stage) + whole.shareable.more_turns
 
 
 def shared_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
@@ -115,18 +126,19 @@ def shared_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
 
 def flops(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None, patches: int) -> float:
     """Return what a rank computes: an even share of the blocks, or of its stage's, and all that is
-    around them, for each of ``patches``.
+    around them, or in them on rows of other tokens, for each of ``patches``.
 
     Attention is shared by heads, which may not divide: a rank computes its own.
     """
     blocks = slice(0, len(whole.block_flops)) if stage is None else slice(*stage)
+    alone = sum(whole.alone_flops[blocks])
     attended = [one for block in whole.attended_by_block[blocks] for one in block]
     own = layout.coordinates(rank)["ulysses"]
     unevenness = sum(
         attention_flops(one) * (Split.even(one.heads, layout.ulysses).sizes[own] / one.heads - 1 / layout.ulysses) for one in attended
     )
     ranks = layout.ulysses * layout.ring
-    return whole.around_flops * patches + sum(whole.block_flops[blocks]) / ranks + unevenness / layout.ring
+    return (whole.around_flops + alone) * patches + (sum(whole.block_flops[blocks]) - alone) / ranks + unevenness / layout.ring
 
 
 def attention_flops(attended: Attended) -> int:

@@ -37,19 +37,26 @@ class Attended(NamedTuple):
 
 class Shareable(NamedTuple):
     """Bytes of weights that ranks of a sequence can share out: of each of the blocks, of all that
-    is around them, and of the ``largest`` layer and the largest ``two``.
+    is around them, and of the ``largest`` layer and the largest ``two``. ``aside``: of those that
+    stay in the machine's memory then. ``more_turns``: gathered beyond each layer once, because some
+    compute several times; below zero where others never do. ``layers``: the bytes of each, block by
+    block, last of those around them; empty where they are not known.
     """
 
     blocks: Sequence[int]
     around: int
     largest: int
     two: int
+    aside: int = 0
+    more_turns: int = 0
+    layers: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
     """One evaluation on a single device. ``around_flops`` are computed outside the blocks.
-    ``tokens`` of each stream enter the blocks, ``hidden`` wide.
+    ``tokens`` of each stream enter the blocks, ``hidden`` wide. ``alone_flops``: of each block's
+    FLOPs, those on other rows, such as a text's that tokens attend to: every rank computes them.
     """
 
     weight_bytes: int
@@ -61,6 +68,7 @@ class Whole:
     tokens: Mapping[str, int]
     hidden: int
     shareable: Shareable
+    alone_flops: Sequence[int] = ()
 
     @property
     def flops(self) -> int:

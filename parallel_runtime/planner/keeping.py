@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..comfy_bridge.main_memory import tables_of
 from ..comfy_bridge.quantised import stored_bytes
 from ..comfy_bridge.shared_layers import Sharing, shared_layers
 from ..families import plan_or_whole
@@ -26,7 +27,7 @@ LEFT_FREE = 3 << 29  # bytes on each device, for what an evaluation computes
 class ModelBytes:
     """Bytes of a model's weights: of all that is around its blocks, and of those. ``shared_``: what
     of them lies in layers that ranks can share out, of which the ``largest`` one and the largest
-    ``two`` are so large.
+    ``two`` are so large; ``aside``: what stays in the machine's memory then.
     """
 
     around: int = 0
@@ -35,6 +36,7 @@ class ModelBytes:
     shared_blocks: int = 0
     largest: int = 0
     two: int = 0
+    aside: int = 0
 
     @classmethod
     def of(cls, diffusion_model: torch.nn.Module) -> ModelBytes:
@@ -46,7 +48,8 @@ class ModelBytes:
         shared_blocks = sum(layer.nbytes for layer in layers if layer.path.startswith(in_blocks))
         sharing = Sharing.of([layer.nbytes for layer in layers], 0)
         around = bytes_of(diffusion_model) - blocks
-        return cls(around, blocks, sharing.shared - shared_blocks, shared_blocks, sharing.largest, sharing.two)
+        aside = sum(table.nbytes for table in tables_of(diffusion_model))
+        return cls(around, blocks, sharing.shared - shared_blocks, shared_blocks, sharing.largest, sharing.two, aside)
 
     def whole(self, stages: float) -> int:
         """Returns what each rank of a pipeline of so many stages holds. A stage with half of the
@@ -57,7 +60,7 @@ class ModelBytes:
     def sharded(self, stages: float, ranks: int) -> int:
         """Returns what each of a stage's ``ranks`` holds."""
         shared = self.shared_around + int(self.shared_blocks // stages)
-        return Sharing(self.whole(stages) - shared, shared, self.largest, self.two).held(ranks)
+        return Sharing(self.whole(stages) - shared - self.aside, shared, self.largest, self.two).held(ranks)
 
 
 @dataclass(frozen=True)

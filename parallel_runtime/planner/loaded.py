@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ..comfy_bridge.quantised import stored_bytes
-from ..comfy_bridge.released_model import called_with, kernels_that_count, prompt_of, twin_of
+from ..comfy_bridge.released_model import called_with, conds_of, forget_tensors, kernels_that_count, prompt_of, twin_of
 from ..families import plan_or_whole
 from .dry_device import DEVICE, dry_device
 from .dry_run import counted
-from .figures import Shareable, Whole
+from .figures import Whole
 from .quick_fake import QuickFakeMode
 
 
@@ -37,16 +37,19 @@ def whole_of(model: Any, cond: Mapping[str, Any], shape: tuple[int, ...]) -> Who
         with kernels_that_count() as attention:
             with dry_device(mode):
                 twin = twin_of(model, torch.bfloat16, DEVICE)
-                arguments = called_with(twin, prompt_of(cond), shape, DEVICE)
+                arguments = called_with(twin, conds_of(twin, prompt_of(cond), [shape], DEVICE), [shape], DEVICE)
             whole = counted(twin, plan, arguments, mode, attention=attention)
     except Exception as error:  # whatever a model does with tensors that have no content, its run goes on without counts
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise NotCounted(f"its twin without weights does not run: {reason}") from error
+    finally:
+        forget_tensors()
     stored = stored_bytes(model.diffusion_model.parameters()) / max(1, whole.weight_bytes)
     of = whole.shareable
+    sizes = {name: round(stored * size) for name, size in of._asdict().items() if isinstance(size, int)}
     return replace(
         whole,
         weight_bytes=round(stored * whole.weight_bytes),
         block_weight_bytes=[round(stored * nbytes) for nbytes in whole.block_weight_bytes],
-        shareable=Shareable([round(stored * one) for one in of.blocks], *(round(stored * one) for one in (of.around, of.largest, of.two))),
+        shareable=of._replace(blocks=[round(stored * one) for one in of.blocks], layers=(), **sizes),
     )
