@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.benchmarks import command as bench
-from pipemesh.benchmarks import hop, load, pipefusion, sp
+from pipemesh.benchmarks import hop, load, mixed, pipefusion, plan, sp
 from pipemesh.benchmarks.capacity import capacity
 from pipemesh.benchmarks.figures import Estimate, Figure, Goal, Options, estimate, exactly, number, percentile
 from pipemesh.benchmarks.forwards import StandinExchange, StandinRing
@@ -21,6 +21,7 @@ from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.planner.expected import even_bytes
+from pipemesh.parallel_runtime.planner.measured import read, this_machine
 
 from .conftest import ALL
 from .models import evaluate
@@ -226,6 +227,24 @@ def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_t
     assert 0 < figures["free_m2_320", "occupancy"].estimate.value <= 1
     assert figures["cut_by_hand", "weights_share"].is_met
     assert 0.5 < figures["equal_blocks", "weights_share"].estimate.value < 0.9  # with so few steps the blocks' times are rough
+
+
+@by_request
+def test_the_plan_bench_keeps_speeds_of_one_rank_of_two_and_of_one_on_all_cores(monkeypatch, tmp_path):
+    monkeypatch.setattr(plan, "ENOUGH", 1)
+    monkeypatch.setattr(plan, "cache_folder", lambda _environ: tmp_path)
+    figures = {figure.metric for figure in plan.bench(Options(host=host(), rounds=1))}
+    assert {"mean_error", "largest_error", "regret"} <= figures
+    kept = read(tmp_path / "speeds.json", this_machine())
+    assert {name.partition(" ")[2] for name in kept} == {*plan.KEPT} and len(kept) == len(plan.KEPT) * plan.FAMILIES
+
+
+@by_request
+def test_the_bench_of_unlike_devices_runs(monkeypatch):
+    monkeypatch.setattr(mixed, "TOKENS", 192)
+    figures = {figure.metric: figure for figure in mixed.bench(Options(host=host(), rounds=1))}
+    assert set(figures) == {"of_ideal", "even_of_ideal", "slower_share", "speedup", "capacity"}
+    assert 0 < figures["slower_share"].estimate.value < 1
 
 
 def test_of_a_run_that_goes_step_by_step_the_first_steps_say_how_long_all_of_it_takes(monkeypatch):

@@ -15,6 +15,7 @@ from greenlet import getcurrent
 from pipemesh.parallel_runtime.comm import mesh
 from pipemesh.parallel_runtime.comm.exchange import Exchange, Stopped
 from pipemesh.parallel_runtime.comm.ring import Ring
+from pipemesh.parallel_runtime.comm.shares import shares_of
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.errors import ModelError, NoRoom
 from pipemesh.parallel_runtime.layout import Layout, layouts_of
@@ -209,6 +210,7 @@ def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, s
             joined = layout.joined(width)
             branch = mesh.rank * joined.groups // layout.world_size % 2
             mesh.sequence.use(width)
+            assert mesh.sequence.shares == shares_of(joined.degrees(), mesh.rank, speeds)
             method.begin(Part(1, branch))
             output = method.evaluate(model, CONDS[branch], turn + 1)
             if joined.writes(mesh.rank):

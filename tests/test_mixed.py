@@ -1,5 +1,6 @@
 """Ranks on unlike devices: each takes as much as it is fast, and the result is that of one rank."""
 
+import os
 from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -9,13 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.benchmarks import mixed as bench
+from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.launcher.pool.devices import Device, place
+from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.launcher.pool.rank_setup import RankSetup
 from pipemesh.nodes.planning import Planning
 from pipemesh.nodes.report.alone import times_as_long
 from pipemesh.nodes.report.shares import shares_text
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.run import Evaluation, Run
 from pipemesh.parallel_runtime.comm.shares import EVEN, group_speeds, relative, shares_of, stage_speeds
 from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
@@ -32,9 +38,11 @@ from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.parallel_runtime.stages import Stage, share_out, slowest
 from pipemesh.parallel_runtime.worker.own_speed import flops_per_s
 
+from .bounds import assert_same
 from .conftest import ALL
 from .in_ranks import evaluated_in_ranks
-from .models import ATTENDS_TWICE, VIDEO, asked_of
+from .models import ATTENDS_TWICE, VIDEO, asked_of, load, run
+from .pipelines import ALL_WARM
 from .planned import box, counts
 
 SPEED = st.integers(1, 100)
@@ -287,6 +295,21 @@ def test_a_family_computes_on_unlike_devices_what_it_does_on_one(family, of, mon
     (ours,) = evaluated_in_ranks(layout, stock, [asked], monkeypatch, speeds)
     for one, other in zip(*(out if isinstance(out, (tuple, list)) else [out] for out in (ours, truth)), strict=True):
         assert relative_error(one, other) <= BOUND
+
+
+@pytest.mark.skipif(not ALL, reason="workers of their own; one process shows the same")
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2), Layout(cfg=2)], ids=Layout.equation)
+def test_workers_are_told_how_fast_they_are(layout, files):
+    setup = RankSetup(comfyui=ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]).comfyui, comfy_args={"cpu": True})
+    handle = PoolHandle(replace(place(layout, "cpu", "gloo", ()), speeds=(30, 100)), setup)
+    pool, stock = RemotePool(handle, shares_weights=False), load(files["model"])
+    try:
+        ours = parallelize(load(files["model"]), pool, 0.0, Patching(3, ALL_WARM) if layout.pipefusion > 1 else None)
+        assert_same(lambda model: run(model, cfg=3.0), ours, stock)
+        assert_same(run, ours, stock)
+        assert pool.speeds == (30, 100)
+    finally:
+        handle.close()
 
 
 # -- measured
