@@ -190,6 +190,10 @@ def test_ranks_on_unlike_devices_agree_on_every_message_and_compute_what_one_doe
     for branch in (0, 1):
         whole, *patches = [outputs[layout.writer, place] for place, part in enumerate(requests) if part.branch == branch]
         assert all(torch.allclose(one, truth(branch), atol=1e-5) for one in (whole, *([sum(patches[3:])] if patches else ())))
+    if layout.pipefusion > 1 < layout.ulysses:
+        onwards = ([sum(one.counts) for one in traces[rank] if (one.operation, one.peer) == ("send", rank + 2)] for rank in (0, 1))
+        slower, faster = map(sum, onwards)
+        assert faster > 2 * slower, "a stage passes on what the next one takes"
     is_otherwise = traces != traced(layout, backend, requests)[1]
     assert is_otherwise is (layout.ulysses * layout.ring > 1), "ranks of one sequence share it by speed"
 
