@@ -61,7 +61,7 @@ class Goal:
 
     @classmethod
     def within(cls, share: float, of: float) -> Goal:
-        return cls(at_least=of * (1 - share), at_most=of * (1 + share))
+        return cls(at_least=of - share * abs(of), at_most=of + share * abs(of))
 
     def is_met(self, estimate: Estimate) -> bool:
         return estimate.high >= self.at_least and estimate.low <= self.at_most

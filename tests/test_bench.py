@@ -70,6 +70,8 @@ def test_a_percentile_is_a_measured_value(share, value):
         (Goal.within(0.02, 100.0), 101.9, 101.9, True),
         (Goal.within(0.02, 100.0), 102.1, 102.1, False),
         (Goal.within(0.02, 100.0), 97.9, 97.9, False),
+        (Goal.within(0.02, -100.0), -101.9, -101.9, True),
+        (Goal.within(0.02, -100.0), -102.1, -102.1, False),
     ],
 )
 def test_a_goal_fails_only_where_the_favourable_end_misses_it(goal, low, high, met):
