@@ -104,8 +104,8 @@ class PoolSettings:
         1,
         1,
         32,
-        "How many stages share the model's blocks; within a stage ulysses ranks share the tokens. "
-        "Ranks = ulysses x pipefusion, ring must be 1. Approximate: above 1 the image differs a little from that of one GPU.",
+        "How many stages share the model's blocks; within a stage ulysses x ring ranks share the tokens. "
+        "Ranks = ulysses x ring x pipefusion. Approximate: above 1 the image differs a little from that of one GPU.",
         optional=True,
     )
     backend: str = one_of(

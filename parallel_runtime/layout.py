@@ -6,7 +6,6 @@ Degrees are what is asked for, sizes what is. Pure arithmetic: no process group 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, product, zip_longest
 from math import log2, prod
@@ -21,9 +20,6 @@ def axis(*, row: str = "", output_at_end: bool = False, of_groups: bool = False)
     ``of_groups``: ranks along it belong to groups that compute whole forwards of their own.
     """
     return field(default=1, metadata={"row": row, "output_at_end": output_at_end, "of_groups": of_groups})
-
-
-EXCLUSIVE = {("pipefusion", "ring"): "within a stage use ulysses, and set ring to 1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +41,6 @@ class Layout:
         for name, degree in self.degrees().items():
             if degree < 1:
                 raise LayoutError(f"{name} {degree} is not a degree: choose 1 or more.")
-        for (one, other), instead in EXCLUSIVE.items():
-            if self.degrees()[one] > 1 and self.degrees()[other] > 1:
-                raise LayoutError(f"{one} {self.degrees()[one]} with {other} {self.degrees()[other]}: {instead}.")
 
     def degrees(self) -> dict[str, int]:
         return {axis.name: getattr(self, axis.name) for axis in fields(self)}
@@ -110,7 +103,7 @@ class Layout:
         return tuple(other for other in range(self.world_size) if here.items() <= self.coordinates(other).items())
 
     def nearest(self, ranks: int, most: int = 2) -> tuple[Layout, ...]:
-        """The legal layouts of so many ranks that are nearest to this one; of equally near ones,
+        """The layouts of so many ranks that are nearest to this one; of equally near ones,
         those of inner axes.
         """
         asked = self.degrees().values()
@@ -149,12 +142,11 @@ class Layout:
 
 
 def layouts_of(ranks: int) -> Iterator[Layout]:
-    """Yield every legal layout of so many ranks."""
+    """Yield every layout of so many ranks: every product of degrees."""
     divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
     for degrees in product(divisors, repeat=len(fields(Layout))):
         if prod(degrees) == ranks:
-            with suppress(LayoutError):
-                yield Layout(**dict(zip((axis.name for axis in fields(Layout)), degrees, strict=True)))
+            yield Layout(**dict(zip((axis.name for axis in fields(Layout)), degrees, strict=True)))
 
 
 @dataclass(frozen=True)

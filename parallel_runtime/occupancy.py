@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Span:
     """The time in which a rank was at work on an evaluation, by its machine's monotonic clock;
-    ``waited_s`` of it for other ranks.
+    ``waited_s`` of it for other ranks. ``by_axis``: what of that was for messages.
     """
 
     began_s: float
     ended_s: float
     waited_s: float
+    by_axis: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def busy_s(self) -> float:
@@ -24,6 +25,23 @@ class Span:
     def came_in_s(self) -> float:
         """The moment at which its input was there: a stage waits before all else."""
         return self.began_s + self.waited_s
+
+
+def waited_most(submissions: Iterable[Mapping[int, Span]]) -> dict[str, float]:
+    """Return the seconds that a rank waited for messages, by axis: of the one that did so most."""
+    of_rank: dict[int, list[Mapping[str, float]]] = {}
+    for spans in submissions:
+        for rank, span in spans.items():
+            of_rank.setdefault(rank, []).append(span.by_axis)
+    return max(map(added_up, of_rank.values()), key=lambda waited: sum(waited.values()), default={})
+
+
+def added_up(seconds: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for by_axis in seconds:
+        for axis, more in by_axis.items():
+            total[axis] = total.get(axis, 0.0) + more
+    return total
 
 
 def busy_shares(submissions: Sequence[Mapping[int, Span]]) -> list[float]:

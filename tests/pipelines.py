@@ -38,14 +38,14 @@ class Truths:
 
 
 def pipelines(clients, truths):
-    """Make (family, (pipefusion, ulysses), patches, warm_up) -> a MODEL sampled by a pool of that
-    layout.
+    """Make (family, (pipefusion, ulysses, ring), patches, warm_up) -> a MODEL sampled by a pool of
+    that layout. Without a ring, two degrees will do.
     """
 
     def make(family, layout, patches, warm_up=1, notice=lambda mode: None):
-        stages, ulysses = layout
+        stages, ulysses, ring = (*layout, 1)[:3]
         patching = Patching(patches, warm_up)
-        return parallelize(truths.stock_model(family), clients(ulysses, 1, stages), 0.0, patching, notice)
+        return parallelize(truths.stock_model(family), clients(ulysses, ring, stages), 0.0, patching, notice)
 
     return make
 
@@ -53,8 +53,8 @@ def pipelines(clients, truths):
 def broken_pipelines(broken, truths):
     """Make a mutation -> a pipeline of two stages whose ranks have it, and its pool."""
 
-    def make(mutation, family=PLAIN, ulysses=1):
-        client = broken(mutation, ulysses, 1, 2)
+    def make(mutation, family=PLAIN, ulysses=1, ring=1):
+        client = broken(mutation, ulysses, ring, 2)
         return parallelize(truths.stock_model(family), client, holds_ui_device=False, patching=Patching(3)), client
 
     return make

@@ -97,6 +97,7 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "parallel_runtime/wire/messages.py Start": "the fields of a message are its schema",
     "nodes/settings.py PoolSettings": "the fields are the node's inputs",
     "nodes/report/figures.py PoolFigures": "the fields are what a route answers with",
+    "nodes/report/figures.py LastRun": "the fields are what a route answers with",
     "benchmarks/diffusers_peer.py families": "the peer is one model of another library",
     "launcher/templates/stand_ins/names.py families": "says which family a file's name stands for",
     "launcher/templates/stand_ins/nodes.py families": "replaces nodes of ComfyUI's that load for one family",

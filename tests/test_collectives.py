@@ -19,7 +19,7 @@ from pipemesh.parallel_runtime.comm.shares import shares_of
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.errors import ModelError, NoRoom
 from pipemesh.parallel_runtime.layout import Layout, layouts_of
-from pipemesh.parallel_runtime.methods import usp
+from pipemesh.parallel_runtime.methods import ring_attention
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.pipefusion.stage_hooks import Stub
 from pipemesh.parallel_runtime.patches import Part
@@ -30,9 +30,10 @@ from .collectives import Event, RankRun, Stuck, World, disagreements, has_an_ord
 from .conftest import ALL
 from .joint_model import BLOCKS, CONDS, PLAN, Model
 
-SEQUENCES = [Layout(ulysses=ulysses, ring=ring) for ulysses in range(1, 9) for ring in range(1, 9) if 1 < ulysses * ring <= 8]
-PIPELINES = [Layout(ulysses=ulysses, pipefusion=stages) for ulysses in range(1, 5) for stages in range(2, 9) if ulysses * stages <= 8]
-IN_GROUPS = [layout for ranks in (2, 4, 6, 8) for layout in layouts_of(ranks) if layout.groups > 1]
+EVERY = [layout for ranks in range(2, 9) for layout in layouts_of(ranks)]
+SEQUENCES = [layout for layout in EVERY if layout.groups == layout.pipefusion == 1]
+PIPELINES = [layout for layout in EVERY if layout.groups == 1 < layout.pipefusion]
+IN_GROUPS = [layout for layout in EVERY if layout.groups > 1]
 BACKENDS = ["gloo", "nccl"]
 PATCHES = ((0, 4, False), (4, 4, False), (8, 5, True))
 
@@ -54,7 +55,14 @@ class Rank:
             raise NoRoom("made")
 
 
-def evaluations(blocks, requests, outputs, ahead=True, prepare=lambda mesh, run, rank, model: None):
+def evaluations(
+    blocks,
+    requests,
+    outputs,
+    ahead=True,
+    prepare=lambda mesh, run, rank, model: None,
+    inputs=lambda at, part: CONDS[part.branch],
+):
     """The work of a rank: every part of ``requests`` in turn, then the end of the run. ``outputs``:
     (rank, place of the request) -> what came of it.
     """
@@ -70,7 +78,7 @@ def evaluations(blocks, requests, outputs, ahead=True, prepare=lambda mesh, run,
                 if run.fails("input"):
                     method.fail(rank.at + 1)
                     raise ZeroDivisionError
-                outputs[mesh.rank, rank.at] = method.evaluate(model, CONDS[part.branch], rank.at + 1)
+                outputs[mesh.rank, rank.at] = method.evaluate(model, inputs(rank.at, part), rank.at + 1)
             except (Stopped, NoRoom, ModelError, ZeroDivisionError) as error:
                 outputs[mesh.rank, rank.at] = type(error)
             assert method.facts.messages_done == "all"
@@ -117,11 +125,16 @@ def test_every_rank_makes_the_same_groups_in_the_same_order(layout, monkeypatch)
             assert place.group is None or world.members[world.name_of(place.group)] == place.ranks
 
 
+def sequence_of(layout, rank):
+    """The ranks that share this one's sequence: those of its stage."""
+    size = layout.ulysses * layout.ring
+    return tuple(range(rank - rank % size, rank - rank % size + size))
+
+
 def groups_of(layout, rank):
     """The ranks of every group that this one's sequence has."""
     used = [layout.group(axis, rank) for axis in mesh.OF_A_SEQUENCE if layout.degrees()[axis] > 1]
-    size = layout.ulysses * layout.ring
-    return used if len(used) < 2 else [*used, tuple(range(rank - rank % size, rank - rank % size + size))]
+    return used if len(used) < 2 else [*used, sequence_of(layout, rank)]
 
 
 @pytest.mark.parametrize("layout", SEQUENCES + PIPELINES + IN_GROUPS, ids=Layout.equation)
@@ -162,7 +175,7 @@ def test_ranks_that_share_a_sequence_agree_on_every_collective(traced, layout, b
         assert torch.allclose(outputs[0, branch], truth(branch, 2), atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS if ALL else ["nccl"])  # both in turn: test_stages_of_rings.py
 @pytest.mark.parametrize("layout", PIPELINES, ids=Layout.equation)
 def test_stages_agree_on_every_message(traced, layout, backend):
     world, traces, outputs = traced(layout, backend, WARM + IN_PATCHES)
@@ -248,7 +261,7 @@ def test_receives_that_are_posted_late_change_nothing(traced, layout, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("who", range(4))
 @pytest.mark.parametrize(
-    "layout", [Layout(ulysses=4), Layout(ring=4), Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation
+    "layout", [layout for layout in layouts_of(4) if layout.groups == 1 and layout.pipefusion < 4], ids=Layout.equation
 )
 def test_ranks_leave_together_where_one_wishes_to_stop_and_go_on_together(traced, layout, backend, who):
     def prepare(mesh, run, rank, model):
@@ -260,13 +273,13 @@ def test_ranks_leave_together_where_one_wishes_to_stop_and_go_on_together(traced
     world, traces, outputs = traced(layout, backend, requests, blocks=4, prepare=prepare)
     assert_sound(world, traces)
     left = {rank for rank in range(4) if outputs[rank, 1] is Stopped}
-    assert left == (set(layout.group("ulysses", who)) if layout.pipefusion > 1 else {0, 1, 2, 3})
+    assert left == set(sequence_of(layout, who))
     assert torch.allclose(outputs[layout.writer, 2], truth(0, 4), atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("who", range(4))
-@pytest.mark.parametrize("layout", [Layout(pipefusion=4), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
+@pytest.mark.parametrize("layout", [layout for layout in layouts_of(4) if layout.groups == 1 < layout.pipefusion], ids=Layout.equation)
 def test_a_rank_without_room_ends_its_stage_and_stages_stay_in_step(traced, layout, backend, who):
     def prepare(mesh, run, rank, model):
         rank.has_room = mesh.rank != who
@@ -274,8 +287,8 @@ def test_a_rank_without_room_ends_its_stage_and_stages_stay_in_step(traced, layo
     requests = [*WARM, Part(2, 0)]
     world, traces, outputs = traced(layout, backend, requests, prepare=prepare)
     assert_sound(world, traces)
-    assert {rank: outputs[rank, 0] for rank in layout.group("ulysses", who)} == {
-        rank: NoRoom if rank == who else Stopped for rank in layout.group("ulysses", who)
+    assert {rank: outputs[rank, 0] for rank in sequence_of(layout, who)} == {
+        rank: NoRoom if rank == who else Stopped for rank in sequence_of(layout, who)
     }
 
 
@@ -299,19 +312,16 @@ def test_a_stage_that_fails_in_its_own_blocks_still_sends(traced, backend, who):
 AGAIN = [Part(2, branch) for branch in (0, 1)]
 SEQUENCE_FAILS = WARM + WARM, (0, 3)  # all requests, and those that fail: new ones, and such as were there before
 PIPELINE_FAILS = WARM + IN_PATCHES, (0, 5, 9)
-FAILING = {
-    Layout(ulysses=2, ring=2): SEQUENCE_FAILS,
-    Layout(pipefusion=3): PIPELINE_FAILS,
-    Layout(ulysses=2, pipefusion=2): PIPELINE_FAILS,
-    **({Layout(ulysses=3): SEQUENCE_FAILS, Layout(ring=3): SEQUENCE_FAILS} if ALL else {}),
-}
+FAILING = [Layout(ulysses=2, ring=2), Layout(pipefusion=3), Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2)]
+if ALL:
+    FAILING = [layout for ranks in (2, 3, 4, 6) for layout in layouts_of(ranks) if layout.groups == 1 and layout.pipefusion <= 4]
 PLACES = ("input", "first block", "attention", "last block", "head")
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layout", FAILING, ids=Layout.equation)
 def test_a_rank_that_fails_anywhere_is_in_step_with_all_others(traced, monkeypatch, layout, place):
-    requests, failing = FAILING[layout]
+    requests, failing = PIPELINE_FAILS if layout.pipefusion > 1 else SEQUENCE_FAILS
 
     def prepare(mesh, run, rank, model):
         run.fails = lambda here: mesh.rank == who and rank.at in failing and here == place
@@ -323,7 +333,7 @@ def test_a_rank_that_fails_anywhere_is_in_step_with_all_others(traced, monkeypat
         return lambda *args, **kwargs: (fail_at("attention"), real(*args, **kwargs))[1]
 
     monkeypatch.setattr(joint_model, "attention", failing_at_attention(joint_model.attention))
-    monkeypatch.setattr(usp, "partial_attention", failing_at_attention(usp.partial_attention))
+    monkeypatch.setattr(ring_attention, "partial_attention", failing_at_attention(ring_attention.partial_attention))
     reach = range(layout.writer, layout.world_size) if place == "head" else range(layout.world_size)
     number = PLACES.index(place)
     cases = [(who, backend) for who in reach for backend in BACKENDS] if ALL else [(reach[number % len(reach)], BACKENDS[number % 2])]

@@ -228,7 +228,7 @@ def test_a_node_that_runs_out_of_memory_frees_what_the_pool_holds(server, truth)
     [
         ({"patches": 1}, "patches 1, pipefusion 2: some stages would always wait"),
         ({"warm_up": 0}, "Value 0 smaller than min of 1"),
-        ({"ring": 2}, "pipefusion 2 with ring 2: within a stage use ulysses"),
+        ({"devices": "cpu,cpu", "ring": 2}, "ring 2 x pipefusion 2 = 4 ranks, 2 devices listed"),
     ],
 )
 def test_an_impossible_pipeline_is_refused_at_validation(server, inputs, sentence):

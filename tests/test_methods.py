@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import deque
 from dataclasses import astuple, replace
+from math import prod
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -76,11 +77,12 @@ def arrived(buffer, _rank):
     return SimpleNamespace(wait=lambda: None)
 
 
-STAGES = {  # their place in the pipeline, of how many, of how many ranks each
-    "only stage": (0, 1, 1),
-    "first stage": (0, 3, 1),
-    "middle stage of two ranks": (1, 3, 2),
-    "last stage": (2, 3, 1),
+STAGES = {  # their place in the pipeline, of how many, and the axes that share a stage's tokens
+    "only stage": (0, 1, {}),
+    "first stage": (0, 3, {}),
+    "middle stage of two ranks": (1, 3, {"ulysses": 2}),
+    "first stage of a ring": (0, 2, {"ring": 2}),
+    "last stage": (2, 3, {}),
 }
 
 
@@ -93,9 +95,9 @@ def make(request, monkeypatch):
 
     def make():
         if request.param in STAGES:
-            stage, count, ranks = STAGES[request.param]
+            stage, count, within = STAGES[request.param]
             before, after = stage - 1 if stage else None, stage + 1 if stage + 1 < count else None
-            mesh = mesh_of(Layout(ulysses=ranks, pipefusion=count), StageLink(before, after, via_cpu=True), stage * ranks)
+            mesh = mesh_of(Layout(pipefusion=count, **within), StageLink(before, after, via_cpu=True), stage * prod(within.values()))
         else:
             mesh = mesh_of(Layout(**{request.param: 2}))
         model, rank = Turned(3), Foreseeing()

@@ -6,7 +6,7 @@ import pytest
 from PIL import ImageColor
 from pipemesh.benchmarks import pipefusion
 from pipemesh.parallel_runtime.client.run import Evaluation
-from pipemesh.parallel_runtime.client.run_picture import BAR, FOOT, MARGIN, PATCHES, ROW, WHITE, WHOLE, WIDTH, bars_from, draw_run
+from pipemesh.parallel_runtime.client.run_picture import AXES, BAR, FOOT, MARGIN, PATCHES, ROW, WHITE, WHOLE, WIDTH, bars_from, draw_run
 from pipemesh.parallel_runtime.occupancy import Span, busy_shares
 from pipemesh.parallel_runtime.patches import Part
 
@@ -42,9 +42,9 @@ def evaluation(spans, patch):
     return Evaluation(0.1, 0.0, 0.0, 7, part=Part(1, 0, patch), spans=spans)
 
 
-def bars_of(image, row, above=0):
+def bars_of(image, row, above=0, height=BAR // 2):
     """(colour, from, to) of every bar in a row, in seconds of the 13 that the picture spans."""
-    pixels = [image.getpixel((x, above + ROW * row + 8 + BAR // 2)) for x in range(bars_from(NAMES), WIDTH - MARGIN)]
+    pixels = [image.getpixel((x, above + ROW * row + 8 + height)) for x in range(bars_from(NAMES), WIDTH - MARGIN)]
     ends = [(colour, len(list(run))) for colour, run in groupby(pixels)]
     at = list(accumulate((count for _, count in ends), initial=0))
     scale = 13 / (WIDTH - MARGIN - bars_from(NAMES))
@@ -67,6 +67,16 @@ def test_lines_above_the_picture_move_its_bars_down_and_change_none():
     assert [bars_of(told, row, above) for row in (0, 1)] == [bars_of(plain, row) for row in (0, 1)]
     for top, bottom in ((0, above // 2), (above // 2, above)):
         assert told.crop((0, top, WIDTH, bottom)).convert("L").getextrema()[0] < 100, "a line is there"
+
+
+def test_a_wait_for_messages_is_a_strip_before_the_bar_that_it_was_for():
+    """Of 13 seconds: one for the stage before, then two in messages of the stage."""
+    spans = [{0: Span(0, 4, 0), 1: Span(0, 9, 4, {"pipefusion": 1.0, "ulysses": 2.0, "wire": 9.0})}, {0: Span(4, 13, 0)}]
+    image = draw_run(NAMES, [evaluation(one, patch) for one, patch in zip(spans, [None, (7, 9, True)], strict=True)])
+    strips = [bar for bar in bars_of(image, 1, height=BAR - 2) if bar[0] != ImageColor.getrgb(WHOLE)]
+    assert [bar[0] for bar in strips] == [ImageColor.getrgb(AXES[axis]) for axis in ("ulysses", "pipefusion")]
+    assert [bar[1:] for bar in strips] == [pytest.approx(times, abs=0.05) for times in ((1, 3), (3, 4))]
+    assert [bar[0] for bar in bars_of(image, 1)] == [ImageColor.getrgb(WHOLE)]
 
 
 def test_there_is_a_picture_of_any_number_of_patches_and_none_of_a_run_without():

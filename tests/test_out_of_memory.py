@@ -22,6 +22,7 @@ METHODS = {
     "free-running": ((1, 1, 2), lambda model: model),
     "single-timeline": ((1, 1, 2), together),
     "stages of two": ((2, 1, 2), lambda model: model),
+    "stages of a ring": ((1, 2, 2), lambda model: model),
 }
 TIMES = 100 if ALL else 3
 COVERED = ("ring", "free-running")

@@ -3,6 +3,7 @@ their number.
 """
 
 from functools import partial
+from math import prod
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, Refused
 from pipemesh.parallel_runtime.families import FAMILIES as REGISTRY
 from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES, plan_for
+from pipemesh.parallel_runtime.layout import layouts_of
 
 from .bounds import ADAPTIVE, assert_replayed, bound
 from .conftest import ALL, running_clients
@@ -21,12 +23,21 @@ from .patched import SAMPLERS, together
 from .pipelines import ALL_WARM, HEADS, case, with_callback
 
 BREAKS = ("rows_of_the_buffer", "anchors_are_kept", "text_is_dropped", "stale_message", "mask_of_all_queries")
-LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)]  # degrees of pipefusion and ulysses
+STAGES = 4  # no tiny model has fewer blocks
+LAYOUTS = sorted(  # degrees of pipefusion, ulysses and ring: fewer ranks first
+    (
+        (one.pipefusion, one.ulysses, one.ring)
+        for ranks in (2, 3, 4, 6)
+        for one in layouts_of(ranks)
+        if one.groups == 1 < one.pipefusion <= STAGES
+    ),
+    key=lambda degrees: (prod(degrees), degrees),
+)
 REFUSED = {sample.name for family in REGISTRY for sample in family.samples if any(plan.why_no_stages for plan in family.plans)}
 OTHERS = [name for name in SAMPLES if ALL and name not in {*REPRESENTATIVES, *REFUSED}]  # without ALL: test_patches.py
 FAMILIES = [*REPRESENTATIVES, *OTHERS]
 PIPELINES = [  # every family in two stages, those of up to four ranks in turn; all of them where the environment asks for it
-    pytest.param(family, layout, id="{}-pipefusion{}-ulysses{}".format(family, *layout))
+    pytest.param(family, layout, id="{}-pipefusion{}-ulysses{}-ring{}".format(family, *layout))
     for place, layout in enumerate(LAYOUTS)
     for number, family in enumerate(FAMILIES)
     if ALL or place == 0 or number % 3 == place - 1
@@ -88,13 +99,13 @@ def joined(output):
     return torch.cat([one.flatten() for one in output]) if isinstance(output, list) else output
 
 
-def test_the_number_of_stages_does_not_change_the_result(pipeline, truths):
+def test_the_number_of_stages_and_who_shares_their_tokens_do_not_change_the_result(pipeline, truths):
     of = case(tokens="even")
-    for layout in ((2, 1), (3, 1), (4, 1), (2, 2)):
+    for layout in ((2, 1), (3, 1), (4, 1), (2, 2), (2, 1, 2)):
         assert relative_error(sample(pipeline(PLAIN, layout, 4), of), truths.patched(of, 4)) <= truths.bound(of)
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 1, 2)], ids=str)
 def test_control_residuals_reach_the_blocks_of_every_stage(pipeline, truths, layout):
     """Those of the last stages too, whose first own block may be a double or a single one."""
 
@@ -222,7 +233,7 @@ def test_masks_and_more_patches_than_lines_change_nothing_of_that(pipeline, trut
 
 def test_a_mask_reaches_every_stage(pipeline, truths):
     of = case(mask=True)
-    for layout in ((2, 1), (2, 2)):
+    for layout in ((2, 1), (2, 2), (2, 1, 2)):
         assert relative_error(sample(pipeline(PLAIN, layout, 3, ALL_WARM), of), truths.stock(of)) <= truths.bound(of)
 
 

@@ -13,7 +13,7 @@ from .fake_pools import fake_setup
 INPUTS = {"devices": "cpu", "ulysses": 1, "ring": 1, "pipefusion": 2, "backend": "auto", "patches": 0, "warm_up": 1, "stages": ""}
 REFUSED = [
     ({"devices": "cpu,cpu,cpu"}, "pipefusion 2 = 2 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank."),
-    ({"ring": 2}, "pipefusion 2 with ring 2: within a stage use ulysses, and set ring to 1."),
+    ({"devices": "cpu,cpu", "ring": 2}, "ring 2 x pipefusion 2 = 4 ranks, 2 devices listed (cpu, cpu): list one device per rank."),
     ({"pipefusion": 4, "patches": 2}, "patches 2, pipefusion 4: some stages would always wait, choose at least as many patches as stages."),
     ({"stages": "9,10,3"}, "stages 9,10,3 are 3, pipefusion 2: write one number of blocks for each stage, or nothing."),
     *(
@@ -105,7 +105,6 @@ def test_linked_inputs_are_queued(complaints, linked):
     [
         ("ulysses", {"backend": "mpi"}, "backend 'mpi' is not known"),
         ("stages", {"ulysses": 33}, "ulysses 33 is out of range"),
-        ("devices", {"ring": 2}, "pipefusion 2 with ring 2"),
         ("backend", {"devices": "cpu,cpu,cpu"}, "pipefusion 2 = 2 ranks, 3 devices listed"),
         ("ulysses", {"pipefusion": 4, "patches": 2}, "patches 2, pipefusion 4"),
         ("patches", {"stages": "9,10,3"}, "stages 9,10,3 are 3, pipefusion 2"),
@@ -122,7 +121,6 @@ def test_what_can_never_be_is_refused_when_queued_whatever_a_link_brings(complai
     [
         ("ulysses", {"devices": "cpu,cpu,cpu"}),
         ("devices", {"ulysses": 3}),
-        ("pipefusion", {"ring": 2}),
         ("pipefusion", {"stages": "9,10,3"}),
         ("pipefusion", {"patches": 1}),
     ],

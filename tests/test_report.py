@@ -23,10 +23,11 @@ from pipemesh.nodes.report.figures import (
 )
 from pipemesh.nodes.report.text import NO_POOL, report_text
 from pipemesh.nodes.timing import Speed
-from pipemesh.parallel_runtime.client.run import Evaluation, Run
+from pipemesh.parallel_runtime.client.run import Evaluation, Run, measured
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.wire.messages import Done, Memory
 
 GIB = 2**30
 
@@ -200,13 +201,44 @@ def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed
     assert achieved == pytest.approx(0.56), "of both branches"
 
 
-def test_the_share_of_communication_is_of_the_whole_run_and_unknown_under_nccl():
-    run = [Evaluation(0.1, 0.001, 0.05, 10), Evaluation(0.3, 0.003, 0.05, 30), Evaluation(0.2, 0.002, 0.05, 20)]
+def test_the_share_of_communication_is_of_the_whole_run_by_axis_and_unknown_under_nccl():
+    """Of the rank that waited most in all of it, though another one did in the last evaluation."""
+    waited = {"ulysses": 0.04, "gather": 0.01}, {"ring": 0.02}
+    spans = [
+        {rank: Span(0, 1, 0.0, by_axis) for rank, by_axis in enumerate(both)}
+        for both in (waited, waited, ({"ulysses": 0.05}, {"ring": 0.06}))
+    ]
+    run = [
+        Evaluation(0.1, 0.001, 0.05, 10, spans=spans[0]),
+        Evaluation(0.3, 0.003, 0.05, 30, spans=spans[1]),
+        Evaluation(0.2, 0.002, 0.06, 20, spans=spans[2]),
+    ]
     figures = last_run(7.0, "", run, "gloo")
     assert figures.exchange_share == pytest.approx(0.25)
+    assert figures.exchange_by_axis == pytest.approx({"ulysses": 0.13 / 0.6, "gather": 0.02 / 0.6})
+    assert "of it ulysses 21.7 %, gather 3.3 %" in said(text_of(pool(exchange_by_axis=figures.exchange_by_axis)))
     assert (figures.step_ms_p50, figures.hop_ms_p50, figures.bytes_per_evaluation) == (200.0, 2.0, 30)
-    assert last_run(7.0, "", run, "nccl").exchange_share is None
+    unknown = last_run(7.0, "", run, "nccl")
+    assert (unknown.exchange_share, unknown.exchange_by_axis) == (None, {})
     assert last_run(7.0, "", [], "gloo") is None
+
+
+def test_a_run_in_patches_says_for_which_messages_a_rank_waited():
+    """Of two submissions that overlap, in a run of 2 s."""
+
+    def answered(request, began_s, **waited_s):
+        return Done(request=request, memory=Memory(1, 2, 3), began_s=began_s, compute_s=1.0, waited_s=waited_s)
+
+    answers = [{0: answered(1, 5.0, ulysses=0.1), 1: answered(1, 5.0, ulysses=0.2, pipefusion=0.3)}, {1: answered(2, 6.0, ring=0.1)}]
+    run = [
+        replace(measured(0.0, [one], Part(1, 0, None)), began=began, seconds=1.5) for began, one in zip((5.0, 5.5), answers, strict=True)
+    ]
+    assert [one.spans[1].waited_s for one in run] == [pytest.approx(0.5), pytest.approx(0.1)]
+    figures = last_run(7.0, "free-running", run, "gloo")
+    assert figures.exchange_by_axis == pytest.approx({"ulysses": 0.1, "pipefusion": 0.15, "ring": 0.05})
+    text = said(text_of(pool(in_patches=figures.in_patches, exchange_by_axis=figures.exchange_by_axis, **UNKNOWN)))
+    assert "waited for messages pipefusion 15.0 %, ulysses 10.0 %, ring 5.0 %" in text
+    assert last_run(7.0, "free-running", run, "nccl").exchange_by_axis == {}
 
 
 def test_scripts_that_read_the_report_find_every_figure_under_its_name():
@@ -221,6 +253,7 @@ def test_scripts_that_read_the_report_find_every_figure_under_its_name():
         "hop_ms_p50": 1.071,
         "exchange_ms_p50": 38.0,
         "exchange_share": 0.1234,
+        "exchange_by_axis": {},
         "bytes_per_evaluation": 4 << 20,
     }
     told = {

@@ -28,7 +28,7 @@ from .test_quantised import SAMPLE_OF, loaded, sampled, size_of, with_lora, writ
 
 __all__ = ["written"]  # a fixture
 CPU = torch.device("cpu")
-LAYOUTS = {"2": Layout(ulysses=2), "3": Layout(ring=3), "4": Layout(ulysses=2, ring=2), "stages": Layout(ulysses=2, pipefusion=2)}
+LAYOUTS = {"2": Layout(ulysses=2), "3": Layout(ring=3), "4": Layout(ulysses=2, ring=2), "stages": Layout(ring=2, pipefusion=2)}
 PRODUCT = list(itertools.product(SAMPLE_OF, ("", "fp8_scaled"), LAYOUTS))
 WITH_FILE = [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None]
 

@@ -42,11 +42,12 @@ class Chosen:
 
 
 def layouts(world_size: int) -> list[Layout]:
-    """Every method at this many ranks: each axis alone, and Ulysses with each other one."""
+    """Every method at this many ranks: each axis alone, and each with each other one."""
     alone = [Layout(**{axis: world_size}) for axis in ("ulysses", "ring", "pipefusion")]
     if world_size < 4:
         return alone
-    return [*alone, Layout(ulysses=world_size // 2, ring=2), Layout(ulysses=2, pipefusion=world_size // 2)]
+    half = world_size // 2
+    return [*alone, Layout(ulysses=half, ring=2), Layout(ulysses=2, pipefusion=half), Layout(ring=2, pipefusion=half)]
 
 
 def parsed_layout(text: str) -> Layout:
@@ -72,7 +73,7 @@ def cover() -> Iterator[Chosen]:
     far as there are so many: of each its model with the fewest blocks, for the time it takes. Of
     one model also with its weights shared out, and some rows of the documents' table.
     """
-    kinds = (layouts(2)[2], layouts(8)[0], layouts(4)[3], layouts(8)[4], layouts(2)[1])
+    kinds = (layouts(2)[2], layouts(8)[0], layouts(4)[3], layouts(8)[4], layouts(2)[1], layouts(4)[5])
     models = [[one for sample in family.samples for one in sample.form.released] for family in FAMILIES if can_be_cut(family)]
     quick = sorted((min(of_family, key=blocks_of) for of_family in models if of_family), key=blocks_of)
     tried: dict[str, list[Layout]] = {}

@@ -248,7 +248,7 @@ def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--ranks", type=int, choices=sorted({ulysses * ring for ulysses, ring in METHODS.values()}))
     parser.add_argument("--cover", action="store_true", help="only the cover that the tests run")
     parser.add_argument("--bf16", action="store_true", help=f"in bf16 ({', '.join(in_bf16)}): distance from the fp32 truth over stock's")
-    parser.add_argument("--layouts", type=int, metavar="RANKS", help="every layout of so many ranks instead, on one family")
+    parser.add_argument("--layouts", type=int, nargs="+", metavar="RANKS", help="every layout of so many ranks instead, on one family")
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args(argv)
     families = in_bf16 if options.bf16 else list(SAMPLES)

@@ -11,7 +11,7 @@ from statistics import median
 
 from ...parallel_runtime.client.run import Evaluation, Run, submissions
 from ...parallel_runtime.layout import Layout
-from ...parallel_runtime.occupancy import busy_shares
+from ...parallel_runtime.occupancy import busy_shares, waited_most
 from ...parallel_runtime.patches import Part
 from ...parallel_runtime.planner.choose import Loss, Row
 from ...parallel_runtime.schedule import held_to_schedule
@@ -55,7 +55,8 @@ class InPatches:
 @dataclass(frozen=True, kw_only=True)
 class LastRun:
     """Figures of one run. None means not known: NCCL's messages run beside the clock that ranks
-    look at, and the times of patches overlap.
+    look at, and the times of patches overlap. ``exchange_by_axis``: the shares of the run in which
+    one rank waited for messages, of the rank that did so most; empty where that is not known.
     """
 
     began: float
@@ -67,6 +68,7 @@ class LastRun:
     hop_ms_p50: float | None = None
     exchange_ms_p50: float | None = None
     exchange_share: float | None = None
+    exchange_by_axis: Mapping[str, float] = field(default_factory=dict)
     bytes_per_evaluation: int
 
 
@@ -241,7 +243,8 @@ def last_run(began_s: float, mode: str, evaluations: Sequence[Evaluation], backe
 
 def whole(began_s: float, evaluations: Sequence[Evaluation], timed: bool) -> LastRun:
     """Sum up evaluations that follow one another. ``timed``: it is known what exchanges took."""
-    step_s, exchange_s = sum(one.seconds for one in evaluations), sum(one.exchange_s for one in evaluations)
+    step_s = sum(one.seconds for one in evaluations)
+    by_axis = exchange_by_axis(evaluations, step_s) if timed else {}
     return LastRun(
         began=began_s,
         evaluations=len(evaluations),
@@ -249,7 +252,8 @@ def whole(began_s: float, evaluations: Sequence[Evaluation], timed: bool) -> Las
         step_ms_p50=1e3 * median(one.seconds for one in evaluations),
         hop_ms_p50=1e3 * median(one.hop_s for one in evaluations),
         exchange_ms_p50=1e3 * median(one.exchange_s for one in evaluations) if timed else None,
-        exchange_share=exchange_s / step_s if timed else None,
+        exchange_share=sum(by_axis.values()) if timed else None,
+        exchange_by_axis=by_axis,
         bytes_per_evaluation=max(one.sent_bytes for one in evaluations),
     )
 
@@ -269,8 +273,14 @@ def in_patches(began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, 
         busy=tuple(busy_shares([one.spans for one, part in submitted if part.patch is not None])) if timed else (),
         evaluations=evaluations,
         step_ms_mean=1e3 * run_s / evaluations,
+        exchange_by_axis=exchange_by_axis([one for one, _ in submitted], run_s) if timed else {},
         bytes_per_evaluation=round(sum(one.sent_bytes for one, _ in submitted) / evaluations),
     )
+
+
+def exchange_by_axis(evaluations: Sequence[Evaluation], run_s: float) -> dict[str, float]:
+    """Return the shares of a run for which the rank that waited most for messages did so."""
+    return {axis: seconds / run_s for axis, seconds in waited_most(one.spans for one in evaluations).items()}
 
 
 def of_schedule(

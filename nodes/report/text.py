@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...launcher.pool.devices import Placement
 from ...parallel_runtime.wire.segment import mib
@@ -90,12 +90,14 @@ def run_text(run: LastRun) -> str:
             ("time per evaluation (mean)", f"{run.step_ms_mean:.1f} ms"),
             sent,
             *([("ranks that computed", busy_text(run.busy))] if run.busy else []),
+            *([("waited for messages", by_axis_text(run.exchange_by_axis))] if run.exchange_by_axis else []),
             *schedule_rows(run.in_patches),
         ]
         return "\n".join([f"{title}, {sampled_text(run.in_patches)}", *aligned(rows)])
     rows = [
         ("time per evaluation", f"{run.step_ms_p50:.1f} ms"),
         ("share of communication", "not measured with nccl" if run.exchange_share is None else f"{100 * run.exchange_share:.1f} %"),
+        *([("of it", by_axis_text(run.exchange_by_axis))] if run.exchange_by_axis else []),
         ("hop to the pool and back", f"{run.hop_ms_p50:.2f} ms"),
         sent,
     ]
@@ -107,6 +109,11 @@ def busy_text(shares: Sequence[float]) -> str:
     slowest = max(range(len(shares)), key=shares.__getitem__)
     text = ", ".join(f"{share:.0%}" for share in shares)
     return f"{text}; the others wait for rank {slowest}" if shares[slowest] > WAITED_FOR * min(shares) else text
+
+
+def by_axis_text(shares: Mapping[str, float]) -> str:
+    """Say in which share of the time a rank waited for messages of each axis, the largest first."""
+    return ", ".join(f"{axis} {100 * share:.1f} %" for axis, share in sorted(shares.items(), key=lambda one: -one[1]))
 
 
 def schedule_rows(run: InPatches) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..branches import first_done
-from ..occupancy import Span
+from ..occupancy import Span, added_up
 from ..patches import Part
 from ..schedule import Submission
 from ..wire.messages import Done
@@ -102,4 +102,5 @@ def span_of(replies: Sequence[Done]) -> Span:
     """Returns the time in which one rank was at work on all of these."""
     began, ended = replies[0].began_s, replies[-1].began_s + replies[-1].compute_s
     idle = ended - began - sum(reply.compute_s for reply in replies)
-    return Span(began, ended, sum(reply.exchange_s for reply in replies) + idle)
+    by_axis = added_up(reply.waited_s for reply in replies)
+    return Span(began, ended, sum(by_axis.values()) + idle, by_axis)

@@ -11,16 +11,19 @@ from PIL import Image, ImageDraw, ImageFont
 
 from .run import Evaluation
 
-WIDTH, ROW, BAR, MARGIN, FOOT = 1000, 44, 30, 10, 48
-FONT, LEGEND = 22, 118  # a node shows it at less than half its size
+WIDTH, ROW, BAR, MARGIN, FOOT = 1000, 44, 30, 10, 80
+FONT, LEGEND, LONG_LEGEND = 22, 118, 148  # a node shows it at less than half its size
 HEAD_FONT, HEAD_LINE = 19, 26
 WHITE, INK, WHOLE = "#ffffff", "#222222", "#8a8f98"
 PATCHES = ("#2a78d6", "#e8833a", "#3a9d5d", "#b04ac0", "#c9a227", "#1fa3a3")
+AXES = {"pipefusion": "#d33f49", "ulysses": "#f2a6a6", "ring": "#7a1f5c", "weights": "#8c564b", "gather": "#f7d488"}  # whose messages
+STRIP = 8  # of a bar's height: a wait for messages
 
 
 def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation], head: Sequence[str] = ()) -> Image.Image | None:
     """Draw a row for each rank and in it a bar for each patch, at the times when the rank computed
-    it, below the lines of ``head``. None if the run was not sampled in patches.
+    it, below the lines of ``head``. A strip before a bar is as long as the rank waited for messages
+    of it, by axis. None if the run was not sampled in patches.
     """
     parts = [one.part for one in evaluations if one.part is not None]
     if not parts:
@@ -43,19 +46,32 @@ def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation], head: Sequ
         for one, part in zip(evaluations, parts, strict=True):
             if row not in one.spans:
                 continue
-            left, width = first + (one.spans[row].came_in_s - begin) * scale, one.spans[row].busy_s * scale
+            span = one.spans[row]
+            left, width = first + (span.came_in_s - begin) * scale, span.busy_s * scale
             colour = colours[part.patch[0]] if part.patch else WHOLE
             draw.rectangle((left, top, left + max(0, width - 1), top + BAR), colour)
+            for axis in AXES:
+                right, left = left, max(first, left - span.by_axis.get(axis, 0.0) * scale)
+                if right - left >= 1:
+                    draw.rectangle((left, top + BAR - STRIP, right - 1, top + BAR), AXES[axis])
     foot = image.height - 20
     named = [(colour, f"patch {index}") for index, colour in enumerate(colours.values())]
     if len(named) > len(PATCHES):
         named = [(WHITE, f"{len(named)} patches, colours in turn")]
-    for index, (colour, label) in enumerate([(WHOLE, "whole"), *named]):
-        left = MARGIN + LEGEND * index
-        draw.rectangle((left, foot - 9, left + 18, foot + 9), colour)
-        draw.text((left + 26, foot), label, INK, font, anchor="lm")
+    draw_legend(draw, foot - 32, LEGEND, [(WHOLE, "whole"), *named])
+    waited_for = [(AXES[axis], axis) for axis in AXES if any(span.by_axis.get(axis) for span in spans)]
+    draw_legend(draw, foot, LONG_LEGEND, [(WHITE, "waits for"), *waited_for] if waited_for else [])
     draw.text((WIDTH - MARGIN, foot), f"{end - begin:.2f} s", INK, font, anchor="rm")
     return image
+
+
+def draw_legend(draw: ImageDraw.ImageDraw, middle: float, width: int, named: Sequence[tuple[str, str]]) -> None:
+    """Draw a line of colours and their names, each in so much room."""
+    font = ImageFont.load_default(FONT)
+    for index, (colour, label) in enumerate(named):
+        left = MARGIN + width * index
+        draw.rectangle((left, middle - 9, left + 18, middle + 9), colour)
+        draw.text((left + 26, middle), label, INK, font, anchor="lm")
 
 
 def bars_from(names: Sequence[str]) -> int:

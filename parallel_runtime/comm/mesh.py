@@ -102,15 +102,21 @@ class SequenceComm:
     @property
     def seconds(self) -> float:
         """Spent waiting for messages since ``begin``."""
-        return sum(part.seconds for part in self._parts)
+        return sum(part.seconds for part in self.parts.values())
 
     @property
     def sent_bytes(self) -> int:
-        return sum(part.sent_bytes for part in self._parts)
+        return sum(part.sent_bytes for part in self.parts.values())
 
     @property
-    def _parts(self) -> list[Exchange | Ring | ShardGather]:
-        return [self.ulysses, self.ring, self.world, *([self.weights] if self.weights else [])]
+    def parts(self) -> dict[str, Exchange | Ring | ShardGather]:
+        """Return what counts messages, by axis: those to gather an output's rows under ``gather``,
+        those of shared weights under ``weights``.
+        """
+        parts: dict[str, Exchange | Ring | ShardGather] = {"ulysses": self.ulysses, "ring": self.ring, "gather": self.world}
+        if self.weights is not None:
+            parts["weights"] = self.weights
+        return parts
 
     def share_weights(self, group: dist.ProcessGroup | None) -> None:
         """Have weights gathered in ``group``, which is of the ranks of this sequence."""
@@ -133,7 +139,7 @@ class SequenceComm:
         ``InStep.begin`` has it.
         """
         self.in_step.begin(kind)
-        for part in self._parts:
+        for part in self.parts.values():
             part.begin()
         self.stop.begin(attentions)
 
@@ -165,13 +171,21 @@ class Mesh:
         return range(self.rank - self.rank % size, self.rank - self.rank % size + size)
 
     @property
-    def seconds(self) -> float:
-        """Spent waiting for messages since the evaluation, or the patch of it, began."""
-        return self.sequence.seconds + (self.link.seconds if self.link else 0.0)
+    def parts(self) -> dict[str, Exchange | Ring | ShardGather | StageLink]:
+        """Return what counts messages since the evaluation, or the patch of it, began, by axis."""
+        parts: dict[str, Exchange | Ring | ShardGather | StageLink] = {**self.sequence.parts}
+        if self.link is not None:
+            parts["pipefusion"] = self.link
+        return parts
+
+    @property
+    def waited_s(self) -> dict[str, float]:
+        """Return the seconds spent waiting for messages, by axis."""
+        return {axis: part.seconds for axis, part in self.parts.items() if part.seconds}
 
     @property
     def sent_bytes(self) -> int:
-        return self.sequence.sent_bytes + (self.link.sent_bytes if self.link else 0)
+        return sum(part.sent_bytes for part in self.parts.values())
 
 
 def connect(

@@ -204,9 +204,9 @@ class Joint:
     ``local`` the rows of this one, anchors included.
     """
 
-    def __init__(self, shards: Shards, streams: Sequence[str]):
+    def __init__(self, shards: Shards, streams: tuple[str, ...]):
         self._shards = shards
-        self._streams = streams
+        self.streams = streams
         splits = [shards.splits[stream] for stream in streams]
         self.counts = [sum(split.sizes[rank] for split in splits) for rank in range(shards.size)]
         self._owned: list[tuple[int, int]] = []  # (start, size) of each stream's own rows within the local ones
@@ -225,7 +225,7 @@ class Joint:
     @property
     def all_tokens(self) -> int:
         """Tokens of the whole sequence."""
-        return sum(self._shards.all_tokens[stream] for stream in self._streams)
+        return sum(self._shards.all_tokens[stream] for stream in self.streams)
 
     @property
     def has_anchor(self) -> bool:
@@ -257,19 +257,28 @@ class Joint:
             self._ranges = []
             for rank in range(len(self.counts)):
                 offset = 0
-                for stream in self._streams:
+                for stream in self.streams:
                     split = self._shards.splits[stream]
                     self._ranges.append((offset + self._shards.active[stream][0] + split.starts[rank], split.sizes[rank]))
                     offset += self._shards.all_tokens[stream]
         return self._ranges
+
+    def ranges_of(self, ranks: range) -> Sequence[tuple[int, int]]:
+        """Return those of ``ranges`` that are of these ranks."""
+        return self.ranges()[ranks.start * len(self.streams) : ranks.stop * len(self.streams)]
 
     def rank_major(self) -> torch.Tensor:
         """(active_tokens,): position in rank-major order -> position in the host's order of all
         tokens.
         """
         if self._order is None:
-            self._order = torch.cat([torch.arange(begin, begin + size) for begin, size in self.ranges()])
+            self._order = places_of(self.ranges())
         return self._order
+
+
+def places_of(ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the positions in ``ranges``, (begin, size), one after another."""
+    return torch.cat([torch.arange(begin, begin + size) for begin, size in ranges])
 
 
 def permute_mask(mask: torch.Tensor, joint: Joint) -> torch.Tensor:
@@ -280,10 +289,14 @@ def permute_mask(mask: torch.Tensor, joint: Joint) -> torch.Tensor:
     if mask.shape[-1] == total:
         mask = mask.index_select(-1, order)
     elif mask.shape[-1] != 1:
-        raise ModelError(f"The attention mask covers {mask.shape[-1]} tokens, the model has {total}: give it one column per token.")
+        raise other_length(mask, total)
     if mask.ndim > 1 and mask.shape[-2] == total:
         mask = mask.index_select(-2, order)
     return mask
+
+
+def other_length(mask: torch.Tensor, total: int) -> ModelError:
+    return ModelError(f"The attention mask covers {mask.shape[-1]} tokens, the model has {total}: give it one column per token.")
 
 
 def part_of_mask(mask: torch.Tensor, rows: slice, columns: slice, heads: slice, total: int, all_heads: int) -> torch.Tensor:

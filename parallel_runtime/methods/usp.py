@@ -5,19 +5,20 @@ Every rank runs the blocks on its own rows of every stream. At attention, the ra
 group exchange heads for tokens, then the keys and values of each group travel around the ring and
 partial outputs are merged by log-sum-exp.
 
-Legend: B batch, h heads of one rank, g tokens of one ulysses group, D head dim, C channels.
+Legend: B batch, l tokens of one rank, C channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..attention.kernels import TORCHS, Kernels, Partial, merge, partial_attention
+from ..attention.kernels import TORCHS, Kernels
 from ..comm.mesh import SequenceComm
 from ..errors import LayoutError
 from ..families.plan import TokenPlan
@@ -26,6 +27,7 @@ from ..patches import Part
 from .fit import require_fit
 from .hooks import Attention, TokenHooks, blocks_of
 from .method import Facts, free_frames
+from .ring_attention import RingAttention
 from .sequence_attention import QKV, Call, SequenceAttention
 from .shards import Rows, Shards, part_of_mask, permute_mask
 
@@ -100,8 +102,8 @@ class SequenceSharding:
     def __init__(self, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None], kernels: Kernels):
         self._comm = comm
         self._on_progress = on_progress
-        self._kernels = kernels
         self._attention = SequenceAttention(plan, comm, on_progress, kernels)
+        self._ring = RingAttention(comm, on_progress, kernels)
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards | None:
         if self._comm.size == 1:
@@ -139,8 +141,7 @@ class SequenceSharding:
         if host_mask is not None:
             mask = call.rows.memoise(host_mask, ("mask",), lambda: permute_mask(host_mask, call.joint))
         if self._comm.ring.size > 1:
-            qkv = qkv if isinstance(qkv, torch.Tensor) else torch.stack(tuple(qkv))
-            return around_the_ring(self._comm, call, qkv, mask, flag, self._on_progress, self._kernels)
+            return self._around_the_ring(call, qkv, mask, flag)
         self._comm.decide(flag)
         if not call.own_heads:
             return qkv[0]
@@ -148,47 +149,14 @@ class SequenceSharding:
             mask = part_of_mask(mask, EVERYTHING, EVERYTHING, call.own, call.joint.active_tokens, call.heads.total)
         return call.compute(qkv, mask)
 
+    def _around_the_ring(self, call: Call, qkv: QKV, mask: torch.Tensor | None, flag: torch.Tensor) -> torch.Tensor:
+        """Attend to every group's keys in turn. ``mask`` is in rank-major order."""
+        ring, group, counts = self._comm.ring, self._comm.ulysses.size, call.joint.counts
+        keys = [sum(counts[index * group : (index + 1) * group]) for index in range(ring.size)]
+        rows = [slice(end - size, end) for end, size in zip(accumulate(keys), keys, strict=True)]
 
-def around_the_ring(
-    comm: SequenceComm,
-    call: Call,
-    qkv: torch.Tensor,
-    mask: torch.Tensor | None,
-    flag: torch.Tensor,
-    on_progress: Callable[[], None],
-    kernels: Kernels,
-) -> torch.Tensor:
-    """(3, B, h, g, D) -> (B, h, g, D), attending to every group's keys in turn. The wishes to stop
-    travel with them. ``mask`` is in rank-major order.
+        def mask_of(mask: torch.Tensor, place: int) -> torch.Tensor:
+            return part_of_mask(mask, rows[ring.index], rows[place], call.own, call.joint.active_tokens, call.heads.total)
 
-    Where this rank fails, it passes on what others wait for, then raises.
-    """
-    ring, group, joint = comm.ring, comm.ulysses.size, call.joint
-    keys = [sum(joint.counts[index * group : (index + 1) * group]) for index in range(ring.size)]
-    starts = list(accumulate(keys, initial=0))
-    rows = slice(starts[ring.index], starts[ring.index + 1])
-    scale, host = call.options.get("scale"), getattr(call.attention, "__name__", "")
-    partial: Partial | None = None
-    failure: Exception | None = None
-    flags = []
-    for block in ring.walk(qkv[1:], keys, flag):
-        on_progress()
-        flags.append(block.flag)
-        try:
-            if partial is None and call.before is not None:
-                partial = partial_attention(qkv[0], *call.before, None, scale, kernels, host)
-            part = None
-            if mask is not None:
-                columns = slice(starts[block.source], starts[block.source + 1])
-                part = part_of_mask(mask, rows, columns, call.own, joint.active_tokens, call.heads.total)
-            k, v = block.kv.to(qkv.device)
-            if failure is None:
-                here = partial_attention(qkv[0], k, v, part, scale, kernels, host)
-                partial = here if partial is None else merge(partial, here)
-        except Exception as error:  # noqa: BLE001 raised below
-            failure = failure or error
-    if failure is not None:
-        raise failure
-    comm.decide(torch.stack(flags).amax(0))
-    assert partial is not None
-    return partial.out.to(qkv.dtype)
+        qkv = qkv if isinstance(qkv, torch.Tensor) else torch.stack(tuple(qkv))
+        return self._ring.attend(call, qkv[0], qkv[1:], keys, flag, None if mask is None else partial(mask_of, mask))

@@ -5,7 +5,8 @@ A rank's time is its FLOPs over its device's speed, never less than reading its 
 its kernels. Ulysses waits for both exchanges of every attention. A ring's messages travel while the
 attention over the block before is computed; the time that is longer counts. A pipeline lasts as
 long as its slowest stage has patches to compute, or as one patch takes through all stages if that
-is longer; whole evaluations of the warm-up go through it one stage after the other.
+is longer; whole evaluations of the warm-up go through it one stage after the other. Around the ring
+of a stage the keys and values of all tokens travel for every patch.
 """
 
 from __future__ import annotations
@@ -124,17 +125,23 @@ class Costs:
                 seconds += count * self.box.seconds([message._replace(nbytes=share * message.nbytes) for message in sent])
         return seconds
 
-    def ring_s(self, rank: int) -> float:
-        """Return the seconds that a rank waits for keys and values, and merges parts."""
+    def ring_s(self, ranks: Sequence[int], share: float) -> float:
+        """Return the seconds that the slowest of these ranks, which have the same blocks, waits for
+        keys and values, and merges parts. Those of all tokens travel, whatever ``share`` of them
+        attends; the fullest block has the fresh rows of a patch beside those that are kept.
+        """
         if self.layout.ring == 1:
             return 0.0
-        device, seconds = self.box.devices[rank], 0.0
-        for one, count in self.attended(self.stage_of(rank)).items():
-            travels = self.box.seconds(messages.ring_step(self.layout, one, self.speeds))
-            waits = max(0.0, travels - self.attention_s(device, rank, one) / self.layout.ring)
-            merges = MERGE_BYTES * self.output_elements(one) / device.memory_bytes_per_s
-            seconds += count * (self.layout.ring - 1) * (waits + merges)
-        return seconds
+        steps, full, seconds = self.layout.ring - 1, 1 + share * (share < 1), dict.fromkeys(ranks, 0.0)
+        for one, count in self.attended(self.stage_of(ranks[0])).items():
+            step = messages.ring_step(self.layout, one, self.speeds)
+            travels = self.box.seconds([message._replace(nbytes=full * message.nbytes) for message in step])
+            merged = share * MERGE_BYTES * self.output_elements(one)
+            for rank in ranks:
+                device = self.box.devices[rank]
+                waits = max(0.0, travels - share * self.attention_s(device, rank, one) / self.layout.ring)
+                seconds[rank] += count * steps * (waits + merged / device.memory_bytes_per_s)
+        return max(seconds.values())
 
     def output_elements(self, attended: Attended) -> int:
         """Return the elements of the fullest rank's output of one attention."""
@@ -157,7 +164,7 @@ class Costs:
         onwards = sum(whole.tokens.values()) * whole.hidden * expected.ITEM_BYTES // self.sequence
         return {
             "ulysses": sum(count * expected.exchanged_bytes(self.layout, rank, one, shares) for one, count in attended),
-            "ring": sum(count * expected.passed_bytes(self.layout, rank, one, shares) for one, count in attended),
+            "ring": self.patches * sum(count * expected.passed_bytes(self.layout, rank, one, shares) for one, count in attended),
             "pipefusion": onwards if stage[1] < len(whole.block_flops) else 0,
         }
 
@@ -173,8 +180,12 @@ class Costs:
         buffers += (6 * expected.ITEM_BYTES + 2 * FP32_BYTES) * elements * (layout.ring > 1)
         images = -(-self.job.batch // layout.data)
         held = sum(count * one.tokens * one.heads * one.head_dim for one, count in self.attended(stage).items())
-        kept = 2 * held * expected.ITEM_BYTES // layout.ulysses * self.job.turns(self.layout) * (layout.pipefusion > 1)
         shares = [tokens for first in messages.sequences(layout) if (tokens := self.shares(first).tokens)]
+        of_places = [
+            sharers_of(tokens, layout, rank, layout.ulysses) for tokens in shares for rank in range(0, len(tokens), layout.ulysses)
+        ]
+        places = min(of_places, default=layout.ring)
+        kept = int(2 * held * expected.ITEM_BYTES / places) // layout.ulysses * self.job.turns(layout) * (layout.pipefusion > 1)
         fewest = min((sum(tokens) / max(tokens) for tokens in shares), default=self.sequence)  # such ranks would have all tokens
         return images * (int(self.job.whole.peak_bytes // fewest) + buffers) + kept
 
@@ -284,7 +295,7 @@ def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     busy = [seconds * turns[rank * groups // len(ranks)] for rank, seconds in enumerate(computing)]
     one = {
         "ulysses": costs.ulysses_s(costs.stages[0], 1.0),
-        "ring": max(costs.ring_s(rank) for rank in ranks),
+        "ring": costs.ring_s(ranks, 1.0),
         "weights": _waits(kept, moved_s, max(computing)),
     }
     parts = {name: seconds * max(turns) for name, seconds in one.items()}
@@ -300,14 +311,16 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     share, reach = job.share_of_patch(costs.patches), layout.world_size if costs.speeds else costs.sequence  # else groups are alike
     firsts = [layout.group("pipefusion", rank) for rank in range(reach) if not layout.coordinates(rank)["pipefusion"]]
 
-    def stage_times(share: float) -> tuple[list[float], list[float], list[float]]:
-        computing = [max(costs.computing_s(ranks[stage], share) for ranks in firsts) for stage in range(layout.pipefusion)]
-        exchanged = [costs.ulysses_s(stage, share) + max(costs.ring_s(ranks[0]) for ranks in firsts) for stage in costs.stages]
-        return computing, exchanged, [_waits(kept, moved_s, seconds) for seconds in computing]
+    def stage_times(share: float) -> list[dict[str, float]]:
+        times = []
+        for stage, blocks in enumerate(costs.stages):
+            computing = max(costs.computing_s(ranks[stage], share) for ranks in firsts)
+            exchanged = {"ulysses": costs.ulysses_s(blocks, share), "ring": costs.ring_s([ranks[stage] for ranks in firsts], share)}
+            times.append({"compute": computing, **exchanged, "weights": _waits(kept, moved_s, computing)})
+        return times
 
-    computing, exchanged, moved = stage_times(share)
-    of_patch = [sum(each) for each in zip(computing, exchanged, moved, strict=True)]
-    of_whole = [sum(each) for each in zip(*stage_times(1.0), strict=True)]
+    times = stage_times(share)
+    of_patch, of_whole = ([sum(one.values()) for one in of] for of in (times, stage_times(1.0)))
     turns, link_s = max(turns_of(costs)), costs.stage_s(share)
     slowest = max(*of_patch, link_s)
     round_trip = sum(of_patch) + (layout.pipefusion - 1) * link_s + costs.box.hop_s
@@ -316,13 +329,9 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     warm = min(job.warm_up, job.evaluations)
     patched = job.evaluations - warm
     run = warm * warm_up + patched * period + (round_trip - slowest if patched else 0.0)
-    each = costs.patches * job.even_turns(layout)
-    parts = {
-        "compute": each * fmean(computing),
-        "ulysses": turns * costs.patches * max(exchanged),
-        "weights": turns * costs.patches * max(moved),
-        "hop": 0.0,
-    }
+    parts = {name: turns * costs.patches * max(one[name] for one in times) for name in ("ulysses", "ring", "weights")}
+    parts["compute"] = costs.patches * job.even_turns(layout) * fmean(one["compute"] for one in times)
+    parts["hop"] = 0.0
     parts["imbalance"] = turns * costs.patches * max(of_patch) - sum(parts.values())
     parts["pipeline"] = run / job.evaluations - sum(parts.values())
     return parts

@@ -317,17 +317,8 @@ class Sent:
         self._mesh = mesh
 
     def add(self) -> None:
-        sequence, link = self._mesh.sequence, self._mesh.link
-        now = {
-            "ulysses": sequence.ulysses,
-            "ring": sequence.ring,
-            "gather": sequence.world,
-            "weights": sequence.weights,
-            "pipefusion": link,
-        }
-        for axis, part in now.items():
-            if part is not None:
-                self.by_axis[axis] = self.by_axis.get(axis, 0) + part.sent_bytes
+        for axis, part in self._mesh.parts.items():
+            self.by_axis[axis] = self.by_axis.get(axis, 0) + part.sent_bytes
 
 
 @contextmanager

@@ -10,7 +10,9 @@ rank: l tokens, g tokens of its ulysses group, h heads. Elements that a rank sen
   2 * (R - 1) * g * h * D, evenly split 2 * (R - 1) * L * C / N.
 
 PipeFusion (arXiv 2405.14430, section 3.2) sends the hidden rows between stages, once an evaluation
-whatever the patches: L * C / U, from each stage but the last.
+whatever the patches: L * C / N, from each stage but the last. Within a stage Ulysses sends as much
+as above for all patches together, a ring as much for each of them: a patch attends to the keys and
+values of all tokens.
 """
 
 from __future__ import annotations
@@ -77,14 +79,13 @@ def heads_of(layout: Layout, rank: int, attended: Attended, shares: Shares = EVE
     return rank_heads(layout, attended, shares)[layout.coordinates(rank)["ulysses"]]
 
 
-def sent_bytes(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None) -> int:
+def sent_bytes(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None, patches: int = 1) -> int:
     """Return the bytes that a rank sends in one evaluation, but for the output's rows."""
-    if stage is None:
-        return sum(sequence_bytes(layout, rank, attended) for attended in whole.attended)
-    own = [attended for block in range(*stage) for attended in whole.attended_by_block[block]]
-    within = sum(sequence_bytes(Layout(ulysses=layout.ulysses), layout.coordinates(rank)["ulysses"], attended) for attended in own)
-    is_last = stage[1] == len(whole.block_flops)
-    onwards = sum(whole.tokens.values()) * whole.hidden * ITEM_BYTES // layout.ulysses
+    blocks = slice(0, len(whole.block_flops)) if stage is None else slice(*stage)
+    own = [attended for block in whole.attended_by_block[blocks] for attended in block]
+    within = sum(exchanged_bytes(layout, rank, attended) + patches * passed_bytes(layout, rank, attended) for attended in own)
+    is_last = stage is None or stage[1] == len(whole.block_flops)
+    onwards = sum(whole.tokens.values()) * whole.hidden * ITEM_BYTES // (layout.ulysses * layout.ring)
     return within + (0 if is_last else onwards)
 
 
@@ -153,7 +154,7 @@ def misses(whole: Whole, layout: Layout, figures: RankFigures, is_sharded: bool 
     gathered = figures.patches * gathered_bytes(whole, layout, figures.stage) if is_sharded else 0
     weights = sharded_bytes(whole, layout, figures.stage) if is_sharded else weight_bytes(whole, figures.stage)
     for name, value, due in (
-        ("sent bytes", sent, sent_bytes(whole, layout, figures.rank, figures.stage) + gathered),
+        ("sent bytes", sent, sent_bytes(whole, layout, figures.rank, figures.stage, figures.patches) + gathered),
         ("gathered bytes of weights", figures.sent_bytes.get("weights", 0), gathered),
         ("bytes of weights", figures.weight_bytes, weights),
         ("FLOPs", figures.flops, flops(whole, layout, figures.rank, figures.stage, figures.patches)),

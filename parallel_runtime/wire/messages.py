@@ -161,8 +161,8 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ``needs_bytes`` > 0 asks for a Fetch into a place of that size.
 
     ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
-    taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``exchange_s`` of
-    them spent waiting for other ranks' messages.
+    taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
+    for other ranks' messages, by axis.
     """
 
     request: int
@@ -172,9 +172,13 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cancelled: bool = False
     began_s: float = 0.0
     compute_s: float = 0.0
-    exchange_s: float = 0.0
+    waited_s: dict[str, float] = {}
     sent_bytes: int = 0
     block_s: dict[int, float] = {}
+
+    @property
+    def exchange_s(self) -> float:
+        return sum(self.waited_s.values())
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -184,7 +184,7 @@ class RequestHandler:
         rank.tick()  # the answer waits until the GPU has computed it
         writes = self._layout.joined(request.width).writes(self._mesh.rank)
         writing = self._io.write(output, request.out) if writes else NOTHING
-        exchange_s, sent_bytes, facts = self._mesh.seconds, self._mesh.sent_bytes, model.method.facts
+        waited_s, sent_bytes, facts = self._mesh.waited_s, self._mesh.sent_bytes, model.method.facts
 
         def done() -> Done:
             writing.finish()
@@ -195,7 +195,7 @@ class RequestHandler:
                 needs_bytes=writing.needs_bytes,
                 began_s=began,
                 compute_s=time.perf_counter() - began,
-                exchange_s=exchange_s,
+                waited_s=waited_s,
                 sent_bytes=sent_bytes,
                 block_s=dict(facts.block_s()),
             )

@@ -11,10 +11,10 @@ def rows_of_the_buffer():
     """A patch's keys and values are written one row too far."""
 
     def make(real):
-        def update(self, layer, kv, ranges, tokens):
-            if sum(size for _begin, size in ranges) < tokens:
-                ranges = [(begin + (1 if begin + size < tokens else -1), size) for begin, size in ranges]
-            return real(self, layer, kv, ranges, tokens)
+        def update(self, layer, kv, pieces, tokens):
+            if sum(piece.size for piece in pieces) < tokens:
+                pieces = [one._replace(there=one.there + (1 if one.there + one.size < tokens else -1)) for one in pieces]
+            return real(self, layer, kv, pieces, tokens)
 
         return update
 
@@ -71,4 +71,4 @@ def stale_message():
 
 def mask_of_all_queries():
     """Every patch takes the mask's first rows."""
-    put(rooms.patch_sharding, "mask_of_own_queries", lambda _real: lambda mask, call: mask[..., : call.joint.active_tokens, :])
+    put(rooms.patch_sharding, "mask_of_own_queries", lambda _real: lambda mask, call, ranks: mask[..., : call.joint.active_tokens, :])

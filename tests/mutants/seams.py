@@ -12,9 +12,9 @@ ROOMS = (
     "methods.hooks",
     "methods.pipefusion.kv_buffer",
     "methods.pipefusion.patch_sharding",
+    "methods.ring_attention",
     "methods.sequence_attention",
     "methods.shards",
-    "methods.usp",
     "worker.device_memory",
     "worker.resident",
 )

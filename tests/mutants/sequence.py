@@ -86,7 +86,7 @@ def uneven_split():
 
 def lse_merge():
     """Partial outputs are merged as if every key weighed the same, whatever its score."""
-    put(rooms.usp, "merge", lambda real: lambda a, b: real(*(part._replace(level=part.level * 0) for part in (a, b))))
+    put(rooms.ring_attention, "merge", lambda real: lambda a, b: real(*(part._replace(level=part.level * 0) for part in (a, b))))
 
 
 def ring_order():
@@ -155,7 +155,7 @@ def runs_out_of_memory():
 
     put(rooms.resident, "make_method", make_method)
     put(rooms.sequence_attention.Call, "compute", failing)
-    put(rooms.usp, "partial_attention", failing)
+    put(rooms.ring_attention, "partial_attention", failing)
 
 
 PLACES = ("input", "first block", "attention", "last block")

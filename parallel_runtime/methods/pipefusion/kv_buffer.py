@@ -1,17 +1,19 @@
 """Keep the keys and values of all tokens as they were last seen: stale for every patch but the one
 at hand.
 
-Legend: B batch, h heads of one rank, L all tokens, D head dim, C channels.
+Legend: B batch, h heads of one rank, L tokens kept by it: all, or those of its place on a ring; g
+tokens that are written, D head dim, C channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ...errors import ModelError
 from ...patches import Part
+from .kept_rows import Piece
 
 
 class KVBuffers:
@@ -42,20 +44,18 @@ class KVBuffers:
         layer, self._layer = self._layer, self._layer + 1
         return layer
 
-    def update(self, layer: int, kv: Sequence[torch.Tensor], ranges: Sequence[tuple[int, int]], tokens: int) -> torch.Tensor:
-        """Write keys and values 2 x (B, h, g, D) over the rows ``ranges``, (begin, size) of
-        ``tokens``; return the whole buffer.
+    def update(self, layer: int, kv: Sequence[torch.Tensor] | torch.Tensor, pieces: Iterable[Piece], tokens: int) -> torch.Tensor:
+        """Write ``pieces`` of keys and values 2 x (B, h, g, D) into the ``tokens`` rows of a layer;
+        return its whole buffer (2, B, h, L, D).
         """
         buffer = self._buffer(layer, kv[0], tokens)
-        at = 0
-        for begin, size in ranges:
+        for here, there, size in pieces:
             for place, new in zip(buffer, kv, strict=True):
-                place.narrow(2, begin, size).copy_(new.narrow(2, at, size))
-            at += size
+                place.narrow(2, there, size).copy_(new.narrow(2, here, size))
         return buffer
 
     def leave(self, rows_BlC: torch.Tensor, start: int, tokens: int) -> torch.Tensor:
-        """Return (B, L, C): the leaving rows of all patches as they were last seen, those at
+        """Return (B, tokens, C): the leaving rows of all patches as they were last seen, those at
         ``start`` new.
         """
         batch, count, channels = rows_BlC.shape

@@ -2,15 +2,17 @@
 (PipeFusion, arXiv 2405.14430, section 3.2).
 
 The ranks of one stage share the tokens of a patch. The K/V buffers lie behind their exchange, so
-each rank keeps those of its own heads.
+each rank keeps those of its own heads. Around a ring each place keeps a part of the tokens, and
+they travel for every attention.
 
-Legend: B batch, H heads, h heads of one rank, L all tokens, g tokens of the patch, l tokens of one
-rank, D head dim, C channels.
+Legend: B batch, H heads, h heads of one rank, L all tokens, g tokens of the patch in one ulysses
+group, K those that a place of the ring sends, l tokens of one rank, D head dim, C channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +25,10 @@ from ...patches import Patch
 from ...stages import Stage
 from ..hooks import Attention
 from ..method import Rank
+from ..ring_attention import RingAttention
 from ..sequence_attention import QKV, Call, SequenceAttention
-from ..shards import Rows, Shards
+from ..shards import Joint, Rows, Shards, other_length, places_of
+from .kept_rows import KeptRows, Range, count
 from .kv_buffer import KVBuffers
 
 
@@ -54,6 +58,7 @@ class PatchSharding:
         self._rank = rank
         self._kv = kv
         self._attention = SequenceAttention(plan, comm, rank.tick, kernels)
+        self._ring = RingAttention(comm, rank.tick, kernels)
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards:
         patch, image = self.patch, self._plan.leave.stream
@@ -100,34 +105,86 @@ class PatchSharding:
         return whole
 
     def _over_last_seen(self, call: Call, qkv: QKV, flag: torch.Tensor) -> torch.Tensor:
-        self._comm.decide(flag)
+        if self._comm.ring.size == 1:
+            self._comm.decide(flag)
         q_BhgD, *kv = qkv
-        layer, tokens = self._kv.next_layer(), call.joint.all_tokens
+        layer, rows = self._kv.next_layer(), self._kept(call.rows, call.joint)
         if layer == 0 and self._kv.is_new:
-            self._reserve(call.rows, q_BhgD, tokens)
+            self._reserve(call.rows, q_BhgD, rows.tokens)
+        if self._comm.ring.size > 1:
+            fresh_2BhgD = qkv[1:] if isinstance(qkv, torch.Tensor) else torch.stack(kv)
+            return self._around_the_ring(call, rows, layer, q_BhgD, fresh_2BhgD, flag)
         if not call.own_heads:
             return q_BhgD
-        buffer = self._kv.update(layer, kv, call.joint.ranges(), tokens)
-        host_mask, mask = call.mask, None
-        if host_mask is not None:
-            mask = call.rows.memoise(host_mask, ("queries", call.own_heads), lambda: mask_of_own_queries(host_mask, call))
-        return call.compute((q_BhgD, *buffer), mask)
+        buffer = self._kv.update(layer, kv, rows.taken[0], rows.tokens)
+        return call.compute((q_BhgD, *buffer), self._mask_of_own_queries(call))
+
+    def _around_the_ring(
+        self, call: Call, rows: KeptRows, layer: int, q_BhgD: torch.Tensor, fresh_2BhgD: torch.Tensor, flag: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend to what every place sends, and take out of it what this one keeps."""
+        own, sizes = self._comm.ring.index, [count(ranges) for ranges in rows.sent]
+        buffer = self._kv.update(layer, fresh_2BhgD, rows.taken[own], rows.tokens)
+        stale = [buffer.narrow(3, here, size) for here, _, size in rows.stale]
+        sent_2BhKD = torch.cat([*stale, fresh_2BhgD], 3) if stale else fresh_2BhgD
+        mask = self._mask_of_own_queries(call)
+
+        def mask_of(mask: torch.Tensor, place: int) -> torch.Tensor:
+            return call.rows.memoise(mask, ("keys", place), lambda: mask_of_keys(mask, rows.sent[place], call))
+
+        def keep(place: int, kv_2BhKD: torch.Tensor) -> None:
+            if place != own:
+                fresh = kv_2BhKD.narrow(3, sizes[place] - rows.fresh[place], rows.fresh[place])
+                self._kv.update(layer, fresh, rows.taken[place], rows.tokens)
+
+        return self._ring.attend(call, q_BhgD, sent_2BhKD, sizes, flag, None if mask is None else partial(mask_of, mask), keep)
+
+    def _kept(self, rows: Shards, joint: Joint) -> KeptRows:
+        """Return what this rank's place keeps and sends of these streams: it keeps what it computes
+        of a whole evaluation.
+        """
+
+        def make() -> KeptRows:
+            whole = Shards(rows.all_tokens, rows.rank, rows.size, weights=self._comm.shares.tokens).joint(joint.streams)
+            group, own = self._comm.ulysses.size, self._comm.ring.index
+            places = [range(first, first + group) for first in range(0, rows.size, group)]
+            return KeptRows(own, [whole.ranges_of(ranks) for ranks in places], [joint.ranges_of(ranks) for ranks in places])
+
+        return rows.memoise(joint, ("kept",), make)
+
+    def _mask_of_own_queries(self, call: Call) -> torch.Tensor | None:
+        mask, first = call.mask, self._comm.ring.index * self._comm.ulysses.size
+        if mask is None:
+            return None
+        ranks = range(first, first + self._comm.ulysses.size)
+        return call.rows.memoise(mask, ("queries", call.own_heads), lambda: mask_of_own_queries(mask, call, ranks))
 
     def _reserve(self, rows: Shards, like: torch.Tensor, tokens: int) -> None:
-        """Reserve the memory of a branch's K/V buffers before its first attention. Raises NoRoom
-        where this rank has not enough for all layers.
+        """Reserve the memory of a branch's K/V buffers before its first attention, each of
+        ``tokens``. Raises NoRoom where this rank has not enough for all layers.
         """
-        alone = self._layers_alone * sum(rows.all_tokens[stream] for stream in self._plan.also_attend_alone)
-        kept = self._layers * tokens + alone
+        alone = sum(self._kept(rows, rows.joint((stream,))).tokens for stream in self._plan.also_attend_alone)
+        kept = self._layers * tokens + self._layers_alone * alone
         self._rank.reserve(2 * like.shape[0] * like.shape[1] * kept * like.shape[3] * like.element_size())
 
 
-def mask_of_own_queries(mask: torch.Tensor, call: Call) -> torch.Tensor:
-    """Return the rows of a host mask ((L, L), (B, L, L), (B, 1 or H, 1 or L, L)) whose queries are
-    computed here, for the own heads.
+def mask_of_own_queries(mask: torch.Tensor, call: Call, ranks: range) -> torch.Tensor:
+    """Return the rows of a host mask ((L, L), (B, L, L), (B, 1 or H, 1 or L, L)) whose queries
+    these ranks compute, for the own heads.
     """
     if mask.ndim > 1 and mask.shape[-2] == call.joint.all_tokens:
-        mask = mask.index_select(-2, to_device(call.joint.rank_major(), mask.device))
+        mask = mask.index_select(-2, to_device(places_of(call.joint.ranges_of(ranks)), mask.device))
     if mask.ndim == 4 and mask.shape[1] == call.heads.total > 1:
         mask = mask[:, call.own]
+    return mask
+
+
+def mask_of_keys(mask: torch.Tensor, ranges: Sequence[Range], call: Call) -> torch.Tensor:
+    """Return the columns of such a mask that are of these tokens. Raises ModelError if it is of
+    another length.
+    """
+    if mask.shape[-1] == call.joint.all_tokens:
+        return mask.index_select(-1, to_device(places_of(ranges), mask.device))
+    if mask.shape[-1] != 1:
+        raise other_length(mask, call.joint.all_tokens)
     return mask

@@ -1,0 +1,70 @@
+"""Attention of a rank's queries to keys and values that travel around a ring of ranks; the parts
+are merged exactly, by log-sum-exp (Ring Attention, arXiv 2310.01889).
+
+Legend: B batch, h heads of one rank, g queries of one ulysses group, K keys of one place of the
+ring, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..attention.kernels import Kernels, Partial, merge, partial_attention
+from ..comm.mesh import SequenceComm
+from .sequence_attention import Call
+
+MaskOf = Callable[[int], torch.Tensor]  # a place of the ring -> the mask of the own queries and its keys
+Passing = Callable[[int, torch.Tensor], None]  # a place of the ring, its keys and values (2, B, h, K, D)
+
+
+class RingAttention:
+    """Walks the ring for one attention after another. ``on_progress`` is called at every block that
+    has come.
+    """
+
+    def __init__(self, comm: SequenceComm, on_progress: Callable[[], None], kernels: Kernels):
+        self._comm = comm
+        self._on_progress = on_progress
+        self._kernels = kernels
+
+    def attend(
+        self,
+        call: Call,
+        q_BhgD: torch.Tensor,
+        kv_2BhKD: torch.Tensor,
+        keys: Sequence[int],
+        flag: torch.Tensor,
+        mask_of: MaskOf | None,
+        passing: Passing = lambda place, kv: None,
+    ) -> torch.Tensor:
+        """Return (B, h, g, D). ``kv_2BhKD`` is this rank's own block, ``keys`` are those of every
+        place. The wishes to stop travel with the blocks. ``passing`` is called with each of them.
+
+        Where this rank fails, it passes on what others wait for, then raises.
+        """
+        scale, host = call.options.get("scale"), getattr(call.attention, "__name__", "")
+        partial: Partial | None = None
+        failure: Exception | None = None
+        flags = []
+        for block in self._comm.ring.walk(kv_2BhKD, keys, flag):
+            self._on_progress()
+            flags.append(block.flag)
+            if failure is not None:
+                continue
+            try:
+                if partial is None and call.before is not None:
+                    partial = partial_attention(q_BhgD, *call.before, None, scale, self._kernels, host)
+                kv = block.kv.to(q_BhgD.device)
+                passing(block.source, kv)
+                mask, (k, v) = mask_of(block.source) if mask_of is not None else None, kv
+                here = partial_attention(q_BhgD, k, v, mask, scale, self._kernels, host)
+                partial = here if partial is None else merge(partial, here)
+            except Exception as error:  # noqa: BLE001 raised below
+                failure = error
+        if failure is not None:
+            raise failure
+        self._comm.decide(torch.stack(flags).amax(0))
+        assert partial is not None
+        return partial.out.to(q_BhgD.dtype)
