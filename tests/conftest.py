@@ -337,4 +337,17 @@ def page(page_server):
     from .chromium import ComfyPage
 
     with ComfyPage(f"http://{page_server.address}") as opened:
+        opened.choose_first()
         yield opened
+
+
+@pytest.fixture(scope="session")
+def screens(request, tmp_path_factory):
+    """The folder for pictures of pages, put together at the end."""
+    from .screens import put_together
+
+    folder = request.config.getoption("--screens")
+    folder = Path(folder) if folder else tmp_path_factory.mktemp("screens")
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+    put_together(folder)

@@ -1,41 +1,36 @@
-"""What a user sees in ComfyUI's own page: the switch of auto mode, the badge of a node that sampled
-on one GPU, the folded pool node and its mistakes, and the examples. By command: test --browser.
+"""What a user sees in ComfyUI's own page: the switch of auto mode, official templates under it, the
+badge of a node that sampled on one GPU, the folded pool node and its mistakes, the Report, and the
+examples. By command: test --browser.
 """
 
 import json
 from pathlib import Path
 
 import pytest
+from PIL import Image, ImageStat
+from pipemesh.launcher.templates.files import installed
+from pipemesh.launcher.templates.graph import api_prompt
 
-from .chromium import Page
+from .chromium import ComfyPage
 from .served import graph
 
 pytestmark = pytest.mark.browser
 
-READY = """new Promise(done => {
-  const look = () => window.app?.extensionManager?.workflow?.activeWorkflow ? done(true) : requestAnimationFrame(look)
-  look()
-})"""
-UNTIL = """new Promise(done => {
-  const seen = () => { try { return %s } catch { return false } }  // what is looked at may not be there yet
-  const look = () => seen() ? done(true) : requestAnimationFrame(look)
-  look()
-})"""
+SUCCESS = ["execution_success", ""]
 POOL = "app.graph.nodes.find(node => node.type == 'PipeMeshPool')"
 SHOWN = f"{POOL}.widgets.filter(widget => !widget.hidden && widget.name != 'pick').map(widget => [widget.name, widget.value])"
 CLEAR = "const last = app.graph.last_node_id; app.graph.clear(); app.graph.last_node_id = last + 1"  # the page keeps values by ids
 NEW = f"(() => {{ {CLEAR}; app.graph.add(LiteGraph.createNode('PipeMeshPool')); return true }})()"
 CHOOSE = f"(() => {{ const one = {POOL}.widgets.find(widget => widget.name == 'layout'); one.value = %s; one.callback(one.value) }})()"
 QUEUED = "(async () => Object.values((await app.graphToPrompt()).output).find(one => one.class_type == 'PipeMeshPool').inputs)()"
-BADGES = "app.graph.nodes.find(node => node.type == 'KSampler').badges.map(badge => (typeof badge == 'function' ? badge() : badge).text)"
 OVERRULED = """(() => {
   const real = window.realFetch = window.fetch, said = JSON.stringify({ auto: { on: false, unavailable: %s } })
   window.fetch = (path, ...rest) => String(path).includes('/pipemesh/status') ? Promise.resolve(new Response(said)) : real(path, ...rest)
   return true
 })()"""
+BADGED = """[app.rootGraph ?? app.graph, ...(app.rootGraph?.subgraphs?.values() ?? [])].flatMap(graph => graph.nodes)
+  .filter(node => node.badges?.some(badge => (typeof badge == 'function' ? badge() : badge).text == '1 GPU')).map(node => node.type)"""
 FOLDED = [["devices", "auto"], ["layout", "auto"], ["weights", "auto"], ["quality", "exact"]]
-
-
 MISTAKE = f"""(() => {{
   {CLEAR}
   const [pool, report] = ['PipeMeshPool', 'PipeMeshReport'].map(name => LiteGraph.createNode(name))
@@ -45,14 +40,32 @@ MISTAKE = f"""(() => {{
   for (const widget of pool.widgets) if (widget.name in values) widget.value = values[widget.name]
 }})()"""
 
+PLACED = """(async () => {
+  const node = %s, frame = () => new Promise(requestAnimationFrame), { ds, canvas } = app.canvas
+  ds.scale = 1
+  ds.offset = [400 - node.pos[0], 160 - node.pos[1]]
+  app.canvas.setDirty(true, true)
+  for (let drawn = 0; drawn < 5; drawn++) await frame()
+  const at = canvas.getBoundingClientRect(), shown = document.querySelector(`[data-node-id="${node.id}"]`)?.getBoundingClientRect()
+  const box = shown ?? { x: at.x + 400, y: at.y + 130, width: node.size[0], height: node.size[1] + 30 }
+  return [box.x - 16, box.y - 30, box.width + 32, box.height + 46]
+})()"""  # brings a node into sight and returns the box around it
+
 
 @pytest.fixture(scope="module")
 def page(server):
     server.post("/settings/Comfy.TutorialCompleted", True)
-    with Page(f"http://{server.address}") as opened:
-        opened.evaluate(READY)
+    with ComfyPage(f"http://{server.address}") as opened:
         yield opened
     server.post("/settings/PipeMesh.Auto", False)
+
+
+@pytest.fixture
+def auto(page):
+    """Switches auto mode on by the page, and off again."""
+    page.set("PipeMesh.Auto", True)
+    yield
+    page.set("PipeMesh.Auto", False)
 
 
 def numbered(nodes):
@@ -63,28 +76,76 @@ def numbered(nodes):
     return json.loads(text)
 
 
+def without_plan(seed):
+    """``seed``: of no other test, or ComfyUI has kept the latent and samples nothing."""
+    nodes = numbered(graph("page", parallel=False, seed=seed))
+    return {**nodes, "1": {"class_type": "TestWithoutPlan", "inputs": {"unet_name": "model.safetensors"}}}
+
+
+# -- auto mode
+
+
 def test_the_switch_in_the_settings_reaches_the_server_and_a_node_on_one_gpu_has_a_badge(server, page):
     assert page.evaluate("app.extensionManager.setting.get('PipeMesh.Auto')") is False
-    page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', true)")
+    page.set("PipeMesh.Auto", True)
     assert server.get("/settings")["PipeMesh.Auto"] is True and server.get("/pipemesh/status")["auto"]["on"] is True
-    nodes = numbered(graph("page", parallel=False))
-    nodes["1"] = {"class_type": "TestWithoutPlan", "inputs": {"unet_name": "model.safetensors"}}
-    page.evaluate(f"app.loadApiJson({json.dumps(nodes)}, 'page')")
-    assert "1 GPU" not in page.evaluate(BADGES)
-    page.evaluate("app.queuePrompt(0)")
-    page.evaluate(UNTIL % f"{BADGES}.includes('1 GPU')")
-    page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', false)")
-    page.evaluate("app.queuePrompt(0)")
-    page.evaluate(UNTIL % f"!{BADGES}.includes('1 GPU')")
+    page.load(without_plan(seed=201), "switch")
+    assert page.evaluate(BADGED) == []
+    assert page.run() == SUCCESS
+    assert page.evaluate(BADGED) == ["KSampler"]
+    page.set("PipeMesh.Auto", False)
+    assert page.run() == SUCCESS
+    assert page.evaluate(BADGED) == []
+
+
+def test_a_badge_stays_with_its_workflow_and_is_there_again_when_its_tab_is(page, auto):
+    page.load(without_plan(seed=202), "badged")
+    assert page.run() == SUCCESS
+    page.load(numbered(graph("page", parallel=False)), "another")  # whose nodes have the same ids
+    assert page.evaluate(BADGED) == []
+    page.evaluate("app.extensionManager.command.execute('Workspace.PreviousOpenedWorkflow')")
+    page.until(f"({BADGED}).length")
+
+
+@pytest.fixture
+def template(page, host, auto):
+    """Opens an official template as it is."""
+    workflows = {one.name: one for one in installed(host)}
+    return lambda name: page.evaluate(f"app.loadGraphData({json.dumps(workflows[name].workflow())})")
+
+
+def last_runs(server):
+    return {run["began"] for run in server.get("/pipemesh/status")["last_runs"]}
+
+
+def test_an_official_template_runs_on_all_devices_as_it_is_where_auto_mode_is_on(server, page, template):
+    template("image_z_image_turbo")
+    before = last_runs(server)
+    assert page.run() == SUCCESS
+    assert last_runs(server) - before and page.evaluate(BADGED) == []
+
+
+def test_an_official_template_that_cannot_runs_on_one_gpu_with_a_badge_and_a_notice_that_says_why(server, page, template):
+    template("video_causal_forcing_i2v")
+    before, prompt = last_runs(server), page.queue()
+    page.until(f"({BADGED}).length")
+    server.post("/interrupt", {})
+    page.end(prompt)  # the stand-in of this model cannot be sampled to its end
+    notice = server.get("/pipemesh/status")["notices"][0]
+    assert notice["text"].startswith("On one GPU: CausalWanModel has no token plan") and notice["node"]
+    assert last_runs(server) == before
 
 
 def test_a_switch_without_effect_says_so_when_it_is_changed_and_not_before(page):
     page.evaluate(OVERRULED % json.dumps("PIPEMESH_AUTO=0 is set"))
     assert "PIPEMESH_AUTO=0" not in page.evaluate("document.body.innerText")
-    page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', true)")
-    page.evaluate(UNTIL % "document.body.innerText.includes('PIPEMESH_AUTO=0 is set')")
-    page.evaluate("app.extensionManager.setting.set('PipeMesh.Auto', false)")
+    page.set("PipeMesh.Auto", True)
+    page.until("document.body.innerText.includes('PIPEMESH_AUTO=0 is set')")
+    page.set("PipeMesh.Auto", False)
     page.evaluate("(() => { window.fetch = window.realFetch })()")
+
+
+# -- nodes
 
 
 def test_a_new_pool_node_is_folded_and_unfolds(page):
@@ -98,7 +159,7 @@ def test_a_new_pool_node_is_folded_and_unfolds(page):
 
 
 def test_the_title_of_parallelize_has_room(page):
-    page.evaluate(f"app.loadApiJson({json.dumps(numbered(graph('page')))}, 'page')")
+    page.load(numbered(graph("page")), "title")
     size, title = page.evaluate(
         """(() => {
           const node = app.graph.nodes.find(node => node.type == 'PipeMeshParallelize')
@@ -110,18 +171,95 @@ def test_the_title_of_parallelize_has_room(page):
     assert size >= title + 60  # the button before it and the margin behind it
 
 
+REPORT = "app.rootGraph.nodes.find(node => node.type == 'PipeMeshReport')"
+SAID = f"{REPORT}.widgets.find(widget => widget.name == 'text').value"
+PICTURE = f"({REPORT}.imgs?.length || document.querySelector(`[data-node-id='${{{REPORT}.id}}'] img`))"
+
+
+def reported(name, stages=1, **kwargs):
+    """A workflow of a run with its Report behind it."""
+    nodes = graph(name, **kwargs)
+    nodes["pool"]["inputs"] |= {"layout": "by hand", **({"ulysses": 1, "pipefusion": stages} if stages > 1 else {})}
+    return numbered({**nodes, "report": {"class_type": "PipeMeshReport", "inputs": {"latent": ["sampler", 0]}}})
+
+
+def test_the_report_is_there_again_after_the_page_was_loaded_anew(page):
+    page.load(reported("report_kept", seed=203), "report")
+    saved = page.evaluate("(() => { const saved = app.rootGraph.serialize(); saved.id = crypto.randomUUID(); return saved })()")
+    page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
+    assert not page.evaluate(SAID)
+    assert page.run() == SUCCESS
+    said = page.evaluate(SAID)
+    assert "Last run: " in said
+    page.reload()
+    page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
+    page.until(f"{SAID} == {json.dumps(said)}")
+    page.evaluate(f"app.loadGraphData({json.dumps({**saved, 'id': '11111111-1111-4111-8111-111111111111'})})")
+    page.evaluate("(async () => { for (let asked = 0; asked < 3; asked++) await fetch('/history?max_items=20') })()")
+    assert not page.evaluate(SAID), "another workflow's"
+
+
+def test_the_report_keeps_its_size_above_a_picture_and_wraps_long_sentences_in_both_forms_of_nodes(page, screens):
+    page.resize(1280, 1200)
+    try:
+        for form in ("canvas", "vue"):
+            page.set("Comfy.VueNodes.Enabled", form == "vue")
+            page.load(reported("report_shown", stages=2, seed=204), f"report {form}")
+            assert page.run() == SUCCESS
+            page.evaluate(PLACED % REPORT)  # the page shows only what is in sight
+            page.until(f"{SAID}.includes('Last run: ') && {PICTURE}")
+            area = f"[...document.querySelectorAll('textarea')].find(area => area.value == {SAID})"
+            page.until(f"{area}.offsetHeight >= 300")
+            style = page.evaluate(f"(({{ whiteSpace, fontFamily }}) => [whiteSpace, fontFamily])(getComputedStyle({area}))")
+            assert style == ["pre-wrap", "monospace"]
+            pictured(page, REPORT, screens / f"report-{form}.png")
+    finally:
+        page.set("Comfy.VueNodes.Enabled", False)
+
+
+@pytest.mark.parametrize("palette", ["dark", "light"])
+def test_a_pool_node_shows_its_inputs_folded_and_by_hand_in_both_forms_of_nodes(page, screens, palette):
+    page.resize(1280, 900)
+    page.set("Comfy.ColorPalette", palette)
+    page.until(f"document.documentElement.classList.contains('dark-theme') == {json.dumps(palette == 'dark')}")
+    try:
+        for form in ("canvas", "vue"):
+            page.set("Comfy.VueNodes.Enabled", form == "vue")
+            page.evaluate(NEW)
+            page.until(f"{POOL}.widgets.some(widget => widget.name == 'pick')")
+            page.evaluate(CHOOSE % "'auto'")
+            folded = pictured(page, POOL, screens / f"pool-{palette}-{form}-auto.png")
+            page.evaluate(CHOOSE % "'by hand'")
+            unfolded = pictured(page, POOL, screens / f"pool-{palette}-{form}-by-hand.png")
+            assert unfolded.height > folded.height + 60
+            assert all((brightness(one) > 128) == (palette == "light") for one in (folded, unfolded))
+    finally:
+        page.set("Comfy.VueNodes.Enabled", False)
+        page.set("Comfy.ColorPalette", "dark")
+
+
+def pictured(page, node, file):
+    """Takes a picture of a node alone."""
+    page.screenshot(file, page.evaluate(PLACED % node))
+    return Image.open(file).convert("L")
+
+
+def brightness(picture):
+    return ImageStat.Stat(picture).median[0]
+
+
 def test_a_mistake_in_the_pool_is_one_sentence_that_is_seen(page):
     page.evaluate(MISTAKE)
     page.evaluate("(() => { app.queuePrompt(0) })()")
     sentence = "ulysses 3 = 3 ranks, 2 devices listed (cpu, cpu): list one device per rank."
-    page.evaluate(UNTIL % f"document.body.innerText.includes({json.dumps(sentence)})")
+    page.until(f"document.body.innerText.includes({json.dumps(sentence)})")
     (errors,) = page.evaluate("Object.values(app.lastNodeErrors).map(node => node.errors.map(error => error.details))")
     assert len(errors) == 1 and errors[0].endswith(sentence)
 
 
 def test_devices_are_chosen_from_a_list_of_those_that_are_there_and_the_list_is_in_no_workflow(page):
     page.evaluate(NEW)
-    page.evaluate(UNTIL % f"{POOL}.widgets.some(widget => widget.name == 'pick')")
+    page.until(f"{POOL}.widgets.some(widget => widget.name == 'pick')")
     choices = page.evaluate(f"{POOL}.widgets.find(widget => widget.name == 'pick').options.values")
     shown, everything, cpu = choices
     assert shown == page.evaluate(f"{POOL}.widgets.find(widget => widget.name == 'pick').value"), "what is shown is one of the choices"
@@ -138,12 +276,13 @@ def test_devices_are_chosen_from_a_list_of_those_that_are_there_and_the_list_is_
     )
 
 
-def test_a_workflow_saved_by_0_1_opens_unfolded_and_is_queued_as_it_was(page):
+def test_a_workflow_saved_by_0_1_opens_unfolded_and_is_queued_as_it_was(server, page):
     saved = json.loads((Path(__file__).parent / "saved" / "workflow_0_1.json").read_text(encoding="utf-8"))
     page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
     inputs = page.evaluate(QUEUED)
     assert (inputs["layout"], inputs["devices"], inputs["ulysses"], inputs["backend"]) == ("by hand", "auto", 2, "auto")
     assert ["ulysses", 2] in page.evaluate(SHOWN)
+    assert inputs == api_prompt(saved, server.get("/object_info"))["2"]["inputs"], "what test_end_to_end_saved.py runs"
 
 
 EXAMPLES = Path(__file__).parents[1] / "example_workflows"

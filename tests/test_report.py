@@ -110,6 +110,13 @@ def test_tables_line_up_in_a_monospaced_font():
         assert len({len(line) for line in table}) == 1
 
 
+def test_a_long_value_makes_no_other_line_long():
+    lost = {"sampler": 10.0, "hand-over": 20.0, "stage": 30.0}
+    run = text_of(pool(in_patches=InPatches("free-running", 3, 2, 0.9, lost), busy=(0.5, 0.5), **UNKNOWN)).split("\n\n")[1]
+    assert "sampler 10.0, hand-over 20.0, stage 30.0" in run
+    assert max(len(line) for line in run.splitlines() if "lost per" not in line and "Last run" not in line) < 60
+
+
 def test_of_several_pools_the_one_that_ran_last_is_shown_and_the_others_are_named():
     text = text_of(pool(began=5.0, ulysses=3, ring=1), pool(began=2.0), pool(ulysses=1, ring=1, state="closed", ran=False))
     assert text.startswith("ulysses 3 = 3 ranks")

@@ -45,14 +45,16 @@ function addBadge(node) {
   node.setDirtyCanvas?.(true);
 }
 
-// A prompt that this page did not queue, as before a reload, is taken for one of the open workflow.
-const isOpen = (prompt) => !workflows.has(prompt) || workflows.get(prompt) === activeWorkflow();
+// A prompt that this page did not queue, as before a reload, is taken for one of the open workflow; so is one
+// that runs before the server has answered with its id.
+const workflowOf = (prompt) => workflows.get(prompt) ?? activeWorkflow();
+const isOpen = (prompt) => workflowOf(prompt) === activeWorkflow();
 
 function executing({ detail }) {
   const node = detail?.node ?? detail;
   const prompt = detail?.prompt_id ?? lastPrompt;
   for (const [key, notice] of noticed) {
-    const same = workflows.get(notice.prompt) === workflows.get(prompt);
+    const same = workflowOf(notice.prompt) === workflowOf(prompt);
     if (same && String(notice.node) === String(node) && notice.prompt !== prompt) noticed.delete(key);
   }
   if (isOpen(prompt)) removeBadge(nodeOf(node));
@@ -93,6 +95,9 @@ app.registerExtension({
     },
   ],
   setup() {
+    // Not in afterConfigureGraph: the workflow before is still the active one there.
+    const opened = ({ name, after }) => name === "openWorkflow" && after(showBadges);
+    app.extensionManager?.workflow?.$onAction?.(opened, true);
     const queue = api.queuePrompt;
     api.queuePrompt = async function (...args) {
       const workflow = activeWorkflow();
@@ -107,8 +112,5 @@ app.registerExtension({
       remember(noticed, `${detail.prompt} ${detail.node}`, detail);
       if (isOpen(detail.prompt)) addBadge(nodeOf(detail.node));
     });
-  },
-  afterConfigureGraph() {
-    showBadges();
   },
 });

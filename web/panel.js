@@ -8,11 +8,12 @@ const SOON_MS = 300; // events that come together are one look
 const EVERY_MS = 5000; // while the panel is open, for what no event tells of: a worker that dies between runs
 const EVENTS = ["status", "executing", "progress_state", "execution_success", "execution_error", "execution_interrupted", "pipemesh.notice"];
 const STYLE = `
-.pipemesh { box-sizing: border-box; height: 100%; overflow: auto; padding: 12px; color: var(--fg-color); font-size: 13px; line-height: 1.45; }
+.pipemesh { box-sizing: border-box; height: 100%; overflow: auto; padding: 12px; color: var(--fg-color); font-size: 13px; line-height: 1.45;
+  overflow-wrap: anywhere; }
 .pipemesh * { box-sizing: border-box; }
 .pipemesh h2 { margin: 18px 0 6px; font-size: 13px; font-weight: 600; }
 .pipemesh h2:first-child { margin-top: 0; }
-.pipemesh p { margin: 4px 0; overflow-wrap: anywhere; }
+.pipemesh p { margin: 4px 0; }
 .pipemesh .quiet { color: var(--descrip-text); }
 .pipemesh .big { font-size: 24px; font-weight: 700; line-height: 1.2; }
 .pipemesh .card { border: 1px solid var(--border-color); border-radius: 6px; padding: 8px 10px; margin: 6px 0; background: var(--comfy-input-bg); }

@@ -1,4 +1,5 @@
 // Shows the text of PipeMesh Report on the node: ComfyUI itself does this for its own preview nodes only.
+import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { ComfyWidgets } from "../../scripts/widgets.js";
 
@@ -7,12 +8,16 @@ const WIDGET = "text";
 const EMPTY = "Run the workflow to see the report.";
 const WIDTH = 420;
 const TEXT_HEIGHT = 330; // all of a report on two ranks; a picture below it would squeeze it to a few lines
+const PROMPTS = 20; // of ComfyUI's history, that are looked through
+const MARK = "data-pipemesh-report"; // on the text: Nodes 2.0 makes an element of its own, and binds options to it
+const STYLE = `textarea[${MARK}] { font-family: monospace; white-space: pre-wrap; min-height: ${TEXT_HEIGHT}px; }`;
 
 function addText(node) {
   const { widget } = ComfyWidgets.STRING(node, WIDGET, ["STRING", { multiline: true, placeholder: EMPTY }], app);
   widget.serialize = false; // in saved workflows
   widget.options.serialize = false; // in prompts
   widget.options.read_only = true;
+  widget.options[MARK] = "";
   widget.options.getMinHeight = () => TEXT_HEIGHT;
   const area = widget.element;
   if (area) {
@@ -29,14 +34,51 @@ function fit(node) {
   node.setDirtyCanvas?.(true, true);
 }
 
+const textOf = (node) => node?.widgets?.find((one) => one.name === WIDGET);
+
 function showText(node, output) {
-  const widget = node?.widgets?.find((one) => one.name === WIDGET);
+  const widget = textOf(node);
   const text = output?.text;
   if (widget && text) widget.value = Array.isArray(text) ? text.join("\n") : text;
 }
 
+// Yields [id in prompts, node] of every report in a graph; "12:5" is node 5 in the subgraph that node 12 holds.
+function* reports(graph, path = "") {
+  for (const node of graph?.nodes ?? []) {
+    const id = `${path}${node.id}`;
+    if (node.comfyClass === NODE) yield [id, node];
+    if (node.subgraph) yield* reports(node.subgraph, `${id}:`);
+  }
+}
+
+const rootGraph = () => app.rootGraph ?? app.graph;
+
+// The name by which the page keeps a node's outputs.
+const locatorOf = (node) => (node.graph === rootGraph() ? String(node.id) : `${node.graph.id}:${node.id}`);
+
+// The page keeps outputs until it is loaded anew; ComfyUI's history has them then.
+async function recall() {
+  const graph = rootGraph();
+  const blank = () => [...reports(graph)].filter(([, node]) => textOf(node) && !textOf(node).value);
+  if (!blank().length) return;
+  const answer = await api.fetchApi(`/history?max_items=${PROMPTS}`);
+  const ran = answer.ok ? Object.values(await answer.json()).reverse() : [];
+  for (const [id, node] of blank()) {
+    const last = ran.find(({ prompt, outputs }) => {
+      const [, , nodes, extra] = prompt;
+      return nodes[id]?.class_type === NODE && extra.extra_pnginfo?.workflow?.id === graph.id && outputs[id]?.text;
+    });
+    if (!last) continue;
+    app.nodeOutputs = { ...app.nodeOutputs, [locatorOf(node)]: last.outputs[id] }; // its picture too
+    showText(node, last.outputs[id]);
+  }
+}
+
 app.registerExtension({
   name: "PipeMesh.Report",
+  setup() {
+    document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }));
+  },
   beforeRegisterNodeDef(nodeType, nodeData) {
     if (nodeData.name !== NODE) return;
     const created = nodeType.prototype.onNodeCreated;
@@ -56,11 +98,11 @@ app.registerExtension({
       showText(this, output);
     };
   },
+  afterConfigureGraph() {
+    recall().catch((error) => console.warn("PipeMesh: ComfyUI's history could not be read.", error));
+  },
   // Outputs of an earlier run, when its workflow is opened again.
   onNodeOutputsUpdated(outputs) {
-    for (const [id, output] of Object.entries(outputs)) {
-      const node = app.graph?.getNodeById(id);
-      if (node?.comfyClass === NODE) showText(node, output);
-    }
+    for (const [id, node] of reports(rootGraph())) showText(node, outputs[locatorOf(node)] ?? outputs[id]);
   },
 });

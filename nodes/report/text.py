@@ -10,6 +10,7 @@ from ..timing import Speed
 from .causes import WAITED_FOR, slowed
 from .figures import InPatches, LastRun, PlanFigures, PoolFigures, RankFigures, Report, RingKernels
 
+LONG = 20  # a value, such as a list
 SHOWN, SHOWN_IN_PICTURE = 6, 2  # layouts that were not chosen
 NO_POOL = (
     "Nothing has been sampled by a pool yet: put PipeMesh Parallelize before the sampler, "
@@ -165,5 +166,8 @@ def size_text(nbytes: int) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
-    width = max(len(value) for _name, value in rows)
+    """Line up values to the right. A long one goes on behind its name, or every line would be as
+    long.
+    """
+    width = max((len(value) for _name, value in rows if len(value) <= LONG), default=0)
     return [f"  {name:30}{value:>{width}}" for name, value in rows]
