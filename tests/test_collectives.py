@@ -191,6 +191,8 @@ UNLIKE = {  # layout -> the speeds of its ranks
     Layout(ulysses=2, ring=2): (30, 100, 10, 70),
     Layout(pipefusion=2): (30, 100),
     Layout(ulysses=2, pipefusion=2): (30, 100, 20, 90),
+    Layout(ring=2, pipefusion=2): (30, 100, 20, 90),
+    Layout(ulysses=2, ring=2, pipefusion=2): (20, 80, 30, 100, 10, 90, 50, 40),
 }
 
 
@@ -203,12 +205,13 @@ def test_ranks_on_unlike_devices_agree_on_every_message_and_compute_what_one_doe
     for branch in (0, 1):
         whole, *patches = [outputs[layout.writer, place] for place, part in enumerate(requests) if part.branch == branch]
         assert all(torch.allclose(one, truth(branch), atol=1e-5) for one in (whole, *([sum(patches[3:])] if patches else ())))
-    if layout.pipefusion > 1 < layout.ulysses:
-        onwards = ([sum(one.counts) for one in traces[rank] if (one.operation, one.peer) == ("send", rank + 2)] for rank in (0, 1))
+    size = layout.ulysses * layout.ring
+    if layout.pipefusion > 1 < size:
+        onwards = ([sum(one.counts) for one in traces[rank] if (one.operation, one.peer) == ("send", rank + size)] for rank in (0, 1))
         slower, faster = map(sum, onwards)
-        assert faster > 2 * slower, "a stage passes on what the next one takes"
+        assert faster > slower, "a stage passes on what the next one takes; evenly, the first has most"
     is_otherwise = traces != traced(layout, backend, requests)[1]
-    assert is_otherwise is (layout.ulysses * layout.ring > 1), "ranks of one sequence share it by speed"
+    assert is_otherwise is (size > 1), "ranks of one sequence share it by speed"
 
 
 GROUPED = [(layout, ()) for layout in IN_GROUPS if layout.pipefusion == 1]
