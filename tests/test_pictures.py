@@ -17,7 +17,7 @@ from pipemesh.launcher.pictures.measures import kernel_distance, psnr, ssim
 from pipemesh.launcher.pictures.network import Network, Width
 from pipemesh.launcher.pictures.picture_set import picture_set
 from pipemesh.launcher.pictures.scenes import CENTRES, RGB, SIDE, draw, scenes_by_chance
-from pipemesh.launcher.pictures.training import Recipe, Training, run, sampled
+from pipemesh.launcher.pictures.training import Recipe, Trainee, Training, channels_last, run, sampled
 from safetensors.torch import load_file
 
 SMALL = Width(hidden=128, double_blocks=1, single_blocks=1)
@@ -125,6 +125,26 @@ def test_a_short_training_run_learns_and_goes_on_where_it_stopped(pictures, tmp_
     assert parts.transformer.iteration == whole.transformer.iteration == 6
     for name, tensor in whole.transformer.averaged_weights().items():
         torch.testing.assert_close(parts.transformer.averaged_weights()[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+def test_the_decoders_order_of_memory_changes_no_step_of_it_nor_of_one_that_goes_on():
+    """The fused optimiser reads gradients and moments in the parameter's own order."""
+    before = torch.nn.Conv2d(3, 8, 3).state_dict()
+    gradients = [[torch.randn(8, 3, 3, 3) * factor, torch.randn(8)] for factor in (1.0, 3.0)]
+
+    def trained(ordered):
+        network = torch.nn.Conv2d(3, 8, 3)
+        network.load_state_dict(before)
+        return Trainee(ordered(network), 1e-2, 0.9)
+
+    def stepped(ordered):
+        first, second = trained(ordered), trained(ordered)
+        first.step(gradients, 1.0)
+        second.restore({name: tensor.contiguous() for name, tensor in first.tensors().items()})
+        second.step([[-part for part in parts] for parts in gradients[:1]], 1.0)
+        return second.network.weight
+
+    torch.testing.assert_close(stepped(channels_last), stepped(lambda network: network))
 
 
 @pytest.fixture(scope="module")

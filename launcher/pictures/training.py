@@ -32,7 +32,7 @@ FITTED_ON = 512  # pictures, for the projection
 WARM_UP = 200  # iterations in which the rate rises
 DECAY_FROM, LEAST = 0.65, 0.03  # share of the training after which the rate falls, and to which share of itself
 AVERAGE, DECODER_AVERAGE = 0.998, 0.99
-DECODER_RATE = 4e-4  # at 1e-3 its loss rises again after some hundred iterations
+DECODER_RATE = 1e-3
 DECODER_SHARE = 0.15  # of the time, while the transformer is trained
 DROPPED_CAPTIONS = 0.1
 TIME_SHIFT = 3.0
@@ -70,7 +70,7 @@ class Trainee:
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate * factor
         for parameter, parts in zip(self.parameters, zip(*gradients, strict=True), strict=True):
-            parameter.grad = torch.stack(parts).mean(0)
+            parameter.grad = laid_out_as(parameter, torch.stack(parts).mean(0))
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimiser.step()
         self.iteration += 1
@@ -110,7 +110,8 @@ class Trainee:
             parameter.copy_(tensors[f"weight.{name}"])
             averaged.copy_(tensors[f"average.{name}"])
             if f"exp_avg.{name}" in tensors:
-                self.optimiser.state[parameter] = {key: tensors[f"{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")}
+                moments = {key: laid_out_as(parameter, tensors[f"{key}.{name}"]) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimiser.state[parameter] = {"step": tensors[f"step.{name}"].clone(), **moments}
 
 
 class Training:
@@ -222,6 +223,13 @@ class Training:
     @property
     def _trainees(self) -> tuple[tuple[str, Trainee], ...]:
         return ("transformer", self.transformer), ("decoder", self.decoder)
+
+
+def laid_out_as(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor into the parameter's order of memory. The fused optimiser takes it for granted,
+    and mixes up the weights of a convolution without an error where it is another.
+    """
+    return torch.empty_like(parameter, requires_grad=False).copy_(tensor)
 
 
 def channels_last(network: nn.Module) -> nn.Module:
