@@ -103,6 +103,15 @@ def test_a_parameter_that_two_modules_share_stays_one():
     assert model.a.weight is model.b.weight and model.a.weight.device == META
 
 
+@pytest.mark.parametrize("device", [META, torch.device("cpu")], ids=str)
+def test_a_parameter_that_is_registered_as_a_buffer_stays_one(device):
+    """As the text embedding of PixArt's."""
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("embedding", torch.nn.Parameter(torch.ones(3), requires_grad=False))
+    moved(model, device)
+    assert set(model._buffers) == {"embedding"} and model.embedding.device == device
+
+
 def test_a_stage_has_the_weights_of_its_own_blocks_alone():
     weights = moved(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity()), torch.device("cpu"))
     assert weights.has("diffusion_model.0.weight")

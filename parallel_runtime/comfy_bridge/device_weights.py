@@ -55,9 +55,9 @@ class DeviceWeights:
                     if is_mapped(parameter):
                         self._loaded[PREFIX + (f"{path}.{name}" if path else name)] = parameter
                 on_progress(stored_bytes([parameter]))
-            for name, buffer in module.named_buffers(recurse=False):
+            for name, buffer in list(module.named_buffers(recurse=False)):
                 if (f"{path}.{name}" if path else name) not in apart:
-                    setattr(module, name, buffer.to(device))
+                    module._buffers[name] = buffer.to(device)  # not by setattr: one may be a Parameter, as PixArt's is
 
     @property
     def nbytes(self) -> int:

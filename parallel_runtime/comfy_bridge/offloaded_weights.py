@@ -37,8 +37,8 @@ class OffloadedWeights:
         for path, module in self._model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 self._loaded[f"{path}.{name}" if path else name] = settled_as(module, name, parameter)
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                module._buffers[name] = buffer.to(device)
             on_progress(0)
         self._unload()
         self._load()
