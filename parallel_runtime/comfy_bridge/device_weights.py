@@ -57,7 +57,7 @@ class DeviceWeights:
                 on_progress(stored_bytes([parameter]))
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if (f"{path}.{name}" if path else name) not in apart:
-                    module._buffers[name] = buffer.to(device)  # not by setattr: one may be a Parameter, as PixArt's is
+                    module._buffers[name] = buffer.to(device)  # not by setattr: a model may register a Parameter as one
 
     @property
     def nbytes(self) -> int:
