@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -93,12 +94,13 @@ def cells(only: Sequence[str]) -> Iterator[Cell]:
 
 def rounds(only: Sequence[str], prompts: int) -> Iterator[tuple[Cell, int]]:
     """Return cells, and how many pictures each is to have then: those that have goals all at once,
-    then all others few, then more.
+    then the product few, then more.
     """
     chosen = list(cells(only))
-    yield from ((cell, prompts) for cell in chosen if cell in WITH_GOALS)
-    for count in (*(few for few in FIRST if few < prompts), prompts):
-        yield from ((cell, count) for cell in chosen if cell not in WITH_GOALS)
+    with_goals = [(cell, prompts) for cell in chosen if cell in WITH_GOALS]
+    counts = (*(few for few in FIRST if few < prompts), prompts)
+    product = [(cell, count) for count in counts for cell in chosen if cell not in DEFAULTS]
+    yield from dict.fromkeys((*with_goals, *product))
 
 
 def batches(count: int) -> Iterator[slice]:
@@ -234,7 +236,7 @@ def measured(pictures: Pictures, only: Sequence[str], folder: Path | None) -> It
 
     classifier = trained_classifier()
     told: dict[tuple[Cell, int], dict[str, float]] = {}
-    means: dict[Cell, tuple[int, float]] = {}
+    means: dict[tuple[Cell, int], float] = {}
     for cell, count in rounds(only, len(pictures.scenes)):
         case = f"{cell} n={count}"
         stock, ours = pictures.of(cell.stock, count), pictures.of(cell, count)
@@ -245,7 +247,7 @@ def measured(pictures: Pictures, only: Sequence[str], folder: Path | None) -> It
             if (each, count) not in told:
                 told[each, count] = accuracy(classifier, sampled, pictures.scenes[:count])
                 yield from words(each, count, told, has_all=count == len(pictures.scenes))
-        means[cell] = count, decibels.value
+        means[cell, count] = decibels.value
         if folder is not None:
             curves(means).save(folder / CURVES)
 
@@ -263,22 +265,30 @@ def words(cell: Cell, count: int, told: Mapping[tuple[Cell, int], Mapping[str, f
         yield Figure("quality", f"{cell} n={count}", f"{name} right", exactly(share), "", goal)
 
 
-def curves(means: Mapping[Cell, tuple[int, float]]) -> Image:
+def curves(means: Mapping[tuple[Cell, int], float]) -> Image:
     """Draw PSNR over the warm-up: a row for each sampler, a column for each number of steps, a line
-    for each number of patches.
+    for each number of patches. All points of a panel are of as many pictures.
     """
-    of_product = {cell: found for cell, found in means.items() if cell.patches in PATCHES and not cell.pool}
-    rows = []
+    of_product = {cell: found for cell, found in means.items() if cell[0] not in DEFAULTS}
+    used, rows = set(), []
     for sampler, steps in itertools.product(SAMPLERS, STEPS):
         lines: dict[str, dict[int, float]] = {f"{patches} patches": {} for patches in PATCHES}
-        for cell, (_, decibels) in of_product.items():
-            if (cell.sampler, cell.steps) == (sampler, steps):
+        here = {cell: decibels for cell, decibels in of_product.items() if (cell[0].sampler, cell[0].steps) == (sampler, steps)}
+        n = most_often(count for _, count in here)
+        for (cell, count), decibels in here.items():
+            if count == n:
                 lines[f"{cell.patches} patches"][cell.warm_up] = decibels
+        used |= {n} - {0}
         rows.append(Panel(f"{sampler}, {steps} steps", lines))
-    counts = sorted({count for count, _ in of_product.values()}) or [0]
-    n = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    n = " or ".join(map(str, sorted(used)))
     title = f"PSNR against stock (dB) over warm-up evaluations; n = {n} pictures a cell"
     return draw_panels(title, [rows[start : start + len(STEPS)] for start in range(0, len(rows), len(STEPS))], WARM_UPS)
+
+
+def most_often(counts: Iterable[int]) -> int:
+    """Return the number that most of them are, the largest of several; 0 of none."""
+    seen = Counter(counts)
+    return max(seen, key=lambda count: (seen[count], count), default=0)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -34,9 +34,19 @@ def test_the_whole_product_has_few_pictures_before_any_cell_has_more():
     assert counts == sorted(counts) and set(counts) == {*FIRST, 64}
     product = {cell for cell, count in asked if count == FIRST[0]}
     assert Counter((cell.sampler, cell.steps) for cell in product)["heun", 4] == 9, "seven evaluations: four may be warm-up"
-    assert len(product | {AT_GOAL}) == 9 * len(SAMPLERS) * len(STEPS) - 3 * 3 and set(WITH_GOALS).isdisjoint(product)
+    assert len(product) == 9 * len(SAMPLERS) * len(STEPS) - 3 * 3 and product & set(WITH_GOALS) == {AT_GOAL}
     assert [count for cell, count in rounds(("patches=8", "warm-up=4", "steps=8", "heun"), 5)] == [5]
     assert list(cells(["patches=4", "steps=28", "euler", "warm-up=2"])) == [AT_GOAL]
+
+
+def test_the_points_of_a_panel_are_of_as_many_pictures(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(quality, "draw_panels", lambda title, rows, xs: drawn.append((title, rows)))
+    others = [Cell(4, warm_up, 28, "euler") for warm_up in (1, 4)]
+    quality.curves({(AT_GOAL, 64): 53.0, **{(cell, 8): 50.0 for cell in others}, (AT_GOAL, 8): 51.0, (quality.DEFAULT, 64): 1.0})
+    [(title, rows)] = drawn
+    assert "n = 8 pictures" in title and rows[0][3].lines["4 patches"] == {1: 50.0, 2: 51.0, 4: 50.0}
+    quality.curves({})
 
 
 def test_curves_lie_higher_where_values_are_larger():
