@@ -142,7 +142,7 @@ class Chosen(NamedTuple):
 
     devices: tuple[Device, ...]
     kind: tuple
-    best: Layout
+    best: Layout | None
     taken: Layout
 
 
@@ -226,7 +226,7 @@ class Planning:
         except Exception as error:  # noqa: BLE001 - another pack's guider may look otherwise, and its image does not depend on this
             log.warning("[PipeMesh] No layout could be predicted:", exc_info=error)
             planned = Planned(own.layout, f"{type(error).__name__}, see the log")
-        self._made.append(Chosen(own.devices, (type(model),), planned.layout, planned.layout))
+        self._made.append(Chosen(own.devices, (type(model),), None, planned.layout))
         return planned
 
     def has_chosen(self, placement: Placement) -> bool:

@@ -9,12 +9,14 @@ import torch
 
 from ..launcher.pool.devices import Placement
 from ..parallel_runtime.comfy_bridge.free_gpu import free_on
+from ..parallel_runtime.planner.cost import RESERVED
 from ..parallel_runtime.wire.messages import Memory
 
 
 def room_on_devices(live: Iterable[tuple[Placement, Sequence[Memory]]]) -> dict[str, int]:
-    """Return the bytes on each device that are free, or held by models that would make room.
-    ``live``: pools that are up, with each rank's memory. Of a GPU that no rank is on, and that
+    """Return the bytes on each device that are free, or held by models that would make room; where
+    a rank is, also what the planner sets aside for a rank, which that one has. ``live``: pools that
+    are up, with each rank's memory. Of a GPU that no rank is on, and that
     ComfyUI does not compute on, nothing is known: asking would take memory there.
     """
     free: dict[str, int] = {}
@@ -22,10 +24,10 @@ def room_on_devices(live: Iterable[tuple[Placement, Sequence[Memory]]]) -> dict[
     for placement, memory in live:
         for device, one in zip(placement.devices, memory, strict=False):
             free[device.name] = one.free
-            held[device.name] = held.get(device.name, 0) + one.model
+            held[device.name] = held.get(device.name, 0) + one.model + RESERVED
     own = comfy.model_management.get_torch_device()
     if own.type == "cuda":
-        free[str(own)] = free_on(own)
+        free[str(own)] = free_on(own) + torch.cuda.memory_reserved(own) - torch.cuda.memory_allocated(own)
         held[str(own)] = held.get(str(own), 0) + held_by_comfyui(own)
     return {name: nbytes + held.get(name, 0) for name, nbytes in free.items()}
 

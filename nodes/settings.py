@@ -13,6 +13,7 @@ from typing import Any
 
 from ..launcher.pool.devices import Device, Placement, place
 from ..parallel_runtime.client.remote_patcher import Patching
+from ..parallel_runtime.comm.shares import shares_of, stage_speeds
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.planner.keeping import ASKED
@@ -265,7 +266,7 @@ class Choice:
         stages, whose blocks differ in size.
         """
         layout, stages = self.placement.layout, self.patching.stages if self.patching else ()
-        sizes = stages or (1,) * layout.pipefusion
+        sizes = stages or stage_speeds(layout.degrees(), self.placement.speeds) or (1,) * layout.pipefusion
         here = {layout.coordinates(rank)["pipefusion"] for rank, one in enumerate(self.placement.devices) if one.name == device}
         return sum(sizes[stage] for stage in here) / sum(sizes)
 
@@ -273,5 +274,10 @@ class Choice:
         """Return the part of an evaluation's activations that ``device`` holds. Every stage holds
         those of a whole evaluation, because the first evaluations are whole.
         """
-        layout = self.placement.layout
-        return sum(one.name == device for one in self.placement.devices) * layout.pipefusion / layout.world_size
+        layout, speeds = self.placement.layout, self.placement.speeds
+        size = layout.ulysses * layout.ring
+        part = 0.0
+        for rank, one in enumerate(self.placement.devices):
+            tokens = shares_of(layout.degrees(), rank, speeds).tokens or (1,) * size
+            part += (one.name == device) * tokens[rank % size] / sum(tokens)
+        return part / layout.groups

@@ -2,6 +2,7 @@
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -189,7 +190,8 @@ def test_gpus_of_amds_are_addressed_by_their_index_among_all(monkeypatch, enviro
     monkeypatch.setattr("torch.version.hip", "6.4", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(name=f"AMD {index}"))
     gpus = visible_gpus(cpu_only=False)
-    assert [gpu.address for gpu in gpus] == addresses
+    assert [gpu.address for gpu in gpus] == addresses and [gpu.title for gpu in gpus] == ["AMD 0", "AMD 1"]
     env = rank_environment(gpus[0], "nccl", {"HIP_VISIBLE_DEVICES": "3,1", "CUDA_VISIBLE_DEVICES": "2,5"})
     assert env["HIP_VISIBLE_DEVICES"] == addresses[0] and "CUDA_VISIBLE_DEVICES" not in env

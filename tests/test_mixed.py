@@ -18,6 +18,8 @@ from pipemesh.launcher.pool.rank_setup import RankSetup
 from pipemesh.nodes.planning import Planning
 from pipemesh.nodes.report.alone import times_as_long
 from pipemesh.nodes.report.shares import shares_text
+from pipemesh.nodes.room import room_on_devices
+from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
@@ -30,10 +32,12 @@ from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner import expected, messages
 from pipemesh.parallel_runtime.planner.balance import StageBalance
-from pipemesh.parallel_runtime.planner.cost import predict
+from pipemesh.parallel_runtime.planner.cost import RESERVED, predict
 from pipemesh.parallel_runtime.planner.figures import Attended
 from pipemesh.parallel_runtime.planner.here import Seen, box_here
 from pipemesh.parallel_runtime.planner.job import Job
+from pipemesh.parallel_runtime.planner.keeping import ModelBytes, WeightsWish
+from pipemesh.parallel_runtime.planner.measured import keep_devices, read_devices
 from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.parallel_runtime.stages import Stage, share_out, slowest
 from pipemesh.parallel_runtime.worker.own_speed import flops_per_s
@@ -222,9 +226,9 @@ def test_the_report_says_what_slower_devices_take_and_why():
     assert shares_text(pair) == ("cuda:1 takes 30 % of the tokens, as it is 2.3x slower than cuda:0",)
     assert shares_text(place(Layout(ulysses=2), "cpu", "gloo", ())) == ()
     stages = place(Layout(pipefusion=2), "cuda:1,cuda:0", "auto", pair.devices)
-    assert shares_text(stages) == ("stage 0 gets fewer blocks, as it is 2.3x slower than the fastest",)
+    assert shares_text(stages) == ("stage 0 is 2.3x slower than the fastest: fewer blocks suit it",)
     groups = place(Layout(cfg=2), "auto", "auto", pair.devices)
-    assert shares_text(groups) == ("the group of cuda:1 takes about 30 % of prompts and images, being 2.3x slower",)
+    assert shares_text(groups) == ("the group of cuda:1 is 2.3x slower, and gets prompts and images by that",)
 
 
 def test_what_a_slower_device_computed_would_take_the_first_less():
@@ -334,3 +338,55 @@ def test_a_slowed_rank_sleeps_as_long_as_a_slower_device_would_go_on(monkeypatch
         clock[0] += 2.0
         one()
     assert slept == [6.0]
+
+
+# -- room
+
+
+def test_stages_that_have_no_room_by_speed_are_even_where_that_has():
+    wish = WeightsWish("auto", ModelBytes(blocks=32 << 30, count=32))
+    names, layout = ("cuda:0", "cuda:1"), Layout(pipefusion=2)
+    memory = [SimpleNamespace(free=20 << 30, model=0)] * 2
+    assert wish.kept_in(names, layout, memory, (100.0, 30.0)).kept == "offloaded"
+    keeping, sizes = wish.cut_for(names, layout, memory, (), (100.0, 30.0))
+    assert (keeping.kept, sizes) == ("whole", (16, 16))
+    assert wish.cut_for(names, layout, memory, (), (60.0, 50.0))[1] == wish.cut_for(names, layout, memory, (), ())[1] == ()
+    assert wish.cut_for(names, layout, memory, (10, 22), (100.0, 30.0))[1] == (10, 22)
+
+
+def test_comfyui_makes_room_for_the_part_that_a_faster_device_takes():
+    pair = gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
+    assert Choice(place(Layout(ulysses=2), "auto", "auto", pair)).computed_on("cuda:0") == pytest.approx(0.7, abs=0.01)
+    assert Choice(place(Layout(pipefusion=2), "auto", "auto", pair)).held_on("cuda:0") == pytest.approx(0.7, abs=0.01)
+    assert Choice(place(Layout(cfg=2), "auto", "auto", pair)).computed_on("cuda:0") == 0.5
+
+
+def test_ranks_on_one_device_share_its_speed():
+    pair = gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
+    first, second, third = place(Layout(ulysses=3), "cuda:0,cuda:0,cuda:1", "gloo", pair).speeds
+    assert first == second == 100 and third == pytest.approx(86, abs=1)
+
+
+def test_speeds_of_another_torch_stay_in_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "devices.json"
+    keep_devices(file, {"A": 1.0})
+    with monkeypatch.context() as other:
+        other.setattr("torch.__version__", "0.1")
+        keep_devices(file, {"A": 2.0})
+        assert read_devices(file) == {"A": 2.0}
+    assert read_devices(file) == {"A": 1.0}
+
+
+def test_room_on_the_uis_gpu_counts_what_its_torch_and_its_models_would_give_back(monkeypatch):
+    """And a rank there has what is set aside for one already."""
+    own = torch.device("cuda", 0)
+    monkeypatch.setattr("comfy.model_management.get_torch_device", lambda: own)
+    monkeypatch.setattr("pipemesh.nodes.room.free_on", lambda device: 1000)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 70)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 30)
+    loaded = SimpleNamespace(device=own, model=SimpleNamespace(), model_loaded_memory=lambda: 500)
+    monkeypatch.setattr("comfy.model_management.current_loaded_models", [loaded])
+    assert room_on_devices([]) == {"cuda:0": 1540}
+    pair = place(Layout(ulysses=2), "auto", "auto", gpus("NVIDIA L40", "NVIDIA L40"))
+    live = [(pair, [SimpleNamespace(free=1, model=20), SimpleNamespace(free=3, model=4)])]
+    assert room_on_devices(live) == {"cuda:0": 1560 + RESERVED, "cuda:1": 7 + RESERVED}

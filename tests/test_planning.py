@@ -33,7 +33,7 @@ from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import loaded
 from pipemesh.parallel_runtime.planner.choose import LOST, RUNNING, plan, with_running
-from pipemesh.parallel_runtime.planner.cost import predict
+from pipemesh.parallel_runtime.planner.cost import RESERVED, predict
 from pipemesh.parallel_runtime.planner.dry_device import dry_device
 from pipemesh.parallel_runtime.planner.here import PLAIN_GPU, Here, Seen, box_here, kind_of
 from pipemesh.parallel_runtime.planner.job import Job
@@ -303,10 +303,10 @@ def test_memory_is_what_is_free_and_what_models_hold_that_would_make_room(monkey
     names = ("cuda:0", "cuda:0", "cuda:1")
     pair = Placement(layout=Layout(ulysses=3), devices=tuple(map(Device, names)), backend="gloo")
     room = room_on_devices([(pair, [Memory(10, 80, 3), Memory(10, 80, 4), Memory(7, 80, 2)])])
-    assert room == {"cuda:0": 17, "cuda:1": 9}
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _name: SimpleNamespace(name="NVIDIA L40", total_memory=48))
-    assert [one.memory_bytes for one in seen(pair, {})] == [24, 24, 48]
-    assert [one.memory_bytes for one in seen(pair, room)] == [8, 8, 9]
+    assert room == {"cuda:0": 17 + 2 * RESERVED, "cuda:1": 9 + RESERVED}
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _name: SimpleNamespace(name="NVIDIA L40", total_memory=48 << 30))
+    assert [one.memory_bytes for one in seen(pair, {})] == [24 << 30, 24 << 30, 48 << 30]
+    assert [one.memory_bytes - RESERVED for one in seen(pair, room)] == [8, 8, 9]
 
 
 def test_the_way_to_keep_weights_is_part_of_the_choice_where_whole_ones_have_no_room(monkeypatch):

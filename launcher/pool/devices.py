@@ -70,7 +70,8 @@ class Placement:
         """Returns whether ranks are to say how fast their devices are: those differ, and each rank
         has one to itself.
         """
-        return len({device.title for device in self.devices}) > 1 and len({*self.devices}) == len(self.devices)
+        titles = {device.title for device in self.devices}
+        return len(titles) > 1 and all(titles) and len({*self.devices}) == len(self.devices)
 
     @property
     def other_machines(self) -> tuple[str, ...]:
@@ -150,15 +151,16 @@ def on_devices(layout: Layout, devices: tuple[Device, ...], backend: str = "auto
 
 def speeds_of(devices: Sequence[Device]) -> tuple[int, ...]:
     """Returns the speeds of devices as a placement has them: as measured where all were, else by
-    the published figures of their titles.
+    the published figures of their titles. Ranks on one device share its speed.
     """
     if len({device.title for device in devices}) == 1:
         return ()
-    if all(device.flops_per_s for device in devices):
-        return relative([device.flops_per_s for device in devices])
-    from ...parallel_runtime.planner.here import speed_of
+    speeds = [device.flops_per_s for device in devices]
+    if not all(speeds):
+        from ...parallel_runtime.planner.here import speed_of
 
-    return relative([speed_of(device.title) for device in devices])
+        speeds = [speed_of(device.title) for device in devices]
+    return relative([speed / devices.count(device) for speed, device in zip(speeds, devices, strict=True)])
 
 
 def names_of(layout: Layout, wanted: str, gpus: tuple[Device, ...]) -> list[str]:
@@ -214,8 +216,10 @@ def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
     if cpu_only or not torch.cuda.is_available():
         return ()
     indices = range(torch.cuda.device_count())
+    titles = [torch.cuda.get_device_properties(index).name for index in indices]
     if torch.version.hip is not None:
         seen = [one.strip() for one in (os.environ.get(HIP_VARIABLE) or os.environ.get(CUDA_VARIABLE) or "").split(",") if one.strip()]
-        return tuple(Device(f"cuda:{index}", seen[index] if seen else str(index), HIP_VARIABLE) for index in indices)
-    properties = [torch.cuda.get_device_properties(index) for index in indices]
-    return tuple(Device(f"cuda:{index}", f"GPU-{one.uuid}", title=one.name) for index, one in zip(indices, properties, strict=True))
+        addresses = seen or [str(index) for index in indices]
+        return tuple(Device(f"cuda:{index}", addresses[index], HIP_VARIABLE, titles[index]) for index in indices)
+    uuids = [torch.cuda.get_device_properties(index).uuid for index in indices]
+    return tuple(Device(f"cuda:{index}", f"GPU-{uuids[index]}", title=titles[index]) for index in indices)

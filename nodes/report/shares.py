@@ -25,7 +25,7 @@ def _of_tokens(placement: Placement) -> Iterator[str]:
         first = rank - rank % size
         tokens = shares_of(layout.degrees(), rank, speeds).tokens
         own, most = speeds[rank], max(speeds[first : first + size])
-        if tokens and own < most:
+        if tokens and own < most and tokens[rank - first] * size < sum(tokens):
             fastest, share = placement.devices[speeds.index(most, first)].name, _percent(tokens[rank - first], tokens)
             yield f"{device.name} takes {share} of the tokens, as it is {most / own:.1f}x slower than {fastest}"
 
@@ -34,7 +34,7 @@ def _of_stages(placement: Placement) -> Iterator[str]:
     speeds = stage_speeds(placement.layout.degrees(), placement.speeds)
     for stage, speed in enumerate(speeds):
         if speed < max(speeds):
-            yield f"stage {stage} gets fewer blocks, as it is {max(speeds) / speed:.1f}x slower than the fastest"
+            yield f"stage {stage} is {max(speeds) / speed:.1f}x slower than the fastest: fewer blocks suit it"
 
 
 def _of_groups(placement: Placement) -> Iterator[str]:
@@ -42,8 +42,7 @@ def _of_groups(placement: Placement) -> Iterator[str]:
     for group, speed in enumerate(speeds):
         if speed < max(speeds):
             names = ", ".join(dict.fromkeys(placement.devices[rank].name for rank in placement.layout.members(group)))
-            share, slower = _percent(speed, speeds), f"{max(speeds) / speed:.1f}x slower"
-            yield f"the group of {names} takes about {share} of prompts and images, being {slower}"
+            yield f"the group of {names} is {max(speeds) / speed:.1f}x slower, and gets prompts and images by that"
 
 
 def _percent(own: float, of: Sequence[float]) -> str:

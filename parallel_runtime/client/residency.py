@@ -115,8 +115,8 @@ class Residency:
         stages = self._balance.sizes_of(source.model)
         if wish.depends_on_room:
             session.ask(EndRun, (), interrupted, model=source.model)  # of no run: ranks tell of their memory as it is now
-        parts = stages or self._sessions.speeds_of_stages()
-        weights = wish.kept_in(session.pool.facts.names, self._sessions.layout, session.pool.memory, parts)
+        ranks = session.pool.facts.names, self._sessions.layout, session.pool.memory
+        weights, stages = wish.cut_for(*ranks, stages, self._sessions.speeds_of_stages())
         resident = session.models[source.model] = Resident(stages, wish.asked, weights)
         parcel = Parcel(source.tree() if source.factory else state())
         try:

@@ -17,17 +17,20 @@ from ..comfy_bridge.quantised import stored_bytes
 from ..comfy_bridge.shared_layers import Sharing, shared_layers
 from ..families import plan_or_whole
 from ..layout import Layout
+from ..stages import share_out
 
 Kept = Literal["whole", "sharded", "offloaded"]
-ASKED = ("auto", "whole", "sharded", "offloaded")
+WAYS: tuple[Kept, ...] = ("whole", "sharded", "offloaded")
+ASKED = ("auto", *WAYS)
 LEFT_FREE = 3 << 29  # bytes on each device, for what an evaluation computes
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of a model's weights: of all that is around its blocks, and of those. ``shared_``: what
-    of them lies in layers that ranks can share out, of which the ``largest`` one and the largest
-    ``two`` are so large; ``aside``: what stays in the machine's memory then.
+    """Bytes of a model's weights: of all that is around its blocks, and of those, which are
+    ``count``. ``shared_``: what of them lies in layers that ranks can share out, of which the
+    ``largest`` one and the largest ``two`` are so large; ``aside``: what stays in the machine's
+    memory then.
     """
 
     around: int = 0
@@ -37,6 +40,7 @@ class ModelBytes:
     largest: int = 0
     two: int = 0
     aside: int = 0
+    count: int = 0
 
     @classmethod
     def of(cls, diffusion_model: torch.nn.Module) -> ModelBytes:
@@ -49,7 +53,8 @@ class ModelBytes:
         sharing = Sharing.of([layer.nbytes for layer in layers], 0)
         around = bytes_of(diffusion_model) - blocks
         aside = sum(table.nbytes for table in tables_of(diffusion_model))
-        return cls(around, blocks, sharing.shared - shared_blocks, shared_blocks, sharing.largest, sharing.two, aside)
+        count = sum(len(list(diffusion_model.get_submodule(group.path).children())) for group in plan.blocks)
+        return cls(around, blocks, sharing.shared - shared_blocks, shared_blocks, sharing.largest, sharing.two, aside, count)
 
     def whole(self, stages: float) -> int:
         """Returns what each rank of a pipeline of so many stages holds. A stage with half of the
@@ -113,6 +118,21 @@ class WeightsWish:
         if all(name.rpartition("/")[2] == "cpu" for name in names):
             return Keeping("whole", "ranks on the CPU map the checkpoint, one copy for all")
         return self._fitting(stages, ranks, beside, alone)
+
+    def cut_for(
+        self, names: Sequence[str], layout: Layout, memory: Sequence[Any], sizes: tuple[int, ...], speeds: Sequence[float]
+    ) -> tuple[Keeping, tuple[int, ...]]:
+        """Takes what ``kept_in`` takes for stages of these ``sizes``; where those are left open,
+        for stages that have blocks by their ``speeds``, or for even ones where these leave more of
+        the weights on the devices. Returns the sizes too; empty: by speed.
+        """
+        if sizes:
+            return self.kept_in(names, layout, memory, sizes), sizes
+        by_speed = self.kept_in(names, layout, memory, speeds)
+        evenly = self.kept_in(names, layout, memory)
+        if not speeds or WAYS.index(by_speed.kept) <= WAYS.index(evenly.kept):
+            return by_speed, ()
+        return evenly, tuple(stage.size for stage in share_out([1.0] * self.size.count, layout.pipefusion))
 
     def _ways(self, stages: float, ranks: int) -> list[tuple[Kept, int]]:
         """Returns the ways to keep all weights on the devices, and the bytes on each."""

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,7 @@ def read_devices(file: Path) -> dict[str, float]:
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        known = found["speeds"] if (found["version"], found["torch"]) == (VERSION, torch.__version__) else {}
-        return {str(title): float(speed) for title, speed in known.items()}
+        return {str(title): float(speed) for title, speed in found[torch.__version__].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -112,7 +112,11 @@ def keep_devices(file: Path, found: Mapping[str, float]) -> None:
     """
     known = read_devices(file)
     if found.keys() - known.keys():
-        replace_with(file, {"version": VERSION, "torch": torch.__version__, "speeds": {**found, **known}})
+        others: Any = {}
+        with suppress(OSError, ValueError):
+            others = json.loads(file.read_text(encoding="utf-8"))
+        kept = others if isinstance(others, dict) else {}
+        replace_with(file, {**kept, torch.__version__: {**found, **known}})
 
 
 def read(file: Path, machine: str) -> dict[str, Speeds]:
