@@ -215,6 +215,22 @@ def test_ranks_on_unlike_devices_agree_on_every_message_and_compute_what_one_doe
 
 
 GROUPED = [(layout, ()) for layout in IN_GROUPS if layout.pipefusion == 1]
+
+
+def test_a_stage_on_a_faster_device_has_more_blocks(monkeypatch):
+    held = {}
+
+    def work(mesh, _run):
+        model = Model(13)
+        make_method(model, PLAN, mesh, Rank([]))
+        held[mesh.rank] = sum(not hasattr(block, "stands_for") for block in model.blocks)
+
+    for speeds, blocks in (((30, 100), {0: 3, 1: 10}), ((), {0: 6, 1: 7})):
+        with monkeypatch.context() as patch:
+            World(Layout(pipefusion=2), "gloo", patch, speeds).run(work, Random(7).choice)
+        assert held == blocks
+
+
 UNLIKE_GROUPS = [(Layout(cfg=3), (30, 100, 60)), (Layout(ulysses=2, cfg=2), (100, 30, 20, 70)), (Layout(ring=2, data=2), (9, 99, 50, 50))]
 
 
