@@ -22,6 +22,6 @@ class SharedRuntime:
     def default_choice(self):
         return Choice(place(Layout(ulysses=2), "cpu", "auto", ()))
 
-    def parallelize(self, model, choice):
+    def parallelize(self, model, choice, left_open=None):
         self.choices.append(choice)
         return remote_patcher.parallelize(model, self._client, holds_ui_device=1.0)

@@ -62,8 +62,10 @@ def test_a_pool_ends_although_the_server_of_its_ranks_is_stopped(server):
     pool.start()
     pids = pool.ranks.pids
     (old,) = server.pids
+    ranks = [psutil.Process(pid) for pid in pids]
     with stopped(old):
         assert returns(pool.close)
+    psutil.wait_procs(ranks, DEADLINE_S)  # they die with the server, each when the system comes to it
     assert not any(map(is_alive, [*pids, old]))
 
 
