@@ -36,7 +36,14 @@ torch.set_num_threads(1)
 SHARED_POOLS = {"clients", "broken", "bench"}  # fixtures of pools of real ranks that many tests use
 LANES = ("shared", "other")
 ON_A_GPU = ROOT / "tests" / "cuda"
-ALONGSIDE = {"test_adding_a_model", "test_demo", "test_dry_run", "test_machines"}  # share nothing; the shorter lane has time for them
+ALONGSIDE = {  # share nothing; the shorter lane has time for them
+    "test_adding_a_model",
+    "test_demo",
+    "test_dry_run",
+    "test_machines",
+    "test_parity",
+    "test_pool_sequences",
+}
 
 
 def pytest_addoption(parser):
