@@ -62,6 +62,19 @@ class Message(NamedTuple):
     device: torch.device
 
 
+class Places(NamedTuple):
+    """Where a message lies: the whole of it, and the parts to and from each other rank, each with
+    its flag behind it.
+    """
+
+    sending: torch.Tensor
+    receiving: torch.Tensor
+    to: dict[int, torch.Tensor]
+    come: dict[int, torch.Tensor]
+    own_flags: list[torch.Tensor]  # one (1,) in each part of ``to``
+    flags: list[torch.Tensor]  # those of ``come``
+
+
 class Exchange:
     """Moves tensors between the ranks of ``group``, all of which must make the same calls in the
     same order. ``rank`` and ``size`` are within the group.
@@ -77,6 +90,7 @@ class Exchange:
         self.group = group
         self.via_cpu = via_cpu
         self._buffers: dict[tuple, torch.Tensor] = {}
+        self._laid: dict[Message, Places] = {}  # views of the buffers
         self.seconds = 0.0
         self.sent_bytes = 0
 
@@ -86,6 +100,7 @@ class Exchange:
 
     def free_buffers(self) -> None:
         self._buffers.clear()
+        self._laid.clear()
 
     def all_to_all(
         self, chunks: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Shape], flag: torch.Tensor
@@ -103,36 +118,41 @@ class Exchange:
             first.dtype,
             torch.device("cpu") if self.via_cpu else first.device,
         )
-        sending, receiving = self._places(message)
-        for rank, place in enumerate(sending.split(message.to)):
+        places = self._places(message)
+        for rank, place in places.to.items():
             offset = 0
-            for tensor in chunks[rank] if rank != self.rank else ():
+            for tensor in chunks[rank]:
                 place[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
                 offset += tensor.numel()
         step = Step((self, tuple(map(tuple, shapes)), first.dtype), partial(self._pass, message))
         flag = self.in_step.take(step, flag) if self.in_step is not None else self._pass(message, flag)
-        received = [receiving[:0]] * self.size
-        for rank, place in enumerate(receiving.split(message.come)):
-            if rank != self.rank:
-                received[rank] = place[:-1].view(shapes[rank])
+        received = [places.receiving[:0]] * self.size
+        for rank, place in places.come.items():
+            received[rank] = place[:-1].view(shapes[rank])
         return received, flag
 
     def _pass(self, message: Message, flag: torch.Tensor) -> torch.Tensor:
         """Move what lies in the places of ``message`` with ``flag``; return the group's largest."""
-        sending, receiving = self._places(message)
-        for rank, place in enumerate(sending.split(message.to)):
-            if rank != self.rank:
-                place[-1:].copy_(flag)
+        places = self._places(message)
+        for own_flag in places.own_flags:
+            own_flag.copy_(flag)
         began = time.perf_counter()
-        self._move(receiving, sending, message.come, message.to)
+        self._move(places.receiving, places.sending, message.come, message.to)
         self.seconds += time.perf_counter() - began
-        self.sent_bytes += sending.nbytes
-        flags = [place[-1:] for rank, place in enumerate(receiving.split(message.come)) if rank != self.rank]
-        return torch.stack([flag.to(message.device, message.dtype), *flags]).amax(0)
+        self.sent_bytes += places.sending.nbytes
+        return torch.stack([flag.to(message.device, message.dtype), *places.flags]).amax(0)
 
-    def _places(self, message: Message) -> tuple[torch.Tensor, torch.Tensor]:
-        sending = self._buffer("send", sum(message.to), message.dtype, message.device)
-        return sending, self._buffer("receive", sum(message.come), message.dtype, message.device)
+    def _places(self, message: Message) -> Places:
+        if message not in self._laid:
+            sending = self._buffer("send", sum(message.to), message.dtype, message.device)
+            receiving = self._buffer("receive", sum(message.come), message.dtype, message.device)
+            to, come = (
+                {rank: place for rank, place in enumerate(whole.split(counts)) if rank != self.rank}
+                for whole, counts in ((sending, message.to), (receiving, message.come))
+            )
+            flags = ([place[-1:] for place in parts.values()] for parts in (to, come))
+            self._laid[message] = Places(sending, receiving, to, come, *flags)
+        return self._laid[message]
 
     def largest(self, flag: torch.Tensor) -> torch.Tensor:
         """Return the largest ``flag`` (1,) of the group, by a message that is no step."""
@@ -166,5 +186,6 @@ class Exchange:
     def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         key = (use, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < count:
+            self._laid.clear()  # else a buffer would live on in views of it
             self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self.via_cpu and torch.cuda.is_available())
         return self._buffers[key][:count]

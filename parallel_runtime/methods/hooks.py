@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..comm.late import to_device
+from ..errors import ModelError
 from ..families.plan import Along, Blocks, Boundary, Leave, Ranges, TokenPlan
 from .blocks import as_BLC, as_given, blocks_of, put, taken
 from .inserts import Inserted, inserts_of, named
@@ -340,14 +341,14 @@ def binder(module: nn.Module, positional: Sequence[str] = ()) -> Callable[[tuple
     """Return a function (args, kwargs) -> all arguments by name. ``positional`` names those of a
     forward that takes ``*args``.
     """
-    signature = signature_of(module)
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = list(positional) or [name for name, one in signature_of(module).parameters.items() if one.kind in by_place][1:]
 
     def bind(args: tuple, kwargs: dict) -> dict[str, Any]:
-        if positional:
-            return {**dict(zip(positional, args, strict=False)), **kwargs}
-        arguments = dict(signature.bind(module, *args, **kwargs).arguments)
-        arguments.pop("self")
-        arguments.update(arguments.pop("kwargs", {}))
-        return arguments
+        if len(args) > len(names):
+            raise ModelError(
+                f"{type(module).__name__} is given {len(args)} arguments by position and takes {len(names)}: this model needs another plan."
+            )
+        return {**dict(zip(names, args, strict=False)), **kwargs}
 
     return bind
