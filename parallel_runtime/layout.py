@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import accumulate, product, zip_longest
 from math import log2, prod
 from typing import Any
@@ -45,11 +46,11 @@ class Layout:
     def degrees(self) -> dict[str, int]:
         return {axis.name: getattr(self, axis.name) for axis in fields(self)}
 
-    @property
+    @cached_property  # asked for at every evaluation
     def world_size(self) -> int:
         return prod(self.degrees().values())
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """The number of groups."""
         return prod(getattr(self, axis.name) for axis in fields(self) if axis.metadata["of_groups"])
@@ -80,7 +81,7 @@ class Layout:
         """Whether ``rank`` has the output of its group."""
         return rank % (self.world_size // self.groups) == self.writer
 
-    @property
+    @cached_property
     def writer(self) -> int:
         """The rank that has the first group's output: the first of the last stage."""
         rank, stride = 0, 1
