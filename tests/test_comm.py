@@ -2,6 +2,7 @@
 messages, and when.
 """
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +57,21 @@ def test_the_stand_in_of_a_rank_stands_where_the_grid_shows_it(layout, rank):
 
 
 # -- messages
+
+
+def test_no_message_keeps_the_buffer_that_a_larger_one_has_outgrown():
+    exchange = StandinExchange(0, 2)
+
+    def pass_on(count):
+        received, _ = exchange.all_to_all([[torch.ones(count)]] * 2, [(count,)] * 2, torch.zeros(1))
+        return weakref.ref(received[1].untyped_storage())
+
+    small = pass_on(8)
+    assert small() is not None and pass_on(8)() is small(), "the second message of a kind has places of its own"
+    large = pass_on(64)
+    assert small() is None and pass_on(8)() is large()
+    exchange.free_buffers()
+    assert large() is None
 
 
 @pytest.fixture(scope="module")
