@@ -279,9 +279,9 @@ def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
     monkeypatch.setattr(sp, "EFFICIENCY", {192: 0.88})
     cases = ["ulysses2_192", "ring2_192", "2x2_1024"]
     if not ALL:
-        monkeypatch.setattr(sp, "METHODS", {"2x2": sp.BYTES_ONLY["2x2"]})
+        monkeypatch.setattr(sp, "METHODS", {"ring2": sp.METHODS["ring2"]})
         monkeypatch.setattr(sp, "BYTES_ONLY", {})
-        cases = ["2x2_192"]
+        cases = ["ring2_192"]
     figures = list(sp.bench(Options(host=host(), rounds=1)))
     assert {figure.case for figure in figures if figure.metric == "efficiency"} == {case for case in cases if case.endswith("_192")}
     counted = [figure for figure in figures if figure.metric == "bytes_per_step"]
