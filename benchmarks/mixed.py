@@ -37,11 +37,19 @@ class DutyCycle:
         self.begin()
 
 
+def pair(rounds: Sequence[Round]) -> float:
+    """How many of the faster rank's device the two are, when they compute all of the time that they
+    may: what both cores can do while the slower one computes, one core else.
+    """
+    both = min(DUTY)
+    return both * capacity(rounds) + 1.0 - both
+
+
 def of_ideal(rounds: Sequence[Round], phase: str = "mixed") -> float:
     """The time of ``phase`` over that of the very same shards on an ideal pair, whose devices
     compute all the time and wait for nothing.
     """
-    return typical(rounds, phase) * capacity(rounds) * sum(DUTY) / len(DUTY) / typical(rounds, "shards")
+    return typical(rounds, phase) * pair(rounds) / typical(rounds, "shards")
 
 
 def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:

@@ -114,6 +114,9 @@ class Rank:
             output = " ".join(self.handled).encode()
             self.send({"type": "Done", "request": message["request"], "memory": MEMORY, "output": output, **fields})
 
+    def say_speeds(self, message: dict) -> None:
+        self.send({"type": "Ready", "device_name": " ".join(map(str, message["speeds"])), "memory": MEMORY})
+
     def fill_up(self, message: dict) -> None:
         """Answers with less memory free than before."""
         self.answer(message, memory=LESS_MEMORY)

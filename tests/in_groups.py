@@ -12,6 +12,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.comfy_bridge.by_name import restored
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
+from pipemesh.parallel_runtime.comfy_bridge.rows import latents_of
 from pipemesh.parallel_runtime.families import plan_or_whole
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
@@ -58,8 +59,9 @@ class GroupsHere:
             arguments = decode_tree(request.arguments, lambda ref: self.arena.segment.tensor(ref).clone())
             arguments["transformer_options"] = restored(arguments["transformer_options"], [])
             output = self._computed(arguments, request.part)
-            latent = next(iter(arguments.values()))
-            self.asked.append((group, latent.shape[0], arguments["context"].shape[1]))
+            text = arguments.get("context")
+            tokens = text.shape[1] if isinstance(text, torch.Tensor) and text.ndim > 1 else 0
+            self.asked.append((group, latents_of(arguments)[0].shape[0], tokens))
             offset = request.out.offset
 
             def put(_path, tensor):

@@ -86,9 +86,21 @@ def test_a_pipeline_over_more_gpus_than_there_are_says_what_to_set():
     [
         (4, "auto", "auto", 3, "ulysses 4 = 4 ranks, 3 GPUs: choose ulysses 3 or ring 3, or list devices to share (backend gloo)."),
         (2, "auto", "auto", 1, "ulysses 2 = 2 ranks, 1 GPU: choose ulysses 1, or list devices to share (backend gloo)."),
-        (3, "cuda:0,cuda:1", "auto", 3, "ulysses 3 = 3 ranks, 2 devices listed (cuda:0, cuda:1): list one device per rank."),
-        (1, "cpu,cpu", "auto", 0, "ulysses 1 = 1 rank, 2 devices listed (cpu, cpu): list one device per rank."),
-        (2, "cuda:0", "auto", 3, "ulysses 2 = 2 ranks, 1 device listed (cuda:0): list one device per rank."),
+        (
+            3,
+            "cuda:0,cuda:1",
+            "auto",
+            3,
+            "ulysses 3 = 3 ranks, 2 devices listed (cuda:0, cuda:1): list one device per rank, or choose ulysses 2 or ring 2.",
+        ),
+        (
+            1,
+            "cpu,cpu",
+            "auto",
+            0,
+            "ulysses 1 = 1 rank, 2 devices listed (cpu, cpu): list one device per rank, or choose ulysses 2 or ring 2.",
+        ),
+        (2, "cuda:0", "auto", 3, "ulysses 2 = 2 ranks, 1 device listed (cuda:0): list one device per rank, or choose ulysses 1."),
         (
             2,
             "cuda:0,cuda:7",

@@ -256,7 +256,10 @@ def test_numbers_and_texts_that_other_nodes_hold_choose_the_pool(server, truth):
     [
         ({"ulysses": 33}, "ulysses 33 is out of range: choose 1 to 32."),
         ({"pipefusion": 2, "warm_up": 0}, "warm_up 0 is out of range: choose 1 to 10000."),
-        ({"ulysses": 4, "devices": "cpu,cpu,cpu"}, "ulysses 4 = 4 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank."),
+        (
+            {"ulysses": 4, "devices": "cpu,cpu,cpu"},
+            "ulysses 4 = 4 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank, or choose ulysses 3 or ring 3.",
+        ),
     ],
 )
 def test_what_other_nodes_hold_and_no_pool_can_be_is_refused_at_the_pool(server, values, sentence):

@@ -251,7 +251,7 @@ def brightness(picture):
 def test_a_mistake_in_the_pool_is_one_sentence_that_is_seen(page):
     page.evaluate(MISTAKE)
     page.evaluate("(() => { app.queuePrompt(0) })()")
-    sentence = "ulysses 3 = 3 ranks, 2 devices listed (cpu, cpu): list one device per rank."
+    sentence = "ulysses 3 = 3 ranks, 2 devices listed (cpu, cpu): list one device per rank, or choose ulysses 2 or ring 2."
     page.until(f"document.body.innerText.includes({json.dumps(sentence)})")
     (errors,) = page.evaluate("Object.values(app.lastNodeErrors).map(node => node.errors.map(error => error.details))")
     assert len(errors) == 1 and errors[0].endswith(sentence)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.launcher.commands.parity import conditioning, stock_model
+from pipemesh.launcher.commands.parity import Case, conditioning, mask_values, sample, stock_model
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.run import Run
 from pipemesh.parallel_runtime.comfy_bridge.rows import batch_of, put_together, take
 from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.families import REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
 
 from .bounds import assert_same
@@ -167,6 +168,23 @@ def test_what_comfyui_batches_itself_is_split_and_put_together(monkeypatch):
     ours.add_wrapper(WrappersMP.APPLY_MODEL, pass_through)
     assert_same(partial(run, cfg=4.0, batch=2, **EQUAL), ours, stock)
     assert pool.asked == [((rank,), 2, 16) for _ in range(3) for rank in (0, 1)]
+
+
+FAMILIES = [  # the axes in turn; all families in both where the environment asks for it
+    pytest.param(name, axis, id=f"{name}-{axis}2")
+    for number, name in enumerate(SAMPLES if ALL else REPRESENTATIVES)
+    for axis in (("cfg", "data") if ALL else ("cfg", "data")[number % 2 :][:1])
+]
+
+
+@pytest.mark.parametrize(("family", "axis"), FAMILIES)
+def test_the_prompts_and_images_of_every_family_go_to_groups(family, axis):
+    """Two images, with all that its prompts carry; those of ComfyUI's batches are cut apart."""
+    facts = SAMPLES[family]
+    case = Case(family, "ulysses1", "odd", facts.heads[-1], 4.0, mask_values(facts)[-1], "euler")
+    stock, (ours, pool) = stock_model(case.heads, family=family), in_groups(Layout(**{axis: 2}), stock_model(case.heads, family=family))
+    assert_same(partial(sample, case=case, steps=2, batch=2), ours, stock)
+    assert {ranks for ranks, _, _ in pool.asked} == {(0,), (1,)}
 
 
 # -- a model that cannot be cut

@@ -1,5 +1,8 @@
 """The grid and its splits: pure arithmetic, by property."""
 
+from itertools import product
+from math import prod
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,6 +39,12 @@ def test_groups_are_rows_of_the_grid():
     assert layout.group("cfg", 2) == (2, 6)
     assert layout.grid().splitlines()[::3] == ["branch 0 stage 0:   0   1", "branch 1 stage 1:   6   7"]
     assert Layout(cfg=2, data=2).grid() == "data 0 branch 0:   0\ndata 0 branch 1:   1\ndata 1 branch 0:   2\ndata 1 branch 1:   3"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def test_every_product_of_degrees_is_a_layout_of_so_many_ranks_once(ranks):
+    every = [degrees for degrees in product(range(1, ranks + 1), repeat=5) if prod(degrees) == ranks]
+    assert sorted(tuple(layout.degrees().values()) for layout in layouts_of(ranks)) == every
 
 
 LAYOUTS = st.integers(1, 12).flatmap(lambda ranks: st.sampled_from(list(layouts_of(ranks))))

@@ -1,6 +1,5 @@
 """Ranks on unlike devices: each takes as much as it is fast, and the result is that of one rank."""
 
-import os
 from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -10,11 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.benchmarks import mixed as bench
-from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.rank_setup import RankSetup
 from pipemesh.nodes.planning import Planning
 from pipemesh.nodes.report.alone import times_as_long
 from pipemesh.nodes.report.shares import shares_text
@@ -211,6 +208,8 @@ def test_measured_speeds_count_before_published_ones_where_all_were_measured(tmp
     timed = [Seen("NVIDIA L40S", 48 << 30, flops_per_s=2e14), Seen("NVIDIA L40", 48 << 30, flops_per_s=1.5e14)]
     fast, slow = box_here(timed).box.devices
     assert slow.matmul_flops_per_s == slow.attention_flops_per_s == pytest.approx(0.75 * fast.matmul_flops_per_s)
+    hot, cool = box_here([Seen("NVIDIA H100 80GB HBM3", 80 << 30, flops_per_s=one) for one in (2e14, 1.5e14)]).box.devices
+    assert cool.attention_flops_per_s == pytest.approx(0.75 * hot.attention_flops_per_s) != pytest.approx(cool.matmul_flops_per_s)
 
 
 def test_only_ranks_with_unlike_gpus_of_their_own_time_them():
@@ -264,6 +263,21 @@ def test_a_pair_of_unlike_devices_takes_what_both_can_do(layout):
     assert predict(job, layout, box(2))[0].seconds <= shared
 
 
+def test_a_faster_group_needs_room_for_the_images_that_it_gets():
+    """Three of four, all in one forward; the other group has one."""
+    job = Job(whole=FLUX, batch=4, keeps=("whole",))
+    alone = predict(replace(job, batch=1), Layout(), box(1))[0].memory_bytes
+
+    def on(*memory):
+        devices = [replace(box(1, flops=flops).devices[0], memory_bytes=one) for flops, one in zip((1e12, 0.3e12), memory, strict=True)]
+        return predict(job, Layout(data=2), replace(box(2), devices=tuple(devices)))
+
+    (enough,) = on(alone + 2 * FLUX.peak_bytes, alone)
+    assert enough.memory_bytes == alone + 2 * FLUX.peak_bytes
+    assert on(alone + 2 * FLUX.peak_bytes - 1, alone) == on(alone + 2 * FLUX.peak_bytes, alone - 1) == []
+    assert predict(job, Layout(data=2), box(2))[0].memory_bytes == alone + FLUX.peak_bytes
+
+
 @settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(20, 60), st.integers(2, 9), st.data())
 def test_unlike_ranks_exchange_the_bytes_that_the_formula_says(ulysses, ring, tokens, heads, data):
@@ -301,19 +315,27 @@ def test_a_family_computes_on_unlike_devices_what_it_does_on_one(family, of, mon
         assert relative_error(one, other) <= BOUND
 
 
+def test_every_rank_is_told_how_fast_all_of_them_are(started):
+    pool = started(replace(place(Layout(pipefusion=2), "cpu", "gloo", ()), speeds=(30, 100)), "*:Start=say-speeds")
+    assert [ready.device_name for ready in pool.ready] == ["30 100"] * 2
+
+
 @pytest.mark.skipif(not ALL, reason="workers of their own; one process shows the same")
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2), Layout(cfg=2)], ids=Layout.equation)
-def test_workers_are_told_how_fast_they_are(layout, files):
-    setup = RankSetup(comfyui=ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]).comfyui, comfy_args={"cpu": True})
-    handle = PoolHandle(replace(place(layout, "cpu", "gloo", ()), speeds=(30, 100)), setup)
-    pool, stock = RemotePool(handle, shares_weights=False), load(files["model"])
-    try:
-        ours = parallelize(load(files["model"]), pool, 0.0, Patching(3, ALL_WARM) if layout.pipefusion > 1 else None)
-        assert_same(lambda model: run(model, cfg=3.0), ours, stock)
-        assert_same(run, ours, stock)
-        assert pool.speeds == (30, 100)
-    finally:
-        handle.close()
+def test_workers_share_by_the_speeds_that_they_are_told_and_the_image_is_stocks_own(layout, setup, files):
+    def taken(speeds):
+        """The bytes of the rank that sends most in an evaluation, and the weights of each."""
+        handle = PoolHandle(replace(place(layout, "cpu", "gloo", ()), speeds=speeds), setup)
+        pool, stock = RemotePool(handle, shares_weights=False), load(files["model"])
+        try:
+            ours = parallelize(load(files["model"]), pool, 0.0, Patching(3, ALL_WARM) if layout.pipefusion > 1 else None)
+            assert_same(lambda model: run(model, cfg=3.0), ours, stock)
+            assert_same(run, ours, stock)
+            return pool.last_run.evaluations[-1].sent_bytes, [memory.model for memory in pool.session.pool.memory]
+        finally:
+            handle.close()
+
+    assert taken((30, 100)) != taken(())
 
 
 # -- measured
@@ -326,6 +348,8 @@ def test_the_bench_holds_the_pair_to_one_that_waits_for_nothing():
     assert found["even_of_ideal"].estimate.value == pytest.approx(1.5)
     slow = {figure.metric: figure for figure in bench.figures([{**rounds[0], "mixed": 2.3}] * 3, 1 / 3)}
     assert not slow["of_ideal"].is_met
+    shared = bench.of_ideal([{**rounds[0], "both": 4.0, "mixed": 2.4}])
+    assert shared == pytest.approx(1.0), "cores of which both at once do 1.5 times as much as one: half of the time both compute"
 
 
 def test_a_slowed_rank_sleeps_as_long_as_a_slower_device_would_go_on(monkeypatch):

@@ -85,6 +85,38 @@ def test_a_kernel_takes_no_less_than_its_start():
     assert of(Layout(ulysses=4), dataclasses.replace(box(4), devices=(slow,) * 4)).seconds == pytest.approx(len(FLUX.block_flops), rel=0.01)
 
 
+def test_processors_idle_where_there_is_little_for_them_and_only_then():
+    """Half of the last wave: a patch or shard of few rows takes longer than its part."""
+    device = dataclasses.replace(box(1).devices[0], processors=100)
+    assert (device.busy(50), device.busy(5000)) == (0.5, pytest.approx(0.99, abs=1e-3))
+    assert dataclasses.replace(device, processors=0).busy(50) == device.busy(0) == 1
+
+    def gain(layout, whole, processors):
+        ranks = layout.world_size
+        boxes = [
+            dataclasses.replace(box(size), devices=(dataclasses.replace(device, processors=processors),) * size) for size in (1, ranks)
+        ]
+        alone, shared = (of(one, a_box, Job(whole=whole)).seconds for one, a_box in zip((Layout(), layout), boxes, strict=True))
+        return alone / shared
+
+    for layout in (Layout(ulysses=8), Layout(ring=8), Layout(pipefusion=8)):
+        small, large = (gain(layout, counts(model), 132) / gain(layout, counts(model), 0) for model in ("flux 1024", "flux 2048"))
+        assert small < large < 1, "larger images leave fewer idle"
+
+
+def test_attention_has_the_speed_of_its_kernels_where_that_is_known():
+    long, short = (counts("hunyuan 720p"), counts("flux 1024"))
+    fast, slow = (dataclasses.replace(box(1).devices[0], attention_flops_per_s=speed) for speed in (1e12, 0.5e12))
+    longer = [
+        of(Layout(), dataclasses.replace(box(1), devices=(slow,)), Job(whole=whole)).seconds
+        / of(Layout(), dataclasses.replace(box(1), devices=(fast,)), Job(whole=whole)).seconds
+        for whole in (long, short)
+    ]
+    assert 1.1 < longer[1] < 1.3 < 1.8 < longer[0] < 2, "a long video is nearly all attention"
+    h100, l40 = (published_box(f"1x{name}-PCIe").devices[0] for name in ("H100", "L40"))
+    assert h100.attention_flops_per_s < h100.matmul_flops_per_s and l40.attention_flops_per_s == l40.matmul_flops_per_s
+
+
 # -- memory
 
 

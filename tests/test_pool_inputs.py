@@ -12,8 +12,14 @@ from .fake_pools import fake_setup
 
 INPUTS = {"devices": "cpu", "ulysses": 1, "ring": 1, "pipefusion": 2, "backend": "auto", "patches": 0, "warm_up": 1, "stages": ""}
 REFUSED = [
-    ({"devices": "cpu,cpu,cpu"}, "pipefusion 2 = 2 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank."),
-    ({"devices": "cpu,cpu", "ring": 2}, "ring 2 x pipefusion 2 = 4 ranks, 2 devices listed (cpu, cpu): list one device per rank."),
+    (
+        {"devices": "cpu,cpu,cpu"},
+        "pipefusion 2 = 2 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank, or choose pipefusion 3 or ulysses 3.",
+    ),
+    (
+        {"devices": "cpu,cpu", "ring": 2},
+        "ring 2 x pipefusion 2 = 4 ranks, 2 devices listed (cpu, cpu): list one device per rank, or choose ring 2 or pipefusion 2.",
+    ),
     ({"pipefusion": 4, "patches": 2}, "patches 2, pipefusion 4: some stages would always wait, choose at least as many patches as stages."),
     ({"stages": "9,10,3"}, "stages 9,10,3 are 3, pipefusion 2: write one number of blocks for each stage, or nothing."),
     *(

@@ -126,14 +126,14 @@ def cover_of(cases: list[Case]) -> list[Case]:
     return cover
 
 
-def empty_latent(case: Case) -> Any:
-    """A latent, or several in a NestedTensor."""
+def empty_latent(case: Case, batch: int = 1) -> Any:
+    """A latent of ``batch`` images, or several in a NestedTensor."""
     shape = SAMPLES[case.family].latents[case.tokens]
     if isinstance(shape[0], int):
-        return torch.zeros(shape)
+        return torch.zeros(batch * shape[0], *shape[1:])
     from comfy.nested_tensor import NestedTensor
 
-    return NestedTensor([torch.zeros(one) for one in shape])
+    return NestedTensor([torch.zeros(batch * one[0], *one[1:]) for one in shape])
 
 
 def attention_masks(masks: Masks, texts: tuple[int, int], latent: torch.Tensor) -> tuple[list[torch.Tensor], tuple[int, int]]:
@@ -174,11 +174,11 @@ def text_mask(seed: int, tokens: int) -> torch.Tensor:
     return mask.index_fill(1, torch.tensor([0]), 1)
 
 
-def sample(model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS) -> torch.Tensor:
+def sample(model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS, batch: int = 1) -> torch.Tensor:
     """Sample a case on a MODEL as ComfyUI's KSampler does. Several latents come back in one row."""
     import comfy.sample
 
-    facts, latent = SAMPLES[case.family], empty_latent(case)
+    facts, latent = SAMPLES[case.family], empty_latent(case, batch)
     texts = (16, 24) if case.tokens == "even" else (13, 7)
     masks, grid = attention_masks(facts.masks, texts, latent) if facts.masks and (case.mask or facts.masks.open) else ([None, None], (0, 0))
     prompts = [conditioning(number, n, mask, grid) for number, n, mask in zip((1, 2), texts, masks, strict=True)]

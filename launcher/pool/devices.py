@@ -167,15 +167,20 @@ def names_of(layout: Layout, wanted: str, gpus: tuple[Device, ...]) -> list[str]
     """The names of the devices, one per rank. Raises LayoutError."""
     names = [name.strip() for name in wanted.split(",") if name.strip()] or ["auto"]
     size = layout.world_size
+
+    def nearest(ranks: int) -> str:
+        return " or ".join(one.product() for one in layout.nearest(ranks))
+
     if names == ["auto"]:
         names = [gpu.name for gpu in gpus[:size]] if gpus else ["cpu"]
         if gpus and len(names) < size:
-            here, fits = count(len(gpus), "GPU"), " or ".join(one.product() for one in layout.nearest(len(gpus)))
-            raise LayoutError(f"{layout.equation()}, {here}: choose {fits}, or list devices to share (backend gloo).")
+            here = count(len(gpus), "GPU")
+            raise LayoutError(f"{layout.equation()}, {here}: choose {nearest(len(gpus))}, or list devices to share (backend gloo).")
     if names == ["cpu"]:
         names = ["cpu"] * size
     if len(names) != size:
-        raise LayoutError(f"{layout.equation()}, {count(len(names), 'device')} listed ({', '.join(names)}): list one device per rank.")
+        listed = f"{count(len(names), 'device')} listed ({', '.join(names)})"
+        raise LayoutError(f"{layout.equation()}, {listed}: list one device per rank, or choose {nearest(len(names))}.")
     return names
 
 

@@ -12,11 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+TILE = 128  # rows, and columns, of a product's result that a processor computes at once: "waves" in published.json
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """Speeds as achieved on a model's blocks, not peaks. ``block_s``: the least time of a block,
-    whatever it computes: to start its kernels.
+    whatever it computes: to start its kernels. ``processors``: that take a tile of a product each;
+    0 where there are none, or speeds were measured.
     """
 
     name: str
@@ -25,6 +28,13 @@ class Device:
     memory_bytes: float
     memory_bytes_per_s: float
     block_s: float = 0.0
+    processors: int = 0
+
+    def busy(self, tiles: float, idle: float = 0.5) -> float:
+        """Return the part of a kernel's time in which processors have a tile: they take tiles in
+        waves, and part of the last one is ``idle``, in the mean half of it.
+        """
+        return tiles / (tiles + idle * self.processors) if tiles else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

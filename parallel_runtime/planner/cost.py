@@ -2,11 +2,12 @@
 arithmetic: nothing is measured, and no published time of a model is known here.
 
 A rank's time is its FLOPs over its device's speed, never less than reading its weights or starting
-its kernels. Ulysses waits for both exchanges of every attention. A ring's messages travel while the
-attention over the block before is computed; the time that is longer counts. A pipeline lasts as
-long as its slowest stage has patches to compute, or as one patch takes through all stages if that
-is longer; whole evaluations of the warm-up go through it one stage after the other. Around the ring
-of a stage the keys and values of all tokens travel for every patch.
+its kernels; where it has few rows, processors of the device have no tile of them. Ulysses waits for
+both exchanges of every attention. A ring's messages travel while the attention over the block
+before is computed; the time that is longer counts. A pipeline lasts as long as its slowest stage
+has patches to compute, or as one patch takes through all stages if that is longer; whole
+evaluations of the warm-up go through it one stage after the other. Around the ring of a stage the
+keys and values of all tokens travel for every patch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..comm.shares import Shares, group_speeds, relative, shares_of, stage_speed
 from ..layout import Layout
 from ..stages import Stage, share_out
 from . import expected, messages
-from .box import Box, Device
+from .box import TILE, Box, Device
 from .figures import Attended
 from .job import Job
 from .keeping import Kept
@@ -30,6 +31,9 @@ from .keeping import Kept
 MERGE_BYTES = 34  # moved for each element of a ring's output at each merge: attention/kernels.py, operation by operation
 RESERVED = 1 << 30  # bytes of each device: its context, communicators, fragments
 FP32_BYTES = 4
+IDLE = (
+    0.5 * 7 / 12
+)  # of a wave: half of one of qkv, out and up, and of down, 4 times as deep, where a block is 3 + 1 + 4 + 4 as wide as hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,19 +99,23 @@ class Costs:
             count * expected.attention_flops(one) for one, count in self.attended(stage).items()
         )
 
-    def attention_s(self, device: Device, rank: int, attended: Attended) -> float:
-        """Return the seconds of a rank's part of one attention of all tokens."""
+    def attention_s(self, device: Device, rank: int, attended: Attended, share: float) -> float:
+        """Return the seconds of a rank's part of one attention, of ``share`` of all tokens to all
+        of them.
+        """
         own, shares = expected.heads_of(self.layout, rank, attended, self.shares(rank)), self.shares(rank).tokens
-        sharers = sharers_of(shares, self.layout, rank, self.layout.ulysses) if shares else self.layout.ring
-        return expected.attention_flops(attended) * own / attended.heads / sharers / device.attention_flops_per_s
+        part = share / (sharers_of(shares, self.layout, rank, self.layout.ulysses) if shares else self.layout.ring)
+        seconds = part * expected.attention_flops(attended) * own / attended.heads / device.attention_flops_per_s
+        return seconds / device.busy(part * attended.tokens * own / TILE)
 
     def computing_s(self, rank: int, share: float) -> float:
         """Return the seconds that a rank computes for ``share`` of an evaluation's tokens."""
         device, stage, whole = self.box.devices[rank], self.stage_of(rank), self.job.whole
-        attention = share * sum(count * self.attention_s(device, rank, one) for one, count in self.attended(stage).items())
+        attention = sum(count * self.attention_s(device, rank, one, share) for one, count in self.attended(stage).items())
         shares = self.shares(rank).tokens
-        sharers = sharers_of(shares, self.layout, rank, 1) if shares else self.sequence
-        matmul = share * self.matmul_flops(stage) / sharers / device.matmul_flops_per_s
+        part = share / (sharers_of(shares, self.layout, rank, 1) if shares else self.sequence)
+        tiles = part * sum(whole.tokens.values()) * whole.hidden / TILE**2
+        matmul = part * self.matmul_flops(stage) / device.matmul_flops_per_s / device.busy(tiles, IDLE)
         read = sum(whole.block_weight_bytes[slice(*stage)]) / device.memory_bytes_per_s
         around = whole.around_flops / device.matmul_flops_per_s
         return around + max(max(matmul, read) + attention, (stage[1] - stage[0]) * device.block_s)
@@ -139,7 +147,7 @@ class Costs:
             merged = share * MERGE_BYTES * self.output_elements(one)
             for rank in ranks:
                 device = self.box.devices[rank]
-                waits = max(0.0, travels - share * self.attention_s(device, rank, one) / self.layout.ring)
+                waits = max(0.0, travels - self.attention_s(device, rank, one, share) / self.layout.ring)
                 seconds[rank] += count * steps * (waits + merged / device.memory_bytes_per_s)
         return max(seconds.values())
 
@@ -170,24 +178,24 @@ class Costs:
 
     # -- memory
 
-    def activation_bytes(self, stage: tuple[int, int]) -> int:
-        """Return what a rank holds beside weights: an evaluation's tensors, whole in a pipeline's
-        warm-up, and buffers for messages, keys and values.
+    def activation_bytes(self, stage: tuple[int, int], forwards: Sequence[int]) -> int:
+        """Return what a rank holds beside weights: tensors of one of its group's ``forwards``, of
+        so many images each, whole in a pipeline's warm-up, and buffers for messages, keys and
+        values.
         """
         layout, own = self.layout, list(self.attended(stage))
         elements = max((self.output_elements(one) for one in own), default=0)
         buffers = 6 * elements * expected.ITEM_BYTES * (layout.ulysses > 1)
         buffers += (6 * expected.ITEM_BYTES + 2 * FP32_BYTES) * elements * (layout.ring > 1)
-        images = -(-self.job.batch // layout.data)
         held = sum(count * one.tokens * one.heads * one.head_dim for one, count in self.attended(stage).items())
         shares = [tokens for first in messages.sequences(layout) if (tokens := self.shares(first).tokens)]
         of_places = [
             sharers_of(tokens, layout, rank, layout.ulysses) for tokens in shares for rank in range(0, len(tokens), layout.ulysses)
         ]
         places = min(of_places, default=layout.ring)
-        kept = int(2 * held * expected.ITEM_BYTES / places) // layout.ulysses * self.job.turns(layout) * (layout.pipefusion > 1)
+        kept = int(2 * held * expected.ITEM_BYTES / places) // layout.ulysses * sum(forwards) * (layout.pipefusion > 1)
         fewest = min((sum(tokens) / max(tokens) for tokens in shares), default=self.sequence)  # such ranks would have all tokens
-        return images * (int(self.job.whole.peak_bytes // fewest) + buffers) + kept
+        return max(forwards, default=0) * (int(self.job.whole.peak_bytes // fewest) + buffers) + kept
 
 
 def costs_of(job: Job, layout: Layout, box: Box) -> Costs:
@@ -203,14 +211,19 @@ def sharers_of(weights: Sequence[int], layout: Layout, rank: int, ranks: int) ->
     return sum(weights) / sum(weights[first : first + ranks])
 
 
-def turns_of(costs: Costs) -> list[int]:
-    """Return how many evaluations, of one branch and image, each group computes in turn."""
+def forwards_of(costs: Costs) -> list[list[int]]:
+    """Return the forwards that each group computes in an evaluation: the images of each."""
     job, groups = costs.job, costs.layout.groups
     speeds = group_speeds(costs.speeds, groups)
     if not speeds:
-        return [job.turns(costs.layout)] * groups
+        return [[-(-job.batch // costs.layout.data)] * -(-job.branches // costs.layout.cfg)] * groups
     planned = plan_branches([Batch(1, job.batch, 1.0)] * job.branches, groups, (1,), speeds)
-    return [sum(share.end - share.start for share in planned.shares if share.group == group) for group in range(groups)]
+    return [[share.end - share.start for share in planned.shares if share.group == group] for group in range(groups)]
+
+
+def turns_of(costs: Costs) -> list[int]:
+    """Return how many evaluations, of one branch and image, each group computes in turn."""
+    return [sum(forwards) for forwards in forwards_of(costs)]
 
 
 def sent_bytes(costs: Costs) -> dict[str, int]:
@@ -233,21 +246,32 @@ def predict(job: Job, layout: Layout, box: Box) -> list[Prediction]:
 
 
 def bytes_needed(job: Job, layout: Layout, box: Box) -> tuple[int, int]:
-    """Return the bytes of the fullest rank with whole weights, and those of its device."""
-    costs = costs_of(job, layout, box)
-    needed = max(expected.weight_bytes(job.whole, stage) + costs.activation_bytes(stage) + RESERVED for stage in costs.stages)
-    return needed, int(min(device.memory_bytes for device in costs.box.devices))
+    """Return the bytes of the rank with the least room for whole weights, and those of its
+    device.
+    """
+    there, weights, activations = fullest(costs_of(job, layout, box), "whole")
+    return weights + activations + RESERVED, there + RESERVED
+
+
+def fullest(costs: Costs, kept: Kept) -> tuple[int, int, int]:
+    """Return the room that the rank has which has least to spare, its weights, kept so, and what
+    it holds beside them.
+    """
+    whole, layout, forwards, there = costs.job.whole, costs.layout, forwards_of(costs), {}
+    for rank, device in enumerate(costs.box.devices):
+        place = costs.stage_of(rank), tuple(forwards[rank * layout.groups // layout.world_size])
+        there[place] = min(there.get(place, device.memory_bytes), device.memory_bytes)
+    found = []
+    for (stage, own), memory in there.items():
+        weights = expected.sharded_bytes(whole, layout, stage) if kept == "sharded" else expected.weight_bytes(whole, stage)
+        found.append((int(memory) - RESERVED, weights, costs.activation_bytes(stage, own)))
+    return min(found, key=lambda one: one[0] - one[1] - one[2])
 
 
 def _kept(costs: Costs, kept: Kept) -> Prediction | None:
     """Predict with weights kept so; None where they do not fit, or nothing is gained by it."""
     whole, layout = costs.job.whole, costs.layout
-    room = weights = activations = 0
-    for stage, there in zip(costs.stages, rooms(costs), strict=True):
-        one = expected.sharded_bytes(whole, layout, stage) if kept == "sharded" else expected.weight_bytes(whole, stage)
-        held = costs.activation_bytes(stage)
-        if not room or there - one - held < room - weights - activations:
-            room, weights, activations = there, one, held
+    room, weights, activations = fullest(costs, kept)
     moved_s = 0.0
     if kept == "sharded":
         if costs.sequence == 1:
@@ -273,14 +297,6 @@ def _kept(costs: Costs, kept: Kept) -> Prediction | None:
         memory_bytes=weights + activations + RESERVED,
         sent_bytes=sent_bytes(costs),
     )
-
-
-def rooms(costs: Costs) -> list[int]:
-    """Return the room for weights and activations on each stage's smallest device."""
-    found: dict[int, list[float]] = {}
-    for rank, device in enumerate(costs.box.devices):
-        found.setdefault(costs.layout.coordinates(rank)["pipefusion"], []).append(device.memory_bytes)
-    return [int(min(found[stage])) - RESERVED for stage in sorted(found)]
 
 
 def _waits(kept: Kept, moved_s: float, computing_s: float) -> float:

@@ -79,8 +79,11 @@ def as_measured(devices: tuple[Device, ...], flops_per_s: Sequence[float]) -> tu
     if min(flops_per_s) <= 0 or min(flops_per_s) == fastest:
         return devices
     whole = devices[flops_per_s.index(fastest)].matmul_flops_per_s
-    speeds = [whole * one / fastest for one in flops_per_s]
-    return tuple(replace(one, matmul_flops_per_s=own, attention_flops_per_s=own) for one, own in zip(devices, speeds, strict=True))
+    times = [whole * own / fastest / one.matmul_flops_per_s for one, own in zip(devices, flops_per_s, strict=True)]
+    return tuple(
+        replace(one, matmul_flops_per_s=one.matmul_flops_per_s * as_fast, attention_flops_per_s=one.attention_flops_per_s * as_fast)
+        for one, as_fast in zip(devices, times, strict=True)
+    )
 
 
 def kind_of(title: str) -> str:

@@ -77,10 +77,11 @@ def device(kind: str) -> Device:
     return Device(
         name=kind,
         matmul_flops_per_s=speed,
-        attention_flops_per_s=speed,
+        attention_flops_per_s=known["attention"][kind]["tflops"] * TERA if kind in known["attention"] else speed,
         memory_bytes=figure["memory_gb"] * GIGA,
         memory_bytes_per_s=figure["memory_gb_per_s"] * GIGA * known["memory"]["fraction"],
         block_s=known["block"]["seconds"],
+        processors=figure["processors"],
     )
 
 
