@@ -36,7 +36,7 @@ from .notices import Notices
 from .planning import Asked, Planned, Planning, placement_of, provisional
 from .report.alone import times_as_long
 from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, foretold, last_run, plan_figures
-from .report.shares import shares_text
+from .report.shares import unlike_shares
 from .report.text import plan_heads
 from .room import room_on_devices
 from .settings import AUTO, PLACED_BY, Choice, PoolSettings, how_many
@@ -266,7 +266,7 @@ def pool_figures(handle: PoolHandle, pool: RemotePool) -> PoolFigures:
         conditioning_uploads=held.conditioning.uploads if held else 0,
         weights=kept_weights(pool),
         kernels=ring_kernels(handle),
-        shares=shares_text(placement),
+        shares=tuple(share.english for share in unlike_shares(placement)),
         last_run=last_run(run.began_s, run.mode, list(run.evaluations), placement.backend, placement.layout.pipefusion) if run else None,
     )
 

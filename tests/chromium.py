@@ -16,6 +16,7 @@ import aiohttp
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--mute-audio", "--no-first-run")
 PORT_FILE = "DevToolsActivePort"  # Chromium writes its port there once it listens
+LOADED_S, ANSWERED_S, ENDED_S = 120, 60, 10  # the longest that a page, an answer and Chromium's end may take
 
 UNTIL = """new Promise(done => {
   const holds = () => { try { return %s } catch { return false } }  // what is looked at may not be there yet
@@ -89,7 +90,7 @@ class Page:
         command = [installed(), *FLAGS, "--remote-debugging-port=0", f"--user-data-dir={self._profile}", "about:blank"]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            self._loop.run_until_complete(self._connect(self._port()))
+            self._within(LOADED_S, self._connect(self._port()), f"{self._url} is not loaded")
         except BaseException:
             self.__exit__()
             raise
@@ -99,7 +100,15 @@ class Page:
         if self._session is not None:
             self._loop.run_until_complete(self._session.close())
         self._process.terminate()
-        self._process.wait()
+        try:
+            self._process.wait(ENDED_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.forget()
+
+    def forget(self):
+        """Leaves nothing behind of a page whose Chromium has ended, or was never started."""
         self._loop.close()
         shutil.rmtree(self._profile, ignore_errors=True)
 
@@ -120,29 +129,30 @@ class Page:
         self._socket = await self._session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0)
         await self._ask("Page.enable")
         await self._ask("Page.addScriptToEvaluateOnNewDocument", source=self.first)
-        await self._ask("Page.navigate", url=self._url)
-        await self._receive(lambda message: message.get("method") == "Page.loadEventFired")
+        await self._load("Page.navigate", url=self._url)
 
     def evaluate(self, expression, timeout_s=120):
         """The value of the expression, or of the promise that it is."""
+        return self._within(timeout_s, self._evaluate(expression), expression)
+
+    def _within(self, seconds, coroutine, what):
         try:
-            return self._loop.run_until_complete(asyncio.wait_for(self._evaluate(expression), timeout_s))
+            return self._loop.run_until_complete(asyncio.wait_for(coroutine, seconds))
         except asyncio.TimeoutError as error:
-            raise TimeoutError(f"not within {timeout_s} s: {expression}") from error
+            raise TimeoutError(f"not within {seconds} s: {what}") from error
 
     def until(self, condition, timeout_s=60):
         """Waits until a condition holds."""
         self.evaluate(UNTIL % condition, timeout_s)
 
     def resize(self, width, height):
-        self._loop.run_until_complete(
-            self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        )
+        size = self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self._within(ANSWERED_S, size, "the page has another size")
 
     def screenshot(self, file, box=None):
         """Saves what is seen, or a box of it (left, top, width, height), as a PNG."""
         clip = {"clip": {**dict(zip(("x", "y", "width", "height"), box, strict=True)), "scale": 1}} if box else {}
-        answer = self._loop.run_until_complete(self._ask("Page.captureScreenshot", format="png", **clip))
+        answer = self._within(ANSWERED_S, self._ask("Page.captureScreenshot", format="png", **clip), f"a picture for {file}")
         Path(file).write_bytes(base64.b64decode(answer["data"]))
 
     async def _evaluate(self, expression):
@@ -151,19 +161,31 @@ class Page:
             raise RuntimeError(json.dumps(answer["exceptionDetails"])[:2000])
         return answer["result"].get("value")
 
-    async def _ask(self, method, **params):
-        number = next(self._numbers)
+    async def _ask(self, method, is_enough=lambda messages: True, **params):
+        """The answer, once what has come meanwhile is enough."""
+        number, messages, answer = next(self._numbers), [], None
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        answer = await self._receive(lambda message: message.get("id") == number)
-        if "error" in answer:
-            raise RuntimeError(f"{method}: {answer['error']['message']}")
-        return answer["result"]
-
-    async def _receive(self, is_meant):
-        while True:
+        while answer is None or not is_enough(messages):
             message = json.loads(await self._socket.receive_str())
-            if is_meant(message):
-                return message
+            messages.append(message)
+            if message.get("id") == number:
+                if "error" in message:
+                    raise RuntimeError(f"{method}: {message['error']['message']}")
+                answer = message["result"]
+        return answer
+
+    async def _load(self, method, **params):
+        """Asks for another page and waits until it has loaded."""
+        answer = await self._ask(method, is_loaded, **params)
+        assert "errorText" not in answer, f"{method}: {answer['errorText']}"  # then the page that says so has loaded
+
+
+def is_loaded(messages):
+    """Whether another page has come and loaded. Chromium may tell of both before it answers, so that
+    whatever looks for them from its answer on may wait for ever.
+    """
+    told = [message.get("method") for message in messages if "parentId" not in message.get("params", {}).get("frame", {})]
+    return "Page.frameNavigated" in told and "Page.loadEventFired" in told[told.index("Page.frameNavigated") :]
 
 
 class ComfyPage(Page):
@@ -182,12 +204,8 @@ class ComfyPage(Page):
         self.evaluate(ENDS)
 
     def reload(self):
-        self._loop.run_until_complete(self._reload())
+        self._within(LOADED_S, self._load("Page.reload"), f"{self._url} is not loaded again")
         self._make_ready()
-
-    async def _reload(self):
-        await self._ask("Page.reload")
-        await self._receive(lambda message: message.get("method") == "Page.loadEventFired")
 
     def choose_first(self):
         """Makes dynamic prompts, and whatever else is drawn by lot, the same each time."""

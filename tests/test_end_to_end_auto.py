@@ -146,18 +146,32 @@ def test_a_unets_prompts_go_to_groups_without_a_node_in_the_graph(auto):
     assert relative_error(ours, latent(auto, anew(nodes("unet_stock")))[0]) <= BOUND
 
 
-KINDS = {
-    "no_plan": (("TestWithoutPlan", {"unet_name": "model.safetensors"}), (), "Unplanned has no token plan"),
-    "patch": (None, [("TestAttentionPatch", {})], "halved_keys (patches/attn1_patch) runs inside the model's blocks"),
+@pytest.mark.skipif(not ALL, reason="long: in one process a few are in test_auto.py, here with PIPEMESH_TEST_ALL=1")
+def test_pictures_of_fifty_prompts_on_and_off_in_turn_are_equal(auto):
+    nodes, taken = graph("fifty", parallel=False, seed=91), []
+    for number in range(50):
+        switch(auto, number % 2 == 0)
+        nodes["sampler"]["inputs"]["denoise"] = 1.0 - number * 1e-6  # the same to samplers, but for what ComfyUI has kept
+        before = runs(auto)
+        taken.append(picture(auto, nodes, "fifty"))
+        assert (runs(auto) > before) == (number % 2 == 0)
+    assert max(most for one in taken for _least, most in difference(taken[0], one)) <= 1
+
+
+KINDS = {  # kind -> loader, what is between it and the sampler, of how many prompts, why it is on one GPU
+    "no_plan": (("TestWithoutPlan", {"unet_name": "model.safetensors"}), (), 2, "Unplanned has no token plan"),
+    "patch": (None, [("TestAttentionPatch", {})], 2, "halved_keys (patches/attn1_patch) runs inside the model's blocks"),
+    "unet": (("TestUNet", {}), (), 1, "UNetModel has no token plan"),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_be_honoured_runs_on_one_gpu_and_its_node_says_why(auto, kind):
-    loader, between, sentence = KINDS[kind]
+    loader, between, prompts, sentence = KINDS[kind]
 
     def nodes(name):
         made = graph(name, parallel=False, seed=61, between=between)
+        made["sampler"]["inputs"]["cfg"] = float(prompts)  # at 1 ComfyUI leaves the negative prompt out
         if loader is not None:
             made["unet"] = node(loader[0], **loader[1])
         return made

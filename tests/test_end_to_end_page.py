@@ -276,13 +276,23 @@ def test_devices_are_chosen_from_a_list_of_those_that_are_there_and_the_list_is_
     )
 
 
-def test_a_workflow_saved_by_0_1_opens_unfolded_and_is_queued_as_it_was(server, page):
-    saved = json.loads((Path(__file__).parent / "saved" / "workflow_0_1.json").read_text(encoding="utf-8"))
+SAVED = Path(__file__).with_name("saved")
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in SAVED.glob("workflow_*.json")))
+def test_a_workflow_saved_by_0_1_opens_unfolded_and_is_queued_as_it_was(server, page, name):
+    saved = json.loads((SAVED / f"{name}.json").read_text(encoding="utf-8"))
     page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
-    inputs = page.evaluate(QUEUED)
-    assert (inputs["layout"], inputs["devices"], inputs["ulysses"], inputs["backend"]) == ("by hand", "auto", 2, "auto")
-    assert ["ulysses", 2] in page.evaluate(SHOWN)
-    assert inputs == api_prompt(saved, server.get("/object_info"))["2"]["inputs"], "what test_end_to_end_saved.py runs"
+    (values,) = (node["widgets_values"] for node in saved["nodes"] if node["type"] == "PipeMeshPool")
+    inputs, names = page.evaluate(QUEUED), ("devices", "ulysses", "backend", "ring", "pipefusion", "patches", "warm_up", "stages")
+    assert {name: inputs[name] for name in names[: len(values)]} == dict(zip(names, values, strict=False))
+    assert inputs["layout"] == "by hand" and ["ulysses", inputs["ulysses"]] in page.evaluate(SHOWN)
+    queued = page.evaluate("(async () => (await app.graphToPrompt()).output)()")
+    assert inputs_of(queued) == inputs_of(api_prompt(saved, server.get("/object_info"))), "what test_end_to_end_saved.py runs"
+
+
+def inputs_of(prompt):
+    return {number: (node["class_type"], node["inputs"]) for number, node in prompt.items()}
 
 
 EXAMPLES = Path(__file__).parents[1] / "example_workflows"

@@ -4,15 +4,20 @@ comes back by its buttons, in light and dark, narrow, by keyboard. By command: t
 
 import json
 import os
+import re
 import signal
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from pipemesh.nodes.report.shares import Share
+from pipemesh.parallel_runtime.client.run_picture import AXES
 
 from .chromium import ComfyPage
 from .served import LARGE, graph, latent, live_pool, pids, wait_for_phase
 from .test_end_to_end_page import SUCCESS, numbered
+from .test_end_to_end_status import example
 
 pytestmark = pytest.mark.browser
 
@@ -28,6 +33,12 @@ ABOVE = "position: fixed; left: 0; top: 0; height: 100vh; z-index: 9999; backgro
 NARROW = f"{PANEL}.style.cssText = '{ABOVE}; width: %dpx'"
 WIDE = f"{PANEL}.style.cssText = ''"
 PRESS = "[...document.querySelectorAll('.pipemesh button')].find(one => one.textContent == %s).click()"
+SAYS = """(() => {
+  const real = window.realFetch ??= window.fetch, said = JSON.stringify(%s)
+  window.fetch = (path, ...rest) => String(path).includes('/pipemesh/status') ? Promise.resolve(new Response(said)) : real(path, ...rest)
+})()"""
+SHARES = "[...document.querySelectorAll('.pipemesh .bar > [class^=axis]')].map(one => parseFloat(one.style.width))"
+UNLIKE = Share("tokens", ("cuda:1", "30 %", "2.3", "cuda:0")), Share("stage", ("1", "2.3")), Share("group", ("cuda:1", "2.3"))
 FITS = "document.querySelector('.pipemesh').scrollWidth <= document.querySelector('.pipemesh').clientWidth"
 LISTEN = """(() => {
   const api = window.comfyAPI.api.api, panel = document.querySelector('.pipemesh')
@@ -135,6 +146,39 @@ def test_why_a_layout_was_chosen_and_others_were_not_is_shown_in_every_language(
         assert page.evaluate(FITS)
         page.screenshot(screens / f"panel-plan-{language}.png", page.evaluate(SEEN))
     page.evaluate(WIDE)
+
+
+def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page, screens):
+    """What no test machine has: the status is made up."""
+    made = example()
+    pool, figures = made["pools"][0], made["last_runs"][0]["figures"]
+    pool["shares"] = [asdict(share) for share in UNLIKE]
+    figures |= {"exchange_share": 0.15, "exchange_by_axis": {axis: 0.01 * number for number, axis in enumerate(AXES, 1)}}
+    texts = json.loads((LOCALES / "en" / "main.json").read_text(encoding="utf-8"))["pipemesh"]
+    page.evaluate(SAYS % json.dumps(made))
+    try:
+        for share in UNLIKE:
+            shown(page, filled(texts[f"share_{share.word}"], share.values))
+        for axis, number in zip(AXES, range(1, 6), strict=True):
+            shown(page, f"{texts[f'axis_{axis}']}\n{number}.0 %")
+        assert page.evaluate(SHARES) == pytest.approx([5, 4, 3, 2, 1], abs=0.1), "the bar has each, the largest first"
+        shown(page, "Communication: 15 % of the time")
+        for palette in ("light", "dark"):
+            page.set("Comfy.ColorPalette", palette)
+            page.until(f"document.documentElement.classList.contains('dark-theme') == {json.dumps(palette == 'dark')}")
+            page.evaluate(NARROW % 320)
+            assert page.evaluate(FITS) and page.evaluate(CONTRAST) >= 4.5
+            page.screenshot(screens / f"panel-unlike-{palette}.png", page.evaluate(SEEN))
+        figures["exchange_share"] = None
+        page.evaluate(SAYS % json.dumps(made))
+        shown(page, "Waiting for messages: 15 % of the time")
+    finally:
+        page.evaluate(WIDE)
+        page.evaluate("(() => { window.fetch = window.realFetch })()")
+
+
+def filled(text, values):
+    return re.sub(r"%(\d)", lambda place: values[int(place[1]) - 1], text)
 
 
 def test_a_dead_worker_is_shown_and_started_again_from_there(server, page, screens):

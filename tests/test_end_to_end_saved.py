@@ -1,71 +1,93 @@
-"""Workflows that an earlier version saved, run on the server: the latent is stock's, and that of
-the workflow as it is made today. What ComfyUI's page queues is in test_end_to_end_page.py.
+"""Workflows that an earlier version saved, run on the server: the latent is that of the workflow as
+it is made today and, where that is exact, stock's. What ComfyUI's page queues is in
+test_end_to_end_page.py.
 """
 
 import json
 from itertools import count
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BOUND, relative_error
 from pipemesh.launcher.templates.graph import api_prompt
 from pipemesh.launcher.templates.surgery import file_name, made_small, recorded, samplers
+from pipemesh.nodes.settings import BY_HAND, PoolSettings
 from safetensors.torch import load_file
 
-SAVED = {  # of 0.1, when the pool had three inputs -> the same workflow of today
-    "workflow_0_1": "PipeMesh Flux text to image",
+SAVED = {  # of 0.1 -> the layout that it says
+    "workflow_0_1": "ulysses 2 = 2 ranks",  # when the pool had three inputs
+    "workflow_0_1_stages": "pipefusion 2 = 2 ranks",  # when it had eight, and with the pack's own sampler
 }
+TODAYS = "PipeMesh Flux text to image"  # the first of them, as it is made today
 FOLDERS = Path(__file__).with_name("saved"), Path(__file__).parents[1] / "example_workflows"
-TESTED = {file.stem for file in FOLDERS[0].glob("workflow_*.json")}
 WHOLE = 1.0  # denoise; a little less is the same to ComfyUI, but for what it keeps of a prompt before
 
 
 @pytest.fixture
 def sampled(server):
-    """The latent of a workflow on small stand-ins for its models, and whether a pool sampled it."""
-    info, runs = server.get("/object_info"), count()
+    """The latent of a workflow on small stand-ins for its models, and the run of the pool that
+    sampled it; None where none has.
+    """
+    info, numbers = server.get("/object_info"), count()
 
-    def began():
-        return {run["began"] for run in server.get("/pipemesh/status")["last_runs"]}
+    def ran():
+        return {run["began"]: run for run in server.get("/pipemesh/status")["last_runs"]}
 
     def latent(folder, name, change=lambda _nodes: None):
         workflow = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         nodes = made_small(api_prompt(workflow, info), info)
         ((sampler, _output),) = samplers(nodes, info).items()
-        run = next(runs)
-        nodes[sampler]["inputs"]["denoise"] = WHOLE - run * 2e-5
+        number = next(numbers)
+        nodes[sampler]["inputs"]["denoise"] = WHOLE - number * 2e-5
         change(nodes)
-        before, result = began(), server.run(recorded(nodes, info, f"saved{run}"))
+        before, result = ran(), server.run(recorded(nodes, info, f"saved{number}"))
         assert result.error is None, f"{result.error}\n{server.log_tail()}"
-        (found,) = load_file(server.output / f"saved{run}-{file_name(sampler)}").values()
-        return found, bool(began() - before)
+        (found,) = load_file(server.output / f"saved{number}-{file_name(sampler)}").values()
+        return found, next((run for began, run in ran().items() if began not in before), None)
 
     return latent
 
 
-def by_hand(nodes):
+def of_today(nodes):
+    """Every input of the pool is there, as today's page queues it."""
     (pool,) = (node for node in nodes.values() if node["class_type"] == "PipeMeshPool")
-    pool["inputs"]["layout"] = "by hand"
+    defaults = {name: takes.default for name, takes in PoolSettings.inputs().items()}
+    pool["inputs"] = {**defaults, **pool["inputs"], "layout": BY_HAND}
 
 
 def without_the_pack(nodes):
-    """Every MODEL comes as it is before PipeMesh Parallelize."""
+    """Every MODEL comes as it is before PipeMesh Parallelize, and goes to a stock sampler."""
     before = {key: node["inputs"]["model"] for key, node in nodes.items() if node["class_type"] == "PipeMeshParallelize"}
     for key in [*before, *(key for key, node in nodes.items() if node["class_type"] == "PipeMeshPool")]:
         del nodes[key]
     for node in nodes.values():
+        node["class_type"] = node["class_type"].removeprefix("PipeMesh")
+        node["inputs"].pop("pool", None)
         for name, link in node["inputs"].items():
             if isinstance(link, list) and link[0] in before:
                 node["inputs"][name] = before[link[0]]
 
 
+def test_every_workflow_that_is_kept_is_run():
+    assert SAVED.keys() == {file.stem for file in FOLDERS[0].glob("workflow_*.json")}
+
+
 @pytest.mark.parametrize("name", SAVED)
-def test_a_workflow_that_0_1_saved_gives_stocks_latent_in_the_pool_as_todays_does(sampled, name):
-    assert SAVED.keys() == TESTED
-    ours, in_pool = sampled(FOLDERS[0], name)
-    todays, today_in_pool = sampled(FOLDERS[1], SAVED[name], by_hand)
-    stock, stock_in_pool = sampled(FOLDERS[0], name, without_the_pack)
-    assert (in_pool, today_in_pool, stock_in_pool) == (True, True, False)
-    assert torch.equal(ours, todays)
-    assert relative_error(ours, stock) <= BOUND
+def test_a_workflow_that_0_1_saved_runs_in_its_layout_and_gives_the_latent_that_it_gives_today(server, sampled, name):
+    ours, run = sampled(FOLDERS[0], name)
+    assert {pool["id"]: pool["layout"] for pool in server.get("/pipemesh/status")["pools"]}[run["pool"]] == SAVED[name]
+    todays, another = sampled(FOLDERS[0], name, of_today)
+    assert another["pool"] == run["pool"] and torch.equal(ours, todays)
+    in_patches = run["figures"]["in_patches"]
+    if in_patches is not None:
+        assert in_patches == another["figures"]["in_patches"] | {"of_schedule": ANY, "lost_ms": ANY} and in_patches["patches"] == 4
+        return
+    stock, in_no_pool = sampled(FOLDERS[0], name, without_the_pack)
+    assert in_no_pool is None and relative_error(ours, stock) <= BOUND
+
+
+def test_the_example_that_0_1_came_with_gives_the_latent_of_todays_example(sampled):
+    ours, _ = sampled(FOLDERS[0], "workflow_0_1")
+    assert torch.equal(ours, sampled(FOLDERS[1], TODAYS, of_today)[0])

@@ -16,6 +16,7 @@ from .conftest import ALL
 from .served import LARGE, graph, latent, live_pool, pids, wait_for_phase
 
 MANY = 10_000 if ALL else 300
+LEAK = 4096  # bytes of one request, as a leak of which all of them would be seen
 SCRIPT = {"Content-Type": "application/json"}
 FOREIGN = {"Origin": "https://example.org", "Sec-Fetch-Site": "cross-site"}
 
@@ -156,7 +157,7 @@ def test_a_page_of_another_origin_gets_no_answer(server):
 def test_many_requests_during_runs_are_all_answered_and_leave_nothing_behind(server):
     latent(server, graph("before_many", seed=85))
     process, codes = psutil.Process(server.pid), []
-    before = process.num_fds(), process.num_threads()
+    before = process.num_fds(), process.num_threads(), process.memory_full_info().uss
 
     def asks():
         for _ in range(MANY):
@@ -174,3 +175,5 @@ def test_many_requests_during_runs_are_all_answered_and_leave_nothing_behind(ser
     assert codes == [200] * MANY
     assert process.num_threads() <= before[1] + 2
     assert process.num_fds() <= before[0] + 4
+    if ALL:  # of few requests the runs beside them have more
+        assert process.memory_full_info().uss <= before[2] + MANY * LEAK

@@ -107,6 +107,8 @@ def words_of_the_status():
     """Every word that the panel makes a text's name of."""
     from pipemesh.nodes.auto.switch import UNAVAILABLE
     from pipemesh.nodes.report.causes import SLOWED, WHY
+    from pipemesh.nodes.report.shares import TAKES
+    from pipemesh.parallel_runtime.client.run_picture import AXES
     from pipemesh.parallel_runtime.client.session import ResidentState
     from pipemesh.parallel_runtime.planner.choose import LOST
     from pipemesh.parallel_runtime.planner.here import Known
@@ -121,6 +123,8 @@ def words_of_the_status():
         "model": [state.name.lower() for state in ResidentState],
         "lost": [*LOST],
         "known": [*get_args(Known)],
+        "share": [*TAKES],
+        "axis": [*AXES],
     }
 
 

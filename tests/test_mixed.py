@@ -14,7 +14,7 @@ from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.planning import Planning
 from pipemesh.nodes.report.alone import times_as_long
-from pipemesh.nodes.report.shares import shares_text
+from pipemesh.nodes.report.shares import unlike_shares
 from pipemesh.nodes.room import room_on_devices
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
@@ -221,13 +221,16 @@ def test_only_ranks_with_unlike_gpus_of_their_own_time_them():
 
 
 def test_the_report_says_what_slower_devices_take_and_why():
+    def said(placement):
+        return [share.english for share in unlike_shares(placement)]
+
     pair = place(Layout(ulysses=2), "auto", "auto", gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090"))
-    assert shares_text(pair) == ("cuda:1 takes 30 % of the tokens, as it is 2.3x slower than cuda:0",)
-    assert shares_text(place(Layout(ulysses=2), "cpu", "gloo", ())) == ()
+    assert said(pair) == ["cuda:1 takes 30 % of the tokens, as it is 2.3x slower than cuda:0"]
+    assert not said(place(Layout(ulysses=2), "cpu", "gloo", ()))
     stages = place(Layout(pipefusion=2), "cuda:1,cuda:0", "auto", pair.devices)
-    assert shares_text(stages) == ("stage 0 is 2.3x slower than the fastest: fewer blocks suit it",)
+    assert said(stages) == ["stage 0 is 2.3x slower than the fastest: fewer blocks suit it"]
     groups = place(Layout(cfg=2), "auto", "auto", pair.devices)
-    assert shares_text(groups) == ("the group of cuda:1 is 2.3x slower, and gets prompts and images by that",)
+    assert said(groups) == ["the group of cuda:1 is 2.3x slower, and gets prompts and images by that"]
 
 
 def test_what_a_slower_device_computed_would_take_the_first_less():

@@ -7,6 +7,7 @@ const GIB = 2 ** 30;
 const SOON_MS = 300; // events that come together are one look
 const EVERY_MS = 5000; // while the panel is open, for what no event tells of: a worker that dies between runs
 const EVENTS = ["status", "executing", "progress_state", "execution_success", "execution_error", "execution_interrupted", "pipemesh.notice"];
+const AXES = { pipefusion: "#d33f49", ulysses: "#f2a6a6", ring: "#7a1f5c", weights: "#8c564b", gather: "#f7d488" }; // as in the picture of a run
 const STYLE = `
 .pipemesh { box-sizing: border-box; height: 100%; overflow: auto; padding: 12px; color: var(--fg-color); font-size: 13px; line-height: 1.45;
   overflow-wrap: anywhere; }
@@ -22,6 +23,8 @@ const STYLE = `
 .pipemesh .bar { height: 6px; border-radius: 3px; background: var(--border-color); overflow: hidden; margin: 2px 0 6px; display: flex; }
 .pipemesh .bar > span { display: block; height: 100%; background: var(--p-primary-color, #2a78d6); }
 .pipemesh .bar > span.other { background: var(--descrip-text); }
+.pipemesh .key { display: inline-block; width: 8px; height: 8px; margin-right: 6px; border-radius: 2px; }
+${Object.entries(AXES).map(([axis, colour]) => `.pipemesh .axis-${axis}, .pipemesh .bar > span.axis-${axis} { background: ${colour}; }`).join("\n")}
 .pipemesh pre { margin: 6px 0; max-height: 160px; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 11px; }
 .pipemesh .acts { display: flex; flex-wrap: wrap; gap: 6px; margin-top: 6px; }
 .pipemesh button { border: 1px solid var(--border-color); border-radius: 4px; padding: 4px 10px; cursor: pointer;
@@ -56,6 +59,9 @@ class Panel {
     this.waiting = null; // what pipemesh.progress said last
     this.error = "";
     this.busy = false;
+    this.asked = 0; // looks so far
+    this.drawn = 0; // the one whose answer is shown: an older one may come later
+    this.picture = null; // of the last run; made once, for the server draws it each time
     this.look = () => {
       this.soon ??= setTimeout(() => ((this.soon = undefined), this.refresh()), SOON_MS);
     };
@@ -82,10 +88,14 @@ class Panel {
   }
 
   async refresh() {
+    const number = ++this.asked;
     try {
       const answer = await api.fetchApi("/pipemesh/status", { cache: "no-store" });
       if (!answer.ok) throw new Error(answer.statusText);
-      this.draw(await answer.json());
+      const status = await answer.json();
+      if (number < this.drawn) return;
+      this.drawn = number;
+      this.draw(status);
     } catch (error) {
       this.root.replaceChildren(make("p", { role: "alert", text: this.t("unreachable", error.message) }));
     }
@@ -166,19 +176,38 @@ class Panel {
     lines.push(make("p", { text: run.title }));
     lines.push(...this.plan(run.plan));
     for (const cause of pool?.why ?? []) lines.push(make("p", { className: "quiet", text: t(`why_${cause.word}`, cause.value) }));
-    if (figures?.exchange_share !== null && figures?.exchange_share !== undefined) {
-      const share = Math.round(100 * figures.exchange_share);
-      lines.push(make("p", { text: t("communication", share) }), bar(t("communication", share), [[figures.exchange_share, "other"]]));
-    }
+    for (const share of pool?.shares ?? []) lines.push(make("p", { className: "quiet", text: t(`share_${share.word}`, ...share.values) }));
+    lines.push(...this.communication(figures));
     if (run.slowed.length) {
       lines.push(make("p", { text: t("slowed") }));
       lines.push(make("ul", {}, ...run.slowed.map((cause) => make("li", { text: t(`slowed_${cause.word}`, cause.value) }))));
     }
     if (figures?.busy?.length) {
-      const picture = make("img", { src: api.apiURL(`/../pipemesh/timeline.png?${run.began}`), alt: t("timeline") });
-      lines.push(make("details", { "data-key": "timeline" }, make("summary", { text: t("timeline"), "data-key": "timeline-summary" }), picture));
+      const src = api.apiURL(`/../pipemesh/timeline.png?${run.began}`);
+      if (this.picture?.getAttribute("src") !== src) this.picture = make("img", { src, alt: t("timeline") });
+      const summary = make("summary", { text: t("timeline"), "data-key": "timeline-summary" });
+      lines.push(make("details", { "data-key": "timeline" }, summary, this.picture));
     }
     return [make("h2", { text: t("last_run") }), make("div", { className: "card" }, ...lines)];
+  }
+
+  // How long one rank waited for messages, of the rank that did so most, by axis. Patches overlap, so their run has no share of its own.
+  communication(figures) {
+    const { t } = this;
+    const axes = Object.entries(figures?.exchange_by_axis ?? {}).sort(([, one], [, other]) => other - one);
+    const known = figures?.exchange_share ?? null;
+    if (known === null && !axes.length) return [];
+    const share = known ?? axes.reduce((sum, [, one]) => sum + one, 0);
+    const said = t(known === null ? "waited" : "communication", Math.round(100 * share));
+    const row = ([axis, one]) =>
+      make(
+        "div",
+        { className: "row quiet" },
+        make("span", {}, make("span", { className: `key axis-${axis}` }), t(`axis_${axis}`)),
+        make("span", { text: `${(100 * one).toFixed(1)} %` })
+      );
+    const parts = axes.length ? axes.map(([axis, one]) => [one, `axis-${axis}`]) : [[share, "other"]];
+    return [make("p", { text: said }), bar(said, parts), ...axes.map(row)];
   }
 
   // Why the run had its layout, what was predicted and achieved, and why others lose; nothing where it was said by hand.

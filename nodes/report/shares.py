@@ -1,14 +1,37 @@
-"""What ranks on unlike devices take of a run, in the report's words."""
+"""What ranks on unlike devices take of a run: as words that every language has a text for, and in
+English for the report.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from ...launcher.pool.devices import Placement
 from ...parallel_runtime.comm.shares import group_speeds, shares_of, stage_speeds
 
+TAKES = {
+    "tokens": "{} takes {} of the tokens, as it is {}x slower than {}",
+    "stage": "stage {} is {}x slower than the fastest: fewer blocks suit it",
+    "group": "the group of {} is {}x slower, and gets prompts and images by that",
+}
 
-def shares_text(placement: Placement) -> tuple[str, ...]:
+
+@dataclass(frozen=True)
+class Share:
+    """What a slower rank, stage or group takes. ``word``: of ``TAKES``; ``values``: what goes into
+    its text.
+    """
+
+    word: str
+    values: tuple[str, ...]
+
+    @property
+    def english(self) -> str:
+        return TAKES[self.word].format(*self.values)
+
+
+def unlike_shares(placement: Placement) -> tuple[Share, ...]:
     """Say of each slower rank what it takes, and why: of tokens within its sequence, of blocks
     where it is a stage, of prompts and images where its group is slower. Empty where devices are
     alike.
@@ -18,7 +41,7 @@ def shares_text(placement: Placement) -> tuple[str, ...]:
     return (*_of_tokens(placement), *_of_stages(placement), *_of_groups(placement))
 
 
-def _of_tokens(placement: Placement) -> Iterator[str]:
+def _of_tokens(placement: Placement) -> Iterator[Share]:
     layout, speeds = placement.layout, placement.speeds
     size = layout.ulysses * layout.ring
     for rank, device in enumerate(placement.devices):
@@ -27,22 +50,22 @@ def _of_tokens(placement: Placement) -> Iterator[str]:
         own, most = speeds[rank], max(speeds[first : first + size])
         if tokens and own < most and tokens[rank - first] * size < sum(tokens):
             fastest, share = placement.devices[speeds.index(most, first)].name, _percent(tokens[rank - first], tokens)
-            yield f"{device.name} takes {share} of the tokens, as it is {most / own:.1f}x slower than {fastest}"
+            yield Share("tokens", (device.name, share, f"{most / own:.1f}", fastest))
 
 
-def _of_stages(placement: Placement) -> Iterator[str]:
+def _of_stages(placement: Placement) -> Iterator[Share]:
     speeds = stage_speeds(placement.layout.degrees(), placement.speeds)
     for stage, speed in enumerate(speeds):
         if speed < max(speeds):
-            yield f"stage {stage} is {max(speeds) / speed:.1f}x slower than the fastest: fewer blocks suit it"
+            yield Share("stage", (str(stage), f"{max(speeds) / speed:.1f}"))
 
 
-def _of_groups(placement: Placement) -> Iterator[str]:
+def _of_groups(placement: Placement) -> Iterator[Share]:
     speeds = group_speeds(placement.speeds, placement.layout.groups)
     for group, speed in enumerate(speeds):
         if speed < max(speeds):
             names = ", ".join(dict.fromkeys(placement.devices[rank].name for rank in placement.layout.members(group)))
-            yield f"the group of {names} is {max(speeds) / speed:.1f}x slower, and gets prompts and images by that"
+            yield Share("group", (names, f"{max(speeds) / speed:.1f}"))
 
 
 def _percent(own: float, of: Sequence[float]) -> str:

@@ -17,6 +17,7 @@ from ...parallel_runtime.client.run import Run
 from ..auto.sampling import Auto
 from ..report.causes import slowed, why_layout
 from ..report.figures import RankFigures, last_run, plan_figures
+from ..report.shares import unlike_shares
 from ..runtime import Runtime, kept_weights, rank_figures
 from .figures import AutoStatus, DeviceStatus, ModelStatus, PoolStatus, RunStatus, Status
 
@@ -54,6 +55,7 @@ def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
         ranks=rank_figures(handle),
         models=tuple(ModelStatus(name, title_of(pool, name), held.state.name.lower()) for name, held in models),
         why=why_layout(placement.layout.degrees()),
+        shares=unlike_shares(placement),
         fault=handle.fault,
     )
 

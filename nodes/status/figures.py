@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..notices import Notice
 from ..report.causes import Cause
 from ..report.figures import LastRun, PlanFigures, RankFigures
+from ..report.shares import Share
 from ..timing import Speed
 
 
@@ -45,8 +46,8 @@ class ModelStatus:
 @dataclass(frozen=True, kw_only=True)
 class PoolStatus:
     """``id`` is the same for as long as ComfyUI runs. ``models``: least recently used first.
-    ``why`` this layout; ``fault``: why it takes no requests, with the last log lines of the worker
-    that died.
+    ``why`` this layout; ``shares``: what slower devices take; ``fault``: why it takes no requests,
+    with the last log lines of the worker that died.
     """
 
     id: str
@@ -57,6 +58,7 @@ class PoolStatus:
     ranks: tuple[RankFigures, ...]
     models: tuple[ModelStatus, ...]
     why: tuple[Cause, ...] = ()
+    shares: tuple[Share, ...] = ()
     fault: str = ""
 
 
