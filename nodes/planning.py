@@ -265,7 +265,8 @@ class Planning:
         """Count an evaluation once for each model and size. Raises NotCounted."""
         sizes = tuple((name, *(tuple(one.shape) for one in tensors_in(cond[name]))) for name in sorted(cond))
         stored = stored_bytes(model.diffusion_model.parameters())
-        key = type(model), repr(sorted(model.model_config.unet_config.items(), key=str)), stored, shape, sizes
+        settings = repr(sorted(model.model_config.unet_config.items(), key=str))
+        key = type(model), type(model.diffusion_model), settings, stored, shape, sizes
         if key not in self._counts:
             try:
                 self._counts[key] = self._count(model, cond, shape)

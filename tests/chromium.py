@@ -181,8 +181,8 @@ class Page:
 
 
 def is_loaded(messages):
-    """Whether another page has come and loaded. Chromium may tell of both before it answers, so that
-    whatever looks for them from its answer on may wait for ever.
+    """Whether another page has come and loaded. Chromium may tell of both before it answers, so
+    that whatever looks for them from its answer on may wait for ever.
     """
     told = [message.get("method") for message in messages if "parentId" not in message.get("params", {}).get("frame", {})]
     return "Page.frameNavigated" in told and "Page.loadEventFired" in told[told.index("Page.frameNavigated") :]

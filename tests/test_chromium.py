@@ -58,7 +58,7 @@ def test_it_has_not_as_long_as_one_of_them_is_missing(load, said):
 
 
 def test_a_page_that_cannot_be_reached_is_an_error(load):
-    with pytest.raises(AssertionError, match="Page.navigate: net::ERR_CONNECTION_REFUSED"):
+    with pytest.raises(AssertionError, match=r"Page\.navigate: net::ERR_CONNECTION_REFUSED"):
         load(NAVIGATED, LOADED, {"id": 1, "result": {"errorText": "net::ERR_CONNECTION_REFUSED"}})
 
 

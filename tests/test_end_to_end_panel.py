@@ -133,19 +133,25 @@ def test_why_a_layout_was_chosen_and_others_were_not_is_shown_in_every_language(
     nodes = graph("panel_plan", seed=105)
     nodes["pool"]["inputs"]["layout"] = "auto"
     latent(server, nodes)
-    for language in ("fr", "ja", "zh", "en"):
-        page.set("Comfy.Locale", language)
-        page.reload()
-        open_panel(page)
-        said = json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["pipemesh"]
-        for text in ("known_plain", "plan_predicted", "plan_achieved", "plan_losers"):
-            shown(page, said[text].partition("%")[0])
-        page.evaluate(f"{PANEL}.querySelector('details[data-key=plan]').open = true")
-        shown(page, said["lost_approximate"])
-        page.evaluate(NARROW % 320)
-        assert page.evaluate(FITS)
-        page.screenshot(screens / f"panel-plan-{language}.png", page.evaluate(SEEN))
-    page.evaluate(WIDE)
+    try:
+        for language in ("fr", "ja", "zh", "en"):
+            speak(page, language)
+            said = json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["pipemesh"]
+            for text in ("known_plain", "plan_predicted", "plan_achieved", "plan_losers"):
+                shown(page, said[text].partition("%")[0])
+            page.evaluate(f"{PANEL}.querySelector('details[data-key=plan]').open = true")
+            shown(page, said["lost_approximate"])
+            page.evaluate(NARROW % 320)
+            assert page.evaluate(FITS)
+            page.screenshot(screens / f"panel-plan-{language}.png", page.evaluate(SEEN))
+    finally:
+        speak(page, "en")
+
+
+def speak(page, language):
+    page.set("Comfy.Locale", language)
+    page.reload()
+    open_panel(page)
 
 
 def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page, screens):

@@ -44,7 +44,7 @@ from pipemesh.parallel_runtime.planner.redundancy import FOLDER, digest_of
 from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .bounds import assert_same
-from .foreign_pack import unet
+from .foreign_pack import unet, without_plan
 from .in_groups import GroupsHere
 from .models import run
 from .planned import box, counts
@@ -158,6 +158,14 @@ def test_an_evaluation_is_counted_once_for_each_size():
     for batch in (1, 2, 1):
         chooser.choose(model, OPEN, asked(batch=batch), ())
     assert counted == [(1, 16, 8, 10)]
+
+
+def test_a_transformer_of_another_class_with_the_same_settings_is_counted_for_itself():
+    counted = []
+    chooser = planning(lambda model, *_: counted.append(type(model.diffusion_model).__name__) or FLUX)
+    for model in (stock_model(5), without_plan(stock_model(5))):
+        chooser.choose(model.model, OPEN, asked(), ())
+    assert counted == ["Flux", "Unplanned"]
 
 
 @pytest.fixture
