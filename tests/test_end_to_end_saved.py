@@ -16,12 +16,11 @@ from pipemesh.launcher.templates.surgery import file_name, made_small, recorded,
 from pipemesh.nodes.settings import BY_HAND, PoolSettings
 from safetensors.torch import load_file
 
-SAVED = {  # of 0.1 -> the layout that it says
-    "workflow_0_1": "ulysses 2 = 2 ranks",  # when the pool had three inputs
-    "workflow_0_1_stages": "pipefusion 2 = 2 ranks",  # when it had eight, and with the pack's own sampler
+KEPT, EXAMPLES = Path(__file__).with_name("saved"), Path(__file__).parents[1] / "example_workflows"
+SAVED = {  # of 0.1 -> the layout that it says, and the same workflow as it is made today
+    "workflow_0_1": ("ulysses 2 = 2 ranks", EXAMPLES / "PipeMesh Flux text to image.json"),  # when the pool had three inputs
+    "workflow_0_1_stages": ("pipefusion 2 = 2 ranks", KEPT / "workflow_0_1_stages.json"),  # with eight, and the pack's own sampler
 }
-TODAYS = "PipeMesh Flux text to image"  # the first of them, as it is made today
-FOLDERS = Path(__file__).with_name("saved"), Path(__file__).parents[1] / "example_workflows"
 WHOLE = 1.0  # denoise; a little less is the same to ComfyUI, but for what it keeps of a prompt before
 
 
@@ -35,8 +34,8 @@ def sampled(server):
     def ran():
         return {run["began"]: run for run in server.get("/pipemesh/status")["last_runs"]}
 
-    def latent(folder, name, change=lambda _nodes: None):
-        workflow = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    def latent(file, change=lambda _nodes: None):
+        workflow = json.loads(file.read_text(encoding="utf-8"))
         nodes = made_small(api_prompt(workflow, info), info)
         ((sampler, _output),) = samplers(nodes, info).items()
         number = next(numbers)
@@ -71,23 +70,19 @@ def without_the_pack(nodes):
 
 
 def test_every_workflow_that_is_kept_is_run():
-    assert SAVED.keys() == {file.stem for file in FOLDERS[0].glob("workflow_*.json")}
+    assert SAVED.keys() == {file.stem for file in KEPT.glob("workflow_*.json")}
 
 
 @pytest.mark.parametrize("name", SAVED)
 def test_a_workflow_that_0_1_saved_runs_in_its_layout_and_gives_the_latent_that_it_gives_today(server, sampled, name):
-    ours, run = sampled(FOLDERS[0], name)
-    assert {pool["id"]: pool["layout"] for pool in server.get("/pipemesh/status")["pools"]}[run["pool"]] == SAVED[name]
-    todays, another = sampled(FOLDERS[0], name, of_today)
+    file, (layout, today) = KEPT / f"{name}.json", SAVED[name]
+    ours, run = sampled(file)
+    assert {pool["id"]: pool["layout"] for pool in server.get("/pipemesh/status")["pools"]}[run["pool"]] == layout
+    todays, another = sampled(today, of_today)
     assert another["pool"] == run["pool"] and torch.equal(ours, todays)
     in_patches = run["figures"]["in_patches"]
     if in_patches is not None:
         assert in_patches == another["figures"]["in_patches"] | {"of_schedule": ANY, "lost_ms": ANY} and in_patches["patches"] == 4
         return
-    stock, in_no_pool = sampled(FOLDERS[0], name, without_the_pack)
+    stock, in_no_pool = sampled(file, without_the_pack)
     assert in_no_pool is None and relative_error(ours, stock) <= BOUND
-
-
-def test_the_example_that_0_1_came_with_gives_the_latent_of_todays_example(sampled):
-    ours, _ = sampled(FOLDERS[0], "workflow_0_1")
-    assert torch.equal(ours, sampled(FOLDERS[1], TODAYS, of_today)[0])
