@@ -66,10 +66,9 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if why := why_no_browser(config):
-        for item in items:
-            if item.get_closest_marker("browser"):
-                item.add_marker(pytest.mark.skip(reason=why))
+    for item in items:
+        if item.get_closest_marker("browser") and (why := why_no_browser(config, item)):
+            item.add_marker(pytest.mark.skip(reason=why))
     lane = config.getoption("--lane")
     if lane is not None:
         left_out = [item for item in items if lane != lane_of(item)]
@@ -82,17 +81,18 @@ def pytest_collection_finish():
     gc.freeze()  # torch's and ComfyUI's own objects: a collection in a test would look at each of them again
 
 
-def why_no_browser(config):
-    """Why tests that open a page are left out; None where they are not."""
+def why_no_browser(config, item):
+    """Why a test that opens a page is left out; None where it is not."""
     from .chromium import installed
 
-    if not config.getoption("--browser"):
+    if not (config.getoption("--browser") or item.get_closest_marker("quick")):
         return "opens a page: run with --browser"
     return None if installed() else "no Chromium is installed: apt install chromium"
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "browser: opens ComfyUI's page in a Chromium")
+    config.addinivalue_line("markers", "browser: opens ComfyUI's page in a Chromium, with --browser")
+    config.addinivalue_line("markers", "quick: of those, runs without --browser too, where there is a Chromium")
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
     is_on_gpu = config.getoption("--cuda") and config.getoption("--cuda-as") == "cuda"

@@ -85,6 +85,7 @@ def without_plan(seed):
 # -- auto mode
 
 
+@pytest.mark.quick
 def test_the_switch_in_the_settings_reaches_the_server_and_a_node_on_one_gpu_has_a_badge(server, page):
     assert page.evaluate("app.extensionManager.setting.get('PipeMesh.Auto')") is False
     page.set("PipeMesh.Auto", True)
@@ -148,6 +149,7 @@ def test_a_switch_without_effect_says_so_when_it_is_changed_and_not_before(page)
 # -- nodes
 
 
+@pytest.mark.quick
 def test_a_new_pool_node_is_folded_and_unfolds(page):
     page.evaluate(NEW)
     assert page.evaluate(SHOWN) == FOLDED
@@ -248,6 +250,7 @@ def brightness(picture):
     return ImageStat.Stat(picture).median[0]
 
 
+@pytest.mark.quick
 def test_a_mistake_in_the_pool_is_one_sentence_that_is_seen(page):
     page.evaluate(MISTAKE)
     page.evaluate("(() => { app.queuePrompt(0) })()")
@@ -279,6 +282,7 @@ def test_devices_are_chosen_from_a_list_of_those_that_are_there_and_the_list_is_
 SAVED = Path(__file__).with_name("saved")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(file.stem for file in SAVED.glob("workflow_*.json")))
 def test_a_workflow_saved_by_0_1_opens_unfolded_and_is_queued_as_it_was(server, page, name):
     saved = json.loads((SAVED / f"{name}.json").read_text(encoding="utf-8"))

@@ -266,7 +266,7 @@ class Panel {
       make("div", { className: "row" }, make("strong", { text: pool.layout }), make("span", { text: t(`state_${state}`) })),
       failed ? make("p", { role: "alert", text: sentence }) : "",
       failed && details.length ? make("pre", { text: details.join("\n"), tabindex: "0" }) : "",
-      ...pool.ranks.map((rank) => this.rank(rank, live)),
+      ...(pool.state === "closed" && !failed ? [] : pool.ranks.map((rank) => this.rank(rank, live))), // many layouts may have been
       pool.models.length ? make("p", { className: "quiet", text: t("models") }) : "",
       pool.models.length ? make("ul", {}, ...pool.models.map((one) => make("li", { text: t(`model_${one.state}`, one.title) }))) : "",
       make(
