@@ -9,12 +9,17 @@ import json
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--mute-audio", "--no-first-run")
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--mute-audio", "--no-first-run"),
+    "--disable-background-networking",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # a page does not wait for what it asks of other machines
+)
 PORT_FILE = "DevToolsActivePort"  # Chromium writes its port there once it listens
 LOADED_S, ANSWERED_S, ENDED_S = 120, 60, 10  # the longest that a page, an answer and Chromium's end may take
 
@@ -43,9 +48,10 @@ ENDS = """(() => {
     window.comfyAPI.api.api.addEventListener(name, ({ detail }) => (window.ends[detail.prompt_id] = [name, detail.exception_message ?? '']))
 })()"""
 LOAD = """(async () => {
-  const host = app.extensionManager.workflow, before = host.activeWorkflow
-  app.loadApiJson(%s, '%s')
-  while (host.activeWorkflow === before) await new Promise(requestAnimationFrame)  // the page goes on to open it
+  const host = app.extensionManager.workflow, nodes = %s, name = '%s'
+  app.loadApiJson(nodes, name)
+  const isOpen = () => host.activeWorkflow?.path?.includes(name) && app.rootGraph.nodes.length == Object.keys(nodes).length
+  while (!isOpen()) await new Promise(requestAnimationFrame)  // the page goes on to open it, and may open one of its own before
 })()"""
 QUEUE = """(async () => {
   const api = window.comfyAPI.api.api, send = api.queuePrompt
@@ -114,8 +120,10 @@ class Page:
 
     def _port(self):
         """Waits until Chromium listens, or has ended."""
-        file = self._profile / PORT_FILE
+        file, until = self._profile / PORT_FILE, time.monotonic() + ANSWERED_S
         while not (file.exists() and file.read_text()):
+            if time.monotonic() > until:
+                raise TimeoutError(f"not within {ANSWERED_S} s: Chromium listens")
             try:
                 raise RuntimeError(f"Chromium ended with {self._process.wait(0.1)}")
             except subprocess.TimeoutExpired:
@@ -127,6 +135,7 @@ class Page:
         async with self._session.get(f"http://127.0.0.1:{port}/json/list") as answer:
             page = next(target for target in await answer.json() if target["type"] == "page")
         self._socket = await self._session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0)
+        await self._ask("Inspector.enable")
         await self._ask("Page.enable")
         await self._ask("Page.addScriptToEvaluateOnNewDocument", source=self.first)
         await self._load("Page.navigate", url=self._url)
@@ -168,6 +177,8 @@ class Page:
         while answer is None or not is_enough(messages):
             message = json.loads(await self._socket.receive_str())
             messages.append(message)
+            if message.get("method") == "Inspector.targetCrashed":
+                raise RuntimeError(f"{method}: the page has crashed")  # and would answer nothing
             if message.get("id") == number:
                 if "error" in message:
                     raise RuntimeError(f"{method}: {message['error']['message']}")
@@ -222,7 +233,9 @@ class ComfyPage(Page):
 
     def queue(self):
         """Queues the workflow that is open; returns the id of its prompt."""
-        return self.evaluate(QUEUE)
+        prompt = self.evaluate(QUEUE)
+        assert prompt, f"the server took no prompt: {self.evaluate('document.body.innerText')}"
+        return prompt
 
     def end(self, prompt):
         """Waits for the end of a prompt; returns the event that told of it, and an error's text."""

@@ -65,3 +65,8 @@ def test_a_page_that_cannot_be_reached_is_an_error(load):
 def test_an_answer_that_does_not_come_is_named(page):
     with pytest.raises(TimeoutError, match="not within 0 s: a picture"):
         page._within(0, asyncio.sleep(60), "a picture")
+
+
+def test_a_page_that_has_crashed_is_an_error_at_once(load):
+    with pytest.raises(RuntimeError, match="the page has crashed"):
+        load({"method": "Inspector.targetCrashed", "params": {}})
