@@ -20,7 +20,7 @@ from ..parallel_runtime.families import SAMPLES, plan_for
 from ..parallel_runtime.families.sample import Released, Sample, Size
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.planner.cost import predict
-from ..parallel_runtime.planner.figures import Attended, Shareable, Whole
+from ..parallel_runtime.planner.figures import Apart, Attended, FrameTokens, Shareable, Unshared, Whole
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.measured import Speeds, Timed, link_of, speeds_of, this_machine, write
 from .figures import Estimate, Figure, Goal, Options, Round, exactly, percentile, typical
@@ -160,7 +160,9 @@ def wholes_of(found: dict[str, dict[str, Any]]) -> Wholes:
 
     def whole(counted: dict[str, Any]) -> Whole:
         attended = [[Attended(*one) for one in block] for block in counted["attended_by_block"]]
-        return Whole(**{**counted, "attended_by_block": attended, "shareable": Shareable(*counted["shareable"])})
+        blocks, closing, frames = counted["unshared"]
+        unshared = Unshared([Apart(*one) for one in blocks], closing, FrameTokens(*frames) if frames else None)
+        return Whole(**{**counted, "attended_by_block": attended, "shareable": Shareable(*counted["shareable"]), "unshared": unshared})
 
     return {model: {int(side): whole(counted) for side, counted in sizes.items()} for model, sizes in found.items()}
 

@@ -17,7 +17,7 @@ from pipemesh.parallel_runtime.comfy_bridge.released_model import empty_model
 from pipemesh.parallel_runtime.families import FAMILIES, PLANS
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import expected
-from pipemesh.parallel_runtime.planner.figures import Attended, RankFigures, Shareable
+from pipemesh.parallel_runtime.planner.figures import Apart, Attended, FrameTokens, RankFigures, Shareable, Unshared
 
 from .conftest import ALL, ROOT
 from .planned import attention_alone
@@ -57,6 +57,39 @@ def test_an_evaluation_gathers_what_a_rank_has_not_of_the_weights(records):
     assert once > 0.8 * len(shared)
 
 
+BLOCK = Apart(alone=10, framed=20, behind=5, framed_behind=8)
+FRAMED = replace(
+    attention_alone(0),
+    block_flops=[100] * 4,
+    around_flops=50,
+    attended_by_block=[[]] * 4,
+    unshared=Unshared([BLOCK] * 4, closing=40, frames=FrameTokens(each=10, total=40)),
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "stage", "cut", "flops"),
+    [
+        (Layout(), 0, None, (), 400 + 50),
+        (Layout(ulysses=2), 1, None, (), (400 - 4 * 10) / 2 + 50 + 4 * 10),
+        # two patches have tokens of 2 and of 3 frames, of which there are 4
+        (Layout(pipefusion=2), 0, (0, 2), [(0, 15), (15, 40)], 2 * 57 + 5 + (2 * 20 + 8) * 5 / 4 + (10 + 2 * 10) * 2),
+        (Layout(pipefusion=2), 1, (2, 4), [(0, 15), (15, 40)], 2 * 57 + 4 * 5 + (2 * 20 + 4 * 8) * 5 / 4 + (50 + 2 * 10) * 2),
+        # each of two ranks has tokens of one frame of a patch; or of two, which both compute
+        (Layout(ulysses=2, pipefusion=2), 2, (2, 4), [(0, 20), (20, 40)], (2 * 57 + 4 * 5) / 2 + (2 * 20 + 4 * 8) / 2 + (50 + 2 * 10) * 2),
+        (
+            Layout(ulysses=2, pipefusion=2),
+            2,
+            (2, 4),
+            [(5, 25), (25, 40)],
+            (2 * 57 + 4 * 5) / 2 + (2 * 20 + 4 * 8) + (50 + 2 * 10) * 2,
+        ),
+    ],
+)
+def test_a_rank_computes_whole_frames_and_what_lies_behind_the_blocks_before_its_own(layout, rank, stage, cut, flops):
+    assert expected.flops(FRAMED, layout, rank, stage, cut) == pytest.approx(flops)
+
+
 def test_weights_that_are_gathered_twice_are_a_miss():
     layout, whole = Layout(ulysses=4), replace(attention_alone(4096), weight_bytes=1000, shareable=Shareable([996], 0, 10, 20))
     sent = expected.sent_bytes(whole, layout, 1, None)
@@ -67,7 +100,7 @@ def test_weights_that_are_gathered_twice_are_a_miss():
         figures = RankFigures(
             rank=1,
             weight_bytes=held,
-            flops=round(expected.flops(whole, layout, 1, None, 1)),
+            flops=round(expected.flops(whole, layout, 1, None)),
             sent_bytes=sent_bytes,
             wired_bytes=sum(sent_bytes.values()),
             peak_bytes=0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -57,12 +57,15 @@ class Span(NamedTuple):
     @classmethod
     def of(cls, rows: Rows, frames: Frames, arguments: dict[str, Any]) -> Span:
         """Raises ModelError where frames do not have equally many tokens."""
-        arg, each = next(iter(frames.each.items()))
-        count, whole = arguments[arg].shape[1] // each, arguments[frames.count] if frames.count else rows.all_tokens[frames.stream]
-        if whole % count:
-            raise ModelError(f"{whole} tokens are no {count} frames of {arg}: this model cannot be split by its plan.")
         start, size = rows.local[frames.stream]
-        tokens, end = whole // count, min(start + size, whole)
+        return cls.over(start, start + size, *frame_tokens(frames, rows.all_tokens, arguments))
+
+    @classmethod
+    def over(cls, start: int, end: int, tokens: int, whole: int) -> Span:
+        """Return the span of local tokens [start, end). Frames have ``tokens`` each, ``whole`` in
+        all.
+        """
+        end = min(end, whole)
         if start >= end:
             return cls(0, 1, tokens, 0, 0)
         first, last = start // tokens, -(-end // tokens)
@@ -86,6 +89,17 @@ class Span(NamedTuple):
         """Return the rows of local tokens."""
         _, own, _, rest = out_BLC.split([self.before, self.inside, self.behind, out_BLC.shape[1] - sum(self[2:])], 1)
         return torch.cat([own, rest], 1)
+
+
+def frame_tokens(frames: Frames, all_tokens: Mapping[str, int], arguments: dict[str, Any]) -> tuple[int, int]:
+    """Return how many tokens a frame has, and all frames together. ``arguments`` of all frames.
+    Raises ModelError where frames do not have equally many.
+    """
+    arg, each = next(iter(frames.each.items()))
+    count, whole = arguments[arg].shape[1] // each, arguments[frames.count] if frames.count else all_tokens[frames.stream]
+    if whole % count:
+        raise ModelError(f"{whole} tokens are no {count} frames of {arg}: this model cannot be split by its plan.")
+    return whole // count, whole
 
 
 def inserts_of(plan: TokenPlan) -> Iterator[Insert]:

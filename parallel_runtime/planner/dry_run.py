@@ -8,9 +8,9 @@ torch's fake process group takes their messages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
@@ -20,25 +20,25 @@ from ..comfy_bridge.forward import forward_name
 from ..comfy_bridge.main_memory import InMainMemory, tables_of
 from ..comfy_bridge.released_model import arguments_of, empty_model, forget_tensors, latent_shapes
 from ..comfy_bridge.sharded_weights import ShardedWeights
-from ..comfy_bridge.shared_layers import Layer, Sharing, shared_layers
+from ..comfy_bridge.shared_layers import Sharing, shared_layers
 from ..comm.mesh import Mesh, connect, open_weights
 from ..families import plan_for
-from ..families.plan import Blocks, TokenPlan
+from ..families.plan import TokenPlan
 from ..families.sample import Extent, Released, Sample
 from ..layout import Layout
-from ..methods.blocks import blocks_of, taken
+from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
 from ..methods.hooks import Attention, TokenHooks
-from ..methods.shards import Rows
+from ..methods.inserts import inserts_of, named
 from ..patches import Part, TokenGrid
 from ..stages import Stage, share_out
-from .dry_device import DEVICE, Counts, dry_device, is_on_device
-from .figures import Attended, RankFigures, Shareable, Whole
+from .dry_device import DEVICE, dry_device, is_on_device
+from .figures import RankFigures, Shareable, Unshared, Whole
 from .quick_fake import QuickFakeMode
+from .recorder import BEHIND, FRAMED, FRAMED_BEHIND, SHARED, OwnRows, Recorder
 
 TURN = 128  # numbers of requests are multiples: messages have them modulo this, and the device's values are 0
 WARM_UP = Part(1, 0)
-SHARED = -1  # in the place of rows: what ranks share by the keys that it looks at
 
 
 class DryModel:
@@ -131,8 +131,13 @@ class DryModel:
                 kept_bytes=kept_bytes - held,
                 waits=dict(figures.waits),
                 stage=span(stages, mesh),
-                patches=max(1, len(parts) - 1),
+                cut=self._cut(whole, parts),
             )
+
+    def _cut(self, whole: Whole, parts: Sequence[Part]) -> list[tuple[int, int]]:
+        """Return the patches' tokens of the stream that leaves. The last has those behind them."""
+        patches = [part.patch for part in parts if part.patch is not None]
+        return [(start, whole.tokens[self.plan.leave.stream] if last else start + size) for start, size, last in patches]
 
     def _parts(self, whole: Whole, layout: Layout, patches: int) -> list[Part]:
         """Return the requests of a rank: one of all tokens; in a pipeline, each patch after it, if
@@ -171,6 +176,12 @@ def counted(
             handles = [first[at].register_forward_pre_hook(recorder.note_width(group), with_kwargs=True)]
             if plan.leaves_behind_blocks:
                 handles.append(last[end].register_forward_hook(lambda *_: recorder.leave(None, None)))
+            for insert in inserts_of(plan):
+                is_within = insert.path.startswith(tuple(f"{group.path}." for group in plan.blocks))
+                kind = (SHARED if is_within else BEHIND) if insert.frames is None else (FRAMED if is_within else FRAMED_BEHIND)
+                for module in named(transformer, insert.path):
+                    enter, leave = recorder.enter_insert(module, insert), recorder.leave_insert(kind)
+                    handles += [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
             handles += [layer.module.register_forward_pre_hook(recorder.note_turn(layer)) for layer in shared_layers(transformer)]
         try:
             forward(**(arguments if hooks is None else hooks.arguments(arguments)))
@@ -181,8 +192,7 @@ def counted(
                 hooks.detach()
     marks = [*(recorder.marks or [Counter()]), recorder.left or figures.by_rows]
     block_flops = [after.total() - before.total() for before, after in pairwise(marks)]
-    prefix = arguments.get(plan.prefix.counted_by, 0) if plan.prefix else 0
-    own = OwnRows(recorder.tokens, prefix, experts[1] / experts[0])
+    own = OwnRows(recorder.tokens, arguments.get(plan.prefix.counted_by, 0) if plan.prefix else 0, experts[1] / experts[0])
     weights = nbytes(weights_of(model))
     block_weights = [nbytes(container[index].parameters()) for container, index, _ in blocks_of(transformer, plan)] if hooks else [weights]
     return Whole(
@@ -195,99 +205,8 @@ def counted(
         tokens=recorder.tokens,
         hidden=recorder.hidden,
         shareable=shareable(transformer, plan, sum(layer.nbytes for layer in recorder.turns)) if hooks else Shareable([0], 0, 0, 0),
-        alone_flops=[own.alone(before, after) for before, after in pairwise(marks)] if hooks else (),
+        unshared=Unshared([own.apart(*pair) for pair in pairwise(marks)], figures.flops - marks[-1].total(), recorder.frames),
     )
-
-
-Mark = Counter[int]  # the FLOPs up to a place of a forward, by the rows that they are on
-
-
-class OwnRows:
-    """Tells the rows that ranks share from those that every rank has: ``tokens`` of each stream,
-    alone or joined, and of those the part that an expert has (``per_token``). ``prefix`` tokens
-    before them are every rank's.
-    """
-
-    def __init__(self, tokens: Mapping[str, int], prefix: int, per_token: float):
-        counts = list(tokens.values())
-        joined = {sum(some) for size in range(1, len(counts) + 1) for some in combinations(counts, size)}
-        self._shared = {SHARED} | joined | {int(per_token * count) for count in joined}
-        self._prefix = prefix
-
-    def alone(self, before: Mark, after: Mark) -> int:
-        """Return the FLOPs between two places that every rank computes for itself."""
-        return round(sum(self._part(rows) * (flops - before[rows]) for rows, flops in after.items()))
-
-    def _part(self, rows: int) -> float:
-        if rows in self._shared:
-            return 0.0
-        return self._prefix / rows if rows - self._prefix in self._shared else 1.0
-
-
-class Recorder:
-    """A Sharding that computes everything and notes the plan's blocks and the attentions in each.
-    ``marks``: what was computed at each block's beginning; ``left``: and where the tokens leave.
-    ``hidden``: how wide tokens enter the blocks. ``turns``: the layers that ranks can share out, as
-    one computes after another.
-    """
-
-    def __init__(self, figures: Counts, attention: Attention | None = None):
-        self._instead = attention
-        self.marks: list[Mark] = []
-        self.left: Mark | None = None
-        self.hidden = 0
-        self.turns: list[Layer] = []
-        self.attended: list[list[Attended]] = []
-        self.tokens: Mapping[str, int] = {}
-        self._figures = figures
-
-    def note_width(self, group: Blocks) -> Callable[..., None]:
-        """Return a hook on the first block, behind the one that names its arguments."""
-
-        def note(_block: Any, _args: tuple, arguments: dict[str, Any]) -> None:
-            self.hidden = taken(arguments, next(iter(group.tokens))).shape[-1]
-
-        return note
-
-    def note_turn(self, layer: Layer) -> Callable[..., None]:
-        """Return a hook on a layer. Its weights are still there where it computes twice."""
-
-        def note(*_: Any) -> None:
-            if self.turns[-1:] != [layer]:
-                self.turns.append(layer)
-
-        return note
-
-    def choose_rows(self, all_tokens: Mapping[str, int]) -> None:
-        self.tokens = dict(all_tokens)
-
-    def enter_block(self) -> None:
-        self.marks.append(self._figures.by_rows.copy())
-        self.attended.append([])
-
-    def acts_behind(self, path: str, block: int) -> bool:
-        return True
-
-    def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
-        return local_BlC
-
-    def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
-        skips = kwargs.get("skip_reshape", False)
-        self.attended[-1].append(Attended(q.shape[2 if skips else 1], heads, q.shape[-1] if skips else q[0, 0].numel() // heads))
-        return (self._instead or attention)(q, k, v, heads, mask, *args, **kwargs)
-
-    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What travels of it is as small as the whole queries, and counts as gathered. Its FLOPs
-        are shared by the keys.
-        """
-        before = self._figures.by_rows.copy()
-        out = (self._instead or attention)(q, k, v, heads, mask, *args, **kwargs)
-        before[SHARED] += self._figures.flops - before.total()
-        self._figures.by_rows = before
-        return out
-
-    def leave(self, rows: Rows | None, out_BlC: torch.Tensor | None) -> None:
-        self.left = self._figures.by_rows.copy()
 
 
 class IdleRank:

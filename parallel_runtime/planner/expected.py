@@ -17,11 +17,13 @@ values of all tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 from ..comfy_bridge.shared_layers import Sharing
 from ..comm.shares import EVEN, Shares
 from ..layout import Layout, Split
+from ..methods.inserts import Span
 from .figures import Attended, RankFigures, Whole
 
 ITEM_BYTES = 2  # bf16
@@ -84,9 +86,13 @@ def sent_bytes(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] |
     blocks = slice(0, len(whole.block_flops)) if stage is None else slice(*stage)
     own = [attended for block in whole.attended_by_block[blocks] for attended in block]
     within = sum(exchanged_bytes(layout, rank, attended) + patches * passed_bytes(layout, rank, attended) for attended in own)
-    is_last = stage is None or stage[1] == len(whole.block_flops)
     onwards = sum(whole.tokens.values()) * whole.hidden * ITEM_BYTES // (layout.ulysses * layout.ring)
-    return within + (0 if is_last else onwards)
+    return within + (0 if is_last(whole, stage) else onwards)
+
+
+def is_last(whole: Whole, stage: tuple[int, int] | None) -> bool:
+    """Return whether a rank has the last block."""
+    return stage is None or stage[1] == len(whole.block_flops)
 
 
 def weight_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
@@ -125,21 +131,43 @@ def shared_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
     return whole.shareable.around + sum(blocks if stage is None else blocks[slice(*stage)])
 
 
-def flops(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None, patches: int) -> float:
+def flops(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None, cut: Sequence[tuple[int, int]] = ()) -> float:
     """Return what a rank computes: an even share of the blocks, or of its stage's, and all that is
-    around them, or in them on rows of other tokens, for each of ``patches``.
+    around them, or in them on rows of other tokens, for each patch of ``cut``.
 
-    Attention is shared by heads, which may not divide: a rank computes its own.
+    Attention is shared by heads, which may not divide: a rank computes its own. Where it has a part
+    of a frame it computes what modules do to all of it.
     """
-    blocks = slice(0, len(whole.block_flops)) if stage is None else slice(*stage)
-    alone = sum(whole.alone_flops[blocks])
-    attended = [one for block in whole.attended_by_block[blocks] for one in block]
-    own = layout.coordinates(rank)["ulysses"]
+    first, end = (0, len(whole.block_flops)) if stage is None else stage
+    is_end = is_last(whole, stage)
+    apart = whole.unshared.blocks
+    own, passed = apart[first:end], apart[: end if is_end else end - 1]
+    attended = [one for block in whole.attended_by_block[first:end] for one in block]
+    place = layout.coordinates(rank)["ulysses"]
     unevenness = sum(
-        attention_flops(one) * (Split.even(one.heads, layout.ulysses).sizes[own] / one.heads - 1 / layout.ulysses) for one in attended
+        attention_flops(one) * (Split.even(one.heads, layout.ulysses).sizes[place] / one.heads - 1 / layout.ulysses) for one in attended
     )
+    alone = whole.around_flops - (0 if is_end else whole.unshared.closing) + sum(one.alone for one in own)
+    shared = sum(whole.block_flops[first:end]) - sum(map(sum, own)) + sum(one.behind for one in passed)
+    framed = sum(one.framed for one in own) + sum(one.framed_behind for one in passed)
     ranks = layout.ulysses * layout.ring
-    return (whole.around_flops + alone) * patches + (sum(whole.block_flops[blocks]) - alone) / ranks + unevenness / layout.ring
+    return alone * max(1, len(cut)) + shared / ranks + framed * share_of_frames(whole, layout, rank, cut) + unevenness / layout.ring
+
+
+def share_of_frames(whole: Whole, layout: Layout, rank: int, cut: Sequence[tuple[int, int]]) -> float:
+    """Return the tokens of all frames that a rank has a token of, for each of ``cut``, over those
+    of the evaluation.
+    """
+    if whole.unshared.frames is None:
+        return 0.0
+    each, total = whole.unshared.frames
+    ranks = layout.ulysses * layout.ring
+    spans = []
+    for start, end in cut or [(0, total)]:
+        split = Split.even(end - start, ranks)
+        first = start + split.starts[rank % ranks]
+        spans.append(Span.over(first, first + split.sizes[rank % ranks], each, total))
+    return sum(span.before + span.inside + span.behind for span in spans) / total
 
 
 def attention_flops(attended: Attended) -> int:
@@ -157,7 +185,7 @@ def misses(whole: Whole, layout: Layout, figures: RankFigures, is_sharded: bool 
         ("sent bytes", sent, sent_bytes(whole, layout, figures.rank, figures.stage, figures.patches) + gathered),
         ("gathered bytes of weights", figures.sent_bytes.get("weights", 0), gathered),
         ("bytes of weights", figures.weight_bytes, weights),
-        ("FLOPs", figures.flops, flops(whole, layout, figures.rank, figures.stage, figures.patches)),
+        ("FLOPs", figures.flops, flops(whole, layout, figures.rank, figures.stage, figures.cut)),
     ):
         if abs(value - due) > WITHIN * due:
             found.append(f"{value:.4g} {name} for {due:.4g}")

@@ -52,11 +52,43 @@ class Shareable(NamedTuple):
     layers: Sequence[Sequence[int]] = ()
 
 
+class FrameTokens(NamedTuple):
+    """``each`` frame has so many tokens, which are the first ``total`` of their stream."""
+
+    each: int
+    total: int
+
+
+class Apart(NamedTuple):
+    """FLOPs of a block that ranks share otherwise than by its rows: ``alone`` on rows of no shared
+    token, such as a text's that tokens attend to, of which every rank computes all; ``framed`` in
+    modules that are given whole frames. ``behind`` it, and ``framed_behind``: in modules that a
+    stage runs behind the blocks of those before it too, but not behind its own last one.
+    """
+
+    alone: int = 0
+    framed: int = 0
+    behind: int = 0
+    framed_behind: int = 0
+
+
+class Unshared(NamedTuple):
+    """What ranks do not share by rows. ``blocks``: of each block; ``closing``: FLOPs behind all of
+    them; ``frames``: those that modules are given whole.
+    """
+
+    blocks: Sequence[Apart] = ()
+    closing: int = 0
+    frames: FrameTokens | None = None
+
+
+NOTHING_APART = Unshared()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Whole:
     """One evaluation on a single device. ``around_flops`` are computed outside the blocks.
-    ``tokens`` of each stream enter the blocks, ``hidden`` wide. ``alone_flops``: of each block's
-    FLOPs, those on other rows, such as a text's that tokens attend to: every rank computes them.
+    ``tokens`` of each stream enter the blocks, ``hidden`` wide.
     """
 
     weight_bytes: int
@@ -68,7 +100,7 @@ class Whole:
     tokens: Mapping[str, int]
     hidden: int
     shareable: Shareable
-    alone_flops: Sequence[int] = ()
+    unshared: Unshared = NOTHING_APART
 
     @property
     def flops(self) -> int:
@@ -87,7 +119,8 @@ class RankFigures:
 
     ``sent_bytes``: by axis, the output's rows under ``gather``, parts of shared weights under
     ``weights``. ``wired_bytes``: what torch was given to send. ``stage``: the rank's blocks [first,
-    end). ``patches``: 1 without a pipeline.
+    end). ``cut``: tokens [start, end) of each patch, of the stream that leaves; empty without a
+    pipeline.
     """
 
     rank: int
@@ -99,4 +132,8 @@ class RankFigures:
     kept_bytes: int
     waits: Mapping[Wait, int]
     stage: tuple[int, int] | None = None
-    patches: int = 1
+    cut: Sequence[tuple[int, int]] = ()
+
+    @property
+    def patches(self) -> int:
+        return max(1, len(self.cut))
