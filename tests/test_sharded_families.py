@@ -24,6 +24,7 @@ from pipemesh.parallel_runtime.worker.resident import ResidentModel
 from .collectives import World
 from .conftest import ALL
 from .test_collectives import Rank
+from .test_kept_weights import aligned
 from .test_quantised import SAMPLE_OF, WITHOUT_STAGES, loaded, sampled, size_of, with_lora, written
 
 __all__ = ["written"]  # a fixture
@@ -99,7 +100,7 @@ def computed(monkeypatch, layout, weights, path, calls, patches):
 
 @pytest.mark.parametrize(("family", "form", "ranks"), PRODUCT if ALL else cover())
 def test_a_family_computes_the_same_with_its_weights_shared_out(written, monkeypatch, family, form, ranks):
-    path, layout = written(family, form), LAYOUTS[ranks]
+    path, layout = aligned(Path(written(family, form))), LAYOUTS[ranks]  # as test_kept_weights says
     calls = asked(path, family)
     patches = with_lora(loaded(path), written(family, "lora"), True).patches
     with monkeypatch.context() as patch:
