@@ -3,21 +3,36 @@ training, and the files in assets.
 """
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
+from pipemesh.launcher.comfyui.install import LaunchError
 from pipemesh.launcher.demo_nodes.captions import COLOURS, PLACES, Scene, Thing, conditioning, parse_caption
 from pipemesh.launcher.pictures import showcase
 from pipemesh.launcher.pictures.autoencoder import SCALE, SHIFT, Decoder, encoder_weights, fit_projection
 from pipemesh.launcher.pictures.classifier import accuracy, train_classifier
-from pipemesh.launcher.pictures.files import ASSETS, MODEL, VAE, write_files
+from pipemesh.launcher.pictures.files import ASSETS, MODEL, VAE, trained_files, write_files
 from pipemesh.launcher.pictures.measures import kernel_distance, psnr, ssim
 from pipemesh.launcher.pictures.network import Network, Width
 from pipemesh.launcher.pictures.picture_set import picture_set
 from pipemesh.launcher.pictures.scenes import CENTRES, RGB, SIDE, draw, scenes_by_chance
-from pipemesh.launcher.pictures.training import Recipe, Trainee, Training, channels_last, run, sampled
+from pipemesh.launcher.pictures.training import (
+    CHECKPOINT,
+    LOG,
+    Recipe,
+    Trainee,
+    Training,
+    channels_last,
+    read_log,
+    run,
+    sampled,
+    shared_out,
+)
+from pipemesh.launcher.pictures.whole import whole
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 SMALL = Width(hidden=128, double_blocks=1, single_blocks=1)
@@ -116,7 +131,7 @@ def test_a_short_training_run_learns_and_goes_on_where_it_stopped(pictures, tmp_
     assert last["transformer_loss"] < 0.85 * first["transformer_loss"]
     assert (straight.transformer.iteration, straight.decoder.iteration) == (75, 4), "neither ends before its iterations"
     files = write_files(straight, tmp_path, tmp_path / "out")
-    assert [file.name for file in files] == [MODEL, VAE, "loss.png"]
+    assert [file.name for file in files] == [MODEL, VAE, "loss.png"] and sorted((tmp_path / "out").iterdir()) == sorted(files)
 
     cut = replace(RECIPE, decoder_iterations=0, iterations=6)
     whole, _ = trained(tmp_path / "whole", cut)
@@ -125,6 +140,42 @@ def test_a_short_training_run_learns_and_goes_on_where_it_stopped(pictures, tmp_
     assert parts.transformer.iteration == whole.transformer.iteration == 6
     for name, tensor in whole.transformer.averaged_weights().items():
         torch.testing.assert_close(parts.transformer.averaged_weights()[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, 12, 16, 64])
+def test_threads_share_a_batch_out_whatever_their_number(threads):
+    values = torch.randn(12, requires_grad=True)
+    shares = shared_out(lambda part: values[part].square().mean(), len(values), threads)
+    assert len(shares) == min(threads, 12)
+    torch.testing.assert_close(torch.stack([loss() for loss in shares]).mean(), values.square().mean())
+
+
+def test_records_that_a_crash_left_behind_the_checkpoint_are_not_drawn(pictures, tmp_path):
+    training = Training(pictures, SMALL, RECIPE)
+    training.transformer.iteration = training.decoder.iteration = 50
+    records = [{"iteration": number, "decoder_iteration": number, "transformer_loss": 1.0} for number in (25, 50, 75)]
+    (tmp_path / LOG).write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"iteration": 100, "dec')
+    assert not list(run(training, tmp_path, 3600, lambda: True))
+    assert read_log(tmp_path) == records[:2]
+
+
+def test_a_checkpoint_is_gone_on_with_under_its_own_seed_only(pictures, tmp_path):
+    Training(pictures, SMALL, RECIPE, seed=3).save(tmp_path / CHECKPOINT)
+    Training(pictures, SMALL, RECIPE, seed=3).load(tmp_path / CHECKPOINT)
+    with pytest.raises(LaunchError, match=r"begun with seed 3, not 0: give that one, or another folder\.$"):
+        Training(pictures, SMALL, RECIPE).load(tmp_path / CHECKPOINT)
+
+
+def test_a_file_that_is_not_written_whole_leaves_the_one_before_it(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_text("before")
+    with pytest.raises(OSError, match="full"), whole(file) as part:
+        part.write_text("half")
+        raise OSError("full")
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["before"]
+    with whole(file) as part:
+        part.write_text("after")
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["after"]
 
 
 def test_the_decoders_order_of_memory_changes_no_step_of_it_nor_of_one_that_goes_on():
@@ -149,8 +200,6 @@ def test_the_decoders_order_of_memory_changes_no_step_of_it_nor_of_one_that_goes
 
 @pytest.fixture(scope="module")
 def trained_model():
-    if not (ASSETS / MODEL).exists():
-        pytest.skip("no trained model is there yet")
     import comfy.sd
     import comfy.utils
 
@@ -203,6 +252,10 @@ def test_a_sheet_has_a_row_for_each_method_and_a_column_for_each_caption():
     assert showcase.decibels(stock, stock) == [99, 99]
     assert max(showcase.decibels(ours, stock)) < 10
     one, two = (showcase.sheet({"stock": stock, **more}) for more in ({}, {"other": ours}))
+    pen = ImageDraw.Draw(one)
+    lines = [showcase.lines_of(pen, caption, SIDE * showcase.SCALE) for caption in showcase.CAPTIONS]
+    assert [" ".join(each.split()) for each in lines] == list(showcase.CAPTIONS), "no word of a caption is lost"
+    assert all(pen.multiline_textbbox((0, 6), each)[3] <= showcase.HEADER for each in lines)
     assert two.width == one.width > 2 * 2 * SIDE and two.height > one.height + 2 * SIDE
     assert showcase.label("stock", stock, stock) == "stock: 400 ms per step"
     assert showcase.label("other", ours, stock).endswith(" dB, 200 ms per step, speed-up 2.00x")
@@ -216,5 +269,14 @@ def test_the_classifier_counts_the_words_of_captions_that_are_drawn():
     assert accuracy(net, drawn.flip(0), scenes)["all"] < found["all"] - 0.2
 
 
-def test_the_trained_files_are_small():
+def test_the_trained_files_are_small_and_what_their_card_says():
+    card = (ASSETS / "README.md").read_text()
     assert sum(file.stat().st_size for file in ASSETS.glob("*") if file.is_file()) <= 24e6
+    for file in trained_files():
+        with safe_open(file, framework="pt") as stored:
+            about, weights = stored.metadata(), [stored.get_tensor(name) for name in stored.keys()]
+        size = file.stat().st_size / 1e6
+        assert f"`{file.name}`" in card and f"| {size:.1f} MB |" in card
+        assert f"{int(about['iterations']):,} iterations" in card and f"{about['decoder_iterations']} of 12 crops" in card
+        if file.name == MODEL:
+            assert f"{sum(weight.numel() for weight in weights) / 1e6:.2f} M parameters" in card

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,25 +9,40 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import save_file
 
+from ..comfyui.install import LaunchError
 from .autoencoder import SCALE, SHIFT, encoder_weights
-from .training import LOG, Training
+from .training import Training, read_log
+from .whole import whole
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 MODEL, VAE = "pipemesh_demo_model.safetensors", "pipemesh_demo_vae.safetensors"
 SIZE, MARGIN = (720, 360), 40
 
 
+def trained_files() -> tuple[Path, Path]:
+    """Return the model's and the autoencoder's file. Raises LaunchError where one is missing."""
+    found = ASSETS / MODEL, ASSETS / VAE
+    for file in found:
+        if not file.exists():
+            raise LaunchError(f"There is no {file}: `python3 -m launcher train --export assets` makes it, and the repository has it.")
+    return found
+
+
 def write_files(training: Training, log: Path, folder: Path) -> list[Path]:
-    """Write the averaged weights in bfloat16, and the curve of the log that lies in ``log``."""
+    """Write the averaged weights in bfloat16, and the curve of the log that lies in ``log``.
+
+    A running ComfyUI may have mapped the files that were there before: they keep their content.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     model, vae, curve = folder / MODEL, folder / VAE, folder / "loss.png"
     trained = {"iterations": str(training.transformer.iteration), "decoder_iterations": str(training.decoder.iteration)}
-    save_file(in_bfloat16(training.transformer.averaged_weights()), model, {"format": "pt", **trained})
+    with whole(model) as part:
+        save_file(in_bfloat16(training.transformer.averaged_weights()), part, {"format": "pt", **trained})
     decoder = {f"taesd_decoder.{name}": tensor for name, tensor in training.decoder.averaged_weights().items()}
     scales = {"vae_scale": torch.tensor(SCALE), "vae_shift": torch.tensor(SHIFT)}
-    save_file({**in_bfloat16({**encoder_weights(training.projection), **decoder}), **scales}, vae, {"format": "pt", **trained})
-    records = [json.loads(line) for line in (log / LOG).read_text().splitlines()]
-    draw_curve(records, "transformer_loss").save(curve)
+    with whole(vae) as part:
+        save_file({**in_bfloat16({**encoder_weights(training.projection), **decoder}), **scales}, part, {"format": "pt", **trained})
+    draw_curve(read_log(log), "transformer_loss").save(curve)
     return [model, vae, curve]
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +22,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
+from ..comfyui.install import LaunchError
 from .autoencoder import CELL, CHANNELS, Decoder, Projection, fit_projection
 from .network import Network, Width
 from .picture_set import PictureSet
+from .whole import whole
 
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
 FITTED_ON = 512  # pictures, for the projection
@@ -119,7 +120,7 @@ class Training:
 
     def __init__(self, pictures: PictureSet, width: Width, recipe: Recipe, seed: int = 0):
         torch.manual_seed(seed)
-        self.pictures, self.recipe = pictures, recipe
+        self.pictures, self.recipe, self.seed = pictures, recipe, seed
         self.transformer = Trainee(Network(width), recipe.rate, AVERAGE)
         self.decoder = Trainee(channels_last(Decoder()), DECODER_RATE, DECODER_AVERAGE)
         self.projection = fit_projection(as_floats(pictures.pictures[:FITTED_ON]))
@@ -182,7 +183,7 @@ class Training:
             velocity = self.transformer.network(noisy[part], times[part], tokens[part])
             return functional.mse_loss(velocity.float(), (noise - latent)[part])
 
-        return [partial(loss, part) for part in self._parts(count)]
+        return shared_out(loss, count, self.recipe.threads)
 
     def _decoder_losses(self, count: int = 12, side: int = 64) -> list[Callable[[], torch.Tensor]]:
         chosen = torch.randint(len(self.pictures), (count,), generator=self.generator)
@@ -197,24 +198,22 @@ class Training:
             decoded = self.decoder.network(latent[part].contiguous(memory_format=torch.channels_last)).float()
             return functional.l1_loss(decoded, pictures[part]) + functional.mse_loss(decoded, pictures[part])
 
-        return [partial(loss, part) for part in self._parts(count)]
-
-    def _parts(self, count: int) -> list[slice]:
-        size = count // self.recipe.threads
-        return [slice(start, start + size) for start in range(0, size * self.recipe.threads, size)]
+        return shared_out(loss, count, self.recipe.threads)
 
     def save(self, file: Path) -> None:
         tensors = {f"{name}.{key}": tensor.contiguous() for name, trainee in self._trainees for key, tensor in trainee.tensors().items()}
         tensors |= {"projection.weight": self.projection.weight, "projection.bias": self.projection.bias}
         tensors["generator"] = self.generator.get_state()
-        part = file.with_suffix(".part")
-        save_file(tensors, part, {"kept": str(self.projection.kept)})
-        os.replace(part, file)
+        with whole(file) as part:
+            save_file(tensors, part, {"kept": str(self.projection.kept), "seed": str(self.seed)})
 
     def load(self, file: Path) -> None:
         with safe_open(file, framework="pt") as stored:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}
-            kept = float(stored.metadata()["kept"])
+            about = stored.metadata()
+        kept, seed = float(about["kept"]), int(about.get("seed", 0))
+        if seed != self.seed:
+            raise LaunchError(f"{file} was begun with seed {seed}, not {self.seed}: give that one, or another folder.")
         for name, trainee in self._trainees:
             trainee.restore({key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")})
         self.projection = Projection(tensors["projection.weight"], tensors["projection.bias"], kept)
@@ -223,6 +222,19 @@ class Training:
     @property
     def _trainees(self) -> tuple[tuple[str, Trainee], ...]:
         return ("transformer", self.transformer), ("decoder", self.decoder)
+
+
+def shared_out(loss: Callable[[slice], torch.Tensor], count: int, threads: int) -> list[Callable[[], torch.Tensor]]:
+    """Return the loss of a part of the batch for each thread, or for each picture where those are
+    fewer; their mean is the loss of the whole batch, and so are their gradients.
+    """
+    number = min(threads, count)
+    cuts = pairwise(count * index // number for index in range(number + 1))
+
+    def weighed(part: slice) -> torch.Tensor:
+        return loss(part) * ((part.stop - part.start) * number / count)
+
+    return [partial(weighed, slice(*ends)) for ends in cuts]
 
 
 def laid_out_as(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -269,9 +281,14 @@ def run(
 ) -> Iterator[dict[str, float]]:
     """Train until the recipe is done; yield a record of every 25 iterations of the transformer, or
     of the decoder alone, which the log gets too. A checkpoint is written every so often and at the
-    end.
+    end. Records of iterations after the checkpoint that the training goes on from, made before a
+    crash, leave the log.
     """
     last_saved, losses = time.monotonic(), {"transformer": [], "decoder": []}
+    reached = {f"{prefix}iteration": trainee.iteration for prefix, trainee in (("", training.transformer), ("decoder_", training.decoder))}
+    kept = [record for record in read_log(folder) if all(record.get(name, 0) <= number for name, number in reached.items())]
+    with whole(folder / LOG) as part:
+        part.write_text("".join(f"{json.dumps(record)}\n" for record in kept))
     with (folder / LOG).open("a") as log:
         while not training.is_done and not should_stop():
             name, loss = training.step()
@@ -290,3 +307,14 @@ def run(
                 last_saved = time.monotonic()
     training.save(folder / CHECKPOINT)
     saved(training)
+
+
+def read_log(folder: Path) -> list[Mapping[str, float]]:
+    """Return the records of a folder's log; a line that was cut off is none."""
+    file, records = folder / LOG, []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
