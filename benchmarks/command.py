@@ -50,6 +50,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: choose 1 or more")
+    if options.prompts is not None and options.prompts < 2:
+        parser.error(f"--prompts {options.prompts}: choose 2 or more")
     if options.pictures:
         options.pictures = options.pictures.absolute()
         options.pictures.mkdir(parents=True, exist_ok=True)

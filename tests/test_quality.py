@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.benchmarks import distribution, quality
 from pipemesh.benchmarks.curves import HEIGHT, TOP, Panel, draw_panels
-from pipemesh.benchmarks.figures import Options
+from pipemesh.benchmarks.figures import Options, exactly
 from pipemesh.benchmarks.quality import AT_GOAL, BATCH, FIRST, SAMPLERS, STEPS, WITH_GOALS, Cell, Pictures, batches, cells, rounds
+from pipemesh.launcher.comfyui.install import LaunchError
 from pipemesh.launcher.pictures.scenes import draw
 
 QUICK = Cell(2, 2, 4, "euler")
@@ -47,6 +48,28 @@ def test_the_points_of_a_panel_are_of_as_many_pictures(monkeypatch):
     [(title, rows)] = drawn
     assert "n = 8 pictures" in title and rows[0][3].lines["4 patches"] == {1: 50.0, 2: 51.0, 4: 50.0}
     quality.curves({})
+
+
+def test_an_exact_method_a_pipeline_of_ranks_and_a_longer_warm_up_have_goals_of_their_own():
+    ulysses, loop, stages = quality.DEFAULTS
+    early, late = (Cell(4, warm_up, 28, "heun") for warm_up in (1, 4))
+    found = {(loop, 2): [52.0, 52.2], (stages, 2): [52.0, 51.0], (ulysses, 2): [60.0, 99.0], (early, 2): [50.0, 51.0]}
+
+    def is_met(cell):
+        return quality.goal_of(cell, 2, found).is_met(exactly(quality.mean(found[cell, 2])))
+
+    assert is_met(ulysses) and not is_met(stages) and quality.goal_of(loop, 2, found) is None
+    found |= {(ulysses, 2): [69.0, 69.0], (stages, 2): [52.0, 52.1], (AT_GOAL, 2): [24.0, 25.0]}
+    assert not is_met(ulysses) and is_met(stages) and not is_met(AT_GOAL)
+    assert quality.gain_of(early, 2, found) is None and quality.gain_of(loop, 2, found) is None
+    for gained, is_risen in ((0.5, True), (-0.5, False)):
+        figure = quality.gain_of(late, 2, {**found, (late, 2): [50.0 + gained, 51.0 + gained]})
+        assert figure.estimate.value == gained and figure.is_met == is_risen
+
+
+def test_cells_that_are_not_there_are_named():
+    with pytest.raises(LaunchError, match=r"^No cell of quality has all of the words patches=5: its cells read patches=4 "):
+        next(quality.bench(Options(host=None, only=("patches=5",))))
 
 
 def test_curves_lie_higher_where_values_are_larger():
