@@ -1,10 +1,14 @@
 """How much blocks change from evaluation to evaluation, and the warm-up that follows from it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from pipemesh.launcher.comfyui.install import LaunchError
 from pipemesh.launcher.commands import redundancy
 from pipemesh.launcher.pictures.files import ASSETS, MODEL
 from pipemesh.parallel_runtime.planner.redundancy import Redundancy, digest_of, read, warm_up_for, warm_up_of
+from safetensors.torch import save_file
 
 
 @pytest.mark.parametrize(
@@ -77,3 +81,34 @@ def test_a_block_that_gives_the_same_again_has_no_change_and_one_that_doubles_ha
             model.blocks[0](torch.ones(1, 4, 8))
             model.blocks[1](torch.ones(1, 4, 8) * factor)
     assert changes == {"blocks.0": [0.0], "blocks.1": [1.0]}
+
+
+@pytest.fixture
+def wrong_file(tmp_path):
+    save_file({"weight": torch.zeros(2)}, tmp_path / "wrong.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(b"half")
+    return lambda name: str(tmp_path / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("none", (), "There is no file .*none.safetensors: name a diffusion model"),
+        ("wrong", (), "ComfyUI reads no diffusion model from .*wrong.safetensors: "),
+        ("cut", (), "ComfyUI reads no diffusion model from .*cut.safetensors: "),
+        ("wrong", ("--sampler", "oiler"), "ComfyUI has no sampler oiler: choose euler, "),
+    ],
+)
+def test_what_cannot_be_measured_is_named_in_a_sentence(wrong_file, name, options, says):
+    with pytest.raises(LaunchError, match=says):
+        redundancy.main([wrong_file(name), *options], None)
+
+
+def test_a_model_whose_text_is_of_another_form_and_a_run_of_one_step_are_refused(capsys):
+    of = lambda **config: SimpleNamespace(model=SimpleNamespace(model_config=SimpleNamespace(unet_config=config)))  # noqa: E731
+    for config in ({}, {"context_in_dim": 8}, {"context_in_dim": 8, "vec_in_dim": None}):
+        with pytest.raises(LaunchError, match="SimpleNamespace takes other text than this command makes"):
+            redundancy.conds_of(of(**config), False)
+    with pytest.raises(SystemExit):
+        redundancy.parse(["demo", "--side", "8"])
+    assert "--side 8: choose 16 or more" in capsys.readouterr().err

@@ -10,10 +10,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
+from safetensors import SafetensorError
 
 from ...parallel_runtime.methods.blocks import blocks_of
 from ...parallel_runtime.planner.redundancy import FOLDER, Redundancy, digest_of, warm_up_for
@@ -37,9 +39,11 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     import comfy.cli_args
 
     comfy.cli_args.args.cpu = comfy.cli_args.args.cpu or not torch.cuda.is_available()
-    import comfy.sd
+    import comfy.samplers
 
-    model = comfy.sd.load_diffusion_model(str(file))
+    if options.sampler not in comfy.samplers.SAMPLER_NAMES:
+        raise LaunchError(f"ComfyUI has no sampler {options.sampler}: choose {', '.join(comfy.samplers.SAMPLER_NAMES)}.")
+    model = loaded(file)
     found = measured(model, conds_of(model, options.model == DEMO), options.steps, options.sampler, options.side)
     stored = store(found, file, options)
     if options.json:
@@ -63,9 +67,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=128, help="of the image, in pixels (default 128)")
     parser.add_argument("--json", action="store_true", help="print what is stored")
     options = parser.parse_args(argv)
-    if options.steps < 2:
-        parser.error(f"--steps {options.steps}: choose 2 or more")
+    for name, least in (("steps", 2), ("side", 16)):
+        if (given := getattr(options, name)) < least:
+            parser.error(f"--{name} {given}: choose {least} or more")
     return options
+
+
+def loaded(file: Path) -> Any:
+    import comfy.sd
+
+    try:
+        return comfy.sd.load_diffusion_model(str(file))
+    except (RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
+        raise LaunchError(f"ComfyUI reads no diffusion model from {file}: {str(error).splitlines()[0]}") from error
 
 
 def conds_of(model: Any, is_demo: bool) -> tuple[Any, Any]:
@@ -77,7 +91,7 @@ def conds_of(model: Any, is_demo: bool) -> tuple[Any, Any]:
         empty = torch.zeros_like(tokens)
         return [[tokens, {"pooled_output": tokens.flatten(1)}]], [[empty, {"pooled_output": empty.flatten(1)}]]
     config = model.model.model_config.unet_config
-    if not {"context_in_dim", "vec_in_dim"} <= config.keys():
+    if not (config.get("context_in_dim") and config.get("vec_in_dim")):
         raise LaunchError(f"{type(model.model).__name__} takes other text than this command makes: it makes tokens and one pooled vector.")
     chance = torch.Generator().manual_seed(SEED)
     text, pooled = (torch.randn(1, *shape, generator=chance) for shape in ((64, config["context_in_dim"]), (config["vec_in_dim"],)))
@@ -89,9 +103,10 @@ def measured(model: Any, conds: tuple[Any, Any], steps: int, sampler: str, side:
     import comfy.sample
 
     positive, negative = conds
-    noise = torch.randn(len(positive[0][0]), 16, side // 8, side // 8, generator=torch.Generator().manual_seed(SEED))
+    empty = comfy.sample.fix_empty_latent_channels(model, torch.zeros(len(positive[0][0]), 16, side // 8, side // 8))
+    noise = torch.randn(empty.shape, generator=torch.Generator().manual_seed(SEED))
     with changes_of(model.model.diffusion_model) as changes, torch.inference_mode():
-        how = (steps, 3.0, sampler, "simple", positive, negative, torch.zeros_like(noise))
+        how = (steps, 3.0, sampler, "simple", positive, negative, empty)
         comfy.sample.sample(model, noise, *how, disable_pbar=True, seed=SEED)
     return Redundancy({name: tuple(values) for name, values in changes.items()})
 
