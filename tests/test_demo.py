@@ -24,11 +24,15 @@ ROWS = (
 PICTURES = ("stock.png", "pool.png", "contact_sheet.png")
 
 
+def no_file():
+    raise LaunchError("There is no file.")
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The demo with a model of a few blocks."""
     monkeypatch.setattr(demo, "Workload", partial(demo.Workload, size=Size(heads=1, head_dim=128, blocks=(1, 1)), pixels=64))
-    monkeypatch.setattr(demo.showcase, "is_trained", lambda: False)  # its captions cost two more pools
+    monkeypatch.setattr(demo, "trained_files", no_file)  # its captions cost two more pools
     terminated = signal.getsignal(signal.SIGTERM)
     yield lambda: demo.main(["--steps", "2", "--keep", str(tmp_path)], ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]))
     signal.signal(signal.SIGTERM, terminated)
@@ -40,6 +44,7 @@ def test_the_demo_shows_stock_beside_the_pool_and_writes_both_pictures(run, tmp_
     for row in ROWS:
         (line,) = [line for line in said.splitlines() if line.strip().startswith(row)]
         assert line.split(row)[1].strip() and "n/a" not in line, line
+    assert "No captions are drawn. There is no file." in said
     stock, pool, sheet = (Image.open(tmp_path / name) for name in PICTURES)
     assert stock.size == pool.size == (64, 64) and sheet.width > 3 * 64
 

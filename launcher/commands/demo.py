@@ -33,6 +33,7 @@ from ..comfyui.find import ComfyInstall
 from ..comfyui.install import LaunchError
 from ..comfyui.server import ComfyServer
 from ..pictures import showcase
+from ..pictures.files import trained_files
 from ..random_files import write_lora, write_model
 from .parity import BOUND, relative_error
 
@@ -168,7 +169,10 @@ def pool_inputs(ranks: int, on_cpu: bool) -> dict[str, Any]:
 
 def draw_captions(server: ComfyServer, out: Path, ranks: int, on_cpu: bool) -> list[Path]:
     """Draw captions by the trained model, stock, under Ulysses and under PipeFusion."""
-    if not showcase.is_trained():
+    try:
+        trained_files()
+    except LaunchError as error:
+        print(f"No captions are drawn. {error}")
         return []
     say("Drawing captions by the small trained model")
     showcase.copy_model(server.models)

@@ -52,9 +52,10 @@ class DemoCaption(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, caption: str) -> bool | str:
+    def validate_inputs(cls, caption: str | None) -> bool | str:
+        """The caption of a linked node is not known yet: it is looked at when this node runs."""
         try:
-            cls.execute(caption)
+            cls.execute(caption or "")
         except ValueError as error:
             return str(error)
         return True
@@ -81,15 +82,21 @@ class DemoSaveLatent(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, name: str) -> bool | str:
-        return True if name and Path(name).name == name else f"name must be a plain file name, got {name!r}"
+    def validate_inputs(cls, name: str | None) -> bool | str:
+        return True if name is None or is_plain(name) else f"name must be a plain file name, got {name!r}"
 
     @classmethod
     def execute(cls, samples: dict, name: str) -> io.NodeOutput:
+        if not is_plain(name):
+            raise ValueError(f"name must be a plain file name, got {name!r}")
         file = Path(folder_paths.get_output_directory()) / f"{name}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file({"latent": samples["samples"].cpu().contiguous()}, file)
         return io.NodeOutput(ui={"text": [file.name]})
+
+
+def is_plain(name: str) -> bool:
+    return bool(name) and Path(name).name == name
 
 
 class DemoExtension(ComfyExtension):

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 from ..comfyui.api import Graph
 from ..comfyui.install import LaunchError
 from ..comfyui.server import ComfyServer
-from .files import ASSETS, MODEL, VAE
+from .files import MODEL, VAE, trained_files
 from .measures import psnr
 from .scenes import SIDE
 
@@ -31,17 +31,14 @@ CAPTIONS = (
 )
 STEPS, CFG, SEED = 20, 3.0, 7
 MARGIN, LABEL, SCALE = 12, 20, 2
-
-
-def is_trained() -> bool:
-    return all((ASSETS / name).exists() for name in (MODEL, VAE))
+HEADER = 52  # three lines of a caption
 
 
 def copy_model(models: Path) -> None:
     """Put the trained files where the server's loaders look."""
-    for folder, name in (("diffusion_models", MODEL), ("vae", VAE)):
+    for folder, file in zip(("diffusion_models", "vae"), trained_files(), strict=True):
         (models / folder).mkdir(parents=True, exist_ok=True)
-        copyfile(ASSETS / name, models / folder / name)
+        copyfile(file, models / folder / file.name)
 
 
 def graph(caption: str, prefix: str, pool: Mapping[str, Any] | None) -> Graph:
@@ -127,12 +124,12 @@ def sheet(drawn: Mapping[str, Sequence[Drawn]]) -> Image.Image:
     side = SIDE * SCALE
     stock = next(iter(drawn.values()))
     height = side + MARGIN + 2 * LABEL
-    picture = Image.new("RGB", (MARGIN + len(stock) * (side + MARGIN), MARGIN + LABEL + len(drawn) * height), "white")
+    picture = Image.new("RGB", (MARGIN + len(stock) * (side + MARGIN), HEADER + len(drawn) * height), "white")
     pen = ImageDraw.Draw(picture)
     for column, caption in enumerate(CAPTIONS[: len(stock)]):
-        pen.text((MARGIN + column * (side + MARGIN), 6), shortened(pen, caption, side), fill="black")
+        pen.text((MARGIN + column * (side + MARGIN), 6), lines_of(pen, caption, side), fill="black")
     for row, (name, pictures) in enumerate(drawn.items()):
-        top = MARGIN + LABEL + row * height
+        top = HEADER + row * height
         pen.text((MARGIN, top), label(name, pictures, stock), fill="black")
         for column, (one, value) in enumerate(zip(pictures, decibels(pictures, stock), strict=True)):
             left = MARGIN + column * (side + MARGIN)
@@ -142,11 +139,16 @@ def sheet(drawn: Mapping[str, Sequence[Drawn]]) -> Image.Image:
     return picture
 
 
-def shortened(pen: ImageDraw.ImageDraw, text: str, width: int) -> str:
-    text = text.replace(" at the", ",").replace(" on a ", "; ").replace("a ", "")
-    while pen.textlength(text) > width:
-        text = text[:-2]
-    return text
+def lines_of(pen: ImageDraw.ImageDraw, text: str, width: int) -> str:
+    """Break a text into lines that are no wider."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if pen.textlength(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return "\n".join(lines)
 
 
 def show(server: ComfyServer, pools: Mapping[str, Mapping[str, Any] | None], file: Path, say: Callable[[str], None] = print) -> None:

@@ -1,0 +1,42 @@
+"""Captions drawn by the trained model on a running server, by ComfyUI's own loaders."""
+
+import numpy
+import pytest
+from pipemesh.launcher.commands.demo import node
+from pipemesh.launcher.demo_nodes.captions import COLOURS, PLACES, parse_caption
+from pipemesh.launcher.pictures import showcase
+from pipemesh.launcher.pictures.scenes import CENTRES, RGB, SIDE
+
+CAPTION = showcase.CAPTIONS[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trained(server):
+    showcase.copy_model(server.models)
+
+
+def test_a_caption_of_a_linked_node_is_drawn_as_it_says_and_alike_by_two_ranks(server):
+    pool = {"devices": "cpu", "ulysses": 2, "backend": "auto", "layout": "by hand"}
+    stock, ours = (showcase.draw(server, CAPTION, each) for each in (None, pool))
+    assert stock.picture.size == (SIDE, SIDE) and len(stock.steps_s) == len(ours.steps_s) == showcase.STEPS - 1
+    (decibels,) = showcase.decibels([ours], [stock])
+    assert decibels >= 70
+    shown = numpy.asarray(stock.picture, dtype=float)
+    for thing in parse_caption(CAPTION).things:
+        x, y = CENTRES[PLACES[thing.place]]
+        seen = shown[y - 4 : y + 4, x - 4 : x + 4].mean((0, 1))
+        assert min(RGB, key=lambda name: numpy.linalg.norm(seen - RGB[name])) == COLOURS[thing.colour]
+    linked = showcase.graph(CAPTION, "linked", None)
+    linked["text"] = node("PrimitiveString", value=CAPTION)
+    linked["positive"]["inputs"]["caption"] = ["text", 0]
+    assert server.run(linked).error is None
+
+
+@pytest.mark.parametrize("is_linked", [False, True], ids=["typed", "linked"])
+def test_a_caption_with_an_unknown_word_is_refused_by_it(server, is_linked):
+    nodes = showcase.graph("a pink ring at the centre on a dark ground", "refused", None)
+    if is_linked:
+        nodes["text"] = node("PrimitiveString", value=nodes["positive"]["inputs"]["caption"])
+        nodes["positive"]["inputs"]["caption"] = ["text", 0]
+    error = server.run(nodes).error
+    assert error is not None and '"pink" is no colour of the picture set: choose red, green' in str(error)
