@@ -1,5 +1,6 @@
 """How much blocks change from evaluation to evaluation, and the warm-up that follows from it."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -112,3 +113,16 @@ def test_a_model_whose_text_is_of_another_form_and_a_run_of_one_step_are_refused
     with pytest.raises(SystemExit):
         redundancy.parse(["demo", "--side", "8"])
     assert "--side 8: choose 16 or more" in capsys.readouterr().err
+
+
+def test_noise_has_the_form_of_the_models_latents(monkeypatch):
+    import comfy.latent_formats
+    import comfy.sample
+
+    shapes = []
+    monkeypatch.setattr(redundancy, "changes_of", lambda model: nullcontext({"one": [0.1]}))
+    monkeypatch.setattr(comfy.sample, "sample", lambda model, noise, *how, **options: shapes.append((noise.shape, how[-1].shape)))
+    for form in (comfy.latent_formats.Flux, comfy.latent_formats.HunyuanVideo, comfy.latent_formats.SDXL):
+        model = SimpleNamespace(model=SimpleNamespace(diffusion_model=None), get_model_object=lambda name, form=form: form())
+        redundancy.measured(model, ([[torch.zeros(2, 3, 8), {}]], []), 2, "euler", 64)
+    assert shapes == [(shape, shape) for shape in ((2, 16, 8, 8), (2, 16, 1, 8, 8), (2, 4, 8, 8))]
