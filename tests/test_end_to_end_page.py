@@ -1,6 +1,6 @@
 """What a user sees in ComfyUI's own page: the switch of auto mode, official templates under it, the
 badge of a node that sampled on one GPU, the folded pool node and its mistakes, the Report, and the
-examples. By command: test --browser.
+examples. By command: test --browser; those marked quick wherever there is a Chromium.
 """
 
 import json
