@@ -18,7 +18,7 @@ from pipemesh.parallel_runtime.comm.ring import Ring
 from pipemesh.parallel_runtime.comm.shares import shares_of
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.errors import ModelError, NoRoom
-from pipemesh.parallel_runtime.layout import Layout, layouts_of
+from pipemesh.parallel_runtime.layout import Layout, Split, layouts_of
 from pipemesh.parallel_runtime.methods import ring_attention
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.pipefusion.stage_hooks import Stub
@@ -28,7 +28,7 @@ from pipemesh.parallel_runtime.planner.dry_run import joined
 from . import joint_model
 from .collectives import Event, RankRun, Stuck, World, disagreements, has_an_order
 from .conftest import ALL
-from .joint_model import BLOCKS, CONDS, PLAN, Model
+from .joint_model import BLOCKS, CONDS, HEADS, PLAN, Model
 
 EVERY = [layout for ranks in range(2, 9) for layout in layouts_of(ranks)]
 SEQUENCES = [layout for layout in EVERY if layout.groups == layout.pipefusion == 1]
@@ -263,10 +263,12 @@ def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, s
 
 @pytest.mark.parametrize("layout", [layout for layout in IN_GROUPS if layout.pipefusion > 1], ids=Layout.equation)
 def test_pipelines_of_groups_agree_on_every_message(traced, layout):
-    world, traces, outputs = traced(layout, "nccl", WARM)
+    world, traces, outputs = traced(layout, "nccl", WARM + IN_PATCHES)
     assert_sound(world, traces)
     for rank in filter(layout.writes, range(layout.world_size)):
-        assert all(torch.allclose(outputs[rank, branch], truth(branch), atol=1e-5) for branch in (0, 1))
+        for branch in (0, 1):
+            whole, *patches = [outputs[rank, place] for place, part in enumerate(WARM + IN_PATCHES) if part.branch == branch]
+            assert all(torch.allclose(one, truth(branch), atol=1e-5) for one in (whole, sum(patches[:3]), sum(patches[3:])))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -353,7 +355,12 @@ def test_a_rank_that_fails_anywhere_is_in_step_with_all_others(traced, monkeypat
 
     monkeypatch.setattr(joint_model, "attention", failing_at_attention(joint_model.attention))
     monkeypatch.setattr(ring_attention, "partial_attention", failing_at_attention(ring_attention.partial_attention))
-    reach = range(layout.writer, layout.world_size) if place == "head" else range(layout.world_size)
+    with_heads = [size > 0 for size in Split.even(HEADS, layout.ulysses).sizes]
+    reach = [
+        rank
+        for rank in range(layout.writer if place == "head" else 0, layout.world_size)
+        if with_heads[layout.coordinates(rank)["ulysses"]] or place != "attention"
+    ]
     number = PLACES.index(place)
     cases = [(who, backend) for who in reach for backend in BACKENDS] if ALL else [(reach[number % len(reach)], BACKENDS[number % 2])]
     for who, backend in cases:
