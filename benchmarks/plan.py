@@ -1,5 +1,5 @@
-"""Measure how well the planner predicts this machine: every layout of one and two ranks without a
-pipeline, of three families at two sizes.
+"""Measure how well the planner predicts this machine: every layout of one and two ranks, of three
+families at two sizes.
 
 Speeds of the devices come from forwards of the same models at other sizes, alone and both at once,
 those of the link from messages of two sizes; all within the same rounds. Where there were enough,
@@ -16,13 +16,16 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from ..launcher.comfyui.install import cache_folder
+from ..parallel_runtime.comm.mesh import Mesh
 from ..parallel_runtime.families import SAMPLES, plan_for
 from ..parallel_runtime.families.sample import Released, Sample, Size
 from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.patches import Part
 from ..parallel_runtime.planner.cost import predict
 from ..parallel_runtime.planner.figures import Apart, Attended, FrameTokens, Shareable, Unshared, Whole
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.measured import Speeds, Timed, link_of, speeds_of, this_machine, write
+from ..parallel_runtime.stages import share_out
 from .figures import Estimate, Figure, Goal, Options, Round, exactly, percentile, typical
 from .lockstep import Phase, Ranks, merge, run, timed
 
@@ -34,6 +37,8 @@ FRAMES = 5  # of families that make videos
 ITEM_BYTES = 4  # ranks on CPUs compute in fp32
 MESSAGES = (1 << 12, 1 << 22)  # bytes
 SEQUENCES = (Layout(ulysses=2), Layout(ring=2))
+STAGES = Layout(pipefusion=2)
+EVALUATIONS = 4  # of a run in stages, of which the first is whole
 GROUPS = (Layout(cfg=2), Layout(data=2))  # forwards of their own, both at once
 MOVED = 2 * 4 << 20  # bytes that doubling a million numbers moves
 GOALS = {"mean_error": 0.10, "largest_error": 0.25, "regret": 0.03}
@@ -76,7 +81,9 @@ class Forwards:
         from ..parallel_runtime.comfy_bridge.released_model import arguments_of, latent_shapes
         from ..parallel_runtime.planner.dry_run import DryModel
 
-        self.whole: Whole = DryModel(sample, small, (side, side, small.extent[2])).whole()
+        dry = DryModel(sample, small, (side, side, small.extent[2]))
+        self.whole: Whole = dry.whole()
+        self.parts = dry.parts(self.whole, STAGES, patches=0)
         self._transformer = model.diffusion_model
         shapes = latent_shapes(model, small, (side, side, small.extent[2]))
         self._arguments = arguments_of(model, sample, small, shapes, torch.device("cpu"))
@@ -97,6 +104,46 @@ class Forwards:
         finally:
             method.detach()
 
+    def in_stages(self, stage: OwnStage) -> float:
+        """Seconds of a run in patches, in the mean of its evaluations."""
+        return timed(lambda: stage.sample(self._arguments, self.parts)) / EVALUATIONS
+
+
+class OwnStage:
+    """One process's stage of a model. As the method's rank it has got all requests of a run."""
+
+    def __init__(self, transformer: Any, mesh: Mesh, block_flops: Sequence[int]):
+        from ..parallel_runtime.comfy_bridge.forward import forward_name
+        from ..parallel_runtime.methods.factory import make_method
+
+        plan = plan_for(type(transformer))
+        assert plan is not None
+        self._parts: list[Part] = []
+        self._at = self._run = 0
+        self._forward = getattr(transformer, forward_name(transformer))
+        self._method = make_method(transformer, plan, mesh, self, [stage.size for stage in share_out(block_flops, STAGES.pipefusion)])
+        self._method.attach()
+
+    def sample(self, arguments: dict[str, Any], parts: Sequence[Part]) -> None:
+        """Compute a run of ``EVALUATIONS``: all tokens first, then patches."""
+        self._run += 1
+        whole, *patches = (part._replace(run=self._run) for part in parts)
+        self._parts = [whole, *patches * (EVALUATIONS - 1)]
+        for at, part in enumerate(self._parts):
+            self._at = at
+            self._method.begin(part)
+            self._method.evaluate(self._forward, dict(arguments), at + 1)
+        self._method.end_run()
+
+    def next_part(self) -> Part | None:
+        return self._parts[self._at + 1] if self._at + 1 < len(self._parts) else None
+
+    def tick(self) -> None: ...
+
+    def note(self, phase: str) -> None: ...
+
+    def reserve(self, nbytes: int) -> None: ...
+
 
 def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
     """Time every case in each round. Return the rounds, and the counts of each model and size."""
@@ -112,16 +159,21 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
             connect(layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
             for layout in SEQUENCES
         ]
+        stages = connect(STAGES.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
     phases: dict[str, Phase] = {}
     counted: dict[str, dict[int, Forwards]] = {}
     for sample, small in tried():
         model = sample.form.random_model(small.size).model
         counted[sample.name] = {side: Forwards(model, sample, small, side) for side in (*SIDES, *CALIBRATED)}
+        whole = counted[sample.name][SIDES[0]].whole
+        stage = OwnStage(sample.form.random_model(small.size).model.diffusion_model, stages, whole.block_flops)
         for side, forwards in counted[sample.name].items():
             phases[f"{sample.name} {side} alone"] = Phase(forwards.alone, alone=True)
             phases[f"{sample.name} {side} both"] = Phase(forwards.alone)
             for layout, comm in zip(SEQUENCES, comms, strict=True) if side in SIDES else ():
                 phases[f"{sample.name} {side} {layout.product()}"] = Phase(lambda forwards=forwards, comm=comm: forwards.through(comm))
+            if side in SIDES:
+                phases[f"{sample.name} {side} {STAGES.product()}"] = Phase(lambda forwards=forwards, stage=stage: forwards.in_stages(stage))
     for nbytes in MESSAGES:
         phases[f"message {nbytes}"] = Phase(message(comms[0].ulysses, torch.ones(nbytes // 4)))
     some = torch.ones(1 << 20)
@@ -183,8 +235,8 @@ def cases(rounds: Sequence[Round], wholes: Wholes) -> list[Case]:
     for model, of_model in wholes.items():
         alone, both = (speeds(rounds, of_model, model, phase) for phase in ("alone", "both"))
         for side in SIDES:
-            for layout in (Layout(), *SEQUENCES, *GROUPS):
-                job = Job(whole=of_model[side], branches=layout.cfg, batch=layout.data)
+            for layout in (Layout(), *SEQUENCES, *GROUPS, STAGES):
+                job = Job(whole=of_model[side], evaluations=EVALUATIONS, branches=layout.cfg, batch=layout.data)
                 box = (both if layout.world_size > 1 else alone).box(layout.world_size, ITEM_BYTES)
                 seconds = min(one.seconds for one in predict(job, layout, box))
                 phase = "alone" if layout.world_size == 1 else "both" if layout in GROUPS else layout.product()
@@ -194,10 +246,10 @@ def cases(rounds: Sequence[Round], wholes: Wholes) -> list[Case]:
 
 def summed_up(found: Sequence[Case]) -> dict[str, float]:
     """Return how far predictions are off, in parts of what was achieved, and how much slower than
-    the fastest the layout is that they choose for one forward, at worst.
+    the fastest exact layout the one is that they choose for one forward, at worst.
     """
     errors = [abs(case.predicted / case.achieved - 1) for case in found]
-    of_one = [[case for case in found if case.job == job and case.layout not in GROUPS] for job in {case.job for case in found}]
+    of_one = [[case for case in found if case.job == job and case.layout not in (*GROUPS, STAGES)] for job in {case.job for case in found}]
     regret = max(min(job, key=lambda case: case.predicted).achieved / min(case.achieved for case in job) - 1 for job in of_one)
     return {"mean_error": fmean(errors), "largest_error": max(errors), "regret": regret}
 

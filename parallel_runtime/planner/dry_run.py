@@ -83,7 +83,7 @@ class DryModel:
         ``kept``: how it keeps its weights.
         """
         stages = share_out(whole.block_flops, layout.pipefusion) if layout.pipefusion > 1 else ()
-        parts = self._parts(whole, layout, patches)
+        parts = self.parts(whole, layout, patches)
         with joined(layout, rank) as mesh, as_it_was(self._model.diffusion_model, self.plan):
             model, turns, held = self._model, None, 0
             idle = IdleRank(parts)
@@ -139,7 +139,7 @@ class DryModel:
         patches = [part.patch for part in parts if part.patch is not None]
         return [(start, whole.tokens[self.plan.leave.stream] if last else start + size) for start, size, last in patches]
 
-    def _parts(self, whole: Whole, layout: Layout, patches: int) -> list[Part]:
+    def parts(self, whole: Whole, layout: Layout, patches: int) -> list[Part]:
         """Return the requests of a rank: one of all tokens; in a pipeline, each patch after it, if
         the model's evaluations can be cut.
         """
