@@ -292,16 +292,17 @@ def test_room_is_for_two_layers_or_for_as_many_as_keep_the_ranks_within_their_bo
     assert huge.held(1) == 1000
 
 
+ONE_LARGE_LAYER = "ideogram4-9.3b"  # which needs its weights while it computes
+
+
 @pytest.mark.parametrize("name", MODELS if ALL else [*list(MODELS)[3::12], *list(MODELS)[::20]])
 def test_the_ranks_of_a_sequence_hold_little_more_than_one_released_model(name):
     """Tables of positions and of tokens are in the machine's memory, which all of them map."""
-    with torch.device("meta"):
-        model = empty_model(*MODELS[name], torch.bfloat16, torch.device("meta")).diffusion_model
+    model = empty_model(*MODELS[name], torch.bfloat16, torch.device("meta")).diffusion_model
     size, whole = ModelBytes.of(model), bytes_of(model)
     assert size.sharded(1, 1) + size.aside == size.whole(1) == whole
-    for ranks in (2, 3, 4, 8):
-        one_layer = max(0, ranks * size.largest - (TOGETHER - 1) * whole)  # that one needs its weights while it computes
-        assert ranks * size.sharded(1, ranks) <= 1.15 * whole + one_layer
+    above = [ranks for ranks in (2, 3, 4, 8) if ranks * size.sharded(1, ranks) > 1.15 * whole]
+    assert above == ([8] if name == ONE_LARGE_LAYER else [])
 
 
 def test_the_smallest_layers_stay_whole_while_they_are_next_to_nothing():
