@@ -14,8 +14,9 @@ from pipemesh.parallel_runtime.layout import Layout, layouts_of
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
-from pipemesh.parallel_runtime.planner.dry_run import TURN, IdleRank, OwnRows, joined
+from pipemesh.parallel_runtime.planner.dry_run import TURN, IdleRank, joined
 from pipemesh.parallel_runtime.planner.quick_fake import Form, QuickFakeMode
+from pipemesh.parallel_runtime.planner.recorder import OwnRows
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -133,8 +134,8 @@ def test_what_a_block_computes_on_rows_of_its_own_is_every_ranks():
     """Of text and image, of a part of them that an expert has, and of tokens before them."""
     own = OwnRows({"txt": 3, "img": 8}, prefix=5, per_token=0.5)
     for rows, alone in ((3, 0), (8, 0), (11, 0), (4, 0), (7, 70), (2, 70), (12, 70), (16, 70 * 5 / 16), (13, 70 * 5 / 13)):
-        assert own.alone(Counter(), Counter({rows: 70})) == round(alone)
-    assert own.alone(Counter({7: 70}), Counter({7: 90, 8: 10})) == 20
+        assert own.apart(Counter(), Counter({rows: 70})).alone == round(alone)
+    assert own.apart(Counter({7: 70}), Counter({7: 90, 8: 10})).alone == 20
 
 
 def test_two_devices_in_one_operation_are_found_in_a_method(mode):

@@ -42,10 +42,18 @@ LEAST_SIDE, SIDES = 64, 16  # pixels: of the decoder's crops, and of a token
 def main(argv: list[str], host: ComfyInstall) -> int:
     options = parse(argv)
     torch.set_num_threads(1)
+    at_end = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a set that is half drawn leaves no file
     torch.set_flush_denormal(True)
+    try:
+        return train(options)
+    finally:
+        torch.set_flush_denormal(False)
+        signal.signal(signal.SIGTERM, at_end)
+
+
+def train(options: argparse.Namespace) -> int:
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a set that is half drawn leaves no file
     if not options.only_export:
         require_room(folder, set_file(folder, options.pictures, options.side), options)
     pictures = picture_set(folder, options.pictures, options.side, progress=drawn)

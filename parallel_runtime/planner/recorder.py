@@ -44,7 +44,7 @@ class OwnRows:
     def _part(self, rows: int) -> float:
         if rows in self._shared:
             return 0.0
-        return self._prefix / rows if rows - self._prefix in self._shared else 1.0
+        return self._prefix / rows if rows > self._prefix and rows - self._prefix in self._shared else 1.0
 
 
 class Recorder:
