@@ -31,9 +31,9 @@ from .keeping import Kept
 MERGE_BYTES = 34  # moved for each element of a ring's output at each merge: attention/kernels.py, operation by operation
 RESERVED = 1 << 30  # bytes of each device: its context, communicators, fragments
 FP32_BYTES = 4
-IDLE = (
-    0.5 * 7 / 12
-)  # of a wave: half of one of qkv, out and up, and of down, 4 times as deep, where a block is 3 + 1 + 4 + 4 as wide as hidden
+# Of a wave: half of one of qkv, out and up, and of down, 4 times as deep, where a block is
+# 3 + 1 + 4 + 4 as wide as hidden.
+IDLE = 0.5 * 7 / 12
 
 
 @dataclass(frozen=True, kw_only=True)
