@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipemesh.parallel_runtime.planner.box import Box, Device, Level
 from pipemesh.parallel_runtime.planner.expected import attention_flops
-from pipemesh.parallel_runtime.planner.figures import Attended, Shareable, Whole
+from pipemesh.parallel_runtime.planner.figures import Activations, Attended, Shareable, Whole
 
 SAVED = Path(__file__).parent / "saved" / "counts.json"
 LISTS = ("block_weight_bytes", "block_flops", "attended_by_block")
@@ -22,7 +22,8 @@ def counts(name: str) -> Whole:
     lists = {key: unrolled(found[key]) for key in LISTS}
     attended = [[Attended(*one) for one in block] for block in lists.pop("attended_by_block")]
     shareable = Shareable(**{**found["shareable"], "blocks": unrolled(found["shareable"]["blocks"])})
-    return Whole(**{**found, **lists, "attended_by_block": attended, "shareable": shareable})
+    activations = Activations(**found["activations"])
+    return Whole(**{**found, **lists, "attended_by_block": attended, "shareable": shareable, "activations": activations})
 
 
 def unrolled(runs: list) -> list:
@@ -36,7 +37,7 @@ def attention_alone(tokens: int, heads: int = 32, head_dim: int = 128) -> Whole:
         block_weight_bytes=[0],
         block_flops=[attention_flops(one)],
         around_flops=0,
-        peak_bytes=0,
+        activations=Activations(0),
         attended_by_block=[[one]],
         tokens={"img": tokens},
         hidden=heads * head_dim,

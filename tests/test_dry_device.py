@@ -6,6 +6,7 @@ The pack's own code on it never waits for it, but for what it must read.
 import gc
 from collections import Counter
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -56,17 +57,27 @@ def run(mode, layout, rank, parts, number=TURN, value=0.0, blocks=8, **conds):
 # -- what it counts
 
 
+def test_kernels_count_by_the_bytes_that_they_read_and_write_but_for_products_and_views(mode):
+    with dry_device(mode) as counts, DEVICE:
+        rows, row = torch.empty(4, 8), torch.empty(8)
+        rows.add_(row).t().view(8, 4)
+        rows.expand(2, 4, 8).copy_(rows)
+        torch.zeros(16)
+        rows @ rows.t()
+    assert counts.moved - Counter({0: counts.moved[0]}) == {4 * (32 + 8 + 32): 1, 4 * (32 + 32): 1, 4 * 16: 1}
+
+
 def test_memory_counts_until_the_last_view_has_gone(mode):
     with dry_device(mode) as counts:
         first = torch.empty(MIB, dtype=torch.uint8, device=DEVICE)
         half = first[: MIB // 2]
         second = torch.empty(2 * MIB, dtype=torch.uint8, device=DEVICE)
         torch.empty(8 * MIB, dtype=torch.uint8)  # not on the device
-        assert counts.live == counts.peak == 3 * MIB
+        assert counts.memory.live == counts.memory.peak == 3 * MIB
         del first, second
-        assert counts.live == MIB
+        assert counts.memory.live == MIB
         del half
-    assert (counts.live, counts.peak) == (0, 3 * MIB)
+    assert (counts.memory.live, counts.memory.peak) == (0, 3 * MIB)
 
 
 def test_a_product_and_an_attention_count_their_flops_and_hold_no_scores(mode):
@@ -76,7 +87,7 @@ def test_a_product_and_an_attention_count_their_flops_and_hold_no_scores(mode):
         q, k, v = (torch.empty(1, 2, 1000, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
         torch.nn.functional.scaled_dot_product_attention(q, k, v)
     assert counts.flops == 2 * 5 * 7 * 11 + 2 * 2 * 2 * 1000 * 1000 * 64
-    assert counts.peak < 2 * 2 * 1000 * 1000
+    assert counts.memory.peak < 2 * 2 * 1000 * 1000
 
 
 @pytest.mark.parametrize(
@@ -196,7 +207,7 @@ def forms_made(mode):
                         [(Form.of(leaf), leaf.untyped_storage().nbytes()) for leaf in leaves if isinstance(leaf, FakeTensor)] + shares
                     )
                     del leaves
-    return made, counts.peak, counts.live
+    return made, counts.memory.peak, counts.memory.live
 
 
 def counted(mode, layout, parts):
@@ -216,8 +227,8 @@ def test_what_an_operation_returned_before_it_returns_again(mode):
     for layout in (Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2)):
         parts = [WARM, *PATCHES] if layout.pipefusion > 1 else [WARM]
         quick_counts, slow_counts = (counted(one, layout, parts) for one in (mode, slow))
-        for name in ("flops", "live", "peak", "messages", "waits"):
-            assert getattr(quick_counts, name) == getattr(slow_counts, name)
+        for name in ("flops", "moved", "memory.live", "memory.peak", "messages", "waits"):
+            assert attrgetter(name)(quick_counts) == attrgetter(name)(slow_counts)
         assert quick_counts.flops > 0
 
 

@@ -275,10 +275,10 @@ def test_a_faster_group_needs_room_for_the_images_that_it_gets():
         devices = [replace(box(1, flops=flops).devices[0], memory_bytes=one) for flops, one in zip((1e12, 0.3e12), memory, strict=True)]
         return predict(job, Layout(data=2), replace(box(2), devices=tuple(devices)))
 
-    (enough,) = on(alone + 2 * FLUX.peak_bytes, alone)
-    assert enough.memory_bytes == alone + 2 * FLUX.peak_bytes
-    assert on(alone + 2 * FLUX.peak_bytes - 1, alone) == on(alone + 2 * FLUX.peak_bytes, alone - 1) == []
-    assert predict(job, Layout(data=2), box(2))[0].memory_bytes == alone + FLUX.peak_bytes
+    (enough,) = on(alone + 2 * FLUX.activations.peak_bytes, alone)
+    assert enough.memory_bytes == alone + 2 * FLUX.activations.peak_bytes
+    assert on(alone + 2 * FLUX.activations.peak_bytes - 1, alone) == on(alone + 2 * FLUX.activations.peak_bytes, alone - 1) == []
+    assert predict(job, Layout(data=2), box(2))[0].memory_bytes == alone + FLUX.activations.peak_bytes
 
 
 @settings(deadline=None)

@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import expected, messages
-from pipemesh.parallel_runtime.planner.box import Level, Message
+from pipemesh.parallel_runtime.planner.box import Cache, Level, Message
 from pipemesh.parallel_runtime.planner.choose import legal_layouts, plan
 from pipemesh.parallel_runtime.planner.cost import predict
-from pipemesh.parallel_runtime.planner.figures import Attended
+from pipemesh.parallel_runtime.planner.decoding import decoded, decoding_s
+from pipemesh.parallel_runtime.planner.figures import Activations, Attended
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.published import figures, published_box
 
-from .planned import box, counts
+from .planned import attention_alone, box, counts, saved
 
 FLUX = counts("flux 1024")
 JOB = Job(whole=FLUX)
@@ -117,6 +118,31 @@ def test_attention_has_the_speed_of_its_kernels_where_that_is_known():
     assert h100.attention_flops_per_s < h100.matmul_flops_per_s and l40.attention_flops_per_s == l40.matmul_flops_per_s
 
 
+def test_what_kernels_move_between_products_takes_time_through_the_cache_where_it_has_room():
+    device = dataclasses.replace(box(1).devices[0], memory_bytes_per_s=1.0, cache=Cache(100, 10.0))
+    assert (device.moving_s(100), device.moving_s(101)) == (10, 101)
+    assert dataclasses.replace(device, cache=None).moving_s(101) == 0, "measured speeds have it"
+    whole = dataclasses.replace(attention_alone(1024), activations=Activations(0, [(150, 3), (400, 1)]))
+
+    def seconds(layout, **options):
+        a_box = dataclasses.replace(box(layout.world_size), devices=(device,) * layout.world_size)
+        return of(layout, a_box, Job(whole=whole, **options)).parts["compute"]
+
+    computed = seconds(Layout(), is_compiled=True)
+    assert seconds(Layout()) == pytest.approx(computed + 3 * 150 + 400)
+    assert seconds(Layout(ulysses=2)) == pytest.approx(computed / 2 + 3 * 7.5 + 200), "half of the rows have room"
+
+
+def test_a_video_is_decoded_in_tiles_that_overlap():
+    assert (decoded(720, 256, 0.25), decoded(1280, 256, 0.25), decoded(192, 256, 0.25)) == (912, 1664, 192)
+    h100, l40 = (published_box(f"1x{name}-PCIe").devices[0] for name in ("H100", "L40"))
+    timed = saved()["hunyuan 720p"]["model"]
+    long, longer = (decoding_s(timed, (1280, 720, frames), h100) for frames in (48, 96))
+    assert long is not None and longer is not None and longer == pytest.approx((64 + 48) / 48 * long)
+    assert decoding_s(timed, (1280, 720, 48), l40) == pytest.approx(long * 989 / 181.05)
+    assert decoding_s(saved()["flux 1024"]["model"], (1024, 1024, 1), h100) is None
+
+
 # -- memory
 
 
@@ -202,7 +228,9 @@ def test_every_published_device_and_link_makes_a_box_and_names_its_source():
             made = published_box(f"2x8x{name}-{link}-100G")
             assert len(made.devices) == 16
             assert [level.ranks for level in made.levels] == ([1, 8] if link == "NVLink" else [1, 4, 8])
-    assert all("source" in group for key, group in figures().items() if key not in ("devices", "network"))
+    of_several = ("devices", "network", "decoders")
+    groups = [group for key, group in figures().items() if key not in of_several]
+    assert all("source" in group for group in [*groups, *(one for key in of_several for one in figures()[key].values())])
 
 
 @pytest.mark.parametrize(

@@ -370,7 +370,7 @@ def test_only_the_rows_that_are_read_come_to_the_device():
         named = torch.nn.functional.embedding(torch.zeros(5, dtype=torch.long, device=DEVICE), tokens)
         assert rows.device == named.device == table.device == DEVICE
         assert (rows.shape, named.shape) == ((128, 64), (5, 64))
-    assert 0 < counts.peak < table.nbytes / 8
+    assert 0 < counts.memory.peak < table.nbytes / 8
 
 
 @torch.inference_mode()

@@ -125,7 +125,12 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
     def place(layout: Layout, rank: int) -> dict[str, Any]:
         return {**head, "layout": layout.degrees(), "equation": layout.equation(), "rank": rank}
 
-    alone = {"weight_bytes": whole.weight_bytes, "flops": whole.flops, "around_flops": whole.around_flops, "peak_bytes": whole.peak_bytes}
+    alone = {
+        "weight_bytes": whole.weight_bytes,
+        "flops": whole.flops,
+        "around_flops": whole.around_flops,
+        "peak_bytes": whole.activations.peak_bytes,
+    }
     weights = {"table_bytes": whole.shareable.aside, "turn_bytes": expected.turn_bytes(whole, None)}
     yield {**place(Layout(), 0), **alone, **weights, "sent_bytes": {}, "misses": []}
     for layout in chosen.layouts:

@@ -81,6 +81,17 @@ def verdict(plan: Plan) -> str:
     return f"Fastest: {plan.best.layout.equation()}{times}."
 
 
+def whole_run(plan: Plan, job: Job, seconds: float) -> str:
+    """Say what decoding adds to the evaluations of a run, on whatever number of GPUs."""
+    alone, best = plan.alone(), plan.best
+    said = f"Decoding takes about {seconds:.0f} s more, on one GPU"
+    evaluation = [row.prediction.seconds for row in (alone, best) if row is not None and row.prediction is not None]
+    if len(evaluation) < 2:
+        return f"{said}."
+    one, several = (job.evaluations * own + seconds for own in evaluation)
+    return f"{said}: {several:.0f} s in all, {one / several:.2f} times as fast as one GPU."
+
+
 def by_size(job: Job, box: Box, allows_approximate: bool) -> dict[int, Plan]:
     """Return the plan of 1, 2, 4 and 8 devices of the box, of those that are there."""
     from ...parallel_runtime.planner.choose import plan
@@ -112,6 +123,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: choose 1 or more")
     from ...parallel_runtime.planner.choose import plan
+    from ...parallel_runtime.planner.decoding import decoding_s
     from ...parallel_runtime.planner.job import Job
     from ...parallel_runtime.planner.published import published_box
 
@@ -140,15 +152,25 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     )
     found = plan(job, box, allows_approximate=options.approximate)
     best = {size: one.best for size, one in by_size(job, box, options.approximate).items()}
+    seconds = decoding_s(model, extent, box.devices[0])
     if options.json:
         rows = [record(found, row) for row in found.rows]
         sizes = {str(size): record(found, row) if row else None for size, row in best.items()}
-        head = {"model": model, "extent": extent, "box": box.name, "tflops": whole.flops / 1e12, "verdict": verdict(found)}
-        print(json.dumps({**head, "best_of": sizes, "layouts": rows}))
+        head = {
+            "model": model,
+            "extent": extent,
+            "box": box.name,
+            "tflops": whole.flops / 1e12,
+            "decoding_s": seconds,
+            "verdict": verdict(found),
+        }
+        print(json.dumps({**head, "decoding_s": seconds, "best_of": sizes, "layouts": rows}))
         return 0
     frames_text = f", {extent[2]} frames" if extent[2] > 1 else ""
     computed = f"{whole.flops / 1e12:.1f} TFLOP per evaluation of a branch"
     print(f"{model}, {extent[0]}x{extent[1]}{frames_text}, {computed}, on {box.name}\n{verdict(found)}\n")
+    if seconds is not None:
+        print(f"  {whole_run(found, job, options.batch * seconds)}\n")
     for size, row in best.items():
         if row is not None and row.prediction is not None:
             print(f"  {size} GPU{'s' * (size > 1):1}: {row.layout.equation()}, {1e3 * row.prediction.seconds:.1f} ms per evaluation")

@@ -15,11 +15,21 @@ from typing import NamedTuple
 TILE = 128  # rows, and columns, of a product's result that a processor computes at once: "waves" in published.json
 
 
+class Cache(NamedTuple):
+    """What a device's kernels move through instead of its memory, if all that one of them reads and
+    writes has room there.
+    """
+
+    nbytes: float
+    bytes_per_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """Speeds as achieved on a model's blocks, not peaks. ``block_s``: the least time of a block,
     whatever it computes: to start its kernels. ``processors``: that take a tile of a product each;
-    0 where there are none, or speeds were measured.
+    0 where there are none, or speeds were measured. ``cache``: None where they were measured, with
+    what is moved between products.
     """
 
     name: str
@@ -29,12 +39,21 @@ class Device:
     memory_bytes_per_s: float
     block_s: float = 0.0
     processors: int = 0
+    cache: Cache | None = None
 
     def busy(self, tiles: float, idle: float = 0.5) -> float:
         """Return the part of a kernel's time in which processors have a tile: they take tiles in
         waves, and part of the last one is ``idle``, in the mean half of it.
         """
         return tiles / (tiles + idle * self.processors) if tiles else 1.0
+
+    def moving_s(self, nbytes: float) -> float:
+        """Return the seconds of a kernel that reads and writes so many bytes, and computes
+        little.
+        """
+        if self.cache is None:
+            return 0.0
+        return nbytes / (self.cache.bytes_per_s if nbytes <= self.cache.nbytes else self.memory_bytes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,9 @@
 arithmetic: nothing is measured, and no published time of a model is known here.
 
 A rank's time is its FLOPs over its device's speed, never less than reading its weights or starting
-its kernels; where it has few rows, processors of the device have no tile of them. Ulysses waits for
-both exchanges of every attention. A ring's messages travel while the attention over the block
+its kernels; where it has few rows, processors of the device have no tile of them. Kernels between
+products move memory, through the device's cache if it has room. Ulysses waits for both exchanges
+of every attention. A ring's messages travel while the attention over the block
 before is computed; the time that is longer counts. A pipeline lasts as long as its slowest stage
 has patches to compute, or as one patch takes through all stages if that is longer; whole
 evaluations of the warm-up go through it one stage after the other. Around the ring of a stage the
@@ -118,7 +119,8 @@ class Costs:
         matmul = part * self.matmul_flops(stage) / device.matmul_flops_per_s / device.busy(tiles, IDLE)
         read = sum(whole.block_weight_bytes[slice(*stage)]) / device.memory_bytes_per_s
         around = whole.around_flops / device.matmul_flops_per_s
-        return around + max(max(matmul, read) + attention, (stage[1] - stage[0]) * device.block_s)
+        moving = moving_s(self.job, device, stage, part)
+        return around + max(max(matmul, read) + attention + moving, (stage[1] - stage[0]) * device.block_s)
 
     # -- messages
 
@@ -195,12 +197,22 @@ class Costs:
         places = min(of_places, default=layout.ring)
         kept = int(2 * held * expected.ITEM_BYTES / places) // layout.ulysses * sum(forwards) * (layout.pipefusion > 1)
         fewest = min((sum(tokens) / max(tokens) for tokens in shares), default=self.sequence)  # such ranks would have all tokens
-        return max(forwards, default=0) * (int(self.job.whole.peak_bytes // fewest) + buffers) + kept
+        return max(forwards, default=0) * (int(self.job.whole.activations.peak_bytes // fewest) + buffers) + kept
 
 
 def costs_of(job: Job, layout: Layout, box: Box) -> Costs:
     own = box.first(layout.world_size)
     return Costs(job=job, layout=layout, box=own, speeds=relative([device.matmul_flops_per_s for device in own.devices]))
+
+
+def moving_s(job: Job, device: Device, stage: tuple[int, int], part: float) -> float:
+    """Return the seconds of a stage's kernels beside products and attentions, for ``part`` of all
+    rows. Each block is taken to have as many.
+    """
+    if job.is_compiled:
+        return 0.0
+    blocks = (stage[1] - stage[0]) / len(job.whole.block_flops)
+    return blocks * sum(kernels * device.moving_s(part * nbytes) for nbytes, kernels in job.whole.activations.moved)
 
 
 def sharers_of(weights: Sequence[int], layout: Layout, rank: int, ranks: int) -> float:

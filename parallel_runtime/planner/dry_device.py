@@ -33,14 +33,53 @@ SMALL_BYTES = 1 << 16  # of a copy to the device that the driver takes at once (
 COPIES = {aten._to_copy.default, aten.copy_.default}
 BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 LEFT_SECOND = {aten.addmm, aten.baddbmm}  # products whose left factor is the second argument
+UNREAD = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they write their first argument alone
 BY_PIXELS = {aten.convolution, aten._convolution, aten.convolution_overrideable}  # they have no rows
 
 
+class Memory:
+    """The memory of tensors. ``live`` and ``peak``: bytes of those on the device that were made
+    meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self._storages: dict[int, weakref.ref] = {}
+        self._pinned: dict[int, weakref.ref] = {}
+        self._known: set[int] = set()
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count these, which were there before."""
+        for tensor in tensors:
+            self._known.add(tensor.untyped_storage()._cdata)
+
+    def hold(self, tensor: FakeTensor, is_pinned: bool) -> None:
+        """Count a tensor until its last view has gone."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if is_pinned:
+            self._pinned[key] = weakref.ref(storage, lambda _: self._pinned.pop(key))
+        if not is_on_device(tensor) or key in self._storages or key in self._known:
+            return
+        nbytes = storage.nbytes()
+
+        def free(_: Any) -> None:
+            del self._storages[key]
+            self.live -= nbytes
+
+        self._storages[key] = weakref.ref(storage, free)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._pinned
+
+
 class Counts(TorchDispatchMode):
-    """Counts while it is entered. ``live`` and ``peak``: bytes of tensors on the device that were
-    made meanwhile. ``messages``: bytes sent, by operation of torch.distributed. ``value``: all that
-    code reads of the device; ``chosen``: the share of its elements that a mask chooses.
-    ``by_rows``: FLOPs by the rows that a product or an attention has.
+    """Counts while it is entered. ``messages``: bytes sent, by operation of torch.distributed.
+    ``value``: all that code reads of the device; ``chosen``: the share of its elements that a mask
+    chooses. ``by_rows``: FLOPs by the rows that a product or an attention has. ``moved``: kernels
+    beside products, attentions and messages, by the bytes that they read and write.
     """
 
     def __init__(self) -> None:
@@ -48,12 +87,10 @@ class Counts(TorchDispatchMode):
         self.value = 0.0
         self.chosen = 1.0
         self.by_rows: Counter[int] = Counter()
-        self.live = self.peak = 0
+        self.moved: Counter[int] = Counter()
+        self.memory = Memory()
         self.messages: Counter[str] = Counter()
         self.waits: Counter[Wait] = Counter()
-        self._storages: dict[int, weakref.ref] = {}
-        self._pinned: dict[int, weakref.ref] = {}
-        self._known: set[int] = set()
 
     @property
     def flops(self) -> int:
@@ -94,17 +131,14 @@ class Counts(TorchDispatchMode):
         made = func(*args, **options)
         if func._overloadpacket in flop_registry:
             self.by_rows[rows_of(func._overloadpacket, args)] += flop_registry[func._overloadpacket](*args, **options, out_val=made)
-        if func.namespace == "c10d":
+        elif func.namespace == "c10d":
             self._note_message(func, args)
+        else:
+            self.moved[moved_bytes(func, args, made)] += 1
         for leaf in (made,) if isinstance(made, torch.Tensor) else tree_leaves(made):
             if isinstance(leaf, FakeTensor):
-                self._hold(leaf, is_pinned)
+                self.memory.hold(leaf, is_pinned)
         return made
-
-    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count the memory of these, which were there before."""
-        for tensor in tensors:
-            self._known.add(tensor.untyped_storage()._cdata)
 
     def _read(self, func: Any, args: tuple) -> Any:
         """Read a value. A tensor that was made of a number on the CPU has it still."""
@@ -143,7 +177,7 @@ class Counts(TorchDispatchMode):
             target = source if options.get("device") is None else torch.device(options["device"]).type == DEVICE.type
         on_cpu = args[1] if target and func is aten.copy_.default else args[0]
         is_small = target and on_cpu.numel() * on_cpu.element_size() <= SMALL_BYTES
-        if target != source and not (returns_early and (is_small or self._is_pinned(on_cpu))):
+        if target != source and not (returns_early and (is_small or self.memory.is_pinned(on_cpu))):
             self.wait("copy to the device" if target else "copy from the device")
 
     def wait(self, call: str) -> None:
@@ -158,27 +192,6 @@ class Counts(TorchDispatchMode):
         receivers = args[0].numel() // args[1].numel() - 1 if func._opname == "_allgather_base_" else 1
         self.messages[func._opname] += receivers * sum(tensor.numel() * tensor.element_size() for tensor in sent)
 
-    def _hold(self, tensor: FakeTensor, is_pinned: bool) -> None:
-        """Count a tensor's memory until its last view has gone."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if is_pinned:
-            self._pinned[key] = weakref.ref(storage, lambda _: self._pinned.pop(key))
-        if not is_on_device(tensor) or key in self._storages or key in self._known:
-            return
-        nbytes = storage.nbytes()
-
-        def free(_: Any) -> None:
-            del self._storages[key]
-            self.live -= nbytes
-
-        self._storages[key] = weakref.ref(storage, free)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-
-    def _is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._pinned
-
 
 def rows_of(packet: Any, args: tuple) -> int:
     """Return the rows of what a product multiplies, or of an attention's queries; 0 where there are
@@ -188,7 +201,23 @@ def rows_of(packet: Any, args: tuple) -> int:
     return left.shape[-2] if packet not in BY_PIXELS and left.dim() > 1 else 0
 
 
-def is_on_device(tensor: torch.Tensor) -> bool:
+def moved_bytes(func: Any, args: tuple, made: Any) -> int:
+    """Return the bytes that a kernel reads and writes; 0 where there is none, as for a view."""
+    given = [leaf for leaf in tree_leaves(args) if is_on_device(leaf)]
+    found = [leaf for leaf in tree_leaves(made) if is_on_device(leaf)]
+    known = {leaf.untyped_storage()._cdata for leaf in given}
+    is_view = not func._schema.is_mutable and all(leaf.untyped_storage()._cdata in known for leaf in found)
+    if is_view or "empty" in func._opname:
+        return 0
+    return sum(map(own_bytes, (given[1:] if func in UNREAD else given) + found))
+
+
+def own_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of memory that a tensor shows: an expanded one has fewer than elements."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def is_on_device(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == DEVICE.type
 
 

@@ -33,7 +33,7 @@ from ..methods.inserts import inserts_of, named
 from ..patches import Part, TokenGrid
 from ..stages import Stage, share_out
 from .dry_device import DEVICE, dry_device, is_on_device
-from .figures import RankFigures, Shareable, Unshared, Whole
+from .figures import Activations, RankFigures, Shareable, Unshared, Whole
 from .quick_fake import QuickFakeMode
 from .recorder import BEHIND, FRAMED, FRAMED_BEHIND, SHARED, OwnRows, Recorder
 
@@ -94,11 +94,11 @@ class DryModel:
             try:
                 with dry_device(self._mode) as figures:
                     figures.chosen = 1 / self.released.experts[0]
-                    figures.leave_out(weights_of(model))
+                    figures.memory.leave_out(weights_of(model))
                     if kept == "sharded" and mesh.sequence.weights is not None:
                         turns = ShardedWeights(model.diffusion_model, DEVICE, mesh.sequence.weights, lambda nbytes: None).turns
                         turns.attach()
-                        held = figures.live
+                        held = figures.memory.live
                     method.attach()
                     for idle.at, part in enumerate(parts):
                         if idle.at == 1:
@@ -111,12 +111,12 @@ class DryModel:
                         counted.add()
                         if turns is not None:
                             turns.end_evaluation()
-                    kept_bytes = figures.live
+                    kept_bytes = figures.memory.live
                     if turns is not None:
                         mesh.sequence.free_buffers()
-                        without_room = figures.live
+                        without_room = figures.memory.live
                         turns.end_run()
-                        held += without_room - figures.live
+                        held += without_room - figures.memory.live
             finally:
                 method.detach()
                 if turns is not None:
@@ -127,7 +127,7 @@ class DryModel:
                 flops=figures.flops,
                 sent_bytes=counted.by_axis,
                 wired_bytes=sum(figures.messages.values()),
-                peak_bytes=figures.peak - held,
+                peak_bytes=figures.memory.peak - held,
                 kept_bytes=kept_bytes - held,
                 waits=dict(figures.waits),
                 stage=span(stages, mesh),
@@ -165,7 +165,7 @@ def counted(
     transformer, handles = model.diffusion_model, []
     with dry_device(mode) as figures:
         figures.chosen = 1 / experts[0]
-        figures.leave_out(weights_of(model))
+        figures.memory.leave_out(weights_of(model))
         recorder = Recorder(figures, attention)
         hooks = TokenHooks(transformer, plan, recorder) if plan.blocks else None
         forward = getattr(transformer, forward_name(transformer))
@@ -200,7 +200,7 @@ def counted(
         block_weight_bytes=block_weights,
         block_flops=block_flops,
         around_flops=figures.flops - sum(block_flops),
-        peak_bytes=figures.peak,
+        activations=Activations(figures.memory.peak, sorted((size, kernels) for size, kernels in figures.moved.items() if size)),
         attended_by_block=recorder.attended or [[]],
         tokens=recorder.tokens,
         hidden=recorder.hidden,

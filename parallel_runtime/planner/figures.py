@@ -85,6 +85,15 @@ class Unshared(NamedTuple):
 NOTHING_APART = Unshared()
 
 
+class Activations(NamedTuple):
+    """Tensors beside the weights: what they take at once, and ``moved``, (bytes, kernels): how many
+    kernels beside products and attentions read and write so many bytes.
+    """
+
+    peak_bytes: int
+    moved: Sequence[tuple[int, int]] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Whole:
     """One evaluation on a single device. ``around_flops`` are computed outside the blocks.
@@ -95,7 +104,7 @@ class Whole:
     block_weight_bytes: Sequence[int]
     block_flops: Sequence[int]
     around_flops: int
-    peak_bytes: int
+    activations: Activations
     attended_by_block: Sequence[Sequence[Attended]]
     tokens: Mapping[str, int]
     hidden: int

@@ -14,7 +14,8 @@ class Job:
     """``whole``: one evaluation of one branch at batch 1. ``evaluations`` of a run; ``branches`` in
     each, 2 with CFG. Of a pipeline: ``patches``, 0 for one more than stages, and ``warm_up``
     evaluations that are whole. ``text_in_each_patch``: other implementations compute the text anew
-    with each patch; this one computes it once. ``keeps``: the ways in which ranks may keep weights.
+    with each patch; this one computes it once. ``is_compiled``: kernels between products are fused
+    with them. ``keeps``: the ways in which ranks may keep weights.
     """
 
     whole: Whole
@@ -24,6 +25,7 @@ class Job:
     patches: int = 0
     warm_up: int = 1
     text_in_each_patch: bool = False
+    is_compiled: bool = False
     keeps: tuple[Kept, ...] = ("whole", "sharded", "offloaded")
 
     def patches_of(self, stages: int) -> int:

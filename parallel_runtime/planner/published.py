@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LayoutError
-from .box import Box, Device, Level
+from .box import Box, Cache, Device, Level
 
 FILE = Path(__file__).with_name("published.json")
 DEVICES = r"\d+x\w+(?:\+\d+x\w+)*"
@@ -23,7 +23,7 @@ FORM = (
     "as 2x8xL40-PCIe-100G"
 )
 LINKS = {"NVLink": "", "PCIe": "", "SPR": "SPR", "AMD": "AMD"}  # link -> the socket's kind; PCIe: by the device's generation
-GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
+MEGA, GIGA, TERA, MICRO = 1e6, 1e9, 1e12, 1e-6
 
 
 @cache
@@ -74,14 +74,16 @@ def device(kind: str) -> Device:
     known = figures()
     figure = known["devices"][kind]
     speed = figure["bf16_tflops"] * TERA * known["achieved"]["fraction"]
+    memory = figure["memory_gb_per_s"] * GIGA * known["memory"]["fraction"]
     return Device(
         name=kind,
         matmul_flops_per_s=speed,
         attention_flops_per_s=known["attention"][kind]["tflops"] * TERA if kind in known["attention"] else speed,
         memory_bytes=figure["memory_gb"] * GIGA,
-        memory_bytes_per_s=figure["memory_gb_per_s"] * GIGA * known["memory"]["fraction"],
+        memory_bytes_per_s=memory,
         block_s=known["block"]["seconds"],
         processors=figure["processors"],
+        cache=Cache(figure["cache_mb"] * MEGA, memory * known["cache"]["times_memory"]),
     )
 
 
