@@ -22,7 +22,7 @@ from ..parallel_runtime.families.sample import Released, Sample, Size
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.patches import Part
 from ..parallel_runtime.planner.cost import predict
-from ..parallel_runtime.planner.figures import Apart, Attended, FrameTokens, Shareable, Unshared, Whole
+from ..parallel_runtime.planner.figures import Activations, Apart, Attended, FrameTokens, Shareable, Unshared, Whole
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.measured import Speeds, Timed, link_of, speeds_of, this_machine, write
 from ..parallel_runtime.stages import share_out
@@ -213,8 +213,13 @@ def wholes_of(found: dict[str, dict[str, Any]]) -> Wholes:
     def whole(counted: dict[str, Any]) -> Whole:
         attended = [[Attended(*one) for one in block] for block in counted["attended_by_block"]]
         blocks, closing, frames = counted["unshared"]
-        unshared = Unshared([Apart(*one) for one in blocks], closing, FrameTokens(*frames) if frames else None)
-        return Whole(**{**counted, "attended_by_block": attended, "shareable": Shareable(*counted["shareable"]), "unshared": unshared})
+        parts = {
+            "attended_by_block": attended,
+            "activations": Activations(*counted["activations"]),
+            "shareable": Shareable(*counted["shareable"]),
+            "unshared": Unshared([Apart(*one) for one in blocks], closing, FrameTokens(*frames) if frames else None),
+        }
+        return Whole(**{**counted, **parts})
 
     return {model: {int(side): whole(counted) for side, counted in sizes.items()} for model, sizes in found.items()}
 

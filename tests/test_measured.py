@@ -1,6 +1,7 @@
 """Speeds from measured times, the file that keeps them, and the bench's figures of them."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 from pipemesh.benchmarks import plan as bench
@@ -8,6 +9,7 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.cost import predict
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.measured import Speeds, Timed, link_of, read, speeds_of, this_machine, write
+from pipemesh.parallel_runtime.planner.published import published_box
 
 from .planned import attention_alone, counts
 
@@ -41,6 +43,14 @@ def test_a_box_of_measured_speeds_takes_the_measured_times():
     one = Job(whole=attention_alone(1024))
     sent = [predict(one, Layout(ulysses=2), SPEEDS.box(2, size))[0].parts["ulysses"] for size in (2, 4)]
     assert sent[1] - 2e-4 == pytest.approx(2 * (sent[0] - 2e-4))  # two exchanges, whose latency stays
+
+
+def test_counts_come_back_from_the_ranks_as_they_were():
+    whole = counts("flux 1024")
+    (back,) = bench.wholes_of({"m": json.loads(json.dumps({"1024": asdict(whole)}))})["m"].values()
+    for layout in (Layout(), Layout(ulysses=2), Layout(pipefusion=2)):
+        before, after = (predict(Job(whole=one), layout, published_box("2xH100-PCIe")) for one in (whole, back))
+        assert before == after != []
 
 
 def test_the_file_is_for_one_machine_and_one_version(tmp_path):
