@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import folder_paths
+from aiohttp import web
 from comfy.cli_args import args
 from comfy_api.latest import ComfyExtension, io
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ..launcher.pool.devices import Placement
-from ..parallel_runtime.errors import LayoutError
+from ..parallel_runtime.errors import LayoutError, PipeMeshError
 from .auto.sampling import Auto
 from .auto.switch import FILE, Switch
 from .ksampler import sampler_nodes
 from .notices import Notice, Notices
 from .pool import pool_nodes
 from .report.node import report_node
-from .routes import add_routes
+from .routes import STATUS, add_routes
 from .runtime import Runtime
-from .screen import NodeScreen
+from .screen import NodeScreen, send_event, show_text
 from .status.control import PoolControl
 from .waiting import Waiting
 
 log = logging.getLogger("pipemesh")
+PACK = Path(__file__).resolve().parents[1]
 
 
 def show_on_node(text: str) -> None:
     """Put a line of text on the node that ComfyUI executes now."""
     executing = get_executing_context()
     if executing is not None:
-        PromptServer.instance.send_progress_text(text, executing.node_id)
+        show_text(text, executing.node_id)
 
 
 def show_notice(notice: Notice) -> None:
     """Put a notice on its node, and a badge there in the browser that has queued the prompt."""
-    server = PromptServer.instance
     if notice.node:
-        server.send_progress_text(f"PipeMesh: {notice.text}", notice.node)
-        server.send_sync("pipemesh.notice", asdict(notice), server.client_id)
+        show_text(f"PipeMesh: {notice.text}", notice.node)
+        send_event("pipemesh.notice", notice)
 
 
 def settings_file() -> Path | None:
@@ -62,6 +64,16 @@ def first_line(placement: Placement, auto_is_on: bool) -> str:
     return f"{len(placement.devices)} GPUs ({names}), {placement.backend}. Auto mode is {auto}."
 
 
+def folder_with_routes(routes: Iterable[web.AbstractRouteDef]) -> Path | None:
+    """Return the folder of a copy of the pack that ComfyUI has loaded before; None if there is
+    none. Both would replace the same methods, and know nothing of each other's pools.
+    """
+    for route in routes:
+        if isinstance(route, web.RouteDef) and route.path == STATUS:
+            return Path(inspect.getfile(route.handler)).resolve().parents[1]
+    return None
+
+
 class PipeMeshExtension(ComfyExtension):
     def __init__(self) -> None:
         notices = Notices(show_notice)
@@ -70,6 +82,8 @@ class PipeMeshExtension(ComfyExtension):
 
     async def on_load(self) -> None:
         server = PromptServer.instance
+        if other := folder_with_routes(server.routes):
+            raise PipeMeshError(f"PipeMesh is among the custom nodes twice, in {other} and in {PACK}: remove one of the two folders.")
         control = PoolControl(self._runtime, lambda: bool(server.prompt_queue.currently_running))
         add_routes(server.routes, self._runtime, self._auto, control)
         self._auto.install()

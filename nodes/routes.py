@@ -23,6 +23,7 @@ from .status.ask import pool_status, status_of
 from .status.control import Busy, PoolControl, Unknown
 
 NOT_CACHED = {"Cache-Control": "no-store"}  # ComfyUI lets a browser keep a .png for a day
+STATUS = "/pipemesh/status"
 NO_TIMELINE = "The last run was not in patches: set pipefusion above 1 on PipeMesh Pool and run."
 CODES = {Unknown: 404, Busy: 409}
 JSON = "application/json"  # a page of another origin cannot send it without asking first
@@ -44,7 +45,7 @@ def add_routes(routes: web.RouteTableDef, runtime: Runtime, auto: Auto, control:
         drawn.save(png, "PNG")
         return web.Response(body=png.getvalue(), content_type="image/png", headers=NOT_CACHED)
 
-    @routes.get("/pipemesh/status")
+    @routes.get(STATUS)
     async def status(_request: web.Request) -> web.Response:
         return web.json_response(asdict(status_of(runtime, auto)), headers=NOT_CACHED)
 

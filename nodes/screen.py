@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
@@ -35,12 +36,27 @@ class NodeScreen:
         done, total = (waited.done, waited.total) if waited.total else (0, 1)
         self._seen.add((done, total))
         get_progress_state().update_progress(waited.node, done, total)
-        server = PromptServer.instance
-        server.send_progress_text(waited.text, waited.node)
-        server.send_sync("pipemesh.progress", asdict(waited), server.client_id)
+        show_text(waited.text, waited.node)
+        send_event("pipemesh.progress", waited)
 
     def end(self, node: str, text: str) -> None:
-        PromptServer.instance.send_progress_text(text, node)
+        show_text(text, node)
+
+
+def show_text(text: str, node: str) -> None:
+    """Put a line of text on a node, in the browser that has queued the prompt. ComfyUI sends what
+    names no client to all of them, where the node may be another one; a script may have none.
+    """
+    server = PromptServer.instance
+    if server.client_id is not None:
+        server.send_progress_text(text, node, server.client_id)
+
+
+def send_event(name: str, data: Any) -> None:
+    """Send a dataclass to the browser that has queued the prompt."""
+    server = PromptServer.instance
+    if server.client_id is not None:
+        server.send_sync(name, asdict(data), server.client_id)
 
 
 def bar_of(node: str) -> tuple[float, float]:

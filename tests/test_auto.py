@@ -445,6 +445,11 @@ def test_another_packs_method_around_ours_stays_when_ours_is_removed(auto, setti
     assert calls and not requests["Forward"]
 
 
+def sample_with_one_more(self, noise, latent_image, sampler, sigmas, denoise_mask=None, preview=None, callback=None):
+    self.model_patcher.prepare_model_patcher(noise)
+    return self.outer_sample(noise)
+
+
 def other_sample(self, noise, latent_image, sampler, sigmas):
     return self.patcher.outer_sample(noise)
 
@@ -453,6 +458,7 @@ def other_sample(self, noise, latent_image, sampler, sigmas):
     ("path", "value", "sentence"),
     [
         ("CFGGuider.sample", other_sample, "does not use model_patcher in comfy.samplers.CFGGuider.sample"),
+        ("CFGGuider.sample", sample_with_one_more, "has preview in the place of callback in comfy.samplers.CFGGuider.sample"),
         ("CFGGuider.outer_sample", None, "has no comfy.samplers.CFGGuider.outer_sample"),
         ("sample", lambda model: model, "does not use CFGGuider in comfy.samplers.sample"),
     ],

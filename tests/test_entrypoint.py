@@ -4,6 +4,7 @@ extension.
 
 import asyncio
 import importlib.util
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -82,6 +83,27 @@ def test_a_variable_that_cannot_be_read_is_told_when_a_pool_is_to_start_and_the_
         with pytest.raises(LayoutError) as caught:
             nodes["PipeMeshParallelize"].execute(model=None, pool=choice)
         assert str(caught.value) == sentence
+
+
+def test_a_second_copy_of_the_pack_is_refused_with_both_folders_and_replaces_nothing(monkeypatch):
+    import comfy.samplers
+    from aiohttp import web
+    from pipemesh.nodes import extension
+    from pipemesh.nodes.routes import add_routes
+    from pipemesh.parallel_runtime.errors import PipeMeshError
+
+    class Server:
+        routes = web.RouteTableDef()
+
+    monkeypatch.setattr(extension.PromptServer, "instance", Server, raising=False)
+    assert extension.folder_with_routes(Server.routes) is None
+    add_routes(Server.routes, None, None, None)
+    monkeypatch.setattr(extension, "PACK", ROOT.with_name("pipemesh-main"))
+    before = len(Server.routes), dict(vars(comfy.samplers.CFGGuider))
+    both = f"twice, in {ROOT} and in {extension.PACK}: remove one of the two folders."
+    with pytest.raises(PipeMeshError, match=re.escape(both)):
+        asyncio.run(extension.PipeMeshExtension().on_load())
+    assert (len(Server.routes), dict(vars(comfy.samplers.CFGGuider))) == before
 
 
 def test_importing_the_pack_alone_touches_neither_torch_nor_comfyui(tmp_path):

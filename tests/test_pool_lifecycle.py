@@ -317,10 +317,12 @@ def test_a_handle_starts_a_fresh_pool_after_a_failure(keeper):
 
 
 def test_what_is_left_of_a_pool_that_lost_a_rank_makes_room_too(keeper):
-    first = keeper.handle(cpus(3)).ensure()
+    handle = keeper.handle(cpus(3))
+    first = handle.ensure()
     psutil.Process(first.ranks.pids[1]).kill()
     first.ranks._crew.exit_of(1, DEADLINE_S)
     pids = first.ranks.pids
+    assert handle.state == "failed", "whoever asks is told, though the others are up"
     keeper.handle(cpus(2)).ensure()
     assert not any(map(is_alive, pids))
 

@@ -39,7 +39,15 @@ class PoolHandle:
 
     @property
     def state(self) -> str:
-        return self._pool.state if self._pool else "closed"
+        """Return closed, starting, ready, busy, or failed, also of a pool that is up without a
+        rank.
+        """
+        return "failed" if self.fault else self._pool.state if self._pool else "closed"
+
+    @property
+    def holds_devices(self) -> bool:
+        """Return whether ranks are up, also where one was lost."""
+        return self._pool is not None and self._pool.is_alive
 
     @property
     def fault(self) -> str:
@@ -105,7 +113,7 @@ class PoolKeeper:
     def _make_room(self, newcomer: PoolHandle) -> None:
         for handle in self._handles.values():
             shared = set(handle.placement.devices) & set(newcomer.placement.devices)
-            if handle is not newcomer and shared and handle.state in ("ready", "busy"):  # also one that has lost a rank
+            if handle is not newcomer and shared and handle.holds_devices:
                 handle.close()
                 self._ended(handle.placement, newcomer.placement)
 

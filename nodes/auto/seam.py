@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import comfy.samplers
@@ -125,6 +126,16 @@ def require_known_host() -> None:
             missing = [name for name in names if name not in code.__code__.co_names]
             if missing:
                 raise changed(f"does not use {missing[0]} in {SAMPLERS}.{path}")
+            if path == "CFGGuider.sample":
+                require_known_arguments(path, code)
+
+
+def require_known_arguments(path: str, method: Callable) -> None:
+    """Raises HostChanged where others than ``ARGUMENTS`` come first: they may be given by place."""
+    given = tuple(inspect.signature(method).parameters)[1:]  # without self
+    for ours, own in zip_longest(ARGUMENTS, given[: len(ARGUMENTS)]):
+        if ours != own:
+            raise changed(f"has {own or 'nothing'} in the place of {ours} in {SAMPLERS}.{path}")
 
 
 def changed(what: str) -> HostChanged:
