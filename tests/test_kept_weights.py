@@ -1,5 +1,6 @@
 """How ranks keep a model's weights: however, they compute the same; which way fits, and why."""
 
+import json
 from pathlib import Path
 
 import comfy.sd
@@ -36,13 +37,23 @@ COVER = [(WITH_FILE[0], "fp8_scaled", "stages"), (WITH_FILE[1], "", "ring")]
 
 
 def aligned(file):
-    """The same file with spaces behind its header: the first tensor begins at a multiple of 64."""
+    """The same file with tensors of whole multiples of 64 bytes first, each of which so begins at
+    one; scales and odd ones behind them.
+    """
     content = file.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
-    header = content[8:begin].ljust(-(-begin // 64) * 64 - 8)
+    header, parts = json.loads(content[8:begin]), []
+    metadata = {"__metadata__": header.pop("__metadata__")} if "__metadata__" in header else {}
+    spans = {name: one["data_offsets"] for name, one in header.items()}
+    for name in sorted(spans, key=lambda name: ((spans[name][1] - spans[name][0]) % 64 != 0, spans[name])):
+        at = sum(map(len, parts))
+        parts.append(content[begin + spans[name][0] : begin + spans[name][1]])
+        header[name]["data_offsets"] = [at, at + len(parts[-1])]
+    written = json.dumps(metadata | header).encode()
+    written = written.ljust(-(-(8 + len(written)) // 64) * 64 - 8)
     copy = file.parent / "aligned" / file.name
     copy.parent.mkdir(exist_ok=True)
-    copy.write_bytes(len(header).to_bytes(8, "little") + header + content[begin:])
+    copy.write_bytes(b"".join([len(written).to_bytes(8, "little"), written, *parts]))
     return str(copy)
 
 
@@ -54,7 +65,7 @@ def kept(model, clients, degrees, weights):
 @pytest.mark.parametrize(("family", "form", "degrees"), PRODUCT if ALL else COVER)
 def test_sharded_weights_compute_what_whole_ones_do_to_the_last_bit(written, clients, family, form, degrees):
     """With a LoRA and without. Whole weights are the file's pages, and on the CPU another kernel
-    multiplies by one that begins 8 bytes behind a multiple of 16: its file begins them elsewhere.
+    multiplies by one that begins 8 bytes behind a multiple of 16: the file begins them elsewhere.
     """
     stock, lora = loaded(aligned(Path(written(family, form)))), written(family, "lora")
     images = {}
