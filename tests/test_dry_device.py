@@ -17,7 +17,7 @@ from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
 from pipemesh.parallel_runtime.planner.dry_run import TURN, IdleRank, joined
 from pipemesh.parallel_runtime.planner.quick_fake import Form, QuickFakeMode
-from pipemesh.parallel_runtime.planner.recorder import OwnRows
+from pipemesh.parallel_runtime.planner.recorder import OwnRows, Recorder
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -147,6 +147,16 @@ def test_what_a_block_computes_on_rows_of_its_own_is_every_ranks():
     for rows, alone in ((3, 0), (8, 0), (11, 0), (4, 0), (7, 70), (2, 70), (12, 70), (16, 70 * 5 / 16), (13, 70 * 5 / 13)):
         assert own.apart(Counter(), Counter({rows: 70})).alone == round(alone)
     assert own.apart(Counter({7: 70}), Counter({7: 90, 8: 10})).alone == 20
+    chunked = OwnRows({"img": 22}, prefix=0, per_token=1.0, chunks=(2, 4))
+    assert [rows for rows in range(23) if not chunked.apart(Counter(), Counter({rows: 1})).alone] == [4, 6, 11, 22]
+
+
+def test_the_turn_of_a_layer_comes_again_where_two_others_have_computed_meanwhile():
+    recorder = Recorder(None)
+    notes = {name: recorder.note_turn(name) for name in "abc"}
+    for name in "aabababcbcacba":
+        notes[name]()
+    assert "".join(recorder.turns) == "abcaba"
 
 
 def test_two_devices_in_one_operation_are_found_in_a_method(mode):

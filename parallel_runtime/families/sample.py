@@ -118,9 +118,10 @@ class Released:
     ``extent``: width and height in pixels, and frames. ``extras``: what nodes add to a prompt, in
     place of what they add to the sample's, which may be of its widths. ``latents``: an extent ->
     the shapes of latents that are sampled together. ``experts``: how many a block has, and to how
-    many of them each token goes. ``reads_prompt``: ComfyUI looks at the prompt's numbers before it
-    calls the transformer, so that they need content. ``title``: in the documents' table, where it
-    is in that.
+    many of them each token goes. ``chunks``: into how many its layers cut long sequences, which
+    they compute in turn. ``reads_prompt``: ComfyUI looks at the prompt's numbers before it calls
+    the transformer, so that they need content. ``title``: in the documents' table, where it is in
+    that.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Released:
     extras: Callable[[torch.Tensor], Extras] | None = None
     latents: Callable[[Extent], Sequence[tuple[int, ...]]] | None = None
     experts: tuple[int, int] = (1, 1)
+    chunks: tuple[int, ...] = ()
     reads_prompt: bool = False
     title: str = ""
 

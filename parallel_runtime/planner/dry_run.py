@@ -76,7 +76,7 @@ class DryModel:
 
     def whole(self) -> Whole:
         """Run the model on one device as ComfyUI does."""
-        return counted(self._model, self.plan, self._arguments, self._mode, experts=self.released.experts)
+        return counted(self._model, self.plan, self._arguments, self._mode, experts=self.released.experts, chunks=self.released.chunks)
 
     def rank(self, layout: Layout, rank: int, whole: Whole, patches: int = 0, kept: Literal["whole", "sharded"] = "whole") -> RankFigures:
         """Run one rank of ``layout``. ``patches``: of a pipeline, 0 for one more than stages.
@@ -158,9 +158,11 @@ def counted(
     mode: QuickFakeMode,
     attention: Attention | None = None,
     experts: tuple[int, int] = (1, 1),
+    chunks: Sequence[int] = (),
 ) -> Whole:
     """Run a model without content on one device, as ComfyUI does. ``attention`` takes the place of
-    ComfyUI's. ``experts``: of the released model. A model that is never cut is one block.
+    ComfyUI's. ``experts`` and ``chunks``: of the released model. A model that is never cut is one
+    block.
     """
     transformer, handles = model.diffusion_model, []
     with dry_device(mode) as figures:
@@ -192,7 +194,7 @@ def counted(
                 hooks.detach()
     marks = [*(recorder.marks or [Counter()]), recorder.left or figures.by_rows]
     block_flops = [after.total() - before.total() for before, after in pairwise(marks)]
-    own = OwnRows(recorder.tokens, arguments.get(plan.prefix.counted_by, 0) if plan.prefix else 0, experts[1] / experts[0])
+    own = OwnRows(recorder.tokens, arguments.get(plan.prefix.counted_by, 0) if plan.prefix else 0, experts[1] / experts[0], chunks)
     weights = nbytes(weights_of(model))
     block_weights = [nbytes(container[index].parameters()) for container, index, _ in blocks_of(transformer, plan)] if hooks else [weights]
     return Whole(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -26,14 +26,16 @@ Mark = Counter[int]  # the FLOPs up to a place of a forward, by the rows that th
 
 class OwnRows:
     """Tells the rows that ranks share from those that every rank has: ``tokens`` of each stream,
-    alone or joined, and of those the part that an expert has (``per_token``). ``prefix`` tokens
-    before them are every rank's.
+    alone or joined, of those the part that an expert has (``per_token``), and what is left of them
+    in each of so many ``chunks``. ``prefix`` tokens before them are every rank's.
     """
 
-    def __init__(self, tokens: Mapping[str, int], prefix: int, per_token: float):
+    def __init__(self, tokens: Mapping[str, int], prefix: int, per_token: float, chunks: Sequence[int] = ()):
         counts = list(tokens.values())
         joined = {sum(some) for size in range(1, len(counts) + 1) for some in combinations(counts, size)}
-        self._shared = {SHARED, FRAMED, BEHIND, FRAMED_BEHIND} | joined | {int(per_token * count) for count in joined}
+        each = {(count, -(-count // parts)) for count in joined for parts in chunks}
+        in_chunks = {size for _, size in each} | {count % size or size for count, size in each}
+        self._shared = {SHARED, FRAMED, BEHIND, FRAMED_BEHIND} | joined | {int(per_token * count) for count in joined} | in_chunks
         self._prefix = prefix
 
     def apart(self, before: Mark, after: Mark) -> Apart:
@@ -62,6 +64,7 @@ class Recorder:
         self.turns: list[Layer] = []
         self.frames: FrameTokens | None = None
         self._before: Mark = Counter()
+        self._held: list[Layer] = []  # whose weights are in the room of shared ones, the one at hand last
         self.attended: list[list[Attended]] = []
         self.tokens: Mapping[str, int] = {}
         self._figures = figures
@@ -75,11 +78,14 @@ class Recorder:
         return note
 
     def note_turn(self, layer: Layer) -> Callable[..., None]:
-        """Return a hook on a layer. Its weights are still there where it computes twice."""
+        """Return a hook on a layer. Its weights are still there where it, or it and one other,
+        compute several times (``turns.Room``).
+        """
 
         def note(*_: Any) -> None:
-            if self.turns[-1:] != [layer]:
+            if layer not in self._held:
                 self.turns.append(layer)
+            self._held = [*[one for one in self._held if one is not layer][-1:], layer]
 
         return note
 
