@@ -11,13 +11,14 @@ from operator import attrgetter
 import pytest
 import torch
 from pipemesh.parallel_runtime.comm.exchange import LOOK_AHEAD, Stopped
+from pipemesh.parallel_runtime.families.sample import TokenParts
 from pipemesh.parallel_runtime.layout import Layout, layouts_of
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
 from pipemesh.parallel_runtime.planner.dry_run import TURN, IdleRank, joined
 from pipemesh.parallel_runtime.planner.quick_fake import Form, QuickFakeMode
-from pipemesh.parallel_runtime.planner.recorder import OwnRows, Recorder
+from pipemesh.parallel_runtime.planner.recorder import LayerOrder, OwnRows
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -143,20 +144,20 @@ def test_flops_are_told_by_the_rows_of_products_and_queries(mode):
 
 def test_what_a_block_computes_on_rows_of_its_own_is_every_ranks():
     """Of text and image, of a part of them that an expert has, and of tokens before them."""
-    own = OwnRows({"txt": 3, "img": 8}, prefix=5, per_token=0.5)
+    own = OwnRows({"txt": 3, "img": 8}, prefix=5, cut=TokenParts(experts=4, chosen=2))
     for rows, alone in ((3, 0), (8, 0), (11, 0), (4, 0), (7, 70), (2, 70), (12, 70), (16, 70 * 5 / 16), (13, 70 * 5 / 13)):
         assert own.apart(Counter(), Counter({rows: 70})).alone == round(alone)
     assert own.apart(Counter({7: 70}), Counter({7: 90, 8: 10})).alone == 20
-    chunked = OwnRows({"img": 22}, prefix=0, per_token=1.0, chunks=(2, 4))
+    chunked = OwnRows({"img": 22}, prefix=0, cut=TokenParts(chunks=(2, 4)))
     assert [rows for rows in range(23) if not chunked.apart(Counter(), Counter({rows: 1})).alone] == [4, 6, 11, 22]
 
 
 def test_the_turn_of_a_layer_comes_again_where_two_others_have_computed_meanwhile():
-    recorder = Recorder(None)
-    notes = {name: recorder.note_turn(name) for name in "abc"}
+    order = LayerOrder()
+    notes = {name: order.note(name) for name in "abc"}
     for name in "aabababcbcacba":
         notes[name]()
-    assert "".join(recorder.turns) == "abcaba"
+    assert "".join(order.turns) == "abcaba"
 
 
 def test_two_devices_in_one_operation_are_found_in_a_method(mode):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, Tiny
+from .sample import Config, Family, Form, Released, Sample, Size, Tiny, TokenParts
 
 JOINT = ("img", "txt")
 ROPE = (Along(arg="rope", dim=1, streams=JOINT),)
@@ -70,7 +70,7 @@ RELEASED = Released(
     text=128,
     changes={"axes_dims_rope": [64, 32, 32], "llama_layers": [*range(31), *(31,) * 17], "num_routed_experts": 4},
     extras=lambda latent: {"conditioning_llama3": torch.zeros(1, 32, 128, 4096)},
-    experts=(4, 2),
+    cut=TokenParts(experts=4, chosen=2),
 )
 sample = partial(Sample, tiny=Tiny(blocks=(2, 2)), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
 

@@ -6,7 +6,7 @@ of the video again, so they leave there.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size
+from .sample import Config, Family, Form, Released, Sample, Size, TokenParts
 
 IMG, CROSS = ("visual_embed",), ("cross_attention",)
 
@@ -44,7 +44,7 @@ def config(size: Size) -> Config:
 
 LARGE = Size(heads=28, head_dim=64, blocks=(32,), text_dim=3584, pooled_dim=768)
 WIDE = {"axes_dims": (16, 24, 24), "ff_dim": 7168, "time_dim": 512}
-RELEASED = Released(name="kandinsky5-lite", size=LARGE, text=256, extent=(768, 512, 121), changes=WIDE, chunks=(2, 4))
+RELEASED = Released(name="kandinsky5-lite", size=LARGE, text=256, extent=(768, 512, 121), changes=WIDE, cut=TokenParts(chunks=(2, 4)))
 
 KANDINSKY = Family(
     plans=(PLAN,),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -109,6 +109,20 @@ class FileForm:
     text_dim: int = 0
 
 
+class TokenParts(NamedTuple):
+    """How layers cut their tokens, to compute with some of them at a time: among so many
+    ``experts``, of which each token goes to ``chosen``; long sequences into so many ``chunks``, in
+    turn.
+    """
+
+    experts: int = 1
+    chosen: int = 1
+    chunks: tuple[int, ...] = ()
+
+
+WHOLE_SEQUENCES = TokenParts()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Released:
     """A released model of a sample's form, and a usual request, for the dry run: nothing of it is
@@ -117,11 +131,9 @@ class Released:
     ``changes``: what its config has otherwise than the form's. ``text``: tokens of a prompt.
     ``extent``: width and height in pixels, and frames. ``extras``: what nodes add to a prompt, in
     place of what they add to the sample's, which may be of its widths. ``latents``: an extent ->
-    the shapes of latents that are sampled together. ``experts``: how many a block has, and to how
-    many of them each token goes. ``chunks``: into how many its layers cut long sequences, which
-    they compute in turn. ``reads_prompt``: ComfyUI looks at the prompt's numbers before it calls
-    the transformer, so that they need content. ``title``: in the documents' table, where it is in
-    that.
+    the shapes of latents that are sampled together. ``cut``: how its layers cut tokens.
+    ``reads_prompt``: ComfyUI looks at the prompt's numbers before it calls the transformer, so that
+    they need content. ``title``: in the documents' table, where it is in that.
     """
 
     name: str
@@ -131,8 +143,7 @@ class Released:
     changes: Config = field(default_factory=dict)
     extras: Callable[[torch.Tensor], Extras] | None = None
     latents: Callable[[Extent], Sequence[tuple[int, ...]]] | None = None
-    experts: tuple[int, int] = (1, 1)
-    chunks: tuple[int, ...] = ()
+    cut: TokenParts = WHOLE_SEQUENCES
     reads_prompt: bool = False
     title: str = ""
 

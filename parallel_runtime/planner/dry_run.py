@@ -24,7 +24,7 @@ from ..comfy_bridge.shared_layers import Sharing, shared_layers
 from ..comm.mesh import Mesh, connect, open_weights
 from ..families import plan_for
 from ..families.plan import TokenPlan
-from ..families.sample import Extent, Released, Sample
+from ..families.sample import WHOLE_SEQUENCES, Extent, Released, Sample, TokenParts
 from ..layout import Layout
 from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
@@ -76,7 +76,7 @@ class DryModel:
 
     def whole(self) -> Whole:
         """Run the model on one device as ComfyUI does."""
-        return counted(self._model, self.plan, self._arguments, self._mode, experts=self.released.experts, chunks=self.released.chunks)
+        return counted(self._model, self.plan, self._arguments, self._mode, cut=self.released.cut)
 
     def rank(self, layout: Layout, rank: int, whole: Whole, patches: int = 0, kept: Literal["whole", "sharded"] = "whole") -> RankFigures:
         """Run one rank of ``layout``. ``patches``: of a pipeline, 0 for one more than stages.
@@ -93,7 +93,7 @@ class DryModel:
             counted = Sent(mesh)
             try:
                 with dry_device(self._mode) as figures:
-                    figures.chosen = 1 / self.released.experts[0]
+                    figures.chosen = 1 / self.released.cut.experts
                     figures.memory.leave_out(weights_of(model))
                     if kept == "sharded" and mesh.sequence.weights is not None:
                         turns = ShardedWeights(model.diffusion_model, DEVICE, mesh.sequence.weights, lambda nbytes: None).turns
@@ -157,16 +157,15 @@ def counted(
     arguments: dict[str, Any],
     mode: QuickFakeMode,
     attention: Attention | None = None,
-    experts: tuple[int, int] = (1, 1),
-    chunks: Sequence[int] = (),
+    cut: TokenParts = WHOLE_SEQUENCES,
 ) -> Whole:
     """Run a model without content on one device, as ComfyUI does. ``attention`` takes the place of
-    ComfyUI's. ``experts`` and ``chunks``: of the released model. A model that is never cut is one
-    block.
+    ComfyUI's. ``cut``: how the released model's layers cut tokens. A model that ranks never cut is
+    one block.
     """
     transformer, handles = model.diffusion_model, []
     with dry_device(mode) as figures:
-        figures.chosen = 1 / experts[0]
+        figures.chosen = 1 / cut.experts
         figures.memory.leave_out(weights_of(model))
         recorder = Recorder(figures, attention)
         hooks = TokenHooks(transformer, plan, recorder) if plan.blocks else None
@@ -184,7 +183,7 @@ def counted(
                 for module in named(transformer, insert.path):
                     enter, leave = recorder.enter_insert(module, insert), recorder.leave_insert(kind)
                     handles += [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
-            handles += [layer.module.register_forward_pre_hook(recorder.note_turn(layer)) for layer in shared_layers(transformer)]
+            handles += [layer.module.register_forward_pre_hook(recorder.order.note(layer)) for layer in shared_layers(transformer)]
         try:
             forward(**(arguments if hooks is None else hooks.arguments(arguments)))
         finally:
@@ -194,7 +193,7 @@ def counted(
                 hooks.detach()
     marks = [*(recorder.marks or [Counter()]), recorder.left or figures.by_rows]
     block_flops = [after.total() - before.total() for before, after in pairwise(marks)]
-    own = OwnRows(recorder.tokens, arguments.get(plan.prefix.counted_by, 0) if plan.prefix else 0, experts[1] / experts[0], chunks)
+    own = OwnRows(recorder.tokens, arguments.get(plan.prefix.counted_by, 0) if plan.prefix else 0, cut)
     weights = nbytes(weights_of(model))
     block_weights = [nbytes(container[index].parameters()) for container, index, _ in blocks_of(transformer, plan)] if hooks else [weights]
     return Whole(
@@ -206,7 +205,7 @@ def counted(
         attended_by_block=recorder.attended or [[]],
         tokens=recorder.tokens,
         hidden=recorder.hidden,
-        shareable=shareable(transformer, plan, sum(layer.nbytes for layer in recorder.turns)) if hooks else Shareable([0], 0, 0, 0),
+        shareable=shareable(transformer, plan, sum(layer.nbytes for layer in recorder.order.turns)) if hooks else Shareable([0], 0, 0, 0),
         unshared=Unshared([own.apart(*pair) for pair in pairwise(marks)], figures.flops - marks[-1].total(), recorder.frames),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import combinations
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from ..comfy_bridge.shared_layers import Layer
 from ..families.plan import Blocks, Insert
+from ..families.sample import TokenParts
 from ..methods.blocks import taken
 from ..methods.hooks import Attention, binder
 from ..methods.inserts import frame_tokens
@@ -26,16 +27,18 @@ Mark = Counter[int]  # the FLOPs up to a place of a forward, by the rows that th
 
 class OwnRows:
     """Tells the rows that ranks share from those that every rank has: ``tokens`` of each stream,
-    alone or joined, of those the part that an expert has (``per_token``), and what is left of them
-    in each of so many ``chunks``. ``prefix`` tokens before them are every rank's.
+    alone or joined, and what layers ``cut`` of those. ``prefix`` tokens before them are every
+    rank's.
     """
 
-    def __init__(self, tokens: Mapping[str, int], prefix: int, per_token: float, chunks: Sequence[int] = ()):
+    def __init__(self, tokens: Mapping[str, int], prefix: int, cut: TokenParts):
         counts = list(tokens.values())
         joined = {sum(some) for size in range(1, len(counts) + 1) for some in combinations(counts, size)}
-        each = {(count, -(-count // parts)) for count in joined for parts in chunks}
+        each = {(count, -(-count // parts)) for count in joined for parts in cut.chunks}
         in_chunks = {size for _, size in each} | {count % size or size for count, size in each}
-        self._shared = {SHARED, FRAMED, BEHIND, FRAMED_BEHIND} | joined | {int(per_token * count) for count in joined} | in_chunks
+        self._shared = (
+            {SHARED, FRAMED, BEHIND, FRAMED_BEHIND} | joined | {count * cut.chosen // cut.experts for count in joined} | in_chunks
+        )
         self._prefix = prefix
 
     def apart(self, before: Mark, after: Mark) -> Apart:
@@ -49,11 +52,31 @@ class OwnRows:
         return self._prefix / rows if rows > self._prefix and rows - self._prefix in self._shared else 1.0
 
 
+class LayerOrder:
+    """Notes as which ``turns`` layers compute. A layer's weights are still there where it, or it and
+    one other, compute several times (``turns.Room``).
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[Layer] = []
+        self._held: list[Layer] = []  # the one at hand last
+
+    def note(self, layer: Layer) -> Callable[..., None]:
+        """Return a hook on a layer."""
+
+        def enter(*_: Any) -> None:
+            if layer not in self._held:
+                self.turns.append(layer)
+            self._held = [*[one for one in self._held if one is not layer][-1:], layer]
+
+        return enter
+
+
 class Recorder:
     """A Sharding that computes everything and notes the plan's blocks and the attentions in each.
     ``marks``: what was computed at each block's beginning; ``left``: and where the tokens leave.
-    ``hidden``: how wide tokens enter the blocks. ``turns``: the layers that ranks can share out, as
-    one computes after another. ``frames``: those that modules are given whole.
+    ``hidden``: how wide tokens enter the blocks. ``order``: of the layers that ranks can share out.
+    ``frames``: those that modules are given whole.
     """
 
     def __init__(self, figures: Counts, attention: Attention | None = None):
@@ -61,10 +84,9 @@ class Recorder:
         self.marks: list[Mark] = []
         self.left: Mark | None = None
         self.hidden = 0
-        self.turns: list[Layer] = []
+        self.order = LayerOrder()
         self.frames: FrameTokens | None = None
         self._before: Mark = Counter()
-        self._held: list[Layer] = []  # whose weights are in the room of shared ones, the one at hand last
         self.attended: list[list[Attended]] = []
         self.tokens: Mapping[str, int] = {}
         self._figures = figures
@@ -74,18 +96,6 @@ class Recorder:
 
         def note(_block: Any, _args: tuple, arguments: dict[str, Any]) -> None:
             self.hidden = taken(arguments, next(iter(group.tokens))).shape[-1]
-
-        return note
-
-    def note_turn(self, layer: Layer) -> Callable[..., None]:
-        """Return a hook on a layer. Its weights are still there where it, or it and one other,
-        compute several times (``turns.Room``).
-        """
-
-        def note(*_: Any) -> None:
-            if layer not in self._held:
-                self.turns.append(layer)
-            self._held = [*[one for one in self._held if one is not layer][-1:], layer]
 
         return note
 
