@@ -53,8 +53,8 @@ class OwnRows:
 
 
 class LayerOrder:
-    """Notes as which ``turns`` layers compute. A layer's weights are still there where it, or it and
-    one other, compute several times (``turns.Room``).
+    """Notes in which ``turns`` layers compute. A layer's weights are still there where it, or it
+    and one other, compute several times (``turns.Room``).
     """
 
     def __init__(self) -> None:
