@@ -228,6 +228,27 @@ def test_an_error_that_the_gpu_tells_late_is_answered_to_the_request_that_it_is_
     assert (said[1].request, said[1].messages_done) == (2 * TURN, "all") and "illegal memory access" in said[1].text
 
 
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(pipefusion=2)], ids=Layout.equation)
+def test_an_error_that_the_gpu_tells_when_it_is_looked_at_is_an_answer(served, layout):
+    """While the next one is enqueued, and before the next message. It tells it only then."""
+
+    def prepare(rank, gpu):
+        query = torch.cuda.Event.query
+
+        def failing(event):
+            if gpu.recorded:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            return query(event)
+
+        torch.cuda.Event.query = failing
+
+    parts = parts_of(layout)[:3]
+    made, _, _ = served(layout, layout.writer, parts, prepare=prepare)
+    said = made.answers()
+    assert [one.request for one in said] == [TURN * number for number in range(1, len(parts) + 1)], "one answer each, in order"
+    assert isinstance(said[0], Failed) and "illegal memory access" in said[0].text
+
+
 def test_blocks_are_timed_without_waiting_and_read_when_the_gpu_has_computed_them(served):
     layout = Layout(pipefusion=2)
     made, counts, _ = served(layout, 0, parts_of(layout), clocked=True)

@@ -34,6 +34,7 @@ class Reached:
 
     def __init__(self, device: torch.device):
         self._event: torch.cuda.Event | None = None
+        self._error: RuntimeError | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
@@ -44,9 +45,19 @@ class Reached:
         return self._event is not None
 
     def is_over(self) -> bool:
-        return self._event is None or self._event.query()
+        """Whether the device has come so far. Where it tells of an error instead, it comes no
+        further: ``wait`` raises it.
+        """
+        try:
+            return self._event is None or self._error is not None or self._event.query()
+        except RuntimeError as error:
+            self._error = error
+            return True
 
     def wait(self) -> None:
+        """Wait until the device has come so far. Raises RuntimeError where it failed."""
+        if self._error is not None:
+            raise self._error
         if self._event is not None:
             self._event.synchronize()
 
