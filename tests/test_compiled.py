@@ -20,11 +20,14 @@ from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import FAMILIES, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.plan import COMPILE, LEFT_OUT
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods import compiled
 from pipemesh.parallel_runtime.methods.blocks import blocks_of
 from pipemesh.parallel_runtime.methods.compiled import opaque_attention
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.worker import compiling
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
 from .conftest import ALL
 from .models import load, run
@@ -189,6 +192,41 @@ def test_a_graph_of_one_model_serves_another_with_that_ones_attention():
         attention = opaque_attention()
         assert attention.override is None, "the model is kept"
     assert graphs == counters["stats"]["unique_graphs"] <= 2
+
+
+def test_no_cuda_graph_records_an_attention():
+    """Replayed, it would send what it sent then, and see no cancel: torch is told to leave it."""
+    case, left_out = case_of(PLAIN), []
+
+    def compiler(graph, _inputs):
+        left_out.append(get_first_incompatible_cudagraph_node(graph))
+        return graph.forward
+
+    rank = OneRank(PLAIN, case.heads)
+    rank.options[COMPILE] = {"paths": [""], "kwargs": {"backend": aot_autograd(fw_compiler=compiler)}}
+    sample(rank.patcher, case)
+    assert left_out and all("attend" in str(node) for node in left_out)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "refused"),
+    [
+        ({"backend": "cudagraphs"}, True),
+        ({"mode": "reduce-overhead"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"backend": "eager", "mode": None, "options": {"max_autotune": True}}, False),
+    ],
+)
+def test_a_torch_that_cannot_be_told_refuses_cuda_graphs(monkeypatch, kwargs, refused):
+    monkeypatch.setattr(compiled, "UNSAFE", ())
+    case = case_of(PLAIN)
+    rank = OneRank(PLAIN, case.heads)
+    rank.options[COMPILE] = {"paths": [""], "kwargs": kwargs}
+    if refused:
+        with pytest.raises(Refused, match=r"into CUDA graphs: have the node compile with inductor"):
+            sample(rank.patcher, case)
+    else:
+        assert not compiled.records_graphs(**kwargs)
 
 
 def eager(model):

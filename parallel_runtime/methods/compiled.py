@@ -14,9 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import Refused
 from ..families.plan import TokenPlan
 from .blocks import blocks_of
 from .override import Attention, AttentionOverride, Shared
+
+# Replayed as a CUDA graph, an attention would send what it sent when it was recorded, and look for
+# no cancel. Graphs that hold an operation of this tag are not recorded, or around it.
+UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
 class CompiledBlocks:
@@ -28,6 +33,11 @@ class CompiledBlocks:
     """
 
     def __init__(self, model: nn.Module, plan: TokenPlan, wanted: Mapping[str, Any], attention: AttentionOverride):
+        if not UNSAFE and records_graphs(**wanted["kwargs"]):
+            raise Refused(
+                f"torch {torch.__version__} would record the ranks' messages into CUDA graphs: have the node compile with inductor, "
+                "in another mode than reduce-overhead and max-autotune, or update torch to 2.9."
+            )
         self.wanted = wanted
         self._attention = attention
         self._blocks: list[nn.Module] = []
@@ -50,6 +60,11 @@ class CompiledBlocks:
             del block.forward
         self._blocks.clear()
         self.end()
+
+
+def records_graphs(backend: object = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None, **_rest: Any) -> bool:
+    """Whether ``torch.compile`` with these arguments records CUDA graphs."""
+    return backend == "cudagraphs" or mode in ("reduce-overhead", "max-autotune") or bool((options or {}).get("triton.cudagraphs"))
 
 
 def is_named(path: str, paths: Collection[str]) -> bool:
@@ -90,7 +105,7 @@ class OpaqueAttention:
         self.override: AttentionOverride | None = None
         self._notes: list[tuple[Attention, tuple, dict[str, Any], Shared]] = []
         self._library = torch.library.Library("pipemesh", "DEF")
-        self._library.define("attend(Tensor q, Tensor k, Tensor v, Tensor? mask, int note) -> Tensor")
+        self._library.define("attend(Tensor q, Tensor k, Tensor v, Tensor? mask, int note) -> Tensor", tags=UNSAFE)
         self._library.impl("attend", self._attend, "CompositeExplicitAutograd")
         torch.library.register_fake("pipemesh::attend", self._like, lib=self._library)
         self._operation = torch.ops.pipemesh.attend
