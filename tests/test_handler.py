@@ -111,7 +111,7 @@ def test_stages_on_one_device_ask_for_room_one_after_the_other():
 
 
 def test_under_highvram_a_rank_loads_no_whole_model_onto_its_gpu_before_a_stage_leaves_blocks_out(monkeypatch):
-    for name in ("unet_inital_load_device", "unet_offload_device"):
+    for name in ("unet_inital_load_device", "unet_offload_device", "MAX_PINNED_MEMORY"):
         monkeypatch.setattr(mm, name, getattr(mm, name))
     monkeypatch.setattr(comfy.model_base.BaseModel, "load_model_weights", comfy.model_base.BaseModel.load_model_weights)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -119,3 +119,15 @@ def test_under_highvram_a_rank_loads_no_whole_model_onto_its_gpu_before_a_stage_
     monkeypatch.setattr(mm, "vram_state", mm.VRAMState.HIGH_VRAM)
     monkeypatch.setattr(mm, "get_torch_device", lambda: torch.device("meta"))
     assert {mm.unet_offload_device(), mm.unet_inital_load_device(1, torch.float16)} == {torch.device("cpu")}
+
+
+def test_ranks_together_lock_half_of_what_comfyui_would(monkeypatch):
+    """Each pins pages of the file that it brings to its GPU, and a pinned page is its own copy."""
+    for name in ("unet_inital_load_device", "unet_offload_device", "MAX_PINNED_MEMORY"):
+        monkeypatch.setattr(mm, name, getattr(mm, name))
+    monkeypatch.setattr(comfy.model_base.BaseModel, "load_model_weights", comfy.model_base.BaseModel.load_model_weights)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for most, of_each in ((80.0, 10.0), (-1, -1)):
+        monkeypatch.setattr(mm, "MAX_PINNED_MEMORY", most)
+        prepare("", {}, ranks=4)
+        assert of_each == mm.MAX_PINNED_MEMORY

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 
-def prepare(comfyui: str, args: dict[str, Any]) -> None:
+def prepare(comfyui: str, args: dict[str, Any], ranks: int = 1) -> None:
     """Makes ``comfy`` importable with the UI's arguments. Call it before any module of ComfyUI is
-    imported: device, dtypes and attention kernels are fixed at import.
+    imported: device, dtypes and attention kernels are fixed at import. ``ranks``: of the pool.
     """
     sys.path.insert(0, comfyui)
     import comfy.cli_args as cli
@@ -29,3 +29,13 @@ def prepare(comfyui: str, args: dict[str, Any]) -> None:
     # A stage leaves out the blocks of others before anything goes to its GPU, under --highvram too.
     comfy.model_management.unet_inital_load_device = lambda parameters, dtype: torch.device("cpu")
     comfy.model_management.unet_offload_device = lambda: torch.device("cpu")
+    # Pinned memory is locked, and pinned pages of a file are this process's own copy of them.
+    comfy.model_management.MAX_PINNED_MEMORY = share_of_pinned(comfy.model_management.MAX_PINNED_MEMORY, ranks)
+
+
+def share_of_pinned(most: float, ranks: int) -> float:
+    """Returns how much each of so many ranks may pin, of ``most`` that ComfyUI pins in a process of
+    its own: together half of it, so that the file's pages, and ComfyUI, have the rest. -1, which
+    means none, stays.
+    """
+    return most / (2 * ranks) if most > 0 else most

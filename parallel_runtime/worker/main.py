@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import threading
@@ -47,7 +48,7 @@ def run(channel: Channel) -> None:
 
     from ..comfy_bridge.prepare import prepare
 
-    prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor))
+    prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor), math.prod(start.degrees.values()))
     import torch
     import torch.distributed as dist
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
