@@ -158,6 +158,13 @@ class Page:
         size = self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self._within(ANSWERED_S, size, "the page has another size")
 
+    def press(self, key):
+        """Presses a key, as a keyboard does: Tab or Enter."""
+        code, text = {"Tab": (9, ""), "Enter": (13, "\r")}[key]
+        for kind in ("keyDown", "keyUp"):
+            sent = self._ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, text=text)
+            self._within(ANSWERED_S, sent, f"the key {key}")
+
     def screenshot(self, file, box=None):
         """Saves what is seen, or a box of it (left, top, width, height), as a PNG."""
         clip = {"clip": {**dict(zip(("x", "y", "width", "height"), box, strict=True)), "scale": 1}} if box else {}

@@ -295,6 +295,21 @@ def test_a_workflow_saved_by_0_1_opens_unfolded_and_is_queued_as_it_was(server, 
     assert inputs_of(queued) == inputs_of(api_prompt(saved, server.get("/object_info"))), "what test_end_to_end_saved.py runs"
 
 
+@pytest.mark.parametrize(("layout", "opened"), [({}, "by hand"), ({"layout": "auto"}, "auto"), ({"layout": "by hand"}, "by hand")])
+def test_a_prompt_opens_as_the_layout_that_it_runs_in_on_the_server(page, layout, opened):
+    """One of 0.1 has no layout, and says its degrees."""
+    prompt = reported("opened", seed=205)
+    (number,) = (number for number, node in prompt.items() if node["class_type"] == "PipeMeshPool")
+    inputs = {name: value for name, value in prompt[number]["inputs"].items() if name != "layout"}
+    prompt[number]["inputs"] = {**inputs, **layout}
+    page.load(prompt, "opened " + (layout.get("layout") or "without"))
+    queued = page.evaluate(QUEUED)
+    assert queued["layout"] == opened
+    assert {name: queued[name] for name in inputs} == inputs
+    page.evaluate("void app.graph.add(LiteGraph.createNode('PipeMeshPool'))")
+    assert page.evaluate("app.graph.nodes.at(-1).widgets.find(widget => widget.name == 'layout').value") == "auto", "of a new node"
+
+
 def inputs_of(prompt):
     return {number: (node["class_type"], node["inputs"]) for number, node in prompt.items()}
 

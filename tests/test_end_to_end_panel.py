@@ -66,7 +66,7 @@ CONTRAST = """(() => {
     const one = light(getComputedStyle(element).color), other = light(behind(element))
     return (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05)
   }
-  return Math.min(...[...document.querySelectorAll('.pipemesh p, .pipemesh h2, .pipemesh button:not(:disabled), .pipemesh span')]
+  return Math.min(...[...document.querySelectorAll('.pipemesh p, .pipemesh h2, .pipemesh button:not([aria-disabled]), .pipemesh span')]
     .filter(one => one.textContent.trim()).map(ratio))
 })()"""
 
@@ -187,26 +187,55 @@ def filled(text, values):
     return re.sub(r"%(\d)", lambda place: values[int(place[1]) - 1], text)
 
 
-def test_a_dead_worker_is_shown_and_started_again_from_there(server, page, screens):
-    latent(server, graph("panel_killed", seed=103))
+@pytest.mark.parametrize("button", ["Restart", "Run again"])
+def test_a_dead_worker_is_shown_and_started_again_from_there(server, page, screens, button):
+    """Also where ComfyUI has kept the image, and samples nothing for it."""
+    nodes = graph("panel_killed", seed=103)
+    latent(server, nodes)
+    page.load(numbered(nodes), f"killed {button.split()[-1]}")
     before = pids(server)
     os.kill(before[1], signal.SIGKILL)
     shown(page, "Rank 1 on cpu was killed")
     shown(page, "Last lines of rank 1")
-    shown(page, "Run again")
+    assert "failed" in [pool["state"] for pool in server.get("/pipemesh/status")["pools"]]
     page.screenshot(screens / "panel-dead.png", page.evaluate(SEEN))
-    page.evaluate(PRESS % json.dumps("Restart"))
-    wait_for_phase(server, "waiting")
+    page.evaluate(PRESS % json.dumps(button))
     page.until(f"!{TEXT}.includes('was killed')")
-    assert not set(before) & set(pids(server)) and live_pool(server)["state"] == "ready"
+    shown(page, "Nothing samples in a pool.")
+    wait_for_phase(server, "waiting")
+    assert not set(before) & set(pids(server)) and live_pool(server)["state"] in ("ready", "busy")
 
 
-def test_its_buttons_are_reached_by_keyboard_and_keep_the_focus(server, page):
+def test_layouts_that_are_not_running_are_named_without_a_button_that_would_end_the_one_that_is(server, page):
+    for ring, seed in ((1, 106), (2, 107)):
+        nodes = graph("panel_layouts", seed=seed)
+        nodes["pool"]["inputs"] |= {"layout": "by hand", "ulysses": 2 // ring, "ring": ring}
+        latent(server, nodes)
+    shown(page, "Not running: ")
+    assert page.evaluate("[...document.querySelectorAll('.pipemesh button')].filter(one => one.textContent == 'Restart').length") == 1
+
+
+FOCUSED = "document.activeElement.dataset.key ?? ''"
+
+
+def test_its_buttons_are_reached_and_pressed_by_keyboard_and_keep_the_focus(server, page):
     latent(server, graph("panel_keys", seed=104))
     shown(page, "Unload models")
-    page.evaluate("[...document.querySelectorAll('.pipemesh button')].find(one => one.textContent == 'Unload models').focus()")
-    page.evaluate("document.activeElement.click()")
+    page.evaluate(f"{PANEL}.focus()")
+    tab_to(page, "-unload")
+    page.press("Enter")
     page.until(f"!{TEXT}.includes('Models:')")
-    page.evaluate(PRESS % json.dumps("Release devices"))
-    shown(page, "not running")
-    assert page.evaluate("[...document.querySelectorAll('.pipemesh button, .pipemesh summary')].every(one => one.tabIndex >= 0)")
+    assert page.evaluate(FOCUSED).endswith("-unload"), "though it has nothing to unload now"
+    tab_to(page, "-release")
+    page.press("Enter")
+    page.until(f"!{TEXT}.includes('Release devices')")
+    assert page.evaluate(f"document.activeElement == {PANEL}"), "where its pool was"
+
+
+def tab_to(page, key):
+    for _ in range(30):
+        if page.evaluate(FOCUSED).endswith(key):
+            page.until(f"({FOCUSED}).endsWith('{key}') && !document.activeElement.ariaDisabled")
+            return
+        page.press("Tab")
+    raise AssertionError(f"Tab does not come to {key}")

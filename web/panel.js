@@ -29,9 +29,9 @@ ${Object.entries(AXES).map(([axis, colour]) => `.pipemesh .axis-${axis}, .pipeme
 .pipemesh .acts { display: flex; flex-wrap: wrap; gap: 6px; margin-top: 6px; }
 .pipemesh button { border: 1px solid var(--border-color); border-radius: 4px; padding: 4px 10px; cursor: pointer;
   background: var(--comfy-menu-bg); color: var(--input-text); font: inherit; }
-.pipemesh button:hover:not(:disabled) { border-color: var(--fg-color); }
+.pipemesh button:hover:not([aria-disabled]) { border-color: var(--fg-color); }
 .pipemesh button:focus-visible, .pipemesh summary:focus-visible { outline: 2px solid var(--p-primary-color, #2a78d6); outline-offset: 1px; }
-.pipemesh button:disabled { opacity: 0.5; cursor: default; }
+.pipemesh button[aria-disabled] { opacity: 0.5; cursor: default; }
 .pipemesh ul { margin: 4px 0; padding-left: 18px; }
 .pipemesh details { margin: 4px 0; }
 .pipemesh summary { cursor: pointer; }
@@ -55,6 +55,7 @@ const size = (bytes) => `${(bytes / GIB).toFixed(bytes < GIB ? 2 : 1)} GiB`;
 class Panel {
   constructor(root, t) {
     this.root = root;
+    this.root.tabIndex = -1; // where the focus goes of a button that is there no more
     this.t = t;
     this.waiting = null; // what pipemesh.progress said last
     this.error = "";
@@ -132,7 +133,7 @@ class Panel {
       make("h2", { text: t("devices") }),
       ...status.devices.map((device) => this.device(device)),
       make("h2", { text: t("pools") }),
-      ...(status.pools.length ? status.pools.map((pool) => this.pool(pool)) : [make("p", { className: "quiet", text: t("no_pool") })]),
+      ...this.pools(status.pools),
       this.error ? make("p", { role: "alert", text: this.error }) : "",
       make("h2", { text: t("runs") }),
       this.runs(status.last_runs),
@@ -140,7 +141,7 @@ class Panel {
       ...this.notices(status.notices)
     );
     for (const one of root.querySelectorAll("details")) one.open = open.has(one.dataset.key);
-    if (focus) root.querySelector(`[data-key="${CSS.escape(focus)}"]`)?.focus();
+    if (focus !== undefined || root === document.activeElement) (root.querySelector(`[data-key="${CSS.escape(focus ?? "")}"]`) ?? root).focus();
     root.scrollTop = place;
   }
 
@@ -177,7 +178,7 @@ class Panel {
     lines.push(...this.plan(run.plan));
     for (const cause of pool?.why ?? []) lines.push(make("p", { className: "quiet", text: t(`why_${cause.word}`, cause.value) }));
     for (const share of pool?.shares ?? []) lines.push(make("p", { className: "quiet", text: t(`share_${share.word}`, ...share.values) }));
-    lines.push(...this.communication(figures));
+    lines.push(...this.communication(figures, pool?.backend));
     if (run.slowed.length) {
       lines.push(make("p", { text: t("slowed") }));
       lines.push(make("ul", {}, ...run.slowed.map((cause) => make("li", { text: t(`slowed_${cause.word}`, cause.value) }))));
@@ -192,11 +193,11 @@ class Panel {
   }
 
   // How long one rank waited for messages, of the rank that did so most, by axis. Patches overlap, so their run has no share of its own.
-  communication(figures) {
+  communication(figures, backend) {
     const { t } = this;
     const axes = Object.entries(figures?.exchange_by_axis ?? {}).sort(([, one], [, other]) => other - one);
     const known = figures?.exchange_share ?? null;
-    if (known === null && !axes.length) return [];
+    if (known === null && !axes.length) return backend === "nccl" ? [make("p", { className: "quiet", text: t("not_measured") })] : [];
     const share = known ?? axes.reduce((sum, [, one]) => sum + one, 0);
     const said = t(known === null ? "waited" : "communication", Math.round(100 * share));
     const row = ([axis, one]) =>
@@ -251,14 +252,33 @@ class Panel {
     );
   }
 
+  // Layouts that were, and take no device now, are named alone: to start one would end the pool that is up.
+  pools(pools) {
+    const { t } = this;
+    const isOver = (pool) => pool.state === "closed" && !pool.fault;
+    const over = pools.filter(isOver).map((pool) => pool.layout);
+    return [
+      ...pools.filter((pool) => !isOver(pool)).map((pool) => this.pool(pool)),
+      pools.length ? "" : make("p", { className: "quiet", text: t("no_pool") }),
+      over.length ? make("p", { className: "quiet", text: t("not_running", over.join("; ")) }) : "",
+    ];
+  }
+
   pool(pool) {
     const { t } = this;
     const live = pool.state === "ready" || pool.state === "busy";
     const failed = pool.state === "failed" || pool.fault;
     const [sentence, ...details] = (pool.fault ?? "").split("\n");
-    const button = (act, name, disabled) =>
-      make("button", { text: name, "data-key": `${pool.id}-${act}`, disabled: disabled || this.busy, onclick: () => this.act(pool, act) });
-    const again = () => app.queuePrompt(0);
+    // One that does nothing now keeps the focus, which a disabled one would lose.
+    const button = (act, name, impossible, onclick = () => this.act(pool, act)) => {
+      const off = impossible || this.busy;
+      return make("button", { text: name, "data-key": `${pool.id}-${act}`, "aria-disabled": off && "true", onclick: off ? null : onclick });
+    };
+    // The pool first: what ComfyUI has kept of an earlier run needs none, and would leave it as it is.
+    const again = async () => {
+      await this.act(pool, "restart");
+      if (!this.error) app.queuePrompt(0);
+    };
     const state = failed ? "failed" : pool.state;
     return make(
       "div",
@@ -266,13 +286,13 @@ class Panel {
       make("div", { className: "row" }, make("strong", { text: pool.layout }), make("span", { text: t(`state_${state}`) })),
       failed ? make("p", { role: "alert", text: sentence }) : "",
       failed && details.length ? make("pre", { text: details.join("\n"), tabindex: "0" }) : "",
-      ...(pool.state === "closed" && !failed ? [] : pool.ranks.map((rank) => this.rank(rank, live))), // many layouts may have been
+      ...pool.ranks.map((rank) => this.rank(rank, live)),
       pool.models.length ? make("p", { className: "quiet", text: t("models") }) : "",
       pool.models.length ? make("ul", {}, ...pool.models.map((one) => make("li", { text: t(`model_${one.state}`, one.title) }))) : "",
       make(
         "div",
         { className: "acts" },
-        failed ? make("button", { text: t("again"), "data-key": `${pool.id}-again`, onclick: again }) : "",
+        failed ? button("again", t("again"), false, again) : "",
         button("restart", t("restart"), pool.state === "busy"),
         button("unload", t("unload"), !live || !pool.models.length),
         button("release", t("release"), !live)

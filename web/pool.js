@@ -15,6 +15,8 @@ const PICK = "pick"; // no input: it writes what devices say, and is in no workf
 const QUALITY = "quality"; // of a layout that is not said by hand
 const ALWAYS = new Set([DEVICES, "weights", LAYOUT, PICK]);
 
+let opensPrompt = false; // the page makes nodes of a prompt of the API's, which may be older than the choice of a layout
+
 const layoutOf = (node) => node.widgets?.find((one) => one.name === LAYOUT);
 
 const named = (value) => {
@@ -103,6 +105,15 @@ function widen(nodeType) {
 app.registerExtension({
   name: "PipeMesh.Pool",
   setup() {
+    const open = app.loadApiJson;
+    app.loadApiJson = function (...args) {
+      opensPrompt = true;
+      try {
+        return open.apply(this, args);
+      } finally {
+        opensPrompt = false;
+      }
+    };
     const queue = api.queuePrompt;
     api.queuePrompt = async function (...args) {
       try {
@@ -126,7 +137,7 @@ app.registerExtension({
         changed?.apply(layout, values);
         fold(this);
       };
-      layout.value = AUTO; // of a new node; what a workflow has saved comes next
+      layout.value = opensPrompt ? BY_HAND : AUTO; // of a new node; what was saved comes next
       fold(this);
       addList(this).catch((error) => console.warn("PipeMesh: the devices could not be listed.", error));
     };
