@@ -10,12 +10,14 @@ from operator import attrgetter
 
 import pytest
 import torch
+from pipemesh.parallel_runtime.comfy_bridge.sharded_weights import ShardedWeights
 from pipemesh.parallel_runtime.comm.exchange import LOOK_AHEAD, Stopped
+from pipemesh.parallel_runtime.comm.mesh import open_weights
 from pipemesh.parallel_runtime.families.sample import TokenParts
 from pipemesh.parallel_runtime.layout import Layout, layouts_of
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
+from pipemesh.parallel_runtime.planner.dry_device import DEVICE, Counts, dry_device, is_on_device
 from pipemesh.parallel_runtime.planner.dry_run import TURN, IdleRank, joined
 from pipemesh.parallel_runtime.planner.quick_fake import Form, QuickFakeMode
 from pipemesh.parallel_runtime.planner.recorder import LayerOrder, OwnRows
@@ -39,20 +41,32 @@ def on_device(arguments):
     return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 
-def run(mode, layout, rank, parts, number=TURN, value=0.0, blocks=8, **conds):
+def run(mode, layout, rank, parts, number=TURN, value=0.0, blocks=8, via_cpu=False, sharded=False, **conds):
     """Compute parts of an evaluation as one rank of ``layout``. Returns counts and method."""
-    with joined(layout, rank) as mesh:
-        with dry_device(mode) as counts, DEVICE:
+    with joined(layout, rank, via_cpu) as mesh:
+        with dry_device(mode), DEVICE:
             model, arguments = Model(blocks), {**on_device(inputs(5)), **conds}
         idle = IdleRank(parts)
         method = make_method(model, PLAN, mesh, idle, [blocks // layout.pipefusion] * layout.pipefusion if layout.pipefusion > 1 else ())
+        turns = shared_out(mode, model, mesh) if sharded else None
         method.attach()
         with dry_device(mode) as counts:
             for idle.at, part in enumerate(parts):
                 counts.value = value if idle.at == len(parts) - 1 else 0.0
                 method.begin(part)
                 method.evaluate(model, arguments, number + TURN * idle.at)
+                if turns is not None:
+                    turns.learn()
+                    turns.end_evaluation()
         return counts, method
+
+
+def shared_out(mode, model, mesh):
+    open_weights(mesh)
+    with dry_device(mode):
+        turns = ShardedWeights(model, DEVICE, mesh.sequence.weights, lambda nbytes: None).turns
+    turns.attach()
+    return turns
 
 
 # -- what it counts
@@ -178,6 +192,31 @@ def test_torch_is_given_as_many_bytes_as_communicators_count(mode, layout):
             method.evaluate(model, on_device(arguments), TURN)
         assert sum(counts.messages.values()) == mesh.sent_bytes
         assert mesh.sent_bytes > 0 or rank == layout.writer
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    "layout", [Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2)], ids=Layout.equation
+)
+def test_messages_that_go_through_the_cpu_are_those_of_a_gpu_and_never_meet_what_lies_there(mode, layout, sharded, monkeypatch):
+    """As over gloo: an operation on tensors of both raises. Weights too are gathered there."""
+    places, note = Counter(), Counts._note_message
+
+    def note_place(self, func, args):
+        places[any(is_on_device(tensor) for tensor in tree_leaves(args))] += 1
+        note(self, func, args)
+
+    monkeypatch.setattr(Counts, "_note_message", note_place)
+    parts = [WARM, *PATCHES] if layout.pipefusion > 1 else [WARM, WARM]
+    for rank in (0, layout.world_size - 1):
+        direct, _ = run(mode, layout, rank, parts, blocks=4, sharded=sharded)
+        places.clear()
+        through, _ = run(mode, layout, rank, parts, blocks=4, sharded=sharded, via_cpu=True)
+        assert set(places) == {False}
+        assert through.messages == direct.messages and through.flops == direct.flops
+    if layout.pipefusion == 1:
+        with pytest.raises(Stopped):
+            run(mode, layout, rank, parts, blocks=4, sharded=sharded, via_cpu=True, value=1.0)
 
 
 def test_the_models_attention_is_what_it_is_elsewhere(mode):

@@ -242,14 +242,16 @@ class Sent:
 
 
 @contextmanager
-def joined(layout: Layout, rank: int) -> Iterator[Mesh]:
-    """Make the mesh of one rank in a world that has no other ranks."""
+def joined(layout: Layout, rank: int, via_cpu: bool = False) -> Iterator[Mesh]:
+    """Make the mesh of one rank in a world that has no other ranks. ``via_cpu``: messages go
+    through the CPU's memory, as over gloo.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if layout.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        yield connect(layout.degrees(), rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+        yield connect(layout.degrees(), rank, device_type="cpu", via_cpu=via_cpu, wants_stop=lambda: False)
     finally:
         if layout.world_size > 1:
             dist.destroy_process_group()
