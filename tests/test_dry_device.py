@@ -134,6 +134,19 @@ def test_what_makes_the_cpu_wait_is_counted_where_it_is_called(mode, call, waits
     assert all(wait.file == __file__ and wait.is_ours for wait in counts.waits)
 
 
+@pytest.mark.parametrize(("behind", "waits"), [(0, 1), (1, 0)])
+def test_to_wait_for_a_place_in_the_queue_is_counted_where_nothing_is_enqueued_behind_it(mode, behind, waits):
+    with dry_device(mode) as counts, DEVICE:
+        row, event = torch.empty(4, 4), torch.cuda.Event()
+        row @ row
+        event.record()
+        for _ in range(behind):
+            row @ row
+        row + row
+        event.synchronize()
+    assert sum(counts.waits.values()) == waits
+
+
 def test_a_mask_chooses_the_share_that_it_is_said_to(mode):
     with dry_device(mode) as counts:
         counts.chosen = 0.25

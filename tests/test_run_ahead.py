@@ -37,24 +37,27 @@ LAYOUTS = [
 
 
 class Gpu:
-    """When the GPU comes to what: events of one queue. ``reached``: of how many."""
+    """When the GPU comes to what: events of one queue. ``reached``: of how many. ``early``: waits
+    for one behind which it has nothing to multiply, and no other.
+    """
 
-    def __init__(self, patch):
-        self.recorded, self.reached, self.awaited = 0, 0, []
+    def __init__(self, patch, counts):
+        self.recorded, self.reached, self.early = 0, 0, 0
         gpu = self
 
         class Event:
             def __init__(self, *_, **__):
-                self.place = 0
+                self.place, self.flops = 0, 0
 
             def record(self):
                 gpu.recorded += 1
-                self.place = gpu.recorded
+                self.place, self.flops = gpu.recorded, counts.flops
 
             def query(self):
                 return self.place <= gpu.reached
 
             def synchronize(self):
+                gpu.early += (self.place, self.flops) == (gpu.recorded, counts.flops)
                 gpu.reached = max(gpu.reached, self.place)
 
             def elapsed_time(self, other):
@@ -139,7 +142,7 @@ def served(mode, monkeypatch):
             for message in (*last, Close()):
                 made.ui.send(message)
             with dry_device(mode) as counts:
-                gpu = Gpu(monkeypatch)
+                gpu = Gpu(monkeypatch, counts)
                 prepare(made, gpu)
                 made.loop.serve(made.handler)
         return made, counts, gpu
@@ -160,8 +163,8 @@ def parts_of(layout, runs=2):
 def test_from_reading_the_inputs_to_the_answer_no_call_waits_for_the_gpu(served, layout):
     for rank in {0, layout.writer}:
         parts = parts_of(layout)
-        made, counts, _ = served(layout, rank, parts)
-        assert counts.waits == {}
+        made, counts, gpu = served(layout, rank, parts)
+        assert counts.waits == {} and gpu.early <= 1, "for the last answer"
         said = made.answers()
         assert [(type(one), one.request) for one in said] == [(Done, TURN * number) for number in range(1, len(parts) + 1)], said
         assert all(bool(one.output) == (rank == layout.writer) for one in said)

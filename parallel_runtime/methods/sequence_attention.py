@@ -142,7 +142,7 @@ class SequenceAttention:
         """
         exchange = self._comm.ulysses
         qkv = [joint.drop_anchors(t, 2) for t in qkv]
-        flag = self._comm.stop.wish(qkv[0])
+        flag = self._comm.stop.wish(qkv[0] if self._comm.size > 1 else torch.empty(0))  # its own wish a rank need not read of a GPU
         if exchange.size == 1:
             return qkv, flag
         batch, _, _, dim = qkv[0].shape
