@@ -29,6 +29,7 @@ from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.run_picture import draw_run
+from ..parallel_runtime.client.wait import NoWait, Wait
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.wire.tree import is_plain
@@ -80,7 +81,7 @@ class Runtime:
         waiting: Waiting | None = None,
     ):
         self.notices = notices or Notices()
-        self._waiting = waiting
+        self.wait: Wait = waiting or NoWait()
         self._logged = ""
         self._setup = replace(setup, tell=self._tell)
         self._fault = fault
@@ -161,7 +162,10 @@ class Runtime:
         return made
 
     def plan(self, model: ModelPatcher, choice: Choice, asked: Callable[[], Asked]) -> Planned:
-        """Choose the layout of an open choice for what is about to be sampled."""
+        """Choose the layout of an open choice for what is about to be sampled. The wait for its
+        first step begins, as a model that is counted for the first time takes a moment.
+        """
+        self.wait.begin()
         choice = provisional(choice, model)
         same = [one for one in list(self._pools) if one == placement_of(choice, one.layout)]
         live = {one: pool for one in list(self._pools) if (pool := self._keeper.handle(one).live()) is not None}
@@ -201,7 +205,7 @@ class Runtime:
         if placement not in self._pools:
             whole = placement.layout.pipefusion == 1
             shares = whole and not placement.devices[0].is_gpu and not placement.other_machines
-            self._pools[placement] = RemotePool(self._keeper.handle(placement), shares_weights=shares, turn=self.turn, wait=self._waiting)
+            self._pools[placement] = RemotePool(self._keeper.handle(placement), shares_weights=shares, turn=self.turn, wait=self.wait)
         return self._pools[placement]
 
     def pools(self, only: Choice | None = None) -> list[tuple[PoolHandle, RemotePool]]:
@@ -222,7 +226,7 @@ class Runtime:
         if told.text and (told.text != self._logged or not told.total):
             log.info("[PipeMesh] %s", told.text.removeprefix("PipeMesh: "))
         self._logged = told.text
-        if self._waiting is None or not self._waiting.tell(told):
+        if not isinstance(self.wait, Waiting) or not self.wait.tell(told):
             self._show(told.line)
 
 

@@ -20,22 +20,22 @@ class NodeScreen:
     """
 
     def __init__(self) -> None:
-        self._seen: set[tuple[float, float]] = set()  # how the node's bar was before, and as drawn here
+        self._left = (0.0, 1.0)  # how the node's bar was before, or was drawn here last
 
     def node_now(self) -> tuple[str, str] | None:
         executing = get_executing_context()
         return (str(executing.node_id), executing.prompt_id) if executing is not None else None
 
     def begin(self, node: str) -> None:
-        self._seen = {bar_of(node)}
+        self._left = bar_of(node)
 
     def is_sampling(self, node: str) -> bool:
-        return bar_of(node) not in self._seen
+        return bar_of(node) != self._left
 
     def show(self, waited: Waited) -> None:
         done, total = (waited.done, waited.total) if waited.total else (0, 1)
-        self._seen.add((done, total))
         get_progress_state().update_progress(waited.node, done, total)
+        self._left = bar_of(waited.node)
         show_text(waited.text, waited.node)
         send_event("pipemesh.progress", waited)
 

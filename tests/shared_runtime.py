@@ -8,15 +8,30 @@ from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.layout import Layout
 
 
+class Begun:
+    """A wait: whether it was begun, and has not ended."""
+
+    def __init__(self):
+        self.lasts = False
+
+    def begin(self):
+        self.lasts = True
+
+    def end(self):
+        self.lasts = False
+
+
 class SharedRuntime:
     """``client``: of its pool. ``choices``: what was parallelized."""
 
     def __init__(self, client):
         self._client = client
         self.choices = []
+        self.wait = Begun()
         self.planning = Planning(StepTimes())
 
     def plan(self, model, choice, asked):
+        self.wait.begin()
         return Planned(choice.placement.layout, "there is one pool")
 
     def default_choice(self):

@@ -195,6 +195,7 @@ def test_what_the_pool_cannot_honour_is_stocks_result_to_the_bit_with_one_notice
     (notice,) = said(notices)
     assert notice.startswith("On one GPU: ") and sentence in notice
     assert "PipeMesh Parallelize" not in notice and "remove the node" not in notice
+    assert not auto._runtime.wait.lasts, "the wait that planning began is over"
     assert not requests["Forward"]
 
 

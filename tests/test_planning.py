@@ -28,6 +28,7 @@ from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.run import Evaluation, Run
+from pipemesh.parallel_runtime.client.wait import NoWait
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
@@ -348,6 +349,7 @@ class PoolsHere:
     """A runtime whose pools are all in this process, one for each layout."""
 
     def __init__(self, stock, chosen=None):
+        self.wait = NoWait()
         self.stock, self.pools, self.chosen = stock, {}, chosen
         self.planning = planning()
 

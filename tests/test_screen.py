@@ -1,6 +1,9 @@
 """What a sampler's node shows goes to the browser that has queued the prompt, and to no other."""
 
+from dataclasses import replace
+
 import pytest
+from comfy_execution.progress import get_progress_state, reset_progress_state
 from pipemesh.nodes import extension, screen
 from pipemesh.nodes.notices import Notice
 from pipemesh.nodes.screen import NodeScreen
@@ -42,6 +45,29 @@ def test_the_browser_that_has_queued_a_prompt_is_shown_it_alone(server):
     show_all()
     texts = ["loading", "pipemesh.progress", "loaded", "PipeMesh: On one GPU", "pipemesh.notice"]
     assert sent_by.sent == [(text, "a browser") for text in texts]
+
+
+@pytest.fixture
+def bar():
+    class Prompt:
+        def get_node(self, node):
+            return None
+
+    reset_progress_state("a prompt", Prompt())
+    yield lambda done, total: get_progress_state().update_progress("3", done, total)
+    reset_progress_state("another", Prompt())
+
+
+def test_steps_are_the_samplers_own_also_where_as_many_ranks_were_waited_for(server, bar):
+    server("a browser")
+    shown = NodeScreen()
+    shown.begin("3")
+    for ready in range(1, 5):
+        shown.show(replace(WAITED, done=ready, total=4))
+        assert not shown.is_sampling("3")
+    for step in range(1, 4):
+        bar(step, 4)
+        assert shown.is_sampling("3"), f"step {step} of 4"
 
 
 def test_a_prompt_of_a_script_that_listens_nowhere_is_shown_on_nobodys_node(server):

@@ -53,6 +53,16 @@ def test_what_is_running_is_no_layout_of_an_exact_choice_nor_of_a_model_that_can
     assert runtime.plan(unet("SD15"), auto, lambda: both).layout == Layout(cfg=2)
 
 
+def test_the_wait_for_the_first_step_is_shown_while_a_layout_is_chosen(runtime, monkeypatch):
+    """Counting a model of which no kind was counted yet takes a moment."""
+    done = []
+
+    monkeypatch.setattr(runtime.wait, "begin", lambda: done.append("wait"))
+    monkeypatch.setattr(runtime.planning, "choose", lambda *_: done.append("choose"))
+    runtime.plan(stock_model(5), runtime.default_choice(), lambda: None)
+    assert done == ["wait", "choose"]
+
+
 def test_a_model_on_the_same_pool_by_another_choice_leaves_the_one_that_came_in_as_it_is(runtime):
     by_hand = runtime.parallelize(stock_model(5), runtime.choose(ulysses=2))
     left_open = runtime.parallelize(by_hand, runtime.default_choice())

@@ -72,18 +72,25 @@ class Auto:
         """Runs a guider's sampling in the pool where the switch is on. MODELs that a node of
         PipeMesh has parallelized keep their pool, in the layout that is chosen for this sampling
         where the node left it open.
-
-        What fails in the pool begins anew, from the same random numbers: where a worker died in a
-        fresh pool, once, and else on one GPU, where ComfyUI's own errors come back.
         """
         models = models_of(guider)
         if not self.switch.is_on():
             self._give_back(list(self._lent))
-        if any(isinstance(model, RemotePatcher) for model in models.values()):
-            with laid_out_anew(self._runtime, guider, models, noise, sigmas):
-                return run()
-        if not self.switch.is_on():
+        is_parallel = any(isinstance(model, RemotePatcher) for model in models.values())
+        if not is_parallel and not self.switch.is_on():
             return run()
+        try:
+            if is_parallel:
+                with laid_out_anew(self._runtime, guider, models, noise, sigmas):
+                    return run()
+            return self._tried_in_pool(guider, models, noise, sigmas, run)
+        finally:
+            self._runtime.wait.end()
+
+    def _tried_in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any, run: Run) -> Any:
+        """What fails in the pool begins anew, from the same random numbers: where a worker died in
+        a fresh pool, once, and else on one GPU, where ComfyUI's own errors come back.
+        """
         if self._given_up and self._given_up == prompt_now():
             self._notices.tell(GIVEN_UP)
             return run()
@@ -101,6 +108,7 @@ class Auto:
             set_random_state(random)
             if not again:
                 break
+        self._runtime.wait.end()
         self._give_back([model.model for model in models.values()])
         return run()
 
