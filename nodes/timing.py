@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+import torch
 
 from ..parallel_runtime.client.remote_patcher import RemotePatcher
 from ..parallel_runtime.client.run import Run
@@ -101,13 +103,24 @@ class Steps:
 
 
 def key_of(guider: Any, noise: Any, sampler: Any) -> Key:
-    """Names what costs one GPU the same time: model, size, sampler, and whether there is a negative
-    prompt to evaluate.
+    """Names what costs one GPU the same time: model, how it was loaded, size, sampler, whether
+    there is a negative prompt to evaluate, and how long each prompt is, with or without a
+    ControlNet.
     """
     patcher = guider.model_patcher
     init = getattr(patcher, "cached_patcher_init", None)
     model = getattr(getattr(patcher, "model", None), "diffusion_model", None)
-    file = next((one for one in init[1] if isinstance(one, str)), "") if init is not None else ""
+    loaded = repr(init[1]) if init is not None else ""
+    conds = getattr(guider, "original_conds", None) or {}
+    prompts = tuple((name, *map(length_of, several)) for name, several in sorted(conds.items()))
+    dtypes = str(getattr(model, "dtype", "")), str(getattr(getattr(patcher, "model", None), "manual_cast_dtype", ""))
     function = getattr(sampler, "sampler_function", sampler)
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return type(model).__name__, file, tuple(getattr(noise, "shape", ())), name, getattr(guider, "cfg", 1.0) == 1.0
+    size, is_alone = tuple(getattr(noise, "shape", ())), getattr(guider, "cfg", 1.0) == 1.0
+    return type(model).__name__, loaded, *dtypes, size, name, is_alone, prompts
+
+
+def length_of(cond: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return a prompt's tokens, and whether it has a ControlNet."""
+    text = cond.get("cross_attn")
+    return text.shape[1] if isinstance(text, torch.Tensor) and text.dim() > 1 else 0, "control" in cond

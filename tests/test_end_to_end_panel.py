@@ -94,8 +94,8 @@ def shown(page, text):
 
 @pytest.mark.parametrize("layout", ["by hand", "auto"])
 def test_a_run_is_seen_to_go_on_from_the_click_until_its_first_step_and_then_in_the_panel(server, page, layout):
-    """Where workers have to start, and a layout to be chosen. That the cadence is kept whatever takes long is in
-    test_waiting.py.
+    """Where workers have to start, and a layout to be chosen. That the cadence is kept whatever
+    takes long is in test_waiting.py.
     """
     for pool in server.get("/pipemesh/status")["pools"]:
         server.post(f"/pipemesh/pools/{pool['id']}/release", {})

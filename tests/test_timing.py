@@ -21,9 +21,10 @@ from .models import run
 SIZE = torch.zeros(1, 16, 8, 10)
 
 
-def guider(file="flux.safetensors", cfg=1.0, others=()):
-    patcher = SimpleNamespace(cached_patcher_init=(None, (file,)), get_additional_models_with_key=lambda key: others)
-    return SimpleNamespace(model_patcher=patcher, cfg=cfg)
+def guider(file="flux.safetensors", dtype="default", cfg=1.0, tokens=256, others=(), **cond):
+    patcher = SimpleNamespace(cached_patcher_init=(None, (file, dtype)), get_additional_models_with_key=lambda key: others)
+    conds = {"positive": [{"cross_attn": torch.zeros(1, tokens, 8), **cond}]}
+    return SimpleNamespace(model_patcher=patcher, cfg=cfg, original_conds=conds)
 
 
 class Clock:
@@ -63,8 +64,11 @@ def test_a_run_is_compared_with_one_gpu_for_the_same_model_and_size_and_the_firs
     assert times.speed_of(ours).ratio == 3.0
 
 
-@pytest.mark.parametrize("other", [{"file": "wan.safetensors"}, {"cfg": 4.0}, {"others": ("a second GPU",)}])
-def test_another_model_or_another_number_of_evaluations_is_no_measure(times, clock, other):
+OTHERS = ({"file": "wan.safetensors"}, {"dtype": "fp8"}, {"cfg": 4.0}, {"tokens": 512}, {"control": "a net"}, {"others": ("a second GPU",)})
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=repr)
+def test_another_model_or_another_way_to_load_it_or_to_ask_it_is_no_measure(times, clock, other):
     ours = Run()
     sampled(times, clock, 0.5, pool_run=ours)
     sampled(times, clock, 1.5, **other)
