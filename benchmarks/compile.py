@@ -12,6 +12,7 @@ from .figures import Figure, Goal, Options, Round, estimate, typical
 from .lockstep import Phase, Ranks, merge, run, timed
 
 KEPT = 0.9
+GAINS = 1.02  # stock's gain above which there is one to keep
 TOKENS = (1024, 4096)
 DEGREES = (2, 1)  # of ulysses and ring
 
@@ -27,7 +28,21 @@ def gain(rounds: Sequence[Round]) -> float:
 
 
 def kept(rounds: Sequence[Round]) -> float:
-    return gain(rounds) / stock_gain(rounds)
+    """The seconds that compiling saves all ranks together, over those that it saves stock: both
+    compute as much. Messages, which no compiler shortens, are in neither difference.
+    """
+    saved = typical(rounds, "ranks") - typical(rounds, "ranks_compiled")
+    return DEGREES[0] * DEGREES[1] * saved / (typical(rounds, "stock") - typical(rounds, "stock_compiled"))
+
+
+def figures(case: str, rounds: Sequence[Round]) -> Iterator[Figure]:
+    """Yield what is kept of stock's gain, where stock has one, and both gains."""
+    of_stock = estimate(rounds, stock_gain)
+    there_is_one = of_stock.low > GAINS
+    if there_is_one:
+        yield Figure("compile", case, "kept", estimate(rounds, kept), "ratio", Goal(at_least=KEPT))
+    yield Figure("compile", case, "gain", estimate(rounds, gain), "x")
+    yield Figure("compile", case, "stock_gain" if there_is_one else "stock_gain, none to keep", of_stock, "x")
 
 
 def measure(ranks: Ranks, tokens: int, rounds: int) -> list[Round]:
@@ -84,7 +99,4 @@ def give_own_code(model: Any) -> None:
 def bench(options: Options) -> Iterator[Figure]:
     for tokens in TOKENS:
         rounds = merge(run(options.host, DEGREES[0] * DEGREES[1], "compile:measure", tokens=tokens, rounds=options.rounds))
-        case = f"ulysses2_{tokens}"
-        yield Figure("compile", case, "kept", estimate(rounds, kept), "ratio", Goal(at_least=KEPT))
-        yield Figure("compile", case, "gain", estimate(rounds, gain), "x")
-        yield Figure("compile", case, "stock_gain", estimate(rounds, stock_gain), "x")
+        yield from figures(f"ulysses2_{tokens}", rounds)

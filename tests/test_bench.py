@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.benchmarks import command as bench
+from pipemesh.benchmarks import compile as compile_bench
 from pipemesh.benchmarks import hop, load, mixed, pipefusion, plan, sp
 from pipemesh.benchmarks.capacity import capacity
 from pipemesh.benchmarks.figures import Estimate, Figure, Goal, Options, estimate, exactly, number, percentile
@@ -287,3 +288,20 @@ def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
     counted = [figure for figure in figures if figure.metric == "bytes_per_step"]
     assert [figure.case for figure in counted] == cases
     assert all(figure.is_met for figure in counted)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "compiled", "kept", "is_met"),
+    [(6.0, 5.0, 1.0, True), (6.0, 5.08, 0.92, True), (6.0, 5.2, 0.8, False), (6.0, 6.0, 0.0, False), (9.0, 8.0, 1.0, True)],
+)
+def test_what_ranks_keep_of_stocks_gain_is_seconds_of_computing_whatever_messages_take(ranks, compiled, kept, is_met):
+    """Stock takes 10 s, and 8 s compiled: two ranks that save 1 s each have kept all of it."""
+    rounds = [{"stock": 10.0, "stock_compiled": 8.0, "ranks": ranks, "ranks_compiled": compiled}] * 3
+    first, *gains = compile_bench.figures("case", rounds)
+    assert (first.metric, first.is_met) == ("kept", is_met) and first.estimate.value == pytest.approx(kept)
+    assert [(one.metric, one.estimate.value) for one in gains] == [("gain", ranks / compiled), ("stock_gain", 1.25)]
+
+
+def test_where_stock_gains_nothing_nothing_can_be_kept():
+    rounds = [{"stock": 10.0, "stock_compiled": 9.9, "ranks": 6.0, "ranks_compiled": 6.0}] * 3
+    assert [one.metric for one in compile_bench.figures("case", rounds)] == ["gain", "stock_gain, none to keep"]
