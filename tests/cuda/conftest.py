@@ -29,19 +29,22 @@ def setup(device):
 
 @pytest.fixture(scope="session")
 def pools(setup, device):
-    """layout, backend -> a RemotePool and its placement. All ranks are on one device; a pool ends
-    when another one starts.
+    """layout, backend -> a RemotePool and its placement. Over gloo all ranks are on one device, over
+    NCCL each has its own; a pool ends when another one starts.
     """
     from pipemesh.launcher.pool.devices import place, visible_gpus
     from pipemesh.launcher.pool.handle import PoolKeeper
     from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 
     keeper, made = PoolKeeper(setup), {}
-    name = "cpu" if device == "cpu" else "cuda:0"
 
     def pool(layout, backend="gloo"):
-        backend = "gloo" if device == "cpu" else backend
-        placement = place(layout, ",".join([name] * layout.world_size), backend, visible_gpus(device == "cpu"))
+        names = ["cuda:0" if backend == "gloo" else f"cuda:{rank}" for rank in range(layout.world_size)]
+        if device == "cpu":
+            backend, names = "gloo", ["cpu"] * layout.world_size
+        elif backend == "nccl" and torch.cuda.device_count() < layout.world_size:
+            pytest.skip(f"needs {layout.world_size} GPUs, and torch sees {torch.cuda.device_count()}")
+        placement = place(layout, ",".join(names), backend, visible_gpus(device == "cpu"))
         if placement not in made:
             made[placement] = RemotePool(keeper.handle(placement), shares_weights=device == "cpu" and layout.pipefusion == 1)
         return SimpleNamespace(remote=made[placement], placement=placement, handle=keeper.handle(placement))
@@ -52,17 +55,17 @@ def pools(setup, device):
 
 @pytest.fixture(scope="session")
 def parallel(pools):
-    """stock MODEL, layout, backend, patching -> its twin in such a pool."""
+    """stock MODEL, layout, backend, patching, weights -> its twin in such a pool."""
     from pipemesh.nodes.settings import Choice
     from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 
-    def make(stock, layout, backend="gloo", patching=None):
+    def make(stock, layout, backend="gloo", patching=None, weights="whole"):
         import comfy.model_management as mm
 
         pool = pools(layout, backend)
         choice, here = Choice(pool.placement, patching), str(mm.get_torch_device())
         held, computed = choice.held_on(here), choice.computed_on(here)
-        return parallelize(stock, pool.remote, held, patching, activations=computed)
+        return parallelize(stock, pool.remote, held, patching, activations=computed, weights=weights)
 
     return make
 

@@ -1,6 +1,7 @@
 """What only a GPU can show: ``python3 -m launcher test --cuda``.
 
-One GPU is enough. Ranks share it over gloo; NCCL runs with one rank.
+One GPU is enough: ranks share it over gloo, and NCCL runs with one rank. Where there are several,
+ranks with a GPU each run over NCCL too.
 """
 
 import math
@@ -16,14 +17,18 @@ from pipemesh.launcher.commands.rounding import bound
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT
 from pipemesh.parallel_runtime.attention.trial import RELEASED_DIMS, asks, tried, usual
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
+from pipemesh.parallel_runtime.comfy_bridge.quantised import stored_bytes
 from pipemesh.parallel_runtime.comm.exchange import Exchange
 from pipemesh.parallel_runtime.comm.mesh import connect
+from pipemesh.parallel_runtime.errors import OutOfMemory
 from pipemesh.parallel_runtime.families import PLAIN, sample_with
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, WeightsWish
+from pipemesh.parallel_runtime.wire.messages import Memory
 from pipemesh.parallel_runtime.wire.segment import mib
 
-from ..models import load, run, write_model
+from ..models import load, run, with_lora, write_model
 from ..patched import execute
 from ..pipelines import ALL_WARM, HEADS, with_callback
 
@@ -31,7 +36,8 @@ CASE = Case(PLAIN, "ulysses1", "odd", HEADS, 4.0, False, "euler")
 TWO, FOUR = [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2)], [Layout(ulysses=4), Layout(ring=4), Layout(ulysses=2, ring=2)]
 STAGES = [Layout(pipefusion=4), Layout(ulysses=2, pipefusion=2)]
 MIB = 1 << 20
-SLACK = 64 * MIB  # what a driver keeps of its own
+SLACK = 64 * MIB  # what a driver keeps of its own, in each process
+UIS_OWN, LEFT = 1024 * MIB, 256 * MIB  # of a GPU that is nearly full
 ROUNDS = 9  # in each of three turns
 NEAR_STOCK = 1.01
 
@@ -65,6 +71,58 @@ def test_fp32_is_stocks_over_gloo(truth, parallel, figure, layout):
     error = relative_error(sample(parallel(stock(), layout, patching=patching_of(layout)), CASE), computed())
     figure(f"off by {error:.2g} of the image's scale, {allowed():.2g} would be rounding")
     assert error <= allowed()
+
+
+@pytest.mark.parametrize("layout", TWO + FOUR + STAGES, ids=Layout.equation)
+def test_fp32_is_stocks_over_nccl_on_a_gpu_each(truth, parallel, figure, layout):
+    stock, computed, allowed = truth
+    error = relative_error(sample(parallel(stock(), layout, "nccl", patching_of(layout)), CASE), computed())
+    figure(f"off by {error:.2g} of the image's scale")
+    assert error <= allowed()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("weights", ["sharded", "offloaded"])
+def test_weights_that_are_not_whole_compute_what_whole_ones_do_under_a_lora(parallel, pools, files, figure, monkeypatch, weights, backend):
+    """Offloaded: half of them."""
+    layout, images = TWO[0], []
+    nbytes = stored_bytes(load(files["model"]).model.diffusion_model.parameters())
+    monkeypatch.setattr(WeightsWish, "kept_in", half_of(WeightsWish.kept_in, nbytes))
+    for kept in ("whole", weights):
+        model = parallel(load(files["model"]), layout, backend, weights=kept)
+        images.append(run(with_lora(model, files, 1.0)))
+        held = pools(layout, backend).remote.session.models[model.remote.model].weights
+        assert held.kept == kept
+    error = relative_error(images[1], images[0])
+    figure(f"off by {error:.2g} of the image's scale")
+    assert error <= BOUND
+
+
+def half_of(real, nbytes):
+    def kept_in(self, names, layout, memory, parts=()):
+        return real(self, names, layout, [Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0) for _ in memory], parts)
+
+    return kept_in
+
+
+@pytest.mark.parametrize("layout", TWO, ids=Layout.equation)
+def test_a_forward_without_memory_leaves_the_pool_alive(truth, device, parallel, pools, figure, layout):
+    """All but a little of the GPU is taken while a large latent is sampled."""
+    stock, computed, allowed = truth
+    model = parallel(stock(), layout, patching=patching_of(layout))
+    assert relative_error(sample(model, CASE), computed()) <= allowed()
+    pids = pools(layout).remote.session.pool.ranks.pids
+    if device == "cuda":
+        own = torch.empty(UIS_OWN, dtype=torch.uint8, device=device)  # its cache stays this process's
+        taken = torch.empty(torch.cuda.mem_get_info()[0] - LEFT, dtype=torch.uint8, device=device)
+        del own
+        with pytest.raises(OutOfMemory) as error:
+            run(model, latent=torch.zeros(1, 16, 1024, 1024))
+        figure(str(error.value))
+        del taken
+        torch.cuda.empty_cache()
+    assert relative_error(sample(model, CASE), computed()) <= allowed()
+    assert pools(layout).remote.session.pool.ranks.pids == pids
 
 
 @pytest.mark.parametrize("method", ["ulysses2", "ring2", "ulysses4", "2x2"])
@@ -180,28 +238,35 @@ def test_one_rank_takes_stocks_time(device, parallel, figure, wait_for_device):
 
 @pytest.mark.parametrize("layout", TWO, ids=Layout.equation)
 def test_memory_comes_back(device, parallel, pools, figure, layout):
-    """After a run, all but the weights; after the pool has ended, all."""
+    """Behind a run of a large latent ranks hold what they hold behind one of a tiny latent: the
+    weights. Nothing is unloaded before it is looked at. After the pool has ended, all is back.
+    """
     import comfy.model_management as mm
 
-    def free():
-        mm.unload_all_models()
-        mm.soft_empty_cache(force=True)
-        return mm.get_free_memory(torch.device(device))
+    def taken():
+        mm.soft_empty_cache(force=True)  # of this process alone
+        return -(torch.cuda.mem_get_info()[0] if device == "cuda" else mm.get_free_memory(torch.device(device)))
 
-    pools(Layout(), "gloo").handle.close()
-    for other in TWO + FOUR + STAGES:
-        pools(other).handle.close()
-    stock = stock_model(HEADS)
-    before, held = free(), []
-    model = parallel(stock, layout, patching=patching_of(layout))
-    for _ in range(3):
-        run(model, latent=torch.zeros(1, 16, 96, 96))
-        held.append(before - free())
-    pools(layout).handle.close()
-    after = before - free()
-    figure(f"held after each of three runs: {', '.join(map(mib, held))}; after the pool has ended: {mib(after)}")
+    for backend in ("gloo", "nccl") if device == "cuda" and torch.cuda.device_count() > 1 else ("gloo",):
+        for other in [Layout(), *TWO, *FOUR, *STAGES] if backend == "gloo" else TWO:
+            pools(other, backend).handle.close()
+    stock, side = stock_model(HEADS), 512 if device == "cuda" else 24
     if device == "cuda":
-        assert max(held) - held[0] <= SLACK, "a run gives its activations back"
+        torch.cuda.reset_peak_memory_stats()
+        run(stock, latent=torch.zeros(1, 16, side, side), steps=1)
+        assert torch.cuda.max_memory_allocated() > 8 * SLACK, "too small a latent to show anything"
+    mm.unload_all_models()
+    before, held = taken(), []
+    model = parallel(stock, layout, patching=patching_of(layout))
+    for size in (8, side, side, 8):
+        run(model, latent=torch.zeros(1, 16, size, size), steps=1)
+        held.append(taken() - before)
+    pools(layout).handle.close()
+    mm.unload_all_models()
+    after = taken() - before
+    figure(f"held after runs of a tiny, two large and a tiny latent: {', '.join(map(mib, held))}; after the pool has ended: {mib(after)}")
+    if device == "cuda":
+        assert max(held) - held[0] <= layout.world_size * SLACK, "a run gives its activations back"
         assert after <= SLACK
 
 
