@@ -250,6 +250,13 @@ def test_torch_compile_compiles_in_the_ranks(files, clients, caplog, layout, com
     assert relative_error(run(parallel), truth) <= BOUND
 
 
+def test_blocks_whose_weights_are_gathered_are_not_compiled(files, clients):
+    """Before each layer, which ends a graph: where one graph was asked for, that was an error."""
+    truth = run(load(files["model"]))
+    parallel = parallelize(eager(load(files["model"])), clients(2), 0.0, weights="sharded")
+    assert relative_error(run(parallel), truth) <= BOUND
+
+
 COMPILED_BY_MODEL = weakref.WeakKeyDictionary()
 
 

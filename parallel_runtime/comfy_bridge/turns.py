@@ -89,12 +89,9 @@ class Turns:
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        """A compiled block is cut here: what ranks do together is no part of a graph."""
         for index, layer in enumerate(self._layers):
-            enter: Any = torch.compiler.disable(lambda *_, index=index: self._enter(index))
-            leave: Any = torch.compiler.disable(lambda *_, layer=layer: layer.put_away())
-            self._handles.append(layer.module.register_forward_pre_hook(enter))
-            self._handles.append(layer.module.register_forward_hook(leave))
+            self._handles.append(layer.module.register_forward_pre_hook(lambda *_, index=index: self._enter(index)))
+            self._handles.append(layer.module.register_forward_hook(lambda *_, layer=layer: layer.put_away()))
 
     def detach(self) -> None:
         for handle in self._handles:

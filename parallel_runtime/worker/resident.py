@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,11 +23,15 @@ from ..comfy_bridge.weight_patches import put_object, unpack_patches
 from ..comm.mesh import Mesh
 from ..errors import Refused
 from ..families import plan_or_whole
+from ..families.plan import COMPILE
 from ..methods.factory import make_method
 from ..wire.messages import Load
 from ..wire.reserved import read_tree, write_tree
 from ..wire.segment import Segment, TensorRef
 from .counting import CountingRank, counted
+
+log = logging.getLogger("pipemesh")
+NOT_COMPILED = "weights are sharded, and gathered before each layer. The ranks run this MODEL uncompiled; with whole weights they compile it."
 
 
 class ResidentModel:
@@ -147,6 +153,8 @@ class ResidentModel:
     def evaluate(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that the method's ``begin`` named."""
         put_state(self._in_block.state)
+        if self._weights.turns is not None:
+            arguments = self._uncompiled(arguments)
         if "transformer_options" in arguments:
             arguments = {**arguments, "transformer_options": restored(arguments["transformer_options"], self._in_block.patches)}
         forward = getattr(self.diffusion_model, forward_name(self.diffusion_model))
@@ -159,9 +167,26 @@ class ResidentModel:
             if self._weights.turns is not None:
                 self._weights.turns.end_evaluation()
 
+    def _uncompiled(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Leave ``torch.compile`` out where weights are shared out: what is gathered before each
+        layer ends a graph, and of so many the compiler gives up most.
+        """
+        options = arguments.get("transformer_options", {})
+        if COMPILE not in options:
+            return arguments
+        tell_uncompiled(self.rank)
+        return {**arguments, "transformer_options": {name: value for name, value in options.items() if name != COMPILE}}
+
     def end_run(self) -> None:
         """Free all that was kept for later evaluations of the run."""
         clean_up(self._in_block.patches)
         if self._weights.turns is not None:
             self._weights.turns.end_run()
         self.method.end_run()
+
+
+@cache
+def tell_uncompiled(rank: int) -> None:
+    """Say so once, for all ranks."""
+    if rank == 0:
+        log.warning("[PipeMesh] torch.compile is left out: %s", NOT_COMPILED)
