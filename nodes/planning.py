@@ -36,7 +36,7 @@ from ..parallel_runtime.planner.figures import Whole
 from ..parallel_runtime.planner.here import Here, Known, Seen, box_here
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.keeping import Kept
-from ..parallel_runtime.planner.loaded import NotCounted, whole_of
+from ..parallel_runtime.planner.loaded import NotCounted, longest, rounded, whole_of
 from ..parallel_runtime.planner.measured import Speeds, keep_devices, read, read_devices, this_machine
 from ..parallel_runtime.planner.redundancy import FOLDER as REDUNDANCY
 from ..parallel_runtime.planner.redundancy import WarmUp, warm_up_of
@@ -46,7 +46,6 @@ from .timing import StepTimes
 
 log = logging.getLogger("pipemesh")
 SPEEDS, DEVICES = "speeds.json", "devices.json"  # in the cache folder
-TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept
 NO_STAGES = WarmUp()
 KEEPS: dict[str, tuple[Kept, ...]] = {"whole": ("whole",), "offloaded": ("whole", "offloaded")}  # as weights are asked for; else all ways
@@ -87,8 +86,7 @@ class Asked:
 
     @property
     def longest(self) -> Mapping[str, Any]:
-        """The cond with most text: an evaluation of it takes longest."""
-        return max(self.conds, key=lambda cond: cond["cross_attn"].shape[1] if cond.get("cross_attn") is not None else 0)
+        return longest(self.conds)
 
 
 @dataclass(frozen=True)
@@ -289,15 +287,6 @@ class Planning:
         token_plan = plan_or_whole(type(model.diffusion_model))
         fits = token_plan is not None and bool(token_plan.blocks) and not token_plan.why_no_stages and not token_plan.together.always
         return choice.allows_approximate and fits
-
-
-def rounded(cond: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a cond with a few tokens more of text, so that most prompts are counted as one."""
-    text = cond.get("cross_attn")
-    if not isinstance(text, torch.Tensor) or text.dim() != 3 or "attention_mask" in cond:
-        return cond
-    tokens = -(-text.shape[1] // TEXT) * TEXT
-    return {**cond, "cross_attn": torch.empty(text.shape[0], tokens, text.shape[2], dtype=text.dtype, device="meta")}
 
 
 def sizes_here(job: Job, here: Here) -> tuple[int, ...]:

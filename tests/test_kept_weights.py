@@ -10,17 +10,22 @@ from comfy.model_patcher import ModelPatcher
 from pipemesh.launcher.commands.parity import BOUND, relative_error
 from pipemesh.nodes.report.figures import KeptWeights, PoolFigures
 from pipemesh.nodes.report.text import held_text
+from pipemesh.parallel_runtime.client import beside
+from pipemesh.parallel_runtime.client.evaluations import Evaluations
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.offloaded_weights import OffloadedWeights
 from pipemesh.parallel_runtime.comfy_bridge.quantised import stored_tensors
+from pipemesh.parallel_runtime.errors import OutOfMemory
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner.beside import beside_bytes
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, ModelBytes, WeightsWish
 from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .conftest import ALL
 from .models import load, run
 from .pipelines import ALL_WARM
+from .planned import counts
 from .test_quantised import SAMPLE_OF, WITHOUT_STAGES, loaded, sampled, with_lora, written
 
 __all__ = ["written"]  # a fixture
@@ -82,8 +87,7 @@ def test_sharded_weights_compute_what_whole_ones_do_to_the_last_bit(written, cli
 def test_offloaded_weights_are_stocks(files, clients, lora, monkeypatch):
     """Half of them, with what a LoRA does to them."""
     pool = clients(2)
-    for other in list(pool.session.models) if pool.session is not None else ():  # of other tests
-        pool.residency.release(other)
+    release_all(pool)
     stock = load(files["model"])
     monkeypatch.setattr(WeightsWish, "kept_in", half_of(WeightsWish.kept_in, stock))
     model = kept(load(files["model"]), clients, "ulysses", "offloaded")
@@ -91,6 +95,12 @@ def test_offloaded_weights_are_stocks(files, clients, lora, monkeypatch):
     assert relative_error(run(with_file_lora(model, files, lora)), truth) <= BOUND
     held = pool.session.pool.memory[0].model
     assert 0 < held < 0.6 * sum(p.nbytes for p in stock.model.diffusion_model.parameters())
+
+
+def release_all(pool):
+    """The models of other tests."""
+    for model in list(pool.session.models) if pool.session is not None else ():
+        pool.residency.release(model)
 
 
 def half_of(real, stock):
@@ -196,6 +206,84 @@ def test_each_stage_needs_room_for_the_blocks_that_it_has():
     assert kept(2.0, 1.0).why == "each rank needs 8.7 GiB, and 10.5 GiB are free", "the tightest"
     assert kept().kept == kept(1.0, 1.0).kept == kept(1.0, 2.0).kept == "offloaded"
     assert kept().why == kept(1.0, 1.0).why == "each rank needs 12.5 GiB of weights, and 10.5 GiB are free"
+
+
+TWO_GPUS = ("cuda:0", "cuda:1")
+
+
+@pytest.mark.parametrize(("spare", "kept"), [(1, "whole"), (-1, "sharded"), (-12, "offloaded")])
+def test_what_an_evaluation_needs_beside_the_weights_is_left_free(spare, kept):
+    """Of a video it is gigabytes: two GPUs hold half of it each, and what goes between them."""
+    layout, whole = Layout(ulysses=2), counts("hunyuan 720p")
+    needed = beside_bytes(whole, layout, branches=1, batch=1)
+    assert whole.activations.peak_bytes / 2 < needed < whole.activations.peak_bytes
+    free = FLUX.whole(1) + needed + spare * GIB
+    keeping = WeightsWish("auto", FLUX, lambda: needed).kept_in(TWO_GPUS, layout, [Memory(free, 96 * GIB, 0)] * 2)
+    assert keeping.kept == kept
+    assert keeping.leaves >= needed and keeping.nbytes + keeping.leaves <= free
+    chosen = WeightsWish("offloaded", FLUX, lambda: needed).kept_in(TWO_GPUS, layout, [Memory(free, 96 * GIB, 0)] * 2)
+    assert chosen.budget == free - needed
+
+
+def capped(monkeypatch, memory):
+    """Pools whose GPUs have so much free, and what was chosen on them, in order: each time by speed
+    and evenly.
+    """
+    made, real = [], WeightsWish.kept_in
+
+    def kept_in(self, names, layout, _, parts=()):
+        made.append(
+            real(self, [f"cuda:{rank}" for rank, _ in enumerate(names)], layout, [Memory(memory, 1 << 40, 0) for _ in names], parts)
+        )
+        return made[-1]
+
+    monkeypatch.setattr(WeightsWish, "kept_in", kept_in)
+    return made
+
+
+def needing(monkeypatch, pool, nbytes):
+    """What an evaluation needs, by the pixels of its latent."""
+    monkeypatch.setattr(beside, "beside_bytes", lambda whole, *_: nbytes(whole))
+    monkeypatch.setattr(pool.beside, "_count", lambda model, cond, shape: shape[-1] * shape[-2])
+    pool.beside._counted.clear()
+    pool.beside._more.clear()
+    release_all(pool)
+
+
+def test_a_run_that_needs_more_than_weights_leave_has_them_kept_anew(files, clients, monkeypatch):
+    """And one that needs less has not."""
+    pool, made = clients(2), capped(monkeypatch, 9 * GIB)
+    needing(monkeypatch, pool, lambda pixels: 3 * GIB if pixels <= 64 else 5 * GIB)
+    model = kept(load(files["model"]), clients, "ulysses", "offloaded")
+    for side, left, choices in ((8, 3, 1), (8, 3, 1), (16, 5, 2), (8, 5, 2)):
+        run(model, latent=torch.zeros(1, 16, side, side))
+        assert (made[-1].leaves, made[-1].budget, len(made)) == (left * GIB, (9 - left) * GIB, 2 * choices)
+
+
+def test_weights_that_left_too_little_leave_more_and_the_evaluation_is_computed(files, clients, monkeypatch, caplog):
+    pool, made = clients(2), capped(monkeypatch, 6 * GIB)
+    needing(monkeypatch, pool, lambda _: 0)
+    submit, truth = Evaluations.submit, run(load(files["model"]))
+
+    def without_memory(self, *args, **more):
+        if made[-1].leaves < 5 * GIB:
+            raise OutOfMemory("Rank 1 ran out of memory.")
+        return submit(self, *args, **more)
+
+    monkeypatch.setattr(Evaluations, "submit", without_memory)
+    model = kept(load(files["model"]), clients, "ulysses", "offloaded")
+    assert relative_error(run(model), truth) <= BOUND
+    assert [keeping.leaves / GIB for keeping in made[::2]] == [1.5, 3.0, 4.5, 6.0]
+    monkeypatch.setattr(Evaluations, "submit", submit)
+    run(model)
+    assert len(made) == 8, "it is known of the next run"
+    monkeypatch.setattr(Evaluations, "submit", fails)
+    with pytest.raises(OutOfMemory):
+        run(model)
+
+
+def fails(*_args, **_more):
+    raise OutOfMemory("Rank 1 ran out of memory.")
 
 
 def test_the_report_says_how_weights_are_kept_and_why(files, clients):

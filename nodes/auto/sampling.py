@@ -17,9 +17,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import get_executing_context
 
 from ...launcher.pool.devices import Placement
-from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher, turn_of
+from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
 from ...parallel_runtime.client.run import Run as PoolRun
-from ...parallel_runtime.comfy_bridge.interrupt import interrupted, interrupting
+from ...parallel_runtime.comfy_bridge.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..notices import Notices
 from ..runtime import Runtime
@@ -169,7 +169,7 @@ class Auto:
             if model in self._lent and not any(model is one for one in self._sampled):
                 pool = self._lent[model].pool
                 pool.sessions.settle(interrupted)
-                with turn_of(pool):
+                with held(pool.turn):
                     self._lent.pop(model).release()
 
 

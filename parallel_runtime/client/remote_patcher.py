@@ -8,8 +8,8 @@ guider or wrapper that calls the model calls the right forward.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..comfy_bridge.forward import PREFIX, forward_patch
 from ..comfy_bridge.guard import refuse_foreign_levers, require_plan, require_whole_groups
 from ..comfy_bridge.in_block import InBlockPatches, encode_images, in_block_patches
 from ..comfy_bridge.in_place import Watch, require_unchanged
-from ..comfy_bridge.interrupt import interrupted, interrupting
+from ..comfy_bridge.interrupt import held, interrupted, interrupting
 from ..comfy_bridge.options import CrossingOptions, hand_over_compilation, without_rebuilt
 from ..comfy_bridge.prepared_text import text_patch
 from ..comfy_bridge.quantised import stored_bytes
@@ -35,6 +35,7 @@ from ..comfy_bridge.weight_patches import cast_switches, content_id, plain_objec
 from ..comfy_bridge.weights import give_back, is_patched
 from ..errors import Refused
 from ..planner.keeping import ModelBytes, WeightsWish
+from .beside import Sampled
 from .evaluations import Work
 from .groups import InGroups
 from .patch_backend import PipelineBackend
@@ -43,8 +44,6 @@ from .remote_forward import WRAPPERS, RemoteForward
 from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY
 from .wait import waited_for
-
-TURN_POLL_S = 0.05
 
 
 class Remote:
@@ -76,6 +75,7 @@ class Remote:
         self.weights = weights
         self.options = CrossingOptions()
         self.free_bytes: int | None = None  # in the rank that has least, when the run began
+        self.sampled: Sampled | None = None  # what this run is of
 
     @property
     def model(self) -> str:
@@ -92,8 +92,12 @@ class Remote:
         self.pool.residency.release(self.model)
 
     def recut(self) -> None:
-        """Decides how many blocks each stage has, and whether weights are kept as asked."""
-        self.pool.residency.recut(self.model, self.stages, self.weights)
+        """Decides how many blocks each stage has, and how weights are kept."""
+        self.pool.residency.recut(self.model, self.stages, self.weights, self.left_free)
+
+    def left_free(self) -> int:
+        """Returns the bytes that weights are to leave free on each rank's device."""
+        return self.pool.beside.left_free(self.model, self.sampled)
 
     def begin_run(self) -> None:
         """Begins a run in the pool. Raises Refused where the checkpoint was overwritten while the
@@ -104,7 +108,7 @@ class Remote:
         except Refused:
             self.release()
             raise
-        with turn_of(self.pool):
+        with held(self.pool.turn):
             self.pool.runs.begin(self.model)
         self.recut()
         self.free_bytes = self.pool.free_bytes()
@@ -115,19 +119,9 @@ class Remote:
         """Ends the run that the model is in, if any: after a run inside a run, the outer one's
         rest.
         """
+        self.sampled = None
         self.pool.wait.end()
         self.pool.runs.end(self.model)
-
-
-@contextmanager
-def turn_of(pool: RemotePool) -> Iterator[None]:
-    """Waits while another thread acts on the pools. Raises ComfyUI's interrupt."""
-    while not pool.turn.acquire(timeout=TURN_POLL_S):
-        comfy.model_management.throw_exception_if_processing_interrupted()
-    try:
-        yield
-    finally:
-        pool.turn.release()
 
 
 class RemotePatcher(ModelPatcher):
@@ -271,12 +265,18 @@ class RemotePatcher(ModelPatcher):
         branch = branch_of(options)
         arguments = {**arguments, "transformer_options": self.remote.options.plain(options, self.in_block)}
         arguments = without_rebuilt(arguments, require_plan(self.model.diffusion_model).rebuilt)
-        if not self.remote.pool.evaluations.in_flight:  # else nothing has changed, but for a loss that those in flight tell of
-            bring_up(self)
-        if self.remote.sampling is not None:
-            return self.remote.sampling.evaluate(arguments, branch, self.patches_id)
-        run = self.remote.pool.runs.of(self.remote.model)
-        return self.remote.pool.evaluations.evaluate(run, [Work(arguments, branch, self.patches_id)], interrupted)[0]
+        remote = self.remote
+
+        def attempt() -> Any:
+            if not remote.pool.evaluations.in_flight:  # else nothing has changed, but for a loss that those in flight tell of
+                bring_up(self)
+            if remote.sampling is not None:
+                return remote.sampling.evaluate(arguments, branch, self.patches_id)
+            return remote.pool.evaluations.evaluate(
+                remote.pool.runs.of(remote.model), [Work(arguments, branch, self.patches_id)], interrupted
+            )[0]
+
+        return remote.pool.beside.with_room(remote.model, attempt, again=remote.sampling is None)
 
 
 @interrupting
@@ -293,7 +293,7 @@ def bring_up(patcher: RemotePatcher) -> None:
     patcher.remote.pool.runs.end_owed()
     while not residency.is_ready(model, patcher.patches_id):
         state = partial(state_source, patcher, patcher.remote.source.weights)
-        wish = WeightsWish(patcher.remote.weights, ModelBytes.of(patcher.model.diffusion_model))
+        wish = WeightsWish(patcher.remote.weights, ModelBytes.of(patcher.model.diffusion_model), patcher.remote.left_free)
         residency.load(patcher.remote.source, state, interrupted, wish)
         if not residency.is_ready(model, patcher.patches_id):
             patches, sizes = weight_patches_of(patcher, patcher.hook_set[1])
@@ -312,6 +312,7 @@ def prepare_sampling(
     if 0 in noise_shape:
         shape = " x ".join(map(str, noise_shape))
         raise Refused(f"The latent is empty ({shape}): connect one with at least one image of at least one pixel.")
+    model.remote.sampled = Sampled(weakref.ref(model.model), tuple(noise_shape), conds)
     hand_over_compilation(model_options or {}, model.model)
     encode_images(model.model.diffusion_model, (model_options or {}).get("transformer_options", {}), noise_shape)
     shape = [noise_shape[0] * model.remote.activations, *noise_shape[1:]]

@@ -6,6 +6,7 @@ import threading
 
 from ..layout import Layout
 from ..planner.balance import StageBalance
+from .beside import Beside
 from .evaluations import Evaluations
 from .residency import Residency
 from .run import Run
@@ -29,6 +30,7 @@ class RemotePool:
         balance = StageBalance()
         self.residency = Residency(self.sessions, self.runs, balance, shares_weights)
         self.evaluations = Evaluations(self.sessions, self.residency, balance)
+        self.beside = Beside(self.sessions, self.residency)
 
     @property
     def layout(self) -> Layout:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..comfy_bridge.source import Source
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
 from ..planner.balance import Sizes, StageBalance
-from ..planner.keeping import WHOLE, WeightsWish
+from ..planner.keeping import WHOLE, WeightsWish, least
 from ..wire.messages import Adopt, EndRun, Load, Release, SetWeightPatches
 from ..wire.parcel import Parcel
 from ..wire.segment import Segment, TensorRef, aligned
@@ -215,16 +215,16 @@ class Residency:
         for model in [name for name, resident in list(session.models.items()) if resident.leaving] if not session.tickets else ():
             self.release(model)
 
-    def recut(self, model: str, asked: Sizes, weights: str = "whole") -> None:
-        """Decides, between runs, how many blocks each stage has. A model that is cut otherwise, or
-        whose ``weights`` were asked to be kept otherwise, is released, and loaded again, from the
-        page cache, when it is next used.
+    def recut(self, model: str, asked: Sizes, weights: str = "whole", left_free: Callable[[], int] = least) -> None:
+        """Decides, between runs, how many blocks each stage has. A model that is cut otherwise,
+        whose ``weights`` were asked to be kept otherwise, or leave less free than a run needs, is
+        released, and loaded again, from the page cache, when it is next used.
         """
         session = self._sessions.live
         stages = session.pool.facts.stages if session is not None else 0
         wanted = self._balance.choose(model, asked, stages, self._sessions.speeds_of_stages())
         held = session.models.get(model) if session is not None else None
-        if held is not None and (held.stages, held.asked) != (wanted, weights):
+        if held is not None and ((held.stages, held.asked) != (wanted, weights) or held.weights.leaves_less(left_free)):
             self.release(model)
 
 

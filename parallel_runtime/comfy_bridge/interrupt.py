@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import comfy.model_management
 
 from ..errors import RunCancelled
+
+POLL_S = 0.05
 
 
 def interrupted() -> bool:
@@ -28,3 +32,14 @@ def interrupting(call: Callable) -> Callable:
             raise comfy.model_management.InterruptProcessingException() from None
 
     return wrapped
+
+
+@contextmanager
+def held(lock: threading.Lock) -> Iterator[None]:
+    """Holds a lock. Raises ComfyUI's interrupt while another thread has it."""
+    while not lock.acquire(timeout=POLL_S):
+        comfy.model_management.throw_exception_if_processing_interrupted()
+    try:
+        yield
+    finally:
+        lock.release()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,11 @@ from ..stages import share_out
 Kept = Literal["whole", "sharded", "offloaded"]
 WAYS: tuple[Kept, ...] = ("whole", "sharded", "offloaded")
 ASKED = ("auto", *WAYS)
-LEFT_FREE = 3 << 29  # bytes on each device, for what an evaluation computes
+LEFT_FREE = 3 << 29  # bytes on each device, at least, for what an evaluation computes
+
+
+def least() -> int:
+    return LEFT_FREE
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,18 @@ class ModelBytes:
 @dataclass(frozen=True)
 class Keeping:
     """How the ranks keep a model's weights, and why. ``nbytes``: at most so many on each device;
-    where they are offloaded, no more.
+    where they are offloaded, no more. ``leaves``: bytes that they leave free there; a run that
+    needs more has them kept anew. Without end where that changes nothing.
     """
 
     kept: Kept = "whole"
     why: str = ""
     nbytes: int = 0
+    leaves: float = math.inf
+
+    def leaves_less(self, needed: Callable[[], int]) -> bool:
+        """Whether they leave less free than that. It is not asked where that changes nothing."""
+        return self.leaves < math.inf and self.leaves < needed()
 
     @property
     def budget(self) -> int:
@@ -85,10 +95,13 @@ class Keeping:
 
 @dataclass(frozen=True)
 class WeightsWish:
-    """How a model's weights are to be kept, one of ``ASKED``, and their size."""
+    """How a model's weights are to be kept, one of ``ASKED``, and their size. ``left_free`` returns
+    the bytes that an evaluation needs beside them on each device.
+    """
 
     asked: str
     size: ModelBytes
+    left_free: Callable[[], int] = least
 
     @property
     def depends_on_room(self) -> bool:
@@ -108,16 +121,18 @@ class WeightsWish:
         if not self.depends_on_room:
             way, needed = self._ways(min(stages), ranks)[self.asked == "sharded"]
             return Keeping(way, "as chosen", needed)
+        on_cpu = all(name.rpartition("/")[2] == "cpu" for name in names)
+        left = LEFT_FREE if on_cpu else self.left_free()
         beside, alone = ([math.inf] * len(stages), [math.inf] * len(stages))
         for rank, (one, name) in enumerate(zip(memory, names, strict=True)):
             stage = layout.coordinates(rank)["pipefusion"]
-            beside[stage] = min(beside[stage], one.free // sharers[name] - LEFT_FREE)
-            alone[stage] = min(alone[stage], (one.free + one.model) // sharers[name] - LEFT_FREE)
+            beside[stage] = min(beside[stage], one.free // sharers[name] - left)
+            alone[stage] = min(alone[stage], (one.free + one.model) // sharers[name] - left)
         if self.asked == "offloaded":
-            return Keeping("offloaded", "as chosen", int(max(0, min(alone))))
-        if all(name.rpartition("/")[2] == "cpu" for name in names):
+            return Keeping("offloaded", "as chosen", int(max(0, min(alone))), math.inf if on_cpu else left)
+        if on_cpu:
             return Keeping("whole", "ranks on the CPU map the checkpoint, one copy for all")
-        return self._fitting(stages, ranks, beside, alone)
+        return self._fitting(stages, ranks, beside, alone, left)
 
     def cut_for(
         self, names: Sequence[str], layout: Layout, memory: Sequence[Any], sizes: tuple[int, ...], speeds: Sequence[float]
@@ -139,16 +154,18 @@ class WeightsWish:
         whole: tuple[Kept, int] = "whole", self.size.whole(stages)
         return [whole, ("sharded", self.size.sharded(stages, ranks))] if ranks > 1 else [whole]
 
-    def _fitting(self, stages: Sequence[float], ranks: int, beside: Sequence[float], alone: Sequence[float]) -> Keeping:
-        """``beside`` and ``alone``: room of each stage; the tightest is told of."""
+    def _fitting(self, stages: Sequence[float], ranks: int, beside: Sequence[float], alone: Sequence[float], left: int) -> Keeping:
+        """``beside`` and ``alone``: room of each stage, without what is ``left`` free there; the
+        tightest is told of.
+        """
         needed, room = 0.0, 0.0
         for rooms, where in ((beside, "are free"), (alone, "are free without other models")):
             for ways in zip(*(self._ways(one, ranks) for one in stages), strict=True):
                 room, needed = min(((there, own) for there, (_, own) in zip(rooms, ways, strict=True)), key=lambda pair: pair[0] - pair[1])
                 if needed <= room:
                     most = max(own for _, own in ways)
-                    return Keeping(ways[0][0], f"each rank needs {gib(needed)}, and {gib(room)} {where}", most)
-        return Keeping("offloaded", f"each rank needs {gib(needed)} of weights, and {gib(room)} are free", int(max(0, min(alone))))
+                    return Keeping(ways[0][0], f"each rank needs {gib(needed)}, and {gib(room)} {where}", most, room - needed + left)
+        return Keeping("offloaded", f"each rank needs {gib(needed)} of weights, and {gib(room)} are free", int(max(0, min(alone))), left)
 
 
 WHOLE = WeightsWish("whole", ModelBytes())

@@ -4,7 +4,7 @@ its twin runs dry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from .dry_device import DEVICE, dry_device
 from .dry_run import counted
 from .figures import Whole
 from .quick_fake import QuickFakeMode
+
+TEXT = 64  # tokens by which texts are counted
 
 
 class NotCounted(Exception):
@@ -53,3 +55,17 @@ def whole_of(model: Any, cond: Mapping[str, Any], shape: tuple[int, ...]) -> Who
         block_weight_bytes=[round(stored * nbytes) for nbytes in whole.block_weight_bytes],
         shareable=of._replace(blocks=[round(stored * one) for one in of.blocks], layers=(), **sizes),
     )
+
+
+def longest(conds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the cond with most text: an evaluation of it takes longest."""
+    return max(conds, key=lambda cond: cond["cross_attn"].shape[1] if cond.get("cross_attn") is not None else 0)
+
+
+def rounded(cond: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a cond with a few tokens more of text, so that most prompts are counted as one."""
+    text = cond.get("cross_attn")
+    if not isinstance(text, torch.Tensor) or text.dim() != 3 or "attention_mask" in cond:
+        return cond
+    tokens = -(-text.shape[1] // TEXT) * TEXT
+    return {**cond, "cross_attn": torch.empty(text.shape[0], tokens, text.shape[2], dtype=text.dtype, device="meta")}

@@ -31,7 +31,7 @@ from ..wire.segment import Segment, TensorRef
 from .counting import CountingRank, counted
 
 log = logging.getLogger("pipemesh")
-NOT_COMPILED = "weights are sharded, and gathered before each layer. The ranks run this MODEL uncompiled; with whole weights they compile it."
+NOT_COMPILED = "weights are sharded, and gathered before each layer. The ranks run this MODEL uncompiled; whole weights would be compiled."
 
 
 class ResidentModel:

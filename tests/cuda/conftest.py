@@ -29,8 +29,8 @@ def setup(device):
 
 @pytest.fixture(scope="session")
 def pools(setup, device):
-    """layout, backend -> a RemotePool and its placement. Over gloo all ranks are on one device, over
-    NCCL each has its own; a pool ends when another one starts.
+    """layout, backend -> a RemotePool and its placement. Over gloo all ranks are on one device;
+    over NCCL each has its own. A pool ends when another one starts.
     """
     from pipemesh.launcher.pool.devices import place, visible_gpus
     from pipemesh.launcher.pool.handle import PoolKeeper
