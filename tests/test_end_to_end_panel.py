@@ -152,9 +152,9 @@ def test_why_a_layout_was_chosen_and_others_were_not_is_shown_in_every_language(
 
 
 def speak(page, language):
+    """Without loading the page anew: what is open follows."""
     page.set("Comfy.Locale", language)
-    page.reload()
-    open_panel(page)
+    shown(page, json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["pipemesh"]["auto_off"])
 
 
 def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page, screens):

@@ -1,4 +1,5 @@
-// The texts of PipeMesh's own parts of the page, in the language of the page: locales/LANGUAGE/main.json.
+// The texts of PipeMesh's own parts of the page, in the language that the page has when one is asked for:
+// locales/LANGUAGE/main.json.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
@@ -13,10 +14,10 @@ const load = async () => {
 export async function texts() {
   all ??= load().catch(() => ({}));
   const known = await all;
-  const language = String(app.extensionManager?.setting?.get("Comfy.Locale") ?? "en");
-  const own = known[language]?.pipemesh ?? known[language.split("-")[0]]?.pipemesh ?? {};
   const english = known.en?.pipemesh ?? {};
   return (name, ...values) => {
+    const language = String(app.extensionManager?.setting?.get("Comfy.Locale") ?? "en");
+    const own = known[language]?.pipemesh ?? known[language.split("-")[0]]?.pipemesh ?? {};
     const text = own[name] ?? english[name] ?? name;
     return text.replace(/%(\d)/g, (_, place) => values[place - 1] ?? "");
   };
