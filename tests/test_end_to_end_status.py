@@ -154,7 +154,7 @@ def test_a_page_of_another_origin_gets_no_answer(server):
     assert ready_pool(server).models and pids(server) == before
 
 
-def test_many_requests_during_runs_are_all_answered_and_leave_nothing_behind(server):
+def test_many_requests_during_runs_and_restarts_are_all_answered_and_leave_nothing_behind(server):
     latent(server, graph("before_many", seed=85))
     process, codes = psutil.Process(server.pid), []
     before = process.num_fds(), process.num_threads(), process.memory_full_info().uss
@@ -165,13 +165,16 @@ def test_many_requests_during_runs_are_all_answered_and_leave_nothing_behind(ser
 
     asking = threading.Thread(target=asks)
     asking.start()
-    runs = 0
+    runs, restarts = 0, 0
     while asking.is_alive() or not runs:
         runs += 1
         assert server.run(graph("many", seed=100 + runs)).error is None
-        if ALL and runs % 20 == 0:
+        if runs % 20 == 1:
+            ranks = pids(server)
             assert ask(server, "POST", f"/pipemesh/pools/{ready_pool(server).id}/restart")[0] == 200
+            restarts += not set(ranks) & set(pids(server))
     asking.join()
+    assert restarts >= 1 + (runs - 1) // 20
     assert codes == [200] * MANY
     assert process.num_threads() <= before[1] + 2
     assert process.num_fds() <= before[0] + 4

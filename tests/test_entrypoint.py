@@ -15,10 +15,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def pack(monkeypatch):
+@pytest.fixture(params=["comfyui-pipemesh-main", "pipe mesh", "pipemesh.v0.2"])
+def pack(monkeypatch, request):
     """The root package under a name like the one ComfyUI makes of a path."""
-    name = "/some where/custom_nodes/comfyui-pipemesh-main"
+    name = f"/some where/custom_nodes/{request.param}".replace(".", "_x_")
     spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)

@@ -72,6 +72,8 @@ def test_speeds_of_another_torch_or_of_other_cores_are_not_this_machines(monkeyp
     other = this_machine()
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0})
     assert here != other != this_machine() and other.endswith("torch 0.1")
+    monkeypatch.setattr("pathlib.Path.read_text", lambda *_, **__: "processor\t: 0\nmodel name\t: A Processor 9000\n")
+    assert this_machine().startswith("A Processor 9000, 1 cores")
 
 
 def test_the_bench_holds_predictions_to_what_was_achieved():

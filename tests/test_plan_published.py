@@ -13,6 +13,7 @@ from pipemesh.parallel_runtime.planner.published import published_box
 from .planned import attention_alone, counts, saved
 
 WITHIN = 0.15
+SEQUENCES = Layout(ulysses=8), Layout(ulysses=4, ring=2), Layout(ulysses=2, ring=4), Layout(ring=8)
 
 
 def seconds(job: Job, layout: Layout, box: str) -> float:
@@ -37,20 +38,28 @@ def test_flux_in_patches_on_l40s_is_as_much_faster_as_published(model, published
     assert abs(speedup - published) <= WITHIN * published
 
 
-@pytest.mark.parametrize("model", SHORT)
-def test_patches_come_before_sequences_on_pcie(model):
-    """The same paper: 1.23 and 1.25 times as fast as the best USP."""
+@pytest.mark.parametrize(("model", "published"), [(SHORT[0], 3.42 / 1.23), (SHORT[1], 5.79 / 1.25)])
+def test_the_best_sequence_on_l40s_is_as_much_faster_as_published_and_patches_come_before_it(model, published):
+    """The same paper: patches are 1.23 and 1.25 times as fast as the best USP."""
     made = plan(pipefusion_job(model), published_box("8xL40-PCIe"), allows_approximate=True, sizes=(8,))
     patched, whole = (
         min(row.prediction.seconds for row in made.rows if row.prediction and row.is_approximate is kind) for kind in (True, False)
     )
     assert patched < whole
+    assert abs(seconds(pipefusion_job(model), Layout(), "8xL40-PCIe") / whole - published) <= WITHIN * published
 
 
 def test_attention_over_pcie_is_faster_with_a_ring_of_pairs_than_with_ulysses_alone():
     """USP, arXiv 2405.07719: 32K tokens on 8 L20, 44.3 iterations per second against 15.2."""
     job = Job(whole=attention_alone(32768))
     assert seconds(job, Layout(ulysses=2, ring=4), "8xL20-PCIe") < seconds(job, Layout(ulysses=8), "8xL20-PCIe")
+
+
+@pytest.mark.xfail(strict=True, reason="pairs are predicted behind fours: 17.7 iterations per second against 19.2")
+def test_attention_over_pcie_is_fastest_with_a_ring_of_pairs():
+    """The same row: of all products of eight."""
+    job = Job(whole=attention_alone(32768))
+    assert min(SEQUENCES, key=lambda layout: seconds(job, layout, "8xL20-PCIe")) == Layout(ulysses=2, ring=4)
 
 
 def test_attention_over_nvlink_is_faster_with_ulysses_alone():
@@ -79,6 +88,15 @@ def test_flux_takes_h100s_as_long_as_published(layout, published):
 def test_flux_takes_an_h100_as_much_longer_as_published_where_kernels_are_not_compiled():
     """The same page: 6.71 s, in place of 4.30."""
     assert abs(28 * seconds(Job(whole=counts("flux 1024")), Layout(), "1xH100-NVLink") - 6.71) <= WITHIN * 6.71
+
+
+STARTS = "1.6 s: a block's kernels are taken to start in 0.25 ms, and there took 2.7"
+
+
+@pytest.mark.xfail(strict=True, reason=STARTS)
+def test_flux_takes_four_h100s_as_long_as_published_where_kernels_are_not_compiled():
+    """The same page: 4.24 s."""
+    assert abs(28 * seconds(Job(whole=counts("flux 1024")), Layout(ulysses=4), "4xH100-NVLink") - 4.24) <= WITHIN * 4.24
 
 
 @pytest.mark.parametrize(("ranks", "published"), [(2, 23.56 / 13.80), (4, 23.56 / 8.28)])

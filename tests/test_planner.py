@@ -9,7 +9,7 @@ from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import expected, messages
 from pipemesh.parallel_runtime.planner.box import Cache, Level, Message
-from pipemesh.parallel_runtime.planner.choose import legal_layouts, plan
+from pipemesh.parallel_runtime.planner.choose import legal_layouts, plan, sizes_of
 from pipemesh.parallel_runtime.planner.cost import predict
 from pipemesh.parallel_runtime.planner.decoding import decoded, decoding_s
 from pipemesh.parallel_runtime.planner.figures import Activations, Attended
@@ -247,3 +247,14 @@ def test_every_published_device_and_link_makes_a_box_and_names_its_source():
 def test_a_box_that_is_not_known_is_refused_with_what_is(name, said):
     with pytest.raises(LayoutError, match=said):
         published_box(name)
+
+
+def test_every_number_of_up_to_eight_devices_is_tried_and_three_prompts_may_be_fastest_on_three():
+    assert sizes_of(4) == (1, 2, 3, 4) and sizes_of(24) == (*range(1, 9), 16, 24)
+    made = plan(Job(whole=FLUX, branches=3), box(4, port=1e9))
+    assert made.best is not None and made.best.layout == Layout(cfg=3)
+
+
+def test_a_layout_of_more_stages_than_there_are_patches_is_none():
+    found = {layout.pipefusion for layout in legal_layouts(dataclasses.replace(JOB, patches=2), 4)}
+    assert found == {1, 2}

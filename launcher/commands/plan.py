@@ -122,6 +122,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     for name in ("batch", "evaluations", "warm_up"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: choose 1 or more")
+    if options.patches and options.patches < 2:
+        parser.error(f"--patches {options.patches}: choose 2 or more, as many as stages at least, or 0 for one more than stages")
     from ...parallel_runtime.planner.choose import plan
     from ...parallel_runtime.planner.decoding import decoding_s
     from ...parallel_runtime.planner.job import Job

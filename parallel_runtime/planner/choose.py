@@ -12,6 +12,7 @@ from .job import Job
 from .keeping import gib
 
 APPROXIMATE = "pipefusion"
+EACH = 8  # devices, up to which every number of them is tried
 START_S = 10.0  # to start ranks in another layout and load a model there again
 CAUSES = {  # part of a prediction -> how a loser's reason calls it
     "compute": "of computing, which fewer ranks share",
@@ -87,8 +88,8 @@ class Plan:
 
 
 def plan(job: Job, box: Box, *, allows_approximate: bool = False, sizes: tuple[int, ...] = (), alone: Box | None = None) -> Plan:
-    """Predict every legal layout of 1, 2, 4, ... and of all devices, or of ``sizes``. ``alone``:
-    the box of one rank by itself, where that is another.
+    """Predict every legal layout of as many devices as ``sizes_of`` says, or of ``sizes``.
+    ``alone``: the box of one rank by itself, where that is another.
     """
     rows = []
     for size in sizes or sizes_of(len(box.devices)):
@@ -101,18 +102,23 @@ def plan(job: Job, box: Box, *, allows_approximate: bool = False, sizes: tuple[i
 
 
 def sizes_of(devices: int) -> tuple[int, ...]:
-    powers = [1 << power for power in range(devices.bit_length()) if 1 << power < devices]
-    return (*powers, devices)
+    """Return every number of devices up to eight, from there powers of two, and all of them: three
+    prompts may be fastest on three of four.
+    """
+    powers = {1 << power for power in range(devices.bit_length())}
+    return tuple(sorted({*range(1, min(devices, EACH) + 1), *powers, devices}))
 
 
 def legal_layouts(job: Job, world_size: int) -> Iterator[Layout]:
     """Yield the layouts of so many ranks that this job can use: a stage has a block, a rank a head,
-    a group a branch or an image.
+    a group a branch or an image, and there are as many patches as stages.
     """
     heads = min((one.heads for one in job.whole.attended), default=1)
     most = {"ulysses": heads, "pipefusion": len(job.whole.block_flops), "cfg": job.branches, "data": job.batch}
     if not job.whole.attended:
         most["ring"] = 1  # the forward cannot be cut
+    if job.patches:
+        most["pipefusion"] = min(most["pipefusion"], job.patches)
     for layout in layouts_of(world_size):
         if all(degree <= most.get(axis, degree) for axis, degree in layout.degrees().items()):
             yield layout
