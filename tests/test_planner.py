@@ -251,7 +251,7 @@ def test_a_box_that_is_not_known_is_refused_with_what_is(name, said):
 
 def test_every_number_of_up_to_eight_devices_is_tried_and_three_prompts_may_be_fastest_on_three():
     assert sizes_of(4) == (1, 2, 3, 4) and sizes_of(24) == (*range(1, 9), 16, 24)
-    made = plan(Job(whole=FLUX, branches=3), box(4, port=1e9))
+    made = plan(Job(whole=FLUX, branches=3), box(4, port=1e7))
     assert made.best is not None and made.best.layout == Layout(cfg=3)
 
 
