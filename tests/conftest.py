@@ -42,6 +42,7 @@ ALONGSIDE = {  # share nothing; the shorter lane has time for them
     "test_dry_run",
     "test_machines",
     "test_parity",
+    "test_pool_leaks",
     "test_pool_sequences",
 }
 
