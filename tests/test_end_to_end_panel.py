@@ -201,6 +201,7 @@ def test_a_dead_worker_is_shown_and_started_again_from_there(server, page, scree
     shown(page, "Rank 1 on cpu was killed")
     shown(page, "Last lines of rank 1")
     assert "failed" in [pool["state"] for pool in server.get("/pipemesh/status")["pools"]]
+    assert page.evaluate("[...document.querySelectorAll('.pipemesh .fault button')].filter(one => !one.ariaDisabled).length") == 3
     page.screenshot(screens / "panel-dead.png", page.evaluate(SEEN))
     page.evaluate(PRESS % json.dumps(button))
     page.until(f"!{TEXT}.includes('was killed')")

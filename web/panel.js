@@ -295,7 +295,7 @@ class Panel {
         failed ? button("again", t("again"), false, again) : "",
         button("restart", t("restart"), pool.state === "busy"),
         button("unload", t("unload"), !live || !pool.models.length),
-        button("release", t("release"), !live)
+        button("release", t("release"), !live && !failed) // of a pool that lost a worker the others are up
       )
     );
   }
