@@ -158,14 +158,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     if options.json:
         rows = [record(found, row) for row in found.rows]
         sizes = {str(size): record(found, row) if row else None for size, row in best.items()}
-        head = {
-            "model": model,
-            "extent": extent,
-            "box": box.name,
-            "tflops": whole.flops / 1e12,
-            "decoding_s": seconds,
-            "verdict": verdict(found),
-        }
+        head = {"model": model, "extent": extent, "box": box.name, "tflops": whole.flops / 1e12, "verdict": verdict(found)}
         print(json.dumps({**head, "decoding_s": seconds, "best_of": sizes, "layouts": rows}))
         return 0
     frames_text = f", {extent[2]} frames" if extent[2] > 1 else ""
