@@ -11,9 +11,12 @@ import torch.distributed as dist
 from pipemesh.benchmarks.forwards import StandinExchange, StandinRing, standin
 from pipemesh.launcher.commands.parity import stock_model
 from pipemesh.parallel_runtime.comm import ring as ring_module
+from pipemesh.parallel_runtime.comm.in_step import InStep
 from pipemesh.parallel_runtime.comm.mesh import connect
 from pipemesh.parallel_runtime.comm.ring import Ring
 from pipemesh.parallel_runtime.layout import Layout
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .models import evaluate
 
@@ -72,6 +75,62 @@ def test_no_message_keeps_the_buffer_that_a_larger_one_has_outgrown():
     assert small() is None and pass_on(8)() is large()
     exchange.free_buffers()
     assert large() is None
+
+
+class TakesNothing(TorchDispatchMode):
+    """Notes every operation that makes a tensor with memory of its own while ``is_on``."""
+
+    is_on = False
+
+    def __init__(self):
+        super().__init__()
+        self.taken = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        known = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        if self.is_on and isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in known:
+            self.taken.append(func)
+        return made
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["at first", "as a rank goes through it that has failed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["exchange", "ring"])
+def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monkeypatch, kind, dtype, again):
+    """A rank that had none would fail behind a message that the others have seen, and send it once
+    more.
+    """
+    steps, watch = InStep(lambda failed: False), TakesNothing()
+    steps.begin("kind")
+    tensor, flag = torch.ones(2, 1, 4, 8, 16, dtype=dtype), torch.zeros(1)
+    exchange, ring = StandinExchange(0, 2), StandinRing(0, 2)
+    exchange.in_step = ring.in_step = steps
+    for of, name in ((exchange, "_move"), (ring, "_pass_on")):
+        real = getattr(of, name)
+
+        def sent(*args, real=real):
+            watch.is_on = True
+            return real(*args)
+
+        monkeypatch.setattr(of, name, sent)
+
+    def take():
+        if kind == "exchange":
+            exchange.all_to_all([[tensor]] * 2, [tensor.shape] * 2, flag)
+        else:
+            list(ring.walk(tensor, [8, 8], flag))
+
+    take()
+    watch.is_on = False
+    with watch:
+        if again:
+            steps.begin("kind")
+            steps.fail()
+        else:
+            take()
+        assert watch.is_on, "nothing was sent"
+        assert watch.taken == []
 
 
 @pytest.fixture(scope="module")

@@ -132,15 +132,19 @@ class Exchange:
         return received, flag
 
     def _pass(self, message: Message, flag: torch.Tensor) -> torch.Tensor:
-        """Move what lies in the places of ``message`` with ``flag``; return the group's largest."""
-        places = self._places(message)
+        """Move what lies in the places of ``message`` with ``flag``; return the group's largest.
+        All memory is taken before anything moves: a rank that has none fails with it unsent.
+        """
+        places, wish = self._places(message), flag.to(message.device, message.dtype)
+        wishes, largest = wish.new_empty(self.size), wish.new_empty(1)
         for own_flag in places.own_flags:
-            own_flag.copy_(flag)
+            own_flag.copy_(wish)
         began = time.perf_counter()
         self._move(places.receiving, places.sending, message.come, message.to)
         self.seconds += time.perf_counter() - began
         self.sent_bytes += places.sending.nbytes
-        return torch.stack([flag.to(message.device, message.dtype), *places.flags]).amax(0)
+        torch.cat([wish, *places.flags], out=wishes)
+        return torch.amax(wishes, 0, keepdim=True, out=largest)
 
     def _places(self, message: Message) -> Places:
         if message not in self._laid:

@@ -72,19 +72,29 @@ class Ring:
         message = RingMessage(counts, kv.dtype, torch.device("cpu") if self._via_cpu else kv.device)
         places = self._places(message)
         places[0][: kv.numel()].copy_(kv.flatten())
+        wishes, largest = self._flags(message)
         if self.in_step is not None:
             self.in_step.enter(Step((self, tuple(shape[:3]), tuple(keys), kv.dtype), partial(self._pass, message)))
-        flags = []
         for step, (source, place) in enumerate(self._go_around(message, places, flag)):
-            flags.append(place[-1:].clone())
+            wish = wishes[step : step + 1].copy_(place[-1:])
             block = place[:-1].view(*shape[:3], keys[source], shape[4])
-            yield Block(source, kv if step == 0 else block, flags[-1])
+            yield Block(source, kv if step == 0 else block, wish)
         if self.in_step is not None:
-            self.in_step.leave_with(torch.stack(flags).amax(0))
+            self.in_step.leave_with(torch.amax(wishes, 0, keepdim=True, out=largest))
 
     def _pass(self, message: RingMessage, flag: torch.Tensor) -> torch.Tensor:
         """Walk the ring with whatever lies there as the own block; return the largest flag."""
-        return torch.stack([place[-1:].clone() for _, place in self._go_around(message, self._places(message), flag)]).amax(0)
+        places, (wishes, largest) = self._places(message), self._flags(message)
+        for step, (_, place) in enumerate(self._go_around(message, places, flag)):
+            wishes[step : step + 1].copy_(place[-1:])
+        return torch.amax(wishes, 0, keepdim=True, out=largest)
+
+    def _flags(self, message: RingMessage) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return room for every rank's flag, and for the largest. Like the places it is there
+        before anything is sent: a rank that has no memory fails before others wait for it.
+        """
+        wishes = torch.empty(self.size, dtype=message.dtype, device=message.device)
+        return wishes, wishes.new_empty(1)
 
     def _go_around(self, message: RingMessage, places: Sequence[torch.Tensor], flag: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each block's source and its place, the flag behind it, while the next arrives."""
