@@ -36,7 +36,7 @@ from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
 from .planning import Asked, Planned, Planning, placement_of, provisional
 from .report.alone import times_as_long
-from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, foretold, last_run, plan_figures
+from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, figures_of, foretold, plan_figures
 from .report.shares import unlike_shares
 from .report.text import plan_heads
 from .room import room_on_devices
@@ -271,7 +271,7 @@ def pool_figures(handle: PoolHandle, pool: RemotePool) -> PoolFigures:
         weights=kept_weights(pool),
         kernels=ring_kernels(handle),
         shares=tuple(share.english for share in unlike_shares(placement)),
-        last_run=last_run(run.began_s, run.mode, list(run.evaluations), placement.backend, placement.layout.pipefusion) if run else None,
+        last_run=figures_of(run, placement.backend, placement.layout.pipefusion) if run else None,
     )
 
 

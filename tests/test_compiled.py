@@ -13,6 +13,7 @@ from pipemesh.benchmarks import compile as compile_bench
 from pipemesh.benchmarks import forwards
 from pipemesh.benchmarks.forwards import standin
 from pipemesh.launcher.commands.parity import BOUND, PLAIN, Case, relative_error, sample, stock_model
+from pipemesh.nodes.report.figures import figures_of
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.comfy_bridge.options import hand_over_compilation
@@ -253,8 +254,12 @@ def test_torch_compile_compiles_in_the_ranks(files, clients, caplog, layout, com
 def test_blocks_whose_weights_are_gathered_are_not_compiled(files, clients):
     """Before each layer, which ends a graph: where one graph was asked for, that was an error."""
     truth = run(load(files["model"]))
-    parallel = parallelize(eager(load(files["model"])), clients(2), 0.0, weights="sharded")
+    pool = clients(2)
+    parallel = parallelize(eager(load(files["model"])), pool, 0.0, weights="sharded")
     assert relative_error(run(parallel), truth) <= BOUND
+    assert figures_of(pool.last_run, "gloo", 1).compiles
+    run(parallelize(load(files["model"]), pool, 0.0, weights="sharded"))
+    assert not figures_of(pool.last_run, "gloo", 1).compiles
 
 
 COMPILED_BY_MODEL = weakref.WeakKeyDictionary()

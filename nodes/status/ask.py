@@ -16,7 +16,7 @@ from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.client.run import Run
 from ..auto.sampling import Auto
 from ..report.causes import slowed, why_layout
-from ..report.figures import RankFigures, last_run, plan_figures
+from ..report.figures import RankFigures, figures_of, plan_figures
 from ..report.shares import unlike_shares
 from ..runtime import Runtime, kept_weights, rank_figures
 from .figures import AutoStatus, DeviceStatus, ModelStatus, PoolStatus, RunStatus, Status
@@ -62,7 +62,7 @@ def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
 
 def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
     placement = handle.placement
-    figures = last_run(run.began_s, run.mode, list(run.evaluations), placement.backend, placement.layout.pipefusion)
+    figures = figures_of(run, placement.backend, placement.layout.pipefusion)
     return RunStatus(
         pool=pool_id(placement),
         model=run.model,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError, PoolFailed, RunCancelled
+from ..families.plan import COMPILE
 from ..patches import Part
 from ..planner.balance import StageBalance
 from ..wire.arena import Frame
@@ -97,7 +98,7 @@ class Evaluations:
             answered: list[tuple[Any, Answers]] = []
             while not answered:
                 answered = self._residency.retry_with_room(run.model, attempt)
-        run.evaluations.append(measured(began, [replies for _, replies in answered], None))
+        run.evaluations.append(measured(began, [replies for _, replies in answered], None, compiles(works[0].arguments)))
         return [output for output, _ in answered]
 
     def submit(self, run: Run, work: Work, part: Part, *, assume: bool = False, began: float | None = None) -> Ticket:
@@ -151,7 +152,7 @@ class Evaluations:
         output, replies = self._answered(ticket, interrupted)
         block_s = (reply.block_s for reply in replies.values())
         self._balance.learn(ticket.run.model, ticket.part, block_s, self._sessions.speeds_of_stages(replies))
-        ticket.run.evaluations.append(measured(ticket.began, [replies], ticket.part))
+        ticket.run.evaluations.append(measured(ticket.began, [replies], ticket.part, compiles(ticket.written.arguments)))
         return output
 
     def _answered(self, ticket: Ticket, interrupted: Callable[[], bool]) -> tuple[Any, Answers]:
@@ -212,6 +213,11 @@ class Evaluations:
         ticket.out.release()
         if not any(other.written is ticket.written for other in session.tickets):
             ticket.written.frame.release()
+
+
+def compiles(arguments: Mapping[str, Any]) -> bool:
+    """Returns whether an evaluation with these arguments is of a MODEL that is to be compiled."""
+    return COMPILE in arguments.get("transformer_options", {})
 
 
 def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bool) -> WrittenArguments:

@@ -20,6 +20,7 @@ class Evaluation:
     ``seconds`` around it in the UI since ``began``; ``hop_s`` of them beside the slowest rank's
     computation; ``exchange_s`` and ``sent_bytes`` of the rank with most. ``spans`` by rank, of
     those that computed it. ``part``: what of it a pipeline computed; None where the ranks are none.
+    ``compiles``: its MODEL is to be compiled.
     """
 
     seconds: float
@@ -29,6 +30,7 @@ class Evaluation:
     began: float = 0.0
     part: Part | None = None
     spans: Mapping[int, Span] = field(default_factory=dict)
+    compiles: bool = False
 
 
 @dataclass(eq=False)
@@ -80,7 +82,7 @@ def submissions(evaluations: Iterable[Evaluation]) -> list[Submission]:
     return [Submission(part.branch, part.patch[0] if part.patch else None, one.began, tuple(one.spans.values())) for one, part in parts]
 
 
-def measured(began: float, answers: Sequence[Mapping[int, Done]], part: Part | None) -> Evaluation:
+def measured(began: float, answers: Sequence[Mapping[int, Done]], part: Part | None, compiles: bool = False) -> Evaluation:
     """Sums up the ranks' answers to what was submitted together and ended just now."""
     of_rank: dict[int, list[Done]] = {}
     for replies in answers:
@@ -95,6 +97,7 @@ def measured(began: float, answers: Sequence[Mapping[int, Done]], part: Part | N
         began=began,
         part=part,
         spans={rank: span_of(replies) for rank, replies in sorted(of_rank.items())},
+        compiles=compiles,
     )
 
 
