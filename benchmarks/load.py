@@ -4,7 +4,9 @@ two ranks over that of one.
 A cold start is a ComfyUI's first pool, a restart every later one. Memory is the proportional set
 size (a page mapped by n processes counts 1/n in each) of the ranks and of the process they are
 forked from, after a load and a forward, from a file of about 5 GB. ``rss_ratio`` compares all of
-it, ``model_ratio`` only the memory that the model added.
+it, ``model_ratio`` only the memory that the model added. Of ranks with an equal part of each
+block's weights, ``private_of_file`` is what the model added that no other process maps, of all
+ranks together, over the file.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ RANKS = 2
 COLD_STARTS = 5
 SAMPLE, SIZE = sample_with("large")  # 4.9 GiB in fp32, small for a released model
 CASES = ("plain", "lora")
+SHARDED = (2, 4)  # ranks
 DISK_BYTES, MEMORY_BYTES = 6 << 30, 16 << 30
 MIB = 1 << 20
 
@@ -65,9 +68,9 @@ class Loads:
         finally:
             handle.close()
 
-    def memory(self, ranks: int, model: Any) -> dict[str, int]:
+    def memory(self, ranks: int, model: Any, weights: str = "whole") -> dict[str, int]:
         """Measure the bytes of all processes together: ``base`` before the model, ``loaded`` after
-        one step of sampling.
+        one step of sampling; ``private`` of them those that the model added to one process alone.
         """
         from ..launcher.commands.parity import Case, sample
         from ..parallel_runtime.client.remote_patcher import parallelize
@@ -76,16 +79,25 @@ class Loads:
         handle = self.handle(ranks)
         try:
             pids = handle.ensure().ranks.pids + self._server.pids
-            base = sum(map(proportional_bytes, pids))
-            remote = parallelize(model, RemotePool(handle, shares_weights=True), holds_ui_device=False)
+            base, own = (sum(map(of, pids)) for of in (proportional_bytes, private_bytes))
+            remote = parallelize(model, RemotePool(handle, shares_weights=True), holds_ui_device=False, weights=weights)
             sample(remote, Case(SAMPLE.name, f"ulysses{ranks}", "even", SIZE.heads, 1.0, False, "euler"), steps=1)
-            return {"base": base, "loaded": sum(map(proportional_bytes, pids))}
+            loaded, private = (sum(map(of, pids)) for of in (proportional_bytes, private_bytes))
+            return {"base": base, "loaded": loaded, "private": private - own}
         finally:
             handle.close()
 
 
 def proportional_bytes(pid: int) -> int:
-    (kilobytes,) = re.findall(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    return mapped_bytes(pid, "Pss")
+
+
+def private_bytes(pid: int) -> int:
+    return mapped_bytes(pid, "Private_Clean") + mapped_bytes(pid, "Private_Dirty")
+
+
+def mapped_bytes(pid: int, kind: str) -> int:
+    (kilobytes,) = re.findall(rf"^{kind}:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
     return 1024 * int(kilobytes)
 
 
@@ -130,3 +142,8 @@ def bench(options: Options) -> Iterator[Figure]:
         for case in CASES:
             one, two = (loads.memory(ranks, patched if case == "lora" else stock) for ranks in (1, RANKS))
             yield from memory_figures(case, one, two)
+        for ranks in SHARDED:
+            added = loads.memory(ranks, patched, "sharded")["private"]
+            yield Figure(
+                "load", f"sharded_{ranks}_ranks", "private_of_file", exactly(added / model.stat().st_size), "ratio", Goal(at_most=1.15)
+            )
