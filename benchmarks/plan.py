@@ -2,8 +2,9 @@
 families at two sizes.
 
 Speeds of the devices come from forwards of the same models at other sizes, alone and both at once,
-those of the link from messages of two sizes; all within the same rounds. Where there were enough,
-they are kept in the cache folder, by machine, and pools choose by them.
+that of a ring's merges from one attention, whole and in two parts, those of the link from messages
+of two sizes; all within the same rounds. Where there were enough, they are kept in the cache
+folder, by machine, and pools choose by them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..parallel_runtime.families import SAMPLES, plan_for
 from ..parallel_runtime.families.sample import Released, Sample, Size
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.patches import Part
-from ..parallel_runtime.planner.cost import predict
+from ..parallel_runtime.planner.cost import MERGE_BYTES, predict
 from ..parallel_runtime.planner.figures import Activations, Apart, Attended, FrameTokens, Shareable, Unshared, Whole
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.measured import Speeds, Timed, link_of, speeds_of, this_machine, write
@@ -32,7 +33,8 @@ from .lockstep import Phase, Ranks, merge, run, timed
 FAMILIES = 3
 HEADS, BLOCKS = 16, 3
 TEXT = 32
-SIDES, CALIBRATED = (320, 448), (256, 384, 512)  # pixels
+SIDES, CALIBRATED = (320, 448), (96, 256, 384, 512)  # pixels; of the smallest most is beside what blocks compute
+IN_PARTS = 384  # pixels
 FRAMES = 5  # of families that make videos
 ITEM_BYTES = 4  # ranks on CPUs compute in fp32
 MESSAGES = (1 << 12, 1 << 22)  # bytes
@@ -109,6 +111,29 @@ class Forwards:
         return timed(lambda: stage.sample(self._arguments, self.parts)) / EVALUATIONS
 
 
+class Attention:
+    """One process's part of a model's attention: half of the queries, to all keys."""
+
+    def __init__(self, attended: Attended):
+        import torch
+
+        queries, keys = ((1, attended.heads, tokens, attended.head_dim) for tokens in (attended.tokens // 2, attended.tokens))
+        self._q, self._k, self._v = torch.randn(queries), torch.randn(keys), torch.randn(keys)
+
+    def whole(self) -> float:
+        import torch.nn.functional as F
+
+        return timed(lambda: F.scaled_dot_product_attention(self._q, self._k, self._v))
+
+    def in_parts(self) -> float:
+        """Seconds of attending to one half of the keys after the other, as in a ring of two."""
+        from ..parallel_runtime.attention.kernels import merge, partial_attention
+
+        keys, values = (one.chunk(2, dim=2) for one in (self._k, self._v))
+        halves = [(k.contiguous(), v.contiguous()) for k, v in zip(keys, values, strict=True)]
+        return timed(lambda: merge(*(partial_attention(self._q, k, v, None) for k, v in halves)))
+
+
 class OwnStage:
     """One process's stage of a model. As the method's rank it has got all requests of a run."""
 
@@ -150,6 +175,7 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
     import comfy.cli_args
     import torch
 
+    torch.set_num_threads(max(1, len(ranks.own_cores)))  # as a pool's rank on the CPU
     comfy.cli_args.args.use_pytorch_cross_attention = True  # what counts are made with
     from ..parallel_runtime.comm.cores import giving_way
     from ..parallel_runtime.comm.mesh import connect
@@ -166,6 +192,9 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
         model = sample.form.random_model(small.size).model
         counted[sample.name] = {side: Forwards(model, sample, small, side) for side in (*SIDES, *CALIBRATED)}
         whole = counted[sample.name][SIDES[0]].whole
+        attention = Attention(counted[sample.name][IN_PARTS].whole.attended[0])
+        phases[f"{sample.name} attention"] = Phase(attention.whole)
+        phases[f"{sample.name} attention in parts"] = Phase(attention.in_parts)
         stage = OwnStage(sample.form.random_model(small.size).model.diffusion_model, stages, whole.block_flops)
         for side, forwards in counted[sample.name].items():
             phases[f"{sample.name} {side} alone"] = Phase(forwards.alone, alone=True)
@@ -228,10 +257,13 @@ def speeds(rounds: Sequence[Round], wholes: Mapping[int, Whole], model: str, pha
     """Return this machine's speeds for a model, of forwards ``alone``, ``both`` at once, or one
     ``on all cores``.
     """
-    matmul, attention = speeds_of([Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in CALIBRATED])
+    matmul, attention, beside_s = speeds_of([Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in CALIBRATED])
     few, many = ((nbytes, typical(rounds, f"message {nbytes}")) for nbytes in MESSAGES)
     latency_s, link = link_of(few, many)
-    return Speeds(matmul=matmul, attention=attention, memory=MOVED / typical(rounds, "memory"), latency_s=latency_s, link=link)
+    of_memory = MOVED / typical(rounds, "memory")
+    one, more_s = wholes[IN_PARTS].attended[0], typical(rounds, f"{model} attention in parts") - typical(rounds, f"{model} attention")
+    merge = min(of_memory, MERGE_BYTES * (one.tokens // 2) * one.heads * one.head_dim / max(1e-9, more_s))
+    return Speeds(matmul=matmul, attention=attention, beside_s=beside_s, memory=of_memory, merge=merge, latency_s=latency_s, link=link)
 
 
 def cases(rounds: Sequence[Round], wholes: Wholes) -> list[Case]:

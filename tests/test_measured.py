@@ -13,20 +13,21 @@ from pipemesh.parallel_runtime.planner.published import published_box
 
 from .planned import attention_alone, counts
 
-SPEEDS = Speeds(matmul=2e12, attention=5e11, memory=1e11, latency_s=1e-4, link=1e9)
+SPEEDS = Speeds(matmul=2e12, attention=5e11, beside_s=1e-3, memory=1e11, merge=1e10, latency_s=1e-4, link=1e9)
 
 
 def test_speeds_are_those_that_the_times_were_made_of():
-    made = [Timed(matmul, attention, matmul / 2e12 + attention / 5e11) for matmul, attention in ((1e9, 1e8), (4e9, 1e9), (9e9, 6e9))]
-    assert speeds_of(made) == pytest.approx((2e12, 5e11))
+    for beside_s in (1e-4, 0.0):
+        made = [Timed(a, b, 7, a / 2e12 + b / 5e11 + 7 * beside_s) for a, b in ((1e8, 1e6), (1e9, 1e8), (4e9, 1e9), (9e9, 6e9))]
+        assert speeds_of(made) == pytest.approx((2e12, 5e11, beside_s), rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("times", [[(1e9, 2e9), (2e9, 4e9)], [(1e9, 0.0)], [(1e9, 1e9), (1e9, 9e9)]])
 def test_times_that_do_not_tell_two_speeds_apart_give_one(times):
     """In proportion, without attention, or faster with more of it."""
-    made = [Timed(matmul, attention, 1.0 / (index + 1)) for index, (matmul, attention) in enumerate(times)]
-    matmul, attention = speeds_of(made)
-    assert 0 < matmul == attention < 1e12
+    made = [Timed(matmul, attention, 3, 1.0 / (index + 1)) for index, (matmul, attention) in enumerate(times)]
+    matmul, attention, beside_s = speeds_of(made)
+    assert 0 < matmul == attention < 1e12 and beside_s == 0
 
 
 def test_a_link_has_the_latency_and_the_speed_of_its_messages():
@@ -39,7 +40,7 @@ def test_a_box_of_measured_speeds_takes_the_measured_times():
     whole = counts("flux 1024")
     timed = Timed.of(whole, 1.0)
     alone = predict(Job(whole=whole), Layout(), SPEEDS.box(1, 2))[0]
-    assert alone.seconds == pytest.approx(timed.matmul_flops / 2e12 + timed.attention_flops / 5e11)
+    assert alone.seconds == pytest.approx(timed.matmul_flops / 2e12 + timed.attention_flops / 5e11 + timed.blocks * 1e-3)
     one = Job(whole=attention_alone(1024))
     sent = [predict(one, Layout(ulysses=2), SPEEDS.box(2, size))[0].parts["ulysses"] for size in (2, 4)]
     assert sent[1] - 2e-4 == pytest.approx(2 * (sent[0] - 2e-4))  # two exchanges, whose latency stays
@@ -59,9 +60,9 @@ def test_the_file_is_for_one_machine_and_one_version(tmp_path):
     write(file, "a", {"model": SPEEDS})
     assert read(file, "a") == {"model": SPEEDS}
     assert read(file, "b") == {}
-    file.write_text(file.read_text().replace('"version": 2', '"version": 1'))
+    file.write_text(file.read_text().replace('"version": 3', '"version": 2'))
     assert read(file, "a") == {}
-    for broken in ("", "[]", '{"version": 2, "machine": "a", "speeds": {"model": {}}}'):
+    for broken in ("", "[]", '{"version": 3, "machine": "a", "speeds": {"model": {}}}'):
         file.write_text(broken)
         assert read(file, "a") == {}
 
@@ -87,6 +88,7 @@ def test_the_bench_holds_predictions_to_what_was_achieved():
     flops = Timed.of(whole, 1.0).attention_flops
     rounds = {f"model {side} {phase}": flops / 1e9 for side in wholes["model"] for phase in ("alone", "both")}
     rounds |= {f"message {nbytes}": nbytes * 1e-12 for nbytes in bench.MESSAGES} | {"memory": 1e-9}
+    rounds |= {"model attention": 1e-9, "model attention in parts": 1e-9}
     for side in bench.SIDES:
         rounds |= {f"model {side} ulysses 2": flops / 2e9, f"model {side} ring 2": flops / 2e9}
         rounds |= {f"model {side} pipefusion 2": flops / 1e9 * (1 + 3 / 2 + 1 / 6) / 4}  # one whole, three in three patches, and drained

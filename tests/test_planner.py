@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import expected, messages
@@ -79,6 +80,26 @@ def test_heads_that_do_not_divide_are_imbalance_and_even_ones_are_not():
 def test_a_ring_waits_only_for_what_its_attention_does_not_cover():
     fast, slow = (of(Layout(ring=4), box(4, port=port)).parts["ring"] for port in (1e12, 1e8))
     assert fast < 1e-3 * FLUX.flops / 1e12 < slow
+
+
+def test_a_ring_waits_for_all_that_its_own_cores_move_and_for_its_merges():
+    job, layout = Job(whole=attention_alone(4096)), Layout(ring=2)
+    fast, measured = box(2, port=1e9, flops=1e10), box(2).devices[0]
+    assert of(layout, fast, job).parts["ring"] == pytest.approx(0, abs=1e-5)  # covered
+    travels = of(layout, dataclasses.replace(fast, overlaps=False), job).parts["ring"]
+    assert travels == pytest.approx(expected.passed_bytes(layout, 0, job.whole.attended[0]) / 1e9, rel=1e-3)
+    merging = [dataclasses.replace(measured, merge_bytes_per_s=speed) for speed in (1e9, 2e9)]
+    once, twice = (of(layout, dataclasses.replace(box(2), devices=(one,) * 2), job).parts["ring"] for one in merging)
+    assert once == pytest.approx(2 * twice) and once > 1e-3
+
+
+def test_what_blocks_take_beside_computing_comes_with_every_patch_and_is_shared_by_stages_alone():
+    slow = dataclasses.replace(box(2).devices[0], beside_s=1.0, matmul_flops_per_s=1e30, attention_flops_per_s=1e30)
+    there, blocks = dataclasses.replace(box(2), devices=(slow,) * 2), len(FLUX.block_flops)
+    seconds = [of(layout, there).seconds for layout in (Layout(), Layout(ulysses=2))]
+    assert seconds == pytest.approx([blocks, blocks], rel=1e-6)
+    job = Job(whole=FLUX, warm_up=1, evaluations=1001, patches=3)
+    assert of(Layout(pipefusion=2), there, job).parts["compute"] == pytest.approx(3 * blocks / 2, rel=1e-2)
 
 
 def test_a_kernel_takes_no_less_than_its_start():
@@ -213,9 +234,32 @@ def test_branches_and_images_in_groups_of_their_own_need_no_messages():
         shared = of(layout, box(layout.world_size, port=1.0), job)
         assert shared.seconds == pytest.approx(alone / layout.world_size)
         assert not shared.sent_bytes
-    uneven = of(Layout(cfg=2), box(2), Job(whole=FLUX, branches=3))
-    assert uneven.parts["imbalance"] == pytest.approx(0.5 * FLUX.flops / 1e12)
     assert plan(job, published_box("4xRTX4090-PCIe")).best.layout == Layout(cfg=2, data=2)
+
+
+@pytest.mark.parametrize("devices", [box(4), box(4, port=1e9, flops=1e13)], ids=["fast links", "slow links"])
+@pytest.mark.parametrize(
+    ("layout", "branches", "batch"),
+    [(Layout(cfg=2), 3, 1), (Layout(cfg=2), 1, 1), (Layout(ring=2, cfg=2), 3, 1), (Layout(cfg=2, data=2), 3, 2), (Layout(data=2), 1, 3)],
+    ids=str,
+)
+def test_groups_of_which_some_would_wait_share_a_sequence_as_they_do_in_a_run(layout, branches, batch, devices):
+    """Whatever the links are: a run does not look at them."""
+    job = Job(whole=FLUX, branches=branches, batch=batch)
+    width = plan_branches([Batch(1, batch, 1.0)] * branches, layout.groups, layout.widths).width
+    assert width > 1
+    apart, joined = of(layout, devices, job), of(layout.joined(width), devices, job)
+    assert (apart.layout, apart.parts, apart.sent_bytes) == (layout, joined.parts, joined.sent_bytes)
+
+
+def test_groups_stay_apart_where_each_gathers_its_weights_and_where_the_forward_cannot_be_cut():
+    unet = dataclasses.replace(FLUX, attended_by_block=[[] for _ in FLUX.block_flops])
+    for layout, job in (
+        (Layout(ring=2, cfg=2), Job(whole=FLUX, branches=3, keeps=("sharded",))),
+        (Layout(cfg=2), Job(whole=unet, branches=3)),
+    ):
+        (apart,) = predict(job, layout, box(4))
+        assert apart.parts["imbalance"] == pytest.approx(apart.parts["compute"] / 3)  # two in turn where there are 1.5 in the mean
 
 
 # -- boxes

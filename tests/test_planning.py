@@ -291,7 +291,7 @@ def test_how_the_speeds_of_a_box_are_known_is_said():
     assert strange.known == "plain" and f"no figures of Strange GPU are known, and those of {PLAIN_GPU}" in strange.said
     assert strange.box.devices[0].memory_bytes == 8 << 30
     assert box_here([Seen("CPU", 1, cores=1)] * 2).known == "plain"
-    measured = Speeds(matmul=1e9, attention=1e9, memory=1e9, latency_s=0.0, link=1e9)
+    measured = Speeds(matmul=1e9, attention=1e9, beside_s=0.0, memory=1e9, merge=1e9, latency_s=0.0, link=1e9)
     both = box_here([Seen("CPU", 1, cores=1)] * 2, measured=measured)
     assert (both.known, both.alone) == ("measured", None)
     alone = box_here([Seen("CPU", 1, cores=1)] * 2, measured=measured, alone=replace(measured, matmul=3e9)).alone
@@ -300,7 +300,7 @@ def test_how_the_speeds_of_a_box_are_known_is_said():
 
 def test_one_rank_has_all_cores_and_is_predicted_by_what_it_does_on_them(tmp_path):
     """Of two ranks each is half as fast as one on both cores, so one without messages is faster."""
-    half = Speeds(matmul=1e9, attention=1e9, memory=1e9, latency_s=1e-3, link=1e6)
+    half = Speeds(matmul=1e9, attention=1e9, beside_s=0.0, memory=1e9, merge=1e9, latency_s=1e-3, link=1e6)
     file = tmp_path / "speeds.json"
     for name, alone, best in (("all", {"x on all cores": replace(half, matmul=2e9, attention=2e9)}, 1), ("none", {}, 2)):
         write(file, this_machine(), {"x both": replace(half, latency_s=0.0, link=1e15) if not alone else half, **alone})

@@ -27,9 +27,11 @@ class Cache(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """Speeds as achieved on a model's blocks, not peaks. ``block_s``: the least time of a block,
-    whatever it computes: to start its kernels. ``processors``: that take a tile of a product each;
-    0 where there are none, or speeds were measured. ``cache``: None where they were measured, with
-    what is moved between products.
+    whatever it computes: to start its kernels. ``beside_s``: of a block beside what it computes,
+    where nothing is started ahead. ``merge_bytes_per_s`` of what the parts of a ring's attention
+    take beyond one over all keys; 0 for that of the memory. ``processors``: that take a tile of a
+    product each; 0 where there are none, or speeds were measured. ``cache``: None where they were
+    measured, with what is moved between products.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Device:
     memory_bytes: float
     memory_bytes_per_s: float
     block_s: float = 0.0
+    beside_s: float = 0.0
+    merge_bytes_per_s: float = 0.0
     processors: int = 0
     cache: Cache | None = None
 
@@ -77,6 +81,7 @@ class Message(NamedTuple):
 class Box:
     """A machine, or several. ``levels`` from the innermost outwards. ``host_bytes_per_s``: from
     main memory to each device. ``hop_s``: from the sampler to the pool and back, in one evaluation.
+    ``overlaps``: messages travel while ranks compute, as where no core of theirs moves them.
     """
 
     name: str
@@ -84,6 +89,7 @@ class Box:
     levels: tuple[Level, ...]
     host_bytes_per_s: float
     hop_s: float
+    overlaps: bool = True
 
     def first(self, ranks: int) -> Box:
         """Return the box with its first devices alone."""

@@ -4,9 +4,9 @@ arithmetic: nothing is measured, and no published time of a model is known here.
 A rank's time is its FLOPs over its device's speed, never less than reading its weights or starting
 its kernels; where it has few rows, processors of the device have no tile of them. Kernels between
 products move memory, through the device's cache if it has room. Ulysses waits for both exchanges
-of every attention. A ring's messages travel while the attention over the block
-before is computed; the time that is longer counts. A pipeline lasts as long as its slowest stage
-has patches to compute, or as one patch takes through all stages if that is longer; whole
+of every attention. A ring's messages travel while the attention over the block before is computed,
+where the box lets them; the time that is longer counts. A pipeline lasts as long as its slowest
+stage has patches to compute, or as one patch takes through all stages if that is longer; whole
 evaluations of the warm-up go through it one stage after the other. Around the ring of a stage the
 keys and values of all tokens travel for every patch.
 """
@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 
-from ..branches import Batch, plan_branches
+from ..branches import Batch, BranchPlan, plan_branches
 from ..comm.shares import Shares, group_speeds, relative, shares_of, stage_speeds
 from ..layout import Layout
 from ..stages import Stage, share_out
@@ -120,7 +120,8 @@ class Costs:
         read = sum(whole.block_weight_bytes[slice(*stage)]) / device.memory_bytes_per_s
         around = whole.around_flops / device.matmul_flops_per_s
         moving = moving_s(self.job, device, stage, part)
-        return around + max(max(matmul, read) + attention + moving, (stage[1] - stage[0]) * device.block_s)
+        blocks = stage[1] - stage[0]
+        return around + max(max(matmul, read) + attention + moving, blocks * device.block_s) + blocks * device.beside_s
 
     # -- messages
 
@@ -149,8 +150,9 @@ class Costs:
             merged = share * MERGE_BYTES * self.output_elements(one)
             for rank in ranks:
                 device = self.box.devices[rank]
-                waits = max(0.0, travels - self.attention_s(device, rank, one, share) / self.layout.ring)
-                seconds[rank] += count * steps * (waits + merged / device.memory_bytes_per_s)
+                covered = self.attention_s(device, rank, one, share) / self.layout.ring if self.box.overlaps else 0.0
+                merging = merged / (device.merge_bytes_per_s or device.memory_bytes_per_s)
+                seconds[rank] += count * steps * (max(0.0, travels - covered) + merging)
         return max(seconds.values())
 
     def output_elements(self, attended: Attended) -> int:
@@ -200,9 +202,17 @@ class Costs:
         return max(forwards, default=0) * (int(self.job.whole.activations.peak_bytes // fewest) + buffers) + kept
 
 
-def costs_of(job: Job, layout: Layout, box: Box) -> Costs:
+def costs_of(job: Job, layout: Layout, box: Box, kept: Kept = "whole") -> Costs:
+    """Return the costs of a layout whose groups share a sequence where its runs have them do so."""
     own = box.first(layout.world_size)
-    return Costs(job=job, layout=layout, box=own, speeds=relative([device.matmul_flops_per_s for device in own.devices]))
+    speeds = relative([device.matmul_flops_per_s for device in own.devices])
+    widths = layout.widths if job.whole.attended and kept != "sharded" else layout.widths[:1]
+    return Costs(job=job, layout=layout.joined(branches_of(job, layout, speeds, widths).width), box=own, speeds=speeds)
+
+
+def branches_of(job: Job, layout: Layout, speeds: Sequence[int], widths: Sequence[int] = (1,)) -> BranchPlan:
+    """Share out a job's branches and images over a layout's groups, as its runs do."""
+    return plan_branches([Batch(1, job.batch, 1.0)] * job.branches, layout.groups, widths, group_speeds(speeds, layout.groups))
 
 
 def moving_s(job: Job, device: Device, stage: tuple[int, int], part: float) -> float:
@@ -225,12 +235,8 @@ def sharers_of(weights: Sequence[int], layout: Layout, rank: int, ranks: int) ->
 
 def forwards_of(costs: Costs) -> list[list[int]]:
     """Return the forwards that each group computes in an evaluation: the images of each."""
-    job, groups = costs.job, costs.layout.groups
-    speeds = group_speeds(costs.speeds, groups)
-    if not speeds:
-        return [[-(-job.batch // costs.layout.data)] * -(-job.branches // costs.layout.cfg)] * groups
-    planned = plan_branches([Batch(1, job.batch, 1.0)] * job.branches, groups, (1,), speeds)
-    return [[share.end - share.start for share in planned.shares if share.group == group] for group in range(groups)]
+    planned = branches_of(costs.job, costs.layout, costs.speeds)
+    return [[share.end - share.start for share in planned.shares if share.group == group] for group in range(costs.layout.groups)]
 
 
 def turns_of(costs: Costs) -> list[int]:
@@ -252,9 +258,8 @@ def predict(job: Job, layout: Layout, box: Box) -> list[Prediction]:
     """Return a prediction for each way to keep weights that the job may have and the devices have
     room for; none where no way fits.
     """
-    costs = costs_of(job, layout, box)
-    made = [_kept(costs, kept) for kept in job.keeps]
-    return [one for one in made if one is not None]
+    made = [_kept(costs_of(job, layout, box, kept), kept) for kept in job.keeps]
+    return [replace(one, layout=layout) for one in made if one is not None]
 
 
 def bytes_needed(job: Job, layout: Layout, box: Box) -> tuple[int, int]:

@@ -122,5 +122,12 @@ def cpu_box(seen: Sequence[Seen], measured: Speeds | None, alone: Speeds | None 
     )
     link = figure["link_gb_per_s"] * GIGA * ITEM_BYTES / FP32_BYTES
     levels = (Level(ranks=1, bytes_per_s=link, latency_s=figure["latency_us"] * MICRO),)
-    box = Box(name=f"{len(seen)}xCPU", devices=devices, levels=levels, host_bytes_per_s=1000 * TERA, hop_s=figures()["hop"]["seconds"])
+    box = Box(
+        name=f"{len(seen)}xCPU",
+        devices=devices,
+        levels=levels,
+        host_bytes_per_s=1000 * TERA,
+        hop_s=figures()["hop"]["seconds"],
+        overlaps=False,
+    )
     return Here(box, "plain", "by plain figures of a CPU, which nobody has measured here")

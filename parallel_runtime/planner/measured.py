@@ -20,7 +20,7 @@ from .box import Box, Device, Level
 from .expected import ITEM_BYTES, attention_flops
 from .figures import Whole
 
-VERSION = 2  # of the file: another one is measured anew
+VERSION = 3  # of the file: another one is measured anew
 PLENTY = 1e15
 
 
@@ -30,24 +30,28 @@ class Timed:
 
     matmul_flops: float
     attention_flops: float
+    blocks: int
     seconds: float
 
     @classmethod
     def of(cls, whole: Whole, seconds: float) -> Timed:
         attention = sum(map(attention_flops, whole.attended))
-        return cls(whole.flops - attention, attention, seconds)
+        return cls(whole.flops - attention, attention, len(whole.block_flops), seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
     """What was measured. ``matmul`` and ``attention``: FLOPs per second of a model's forward while
-    all ranks compute; ``memory``: bytes per second of what merges do; of the link between two ranks
-    ``latency_s`` and ``link``, bytes per second.
+    all ranks compute; ``beside_s``: of each block beside those; ``memory``: bytes per second; of
+    what the parts of a ring's attention take beyond one over all keys, ``merge``; of the link
+    between two ranks ``latency_s`` and ``link``, bytes per second.
     """
 
     matmul: float
     attention: float
+    beside_s: float
     memory: float
+    merge: float
     latency_s: float
     link: float
 
@@ -59,26 +63,32 @@ class Speeds:
             attention_flops_per_s=self.attention,
             memory_bytes=PLENTY,
             memory_bytes_per_s=self.memory,
+            beside_s=self.beside_s,
+            merge_bytes_per_s=self.merge,
         )
         level = Level(ranks=1, bytes_per_s=self.link * ITEM_BYTES / item_bytes, latency_s=self.latency_s)
-        return Box(name="here", devices=(device,) * ranks, levels=(level,), host_bytes_per_s=PLENTY, hop_s=0.0)
+        return Box(name="here", devices=(device,) * ranks, levels=(level,), host_bytes_per_s=PLENTY, hop_s=0.0, overlaps=False)
 
 
-def speeds_of(timed: Sequence[Timed]) -> tuple[float, float]:
-    """Return the FLOPs per second of matrix products and of attention that come nearest to what
-    was measured, by the sum of squared relative errors. Neither is less than 0, nor infinite: where
-    one of them explains all, it is the speed of both.
+def speeds_of(timed: Sequence[Timed]) -> tuple[float, float, float]:
+    """Return the FLOPs per second of matrix products and of attention, and the seconds of each
+    block beside them, that come nearest to what was measured, by the sum of squared relative
+    errors. None is less than 0 and no speed infinite: where times do not tell two speeds apart, it
+    is one for both, and where they tell nothing of blocks, these take no time.
     """
-    rows = [(one.matmul_flops / one.seconds, one.attention_flops / one.seconds) for one in timed]
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(row[i] for row in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    if determinant > 1e-9 * aa * bb:
-        matmul_s, attention_s = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-        if matmul_s > 0 and attention_s > 0:
-            return 1 / matmul_s, 1 / attention_s
-    together = sum((row[0] + row[1]) ** 2 for row in rows) / sum(row[0] + row[1] for row in rows)
-    return together, together
+    matmul, attention, blocks = (
+        [getattr(one, name) / one.seconds for one in timed] for name in ("matmul_flops", "attention_flops", "blocks")
+    )
+    together = [a + b for a, b in zip(matmul, attention, strict=True)]
+    for speeds, others in ([matmul, attention], [blocks]), ([matmul, attention], []), ([together], [blocks]), ([together], []):
+        columns = torch.tensor([*speeds, *others], dtype=torch.float64).T
+        scale = columns.amax(0).clamp(min=1e-30)
+        if torch.linalg.matrix_rank(columns / scale, rtol=1e-6) < columns.shape[1]:
+            continue
+        found = (torch.linalg.lstsq(columns / scale, torch.ones(len(timed), 1, dtype=torch.float64)).solution[:, 0] / scale).tolist()
+        if min(found) > 0:
+            return 1 / found[0], 1 / found[len(speeds) - 1], found[-1] if others else 0.0
+    raise ValueError(f"no speed comes of {timed}")
 
 
 def link_of(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, float]:
