@@ -6,14 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.launcher.commands.parity import Case, conditioning, mask_values, sample, stock_model
+from pipemesh.launcher.commands.parity import Case, conditioning, empty_latent, mask_values, sample, stock_model
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.run import Run
 from pipemesh.parallel_runtime.comfy_bridge.rows import batch_of, put_together, take
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import REPRESENTATIVES, SAMPLES
+from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
+
+import nodes
 
 from .bounds import assert_same
 from .conftest import ALL
@@ -157,6 +159,38 @@ def test_branches_and_images_go_to_groups_and_the_image_is_stocks_own(name, axis
     assert_same(sampled, ours, stock)
     asked = {what: pool.asked.count(what) for what in dict.fromkeys(pool.asked)}
     assert due.items() <= asked.items()
+
+
+def from_latent(model, latent, family):
+    """Sample as the KSampler node does."""
+    prompts = [
+        [[text, extras | SAMPLES[family].extras(latent["samples"], side)] for text, extras in conditioning(number, 13)]
+        for side, number in enumerate((1, 2))
+    ]
+    with torch.inference_mode():
+        return nodes.common_ksampler(model, 7, 3, 4.0, "euler", "simple", *prompts, latent)[0]["samples"]
+
+
+@pytest.mark.parametrize("family", [PLAIN, "ltxv"])
+@pytest.mark.parametrize("degrees", [{"data": 2}, {"cfg": 2, "data": 2}], ids=str)
+def test_every_image_of_a_batch_has_its_own_noise_and_mask_in_whatever_group_it_is(family, degrees):
+    """As Latent From Batch makes them. Of LTX the mask reaches the transformer, as a timestep of
+    each token.
+    """
+    one = empty_latent(Case(family, "ulysses1", "even", SAMPLES[family].heads[-1], 4.0, False, "euler"))
+    generator = torch.Generator().manual_seed(3)
+    samples, mask = (torch.randn(4, *shape, generator=generator) for shape in (one.shape[1:], (1, *one.shape[2:])))
+    indices, mask = [5, 1, 1, 2], (mask > 0).float()
+    samples[2], mask[2] = samples[1], mask[1]
+    latent = {"samples": samples, "noise_mask": mask, "batch_index": indices}
+    heads = SAMPLES[family].heads[-1]
+    stock, (ours, pool) = stock_model(heads, family=family), in_groups(Layout(**degrees), stock_model(heads, family=family))
+    assert_same(partial(from_latent, latent=latent, family=family), ours, stock)
+    assert len({ranks for ranks, _, _ in pool.asked}) == Layout(**degrees).groups, "some group had nothing to do"
+    images = from_latent(ours, latent, family)
+    assert torch.equal(images[1], images[2]) and not torch.equal(images[0], images[1])
+    kept = (mask == 0).expand_as(samples)
+    assert torch.allclose(images[kept], samples[kept], atol=1e-5)
 
 
 def test_what_comfyui_batches_itself_is_split_and_put_together(monkeypatch):

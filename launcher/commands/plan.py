@@ -14,7 +14,6 @@ from ...parallel_runtime.errors import LayoutError
 from .dryrun import MODELS, parsed_size
 
 if TYPE_CHECKING:
-    from ...parallel_runtime.planner.box import Box
     from ...parallel_runtime.planner.choose import Plan, Row
     from ...parallel_runtime.planner.figures import Whole
     from ...parallel_runtime.planner.job import Job
@@ -92,14 +91,6 @@ def whole_run(plan: Plan, job: Job, seconds: float) -> str:
     return f"{said}: {several:.0f} s in all, {one / several:.2f} times as fast as one GPU."
 
 
-def by_size(job: Job, box: Box, allows_approximate: bool) -> dict[int, Plan]:
-    """Return the plan of 1, 2, 4 and 8 devices of the box, of those that are there."""
-    from ...parallel_runtime.planner.choose import plan
-
-    sizes = [size for size in SIZES if size <= len(box.devices)]
-    return {size: plan(job, box.first(size), allows_approximate=allows_approximate) for size in sizes}
-
-
 def main(argv: list[str], host: ComfyInstall) -> int:
     names = known_models()
     parser = argparse.ArgumentParser(
@@ -153,7 +144,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         warm_up=options.warm_up,
     )
     found = plan(job, box, allows_approximate=options.approximate)
-    best = {size: one.best for size, one in by_size(job, box, options.approximate).items()}
+    best = {size: found.best_of(size) for size in SIZES if size <= len(box.devices)}
     seconds = decoding_s(model, extent, box.devices[0])
     if options.json:
         rows = [record(found, row) for row in found.rows]

@@ -61,6 +61,10 @@ class Row:
         return "" if self.loss is None else self.loss.english
 
     @property
+    def may_be_chosen(self) -> bool:
+        return self.prediction is not None and (self.loss is None or self.loss.word != "approximate")
+
+    @property
     def is_approximate(self) -> bool:
         return self.layout.degrees()[APPROXIMATE] > 1
 
@@ -74,6 +78,12 @@ class Plan:
     @property
     def best(self) -> Row | None:
         return next((row for row in self.rows if not row.why), None)
+
+    def best_of(self, devices: int) -> Row | None:
+        """Return the fastest row of so many devices or fewer; None where none has room."""
+        rows = [row for row in self.rows if row.layout.world_size <= devices and row.may_be_chosen]
+        best = fastest([row.prediction for row in rows if row.prediction is not None])
+        return next((row for row in rows if row.prediction is best), None)
 
     def alone(self) -> Row | None:
         """Return the row of one device."""
