@@ -115,6 +115,7 @@ class RequestHandler:
             patcher = build_from_state(source)
         self.models[request.model] = ResidentModel(patcher, self._device, self._mesh, rank, request, self._kernels)
         self._count_models()
+        self._memory.give_back()  # whole layers that were loaded or patched for the sake of a part
 
     def _checked(self, args: tuple, file: File | None) -> tuple:
         """Returns the factory's arguments, with the checkpoint's path on this machine. Raises
@@ -131,6 +132,7 @@ class RequestHandler:
         payload = decode_tree(request.payload, segments[0].tensor)
         place = segments[1] if request.shared is not None else None
         self.models[request.model].patch(request.patches_id, payload["patches"], payload["objects"], request.shared, place, rank)
+        self._memory.give_back()
 
     def _release(self, name: str) -> None:
         model = self.models.pop(name, None)
