@@ -11,10 +11,11 @@ together, over the file: the system takes such pages back where memory is short.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -80,10 +81,10 @@ class Loads:
         handle = self.handle(ranks)
         try:
             pids = handle.ensure().ranks.pids + self._server.pids
-            base, before = (sum(map(of, pids)) for of in (proportional_bytes, own_bytes))
+            base, before = sum(map(proportional_bytes, pids)), own_bytes(pids)
             remote = parallelize(model, RemotePool(handle, shares_weights=True), holds_ui_device=False, weights=weights)
             sample(remote, Case(SAMPLE.name, f"ulysses{ranks}", "even", SIZE.heads, 1.0, False, "euler"), steps=1)
-            loaded, after = (sum(map(of, pids)) for of in (proportional_bytes, own_bytes))
+            loaded, after = sum(map(proportional_bytes, pids)), own_bytes(pids)
             return {"base": base, "loaded": loaded, "own": after - before}
         finally:
             handle.close()
@@ -93,8 +94,11 @@ def proportional_bytes(pid: int) -> int:
     return mapped_bytes(pid, "Pss")
 
 
-def own_bytes(pid: int) -> int:
-    return mapped_bytes(pid, "Pss_Anon") + mapped_bytes(pid, "Pss_Shmem")
+def own_bytes(pids: Iterable[int]) -> int:
+    """Return the bytes of these processes that no file backs, with this one's share of the segments
+    that it has in common with them.
+    """
+    return mapped_bytes(os.getpid(), "Pss_Shmem") + sum(mapped_bytes(pid, kind) for pid in pids for kind in ("Pss_Anon", "Pss_Shmem"))
 
 
 def mapped_bytes(pid: int, kind: str) -> int:

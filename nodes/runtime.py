@@ -271,7 +271,9 @@ def pool_figures(handle: PoolHandle, pool: RemotePool) -> PoolFigures:
         weights=kept_weights(pool),
         kernels=ring_kernels(handle),
         shares=tuple(share.english for share in unlike_shares(placement)),
-        last_run=figures_of(run, placement.backend, placement.layout.pipefusion) if run else None,
+        last_run=figures_of(run, pool.residency.titles.get(run.model, run.model), placement.backend, placement.layout.pipefusion)
+        if run
+        else None,
     )
 
 

@@ -13,7 +13,8 @@ from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.parallel_runtime.comfy_bridge.prepare import prepare
 from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.wire.messages import EndRun, Memory
+from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, SetWeightPatches
+from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
@@ -47,6 +48,16 @@ def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layou
     handler.models["m"] = SimpleNamespace(end_run=lambda: ended.append("m"))
     handler.handle(EndRun(request=1, model="m"), [], None)
     assert (ended, memory.done) == (["m"], [done])
+
+
+def test_what_weight_patches_took_for_a_moment_goes_back_to_the_system():
+    """Whole layers were patched for the sake of a part of each."""
+    memory, patched = Counted(), []
+    handler = RequestHandler(SimpleNamespace(rank=0, degrees=Layout().degrees()), torch.device("cpu"), memory, None, away=False)
+    handler.models["m"] = SimpleNamespace(patch=lambda patches_id, *_: patched.append((patches_id, *memory.done)))
+    payload = encode_tree({"patches": {}, "objects": {}}, None)
+    handler.handle(SetWeightPatches(request=1, model="m", patches_id="p", payload=payload), [SimpleNamespace(tensor=None)], None)
+    assert (patched, memory.done) == ([("p",)], ["give back"])
 
 
 def test_memory_that_an_evaluation_ran_out_of_is_free_again_before_the_gpus_cache_is_emptied():

@@ -19,7 +19,10 @@ from pipemesh.parallel_runtime.errors import OutOfMemory
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.beside import beside_bytes
+from pipemesh.parallel_runtime.planner.cost import costs_of, fullest
+from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, ModelBytes, WeightsWish
+from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .conftest import ALL
@@ -223,6 +226,24 @@ def test_what_an_evaluation_needs_beside_the_weights_is_left_free(spare, kept):
     assert keeping.leaves >= needed and keeping.nbytes + keeping.leaves <= free
     chosen = WeightsWish("offloaded", FLUX, lambda: needed).kept_in(TWO_GPUS, layout, [Memory(free, 96 * GIB, 0)] * 2)
     assert chosen.budget == free - needed
+
+
+@pytest.mark.parametrize("kept", ["whole", "sharded"])
+@pytest.mark.parametrize(
+    ("layout", "branches", "batch"),
+    [
+        (Layout(cfg=2), 3, 1),
+        (Layout(data=2), 1, 3),
+        (Layout(cfg=2, data=2), 2, 3),
+        (Layout(ring=2, cfg=2), 1, 1),
+        (Layout(pipefusion=2), 2, 1),
+    ],
+    ids=str,
+)
+def test_no_less_is_left_free_than_the_planner_counts_on_whether_groups_join_or_not(kept, layout, branches, batch):
+    whole, box = counts("hunyuan 720p"), published_box(f"{layout.world_size}xH100-NVLink")
+    _, _, activations = fullest(costs_of(Job(whole=whole, branches=branches, batch=batch), layout, box, kept), kept)
+    assert beside_bytes(whole, layout, branches, batch) >= activations
 
 
 def capped(monkeypatch, memory):

@@ -92,6 +92,8 @@ def test_the_bench_holds_predictions_to_what_was_achieved():
     for side in bench.SIDES:
         rounds |= {f"model {side} ulysses 2": flops / 2e9, f"model {side} ring 2": flops / 2e9}
         rounds |= {f"model {side} pipefusion 2": flops / 1e9 * (1 + 3 / 2 + 1 / 6) / 4}  # one whole, three in three patches, and drained
+    slower = rounds | {"model attention in parts": 1e-9 + bench.MERGE_BYTES * 256 * 32 * 128 / 1e8}
+    assert bench.speeds([slower], wholes["model"], "model", "both").merge == pytest.approx(1e8)
     exact = bench.summed_up(bench.cases([rounds], wholes))
     assert exact == pytest.approx({"mean_error": 0, "largest_error": 0, "regret": 0}, abs=1e-3)
     slow = rounds | {f"model {side} {layout.product()}": flops / 0.5e9 for side in bench.SIDES for layout in bench.SEQUENCES}

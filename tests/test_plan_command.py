@@ -49,6 +49,7 @@ def test_scripts_find_the_layouts_their_times_and_the_best_of_each_number_of_gpu
     for size, best in told["best_of"].items():
         alone = plan(job, published_box("8xL40-PCIe").first(int(size)), allows_approximate=allows).best
         assert (best["equation"], best["ms"]) == (alone.layout.equation(), pytest.approx(1e3 * alone.prediction.seconds))
+        assert best["why_not"] == ""
     assert [*told["best_of"]] == ["1", "2", "4", "8"]
     assert any(row["is_approximate"] for row in told["best_of"].values()) == allows
 

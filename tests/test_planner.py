@@ -93,6 +93,21 @@ def test_a_ring_waits_for_all_that_its_own_cores_move_and_for_its_merges():
     assert once == pytest.approx(2 * twice) and once > 1e-3
 
 
+def test_where_ranks_own_cores_move_messages_weights_and_patches_wait_for_them_too():
+    overlapping = box(2, port=1e9, flops=1e12)
+    cores = dataclasses.replace(overlapping, overlaps=False)
+    sharded = dataclasses.replace(JOB, keeps=("sharded",))
+    covered, waits = (of(Layout(ulysses=2), there, sharded).parts["weights"] for there in (overlapping, cores))
+    assert covered == 0 and waits == pytest.approx(sum(FLUX.block_weight_bytes) / 2 / 1e9, rel=0.05)
+
+    def lost(there):
+        slow, fast = (dataclasses.replace(there, levels=(Level(ranks=1, bytes_per_s=port, latency_s=0.0),)) for port in (1e9, 1e15))
+        return of(Layout(pipefusion=2), slow).seconds - of(Layout(pipefusion=2), fast).seconds
+
+    onwards = of(Layout(pipefusion=2), cores).sent_bytes["pipefusion"] / 1e9
+    assert lost(cores) - lost(overlapping) > 0.5 * onwards
+
+
 def test_what_blocks_take_beside_computing_comes_with_every_patch_and_is_shared_by_stages_alone():
     slow = dataclasses.replace(box(2).devices[0], beside_s=1.0, matmul_flops_per_s=1e30, attention_flops_per_s=1e30)
     there, blocks = dataclasses.replace(box(2), devices=(slow,) * 2), len(FLUX.block_flops)

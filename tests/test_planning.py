@@ -230,6 +230,17 @@ def test_ranks_that_are_up_stay_unless_another_layout_saves_more_than_its_start(
     assert kept.best.layout == Layout(cfg=2), "its groups share the sequence of one prompt"
 
 
+@pytest.mark.parametrize("branches", [1, 2])
+def test_running_groups_are_taken_to_keep_weights_as_they_would(branches):
+    """Where whole weights have no room, one sequence would share them; groups cannot."""
+    job, small = Job(whole=FLUX, branches=branches, evaluations=1), box(2, flops=1e14, memory=18 << 30)
+    made = plan(job, small, sizes=(2,))
+    assert made.best.prediction.kept == "sharded"
+    due = min((one.seconds for one in predict(job, Layout(cfg=2), small)), default=None)
+    chosen = with_running(job, small, made, Layout(cfg=2)).best
+    assert chosen.layout != Layout(cfg=2) or (chosen.prediction.kept, chosen.prediction.seconds) == ("offloaded", due)
+
+
 def predicted(job, a_box, layout):
     return min(one.seconds for one in predict(job, layout, a_box))
 

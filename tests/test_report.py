@@ -262,7 +262,7 @@ def test_scripts_that_read_the_report_find_every_figure_under_its_name():
         "exchange_share": 0.1234,
         "exchange_by_axis": {},
         "bytes_per_evaluation": 4 << 20,
-        "compiles": False,
+        "to_compile": "",
     }
     told = {
         "state": "ready",
@@ -321,8 +321,10 @@ def test_what_slowed_a_run_is_named_and_nothing_where_nothing_did():
     assert all(cause.value in cause.english for cause in found)
     shared_out = (KeptWeights("n", "whole", ""), KeptWeights("m", "sharded", ""))
     assert [(cause.word, cause.value) for cause in slowed(["cpu"], shared_out, RUN)] == [("sharded", "m")]
-    to_compile = replace(RUN, compiles=True)
-    assert [(cause.word, cause.value) for cause in slowed(["cpu"], shared_out, to_compile)] == [("sharded", "m"), ("uncompiled", "m")]
+    both = (KeptWeights("m", "sharded", ""), KeptWeights("other", "sharded", ""))
+    found = [(cause.word, cause.value) for cause in slowed(["cpu"], both, replace(RUN, to_compile="m"))]
+    assert found == [("sharded", "m"), ("sharded", "other"), ("uncompiled", "m")]
+    assert len(slowed(["cpu"], shared_out, replace(RUN, to_compile="n"))) == 1, "it has whole weights, and is compiled"
     assert not slowed(["cuda:0", "cuda:1"], (), RUN) and "What slowed it" not in text_of(pool())
 
 

@@ -24,7 +24,7 @@ SLOWED = {
     "imbalance": "the other ranks waited for rank {}",
     "single_timeline": "the patches waited for each other: {}",
     "sharded": "the weights of {} are gathered from all ranks at every evaluation",
-    "uncompiled": "the ranks did not compile {}: its weights are sharded and gathered before each layer; whole ones would be compiled",
+    "uncompiled": "the ranks did not compile {}: its weights are sharded; with weights whole, where they fit, they do",
     "offloaded": "weights of {} come from main memory at every evaluation",
     "shared_device": "several ranks share {}",
 }
@@ -59,7 +59,7 @@ def slowed(devices: Sequence[str], kept: Sequence[KeptWeights], run: LastRun) ->
     if mode == "single-timeline" and reason:
         found.append(Cause("single_timeline", reason))
     found += [Cause(one.kept, one.model) for one in kept if one.kept in SLOWED]
-    found += [Cause("uncompiled", one.model) for one in kept if one.kept == "sharded" and run.compiles]
+    found += [Cause("uncompiled", one.model) for one in kept if one.kept == "sharded" and one.model == run.to_compile]
     gpus = [name for name in devices if not name.endswith("cpu")]
     found += [Cause("shared_device", name) for name in dict.fromkeys(gpus) if gpus.count(name) > 1]
     return tuple(found)

@@ -57,7 +57,7 @@ class LastRun:
     """Figures of one run. None means not known: NCCL's messages run beside the clock that ranks
     look at, and the times of patches overlap. ``exchange_by_axis``: the shares of the run in which
     one rank waited for messages, of the rank that did so most; empty where that is not known.
-    ``compiles``: its MODEL was to be compiled.
+    ``to_compile``: the title of its MODEL where that was to be compiled.
     """
 
     began: float
@@ -71,7 +71,7 @@ class LastRun:
     exchange_share: float | None = None
     exchange_by_axis: Mapping[str, float] = field(default_factory=dict)
     bytes_per_evaluation: int
-    compiles: bool = False
+    to_compile: str = ""
 
 
 @dataclass(frozen=True)
@@ -234,10 +234,12 @@ def foretold(planned: Planned | None, run: Run) -> float | None:
     return figures.alone_ms / figures.achieved_ms
 
 
-def figures_of(run: Run, backend: str, stages: int) -> LastRun | None:
-    """Sum up a run in a pool of so many stages. None if it has evaluated nothing."""
+def figures_of(run: Run, title: str, backend: str, stages: int) -> LastRun | None:
+    """Sum up a run of the model with this title, in a pool of so many stages. None if it has
+    evaluated nothing.
+    """
     figures = last_run(run.began_s, run.mode, list(run.evaluations), backend, stages)
-    return figures and replace(figures, compiles=any(one.compiles for one in list(run.evaluations)))
+    return figures and replace(figures, to_compile=title if any(one.compiles for one in list(run.evaluations)) else "")
 
 
 def last_run(began_s: float, mode: str, evaluations: Sequence[Evaluation], backend: str, stages: int = 1) -> LastRun | None:

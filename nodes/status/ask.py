@@ -62,7 +62,7 @@ def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
 
 def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
     placement = handle.placement
-    figures = figures_of(run, placement.backend, placement.layout.pipefusion)
+    figures = figures_of(run, title_of(pool, run.model), placement.backend, placement.layout.pipefusion)
     return RunStatus(
         pool=pool_id(placement),
         model=run.model,

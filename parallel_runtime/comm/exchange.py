@@ -124,26 +124,38 @@ class Exchange:
             for tensor in chunks[rank]:
                 place[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
                 offset += tensor.numel()
-        step = Step((self, tuple(map(tuple, shapes)), first.dtype), partial(self._pass, message))
-        flag = self.in_step.take(step, flag) if self.in_step is not None else self._pass(message, flag)
+        room = self._flags(message)
+        if self.in_step is not None:
+            self.in_step.enter(Step((self, tuple(map(tuple, shapes)), first.dtype), partial(self._pass, message)))
+        flag = self._pass(message, flag, room)
+        if self.in_step is not None:
+            self.in_step.leave_with(flag)
         received = [places.receiving[:0]] * self.size
         for rank, place in places.come.items():
             received[rank] = place[:-1].view(shapes[rank])
         return received, flag
 
-    def _pass(self, message: Message, flag: torch.Tensor) -> torch.Tensor:
-        """Move what lies in the places of ``message`` with ``flag``; return the group's largest.
-        All memory is taken before anything moves: a rank that has none fails with it unsent.
+    def _flags(self, message: Message) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return room for every rank's flag, and for the largest. It is there before anything is
+        sent: a rank that has no memory fails before others wait for it.
         """
-        places, wish = self._places(message), flag.to(message.device, message.dtype)
-        wishes, largest = wish.new_empty(self.size), wish.new_empty(1)
+        wishes = torch.empty(self.size, dtype=message.dtype, device=message.device)
+        return wishes, wishes.new_empty(1)
+
+    def _pass(self, message: Message, flag: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+        """Move what lies in the places of ``message`` with ``flag``; return the group's largest, in
+        ``room`` where there is some.
+        """
+        places, (wishes, largest) = self._places(message), room or self._flags(message)
+        wishes[:1].copy_(flag)
         for own_flag in places.own_flags:
-            own_flag.copy_(wish)
+            own_flag.copy_(wishes[:1])
         began = time.perf_counter()
         self._move(places.receiving, places.sending, message.come, message.to)
         self.seconds += time.perf_counter() - began
         self.sent_bytes += places.sending.nbytes
-        torch.cat([wish, *places.flags], out=wishes)
+        if places.flags:
+            torch.cat(places.flags, out=wishes[1:])
         return torch.amax(wishes, 0, keepdim=True, out=largest)
 
     def _places(self, message: Message) -> Places:

@@ -114,8 +114,9 @@ class InStep:
         if self._is_over:
             return
         self._is_over, self._is_broken = True, True
-        wish, came = torch.ones_like(self._flag), self._flag
+        came = self._flag
         try:
+            wish = torch.ones_like(came)
             for step in self._steps[self._at :]:
                 flag = step.take(came if step.decides else wish)
                 came = came if flag is None else flag

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..layout import Layout
 from .box import Box
-from .cost import Costs, forwards_of
+from .cost import Costs, branches_of, forwards_of
 from .figures import Whole
 from .job import Job
 
@@ -18,5 +18,8 @@ def beside_bytes(whole: Whole, layout: Layout, branches: int, batch: int, speeds
     """Return the bytes of the rank with the most. ``whole``: of one branch and image; ``speeds`` of
     the ranks, as a placement has them.
     """
-    costs = Costs(job=Job(whole=whole, branches=branches, batch=batch), layout=layout, box=NOWHERE, speeds=tuple(speeds))
-    return FRAGMENTS + max(costs.activation_bytes(stage, own) for stage in costs.stages for own in forwards_of(costs))
+    job, own = Job(whole=whole, branches=branches, batch=batch), tuple(speeds)
+    widths = layout.widths if whole.attended else layout.widths[:1]
+    joined = layout.joined(branches_of(job, layout, own, widths).width)
+    ways = [Costs(job=job, layout=one, box=NOWHERE, speeds=own) for one in (layout, joined)]  # groups of sharded weights stay apart
+    return FRAGMENTS + max(costs.activation_bytes(stage, of) for costs in ways for stage in costs.stages for of in forwards_of(costs))

@@ -80,10 +80,12 @@ class Plan:
         return next((row for row in self.rows if not row.why), None)
 
     def best_of(self, devices: int) -> Row | None:
-        """Return the fastest row of so many devices or fewer; None where none has room."""
+        """Return the fastest row of so many devices or fewer, as the best of those; None where none
+        has room.
+        """
         rows = [row for row in self.rows if row.layout.world_size <= devices and row.may_be_chosen]
         best = fastest([row.prediction for row in rows if row.prediction is not None])
-        return next((row for row in rows if row.prediction is best), None)
+        return next((replace(row, loss=None) for row in rows if row.prediction is best), None)
 
     def alone(self) -> Row | None:
         """Return the row of one device."""
@@ -147,14 +149,14 @@ def with_running(
         return made
     if running.degrees()[APPROXIMATE] > 1 and not allows_approximate:
         return made
-    wide = [running.joined(width) for width in (running.widths if job.whole.attended else running.widths[:1])]
-    ways = [one for layout in {*wide} & {*legal_layouts(job, running.world_size)} for one in predict(job, layout, box)]
+    wide = {running.joined(width) for width in (running.widths if job.whole.attended else running.widths[:1])}
+    ways = predict(job, running, box) if wide & {*legal_layouts(job, running.world_size)} else []
     quickest = min(ways, key=lambda one: one.seconds, default=None)
     if quickest is None or (quickest.seconds - best.prediction.seconds) * job.evaluations > START_S * (1 + is_wanted_again):
         return made
     loss = Loss("running_again" if is_wanted_again else "running")
     others = [replace(row, loss=row.loss or loss) for row in made.rows if row.layout != running]
-    return Plan((Row(running, replace(quickest, layout=running)), *others))
+    return Plan((Row(running, quickest), *others))
 
 
 def fastest(predictions: list[Prediction]) -> Prediction | None:

@@ -316,9 +316,11 @@ def _kept(costs: Costs, kept: Kept) -> Prediction | None:
     )
 
 
-def _waits(kept: Kept, moved_s: float, computing_s: float) -> float:
-    """Return what a forward waits for weights: gathered ones come while it computes."""
-    return max(0.0, moved_s - computing_s) if kept == "sharded" else moved_s
+def _waits(costs: Costs, kept: Kept, moved_s: float, computing_s: float) -> float:
+    """Return what a forward waits for weights: gathered ones come while it computes, where the box
+    lets them.
+    """
+    return max(0.0, moved_s - computing_s) if kept == "sharded" and costs.box.overlaps else moved_s
 
 
 def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
@@ -329,7 +331,7 @@ def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     one = {
         "ulysses": costs.ulysses_s(costs.stages[0], 1.0),
         "ring": costs.ring_s(ranks, 1.0),
-        "weights": _waits(kept, moved_s, max(computing)),
+        "weights": _waits(costs, kept, moved_s, max(computing)),
     }
     parts = {name: seconds * max(turns) for name, seconds in one.items()}
     parts["compute"] = fmean(busy) if costs.speeds else fmean(computing) * costs.job.even_turns(costs.layout)
@@ -349,13 +351,13 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
         for stage, blocks in enumerate(costs.stages):
             computing = max(costs.computing_s(ranks[stage], share) for ranks in firsts)
             exchanged = {"ulysses": costs.ulysses_s(blocks, share), "ring": costs.ring_s([ranks[stage] for ranks in firsts], share)}
-            times.append({"compute": computing, **exchanged, "weights": _waits(kept, moved_s, computing)})
+            times.append({"compute": computing, **exchanged, "weights": _waits(costs, kept, moved_s, computing)})
         return times
 
     times = stage_times(share)
     of_patch, of_whole = ([sum(one.values()) for one in of] for of in (times, stage_times(1.0)))
     turns, link_s = max(turns_of(costs)), costs.stage_s(share)
-    slowest = max(*of_patch, link_s)
+    slowest = max(*of_patch, link_s) if costs.box.overlaps else max(of_patch) + link_s
     round_trip = sum(of_patch) + (layout.pipefusion - 1) * link_s + costs.box.hop_s
     period = turns * max(costs.patches * slowest, round_trip)
     warm_up = sum(of_whole) + (layout.pipefusion - 1) * costs.stage_s(1.0) + (turns - 1) * max(of_whole) + costs.box.hop_s

@@ -76,19 +76,20 @@ def speeds_of(timed: Sequence[Timed]) -> tuple[float, float, float]:
     errors. None is less than 0 and no speed infinite: where times do not tell two speeds apart, it
     is one for both, and where they tell nothing of blocks, these take no time.
     """
-    matmul, attention, blocks = (
-        [getattr(one, name) / one.seconds for one in timed] for name in ("matmul_flops", "attention_flops", "blocks")
-    )
-    together = [a + b for a, b in zip(matmul, attention, strict=True)]
+    names = "matmul_flops", "attention_flops", "blocks"
+    matmul, attention, blocks = ([getattr(one, name) / one.seconds for one in timed] for name in names)
+    together, ones = [a + b for a, b in zip(matmul, attention, strict=True)], torch.ones(len(timed), 1, dtype=torch.float64)
+    found: list[tuple[float, tuple[float, float, float]]] = []
     for speeds, others in ([matmul, attention], [blocks]), ([matmul, attention], []), ([together], [blocks]), ([together], []):
         columns = torch.tensor([*speeds, *others], dtype=torch.float64).T
         scale = columns.amax(0).clamp(min=1e-30)
         if torch.linalg.matrix_rank(columns / scale, rtol=1e-6) < columns.shape[1]:
             continue
-        found = (torch.linalg.lstsq(columns / scale, torch.ones(len(timed), 1, dtype=torch.float64)).solution[:, 0] / scale).tolist()
-        if min(found) > 0:
-            return 1 / found[0], 1 / found[len(speeds) - 1], found[-1] if others else 0.0
-    raise ValueError(f"no speed comes of {timed}")
+        scaled = torch.linalg.lstsq(columns / scale, ones).solution
+        error, fit = float((columns / scale @ scaled - ones).square().sum()), (scaled[:, 0] / scale).tolist()
+        if min(fit) > 0:
+            found.append((round(error, 12), (1 / fit[0], 1 / fit[len(speeds) - 1], fit[-1] if others else 0.0)))
+    return min(found, key=lambda one: one[0])[1]
 
 
 def link_of(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, float]:
