@@ -297,11 +297,16 @@ def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
 def test_what_ranks_keep_of_stocks_gain_is_seconds_of_computing_whatever_messages_take(ranks, compiled, kept, is_met):
     """Stock takes 10 s, and 8 s compiled: two ranks that save 1 s each have kept all of it."""
     rounds = [{"stock": 10.0, "stock_compiled": 8.0, "ranks": ranks, "ranks_compiled": compiled}] * 3
-    first, *gains = compile_bench.figures("case", rounds)
-    assert (first.metric, first.is_met) == ("kept", is_met) and first.estimate.value == pytest.approx(kept)
+    share, seconds, *gains = compile_bench.figures("case", rounds)
+    assert (seconds.metric, seconds.is_met) == ("kept", is_met) and seconds.estimate.value == pytest.approx(kept)
     assert [(one.metric, one.estimate.value) for one in gains] == [("gain", ranks / compiled), ("stock_gain", 1.25)]
+    assert share.estimate.value == pytest.approx(ranks / compiled / 1.25)
 
 
 def test_where_stock_gains_nothing_nothing_can_be_kept():
     rounds = [{"stock": 10.0, "stock_compiled": 9.9, "ranks": 6.0, "ranks_compiled": 6.0}] * 3
-    assert [one.metric for one in compile_bench.figures("case", rounds)] == ["gain", "stock_gain, none to keep"]
+    found = list(compile_bench.figures("case", rounds))
+    assert [one.metric for one in found] == ["gain_of_stocks", "gain", "stock_gain, none to keep"]
+    assert all(one.is_met for one in found)
+    slower = [{**rounds[0], "ranks_compiled": 7.0}] * 3
+    assert [one.metric for one in compile_bench.figures("case", slower) if not one.is_met] == ["gain_of_stocks"]
