@@ -19,7 +19,8 @@ PROMPT = {"cross_attn": torch.zeros(1, 13, 64), "pooled_output": torch.zeros(1, 
 
 
 @pytest.fixture
-def runtime():
+def runtime(monkeypatch, tmp_path):
+    monkeypatch.setenv("PIPEMESH_CACHE", str(tmp_path))  # speeds that were measured here choose otherwise
     made = Runtime(fake_setup())
     yield made
     made._keeper.close()
