@@ -204,7 +204,7 @@ def host():
     return ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
 
 
-by_request = pytest.mark.skipif(not ALL, reason="a bench of half a minute; hop and sp run the same pools and processes")
+by_request = pytest.mark.skipif(not ALL, reason="a bench of half a minute; hop runs the same pools and processes")
 
 
 @by_request
@@ -276,13 +276,10 @@ def test_the_hop_bench_runs(monkeypatch):
     assert figures == {(case, f"hop_ms_{share}") for case in hop.GOALS_MS for share in ("p50", "p99")} | {("memory_only", "hop_ms_p50")}
 
 
+@by_request
 def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
     monkeypatch.setattr(sp, "EFFICIENCY", {192: 0.88})
     cases = ["ulysses2_192", "ring2_192", "2x2_1024"]
-    if not ALL:
-        monkeypatch.setattr(sp, "METHODS", {"ring2": sp.METHODS["ring2"]})
-        monkeypatch.setattr(sp, "BYTES_ONLY", {})
-        cases = ["ring2_192"]
     figures = list(sp.bench(Options(host=host(), rounds=1)))
     assert {figure.case for figure in figures if figure.metric == "efficiency"} == {case for case in cases if case.endswith("_192")}
     counted = [figure for figure in figures if figure.metric == "bytes_per_step"]
