@@ -30,7 +30,8 @@ python3 -m launcher COMMAND [options]
   plan        which layout is the fastest for a job on given GPUs, and why the others lose
   node        lends this machine to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
 
-PIPEMESH_COMFYUI names a ComfyUI of your own, PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for the one installed here.
+PIPEMESH_COMFYUI names a ComfyUI of your own (its folder, or a tar archive of it, which is installed beside the first one),
+PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for those installed here.
 """
 ROOT = Path(__file__).resolve().parent.parent
 INSIDE = {  # command -> the module whose main(argv, host) it is

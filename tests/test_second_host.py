@@ -1,0 +1,114 @@
+"""A ComfyUI from an archive, installed beside the first one. No network: the commands are played by
+a fake; what the tests of both hosts run on is installed for real.
+"""
+
+import io
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from pipemesh.launcher.comfyui import beside, find, install
+from pipemesh.launcher.comfyui.install import Install
+
+from .fake_installs import Desk, write_tree
+
+STEPS = ["venv", "install", "check", "compileall"]
+
+
+def write_archive(file: Path, version: str = "0.33.0", without: str = "", more: str = "") -> Path:
+    tree = write_tree(file.parent / f"tree of {file.name}", version)
+    with tarfile.open(file, "w:xz") as tar:
+        for path in sorted(tree.glob("*.*")):
+            if path.name != without:
+                tar.add(path, f"ComfyUI/{path.name}")
+        if more:
+            tar.addfile(tarfile.TarInfo(more), io.BytesIO())
+    return file
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    made = Desk(tmp_path)
+    made.first = made.ensure()
+    made.commands.ran.clear()
+    made.screen.clear()
+    return made
+
+
+def named(desk: Desk, archive: Path):
+    desk.env["PIPEMESH_COMFYUI"] = str(archive)
+    return desk.ensure()
+
+
+def test_an_archive_is_installed_once_beside_the_first_host_and_says_what_it_costs(desk: Desk, tmp_path: Path) -> None:
+    archive = write_archive(tmp_path / "new.tar.xz")
+    made = named(desk, archive)
+    assert desk.commands.ran == STEPS
+    assert "About 0.4 GB" in desk.screen[0] and desk.first.base in desk.screen[0]
+    assert made.version == "0.33.0" and made.comfyui != desk.first.comfyui and made.python != desk.first.python
+    assert named(desk, archive.rename(tmp_path / "other name.tar.xz")) == made, "the content counts, not the name"
+    assert desk.commands.ran == STEPS
+
+
+def test_its_environment_finds_its_own_packages_first_and_those_of_the_first_host_then(desk: Desk, tmp_path: Path) -> None:
+    made = named(desk, write_archive(tmp_path / "new.tar.xz"))
+    (venv,) = (command for command in desk.commands.commands if "--without-pip" in command)
+    own, below = beside.site_packages(Path(venv[-1])), beside.site_packages(Path(desk.first.base) / "venv")
+    for folder, modules in ((own, ("both",)), (below, ("both", "one"))):
+        folder.mkdir(parents=True, exist_ok=True)
+        for module in modules:
+            (folder / f"{module}.py").write_text("")
+    code = f"import site; site.addsitedir({str(own)!r}); import both, one; print(both.__file__); print(one.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str(own / "both.py"), str(below / "one.py")]
+    (call,) = (command for command in desk.commands.commands if made.python in command and "install" in command)
+    assert {*install.TORCH_PINS, str(Path(made.comfyui) / "requirements.txt")} <= set(call)
+
+
+def test_two_archives_of_one_version_do_not_meet(desk: Desk, tmp_path: Path) -> None:
+    one = named(desk, write_archive(tmp_path / "one.tar.xz"))
+    two = named(desk, write_archive(tmp_path / "two.tar.xz", more="ComfyUI/changed.py"))
+    assert len({desk.first.base, one.base, two.base}) == 3
+    assert find.other_installs(one) == (two.base,), "the first host is needed by this one"
+    assert set(find.other_installs(desk.first)) == {one.base, two.base}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_half_done_install_is_made_again(desk: Desk, tmp_path: Path, step: str) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    archive = write_archive(tmp_path / "new.tar.xz")
+    desk.commands.before[step] = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        named(desk, archive)
+    desk.commands.before.clear()
+    made = named(desk, archive)
+    assert desk.commands.ran[-len(STEPS) :] == STEPS
+    assert Install(Path(made.base)).is_complete
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"without": "main.py"}, "holds no ComfyUI"),
+        ({"version": "0.29.1"}, "holds ComfyUI 0.29.1: take 0.30.0 or newer"),
+        ({"more": "ComfyUI/../../escaped.py"}, "leads out of the folder"),
+        ({"more": "/escaped.py"}, "leads out of the folder"),
+    ],
+)
+def test_a_wrong_archive_is_one_sentence(desk: Desk, tmp_path: Path, options: dict[str, str], says: str) -> None:
+    desk.env["PIPEMESH_COMFYUI"] = str(write_archive(tmp_path / "wrong.tar.xz", **options))
+    message = desk.refusal()
+    assert says in message and "wrong.tar.xz" in message
+    assert "install" not in desk.commands.ran
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", "torn"])
+def test_a_file_that_is_no_whole_archive_is_one_sentence(desk: Desk, tmp_path: Path, content: bytes | str) -> None:
+    archive = write_archive(tmp_path / "wrong.tar.xz")
+    archive.write_bytes(archive.read_bytes()[:200] if isinstance(content, str) else content)
+    desk.env["PIPEMESH_COMFYUI"] = str(archive)
+    assert "wrong.tar.xz is no whole tar archive" in desk.refusal()
