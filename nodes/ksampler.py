@@ -12,6 +12,7 @@ from comfy_api.latest import io
 
 import nodes
 
+from .links import require_links
 from .pool import CATEGORY, POOL_TOOLTIP, Pool
 from .runtime import Runtime
 from .settings import Choice
@@ -62,6 +63,12 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
             )
 
         @classmethod
+        def validate_inputs(
+            cls, model: Any = None, positive: Any = None, negative: Any = None, latent_image: Any = None, pool: Any = None
+        ) -> bool | str:
+            return require_links(model=model, positive=positive, negative=negative, latent_image=latent_image, pool=pool)
+
+        @classmethod
         def execute(cls, model: ModelPatcher, pool: Choice | None = None, **settings: Any) -> io.NodeOutput:
             remote = runtime.parallelize(model, pool)
             return io.NodeOutput(*host_nodes.KSampler().sample(remote, **settings))
@@ -94,6 +101,12 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 ],
                 outputs=[io.Latent.Output(tooltip="The denoised latent.")],
             )
+
+        @classmethod
+        def validate_inputs(
+            cls, model: Any = None, positive: Any = None, negative: Any = None, latent_image: Any = None, pool: Any = None
+        ) -> bool | str:
+            return require_links(model=model, positive=positive, negative=negative, latent_image=latent_image, pool=pool)
 
         @classmethod
         def execute(cls, model: ModelPatcher, pool: Choice | None = None, **settings: Any) -> io.NodeOutput:

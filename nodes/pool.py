@@ -9,6 +9,7 @@ from typing import Any
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
+from .links import require_links
 from .runtime import Runtime
 from .settings import Choice, PoolSettings, Takes, TakesNumber, TakesOneOf
 
@@ -89,6 +90,10 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 ],
                 outputs=[io.Model.Output(tooltip="The same MODEL, sampled by the pool.")],
             )
+
+        @classmethod
+        def validate_inputs(cls, model: Any = None, pool: Any = None) -> bool | str:
+            return require_links(model=model, pool=pool)
 
         @classmethod
         def execute(cls, model: ModelPatcher, pool: Choice | None = None) -> io.NodeOutput:

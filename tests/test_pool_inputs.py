@@ -47,11 +47,20 @@ UNLIKE = [  # what only a link can bring
 
 @pytest.fixture(scope="module")
 def node():
-    """Of a runtime that can start nothing."""
+    """PipeMesh Pool."""
+    return made_nodes()["PipeMeshPool"]
+
+
+def made_nodes():
+    """Every node by its id, of a runtime that can start nothing."""
+    from pipemesh.nodes.ksampler import sampler_nodes
     from pipemesh.nodes.pool import pool_nodes
+    from pipemesh.nodes.report.node import report_node
     from pipemesh.nodes.runtime import Runtime
 
-    return pool_nodes(Runtime(fake_setup()))[0]
+    runtime = Runtime(fake_setup())
+    made = (*pool_nodes(runtime), *sampler_nodes(runtime), report_node(runtime))
+    return {one.GET_SCHEMA().node_id: one for one in made}
 
 
 @pytest.fixture
@@ -70,11 +79,11 @@ def complaints(node, monkeypatch):
         def INPUT_TYPES(cls):
             return {"required": {}}
 
-    monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, "PipeMeshPool", node)
-    monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, "Source", Source)
+    for name, one in {**made_nodes(), "PipeMeshPool": node, "Source": Source}.items():
+        monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, name, one)
 
-    def validated(**inputs):
-        prompt = {"1": {"class_type": "PipeMeshPool", "inputs": dict(inputs)}, "2": {"class_type": "Source", "inputs": {}}}
+    def validated(class_type="PipeMeshPool", **inputs):
+        prompt = {"1": {"class_type": class_type, "inputs": dict(inputs)}, "2": {"class_type": "Source", "inputs": {}}}
         valid, errors, _ = asyncio.run(execution.validate_inputs("id", prompt, "1", {}))
         assert valid == (not errors)
         return {f"{error['message']}: {error['details']}".rpartition(" - ")[2] for error in errors}
@@ -83,6 +92,35 @@ def complaints(node, monkeypatch):
 
 
 LINK = ["2", 0]
+
+
+SAMPLED = {"steps": 4, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
+SOCKETS = {
+    "PipeMeshParallelize": {"model": LINK},
+    "PipeMeshReport": {"latent": LINK},
+    "PipeMeshKSampler": {**dict.fromkeys(("model", "positive", "negative", "latent_image"), LINK), **SAMPLED, "seed": 1, "denoise": 1.0},
+    "PipeMeshKSamplerAdvanced": {
+        **dict.fromkeys(("model", "positive", "negative", "latent_image"), LINK),
+        **SAMPLED,
+        "add_noise": "enable",
+        "noise_seed": 1,
+        "start_at_step": 0,
+        "end_at_step": 9,
+        "return_with_leftover_noise": "disable",
+    },
+}
+
+
+@pytest.mark.parametrize("class_type", SOCKETS)
+def test_a_value_in_place_of_a_link_is_refused_when_queued_with_one_sentence(complaints, class_type):
+    inputs = SOCKETS[class_type]
+    assert complaints(class_type, **inputs, pool=LINK) == complaints(class_type, **inputs) == set()
+    move = "and takes a link alone: connect"
+    for value in ("cuda:0,cuda:1", 2, {"ulysses": 2}):
+        assert complaints(class_type, **inputs, pool=value) == {f"pool is {value!r}, {move} pool of PipeMesh Pool."}
+    socket = next(iter(inputs))
+    (sentence,) = complaints(class_type, **{**inputs, socket: "a name"})
+    assert sentence.startswith(f"{socket} is 'a name', {move} {socket} of ")
 
 
 @pytest.mark.parametrize(("changes", "sentence"), REFUSED)

@@ -11,6 +11,7 @@ import torch
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
+from ..links import require_links
 from ..pool import CATEGORY, Pool
 from ..runtime import Choice, Runtime
 from .text import report_text
@@ -42,9 +43,16 @@ def report_node(runtime: Runtime) -> type[io.ComfyNode]:
             )
 
         @classmethod
-        def fingerprint_inputs(cls, **_inputs: Any) -> float:
-            """Make ComfyUI run the node each time: its text is of now, whatever its inputs are."""
-            return float("nan")
+        def validate_inputs(cls, latent: Any = None, pool: Any = None) -> bool | str:
+            return require_links(latent=latent, pool=pool)
+
+        @classmethod
+        def fingerprint_inputs(cls, **given: Any) -> str | float:
+            """Behind a sampler the node runs when the sampler does: a run that ComfyUI has kept has
+            its report already, and what is behind the node is kept too. Without a latent nothing
+            tells when a run was, so it runs each time.
+            """
+            return "" if "latent" in given else float("nan")
 
         @classmethod
         def execute(cls, latent: dict[str, Any] | None = None, pool: Choice | None = None) -> io.NodeOutput:
