@@ -6,24 +6,23 @@ import asyncio
 import importlib.util
 import re
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(params=["comfyui-pipemesh-main", "pipe mesh", "pipemesh.v0.2"])
-def pack(monkeypatch, request):
-    """The root package under a name like the one ComfyUI makes of a path."""
-    name = f"/some where/custom_nodes/{request.param}".replace(".", "_x_")
-    spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+LINUX = "PipeMesh runs on Linux, and this is {}: run ComfyUI on Linux, or remove this folder from custom_nodes."
+CALL = "PipeMesh needs {}, which this Python {} is built without: run ComfyUI with another Python."
+PIP = "PipeMesh needs {}, missing here: run `python -m pip install -r {}` with ComfyUI's python."
+OLD = "PipeMesh needs ComfyUI 0.30.0 or newer and this is {}: update ComfyUI."
+VERSION, REQUIREMENTS = sys.version.split()[0], str(ROOT / "requirements.txt")
+FOLDERS = ["comfyui-pipemesh-main", "pipe mesh", "pipemesh.v0.2"]
 
 
 def comfyui(monkeypatch, version):
@@ -33,32 +32,100 @@ def comfyui(monkeypatch, version):
     monkeypatch.setitem(sys.modules, "comfyui_version", module)
 
 
-@pytest.mark.parametrize("version", ["0.29.9", "0.3.40", "0.4"])
-def test_a_comfyui_that_is_too_old_is_named_with_both_versions(pack, monkeypatch, version):
+def without(*names):
+    """Takes away what the names say: an attribute of a module, or a module."""
+
+    def take(monkeypatch):
+        for name in names:
+            module, _, attribute = name.partition(".")
+            if attribute:
+                monkeypatch.delattr(sys.modules[module], attribute)
+            else:
+                monkeypatch.setitem(sys.modules, module, None)
+
+    return take
+
+
+def on(platform):
+    """Another system, without what only Linux has."""
+
+    def take(monkeypatch):
+        monkeypatch.setattr(sys, "platform", platform)
+        without("os.memfd_create", "os.posix_fallocate", *(["fcntl"] if platform == "win32" else []))(monkeypatch)
+
+    return take
+
+
+LACKING = {
+    "Windows": (on("win32"), LINUX.format("Windows")),
+    "macOS": (on("darwin"), LINUX.format("macOS")),
+    "posix_fallocate": (without("os.posix_fallocate"), CALL.format("os.posix_fallocate", VERSION)),
+    "memfd_create": (without("os.memfd_create"), CALL.format("os.memfd_create", VERSION)),
+    "fcntl": (without("fcntl"), CALL.format("fcntl.ioctl", VERSION)),
+    "torch.distributed": (
+        lambda monkeypatch: monkeypatch.setattr("torch.distributed.is_available", lambda: False),
+        f"PipeMesh needs torch.distributed with gloo, which torch {torch.__version__} is built without: install a torch that has it.",
+    ),
+    "greenlet": (without("greenlet"), PIP.format("greenlet", REQUIREMENTS)),
+    "both requirements": (without("greenlet", "msgspec"), PIP.format("greenlet and msgspec", REQUIREMENTS)),
+    **{f"ComfyUI {version}": (partial(comfyui, version=version), OLD.format(version)) for version in ("0.29.9", "0.3.40", "0.4")},
+    "ComfyUI": (without("comfyui_version"), "PipeMesh runs inside ComfyUI: put this folder into ComfyUI's custom_nodes and start ComfyUI."),
+}
+
+
+@pytest.fixture
+def loaded(monkeypatch, tmp_path, caplog):
+    """Has ComfyUI's own loader load the pack from a folder of this name; returns whether it has
+    got nodes, and what it has changed in ComfyUI.
+    """
+    import nodes
+
+    kept = (nodes.EXTENSION_WEB_DIRS, nodes.NODE_CLASS_MAPPINGS, nodes.NODE_DISPLAY_NAME_MAPPINGS)
+    for one in kept:
+        for name in [name for name in one if "pipe" in name.lower()]:
+            monkeypatch.delitem(one, name)
+
+    def load(folder):
+        link = tmp_path / folder
+        link.symlink_to(ROOT, target_is_directory=True)
+        caplog.clear()
+        before, modules = [dict(one) for one in kept], set(sys.modules)
+        caplog.set_level("WARNING")
+        succeeded = asyncio.run(nodes.load_custom_node(str(link)))
+        return succeeded, [dict(one) for one in kept] != before, sys.modules.keys() - modules
+
+    return load
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_what_is_missing_is_one_sentence_in_the_log_and_nothing_of_comfyui_changes(loaded, monkeypatch, caplog, lacking, tmp_path):
+    take, sentence = LACKING[lacking]
+    with monkeypatch.context() as there:
+        take(there)
+        succeeded, has_changed, modules = loaded("pipemesh")
+    assert [line for line in caplog.messages if "pipemesh" in line.lower()] == [
+        f"Error while calling comfy_entrypoint in {tmp_path / 'pipemesh'}: {sentence}".replace(str(ROOT), str(tmp_path / "pipemesh"))
+    ]
+    assert not succeeded and not has_changed, "a page of its own, or nodes"
+    assert {name.rpartition(".")[2] for name in modules if "pipemesh" in name} == {str(tmp_path / "pipemesh"), "needs"}
+
+
+def test_a_comfyui_that_knows_no_extensions_is_told_in_its_log_all_the_same(loaded, monkeypatch, caplog):
+    comfyui(monkeypatch, "0.3.40")
+    monkeypatch.setitem(sys.modules, "comfy_api", None)
+    loaded("pipemesh")
+    assert f"[PipeMesh] {OLD.format('0.3.40')}" in caplog.messages
+
+
+@pytest.mark.parametrize(("version", "folder"), list(zip(["0.30.0", "0.31", "1.0.0"], FOLDERS, strict=True)))
+def test_a_newer_comfyui_is_welcome_whatever_the_folder_is_called(monkeypatch, version, folder):
     comfyui(monkeypatch, version)
-    with pytest.raises(ImportError, match=rf"PipeMesh needs ComfyUI 0\.30\.0 or newer and this is {version}: update ComfyUI"):
-        asyncio.run(pack.comfy_entrypoint())
-
-
-@pytest.mark.parametrize("version", ["0.30.0", "0.31", "1.0.0", "0.30.1rc2"])
-def test_a_newer_comfyui_is_welcome(pack, monkeypatch, version):
-    comfyui(monkeypatch, version)
-    pack.check_host()
-
-
-def test_outside_comfyui_the_sentence_says_where_the_folder_belongs(pack, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="put this folder into ComfyUI's custom_nodes"):
-        pack.check_host()
-
-
-@pytest.mark.parametrize("package", ["greenlet", "msgspec"])
-def test_a_missing_dependency_is_named_with_the_command_that_installs_it(pack, monkeypatch, package):
-    comfyui(monkeypatch, "0.30.0")
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
-    with pytest.raises(ImportError, match=rf"needs {package}, missing.*pip install -r .*requirements\.txt"):
-        pack.check_host()
+    name = f"/some where/custom_nodes/{folder}".replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    assert (module.LACK, module.WEB_DIRECTORY) == ("", "./web")
 
 
 @pytest.mark.parametrize(

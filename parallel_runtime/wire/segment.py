@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import torch
 
-from ..errors import PipeMeshError, SharedMemoryFull
+from ..errors import SharedMemoryFull
 
 ALIGN = 64
 
@@ -70,8 +70,6 @@ class Segment:
         """Makes a segment. Raises SharedMemoryFull when the system has no room: pages are reserved
         here, not at first touch.
         """
-        if not hasattr(os, "memfd_create"):
-            raise PipeMeshError("This system has no memfd_create, which PipeMesh needs for shared memory: run on Linux.")
         fd = os.memfd_create(f"pipemesh-{name}", os.MFD_CLOEXEC)
         try:
             reserve(fd, 0, nbytes, allocate)
