@@ -59,7 +59,7 @@ def first_line(placement: Placement, auto_is_on: bool) -> str:
     names, auto = ", ".join(device.name for device in placement.devices), "on" if auto_is_on else "off"
     if not placement.devices[0].is_gpu:
         return f"No GPU here: {len(placement.devices)} ranks on the CPU stand for GPUs. Auto mode is {auto}."
-    if len(placement.devices) < 2:
+    if placement.is_one_gpu:
         return f"One GPU ({names}), and nothing to share an image with."
     return f"{len(placement.devices)} GPUs ({names}), {placement.backend}. Auto mode is {auto}."
 

@@ -14,7 +14,7 @@ import nodes
 
 from .links import require_links
 from .pool import CATEGORY, POOL_TOOLTIP, Pool
-from .runtime import Runtime
+from .runtime import Runtime, parallelized
 from .settings import Choice
 
 host_nodes: Any = nodes  # ComfyUI's; a type checker takes this folder for it
@@ -70,7 +70,7 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
 
         @classmethod
         def execute(cls, model: ModelPatcher, pool: Choice | None = None, **settings: Any) -> io.NodeOutput:
-            remote = runtime.parallelize(model, pool)
+            remote = parallelized(runtime, model, pool)
             return io.NodeOutput(*host_nodes.KSampler().sample(remote, **settings))
 
     class PipeMeshKSamplerAdvanced(io.ComfyNode):
@@ -110,7 +110,7 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
 
         @classmethod
         def execute(cls, model: ModelPatcher, pool: Choice | None = None, **settings: Any) -> io.NodeOutput:
-            remote = runtime.parallelize(model, pool)
+            remote = parallelized(runtime, model, pool)
             return io.NodeOutput(*host_nodes.KSamplerAdvanced().sample(remote, **settings))
 
     return [PipeMeshKSampler, PipeMeshKSamplerAdvanced]

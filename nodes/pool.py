@@ -10,12 +10,12 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from .links import require_links
-from .runtime import Runtime
+from .runtime import Runtime, parallelized
 from .settings import Choice, PoolSettings, Takes, TakesNumber, TakesOneOf
 
 CATEGORY = "PipeMesh"
 Pool = io.Custom("PIPEMESH_POOL")
-POOL_TOOLTIP = "Which devices work together and how. Without it: all GPUs (or two CPU ranks)."
+POOL_TOOLTIP = "Which devices work together and how. Without it: all GPUs (two CPU ranks with --cpu)."
 
 
 def socket(name: str, takes: Takes) -> io.Input:
@@ -97,6 +97,6 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
 
         @classmethod
         def execute(cls, model: ModelPatcher, pool: Choice | None = None) -> io.NodeOutput:
-            return io.NodeOutput(runtime.parallelize(model, pool))
+            return io.NodeOutput(parallelized(runtime, model, pool))
 
     return [PipeMeshPool, PipeMeshParallelize]

@@ -45,6 +45,7 @@ from .timing import StepTimes
 from .waiting import Waiting
 
 CROWDED = "{} on the CPU, which has {} cores here: ranks share cores, and more of them are slower. Lower the degrees."
+ONE_GPU = "There is one GPU here, and nothing to share an image with."
 log = logging.getLogger("pipemesh")
 
 
@@ -118,9 +119,11 @@ class Runtime:
         return Choice(placement, settings.patching(), settings.weights, settings.allows_approximate, settings.layout == AUTO)
 
     def default_choice(self) -> Choice:
-        """Choose all GPUs, or two ranks on the CPU."""
+        """Choose all GPUs, or two ranks on the CPU where ComfyUI computes on that. Raises
+        LayoutError where it computes on anything else.
+        """
         gpus = self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu))
-        return Choice(place(Layout(ulysses=how_many("auto", gpus)), "auto", "auto", gpus), is_open=True)
+        return Choice(place(Layout(ulysses=how_many("auto", gpus)), "auto", "auto", gpus, own_device()), is_open=True)
 
     def check(self, **values: Any) -> bool | str:
         """Check what is known of these inputs: True, or the sentence that says what is wrong. None
@@ -139,19 +142,16 @@ class Runtime:
             return str(error)
         return True
 
-    def parallelize(self, model: ModelPatcher, choice: Choice | None, left_open: Choice | None = None) -> RemotePatcher:
-        """Make a clone of ``model`` that the pool of this choice samples. A model that is
-        parallelized already keeps its pool where none is chosen. ``left_open``: the open choice
-        that this one was made from, which the next sampling is planned by. Raises LayoutError,
-        Refused, ModelError.
+    def parallelize(self, model: ModelPatcher, choice: Choice, left_open: Choice | None = None) -> RemotePatcher:
+        """Make a clone of ``model`` that the pool of this choice samples. ``left_open``: the open
+        choice that this one was made from, which the next sampling is planned by. Raises
+        LayoutError, Refused, ModelError.
         """
         if self._fault:
             raise LayoutError(self._fault)
-        if choice is None and isinstance(model, RemotePatcher):
-            return model
-        choice = provisional(choice or self.default_choice(), model)
+        choice = provisional(choice, model)
         pool = self._pool(choice.placement)
-        device = str(comfy.model_management.get_torch_device())
+        device = own_device()
         begins = partial(self._begins, pool)
         made = parallelize(model, pool, choice.held_on(device), choice.patching, begins, choice.computed_on(device), choice.weights)
         left_open = left_open or (choice if choice.is_open else None)
@@ -196,7 +196,7 @@ class Runtime:
 
     def _placed(self, settings: PoolSettings) -> Placement:
         """Raises LayoutError."""
-        placement = settings.place(self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)))
+        placement = settings.place(self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)), own_device())
         if placement.other_machines and not self._fault:
             check_rendezvous(self._setup, placement.other_machines[0])
         return placement
@@ -228,6 +228,27 @@ class Runtime:
         self._logged = told.text
         if not isinstance(self.wait, Waiting) or not self.wait.tell(told):
             self._show(told.line)
+
+
+def own_device() -> str:
+    """Return the device that ComfyUI itself computes on."""
+    return str(comfy.model_management.get_torch_device())
+
+
+def parallelized(runtime: Runtime, model: ModelPatcher, choice: Choice | None) -> ModelPatcher:
+    """Make a clone of ``model`` that the pool of this choice samples, or without one all devices.
+    Without one a model that is parallelized already keeps its pool, and where there is one GPU
+    the model is itself: a worker would only be in its way. Raises what ``parallelize`` raises.
+    """
+    if choice is not None:
+        return runtime.parallelize(model, choice)
+    if isinstance(model, RemotePatcher):
+        return model
+    choice = runtime.default_choice()
+    if choice.placement.is_one_gpu:
+        runtime.notices.tell(f"On one GPU: {ONE_GPU}")
+        return model
+    return runtime.parallelize(model, choice)
 
 
 def predicted(pools: Mapping[Placement, RemotePool], planned: Planned | None, run: Run) -> float | None:

@@ -21,7 +21,7 @@ from ..parallel_runtime.planner.keeping import ASKED
 MOST_DIGITS = 6  # of a number of blocks
 BY_HAND, AUTO = "by hand", "auto"
 EXACT, APPROXIMATE = "exact", "approximate allowed"
-CPU_RANKS = 2  # where ComfyUI sees no GPU
+CPU_RANKS = 2  # where ComfyUI computes on the CPU
 PLACED_BY = {"devices", "ulysses", "ring", "pipefusion", "cfg", "data", "layout"}  # inputs without which no rank has a device
 
 
@@ -203,9 +203,11 @@ class PoolSettings:
             return Layout(ulysses=how_many(self.devices, gpus))
         return Layout(**{axis: getattr(self, axis) for axis in Layout().degrees()})
 
-    def place(self, gpus: tuple[Device, ...]) -> Placement:
-        """Raises LayoutError with the equation that fails."""
-        return place(self.degrees(gpus), self.devices, "auto" if self.layout == AUTO else self.backend, gpus)
+    def place(self, gpus: tuple[Device, ...], own: str) -> Placement:
+        """``own``: the device that ComfyUI computes on. Raises LayoutError with the equation that
+        fails.
+        """
+        return place(self.degrees(gpus), self.devices, "auto" if self.layout == AUTO else self.backend, gpus, own)
 
     def patching(self) -> Patching | None:
         """Return how stages share out patches and blocks; None where there are no stages.

@@ -77,6 +77,8 @@ def only_pool(runtime, choice=None):
 
 
 def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_takes_them(runtime, files):
+    from pipemesh.nodes.runtime import parallelized
+
     had = sum(pool.loads for pool in runtime.report().pools)
     model = load(files["model"])
     three, four = (runtime.choose(**STAGES, patches=patches, stages="2,2") for patches in (3, 4))
@@ -85,14 +87,14 @@ def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_ta
     before = only_pool(runtime)
     patched = before["last_run"]["in_patches"]
     assert (patched["mode"], patched["patches"], patched["whole"]) == ("free-running", 3, 1)
-    assert 0 < patched["of_schedule"] <= 1 and set(patched["lost_ms"]) == {"sampler", "hand-over", "stage"}
+    assert patched["of_schedule"] > 0 and set(patched["lost_ms"]) == {"sampler", "hand-over", "stage"}
     again = runtime.parallelize(parallel, four)
     run(again)
     after = only_pool(runtime, three)
     assert after["last_run"]["in_patches"]["patches"] == 4
     assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before["ranks"]]
     assert after["loads"] == before["loads"] == had + 1
-    assert runtime.parallelize(again, None) is again
+    assert parallelized(runtime, again, None) is again
 
 
 def test_every_run_says_how_it_is_sampled_and_the_last_one_is_kept(runtime, files, caplog):
@@ -210,6 +212,63 @@ def test_auto_takes_all_gpus(node, monkeypatch):
     assert (choice.placement.layout, choice.placement.devices, choice.placement.backend) == (Layout(ulysses=3), gpus, "nccl")
     (choice,) = node.execute(devices="auto", ulysses=2, backend="auto").result
     assert choice.placement.devices == gpus[:2], "without a layout, the degrees count"
+
+
+@pytest.fixture
+def elsewhere(monkeypatch, request):
+    """ComfyUI computes on a device of another maker."""
+    monkeypatch.setattr("comfy.model_management.get_torch_device", lambda: torch.device(request.param))
+    monkeypatch.setattr("comfy.model_management.get_torch_device_name", lambda device: f"{device} of another maker")
+    sizes = {"get_total_memory": 2, "get_free_memory": 1}
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"comfy.model_management.{name}", lambda device, size=size: size)
+    return request.param
+
+
+NO_RANKS = (
+    "ComfyUI computes on {}, and PipeMesh on GPUs of NVIDIA and AMD, or on the CPU: "
+    "sample without PipeMesh, or set devices of PipeMesh Pool to cpu."
+)
+
+
+@pytest.mark.parametrize("elsewhere", ["xpu:0", "privateuseone:0", "mps"], indirect=True)
+def test_where_no_rank_computes_a_pool_is_refused_in_a_sentence_that_the_page_and_the_log_have_too(elsewhere, node, files, caplog):
+    from pipemesh.nodes.auto.sampling import Auto
+    from pipemesh.nodes.auto.switch import Switch
+    from pipemesh.nodes.pool import pool_nodes
+    from pipemesh.nodes.runtime import Runtime
+    from pipemesh.nodes.status.ask import status_of
+
+    runtime = Runtime(fake_setup())
+    sentence = NO_RANKS.format(elsewhere)
+    with pytest.raises(LayoutError) as caught:
+        pool_nodes(runtime)[1].execute(load(files["model"]))
+    assert str(caught.value) == sentence
+    for layout in ("auto", "by hand"):
+        assert node.validate_inputs(**STAGES | {"devices": "auto", "layout": layout}) == sentence
+        assert node.validate_inputs(**STAGES | {"layout": layout}) is True, "cpu was named"
+    caplog.set_level("INFO", "pipemesh")
+    auto = Auto(runtime, Switch({"PIPEMESH_AUTO": "1"}, lambda: None), runtime.notices)
+    auto.install()
+    auto.remove()
+    status = status_of(runtime, auto)
+    assert (status.auto.on, status.auto.why, status.auto.unavailable) == (False, "host", sentence)
+    assert [(one.name, one.title) for one in status.devices] == [(elsewhere, f"{elsewhere} of another maker")]
+    assert caplog.messages.count(f"[PipeMesh] {sentence}") == 1
+    assert not runtime.pools()
+
+
+def test_with_one_gpu_the_model_stays_itself_no_worker_starts_and_a_notice_says_why(monkeypatch, files):
+    from pipemesh.nodes.pool import pool_nodes
+    from pipemesh.nodes.runtime import Runtime
+
+    runtime, model = Runtime(fake_setup()), load(files["model"])
+    for gpus, is_itself in ((1, True), (2, False)):
+        seen = tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(gpus))
+        monkeypatch.setattr("pipemesh.nodes.runtime.visible_gpus", lambda cpu_only, seen=seen: seen)
+        (made,) = pool_nodes(runtime)[1].execute(model).result
+        assert (made is model, not runtime.pools()) == (is_itself, is_itself)
+    assert [one.text for one in runtime.notices.latest()] == ["On one GPU: There is one GPU here, and nothing to share an image with."]
 
 
 def test_a_linked_layout_is_queued_whatever_the_degrees_are(node):

@@ -16,6 +16,7 @@ from ...parallel_runtime.wire.arena import MAX_RANKS
 
 Backend = Literal["gloo", "nccl"]
 CUDA_VARIABLE, HIP_VARIABLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"  # HIP reads the first too, where the second is not set
+KINDS = ("cpu", "cuda")  # of devices that ranks compute on; AMD's GPUs are ``cuda`` too
 ELSEWHERE = re.compile(r"[\w.-]+/(cpu|cuda:\d+)")
 
 
@@ -85,6 +86,10 @@ class Placement:
         names = ("", *self.other_machines)
         return tuple(names.index(device.machine) for device in self.devices) if len(names) > 1 else ()
 
+    @property
+    def is_one_gpu(self) -> bool:
+        return len(self.devices) == 1 and self.devices[0].is_gpu
+
     def ranks_on(self, machine: str) -> tuple[int, ...]:
         return tuple(rank for rank, device in enumerate(self.devices) if device.machine == machine)
 
@@ -112,14 +117,28 @@ class Placement:
         return min(share, int(limit)) if limit.isdigit() and int(limit) else share
 
 
-def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...]) -> Placement:
+def no_ranks_on(own: str) -> str:
+    """Returns why a pool computes on no device of the kind of ``own``, where ComfyUI computes;
+    empty where it does.
+    """
+    if own.partition(":")[0] in KINDS:
+        return ""
+    return (
+        f"ComfyUI computes on {own}, and PipeMesh on GPUs of NVIDIA and AMD, or on the CPU: "
+        "sample without PipeMesh, or set devices of PipeMesh Pool to cpu."
+    )
+
+
+def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...], own: str = "cpu") -> Placement:
     """Gives every rank a device. ``wanted`` is ``auto``, ``cpu`` or a list such as
-    ``cuda:0,cuda:2`` or ``cuda:0,node1/cuda:0``; ``gpus`` are those of this machine.
+    ``cuda:0,cuda:2`` or ``cuda:0,node1/cuda:0``; ``gpus`` are those of this machine, and ``own`` is
+    the device that ComfyUI computes on: for ``auto``, the CPU stands for GPUs only where that is
+    the CPU.
 
     The devices of another machine are found out when the pool starts. Raises LayoutError with the
     equation that fails.
     """
-    names = names_of(layout, wanted, gpus)
+    names = names_of(layout, wanted, gpus, own)
     known = {device.name: device for device in (Device("cpu"), *gpus)}
     known |= {name: Device(name) for name in names if ELSEWHERE.fullmatch(name)}
     unknown = [name for name in names if name not in known]
@@ -163,7 +182,7 @@ def speeds_of(devices: Sequence[Device]) -> tuple[int, ...]:
     return relative([speed / devices.count(device) for speed, device in zip(speeds, devices, strict=True)])
 
 
-def names_of(layout: Layout, wanted: str, gpus: tuple[Device, ...]) -> list[str]:
+def names_of(layout: Layout, wanted: str, gpus: tuple[Device, ...], own: str) -> list[str]:
     """The names of the devices, one per rank. Raises LayoutError."""
     names = [name.strip() for name in wanted.split(",") if name.strip()] or ["auto"]
     size = layout.world_size
@@ -172,6 +191,8 @@ def names_of(layout: Layout, wanted: str, gpus: tuple[Device, ...]) -> list[str]
         return " or ".join(one.product() for one in layout.nearest(ranks))
 
     if names == ["auto"]:
+        if not gpus and (sentence := no_ranks_on(own)):
+            raise LayoutError(sentence)
         names = [gpu.name for gpu in gpus[:size]] if gpus else ["cpu"]
         if gpus and len(names) < size:
             here = count(len(gpus), "GPU")

@@ -16,13 +16,13 @@ from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import get_executing_context
 
-from ...launcher.pool.devices import Placement
+from ...launcher.pool.devices import Placement, no_ranks_on
 from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
 from ...parallel_runtime.client.run import Run as PoolRun
 from ...parallel_runtime.comfy_bridge.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..notices import Notices
-from ..runtime import Runtime
+from ..runtime import ONE_GPU, Runtime, own_device
 from ..timing import StepTimes
 from .layouts import in_chosen_layout, in_place_of, laid_out_anew, note, require_several
 from .seam import GuiderSeam, HostChanged, Run
@@ -36,7 +36,7 @@ log = logging.getLogger("pipemesh")
 class Auto:
     def __init__(self, runtime: Runtime, switch: Switch, notices: Notices, times: StepTimes | None = None):
         self.switch = switch
-        self._changed = ""  # how this ComfyUI differs from those that auto mode knows
+        self._why_not = ""  # this ComfyUI is none that auto mode knows, or computes where no rank does
         self._runtime = runtime
         self._notices = notices
         self._seam = GuiderSeam(self.sample, self.unseen, times or StepTimes())
@@ -45,24 +45,28 @@ class Auto:
         self._given_up = ""  # the prompt in which the pool has failed
 
     def is_on(self) -> bool:
-        return not self._changed and self.switch.is_on()
+        return not self._why_not and self.switch.is_on()
 
     @property
     def unavailable(self) -> tuple[str, str]:
         """Returns why the setting has no effect, as one of ``UNAVAILABLE`` and in English; both are
         empty where it has.
         """
-        return ("host", self._changed) if self._changed else self.switch.overruled
+        return ("host", self._why_not) if self._why_not else self.switch.overruled
 
     def install(self) -> None:
+        """Takes its place in ComfyUI. Pools of the CPU whose layout is open need that on any
+        device.
+        """
+        self._why_not = no_ranks_on(own_device())
         try:
             self._seam.install()
         except HostChanged as error:
-            self._changed = str(error)
-            if self.switch.is_on():
-                self._notices.tell(self._changed, one_gpu=False)
-            else:
-                log.info("[PipeMesh] %s", error)
+            self._why_not = str(error)
+        if self._why_not and self.switch.is_on():
+            self._notices.tell(self._why_not, one_gpu=False)
+        elif self._why_not:
+            log.info("[PipeMesh] %s", self._why_not)
 
     def remove(self) -> None:
         self._seam.remove()
@@ -190,11 +194,8 @@ def check_own_device(model: ModelPatcher) -> None:
 
 def check_devices(placement: Placement) -> None:
     """Raises LayoutError where more ranks would not be faster than ComfyUI alone."""
-    own = comfy.model_management.get_torch_device()
-    if placement.layout.world_size < 2:
-        raise LayoutError("There is one GPU here, and nothing to share an image with.")
-    if own.type != "cpu" and not placement.devices[0].is_gpu:
-        raise LayoutError(f"ComfyUI computes on {own}, where PipeMesh has no ranks.")
+    if placement.is_one_gpu:
+        raise LayoutError(ONE_GPU)
 
 
 def models_of(guider: Any) -> dict[str, ModelPatcher]:

@@ -81,14 +81,15 @@ def title_of(pool: RemotePool, model: str) -> str:
 
 
 def device_statuses(ranks: list[RankFigures]) -> tuple[DeviceStatus, ...]:
-    """Describe the devices of this machine."""
-    gpus = visible_gpus(comfy.cli_args.args.cpu)
+    """Describe the devices of this machine, and where ComfyUI computes on one that is no GPU of a
+    pool, that one alone.
+    """
+    gpus, own = visible_gpus(comfy.cli_args.args.cpu), comfy.model_management.get_torch_device()
     if not gpus:
-        cpu = torch.device("cpu")
-        total, free = comfy.model_management.get_total_memory(cpu), comfy.model_management.get_free_memory(cpu)
-        return (DeviceStatus("cpu", "CPU", total, free),)
+        total, free = comfy.model_management.get_total_memory(own), comfy.model_management.get_free_memory(own)
+        title = "CPU" if own.type == "cpu" else comfy.model_management.get_torch_device_name(own)
+        return (DeviceStatus(str(own), title, total, free),)
     free = {rank.device: rank.memory.free for rank in ranks if rank.memory is not None}
-    own = comfy.model_management.get_torch_device()
     free[str(own)] = int(comfy.model_management.get_free_memory(own))
     properties = {gpu.name: torch.cuda.get_device_properties(index) for index, gpu in enumerate(gpus)}
     return tuple(DeviceStatus(name, one.name, one.total_memory, free.get(name)) for name, one in properties.items())
