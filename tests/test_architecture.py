@@ -37,6 +37,7 @@ COMFYUI = {
 }
 BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "__init__.py",
+    "needs.py",
     "nodes/",
     "parallel_runtime/comfy_bridge/",
     "parallel_runtime/client/remote_forward.py",

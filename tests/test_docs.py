@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "REFERENCE.md"
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
-CODE = ("launcher", "parallel_runtime", "nodes", "benchmarks", "tests/conftest.py", "__init__.py")
+CODE = ("launcher", "parallel_runtime", "nodes", "benchmarks", "tests/conftest.py", "__init__.py", "needs.py")
 SUFFIXES = (".py", ".md", ".js", ".json", ".svg", ".png", ".toml", ".txt")
 OTHERS_FILES = ("main.py", "dynamic_rendezvous.py")  # of ComfyUI, of torch
 COMFYUI_FOLDERS = ("comfy/", "custom_nodes", "models")
