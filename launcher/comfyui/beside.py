@@ -32,14 +32,17 @@ NEEDED_BYTES = 2 * 10**9
 BLOCK = 1 << 20
 
 
-def ensure_from_archive(archive: Path, root: Path, tools: Tools) -> Install:
+def ensure_from_archive(archive: Path, root: Path, tools: Tools, sha256: str = "") -> Install:
     """The install of that very archive (its content, not its name) for the checkout `root`, made
-    first where it is missing. Raises LaunchError.
+    first where it is missing. Raises LaunchError, also where the archive has not the digest
+    `sha256`, if that is given.
     """
     try:
         digest = sha256_of(archive)
     except OSError as error:
         raise LaunchError(f"{archive} cannot be read ({error.strerror or error}): name an archive of ComfyUI's tree.") from error
+    if sha256 and digest != sha256.lower():
+        raise LaunchError(f"{archive} has the sha256 {digest}, not {sha256}: download it again, or ask whoever gave you the digest.")
     first = ensure_installed(root, tools)
     requirements = pack_requirements(root)
 

@@ -153,9 +153,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--from", dest="archive", type=Path, metavar="ARCHIVE", help="install the ComfyUI of this tar archive beside the first"
     )
+    parser.add_argument("--sha256", default="", metavar="HEX", help="the digest that the archive must have")
     options = parser.parse_args(argv)
+    if options.sha256 and not options.archive:
+        parser.error("--sha256 is the digest of an archive: name it with --from")
     if options.archive:
-        host = cached_comfyui(ensure_from_archive(options.archive.expanduser().absolute(), ROOT, Tools()))
+        host = cached_comfyui(ensure_from_archive(options.archive.expanduser().absolute(), ROOT, Tools(), options.sha256))
     else:
         host = ensure_comfyui()
     if options.json:

