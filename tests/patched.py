@@ -22,6 +22,8 @@ SIZE = (13, 10)  # 7 lines of 5 tokens, the last one padded by the host
 SAMPLERS = [name for name in comfy.samplers.SAMPLER_NAMES if name != "ar_video"]
 SMALL = Size(heads=2, head_dim=16, blocks=(1, 1))
 GUIDED = Form(config_class="Flux", config=guided_config, file=FILE)  # its guidance is a conditioning too
+TILED = {"size": (12, 20), "steps": 8, "cfg": 1.0}
+TILES = (0, 10)  # their left edges, and as wide
 FILL = Form(config_class="Flux", config=lambda size: {**guided_config(size), "in_channels": 96})  # image and mask beside the latent
 
 
@@ -121,3 +123,34 @@ def advanced(model, guider=None, sampler=None, image=None, steps=4, seed=3):
 
 def alive_timelines():
     return [thing for thing in gc.get_objects() if isinstance(thing, timelines.Timeline) and thing]
+
+
+def wrapped(model, wrapper):
+    clone = model.clone()
+    clone.set_model_unet_function_wrapper(wrapper)
+    return clone
+
+
+def of_tile(conditioning, own):
+    """The arguments of a call; ``own``: under an id of its own, by which nothing can be mixed up."""
+    options = conditioning["transformer_options"]
+    ids = [f"{one} {own}" for one in options["uuids"]] if own else options["uuids"]
+    return {**conditioning, "transformer_options": {**options, "uuids": ids}}
+
+
+def tiling(model, marked=False, order=lambda step: TILES):
+    """As nodes do that sample an image larger than the model knows. ``marked``: each tile's id is
+    its own; ``order``: the left edges in each step, which go around the image.
+    """
+    steps = []
+
+    def wrapper(apply_model, call):
+        steps.append(call)
+        out = torch.zeros_like(call["input"])
+        for left in order(len(steps)):
+            columns = [(left + column) % TILED["size"][1] for column in range(10)]
+            arguments = of_tile(call["c"], f"tile at {left}" if marked else "")
+            out[..., columns] = apply_model(call["input"][..., columns], call["timestep"], **arguments)
+        return out
+
+    return wrapped(model, wrapper)

@@ -437,6 +437,7 @@ def test_what_is_kept_of_one_window_or_region_is_not_seen_by_another(monkeypatch
     options = {"size": SIZE, "steps": 1, "cfg": 3.0, "positive": conditioning(1, 13) + REGION}
     assert torch.equal(run(patched(warm_up=1).model, **options), run(stock(), **options))
     patched(warm_up=1).modes.clear()
+    monkeypatch.setattr("pipemesh.parallel_runtime.client.patchwise.has_foreign_code", lambda *_: False)  # nor do calls have numbers
     monkeypatch.setattr(
         "pipemesh.parallel_runtime.client.in_process.branch_of", lambda options: branch_of({**options, "context_window": None})
     )

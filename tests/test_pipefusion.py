@@ -19,7 +19,7 @@ from pipemesh.parallel_runtime.layout import layouts_of
 from .bounds import ADAPTIVE, assert_replayed, bound
 from .conftest import ALL, running_clients
 from .models import ATTENDS_TWICE, VIDEO, run
-from .patched import SAMPLERS, together
+from .patched import SAMPLERS, TILED, tiling, together
 from .pipelines import ALL_WARM, HEADS, case, with_callback
 
 BREAKS = ("rows_of_the_buffer", "anchors_are_kept", "text_is_dropped", "stale_message", "mask_of_all_queries")
@@ -298,6 +298,12 @@ def test_single_timeline_through_a_pipeline_is_the_reference_too(pipeline, truth
     ours = sample(together(pipeline(PLAIN, (2, 1), 3, notice=modes.append)), of)
     assert "pass_through" in modes[0] and modes[0].startswith("single-timeline")
     assert relative_error(ours, truths.patched(of, 3)) <= truths.bound(of)
+
+
+def test_a_nodes_tiles_through_a_pipeline_see_what_is_their_own(pipeline, truths):
+    ours, own = (run(tiling(model), **TILED) for model in (pipeline(PLAIN, (2, 1), 3), truths.own_model(PLAIN, 3)))
+    truth = run(tiling(truths.stock_model(PLAIN)), **TILED)
+    assert relative_error(ours, own) <= bound(lambda model: run(tiling(model), **TILED), truths.stock_model(PLAIN), truth)
 
 
 def test_more_stages_than_blocks_are_refused_and_the_pool_goes_on(clients):

@@ -10,7 +10,6 @@ evaluations of their own, in flight together.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +24,23 @@ from ..comfy_bridge.in_block import why_all_rows
 from ..errors import ModelError, NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid, assembled
+from .calls import Calls
 from .conds import side_by_side
-from .separable import WRAPPER_KEY, is_set, known_guider, must_run_conds_in_sequence, why_single_timeline, why_whole
+from .separable import (
+    WRAPPER_KEY,
+    has_foreign_code,
+    is_set,
+    known_guider,
+    must_run_conds_in_sequence,
+    why_single_timeline,
+    why_whole,
+)
 from .timelines import Asked, Branch, Cond, PatchBackend, RandomState, Timeline, free_run
 
 log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
+SAMPLING = (WrappersMP.SAMPLER_SAMPLE, WrappersMP.CALC_COND_BATCH, WrappersMP.PREDICT_NOISE)  # where its wrappers hang
+MOVED = "; whole where a latent has little in common with that of the evaluation before"
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Patchwise:
         self._patches = patches
         self._warm_up = warm_up
         self._notice = notice
-        self._counts: Counter[Branch] = Counter()
+        self._calls = Calls()
         self._looks_at_all = False  # whether a patch of a node needs all tokens in this run
         self._begun = False  # True once the sampler has got an output of this run
 
@@ -77,10 +87,12 @@ class Patchwise:
         """Adds its wrappers to a clone of the MODEL."""
         patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, self.sampler_sample)
         patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self.calc_cond_batch)
+        inside = patcher.wrappers.get(WrappersMP.PREDICT_NOISE, {})  # ours is outermost: what it calls is of one evaluation
+        patcher.wrappers[WrappersMP.PREDICT_NOISE] = {WRAPPER_KEY: [self.predict_noise], **inside}
 
     def begin_run(self) -> None:
         """Makes void what the backend keeps. Call between runs, never inside one."""
-        self._counts.clear()
+        self._calls.begin_run()
         self._begun = False
         self._backend.begin_run()
 
@@ -94,7 +106,10 @@ class Patchwise:
         whole = why_whole(self._plan, guider.conds, options)
         reason = whole or why_single_timeline(executor.class_obj, guider, extra_args["model_options"], noise, self._plan.together.refiners)
         together = "all of them at once" if whole else "single-timeline"
-        self._notice(f"{together}, because of {reason}" if reason else FREE_RUNNING)
+        mode = f"{together}, because of {reason}" if reason else FREE_RUNNING
+        self._notice(mode)
+        cuts = not whole and has_foreign_code(executor.class_obj, guider, extra_args["model_options"])
+        self._calls.watch((lambda: self._notice(f"{mode}{MOVED}")) if cuts else None)
 
         def once() -> torch.Tensor:
             return executor(guider, sigmas, dict(extra_args), callback, noise, latent_image, denoise_mask, disable_pbar)
@@ -107,7 +122,10 @@ class Patchwise:
             grid, patches = self._cut(noise.shape)
             return free_run(sampler, self._backend, grid, patches, self._warm_up, callback, noise.device)
 
-        return self._making_room(once if reason else free, guider, noise.device)
+        try:
+            return self._making_room(once if reason else free, guider, noise.device)
+        finally:
+            self._calls.watch(None)
 
     def _making_room(self, run: Callable[[], torch.Tensor], guider: Any, device: torch.device) -> torch.Tensor:
         """Calls ``run``, and again from its beginning where there was no room for its first
@@ -128,6 +146,11 @@ class Patchwise:
             random.restore()
             self.begin_run()
 
+    def predict_noise(self, executor, x, *args, **kwargs):
+        """A PREDICT_NOISE wrapper."""
+        self._calls.begin_evaluation(x)
+        return executor(x, *args, **kwargs)
+
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper."""
         several = sum(cond is not None for cond in conds) > 1
@@ -140,8 +163,8 @@ class Patchwise:
         the weight patches it is computed under.
         """
         latent = next(iter(arguments.values()))
-        shapes = [tuple(one.shape) for one in (latent if isinstance(latent, list) else [latent])]
-        asked = (arguments, Branch((*branch, *shapes), weights))
+        latents = latent if isinstance(latent, list) else [latent]
+        asked = (arguments, self._calls.own_branch(Branch((*branch, *(tuple(one.shape) for one in latents)), weights), latents))
         cond = getcurrent()
         if isinstance(cond, Cond):
             return cond.evaluate(asked)
@@ -157,7 +180,7 @@ class Patchwise:
             self._begun = True
             return outputs
         if reloaded:
-            self._counts.clear()  # warm again
+            self._calls.begin_run()  # warm again
         try:
             tickets = [[self._backend.submit(*one, patch) for patch in self._patches_of(*one)] for one in asked]
             outputs = [[self._backend.collect(ticket) for ticket in one] for one in tickets]
@@ -169,8 +192,7 @@ class Patchwise:
 
     def _patches_of(self, arguments: dict[str, Any], branch: Branch) -> Sequence[Patch | None]:
         """The patches of the next evaluation of ``branch``; None is all of it."""
-        number = self._counts[branch]
-        self._counts[branch] += 1
+        number = self._calls.count(branch)
         together = self._plan.together
         uncut = together.always or self._looks_at_all or any(is_set(arguments.get(name)) for name in together.arguments)
         whole = uncut or number < self._warm_up

@@ -39,7 +39,7 @@ from .beside import Sampled
 from .evaluations import Work
 from .groups import InGroups
 from .patch_backend import PipelineBackend
-from .patchwise import Patching, Patchwise, branch_of
+from .patchwise import SAMPLING, Patching, Patchwise, branch_of
 from .remote_forward import WRAPPERS, RemoteForward
 from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY
@@ -352,7 +352,7 @@ def parallelize(
         sampling = InGroups(pool, source.model, constants, can_join=bool(plan.blocks))
     remote = Remote(pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights)
     made = remote_clone(patcher, remote)
-    for kind in (WrappersMP.SAMPLER_SAMPLE, WrappersMP.CALC_COND_BATCH, WrappersMP.PREPARE_SAMPLING, *WRAPPERS):
+    for kind in (*SAMPLING, WrappersMP.PREPARE_SAMPLING, *WRAPPERS):
         made.remove_wrappers_with_key(kind, WRAPPER_KEY)
     for kind, wrapper in ((WrappersMP.PREPARE_SAMPLING, prepare_sampling), *WRAPPERS.items()):
         made.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)

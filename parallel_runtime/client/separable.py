@@ -138,6 +138,13 @@ def why_whole(
     return plan.together.always or " and ".join(reasons) or None
 
 
+def has_foreign_code(sampler: Any, guider: Any, model_options: dict[str, Any]) -> bool:
+    """True if something between the sampler and the transformer, or the sampler itself, is not known
+    to call the transformer once for each cond of an evaluation.
+    """
+    return any(True for _ in _of_code(sampler, guider, model_options))
+
+
 def must_run_conds_in_sequence(patcher: Any, conds: Sequence[Sequence[Mapping[str, Any]] | None], model_options: Mapping[str, Any]) -> bool:
     """True if conds have to be evaluated one after the other: something between the batch of conds
     and the transformer may keep a state, or weights, from one cond to the next.
@@ -152,14 +159,18 @@ def must_run_conds_in_sequence(patcher: Any, conds: Sequence[Sequence[Mapping[st
 
 
 def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> Iterator[str]:
-    yield from _of_sampler(sampler)
-    if not known_guider(guider):
-        yield f"the guider {type(guider).__name__}"
+    yield from _of_code(sampler, guider, model_options)
     if noise.ndim not in (4, 5):
         yield f"packed latents of shape {tuple(noise.shape)}"
     for side, conds in guider.conds.items():
         for cond in conds or ():
             yield from _of_cond(side, cond)
+
+
+def _of_code(sampler: Any, guider: Any, model_options: Mapping[str, Any]) -> Iterator[str]:
+    yield from _of_sampler(sampler)
+    if not known_guider(guider):
+        yield f"the guider {type(guider).__name__}"
     yield from _of_model_options(model_options)
     for name, value in guider.model_patcher.object_patches.items():
         if name.startswith(PREFIX):  # below the waist; a method of a node may look at the batch of conds
