@@ -132,7 +132,7 @@ def wrapped(model, wrapper):
 
 
 def of_tile(conditioning, own):
-    """The arguments of a call; ``own``: under an id of its own, by which nothing can be mixed up."""
+    """The arguments of a call; ``own``: under an id of its own, so that nothing is mixed up."""
     options = conditioning["transformer_options"]
     ids = [f"{one} {own}" for one in options["uuids"]] if own else options["uuids"]
     return {**conditioning, "transformer_options": {**options, "uuids": ids}}

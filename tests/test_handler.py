@@ -15,6 +15,7 @@ from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import encode_tree
+from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
@@ -44,7 +45,9 @@ class Counted:
 def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layout, done):
     """A sequence's ranks on CPUs need it again at the next run, which would wait for the system."""
     memory, ended = Counted(), []
-    handler = RequestHandler(SimpleNamespace(rank=0, degrees=layout.degrees()), torch.device("cpu"), memory, None, away=False)
+    handler = RequestHandler(
+        SimpleNamespace(rank=0, degrees=layout.degrees()), torch.device("cpu"), memory, ArenaIO(None, None), away=False
+    )
     handler.models["m"] = SimpleNamespace(end_run=lambda: ended.append("m"))
     handler.handle(EndRun(request=1, model="m"), [], None)
     assert (ended, memory.done) == (["m"], [done])

@@ -2,12 +2,15 @@
 their number.
 """
 
+from collections import Counter
 from functools import partial
 from math import prod
 
 import pytest
 import torch
 from pipemesh.launcher.commands.parity import BF16_BOUNDS, BOUND, conditioning, relative_error, rms, sample, stock_model
+from pipemesh.parallel_runtime.client import conditioning as conditioning_cache
+from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.in_process import reference
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
@@ -304,6 +307,17 @@ def test_a_nodes_tiles_through_a_pipeline_see_what_is_their_own(pipeline, truths
     ours, own = (run(tiling(model), **TILED) for model in (pipeline(PLAIN, (2, 1), 3), truths.own_model(PLAIN, 3)))
     truth = run(tiling(truths.stock_model(PLAIN)), **TILED)
     assert relative_error(ours, own) <= bound(lambda model: run(tiling(model), **TILED), truths.stock_model(PLAIN), truth)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
+def test_conditioning_is_looked_at_once_for_all_patches_of_an_evaluation(pipeline, monkeypatch, wrap):
+    seen, compared = Counter(), []
+    put, same = ConditioningCache.put, conditioning_cache.same
+    monkeypatch.setattr(ConditioningCache, "put", lambda self, *args: seen.update([args[:2]]) or put(self, *args))
+    monkeypatch.setattr(conditioning_cache, "same", lambda *args: compared.append(args) or same(*args))
+    run(wrap(pipeline(PLAIN, (2, 1), 4)), steps=5, cfg=3.0, size=(13, 10))
+    assert len({branch for branch, _ in seen}) == 2 and set(seen.values()) == {5}
+    assert len(compared) == 4 * len(seen), "the first evaluation of a run has nothing to compare with"
 
 
 def test_more_stages_than_blocks_are_refused_and_the_pool_goes_on(clients):

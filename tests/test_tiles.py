@@ -1,5 +1,5 @@
-"""Nodes that call the model several times in one evaluation, on tiles or under other patches, through
-patches: what a call sees of its neighbours is its own.
+"""Nodes that call the model several times in one evaluation, on tiles or under other patches:
+through PipeFusion, what a call sees of its neighbours is its own.
 """
 
 import pytest

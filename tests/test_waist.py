@@ -17,6 +17,7 @@ from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 
 from .bounds import ADAPTIVE, assert_replayed, assert_same
 from .models import load, run, with_lora, write_model
+from .patched import TILED, tiling
 
 # -- a run
 
@@ -46,6 +47,11 @@ def test_regional_prompts_with_areas_and_strengths_stay_exact(pair):
     assert_same(partial(run, positive=regional, cfg=2.0), parallel, stock)
 
 
+def test_a_nodes_tiles_stay_exact(pair):
+    stock, parallel = pair
+    assert_same(lambda model: run(tiling(model), **{**TILED, "steps": 2}), parallel, stock)
+
+
 def test_conditioning_crosses_once_per_run_and_not_again_for_the_same_prompt(pair, client):
     _stock, parallel = pair
     run(parallel, cfg=2.0, steps=4, positive=conditioning(11, 13))
@@ -54,6 +60,17 @@ def test_conditioning_crosses_once_per_run_and_not_again_for_the_same_prompt(pai
     assert client.session.conditioning.uploads == uploads
     run(parallel, cfg=2.0, steps=4, positive=conditioning(12, 13))
     assert client.session.conditioning.uploads == uploads + 2  # the text and the pooled vector; guidance and the negative are known
+
+
+def test_conditioning_in_ranks_is_told_with_their_memory_and_goes_at_the_runs_end(pair, client):
+    """ComfyUI counts it where ranks are on its own device."""
+    _stock, parallel = pair
+    texts, seen = conditioning(21, 300), []
+    run(parallel, positive=texts, steps=2, callback=lambda *_: seen.append((parallel.loaded_size(), client.session.pool.memory)))
+    size, memory = seen[-1]
+    kept = [one.conditioning for one in memory]
+    assert min(kept) > texts[0][0].nbytes and size == parallel.loaded_size() + max(kept)
+    assert [one.conditioning for one in client.session.pool.memory] == [0, 0]
 
 
 def test_conditioning_that_changes_between_evaluations_of_one_branch_is_never_the_one_before(pair, client, requests, monkeypatch):

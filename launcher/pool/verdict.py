@@ -103,10 +103,12 @@ def error_of(rank: int, failure: Failed, facts: Facts, warm: bool) -> PipeMeshEr
     sentence = f"{facts.where(rank)} failed while {failure.phase}: {failure.text}"
     if failure.kind == "memory":
         memory = failure.memory
+        of_prompts = f" and {mib(memory.conditioning)} by conditioning" if memory.conditioning >> 20 else ""
+        held = f"{mib(memory.model)} held by models{of_prompts}"
         cause = (failure.text.splitlines() or ["no details"])[0]  # a bare MemoryError has no text
         sentence = (
             f"{facts.where(rank)} ran out of memory while {failure.phase} ({mib(memory.free)} of {mib(memory.total)} free, "
-            f"{mib(memory.model)} held by models; {cause}): use more ranks, a smaller image or batch, or free memory."
+            f"{held}; {cause}): use more ranks, a smaller image or batch, or free memory."
         )
         if warm:
             return OutOfMemory(sentence)

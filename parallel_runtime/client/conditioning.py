@@ -17,7 +17,7 @@ from itertools import count
 
 import torch
 
-from ..wire.arena import Arena
+from ..wire.arena import KEPT_CONDITIONING, Arena
 from ..wire.segment import TensorRef
 
 memcmp = ctypes.CDLL(None).memcmp
@@ -50,7 +50,7 @@ class ConditioningCache:
     ``limit_bytes`` are kept between runs.
     """
 
-    def __init__(self, arena: Arena, limit_bytes: int = 256 << 20):
+    def __init__(self, arena: Arena, limit_bytes: int = KEPT_CONDITIONING):
         self._arena = arena
         self._limit_bytes = limit_bytes
         self._versions = count(time.monotonic_ns())  # no two records of a process give the same version to a rank

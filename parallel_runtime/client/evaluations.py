@@ -18,7 +18,7 @@ from ..errors import ModelError, PoolFailed, RunCancelled
 from ..families.plan import COMPILE
 from ..patches import Part
 from ..planner.balance import StageBalance
-from ..wire.arena import Frame
+from ..wire.arena import Frame, identity
 from ..wire.messages import Done, Fetch, Forward
 from ..wire.segment import TensorRef, aligned, mib
 from ..wire.tree import decode_tree, encode_tree
@@ -222,25 +222,29 @@ def compiles(arguments: Mapping[str, Any]) -> bool:
 
 def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bool) -> WrittenArguments:
     """Writes into a frame what may differ in every evaluation; names conditioning, which is written
-    when its content is new.
+    when its content is new, and looked at unless what is in flight has the very same tensor.
     """
     frame = Frame(session.pool.arena)
     changing = {*list(arguments)[:2], *CHANGING}
     checks: list[Callable[[], bool]] = []
+    places: dict[tuple, tuple[torch.Tensor, TensorRef]] = {}
 
     def put(path: str, tensor: torch.Tensor) -> TensorRef:
         argument = path.partition("/")[0]
         if argument in changing:
             return frame.put(tensor, in_place=argument == CONTROL)
-        if not assume:
-            return session.conditioning.put(branch, path, tensor)
-        ref, is_right = session.conditioning.assume(branch, path, tensor)
-        checks.append(is_right)
-        return ref
+        if assume:
+            ref, is_right = session.conditioning.assume(branch, path, tensor)
+            checks.append(is_right)
+            return ref
+        key = identity(tensor)
+        known = next((other.written.places[key] for other in session.tickets if key in other.written.places), None)
+        places[key] = known or (tensor, session.conditioning.put(branch, path, tensor))  # the tensor keeps its address
+        return places[key][1]
 
     try:
         tree = encode_tree(arguments, put)
-        return WrittenArguments(arguments, tree, frame, lambda: all([is_right() for is_right in checks]))
+        return WrittenArguments(arguments, tree, frame, places, lambda: all([is_right() for is_right in checks]))
     except BaseException:
         frame.release()
         raise

@@ -83,10 +83,13 @@ class Remote:
         return self.source.model
 
     def share_of(self, diffusion_model: torch.nn.Module) -> int:
-        """Returns the bytes of weights on the UI's own device once ranks have loaded the model."""
+        """Returns the bytes of weights on the UI's own device once ranks have loaded the model, and
+        of a run's conditioning there: both go when it is released.
+        """
         share = round(stored_bytes(diffusion_model.parameters()) * self.holds_ui_device)
         held = self.pool.session.models.get(self.model) if self.pool.session is not None else None
-        return share if held is None or held.weights.kept == "whole" else min(share, held.weights.nbytes)
+        kept = self.pool.conditioning_bytes(self.model) if share else 0
+        return kept + (share if held is None or held.weights.kept == "whole" else min(share, held.weights.nbytes))
 
     def release(self) -> None:
         self.pool.residency.release(self.model)
@@ -246,9 +249,7 @@ class RemotePatcher(ModelPatcher):
         super().cleanup()
 
     def patch_hooks(self, hooks: Any) -> None:
-        """Scheduled weight patches: the combined set is applied in the pool before the next
-        evaluation.
-        """
+        """Scheduled weight patches: the pool applies the set before the next evaluation."""
         self.hook_set = ("", {}) if hooks is None else (uuid.uuid4().hex, self.get_combined_hook_patches(hooks))
         self.current_hooks = hooks
 

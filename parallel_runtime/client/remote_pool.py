@@ -57,3 +57,11 @@ class RemotePool:
         """Returns the free bytes of the rank that has least; None where no pool is live."""
         session = self.session
         return min(memory.free for memory in session.pool.memory) if session is not None else None
+
+    def conditioning_bytes(self, model: str) -> int:
+        """Returns the bytes of conditioning that the rank with most keeps, if ``model`` is in a
+        run.
+        """
+        session = self.session
+        kept = (memory.conditioning for memory in session.pool.memory) if session is not None and model in self.runs.models() else ()
+        return max(kept, default=0)

@@ -139,8 +139,8 @@ def why_whole(
 
 
 def has_foreign_code(sampler: Any, guider: Any, model_options: dict[str, Any]) -> bool:
-    """True if something between the sampler and the transformer, or the sampler itself, is not known
-    to call the transformer once for each cond of an evaluation.
+    """True if the sampler, or something between it and the transformer, is not known to call the
+    transformer once for each cond of an evaluation.
     """
     return any(True for _ in _of_code(sampler, guider, model_options))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from ..patches import Part
 from ..planner.keeping import Keeping
 from ..wire.arena import Arena, Frame
 from ..wire.messages import Done, Memory, Request
+from ..wire.segment import TensorRef
 from .conditioning import ConditioningCache
 from .run import Run
 
@@ -92,12 +93,13 @@ class Resident:
 @dataclass(frozen=True, eq=False)
 class WrittenArguments:
     """The arguments of an evaluation as they lie in the arena. ``is_right`` tells whether
-    conditioning that was assumed to be known is.
+    conditioning that was assumed to be known is. ``places`` of conditioning, by ``identity``.
     """
 
     arguments: dict[str, Any]
     tree: bytes
     frame: Frame
+    places: Mapping[tuple, tuple[torch.Tensor, TensorRef]]
     is_right: Callable[[], bool]
 
 

@@ -206,6 +206,7 @@ class FreeRun:
         self._timelines: list[Timeline] = []
         self._waiting: deque[tuple[int, list[Call]]] = deque()
         self._gathering: dict[tuple[Branch, int], list[Call]] = {}
+        self._arguments: dict[tuple[Branch, int], list[dict[str, Any]]] = {}  # of the timeline that came first, for each that was there
         self._seen: dict[Branch, torch.Tensor] = {}  # branch -> the latent, each patch's pixels as last submitted
 
     @torch.no_grad()  # samplers switch gradients off and on for the whole thread: off until the last is done
@@ -260,9 +261,19 @@ class FreeRun:
             calls, patch = [call], self._patches[index]
             whole = torch.where(self._pixels[index], latent, self._seen[call.branch])
         self._seen[call.branch] = whole
-        result = Result(self._backend, self._backend.submit({**call.arguments, name: whole}, call.branch, patch))
+        result = Result(self._backend, self._backend.submit({**self._shared(call, len(calls)), name: whole}, call.branch, patch))
         for each in calls:
             each.result = result
+
+    def _shared(self, call: Call, here: int) -> dict[str, Any]:
+        """The arguments of an evaluation, those of the timeline that came first: they differ in the
+        latent alone, and what is the same object was compared and written once.
+        """
+        given = self._arguments.setdefault((call.branch, call.number), [])
+        given += [call.arguments] * here
+        if len(given) == len(self._timelines):
+            del self._arguments[call.branch, call.number]
+        return given[0]
 
     def _merged(self, latents: Sequence[torch.Tensor]) -> torch.Tensor:
         return merged(latents, self._pixels)

@@ -20,6 +20,7 @@ BOARD_BYTES = 4096
 LINE_WORDS = 8
 USED_WORDS = 4  # of a line
 MAX_RANKS = BOARD_BYTES // (8 * LINE_WORDS) - 1
+KEPT_CONDITIONING = 256 << 20  # bytes: in the arena from run to run, and on each rank beside what its last evaluation named
 PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing", "releasing", "compiling")
 
 
@@ -181,6 +182,11 @@ class Arena:
         self.segment.unmap()
 
 
+def identity(tensor: torch.Tensor) -> tuple:
+    """Returns what tells tensors apart that are all alive: where they lie, and how."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
 class Frame:
     """The tensors of one message; storage that appears twice is written once."""
 
@@ -190,7 +196,7 @@ class Frame:
         self._seen: dict[tuple, tuple[TensorRef, torch.Tensor]] = {}
 
     def put(self, tensor: torch.Tensor, in_place: bool = False) -> TensorRef:
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = identity(tensor)
         if key not in self._seen:
             ref = self._arena.put(tensor)
             self._taken.append(ref)

@@ -134,11 +134,14 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of a rank's device; ``model``: those of the weights of its resident models."""
+    """Bytes of a rank's device; ``model``: those of the weights of its resident models;
+    ``conditioning``: of the run's that it keeps.
+    """
 
     free: int
     total: int
     model: int
+    conditioning: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):

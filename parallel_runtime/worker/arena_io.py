@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,10 +9,11 @@ import torch
 
 from ..comm.late import to_cpu, to_device
 from ..comm.machines import MachineComm
+from ..wire.arena import KEPT_CONDITIONING
 from ..wire.segment import Segment, TensorRef, aligned, dtype_name
 from ..wire.tree import decode_tree, encode_tree
+from .kept import KeptConditioning
 
-KEPT_VERSIONS = 64
 EMPTY = torch.empty(0)
 
 
@@ -36,12 +36,14 @@ class ArenaIO:
     leader's, which ``machines`` fills.
     """
 
-    def __init__(self, arena: Segment, device: torch.device, machines: MachineComm | None = None):
+    def __init__(
+        self, arena: Segment, device: torch.device, machines: MachineComm | None = None, conditioning_bytes: int = KEPT_CONDITIONING
+    ):
         self._arena = arena
         self._device = device
         self._machines = machines
         self._spread: set[int] = set()  # versions that every machine has
-        self._versions: OrderedDict[int, torch.Tensor] = OrderedDict()  # conditioning on the device
+        self.conditioning = KeptConditioning(conditioning_bytes)
         self._unwritten: Any = None  # the last output, where it did not fit
 
     @property
@@ -53,14 +55,12 @@ class ArenaIO:
         """Maps the arena as far as the UI has extended it."""
         self._arena.follow(arena_bytes)
 
-    def forget_conditioning(self) -> None:
-        self._versions.clear()
-
     def read(self, arguments: bytes) -> Any:
         """Returns one evaluation's arguments. Every rank must call it: machines exchange them."""
         if self._machines is not None:
             self._receive(self._machines, arguments)
-        return decode_tree(arguments, self.tensor)
+        with self.conditioning.evaluation():
+            return decode_tree(arguments, self.tensor)
 
     def _receive(self, machines: MachineComm, arguments: bytes) -> None:
         """Brings the tensors that this evaluation names to every machine's arena. Those with a
@@ -90,12 +90,7 @@ class ArenaIO:
             return view
         if not ref.version:
             return self._copied(view)
-        if ref.version not in self._versions:
-            self._versions[ref.version] = self._copied(view)  # its place in the arena may be given away
-            if len(self._versions) > KEPT_VERSIONS:
-                self._versions.popitem(last=False)
-        self._versions.move_to_end(ref.version)
-        return self._versions[ref.version]
+        return self.conditioning.get(ref.version, lambda: self._copied(view))
 
     def _copied(self, view: torch.Tensor) -> torch.Tensor:
         moved = to_device(view, self._device)

@@ -17,13 +17,14 @@ MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short ev
 
 
 class DeviceMemory:
-    """The memory of one rank's device. ``model_bytes``: of the resident models' weights; set by the
-    handler, which loads and releases them.
+    """The memory of one rank's device. ``model_bytes``: of the resident models' weights;
+    ``conditioning_bytes``: of a run's conditioning. Both are set by the handler.
     """
 
     def __init__(self, device: torch.device, rank: int, sharers: int = 1):
         """``sharers``: the ranks on the device that ask for room at the same time, this one too."""
         self.model_bytes = 0
+        self.conditioning_bytes = 0
         self._sharers = sharers
         self._device = device
         self._rank = rank
@@ -39,15 +40,18 @@ class DeviceMemory:
         return self._last
 
     def recent(self) -> Memory:
-        """Returns the last measurement if it is at most ``MEMORY_KEPT_S`` old, else a new one."""
-        return self._last if time.monotonic() - self._asked_at <= MEMORY_KEPT_S else self.now()
+        """Returns the last measurement if it is at most ``MEMORY_KEPT_S`` old, else a new one. What
+        is held is always as it is now.
+        """
+        last = self._last if time.monotonic() - self._asked_at <= MEMORY_KEPT_S else self.now()
+        return Memory(last.free, last.total, self.model_bytes, self.conditioning_bytes)
 
     def _measure(self) -> Memory:
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            return Memory(free + cached, total, self.model_bytes)
-        return Memory(*system_memory(), self.model_bytes)
+            return Memory(free + cached, total, self.model_bytes, self.conditioning_bytes)
+        return Memory(*system_memory(), self.model_bytes, self.conditioning_bytes)
 
     def reserve(self, nbytes: int) -> None:
         """Checks that this rank's share of what is free is so much. Raises NoRoom."""

@@ -140,19 +140,24 @@ class RequestHandler:
             model.detach()
         del model
         self._count_models()
-        self._io.forget_conditioning()
+        self._forget_conditioning()
         self._memory.give_back()
 
     def _count_models(self) -> None:
         self._memory.model_bytes = sum(model.nbytes for model in self.models.values())
 
+    def _forget_conditioning(self) -> None:
+        self._io.conditioning.forget()
+        self._memory.conditioning_bytes = 0
+
     def _end_run(self, name: str) -> None:
-        """Frees what the method kept for the run. A GPU's cache goes back too: the UI decodes an
-        image there next. On CPUs, freed memory is kept for the next run, but for a pipeline's keys
-        and values: they are gigabytes.
+        """Frees what the method kept for the run, and conditioning. A GPU's cache goes back too:
+        the UI decodes an image there next. On CPUs, freed memory is kept for the next run, but for
+        a pipeline's keys and values: they are gigabytes.
         """
         if name in self.models:
             self.models[name].end_run()
+        self._forget_conditioning()
         if self._mesh.degrees["pipefusion"] > 1:
             self._memory.give_back()
         else:
@@ -180,7 +185,10 @@ class RequestHandler:
                 f"Rank {self._mesh.rank} holds weight patches {model.patches_id!r}, the run wants {request.patches_id!r}: run again."
             )
         began = time.perf_counter()
-        arguments = self._io.read(request.arguments)
+        try:
+            arguments = self._io.read(request.arguments)
+        finally:
+            self._memory.conditioning_bytes = self._io.conditioning.nbytes
         with compilation_noted(rank) if COMPILE in arguments.get("transformer_options", {}) else nullcontext():
             output = model.evaluate(arguments, request.request)
         rank.tick()  # the answer waits until the GPU has computed it
