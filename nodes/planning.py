@@ -26,17 +26,15 @@ from ..launcher.pool.devices import Device, Placement, on_devices
 from ..launcher.pool.pool import WorkerPool
 from ..parallel_runtime.client.remote_patcher import Patching, Remote
 from ..parallel_runtime.client.run import Run
-from ..parallel_runtime.comfy_bridge.quantised import stored_bytes
-from ..parallel_runtime.comfy_bridge.rows import tensors_in
 from ..parallel_runtime.comfy_bridge.source import file_of
+from ..parallel_runtime.errors import RunCancelled
 from ..parallel_runtime.families import plan_or_whole
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
-from ..parallel_runtime.planner.figures import Whole
+from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet, longest, rounded
 from ..parallel_runtime.planner.here import Here, Known, Seen, box_here
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.keeping import Kept
-from ..parallel_runtime.planner.loaded import NotCounted, longest, rounded, whole_of
 from ..parallel_runtime.planner.measured import Speeds, keep_devices, read, read_devices, this_machine
 from ..parallel_runtime.planner.redundancy import FOLDER as REDUNDANCY
 from ..parallel_runtime.planner.redundancy import WarmUp, warm_up_of
@@ -46,7 +44,6 @@ from .timing import StepTimes
 
 log = logging.getLogger("pipemesh")
 SPEEDS, DEVICES = "speeds.json", "devices.json"  # in the cache folder
-MOST = 50  # kinds of evaluations whose counts are kept
 NO_STAGES = WarmUp()
 KEEPS: dict[str, tuple[Kept, ...]] = {"whole": ("whole",), "offloaded": ("whole", "offloaded")}  # as weights are asked for; else all ways
 AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
@@ -93,6 +90,7 @@ class Asked:
 class Planned:
     """A choice of a layout. ``plan`` is None where nothing could be predicted, and ``why`` says why
     not; else ``why`` says by which speeds, as do ``known``, in a word, and the name of the ``box``.
+    ``awaits``: it is being counted, and no pool that suits it is up.
     """
 
     layout: Layout
@@ -102,6 +100,7 @@ class Planned:
     warm_up: WarmUp = NO_STAGES
     known: Known | Literal[""] = ""
     box: str = ""
+    awaits: bool = False
 
     @property
     def seconds(self) -> float | None:
@@ -145,20 +144,14 @@ class Chosen(NamedTuple):
 
 
 class Planning:
-    """Chooses layouts, and remembers what it chose. ``speeds``: the file with speeds that were
-    measured on this machine; what else was measured lies beside it.
+    """Chooses layouts, and remembers what it chose. ``counts``: of evaluations. ``speeds``: the
+    file with speeds that were measured on this machine; what else was measured lies beside it.
     """
 
-    def __init__(
-        self,
-        times: StepTimes,
-        speeds: Path | None = None,
-        count: Callable[[Any, Mapping[str, Any], tuple[int, ...]], Whole] = whole_of,
-    ):
+    def __init__(self, times: StepTimes, counts: Counts, speeds: Path | None = None):
         self.times = times
         self._speeds = speeds or cache_folder(os.environ) / SPEEDS
-        self._count = count
-        self._counts: dict[tuple, Whole | str] = {}  # or why there are none
+        self.counts = counts
         self._choices: weakref.WeakKeyDictionary[Remote, Choice] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, Planned] = weakref.WeakKeyDictionary()
         self._made: deque[Chosen] = deque(maxlen=AGAIN)  # the last choices
@@ -213,19 +206,33 @@ class Planning:
         room: Mapping[str, int] = MappingProxyType({}),
     ) -> Planned:
         """Choose the layout of ``choice`` for a model; that of its placement where nothing can be
-        predicted. ``asked`` raises NotCounted. ``running``: layouts of the live pools on its
-        devices. ``room``: bytes that ranks may take on each, where that is known.
+        predicted, and one that is ``running`` where that cannot be said yet. ``asked`` raises
+        NotCounted. ``running``: layouts of the live pools on its devices. ``room``: bytes that
+        ranks may take on each, where that is known. Raises RunCancelled.
         """
-        own = choice.placement
+        own, running = choice.placement, tuple(running)
         try:
             return self._chosen(model, choice, asked(), running, room)
+        except NotYet as error:
+            up = self._fitting(model, choice, running)
+            planned = Planned(up or own.layout, str(error), awaits=up is None)
         except NotCounted as error:
             planned = Planned(own.layout, str(error))
+        except RunCancelled:
+            raise
         except Exception as error:  # noqa: BLE001 - another pack's guider may look otherwise, and its image does not depend on this
             log.warning("[PipeMesh] No layout could be predicted:", exc_info=error)
             planned = Planned(own.layout, f"{type(error).__name__}, see the log")
         self._made.append(Chosen(own.devices, (type(model),), None, planned.layout))
         return planned
+
+    def _fitting(self, model: BaseModel, choice: Choice, running: Iterable[Layout]) -> Layout | None:
+        """Return one of the layouts that certainly suits a model: its own, one that this class was
+        put into before, or groups, which need nothing of it.
+        """
+        taken = {one.taken for one in self._made if one.kind[0] is type(model) and one.devices == choice.placement.devices}
+        suits = {choice.placement.layout} | {one for one in taken if one.pipefusion == 1}
+        return next((one for one in running if one.world_size > 1 and (one in suits or one.groups == one.world_size)), None)
 
     def has_chosen(self, placement: Placement) -> bool:
         """Return whether one of the last samplings got this layout on these devices by choice."""
@@ -255,27 +262,9 @@ class Planning:
         return Planned(made.best.layout, here.said, asked.text, made, warm_up, here.known, here.box.name)
 
     def _job(self, model: BaseModel, asked: Asked, warm_up: WarmUp) -> Job:
-        whole = self._whole(model, rounded(asked.longest), (1, *asked.shape[1:]))
+        whole = self.counts.of(model, rounded(asked.longest), (1, *asked.shape[1:]))
         branches, batch = len(asked.conds), asked.shape[0]
         return Job(whole=whole, evaluations=asked.evaluations, branches=branches, batch=batch, warm_up=warm_up.evaluations)
-
-    def _whole(self, model: BaseModel, cond: Mapping[str, Any], shape: tuple[int, ...]) -> Whole:
-        """Count an evaluation once for each model and size. Raises NotCounted."""
-        sizes = tuple((name, *(tuple(one.shape) for one in tensors_in(cond[name]))) for name in sorted(cond))
-        stored = stored_bytes(model.diffusion_model.parameters())
-        settings = repr(sorted(model.model_config.unet_config.items(), key=str))
-        key = type(model), type(model.diffusion_model), settings, stored, shape, sizes
-        if key not in self._counts:
-            try:
-                self._counts[key] = self._count(model, cond, shape)
-            except NotCounted as error:
-                self._counts[key] = str(error)  # the error itself would keep the model
-            if len(self._counts) > MOST:
-                del self._counts[next(iter(self._counts))]
-        found = self._counts[key]
-        if isinstance(found, str):
-            raise NotCounted(found)
-        return found
 
     def _here(self, placement: Placement, model_class: type, room: Mapping[str, int]) -> Here:
         token_plan = plan_or_whole(model_class)

@@ -19,6 +19,7 @@ import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from PIL.Image import Image
 
+from ..launcher.pool.counter import Counter
 from ..launcher.pool.devices import Placement, place, visible_gpus
 from ..launcher.pool.handle import PoolHandle, PoolKeeper
 from ..launcher.pool.pool import refused_kernels
@@ -30,8 +31,10 @@ from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.run_picture import draw_run
 from ..parallel_runtime.client.wait import NoWait, Wait
+from ..parallel_runtime.comfy_bridge.interrupt import interrupted
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.planner.counts import Counts
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
 from .planning import Asked, Planned, Planning, placement_of, provisional
@@ -88,7 +91,8 @@ class Runtime:
         self._fault = fault
         self._show = show
         self._pools: dict[Placement, RemotePool] = {}
-        self.planning = Planning(StepTimes(lambda run: predicted(self._pools, self.planning.of(run), run)))
+        counts = Counts(Counter(setup, lambda: self.default_choice().placement.devices[0]).begin, interrupted)
+        self.planning = Planning(StepTimes(lambda run: predicted(self._pools, self.planning.of(run), run)), counts)
         told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
@@ -205,7 +209,8 @@ class Runtime:
         if placement not in self._pools:
             whole = placement.layout.pipefusion == 1
             shares = whole and not placement.devices[0].is_gpu and not placement.other_machines
-            self._pools[placement] = RemotePool(self._keeper.handle(placement), shares_weights=shares, turn=self.turn, wait=self.wait)
+            handle, counts = self._keeper.handle(placement), self.planning.counts
+            self._pools[placement] = RemotePool(handle, shares_weights=shares, turn=self.turn, wait=self.wait, counts=counts)
         return self._pools[placement]
 
     def pools(self, only: Choice | None = None) -> list[tuple[PoolHandle, RemotePool]]:

@@ -6,6 +6,7 @@ from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner.counts import Counts, nobody
 
 
 class Begun:
@@ -28,7 +29,7 @@ class SharedRuntime:
         self._client = client
         self.choices = []
         self.wait = Begun()
-        self.planning = Planning(StepTimes())
+        self.planning = Planning(StepTimes(), Counts(nobody))
 
     def plan(self, model, choice, asked):
         self.wait.begin()

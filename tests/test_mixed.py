@@ -30,6 +30,7 @@ from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner import expected, messages
 from pipemesh.parallel_runtime.planner.balance import StageBalance
 from pipemesh.parallel_runtime.planner.cost import RESERVED, predict
+from pipemesh.parallel_runtime.planner.counts import Counts, nobody
 from pipemesh.parallel_runtime.planner.figures import Attended
 from pipemesh.parallel_runtime.planner.here import Seen, box_here
 from pipemesh.parallel_runtime.planner.job import Job
@@ -198,13 +199,13 @@ def test_measured_speeds_count_before_published_ones_where_all_were_measured(tmp
     assert place(Layout(ulysses=2), "auto", "auto", pair).speeds == ()
     ready = [SimpleNamespace(device_name="NVIDIA L40S", flops_per_s=2e14), SimpleNamespace(device_name="Strange GPU", flops_per_s=1e14)]
     file = tmp_path / "speeds.json"
-    chooser = Planning(StepTimes(), file)
+    chooser = Planning(StepTimes(), Counts(nobody), file)
     chooser.keep_speeds(SimpleNamespace(ready=ready))
     assert chooser.with_speeds(pair) == pair, "another speed would be another pool"
-    later = Planning(StepTimes(), file)
+    later = Planning(StepTimes(), Counts(nobody), file)
     assert place(Layout(ulysses=2), "auto", "auto", later.with_speeds(pair)).speeds == (100, 50)
     later.keep_speeds(SimpleNamespace(ready=[SimpleNamespace(device_name="NVIDIA L40S", flops_per_s=3e14)]))
-    assert Planning(StepTimes(), file).with_speeds(pair) == later.with_speeds(pair), "they stay, and so does the image"
+    assert Planning(StepTimes(), Counts(nobody), file).with_speeds(pair) == later.with_speeds(pair), "they stay, and so does the image"
     timed = [Seen("NVIDIA L40S", 48 << 30, flops_per_s=2e14), Seen("NVIDIA L40", 48 << 30, flops_per_s=1.5e14)]
     fast, slow = box_here(timed).box.devices
     assert slow.matmul_flops_per_s == slow.attention_flops_per_s == pytest.approx(0.75 * fast.matmul_flops_per_s)

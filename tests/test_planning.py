@@ -10,14 +10,13 @@ from types import SimpleNamespace
 import comfy.samplers
 import pytest
 import torch
-from comfy.ldm.lightricks.model import generate_freq_grid_np
 from pipemesh.launcher.commands.parity import conditioning, stock_model
 from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.nodes.auto.sampling import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
-from pipemesh.nodes.planning import Asked, Planned, Planning, placed, provisional, rounded, seen
+from pipemesh.nodes.planning import Asked, Planned, Planning, placed, provisional, seen
 from pipemesh.nodes.report.figures import foretold, plan_figures
 from pipemesh.nodes.report.text import plan_heads, plan_text
 from pipemesh.nodes.room import room_on_devices
@@ -30,22 +29,18 @@ from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.run import Evaluation, Run
 from pipemesh.parallel_runtime.client.wait import NoWait
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner import loaded
 from pipemesh.parallel_runtime.planner.choose import LOST, RUNNING, plan, with_running
 from pipemesh.parallel_runtime.planner.cost import RESERVED, predict
-from pipemesh.parallel_runtime.planner.dry_device import dry_device
+from pipemesh.parallel_runtime.planner.counts import NotCounted
 from pipemesh.parallel_runtime.planner.here import PLAIN_GPU, Here, Seen, box_here, kind_of
 from pipemesh.parallel_runtime.planner.job import Job
-from pipemesh.parallel_runtime.planner.loaded import NotCounted, whole_of
 from pipemesh.parallel_runtime.planner.measured import Speeds, this_machine, write
-from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
 from pipemesh.parallel_runtime.planner.redundancy import FOLDER, digest_of
 from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .bounds import assert_same
-from .foreign_pack import unet, without_plan
+from .foreign_pack import unet
 from .in_groups import GroupsHere
 from .models import run
 from .planned import box, counts
@@ -57,60 +52,14 @@ PROMPT = {"cross_attn": torch.zeros(1, 13, 64), "pooled_output": torch.zeros(1, 
 
 
 def planning(count=lambda *_: FLUX, speeds=NOWHERE):
-    return Planning(StepTimes(), speeds, count)
+    return Planning(StepTimes(), SimpleNamespace(of=count), speeds)
 
 
 def asked(branches=1, batch=1, evaluations=20):
     return lambda: Asked((batch, 16, 8, 10), (PROMPT,) * branches, evaluations)
 
 
-# -- what is counted
-
-
-def test_no_tensor_without_content_stays_in_a_cache_of_comfyuis(monkeypatch):
-    """Stock would sample with it afterwards."""
-    asked = (10000.0, 3, 96)
-
-    def remembers(*_, **_more):
-        with dry_device(QuickFakeMode()):
-            generate_freq_grid_np(*asked)
-        raise RuntimeError("made")
-
-    monkeypatch.setattr(loaded, "counted", remembers)
-    with pytest.raises(NotCounted, match="made"):
-        whole_of(stock_model(5, family=PLAIN).model, PROMPT, (1, 16, 8, 8))
-    assert type(generate_freq_grid_np(*asked)) is torch.Tensor
-
-
-def test_a_loaded_model_is_counted_at_the_true_size_without_being_computed():
-    model = stock_model(5, family=PLAIN).model
-    small, large = (whole_of(model, PROMPT, (1, 16, side, side)) for side in (8, 16))
-    assert len(small.block_flops) == len(small.attended_by_block) > 1
-    assert {sum(one.tokens.values()) for one in (small, large)} == {13 + 16, 13 + 64}
-    assert large.flops > 2 * small.flops
-    weights = sum(weight.numel() * weight.element_size() for weight in model.diffusion_model.parameters())
-    assert small.weight_bytes == pytest.approx(weights, rel=0.01), "as they are stored, not as the twin has them"
-    assert not model.diffusion_model._forward_pre_hooks and not torch.is_inference_mode_enabled()
-
-
-@pytest.mark.parametrize("kind", ["SD15", "SDXL"])
-def test_a_unet_is_one_block_that_no_rank_shares(kind):
-    whole = whole_of(unet(kind).model, PROMPT, (1, 4, 8, 8))
-    assert (len(whole.block_flops), whole.attended_by_block) == (1, [[]])
-    assert whole.block_flops[0] > 0
-    layouts = [row.layout for row in plan(Job(whole=whole, branches=2), box(2), sizes=(2,)).rows]
-    assert layouts == [Layout(cfg=2)]
-
-
-def test_a_model_that_cannot_be_run_dry_says_why():
-    with pytest.raises(NotCounted, match=r"^its twin without weights does not run: .*(cross_attn|context|NoneType)"):
-        whole_of(stock_model(5, family=PLAIN).model, {}, (1, 16, 8, 8))
-
-
-def test_texts_of_nearly_the_same_length_are_counted_as_one():
-    assert rounded(PROMPT)["cross_attn"].shape == rounded({"cross_attn": torch.zeros(1, 64, 64)})["cross_attn"].shape == (1, 64, 64)
-    masked = {**PROMPT, "attention_mask": torch.ones(1, 13)}
-    assert rounded(masked) is masked, "its mask has as many"
+# -- what is asked
 
 
 def guider(cfg, batch=1, model=None):
@@ -150,23 +99,6 @@ def test_what_cannot_be_counted_keeps_all_devices_on_one_image_and_says_why():
 
     assert planning(fail).choose(unet().model, OPEN, asked(2), ()).why == "KeyError, see the log"
     assert provisional(OPEN, unet()).placement.layout == Layout(cfg=2), "a model that cannot be cut"
-
-
-def test_an_evaluation_is_counted_once_for_each_size():
-    counted = []
-    chooser = planning(lambda _model, _cond, shape: counted.append(shape) or FLUX)
-    model = stock_model(5).model
-    for batch in (1, 2, 1):
-        chooser.choose(model, OPEN, asked(batch=batch), ())
-    assert counted == [(1, 16, 8, 10)]
-
-
-def test_a_transformer_of_another_class_with_the_same_settings_is_counted_for_itself():
-    counted = []
-    chooser = planning(lambda model, *_: counted.append(type(model.diffusion_model).__name__) or FLUX)
-    for model in (stock_model(5), without_plan(stock_model(5))):
-        chooser.choose(model.model, OPEN, asked(), ())
-    assert counted == ["Flux", "Unplanned"]
 
 
 @pytest.fixture
@@ -315,7 +247,7 @@ def test_one_rank_has_all_cores_and_is_predicted_by_what_it_does_on_them(tmp_pat
     file = tmp_path / "speeds.json"
     for name, alone, best in (("all", {"x on all cores": replace(half, matmul=2e9, attention=2e9)}, 1), ("none", {}, 2)):
         write(file, this_machine(), {"x both": replace(half, latency_s=0.0, link=1e15) if not alone else half, **alone})
-        chosen = Planning(StepTimes(), file, lambda *_: FLUX).choose(stock_model(5).model, OPEN, asked(), ())
+        chosen = planning(speeds=file).choose(stock_model(5).model, OPEN, asked(), ())
         assert (chosen.layout.world_size, chosen.why) == (best, "by speeds measured on this machine"), name
 
 

@@ -30,7 +30,11 @@ def in_chosen_layout(
 
 
 def require_several(planned: Planned, model: ModelPatcher, choice: Choice) -> None:
-    """Raises Refused where one device is faster than any layout of several."""
+    """Raises Refused where one device is faster than any layout of several, and where that is not
+    known yet and no pool is up.
+    """
+    if planned.awaits:
+        raise Refused(f"Which layout is the fastest is not known yet, as {planned.why}.")
     if planned.is_one_device:
         require_whole_groups(model.model.diffusion_model, choice.placement.layout)
         raise Refused(f"One GPU is faster here than several, {planned.why}.")

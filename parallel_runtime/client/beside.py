@@ -1,5 +1,5 @@
-"""What an evaluation needs beside the weights on each rank's device: counted before the weights are
-loaded, and more where it was too little.
+"""What an evaluation needs beside the weights on each rank's device: by its count, before the
+weights are loaded, and more where it was too little.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..comfy_bridge.rows import tensors_in
-from ..errors import OutOfMemory
+from ..errors import OutOfMemory, RunCancelled
 from ..planner.beside import beside_bytes
-from ..planner.figures import Whole
+from ..planner.counts import Counts, NotCounted, longest, rounded
 from ..planner.keeping import LEFT_FREE
-from ..planner.loaded import longest, rounded, whole_of
 from .residency import Residency
 from .session import Sessions
 
 T = TypeVar("T")
 log = logging.getLogger("pipemesh")
-MOST = 50  # kinds of evaluations whose counts are kept
 
 
 @dataclass(frozen=True)
@@ -37,18 +34,15 @@ class Sampled:
 class Beside:
     """Knows it for the models of one pool."""
 
-    def __init__(
-        self, sessions: Sessions, residency: Residency, count: Callable[[Any, Mapping[str, Any], tuple[int, ...]], Whole] = whole_of
-    ):
+    def __init__(self, sessions: Sessions, residency: Residency, counts: Counts):
         self._sessions = sessions
         self._residency = residency
-        self._count = count
-        self._counted: dict[tuple, int] = {}
+        self._counts = counts
         self._more: dict[str, int] = {}  # of each model, for as long as ComfyUI runs
 
     def left_free(self, model: str, sampled: Sampled | None) -> int:
         """Returns the bytes to leave free on each device."""
-        return max(LEFT_FREE, self._more.get(model, 0), self._needed(model, sampled) if sampled is not None else 0)
+        return max(LEFT_FREE, self._more.get(model, 0), self._needed(sampled) if sampled is not None else 0)
 
     def with_room(self, model: str, attempt: Callable[[], T], *, again: bool) -> T:
         """Calls ``attempt``, an evaluation, and where the ranks run out of memory ``again`` after
@@ -79,22 +73,15 @@ class Beside:
         self._residency.release(model)
         return True
 
-    def _needed(self, name: str, sampled: Sampled) -> int:
-        """Counts it, once for each size; 0 where the model cannot be counted."""
+    def _needed(self, sampled: Sampled) -> int:
+        """Returns 0 where that is not counted, or not yet."""
         model, conds = sampled.model(), [one for several in sampled.conds.values() for one in several]
         if model is None or not conds:
             return 0
-        cond = rounded(longest(conds))
-        texts = tuple(tuple(tensor.shape) for key in sorted(cond) for tensor in tensors_in(cond[key]))
-        key = name, sampled.shape, len(conds), texts
-        if key not in self._counted:
-            try:
-                whole = self._count(model, cond, (1, *sampled.shape[1:]))
-                speeds = self._sessions.live.pool.facts.speeds if self._sessions.live is not None else ()
-                self._counted[key] = beside_bytes(whole, self._sessions.layout, len(conds), sampled.shape[0], speeds)
-            except Exception as error:  # noqa: BLE001 whatever a model does without content, its run goes on without counts
-                log.info("[PipeMesh] What an evaluation takes is not known (%s): %d MiB are left free for it.", error, LEFT_FREE >> 20)
-                self._counted[key] = 0
-            if len(self._counted) > MOST:
-                del self._counted[next(iter(self._counted))]
-        return self._counted[key]
+        try:
+            whole = self._counts.of(model, rounded(longest(conds)), (1, *sampled.shape[1:]))
+        except (NotCounted, RunCancelled) as error:  # who asks for room hears of Stop by itself
+            log.info("[PipeMesh] What an evaluation takes is not known (%s): %d MiB are left free for it.", error, LEFT_FREE >> 20)
+            return 0
+        speeds = self._sessions.live.pool.facts.speeds if self._sessions.live is not None else ()
+        return beside_bytes(whole, self._sessions.layout, len(conds), sampled.shape[0], speeds)

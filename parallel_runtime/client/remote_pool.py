@@ -6,6 +6,7 @@ import threading
 
 from ..layout import Layout
 from ..planner.balance import StageBalance
+from ..planner.counts import Counts, nobody
 from .beside import Beside
 from .evaluations import Evaluations
 from .residency import Residency
@@ -18,10 +19,18 @@ from .wait import NoWait, Wait
 class RemotePool:
     """Keeps the UI's side of one pool handle, shared by every model that runs on it."""
 
-    def __init__(self, handle: Handle, shares_weights: bool, turn: threading.Lock | None = None, wait: Wait | None = None):
+    def __init__(
+        self,
+        handle: Handle,
+        shares_weights: bool,
+        turn: threading.Lock | None = None,
+        wait: Wait | None = None,
+        counts: Counts | None = None,
+    ):
         """``shares_weights``: the ranks live in one machine's memory, so patched weights are
         computed once and mapped by all. ``turn``: held by a thread that acts on the pool between
-        two runs. ``wait`` begins and ends with that for a first step.
+        two runs. ``wait`` begins and ends with that for a first step. ``counts``: by which
+        evaluations have room beside the weights.
         """
         self.turn = turn or threading.Lock()
         self.wait: Wait = wait or NoWait()
@@ -30,7 +39,7 @@ class RemotePool:
         balance = StageBalance()
         self.residency = Residency(self.sessions, self.runs, balance, shares_weights)
         self.evaluations = Evaluations(self.sessions, self.residency, balance)
-        self.beside = Beside(self.sessions, self.residency)
+        self.beside = Beside(self.sessions, self.residency, counts or Counts(nobody))
 
     @property
     def layout(self) -> Layout:

@@ -1,5 +1,5 @@
-"""A released model, or one that is loaded, without its weights, and what ComfyUI would call it
-with: for the dry run.
+"""A released model without its weights, and what ComfyUI would call it, or the twin of a loaded
+one, with: for the dry run. It replaces functions of ComfyUI: no process that serves imports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from .forward import PREFIX, forward_binder, forward_patch
 CPU = torch.device("cpu")
 PLENTY = 1 << 50  # bytes
 SPACIAL = 8  # as ComfyUI has it for all models where a cond tells no size
-BESIDE = {"model_conds", "uuid", "control", "hooks", "area", "mask", "gligen", "default"}  # of a cond, what is not the model's
 
 
 class Called(BaseException):
@@ -63,14 +62,6 @@ def arguments_of(model: Any, sample: Sample, released: Released, shapes: Sequenc
     return called_with(model, conds, shapes, device)
 
 
-def twin_of(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Build a BaseModel like a loaded one, in ``dtype``. Call it where tensors have no content."""
-    config = type(model.model_config)(dict(model.model_config.unet_config))
-    config.unet_config.update(model.model_config.unet_config)
-    config.set_inference_dtype(dtype, None)
-    return config.get_model({}, "", device=device)
-
-
 @contextmanager
 def kernels_that_count() -> Iterator[Callable[..., Any]]:
     """Have ComfyUI believe in endless memory, by which its own attention chooses how to go on.
@@ -95,14 +86,6 @@ def forget_tensors() -> None:
             for value in list(vars(module).values()):
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()
-
-
-def prompt_of(cond: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a cond of ComfyUI's brings to the model, without content. Call it where tensors
-    have none. What acts between the sampler and the model is left out.
-    """
-    plain = {name: value for name, value in cond.items() if name not in BESIDE}
-    return tree_map_only(torch.Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), plain)
 
 
 def conds_of(model: Any, prompt: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, Any]:

@@ -249,11 +249,40 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class CountLike(msgspec.Struct, frozen=True, tag=True):
+    """Sets up the process that counts: its first message. The arguments are of a ComfyUI on the
+    CPU.
+    """
+
+    comfyui: str
+    comfy_args: bytes
+
+
+class Count(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the count of one evaluation of what ``comfy_bridge.twin`` has ``described``."""
+
+    described: bytes
+
+
+class Counted(msgspec.Struct, frozen=True, tag=True):
+    """Answers with a ``planner.figures.Whole``, as bytes."""
+
+    whole: bytes
+
+
+class Uncounted(msgspec.Struct, frozen=True, tag=True):
+    """Tells why an evaluation cannot be counted."""
+
+    why: str
+
+
 ToRank = Start | Load | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch | Close
 FromRank = Ready | Done | Failed
 Request = Load | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
 ToMachine = Open | ForRanks | Close
 FromMachine = Said | Beat | Ended | Denied
+ToCounter = CountLike | Count
+FromCounter = Counted | Uncounted
 PHASE = {
     Load: "loading",
     SetWeightPatches: "patching",

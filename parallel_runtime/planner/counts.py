@@ -1,0 +1,133 @@
+"""Know what one evaluation of a loaded MODEL costs: counted in another process, each kind once.
+
+The UI's process counts nothing itself: a dry run replaces functions of torch and ComfyUI, which its
+other threads would call meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from ..comfy_bridge.quantised import stored_bytes
+from ..comfy_bridge.twin import described
+from ..errors import RunCancelled
+from ..families import plan_or_whole
+from ..wire.tree import NotPlain
+from .figures import Whole
+
+TEXT = 64  # tokens by which texts are counted
+MOST = 50  # kinds of evaluations whose counts are kept
+PATIENCE_S = 60.0  # how long a sampling waits for its count: a first process may import from a slow disk
+POLL_S = 0.05
+TRIES = 2  # a count whose process was lost is begun again, once
+
+
+class NotCounted(Exception):
+    """A MODEL cannot be run dry, for the reason given."""
+
+
+class NotYet(NotCounted):
+    """A MODEL is being counted, and a sampling has waited long enough."""
+
+
+class CounterLost(NotCounted):
+    """The process that counts was lost, or took too long: another time it may not be."""
+
+
+Begin = Callable[[bytes], "Future[Whole]"]  # begins to count what ``twin.described`` describes; the future may raise NotCounted
+
+
+@dataclass
+class Begun:
+    """A count: when it was begun, and how often."""
+
+    future: Future[Whole]
+    at_s: float
+    tries: int = 1
+
+
+class Counts:
+    """Counts of evaluations, for all pools. A sampling waits ``patience_s`` for its own at most;
+    the count goes on, and the next sampling of its kind has it.
+    """
+
+    def __init__(self, begin: Begin, interrupted: Callable[[], bool] = lambda: False, patience_s: float = PATIENCE_S):
+        self._begin = begin
+        self._interrupted = interrupted
+        self._patience_s = patience_s
+        self._begun: dict[bytes, Begun] = {}
+
+    def of(self, model: Any, cond: Mapping[str, Any], shape: tuple[int, ...]) -> Whole:
+        """Return the count of one evaluation of ``model``, a BaseModel, for one cond of ComfyUI's
+        and one latent of ``shape`` (1, C, ...). Weights are as large as they are stored, which for
+        quantised ones is smaller than the twin's. Raises NotCounted, RunCancelled.
+        """
+        if plan_or_whole(type(model.diffusion_model)) is None:
+            raise NotCounted(f"{type(model.diffusion_model).__name__} has no token plan")
+        try:
+            asked = described(model, cond, shape)
+        except NotPlain as error:
+            raise NotCounted(f"its twin without weights cannot be described: {error}") from None
+        return as_stored(self._awaited(asked), stored_bytes(model.diffusion_model.parameters()))
+
+    def _awaited(self, asked: bytes) -> Whole:
+        key = blake2b(asked, digest_size=16).digest()
+        begun = self._begun.get(key)
+        if begun is None or (begun.tries < TRIES and is_lost(begun.future)):
+            begun = self._begun[key] = Begun(self._begin(asked), time.monotonic(), begun.tries + 1 if begun is not None else 1)
+            if len(self._begun) > MOST:
+                del self._begun[next(iter(self._begun))]
+        until = begun.at_s + self._patience_s
+        while not begun.future.done():
+            if self._interrupted():
+                raise RunCancelled("The run was cancelled.")
+            if (left_s := until - time.monotonic()) <= 0:
+                raise NotYet(f"what an evaluation costs was not counted within {self._patience_s:g} s")
+            wait([begun.future], min(POLL_S, left_s))
+        if (error := begun.future.exception()) is not None:
+            raise NotCounted(str(error))  # the error itself would gather what each sampling holds
+        return begun.future.result()
+
+
+def is_lost(future: Future[Whole]) -> bool:
+    return future.done() and isinstance(future.exception(), CounterLost)
+
+
+def nobody(asked: bytes) -> Future[Whole]:
+    """Count nothing: of pools that nobody has given a process that counts."""
+    future: Future[Whole] = Future()
+    future.set_exception(NotCounted("nothing counts here"))
+    return future
+
+
+def as_stored(whole: Whole, stored: int) -> Whole:
+    """Return a twin's count with weights that take ``stored`` bytes."""
+    share, of = stored / max(1, whole.weight_bytes), whole.shareable
+    sizes = {name: round(share * size) for name, size in of._asdict().items() if isinstance(size, int)}
+    return replace(
+        whole,
+        weight_bytes=round(share * whole.weight_bytes),
+        block_weight_bytes=[round(share * nbytes) for nbytes in whole.block_weight_bytes],
+        shareable=of._replace(blocks=[round(share * one) for one in of.blocks], layers=(), **sizes),
+    )
+
+
+def longest(conds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the cond with most text: an evaluation of it takes longest."""
+    return max(conds, key=lambda cond: cond["cross_attn"].shape[1] if cond.get("cross_attn") is not None else 0)
+
+
+def rounded(cond: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a cond with a few tokens more of text, so that most prompts are counted as one."""
+    text = cond.get("cross_attn")
+    if not isinstance(text, torch.Tensor) or text.dim() != 3 or "attention_mask" in cond:
+        return cond
+    tokens = -(-text.shape[1] // TEXT) * TEXT
+    return {**cond, "cross_attn": torch.empty(text.shape[0], tokens, text.shape[2], dtype=text.dtype, device="meta")}

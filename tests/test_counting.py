@@ -1,0 +1,340 @@
+"""A MODEL is counted in a process of its own: ComfyUI's, which serves meanwhile, stays as it is,
+and no sampling waits for ever.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+from comfy.ldm.lightricks.model import generate_freq_grid_np
+from pipemesh.launcher.commands.parity import stock_model
+from pipemesh.launcher.pool.counter import SCRIPT, Counter
+from pipemesh.launcher.pool.devices import Device
+from pipemesh.nodes.auto.layouts import require_several
+from pipemesh.parallel_runtime.comfy_bridge.twin import described
+from pipemesh.parallel_runtime.errors import Refused, RunCancelled
+from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner import loaded
+from pipemesh.parallel_runtime.planner.choose import plan
+from pipemesh.parallel_runtime.planner.counts import CounterLost, Counts, NotCounted, NotYet, as_stored, nobody, rounded
+from pipemesh.parallel_runtime.planner.dry_device import dry_device
+from pipemesh.parallel_runtime.planner.job import Job
+from pipemesh.parallel_runtime.planner.loaded import whole_of
+from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
+
+from .fake_pools import DEADLINE_S, fake_setup, is_alive
+from .foreign_pack import unet, without_plan
+from .planned import box, counts
+from .test_planning import OPEN, PROMPT, Planning, StepTimes, asked
+
+SHAPE = (1, 16, 8, 8)
+FLUX = counts("flux 1024")
+
+
+def cpu():
+    return Device("cpu")
+
+
+@pytest.fixture(scope="module")
+def counter(setup):
+    made = Counter(setup, cpu)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return stock_model(5, family=PLAIN).model
+
+
+def chooser(begin, **how):
+    return Planning(StepTimes(), Counts(begin, **how))
+
+
+# -- what is counted
+
+
+def test_no_tensor_without_content_stays_in_a_cache_of_comfyuis(monkeypatch, model):
+    """The next model would be counted with it."""
+    size = (10000.0, 3, 96)
+
+    def remembers(*_, **_more):
+        with dry_device(QuickFakeMode()):
+            generate_freq_grid_np(*size)
+        raise RuntimeError("made")
+
+    monkeypatch.setattr(loaded, "counted", remembers)
+    with pytest.raises(NotCounted, match="made"):
+        whole_of(described(model, PROMPT, SHAPE))
+    assert type(generate_freq_grid_np(*size)) is torch.Tensor
+
+
+def test_a_loaded_model_is_counted_at_the_true_size_without_being_computed(counter, model):
+    known = Counts(counter.begin)
+    small, large = (known.of(model, PROMPT, (1, 16, side, side)) for side in (8, 16))
+    assert len(small.block_flops) == len(small.attended_by_block) > 1
+    assert {sum(one.tokens.values()) for one in (small, large)} == {13 + 16, 13 + 64}
+    assert large.flops > 2 * small.flops
+    weights = sum(weight.numel() * weight.element_size() for weight in model.diffusion_model.parameters())
+    assert small.weight_bytes == pytest.approx(weights, rel=0.01), "as they are stored, not as the twin has them"
+    assert not model.diffusion_model._forward_pre_hooks and not torch.is_inference_mode_enabled()
+
+
+def test_another_process_counts_as_this_one_would(counter, model):
+    asked = described(model, PROMPT, SHAPE)
+    there, here = counter.begin(asked).result(DEADLINE_S), whole_of(asked)
+    assert (there.flops, there.activations.peak_bytes, there.tokens) == (here.flops, here.activations.peak_bytes, here.tokens)
+    assert [tuple(one) for one in there.attended] == [tuple(one) for one in here.attended]
+
+
+@pytest.mark.parametrize("kind", ["SD15", "SDXL"])
+def test_a_unet_is_one_block_that_no_rank_shares(kind):
+    whole = whole_of(described(unet(kind).model, PROMPT, (1, 4, 8, 8)))
+    assert (len(whole.block_flops), whole.attended_by_block) == (1, [[]])
+    assert whole.block_flops[0] > 0
+    layouts = [row.layout for row in plan(Job(whole=whole, branches=2), box(2), sizes=(2,)).rows]
+    assert layouts == [Layout(cfg=2)]
+
+
+def test_a_model_that_cannot_be_run_dry_says_why(counter, model):
+    with pytest.raises(NotCounted, match=r"^its twin without weights does not run: .*(cross_attn|context|NoneType)"):
+        Counts(counter.begin).of(model, {}, SHAPE)
+
+
+def test_texts_of_nearly_the_same_length_are_counted_as_one():
+    assert rounded(PROMPT)["cross_attn"].shape == rounded({"cross_attn": torch.zeros(1, 64, 64)})["cross_attn"].shape == (1, 64, 64)
+    masked = {**PROMPT, "attention_mask": torch.ones(1, 13)}
+    assert rounded(masked) is masked, "its mask has as many"
+
+
+@pytest.mark.parametrize("family", SAMPLES)
+def test_what_a_prompt_of_any_family_brings_can_be_described(family, model):
+    shape = SAMPLES[family].latents["even"]
+    extras = SAMPLES[family].extras(torch.zeros(shape if isinstance(shape[0], int) else shape[0]))  # or of several together
+    described(model, {**PROMPT, **extras}, SHAPE)
+
+
+def test_what_is_no_plain_data_is_not_counted_and_named(model):
+    with pytest.raises(NotCounted, match=r"cannot be described: cond/theirs is a builtins\.object"):
+        Counts(nobody).of(model, {**PROMPT, "theirs": object()}, SHAPE)
+    with pytest.raises(NotCounted, match="Unplanned has no token plan"):
+        Counts(nobody).of(without_plan(stock_model(5)).model, PROMPT, SHAPE)
+
+
+# -- how often
+
+
+def done(whole=FLUX):
+    future = Future()
+    future.set_result(whole)
+    return future
+
+
+def test_an_evaluation_is_counted_once_for_each_size_class_and_configuration(model):
+    begun, other = [], without_plan(stock_model(5)).model
+    known = Counts(lambda asked: begun.append(asked) or done())
+    for shape in (SHAPE, SHAPE, (1, 16, 8, 10)):
+        assert known.of(model, PROMPT, shape).flops == FLUX.flops
+    assert len(begun) == 2 == len({*begun})
+    assert described(other, PROMPT, SHAPE) != described(stock_model(5).model, PROMPT, SHAPE)
+    assert as_stored(FLUX, FLUX.weight_bytes // 2).weight_bytes == FLUX.weight_bytes // 2
+
+
+# -- while it is counted
+
+
+def functions():
+    """Every function and class of modules that ComfyUI's process calls, and the methods of those
+    classes.
+    """
+    found = {}
+    modules = [one for name, one in list(sys.modules.items()) if name.partition(".")[0] == "comfy" or name in ("torch", "torch.cuda")]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if callable(value):
+                found[module.__name__, name] = value
+            if isinstance(value, type) and value.__module__.startswith("comfy."):
+                found |= {(module.__name__, name, one): method for one, method in vars(value).items() if callable(method)}
+    return found
+
+
+def test_no_function_of_comfyuis_or_torchs_is_another_while_a_layout_is_chosen(counter, model):
+    before, over, replaced, looked = functions(), threading.Event(), set(), []
+
+    def look():
+        while not over.is_set():
+            now = functions()
+            replaced.update(place for place, value in before.items() if now.get(place) is not value)
+            looked.append(1)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    planned = chooser(counter.begin).choose(model, OPEN, asked(), ())
+    over.set()
+    looking.join()
+    assert planned.plan is not None, planned.why
+    assert looked and not replaced
+
+
+def test_a_sampling_waits_no_longer_than_its_patience_and_the_next_of_its_kind_has_the_count(model):
+    """A node's has the layout of a pool that is up, or that of its place; auto mode's runs on one
+    GPU where none is up.
+    """
+    counting, begun = Future(), []
+    made = chooser(lambda asked: begun.append(asked) or counting, patience_s=0.0)
+    groups = Layout(cfg=2)
+    waiting = [made.choose(model, OPEN, asked(), running) for running in ((), (groups,), (Layout(ring=2),))]
+    assert [(one.layout, one.awaits) for one in waiting] == [(Layout(ulysses=2), True), (groups, False), (Layout(ulysses=2), True)]
+    with pytest.raises(Refused, match=r"not known yet, as what an evaluation costs was not counted within 0 s\.$"):
+        require_several(waiting[0], None, OPEN)
+    counting.set_result(FLUX)
+    assert made.choose(model, OPEN, asked(), ()).plan is not None
+    assert len(begun) == 1
+
+
+def test_stop_ends_the_wait(model):
+    with pytest.raises(RunCancelled):
+        chooser(lambda _: Future(), interrupted=lambda: True).choose(model, OPEN, asked(), ())
+
+
+def test_where_a_pool_by_hand_is_not_counted_yet_it_goes_on(model):
+    known = Counts(lambda _: Future(), patience_s=0.0)
+    for _ in range(2):
+        with pytest.raises(NotYet):
+            known.of(model, PROMPT, SHAPE)
+
+
+# -- a process that does not answer
+
+
+FAKE = """
+import os, signal, socket, struct, sys, time, msgspec
+sock = socket.socket(fileno=int(sys.argv[1]))
+
+def take():
+    head = sock.recv(5, socket.MSG_WAITALL)
+    if not head:
+        os._exit(0)
+    return sock.recv(struct.unpack("<IB", head)[0], socket.MSG_WAITALL)
+
+def say(body):
+    sock.sendall(struct.pack("<IB", len(body), 0) + body)
+
+take()
+while True:
+    take()
+    {act}
+"""
+REFUSES = 'say(msgspec.msgpack.encode({"type": "Uncounted", "why": str(os.getpid())}))'
+ACTS = {
+    "os.kill(os.getpid(), signal.SIGKILL)": r"was killed \(signal 9\)",
+    "sys.exit('ComfyUI is not here')": "ended with exit status 1: ComfyUI is not here",
+    "os._exit(0)": "ended with exit status 0",
+    "say(b'junk')": "could not be asked",
+    "time.sleep(600)": "took longer than 0.5 s and was ended",
+}
+
+
+@pytest.fixture
+def faked(tmp_path):
+    """A counter whose process acts so when it is asked."""
+    made = []
+
+    def fake(act, **how):
+        script = tmp_path / f"{len(made)}.py"
+        script.write_text(FAKE.replace("{act}", act))
+        made.append(Counter(fake_setup(), cpu, str(script), **how))
+        return made[-1]
+
+    yield fake
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_process_that_is_lost_costs_a_sentence_and_the_layout_of_the_place_and_is_tried_twice(faked, model, act):
+    counter, begun = faked(act, **({"limit_s": 0.5} if "sleep" in act else {})), []
+    made = chooser(lambda asked: begun.append(1) or counter.begin(asked))
+    for _ in range(3):
+        planned = made.choose(model, OPEN, asked(), ())
+        assert (planned.layout, planned.plan, planned.awaits) == (Layout(ulysses=2), None, False)
+        with pytest.raises(NotCounted, match=f"^the process that counts {ACTS[act]}"):
+            made.counts.of(model, rounded(PROMPT), (1, 16, 8, 10))
+    assert len(begun) == 2
+    assert counter.pid == 0
+
+
+def test_a_process_that_cannot_be_started_is_said_to_be(model):
+    def start(command):
+        raise OSError(12, "Cannot allocate memory")
+
+    setup = SimpleNamespace(argv=("python",), comfyui="", comfy_args={}, start=start)
+    counter = Counter(setup, cpu)
+    future = counter.begin(b"")
+    assert isinstance(future.exception(DEADLINE_S), CounterLost)
+    assert str(future.exception()) == "the process that counts could not be asked ([Errno 12] Cannot allocate memory)"
+
+
+def test_memory_that_runs_out_in_the_process_is_an_answer(monkeypatch, model):
+    def full(*_, **_more):
+        raise MemoryError
+
+    monkeypatch.setattr(loaded, "counted", full)
+    with pytest.raises(NotCounted, match="does not run: MemoryError"):
+        whole_of(described(model, PROMPT, SHAPE))
+
+
+def test_one_process_counts_all_and_ends_when_nobody_asks(faked):
+    before, counter = {*threading.enumerate()}, faked(REFUSES)
+    pids = {str(counter.begin(b"").exception(DEADLINE_S)) for _ in range(2)}
+    assert pids == {str(counter.pid)}
+    idle = faked(REFUSES, idle_s=0.0)
+    pids = {str(idle.begin(b"").exception(DEADLINE_S)) for _ in range(2)}
+    served = [thread for thread in threading.enumerate() if thread not in before and thread.name == "pipemesh-counter"]
+    counter.close()
+    for thread in served:
+        thread.join(DEADLINE_S)
+    assert idle.pid == 0 and not any(is_alive(int(pid)) for pid in pids)
+
+
+def test_without_a_fork_server_it_is_a_program_of_its_own_that_sees_no_gpu(faked, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7")
+    tells = 'say(msgspec.msgpack.encode({"type": "Uncounted", "why": repr((os.environ["CUDA_VISIBLE_DEVICES"], os.getppid()))}))'
+    assert str(faked(tells).begin(b"").exception(DEADLINE_S)) == repr(("", os.getpid()))
+
+
+def test_it_is_a_fork_of_the_server_that_ranks_on_the_same_devices_are_forked_from(faked, monkeypatch):
+    from pipemesh.launcher.pool.counter import environment
+    from pipemesh.launcher.pool.crew import rank_environment
+    from pipemesh.launcher.pool.rank_setup import KEEP_MEMORY
+
+    for device in (Device("cpu"), Device("cuda:0", "GPU-0")):
+        ours, theirs = environment(device), rank_environment(device, "gloo", dict(os.environ))
+        assert [ours.get(name) for name in KEEP_MEMORY] == [theirs.get(name) for name in KEEP_MEMORY]
+        assert ours["CUDA_VISIBLE_DEVICES"] == ours["HIP_VISIBLE_DEVICES"] == ""
+
+
+def test_it_ends_with_the_process_that_started_it():
+    """However that ends."""
+    ours, theirs = socket.socketpair()
+    parent = (
+        "import os, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, {SCRIPT!r}, sys.argv[1], str(os.getpid())], pass_fds=[int(sys.argv[1])])\n"
+        "print(child.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    fd = str(theirs.fileno())
+    with ours, theirs, subprocess.Popen([sys.executable, "-c", parent, fd], pass_fds=[int(fd)], stdout=subprocess.PIPE) as process:
+        child = int(process.stdout.readline())
+        assert is_alive(child)
+        os.kill(process.pid, signal.SIGKILL)
+        theirs.close()
+        ours.settimeout(DEADLINE_S)
+        assert ours.recv(1) == b"", "nobody holds its end any more"

@@ -1,0 +1,159 @@
+"""ComfyUI's process serves many threads, so the pack replaces no function of ComfyUI's or torch's
+there: what it must, stands in ``SEAMS`` with its reason.
+
+Rules on sources are here; that no function is another while a layout is chosen, in test_counting.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from .test_architecture import COMFYUI, FUNCTION, ROOT, imports_of
+
+HOST = {*COMFYUI, "torch"}
+SEAMS = {  # file, function -> why it may
+    ("nodes/auto/seam.py", "install"): "auto mode's place in every sampler",
+    ("nodes/auto/seam.py", "remove"): "auto mode's place in every sampler",
+    ("parallel_runtime/comfy_bridge/source.py", "resolving_as"): "runs in ranks",
+    ("parallel_runtime/comfy_bridge/by_name.py", "restored"): "runs in ranks",
+}
+MOCKS = ("unittest.mock", "pytest", "mock")
+
+
+def replacing(source: str) -> Iterator[tuple[str, int]]:
+    """The function and line of every replacement of what belongs to ComfyUI or torch."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None) or ""
+            for name in [f"{module}.{alias.name}".strip(".") for alias in node.names]:
+                if any(f"{name}.".startswith(f"{mock}.") for mock in MOCKS):
+                    yield "import", node.lineno
+    theirs = bound(tree)
+    for function in [one for one in ast.walk(tree) if isinstance(one, FUNCTION)]:
+        known = aliases(function, theirs)
+        yield from ((function.name, node.lineno) for node in ast.walk(function) if is_replacement(node, known))
+    for node in tree.body:
+        if not isinstance(node, (*FUNCTION.__args__, ast.ClassDef)):
+            yield from (("module", one.lineno) for one in ast.walk(node) if is_replacement(one, theirs))
+
+
+def bound(tree: ast.AST) -> set[str]:
+    """Names that imports of ComfyUI or torch bind to modules and classes."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names if alias.name.partition(".")[0] in HOST}
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] in HOST:
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def aliases(function: ast.AST, theirs: set[str]) -> set[str]:
+    """Those, and what a function names anew of them, such as a class of a module."""
+    known = set(theirs)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Attribute, ast.Name)) and root_of(node.value) in known:
+            known |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return known
+
+
+def root_of(node: ast.AST) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_replacement(node: ast.AST, theirs: set[str]) -> bool:
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)):
+        targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else [node.target]
+        flat = [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        return any(isinstance(one, (ast.Attribute, ast.Subscript)) and holder(one) in theirs for one in flat)
+    if not isinstance(node, ast.Call) or not node.args:
+        return False
+    is_setting = isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr")
+    return is_setting and any(isinstance(one, ast.Name) and one.id in theirs for one in ast.walk(node.args[0]))
+
+
+def holder(target: ast.AST) -> str:
+    """The name that a target hangs on; also of ``vars(module)["name"]``."""
+    inner = target.value if isinstance(target, ast.Subscript) else target
+    if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "vars" and inner.args:
+        return root_of(inner.args[0])
+    return root_of(target)
+
+
+@cache
+def served() -> tuple[str, ...]:
+    """Every file that ComfyUI's process can import, from the entry point on, inside functions
+    too.
+    """
+    found, todo = set(), [ROOT / "__init__.py"]
+    while todo:
+        file = todo.pop()
+        path = PurePosixPath(file.relative_to(ROOT).as_posix())
+        if str(path) in found:
+            continue
+        found.add(str(path))
+        for imported in imports_of(path, ast.parse(file.read_text(encoding="utf-8"))):
+            if imported.own:
+                todo += [one for one in files_of(imported.name) if one.is_file()]
+    return tuple(sorted(found))
+
+
+def files_of(name: tuple[str, ...]) -> Iterator[Path]:
+    for end in range(1, len(name) + 1):
+        folder = ROOT.joinpath(*name[:end])
+        yield folder / "__init__.py"
+        yield folder.with_suffix(".py")
+
+
+@pytest.mark.parametrize("path", served())
+def test_a_file_that_comfyui_imports_replaces_nothing_of_comfyuis_or_torchs(path):
+    found = set(replacing((ROOT / path).read_text(encoding="utf-8")))
+    assert {(name, line) for name, line in found if (path, name) not in SEAMS} == set()
+
+
+def test_every_seam_is_needed():
+    for path, name in SEAMS:
+        assert name in {function for function, _ in replacing((ROOT / path).read_text(encoding="utf-8"))}, (path, name)
+
+
+def test_the_files_that_replace_functions_are_not_among_those_that_comfyui_imports():
+    replace = {"planner/dry_device", "planner/dry_run", "planner/loaded", "comfy_bridge/released_model"}
+    assert "nodes/planning.py" in served() and "launcher/pool/counter.py" in served()
+    assert not {f"parallel_runtime/{name}.py" for name in replace} & set(served())
+
+
+REPLACING = [
+    "from unittest.mock import patch",
+    "import unittest.mock",
+    "import torch\ntorch.cuda.synchronize = None",
+    "import torch\ndef f():\n    torch.cuda.Event, a = None, 1",
+    "import comfy.model_management as mm\ndef f():\n    mm.unet_dtype = None",
+    "def f():\n    import comfy.samplers\n    setattr(comfy.samplers, 'sample', None)",
+    "import comfy.samplers\ndef f():\n    guider = comfy.samplers.CFGGuider\n    setattr(guider, 'sample', None)",
+    "from comfy.model_base import BaseModel\ndef f():\n    BaseModel.load_model_weights = None",
+    "import comfy.ops\ndef f():\n    vars(comfy.ops)['cast_bias_weight'] = None",
+    "import comfy.ops\ndef f():\n    del comfy.ops.cast_bias_weight",
+]
+KEEPING = [
+    "import torch\nclass A:\n    def f(self, model):\n        self.x = torch.zeros(1)\n        model.y = 2",
+    "import torch\ndef f():\n    x = torch.ones(1)\n    x[0] = 2",
+    "import torch\ndef f(module, name, value):\n    setattr(module, name, torch.nn.Parameter(value))",
+]
+
+
+@pytest.mark.parametrize("source", REPLACING)
+def test_a_replacement_is_found(source):
+    assert list(replacing(source))
+
+
+@pytest.mark.parametrize("source", KEEPING)
+def test_what_is_no_replacement_is_not(source):
+    assert not list(replacing(source))
