@@ -59,7 +59,7 @@ BEFORE_COMFYUI = (
     "launcher/comfyui/install.py",
     "launcher/package.py",
 )
-SCRIPTS = ("launcher/pool/fork_server_main.py", "launcher/pool/worker_main.py")  # started by path, so they cannot import relatively
+SCRIPTS = tuple(f"launcher/pool/{name}_main.py" for name in ("counter", "fork_server", "worker"))  # started by path: no relative imports
 
 RUNTIME = "parallel_runtime/"
 NEVER = (  # room, what it may not import, why

@@ -15,8 +15,10 @@ import pytest
 import torch
 from comfy.ldm.lightricks.model import generate_freq_grid_np
 from pipemesh.launcher.commands.parity import stock_model
-from pipemesh.launcher.pool.counter import SCRIPT, Counter
+from pipemesh.launcher.pool.counter import SCRIPT, Counter, environment
+from pipemesh.launcher.pool.crew import rank_environment
 from pipemesh.launcher.pool.devices import Device
+from pipemesh.launcher.pool.rank_setup import KEEP_MEMORY
 from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.parallel_runtime.comfy_bridge.twin import described
 from pipemesh.parallel_runtime.errors import Refused, RunCancelled
@@ -312,10 +314,6 @@ def test_without_a_fork_server_it_is_a_program_of_its_own_that_sees_no_gpu(faked
 
 
 def test_it_is_a_fork_of_the_server_that_ranks_on_the_same_devices_are_forked_from(faked, monkeypatch):
-    from pipemesh.launcher.pool.counter import environment
-    from pipemesh.launcher.pool.crew import rank_environment
-    from pipemesh.launcher.pool.rank_setup import KEEP_MEMORY
-
     for device in (Device("cpu"), Device("cuda:0", "GPU-0")):
         ours, theirs = environment(device), rank_environment(device, "gloo", dict(os.environ))
         assert [ours.get(name) for name in KEEP_MEMORY] == [theirs.get(name) for name in KEEP_MEMORY]

@@ -201,3 +201,39 @@ def test_the_browser_gets_the_switch_and_its_texts(server):
     script = urlopen(f"http://{server.address}/extensions/pipemesh/auto.js").read().decode()
     said = server.get("/i18n")["en"]["settings"]["PipeMesh_Auto"]
     assert f'name: "{said["name"]}"' in script
+
+
+QUESTIONS = 1000 if ALL else 60
+FREE = ("free", "ram_free", "vram_free", "torch_vram_free")  # of all that is asked, what may differ from one moment to the next
+
+
+def without_free(tree):
+    if isinstance(tree, dict):
+        return {name: without_free(one) for name, one in tree.items() if name not in FREE}
+    return [without_free(one) for one in tree] if isinstance(tree, list) else tree
+
+
+def memory(server):
+    """What the routes say of this machine's memory: the answers, and the (free, total) in them."""
+    stats, devices = server.get("/system_stats"), server.get("/pipemesh/status")["devices"]
+    pairs = [(stats["system"]["ram_free"], stats["system"]["ram_total"])]
+    pairs += [(one[f"{kind}_free"], one[f"{kind}_total"]) for one in stats["devices"] for kind in ("vram", "torch_vram")]
+    return without_free([stats, devices]), pairs + [(one["free"], one["total"]) for one in devices if one["total"] is not None]
+
+
+def test_while_a_layout_is_chosen_all_routes_answer_as_when_nothing_is(auto):
+    before, _ = memory(auto)
+    answers, sizes = [], iter(range(136, 8192, 8))
+
+    def ask(event):
+        if event.type == "executing" and event.data.get("node") == "sampler":
+            began = runs(auto)
+            while runs(auto) == began and not auto.get("/pipemesh/status")["current_run"] and len(answers) < QUESTIONS:
+                answers.append(memory(auto))
+
+    while len(answers) < QUESTIONS:  # each size is counted anew
+        began, pixels = len(answers), next(sizes)
+        assert auto.run(graph(f"asked_{pixels}", parallel=False, pixels=pixels, steps=2, seed=77), on_event=ask).error is None
+        assert len(answers) > began, "nobody was asked before the run began"
+    assert all(said == before for said, _ in answers)
+    assert all(0 <= free <= total for _, pairs in answers for free, total in pairs)
