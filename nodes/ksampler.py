@@ -13,7 +13,7 @@ from comfy_api.latest import io
 import nodes
 
 from .links import require_links
-from .pool import CATEGORY, POOL_TOOLTIP, Pool
+from .pool import CATEGORY, POOL_TOOLTIP, UNTRIED, Pool
 from .runtime import Runtime, parallelized
 from .settings import Choice
 
@@ -47,6 +47,7 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 node_id="PipeMeshKSampler",
                 display_name="KSampler (PipeMesh)",
                 category=CATEGORY,
+                is_experimental=UNTRIED,
                 description="The stock KSampler, its model computed by a pool of workers. "
                 "Same seed, same image; under pipefusion nearly the same.",
                 search_aliases=["sampler", "multi gpu", "parallel"],
@@ -81,6 +82,7 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 node_id="PipeMeshKSamplerAdvanced",
                 display_name="KSampler Advanced (PipeMesh)",
                 category=CATEGORY,
+                is_experimental=UNTRIED,
                 description="The stock KSampler (Advanced), its model computed by a pool of workers. "
                 "Same seed, same image; under pipefusion nearly the same.",
                 search_aliases=["sampler", "multi gpu", "parallel"],

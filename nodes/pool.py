@@ -14,6 +14,7 @@ from .runtime import Runtime, parallelized
 from .settings import Choice, PoolSettings, Takes, TakesNumber, TakesOneOf
 
 CATEGORY = "PipeMesh"
+UNTRIED = True  # on a GPU, until docs/CUDA.md has a run there; then nodes are no longer marked as experimental
 Pool = io.Custom("PIPEMESH_POOL")
 POOL_TOOLTIP = "Which devices work together and how. Without it: all GPUs (two CPU ranks with --cpu)."
 
@@ -35,6 +36,7 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 node_id="PipeMeshPool",
                 display_name="PipeMesh Pool",
                 category=CATEGORY,
+                is_experimental=UNTRIED,
                 description="Chooses the devices that sample one image together. The workers start at the first run and stay warm.",
                 search_aliases=["multi gpu", "parallel", "sequence parallel", "ulysses", "pipefusion", "workers"],
                 inputs=[socket(name, takes) for name, takes in PoolSettings.inputs().items()],
@@ -82,6 +84,7 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 node_id="PipeMeshParallelize",
                 display_name="PipeMesh Parallelize",
                 category=CATEGORY,
+                is_experimental=UNTRIED,
                 description="Makes a MODEL compute on the pool. Everything else stays stock: loaders, LoRA, samplers, guiders, previews.",
                 search_aliases=["multi gpu", "parallel", "distribute"],
                 inputs=[

@@ -141,8 +141,8 @@ class PoolSettings:
     )
     layout: str = one_of(
         (BY_HAND, AUTO),
-        "auto: how the devices work together is chosen for each run, with the same result as on one GPU; the other inputs do not count. "
-        "by hand: as the other inputs say.",
+        "auto: how the devices work together is chosen for each run; devices, weights and quality count, "
+        "the inputs that are folded away do not. by hand: as the inputs say, but for quality.",
         optional=True,
     )
     weights: str = one_of(

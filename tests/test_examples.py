@@ -5,6 +5,7 @@ load is tested on a running server.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "example_workflows"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
+LAYOUT_AUTO = "auto"  # the ninth value of the pool
+BY_HAND = {"ulysses", "ring", "pipefusion", "cfg", "data", "patches", "warm_up", "stages", "backend"}
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "examples").glob("*.md")}
 
 
@@ -27,6 +30,15 @@ def test_an_example_has_a_thumbnail_a_page_and_a_note_of_the_files_that_it_needs
     assert needed
     for file in needed:
         assert file["url"].endswith(f"/{file['name']}") and file["url"] in note and f"models/{file['directory']}" in note
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_note_tells_of_no_input_of_the_pool_that_the_node_does_not_show(name):
+    nodes = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["nodes"]
+    (note,) = [one["widgets_values"][0] for one in nodes if one.get("title") == "Read me"]
+    folded = [one for one in nodes if one["type"] == "PipeMeshPool" and LAYOUT_AUTO in one["widgets_values"][8:9]]
+    told = set(re.findall(r"\*(\w+)\*", note)) & BY_HAND
+    assert not (folded and told), told
 
 
 def test_there_is_an_example_for_each_kind_of_use_and_no_page_without_one():

@@ -60,6 +60,18 @@ def leaves(tree, path=""):
     return {place: text for key, branch in tree.items() for place, text in leaves(branch, f"{path}/{key}").items()}
 
 
+def test_nodes_are_marked_as_experimental_until_the_table_of_what_ran_has_a_gpu():
+    from pipemesh.nodes.ksampler import sampler_nodes
+    from pipemesh.nodes.pool import pool_nodes
+    from pipemesh.nodes.report.node import report_node
+
+    table = (ROOT / "docs" / "CUDA.md").read_text(encoding="utf-8").partition("\n## What ran")[2].partition("\n\n`python3")[0]
+    ran = re.findall(r"^\| \d{4}-\d\d-\d\d \|", table, re.M)
+    assert ran or "Nothing yet." in table
+    marked = {one.GET_SCHEMA().is_experimental for one in (*pool_nodes(None), *sampler_nodes(None), report_node(None))}
+    assert marked == {not ran}
+
+
 def test_english_is_what_the_schemas_say(nodes):
     """The frontend shows the file instead of the schema, so a text that is changed in a node is to
     be changed here too.

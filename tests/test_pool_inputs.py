@@ -3,6 +3,7 @@ runs, where a linked input has its value.
 """
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from pipemesh.nodes.settings import PoolSettings
@@ -92,6 +93,37 @@ def complaints(node, monkeypatch):
 
 
 LINK = ["2", 0]
+
+
+OTHERS = {  # of each input a value that is not its default
+    "devices": "cpu,cpu,cpu",
+    "weights": "sharded",
+    "quality": "approximate allowed",
+    "backend": "gloo",
+    "stages": "1,2",
+    "ulysses": 3,
+    "ring": 2,
+    "pipefusion": 2,
+    "patches": 5,
+    "warm_up": 3,
+    "cfg": 2,
+    "data": 2,
+}
+
+
+def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_no_other():
+    from pipemesh.nodes.runtime import Runtime
+    from pipemesh.nodes.settings import PoolSettings
+
+    runtime, inputs = Runtime(fake_setup()), PoolSettings.inputs()
+    assert OTHERS.keys() == inputs.keys() - {"layout"}
+    plain = runtime.choose(layout="auto", devices="cpu")
+    count = {name for name, value in OTHERS.items() if runtime.choose(**{"layout": "auto", "devices": "cpu", name: value}) != plain}
+    said = inputs["layout"].tooltip.partition(" count")[0]
+    assert {name for name in OTHERS if name in said.replace("devices work together", "")} == count
+    page = (Path(__file__).parents[1] / "docs" / "PIPEFUSION.md").read_text(encoding="utf-8")
+    off = page.partition("It is off until")[2].partition(".")[0]
+    assert "`layout` to `by hand`" in off and runtime.choose(layout="auto", devices="cpu", pipefusion=2).patching is None
 
 
 SAMPLED = {"steps": 4, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}

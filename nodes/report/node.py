@@ -12,7 +12,7 @@ from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..links import require_links
-from ..pool import CATEGORY, Pool
+from ..pool import CATEGORY, UNTRIED, Pool
 from ..runtime import Choice, Runtime
 from .text import report_text
 
@@ -27,6 +27,7 @@ def report_node(runtime: Runtime) -> type[io.ComfyNode]:
                 node_id="PipeMeshReport",
                 display_name="PipeMesh Report",
                 category=CATEGORY,
+                is_experimental=UNTRIED,
                 description="Shows what the pool did in its last run: layout, time per evaluation, communication, memory of every rank.",
                 search_aliases=["multi gpu", "speed", "memory", "benchmark", "statistics"],
                 is_output_node=True,
