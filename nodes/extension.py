@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import folder_paths
@@ -48,6 +49,15 @@ def show_notice(notice: Notice) -> None:
         send_event("pipemesh.notice", notice)
 
 
+def show_after(waiting: Waiting, notice: Notice) -> None:
+    """Show a notice behind the wait that it ends: what samples on one GPU waits for no pool, and
+    the line that the wait leaves would cover the notice.
+    """
+    if notice.one_gpu:
+        waiting.end()
+    show_notice(notice)
+
+
 def settings_file() -> Path | None:
     """Return the file of ComfyUI's settings; None where every user has their own."""
     folder = None if args.multi_user else folder_paths.get_public_user_directory("default")
@@ -76,8 +86,9 @@ def folder_with_routes(routes: Iterable[web.AbstractRouteDef]) -> Path | None:
 
 class PipeMeshExtension(ComfyExtension):
     def __init__(self) -> None:
-        notices = Notices(show_notice)
-        self._runtime = Runtime.of(os.environ, show_on_node, notices, Waiting(NodeScreen()))
+        waiting = Waiting(NodeScreen())
+        notices = Notices(partial(show_after, waiting))
+        self._runtime = Runtime.of(os.environ, show_on_node, notices, waiting)
         self._auto = Auto(self._runtime, Switch(os.environ, settings_file), notices, self._runtime.times)
 
     async def on_load(self) -> None:

@@ -28,6 +28,7 @@ NO_TIMELINE = "The last run was not in patches: set pipefusion above 1 on PipeMe
 CODES = {Unknown: 404, Busy: 409}
 JSON = "application/json"  # a page of another origin cannot send it without asking first
 NOT_JSON = f"A POST that is not of ComfyUI's own page needs the header Content-Type: {JSON}."
+NOT_OWN = "The page is of {0} and ComfyUI of {1}: open {1}, or have the proxy before ComfyUI hand the Host header on."
 PORTS = {"http": ":80", "https": ":443"}  # that browsers leave out
 
 
@@ -47,7 +48,7 @@ def add_routes(routes: web.RouteTableDef, runtime: Runtime, auto: Auto, control:
 
     @routes.get(STATUS)
     async def status(_request: web.Request) -> web.Response:
-        return web.json_response(asdict(status_of(runtime, auto)), headers=NOT_CACHED)
+        return web.json_response(asdict(status_of(runtime, auto, control.is_busy)), headers=NOT_CACHED)
 
     @routes.post("/pipemesh/pools/{id}/restart")
     async def restart(request: web.Request) -> web.Response:
@@ -66,7 +67,8 @@ async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: w
     """Act on a pool on a thread of its own, so that the server goes on meanwhile."""
     if "Origin" in request.headers:
         if not is_own_page(request.headers["Origin"], request.headers.get("Host", "")):
-            return web.Response(status=403)
+            refused = NOT_OWN.format(request.headers["Origin"], request.headers.get("Host", ""))
+            return web.json_response({"error": refused}, status=403, headers=NOT_CACHED)
     elif request.content_type != JSON:
         return web.json_response({"error": NOT_JSON}, status=415, headers=NOT_CACHED)
     try:

@@ -39,7 +39,18 @@ from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
 from .planning import Asked, Planned, Planning, placement_of, provisional
 from .report.alone import times_as_long
-from .report.figures import KeptWeights, MemoryFigures, PoolFigures, RankFigures, Report, RingKernels, figures_of, foretold, plan_figures
+from .report.figures import (
+    KeptWeights,
+    LastRun,
+    MemoryFigures,
+    PoolFigures,
+    RankFigures,
+    Report,
+    RingKernels,
+    figures_of,
+    foretold,
+    plan_figures,
+)
 from .report.shares import unlike_shares
 from .report.text import plan_heads
 from .room import room_on_devices
@@ -225,7 +236,7 @@ class Runtime:
         text = f"PipeMesh samples in patches, {mode}."
         if pool.last_run is not None:
             pool.last_run.mode = mode
-        self._tell(Told(text))
+        self._tell(Told(text, stays=True))
 
     def _tell(self, told: Told) -> None:
         if told.text and (told.text != self._logged or not told.total):
@@ -256,14 +267,19 @@ def parallelized(runtime: Runtime, model: ModelPatcher, choice: Choice | None) -
     return runtime.parallelize(model, choice)
 
 
+def alone(run: Run, placement: Placement) -> float | None:
+    """Return how many times as long one device would take for a run, by what each rank computed."""
+    return times_as_long(list(run.evaluations), placement)
+
+
 def predicted(pools: Mapping[Placement, RemotePool], planned: Planned | None, run: Run) -> float | None:
     """Return how many times as long one device would take for a run of these pools: by what each
     rank computed, else by what the planner predicted for one device.
     """
     for placement, pool in list(pools.items()):
         if any(one is run for one in list(pool.runs.recent)):
-            longer = times_as_long(list(run.evaluations), placement)
-            return foretold(planned, run) if longer is None else longer
+            longer = pool.runs.once(run, "alone", partial(alone, run, placement))
+            return pool.runs.once(run, "foretold", partial(foretold, planned, run)) if longer is None else longer
     return None
 
 
@@ -297,10 +313,14 @@ def pool_figures(handle: PoolHandle, pool: RemotePool) -> PoolFigures:
         weights=kept_weights(pool),
         kernels=ring_kernels(handle),
         shares=tuple(share.english for share in unlike_shares(placement)),
-        last_run=figures_of(run, pool.residency.titles.get(run.model, run.model), placement.backend, placement.layout.pipefusion)
-        if run
-        else None,
+        last_run=sums_of(handle, pool, run) if run else None,
     )
+
+
+def sums_of(handle: PoolHandle, pool: RemotePool, run: Run) -> LastRun | None:
+    """Sum up a run of this pool. None if it has evaluated nothing."""
+    title, placement = pool.residency.titles.get(run.model, run.model), handle.placement
+    return pool.runs.once(run, "figures", lambda: figures_of(run, title, placement.backend, placement.layout.pipefusion))
 
 
 def kept_weights(pool: RemotePool) -> tuple[KeptWeights, ...]:

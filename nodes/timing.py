@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..parallel_runtime.client.run import Run
 
 Key = tuple[Any, ...]
 MOST = 200  # kinds of samplings that are remembered
+OF_ALL = 3  # the place, behind the step's own, in which a sampler tells its callback how many steps there are
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,21 @@ class Speed:
         return None if self.one_gpu_s is None else self.one_gpu_s / self.step_s
 
 
+@dataclass(frozen=True)
+class Stepped:
+    """How far a run is, in the steps of its sampler: ``done`` of ``total``. ``step_s``: of a step;
+    None before the second.
+    """
+
+    done: int
+    total: int
+    step_s: float | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.step_s is None else self.step_s * (self.total - self.done)
+
+
 class StepTimes:
     """Remembers the time of a step by what was sampled. ``predict``: how many times as long as in
     the pool a run would take on one GPU, where that can be said without a measurement.
@@ -43,9 +59,14 @@ class StepTimes:
         self._clock = clock
         self._one_gpu: dict[Key, float] = {}
         self._runs: weakref.WeakKeyDictionary[Run, tuple[Key, float]] = weakref.WeakKeyDictionary()
+        self._stepped: weakref.WeakKeyDictionary[Run, Stepped] = weakref.WeakKeyDictionary()
 
     def watch(self, guider: Any, noise: Any, sampler: Any, callback: Callable | None) -> Steps:
-        return Steps(guider, key_of(guider, noise, sampler), callback, self._clock)
+        return Steps(guider, key_of(guider, noise, sampler), callback, self._clock, self._stepped)
+
+    def stepped(self, run: Run) -> Stepped | None:
+        """Returns how far a run is, or came; None before its first step."""
+        return self._stepped.get(run)
 
     def note(self, steps: Steps) -> None:
         """Takes the steps of a sampling that is over. The first step is left out: it waits for what
@@ -78,19 +99,28 @@ class StepTimes:
 class Steps:
     """The callback of one sampling, which notes when each step ends."""
 
-    def __init__(self, guider: Any, key: Key, callback: Callable | None, clock: Callable[[], float]):
+    def __init__(self, guider: Any, key: Key, callback: Callable | None, clock: Callable[[], float], stepped: MutableMapping[Run, Stepped]):
         self.key = key
         self.run: Run | None = None  # of the pool that sampled
         self.is_on_one_gpu = True
         self._guider = guider
         self._callback = callback
         self._clock = clock
+        self._stepped = stepped
         self._ends: list[float] = []
 
     @property
     def step_s(self) -> float | None:
         between = [after - before for before, after in zip(self._ends, self._ends[1:], strict=False)]
         return median(between) if between else None
+
+    def finish(self) -> None:
+        """Notes that the sampling came to its end. Some samplers make fewer steps than they were
+        asked for.
+        """
+        stepped = self._stepped.get(self.run) if self.run is not None else None
+        if self.run is not None and stepped is not None:
+            self._stepped[self.run] = replace(stepped, done=stepped.total)
 
     def __call__(self, step: int, *args: Any) -> Any:
         if step == 0:  # a sampling that begins anew
@@ -99,6 +129,9 @@ class Steps:
             self.run = patcher.remote.pool.last_run if isinstance(patcher, RemotePatcher) else None
             self.is_on_one_gpu = self.run is None and not patcher.get_additional_models_with_key("multigpu")
         self._ends.append(self._clock())
+        if self.run is not None and len(args) >= OF_ALL:
+            total = args[OF_ALL - 1]
+            self._stepped[self.run] = Stepped(min(step + 1, total), total, self.step_s)
         return self._callback(step, *args) if self._callback is not None else None
 
 

@@ -14,7 +14,8 @@ from ..launcher.pool.progress import Told
 
 FIRST_BEAT_S, BEAT_S = 0.5, 1.0
 SHOWN_EVERY_S = 0.25
-BEGINS = Told("PipeMesh: sampling begins")
+BEGINS, FIRST_STEP = Told("PipeMesh: sampling begins"), Told("PipeMesh: the first step")
+CAME, CAME_NOT = "PipeMesh: the first step came after {:.0f} s", "PipeMesh: ended before the first step, after {:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Waiting:
         self._began = 0.0
         self._shown: float | None = None  # when something was shown last
         self._told = BEGINS
+        self._stays = ""  # what is left on the node
 
     def begin(self) -> None:
         """Begins where a node samples, unless its wait has begun."""
@@ -85,7 +87,7 @@ class Waiting:
                 return
             self._end()
             self._screen.begin(where[0])
-            self._over, self._where, self._told = self._pause(), where, BEGINS
+            self._over, self._where, self._told, self._stays = self._pause(), where, BEGINS, ""
             self._began, self._shown = self._clock(), None
             threading.Thread(target=self._beat, args=(self._over,), name="pipemesh-waiting", daemon=True).start()
 
@@ -98,8 +100,12 @@ class Waiting:
                 return False
             is_other = told.text != self._told.text
             self._told = told if told.text else BEGINS
+            if told.stays:
+                self._stays = told.line
             if is_other or self._shown is None or self._clock() - self._shown >= SHOWN_EVERY_S:
                 self._show(self._over)
+            if told.text and not told.total:  # it is done, and the first step is waited for
+                self._told = FIRST_STEP
             return self._over is not None
 
     def end(self) -> None:
@@ -112,7 +118,8 @@ class Waiting:
             self._over.set()
             self._over = None
             if self._shown is not None:
-                self._screen.end(self._where[0], self._told.line)
+                line = CAME if self._screen.is_sampling(self._where[0]) else CAME_NOT
+                self._screen.end(self._where[0], self._stays or line.format(self._clock() - self._began))
 
     def _beat(self, over: Any) -> None:
         if not over.wait(FIRST_BEAT_S):

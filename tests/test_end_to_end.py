@@ -319,7 +319,7 @@ def test_the_report_shows_the_last_run_and_passes_the_latent_on_and_the_same_pro
 
     text, _ = reported("report_1")
     speed, _, rest = text.partition("\n\n")
-    assert " times as fast as one GPU: " in speed and speed.endswith("(timed here)"), "the truth was sampled by stock before"
+    assert " times as fast as one device: " in speed and speed.endswith("(timed here)"), "the truth was sampled by stock before"
     assert rest.startswith("ulysses 2 = 2 ranks, gloo, ready")
     run = live_pool(server)["last_run"]
     assert f"Last run: {run['evaluations']} evaluations" in text and run["evaluations"] >= STEPS

@@ -29,7 +29,7 @@ OVERRULED = """(() => {
   return true
 })()"""
 BADGED = """[app.rootGraph ?? app.graph, ...(app.rootGraph?.subgraphs?.values() ?? [])].flatMap(graph => graph.nodes)
-  .filter(node => node.badges?.some(badge => (typeof badge == 'function' ? badge() : badge).text == '1 GPU')).map(node => node.type)"""
+  .filter(node => node.badges?.some(badge => (typeof badge == 'function' ? badge() : badge).text == 'no pool')).map(node => node.type)"""
 FOLDED = [["devices", "auto"], ["layout", "auto"], ["weights", "auto"], ["quality", "exact"]]
 MISTAKE = f"""(() => {{
   {CLEAR}

@@ -110,7 +110,8 @@ def test_a_run_is_seen_to_go_on_from_the_click_until_its_first_step_and_then_in_
     own = [ms for name, ms in moved[:first_step] if name == "pipemesh.progress"]
     assert own[0] - moved[0][1] < 1000, "from the first event of ComfyUI's own"
     assert times[1] < 1000 and max(after - before for before, after in pairwise(times)) < 2000
-    assert page.evaluate("window.said.some(text => text.includes('evaluations so far'))")
+    assert page.evaluate("window.said.some(text => /: step \\d of 4/.test(text))")
+    assert page.evaluate("window.said.some(text => text.includes('About '))"), "how long it takes still"
     assert page.evaluate("window.said.some(text => text.includes('PipeMesh: '))"), "what is waited for"
     why = "2 ranks share the tokens" if layout == "by hand" else "Layout: "
     for text in ("Nothing samples in a pool.", "s per step", "model.safetensors", "Rank 0 on cpu", "ready", why):
@@ -199,7 +200,6 @@ def test_a_dead_worker_is_shown_and_started_again_from_there(server, page, scree
     before = pids(server)
     os.kill(before[1], signal.SIGKILL)
     shown(page, "Rank 1 on cpu was killed")
-    shown(page, "Last lines of rank 1")
     assert "failed" in [pool["state"] for pool in server.get("/pipemesh/status")["pools"]]
     assert page.evaluate("[...document.querySelectorAll('.pipemesh .fault button')].filter(one => !one.ariaDisabled).length") == 3
     page.screenshot(screens / "panel-dead.png", page.evaluate(SEEN))
@@ -210,13 +210,121 @@ def test_a_dead_worker_is_shown_and_started_again_from_there(server, page, scree
     assert not set(before) & set(pids(server)) and live_pool(server)["state"] in ("ready", "busy")
 
 
-def test_layouts_that_are_not_running_are_named_without_a_button_that_would_end_the_one_that_is(server, page):
+def test_layouts_that_are_not_running_are_gone(server, page):
     for ring, seed in ((1, 106), (2, 107)):
         nodes = graph("panel_layouts", seed=seed)
         nodes["pool"]["inputs"] |= {"layout": "by hand", "ulysses": 2 // ring, "ring": ring}
         latent(server, nodes)
-    shown(page, "Not running: ")
-    assert page.evaluate("[...document.querySelectorAll('.pipemesh button')].filter(one => one.textContent == 'Restart').length") == 1
+    shown(page, "ring 2 = 2 ranks")
+    assert page.evaluate("[...document.querySelectorAll('.pipemesh .card strong')].map(one => one.textContent)") == ["ring 2 = 2 ranks"]
+    server.post(f"/pipemesh/pools/{live_id(server)}/release", {})
+    shown(page, "No pool is up")
+
+
+ENABLED = "[...document.querySelectorAll('.pipemesh button')].some(one => one.textContent == '%s' && !one.ariaDisabled)"
+
+
+def live_id(server):
+    return next(pool["id"] for pool in server.get("/pipemesh/status")["pools"] if pool["state"] == "ready")
+
+
+COUNTED = """(() => {
+  const real = window.realFetch ??= window.fetch
+  window.asked = []
+  window.fetch = (path, ...rest) => (window.asked.push([rest[0]?.method ?? 'GET', String(path)]), real(path, ...rest))
+})()"""
+GETS = "window.asked.filter(([method, path]) => method == 'GET' && path.includes('/pipemesh/status')).length"
+POSTS = "window.asked.filter(([method, path]) => method == 'POST' && path.includes('/pipemesh/pools')).length"
+HIDDEN = (
+    "(Object.defineProperty(document, 'hidden', { value: %s, configurable: true }), document.dispatchEvent(new Event('visibilitychange')))"
+)
+EVENT = "window.comfyAPI.api.api.dispatchEvent(new CustomEvent('status', { detail: null }))"
+CLOSE = "app.extensionManager.sidebarTab.toggleSidebarTab('pipemesh')"
+UNCOUNTED = "(() => { window.fetch = window.realFetch })()"
+
+
+def waited_out(page):
+    """Past the time within which the panel asks after an event."""
+    page.evaluate("new Promise(done => setTimeout(done, 700))")
+
+
+def test_the_status_is_asked_for_only_while_the_panel_is_open_and_the_page_is_seen(page):
+    shown(page, "Devices")
+    page.evaluate(COUNTED)
+    try:
+        page.evaluate(EVENT)
+        page.until(f"{GETS} > 0")
+        page.evaluate(HIDDEN % "true")
+        waited_out(page)
+        page.evaluate("window.asked.length = 0")
+        page.evaluate(EVENT)
+        waited_out(page)
+        assert page.evaluate(GETS) == 0, "nobody sees it"
+        page.evaluate(HIDDEN % "false")
+        page.until(f"{GETS} > 0")
+        page.evaluate(CLOSE)
+        page.until(f"!{PANEL}")
+        waited_out(page)
+        page.evaluate("window.asked.length = 0")
+        page.evaluate(EVENT)
+        waited_out(page)
+        assert page.evaluate(GETS) == 0, "it is closed"
+    finally:
+        page.evaluate(UNCOUNTED)
+        page.evaluate("void delete document.hidden")
+        open_panel(page)
+
+
+def test_a_double_click_acts_once_and_a_refusal_without_a_sentence_is_one(server, page):
+    latent(server, graph("panel_clicked", seed=108))
+    page.until(ENABLED % "Unload models")
+    page.evaluate(COUNTED)
+    try:
+        twice = "((one) => (one.click(), one.click()))([...document.querySelectorAll('.pipemesh button')].find(%s))"
+        page.evaluate(twice % "one => one.textContent == 'Unload models'")
+        page.until(f"!{TEXT}.includes('Models:')")
+        assert page.evaluate(POSTS) == 1
+        page.evaluate(
+            "(() => { const before = window.fetch; window.fetch = (path, ...rest) => rest[0]?.method == 'POST' "
+            "? Promise.resolve(new Response('', { status: window.code })) : before(path, ...rest) })()"
+        )
+        for code, sentence in (
+            (403, "ComfyUI took this page for one of another address (HTTP 403)"),
+            (502, "The server refused it (HTTP 502)"),
+        ):
+            page.evaluate(f"window.code = {code}")
+            page.until(ENABLED % "Restart")
+            page.evaluate(PRESS % json.dumps("Restart"))
+            shown(page, sentence)
+    finally:
+        page.evaluate(UNCOUNTED)
+
+
+def test_no_button_can_be_pressed_while_a_pool_is_at_work(page):
+    made = example()
+    made["busy"], made["pools"][0]["state"] = True, "busy"
+    page.evaluate(SAYS % json.dumps(made))
+    buttons = "[...document.querySelectorAll('.pipemesh button')]"
+    try:
+        page.until(f"{buttons}.length == 3 && {buttons}.every(one => one.ariaDisabled)")
+        made["busy"] = False
+        page.evaluate(SAYS % json.dumps(made))
+        page.until(f"{buttons}.length == 3 && {buttons}.every(one => !one.ariaDisabled)")
+    finally:
+        page.evaluate(UNCOUNTED)
+
+
+def test_a_run_that_ended_early_says_so_and_why_in_place_of_a_speed(page, screens):
+    made, fault = example(), "Rank 1 on cpu was killed: run again, a fresh pool will be started."
+    made["last_runs"][0]["steps"] = {"done": 3, "total": 20, "left_s": None, "fault": fault}
+    page.evaluate(SAYS % json.dumps(made))
+    try:
+        shown(page, "Ended after step 3 of 20")
+        shown(page, fault)
+        assert "s per step" not in page.evaluate(TEXT)
+        page.screenshot(screens / "panel-ended.png", page.evaluate(SEEN))
+    finally:
+        page.evaluate(UNCOUNTED)
 
 
 FOCUSED = "document.activeElement.dataset.key ?? ''"

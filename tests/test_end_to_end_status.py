@@ -150,7 +150,8 @@ def test_a_page_of_another_origin_gets_no_answer(server):
             assert code == 403 and not said
     for _, path in paths[1:]:
         for headers in ({"Host": "192.168.1.5:8188", "Origin": FOREIGN["Origin"]}, {"Origin": "null"}):
-            assert ask(server, "POST", path, headers | SCRIPT) == (403, b"")
+            code, said = ask(server, "POST", path, headers | SCRIPT)
+            assert (code, list(said)) == (403, ["error"]) and said["error"].startswith(f"The page is of {headers['Origin']} and ")
     assert ready_pool(server).models and pids(server) == before
 
 

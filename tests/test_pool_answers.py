@@ -130,7 +130,7 @@ def test_a_rank_that_dies_between_requests_is_named_at_the_next(started):
 )
 def test_a_rank_that_was_killed_says_what_kills_ranks(number, cause):
     assert failing(1, f"0:Forward=kill-{number:d}", kind="Forward") == (
-        f"Rank 0 on cpu {cause} while computing: run again, a fresh pool will be started.\nLast lines of rank 0:\n  (none)"
+        f"Rank 0 on cpu {cause} while computing: run again, a fresh pool will be started."
     )
 
 
@@ -147,14 +147,13 @@ def test_a_rank_whose_child_outlives_it_is_noticed_and_reaped():
 
 def test_a_rank_that_speaks_another_schema_is_named_with_the_next_move():
     assert failing(2, "1:Load=garbage", kind="Load").startswith(
-        "Rank 1 on cpu sent a message this version of PipeMesh does not know (Invalid value 'Nonsense' - at `$.type`): restart ComfyUI.\n"
+        "Rank 1 on cpu sent a message this version of PipeMesh does not know (Invalid value 'Nonsense' - at `$.type`): restart ComfyUI."
     )
 
 
 def test_a_rank_that_neither_answers_nor_ticks_is_named():
     assert failing(2, "1:Load=hang", kind="Load", stall_s=0.5) == (
-        "Rank 1 on cpu made no progress for 0.5 s while loading: run again, a fresh pool will be started "
-        "(PIPEMESH_STALL_S sets the limit).\nLast lines of rank 1:\n  (none)"
+        "Rank 1 on cpu made no progress for 0.5 s while loading: run again, a fresh pool will be started (PIPEMESH_STALL_S sets the limit)."
     )
 
 
@@ -247,8 +246,7 @@ def test_every_rank_out_of_memory_keeps_the_pool_ready(started, deed, cause):
 
 def test_one_rank_that_leaves_others_waiting_takes_the_pool_with_it(brief):
     assert failing(3, "*:Forward=hang", "1:Forward=uneven-error", kind="Forward") == (
-        "Rank 1 on cpu failed while computing: RuntimeError: shapes do not match. Run again, a fresh pool will be started.\n"
-        "Last lines of rank 1:\n  (none)"
+        "Rank 1 on cpu failed while computing: RuntimeError: shapes do not match. Run again, a fresh pool will be started."
     )
 
 

@@ -120,7 +120,7 @@ def test_a_long_value_makes_no_other_line_long():
 def test_of_several_pools_the_one_that_ran_last_is_shown_and_the_others_are_named():
     text = text_of(pool(began=5.0, ulysses=3, ring=1), pool(began=2.0), pool(ulysses=1, ring=1, state="closed", ran=False))
     assert text.startswith("ulysses 3 = 3 ranks")
-    assert said(text)[-2:] == ["Another pool: ulysses 2 x ring 2 = 4 ranks, ready", "Another pool: ulysses 1 = 1 rank, closed"]
+    assert said(text)[-2:] == ["", "Another pool: ulysses 2 x ring 2 = 4 ranks, ready"], "layouts without a worker are over"
 
 
 def test_before_anything_was_sampled_one_sentence_says_the_next_move():
@@ -295,12 +295,12 @@ def test_scripts_that_read_the_report_find_every_figure_under_its_name():
 @pytest.mark.parametrize(
     ("speed", "said"),
     [
-        (Speed(0.5, 1.5, measured=True), "3.00 times as fast as one GPU: 0.50 s per step, one GPU 1.50 s (timed here)"),
+        (Speed(0.5, 1.5, measured=True), "3.00 times as fast as one device: 0.50 s per step, one device 1.50 s (timed here)"),
         (
             Speed(0.5, 1.5),
-            "3.00 times as fast as one GPU: 0.50 s per step, one GPU 1.50 s (predicted, not timed)",
+            "3.00 times as fast as one device: 0.50 s per step, one device 1.50 s (predicted, not timed)",
         ),
-        (Speed(0.5), "0.50 s per step. How fast one GPU is was not timed for this model and size:"),
+        (Speed(0.5), "0.50 s per step. How fast one device is was not timed for this model and size:"),
     ],
 )
 def test_how_much_faster_a_run_was_comes_first_with_how_that_is_known(speed, said):
@@ -338,5 +338,7 @@ def test_a_sampling_on_one_gpu_after_the_last_run_is_told_first_and_an_earlier_o
     text = report_text(Report((pool(),), (notice,)))
     assert text.startswith("Last sampling, node 7\nOn one GPU: it has no plan.\n\nulysses 2")
     assert report_text(Report((), (notice,))).startswith("Last sampling, node 7")
+    alone = report_text(Report((pool(state="closed", ran=False),), (notice,)))
+    assert alone == report_text(Report((), (notice,))), "nothing of a pool that was not asked, and of none that was closed"
     assert report_text(Report((pool(),), (replace(notice, at=RUN.began - 1),))) == text_of(pool())
     assert report_text(Report((pool(),), (replace(notice, node=""),))) == text_of(pool())

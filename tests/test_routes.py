@@ -3,6 +3,7 @@ listens; no page of another origin.
 """
 
 import asyncio
+import json
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
@@ -17,6 +18,11 @@ JSON = {"Content-Type": "application/json"}
 
 def posted(setup, **headers):
     """The code of the answer to a POST, and whether it has done anything."""
+    answered, acted = answered_to(setup, **headers)
+    return answered.status, acted
+
+
+def answered_to(setup, **headers):
     asked = []
     handle = PoolHandle(place(Layout(ulysses=2), "cpu", "gloo", ()), setup)
 
@@ -27,13 +33,19 @@ def posted(setup, **headers):
     request = make_mocked_request(
         "POST", "/", {name.replace("_", "-"): value for name, value in headers.items()}, match_info={"id": "5f0c2a91"}
     )
-    return asyncio.run(answer(act, request)).status, bool(asked)
+    return asyncio.run(answer(act, request)), bool(asked)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8188", "192.168.1.5:8188", "comfy.lan"])
 @pytest.mark.parametrize("origin", ["https://example.org", "null", "http://192.168.1.5:9999", "http://[", "file://", ""])
 def test_a_page_of_another_origin_does_nothing_on_any_address(setup, host, origin):
     assert posted(setup, Host=host, Origin=origin, **JSON) == (403, False)
+
+
+def test_a_page_behind_a_proxy_that_hides_the_host_is_told_what_to_change(setup):
+    answered, _ = answered_to(setup, Host="127.0.0.1:8188", Origin="https://studio.lan", **JSON)
+    sentence = json.loads(answered.body)["error"]
+    assert sentence.startswith("The page is of https://studio.lan and ComfyUI of 127.0.0.1:8188: open 127.0.0.1:8188, or have the proxy ")
 
 
 @pytest.mark.parametrize(

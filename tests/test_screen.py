@@ -1,6 +1,7 @@
 """What a sampler's node shows goes to the browser that has queued the prompt, and to no other."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from comfy_execution.progress import get_progress_state, reset_progress_state
@@ -31,6 +32,14 @@ def server(monkeypatch):
         return found
 
     return made
+
+
+def test_a_notice_of_one_gpu_is_the_last_line_on_its_node_though_a_wait_was_shown_there(monkeypatch):
+    lines, waiting = [], SimpleNamespace(end=lambda: lines.append("of the wait"))
+    monkeypatch.setattr(extension, "show_notice", lambda notice: lines.append(notice.text))
+    for one_gpu in (True, False):
+        extension.show_after(waiting, Notice(at=0.0, text="a notice", node="3", prompt="a prompt", one_gpu=one_gpu))
+    assert lines == ["of the wait", "a notice", "a notice"], "others wait on"
 
 
 def show_all():

@@ -151,6 +151,8 @@ def test_stock_samplings_and_those_of_a_pool_are_timed_where_auto_mode_takes_hol
             run(model)
     finally:
         seam.remove()
+    stepped = times.stepped(client.last_run)
+    assert stepped.done == stepped.total > 1 and stepped.left_s == 0
     speed = times.speed_of(client.last_run)
     assert speed.measured and speed.ratio > 0
     assert times_as_long(client.last_run.evaluations, cpus(2)) > 0

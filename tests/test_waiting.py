@@ -109,13 +109,33 @@ def test_bytes_that_change_often_are_not_shown_each_time(waiting, screen, beats)
     assert len(screen.shown) == 1
 
 
-def test_it_ends_with_the_samplers_first_step_and_leaves_a_line_without_seconds(waiting, screen, beats):
+def test_what_is_done_is_told_once_and_then_that_the_first_step_is_waited_for(waiting, screen, beats):
     waiting.begin()
     waiting.tell(LOADING)
-    screen.sampling = True
+    waiting.tell(Told("PipeMesh: the model is loaded"))
+    for _ in range(2):
+        beats.pass_one()
+    assert [one.text for one in screen.shown[1:]] == [
+        "PipeMesh: the model is loaded, 0 s",
+        "PipeMesh: the first step, 0 s",
+        "PipeMesh: the first step, 2 s",
+    ]
+
+
+def test_it_ends_with_the_samplers_first_step_and_leaves_a_line_that_stays_true(waiting, screen, beats):
+    waiting.begin()
+    waiting.tell(LOADING)
+    screen.sampling, beats.seconds = True, 7.0
     assert not waiting.tell(Told("PipeMesh: the model is loaded"))
-    assert screen.ended == [("3", "PipeMesh: the model is loaded")] and len(screen.shown) == 1
+    assert screen.ended == [("3", "PipeMesh: the first step came after 7 s")] and len(screen.shown) == 1
     assert not waiting.tell(LOADING), "what is waited for amid a sampling has no bar of its own"
+
+
+def test_how_a_run_is_sampled_stays_on_the_node(waiting, screen):
+    waiting.begin()
+    waiting.tell(Told("PipeMesh samples in patches, free-running.", stays=True))
+    waiting.end()
+    assert screen.ended == [("3", "PipeMesh samples in patches, free-running.")]
 
 
 def test_a_short_wait_shows_nothing(waiting, screen):
@@ -134,7 +154,7 @@ def test_a_second_model_of_the_same_node_does_not_begin_it_anew_and_another_node
     waiting.begin()
     waiting.tell(LOADING)
     assert screen.shown[-1].node == "7"
-    assert screen.ended == [("3", LOADING.line)]
+    assert screen.ended == [("3", "PipeMesh: ended before the first step, after 0 s")]
 
 
 def test_outside_a_node_nothing_is_waited_for(waiting, screen):

@@ -4,6 +4,8 @@ import { app } from "../../scripts/app.js";
 import { texts } from "./texts.js";
 
 const BADGE = { text: "1 GPU", fgColor: "#fff", bgColor: "#a15c00" };
+const NO_POOL = "no pool"; // on the badge where there is no GPU
+let hasGpu = true; // as far as the status has said
 const badges = new WeakMap(); // node -> its badge
 const MOST = 100; // prompts and notices that are remembered
 const workflows = new Map(); // prompt -> the workflow that was open when it was queued
@@ -38,7 +40,7 @@ function addBadge(node) {
   const Badge = window.LGraphBadge;
   if (!node || !Badge) return;
   removeBadge(node);
-  const shown = new Badge(BADGE);
+  const shown = new Badge(hasGpu ? BADGE : { ...BADGE, text: NO_POOL });
   const badge = () => shown;
   node.badges = [...(node.badges ?? []), badge];
   badges.set(node, badge);
@@ -63,6 +65,11 @@ function executing({ detail }) {
 // The badges of the workflow that is open now: its nodes are new ones.
 function showBadges() {
   for (const notice of noticed.values()) if (isOpen(notice.prompt)) addBadge(nodeOf(notice.node));
+}
+
+async function lookForGpus() {
+  const answer = await api.fetchApi("/pipemesh/status");
+  if (answer.ok) hasGpu = (await answer.json()).devices.some((one) => one.name !== "cpu");
 }
 
 // Says why the setting has no effect on this server, if so. The frontend also calls this when it reads the settings.
@@ -95,6 +102,7 @@ app.registerExtension({
     },
   ],
   setup() {
+    lookForGpus().catch((error) => console.warn("PipeMesh: the devices could not be read.", error));
     // Not in afterConfigureGraph: the workflow before is still the active one there.
     const opened = ({ name, after }) => name === "openWorkflow" && after(showBadges);
     app.extensionManager?.workflow?.$onAction?.(opened, true);

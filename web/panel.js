@@ -10,16 +10,18 @@ const EVENTS = ["status", "executing", "progress_state", "execution_success", "e
 const AXES = { pipefusion: "#d33f49", ulysses: "#f2a6a6", ring: "#7a1f5c", weights: "#8c564b", gather: "#f7d488" }; // as in the picture of a run
 const STYLE = `
 .pipemesh { box-sizing: border-box; height: 100%; overflow: auto; padding: 12px; color: var(--fg-color); font-size: 13px; line-height: 1.45;
-  overflow-wrap: anywhere; }
+  overflow-wrap: break-word; }
 .pipemesh * { box-sizing: border-box; }
+.pipemesh h1 { margin: 0 0 12px; font-size: 15px; font-weight: 600; }
 .pipemesh h2 { margin: 18px 0 6px; font-size: 13px; font-weight: 600; }
-.pipemesh h2:first-child { margin-top: 0; }
+.pipemesh h1 + h2 { margin-top: 0; }
 .pipemesh p { margin: 4px 0; }
 .pipemesh .quiet { color: var(--descrip-text); }
 .pipemesh .big { font-size: 24px; font-weight: 700; line-height: 1.2; }
 .pipemesh .card { border: 1px solid var(--border-color); border-radius: 6px; padding: 8px 10px; margin: 6px 0; background: var(--comfy-input-bg); }
 .pipemesh .fault { border-color: var(--error-text); }
 .pipemesh .row { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 10px; }
+.pipemesh .row > * { min-width: 0; } /* a long word breaks only where it has a line of its own */
 .pipemesh .bar { height: 6px; border-radius: 3px; background: var(--border-color); overflow: hidden; margin: 2px 0 6px; display: flex; }
 .pipemesh .bar > span { display: block; height: 100%; background: var(--p-primary-color, #2a78d6); }
 .pipemesh .bar > span.other { background: var(--descrip-text); }
@@ -50,6 +52,7 @@ function make(tag, given = {}, ...children) {
   return element;
 }
 
+const duration = (seconds) => (seconds < 90 ? `${Math.ceil(seconds)} s` : `${Math.ceil(seconds / 60)} min`);
 const size = (bytes) => `${(bytes / GIB).toFixed(bytes < GIB ? 2 : 1)} GiB`;
 
 class Panel {
@@ -59,11 +62,13 @@ class Panel {
     this.t = t;
     this.waiting = null; // what pipemesh.progress said last
     this.error = "";
-    this.busy = false;
+    this.busy = false; // a button's act is on its way
+    this.status = null; // what is shown
     this.asked = 0; // looks so far
     this.drawn = 0; // the one whose answer is shown: an older one may come later
     this.picture = null; // of the last run; made once, for the server draws it each time
     this.look = () => {
+      if (document.hidden) return; // nobody sees it; what was missed is asked for when the page is shown again
       this.soon ??= setTimeout(() => ((this.soon = undefined), this.refresh()), SOON_MS);
     };
     this.progress = ({ detail }) => {
@@ -75,6 +80,7 @@ class Panel {
     api.addEventListener("pipemesh.progress", this.progress);
     api.addEventListener("progress", this.forget); // the sampler's own steps have begun
     api.addEventListener("executing", this.forget);
+    document.addEventListener("visibilitychange", this.look);
     this.timer = setInterval(this.look, EVERY_MS);
     this.refresh();
   }
@@ -86,6 +92,7 @@ class Panel {
     api.removeEventListener("pipemesh.progress", this.progress);
     api.removeEventListener("progress", this.forget);
     api.removeEventListener("executing", this.forget);
+    document.removeEventListener("visibilitychange", this.look);
   }
 
   async refresh() {
@@ -96,28 +103,31 @@ class Panel {
       const status = await answer.json();
       if (number < this.drawn) return;
       this.drawn = number;
+      this.status = status;
       this.draw(status);
     } catch (error) {
       this.root.replaceChildren(make("p", { role: "alert", text: this.t("unreachable", error.message) }));
     }
   }
 
-  // Acts on a pool; what went wrong is shown where the buttons are.
+  // Acts on a pool, one act at a time; what went wrong is shown where the buttons are. Returns whether it was done.
   async act(pool, act) {
+    if (this.busy) return false; // the second click of two
     this.busy = true;
     this.error = "";
-    this.look();
+    if (this.status) this.draw(this.status);
     try {
       const answer = await api.fetchApi(`/pipemesh/pools/${pool.id}/${act}`, {
         method: "POST",
         headers: { "Content-Type": "application/json" },
       });
-      if (!answer.ok) this.error = (await answer.json().catch(() => ({}))).error ?? answer.statusText;
+      if (!answer.ok) this.error = (await answer.json().catch(() => ({}))).error || this.t(answer.status === 403 ? "forbidden" : "refused", answer.status);
     } catch (error) {
-      this.error = error.message;
+      this.error = this.t("no_answer", error.message);
     }
     this.busy = false;
     await this.refresh();
+    return !this.error;
   }
 
   // Draws everything anew, and leaves focus, open details and the place where they are.
@@ -128,12 +138,13 @@ class Panel {
     const place = root.scrollTop;
     const run = status.last_runs[0];
     root.replaceChildren(
+      make("h1", { text: "PipeMesh" }),
       ...this.now(status),
       ...(run ? this.lastRun(run, status) : []),
       make("h2", { text: t("devices") }),
       ...status.devices.map((device) => this.device(device)),
       make("h2", { text: t("pools") }),
-      ...this.pools(status.pools),
+      ...this.pools(status),
       this.error ? make("p", { role: "alert", text: this.error }) : "",
       make("h2", { text: t("runs") }),
       this.runs(status.last_runs),
@@ -150,14 +161,33 @@ class Panel {
     const { on, why, unavailable } = status.auto;
     const auto = why ? (why === "host" ? unavailable : t(`unavailable_${why}`)) : t(on ? "auto_on" : "auto_off");
     const run = status.current_run;
-    const text = this.waiting ? this.waiting.text : run ? t("samples", run.title, run.figures?.evaluations ?? 0) : t("idle");
-    const { done, total } = this.waiting ?? {};
+    const { done, total } = this.waiting ?? run?.steps ?? {};
+    const text = this.waiting ? this.waiting.text : run ? this.sampling(run) : t("idle");
+    const left = (!this.waiting && run?.steps.left_s) || null;
     return [
       make("h2", { text: t("now") }),
       make("p", { role: "status", text }),
       total ? bar(t("progress"), [[done / total, ""]]) : "",
+      left === null ? "" : make("p", { className: "quiet", text: t("left", duration(left)) }),
       make("p", { className: "quiet", text: auto }),
     ];
+  }
+
+  sampling(run) {
+    const { t } = this;
+    return run.steps.total ? t("samples", run.title, run.steps.done, run.steps.total) : t("first_step", run.title);
+  }
+
+  // Why a run has no image: what the pool says, and how far it came.
+  ended(run) {
+    const { t } = this;
+    const { done, total, fault } = run.steps;
+    const early = done < total;
+    return [
+      early ? make("p", { className: "big", text: t("ended_early", done, total) }) : "",
+      fault && !early ? make("p", { className: "big", text: t("not_begun") }) : "",
+      fault ? make("p", { role: "alert", text: fault }) : "",
+    ].filter(Boolean);
   }
 
   lastRun(run, status) {
@@ -166,8 +196,10 @@ class Panel {
     const pool = status.pools.find((one) => one.id === run.pool);
     const seconds = (number) => number.toFixed(number < 10 ? 2 : 1);
     const known = speed && speed.one_gpu_s !== null;
-    const lines = [];
-    if (known) {
+    const lines = this.ended(run);
+    if (lines.length) {
+      // no speed: there is no image that it would be of
+    } else if (known) {
       lines.push(make("p", { className: "big", text: t("times", (speed.one_gpu_s / speed.step_s).toFixed(2)) }));
       lines.push(make("p", { text: t(speed.measured ? "timed" : "predicted", seconds(speed.step_s), seconds(speed.one_gpu_s)) }));
     } else if (speed) {
@@ -189,7 +221,7 @@ class Panel {
       const summary = make("summary", { text: t("timeline"), "data-key": "timeline-summary" });
       lines.push(make("details", { "data-key": "timeline" }, summary, this.picture));
     }
-    return [make("h2", { text: t("last_run") }), make("div", { className: "card" }, ...lines)];
+    return [make("h2", { text: t("last_run") }), make("div", { className: run.steps.fault ? "card fault" : "card" }, ...lines)];
   }
 
   // How long one rank waited for messages, of the rank that did so most, by axis. Patches overlap, so their run has no share of its own.
@@ -252,32 +284,26 @@ class Panel {
     );
   }
 
-  // Layouts that were, and take no device now, are named alone: to start one would end the pool that is up.
-  pools(pools) {
-    const { t } = this;
-    const isOver = (pool) => pool.state === "closed" && !pool.fault;
-    const over = pools.filter(isOver).map((pool) => pool.layout);
-    return [
-      ...pools.filter((pool) => !isOver(pool)).map((pool) => this.pool(pool)),
-      pools.length ? "" : make("p", { className: "quiet", text: t("no_pool") }),
-      over.length ? make("p", { className: "quiet", text: t("not_running", over.join("; ")) }) : "",
-    ];
+  // Layouts that take no device now are not shown: to start one would end the pool that is up.
+  pools({ pools, busy }) {
+    const up = pools.filter((pool) => pool.state !== "closed");
+    return up.length ? up.map((pool) => this.pool(pool, busy)) : [make("p", { className: "quiet", text: this.t("no_pool") })];
   }
 
-  pool(pool) {
+  // busy: something samples or starts, and the server would refuse every act.
+  pool(pool, busy) {
     const { t } = this;
     const live = pool.state === "ready" || pool.state === "busy";
     const failed = pool.state === "failed" || pool.fault;
     const [sentence, ...details] = (pool.fault ?? "").split("\n");
     // One that does nothing now keeps the focus, which a disabled one would lose.
     const button = (act, name, impossible, onclick = () => this.act(pool, act)) => {
-      const off = impossible || this.busy;
+      const off = impossible || busy || this.busy;
       return make("button", { text: name, "data-key": `${pool.id}-${act}`, "aria-disabled": off && "true", onclick: off ? null : onclick });
     };
     // The pool first: what ComfyUI has kept of an earlier run needs none, and would leave it as it is.
     const again = async () => {
-      await this.act(pool, "restart");
-      if (!this.error) app.queuePrompt(0);
+      if (await this.act(pool, "restart")) app.queuePrompt(0);
     };
     const state = failed ? "failed" : pool.state;
     return make(
@@ -293,7 +319,7 @@ class Panel {
         "div",
         { className: "acts" },
         failed ? button("again", t("again"), false, again) : "",
-        button("restart", t("restart"), pool.state === "busy"),
+        button("restart", t("restart"), false),
         button("unload", t("unload"), !live || !pool.models.length),
         button("release", t("release"), !live && !failed) // of a pool that lost a worker the others are up
       )

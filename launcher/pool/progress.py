@@ -32,13 +32,14 @@ GIB = 1 << 30
 class Told:
     """What a user waits for. ``done`` of ``total``: bytes of a load, weights of a patching, else
     ranks that are ready; 0 of 0 where nothing is waited for. ``text`` is empty where what was
-    waited for failed, or was cancelled.
+    waited for failed, or was cancelled. ``stays``: it is so for as long as the sampling goes on.
     """
 
     text: str
     done: int = 0
     total: int = 0
     amount: str = ""  # in words, where more is known than how many ranks are ready
+    stays: bool = False
 
     @property
     def line(self) -> str:

@@ -151,9 +151,11 @@ class Ranks:
         return sentence + self.last_lines(rank)
 
     def last_lines(self, rank: int) -> str:
-        """Returns the last lines of the rank's log, as an error ends with them."""
-        lines = self._side_of(rank).tail(rank) or ["(none)"]
-        return f"\nLast lines of rank {rank}:\n  " + "\n  ".join(lines)
+        """Returns the last lines of the rank's log, as an error ends with them; empty where it has
+        none.
+        """
+        lines = self._side_of(rank).tail(rank)
+        return f"\nLast lines of rank {rank}:\n  " + "\n  ".join(lines) if lines else ""
 
     def stop(self, grace_s: float, machines_s: float = FINISH_S) -> None:
         """Ends every rank and closes every connection. Safe in every state, any number of times."""

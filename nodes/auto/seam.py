@@ -84,7 +84,9 @@ class GuiderSeam:
             args, kwargs = with_callback(args, kwargs, steps)
             self._inside.append(guider)
             try:
-                return self._sample(guider, given.get("noise"), given.get("sigmas"), functools.partial(stock, guider, *args, **kwargs))
+                output = self._sample(guider, given.get("noise"), given.get("sigmas"), functools.partial(stock, guider, *args, **kwargs))
+                steps.finish()
+                return output
             finally:
                 self._inside.pop()
                 self._times.note(steps)

@@ -13,8 +13,8 @@ from .figures import InPatches, LastRun, PlanFigures, PoolFigures, RankFigures, 
 LONG = 20  # a value, such as a list
 SHOWN, SHOWN_IN_PICTURE = 6, 2  # layouts that were not chosen
 NO_POOL = (
-    "Nothing has been sampled by a pool yet: put PipeMesh Parallelize before the sampler, "
-    "connect the sampler's LATENT to this node and run."
+    "Nothing has been sampled by a pool yet: switch auto mode on in ComfyUI's settings, under PipeMesh, or put PipeMesh Parallelize "
+    "before the sampler; connect the sampler's LATENT to this node and run."
 )
 
 
@@ -25,9 +25,9 @@ def report_text(report: Report, asked: Placement | None = None) -> str:
     pools, notice = report.pools, report.not_in_the_pool
     said = [f"Last sampling, node {notice.node}\n{notice.text}"] if notice else []
     if report.latest is None:
-        return "\n\n".join([*said, not_run_text(pools[-1]) if pools else unused_text(asked) if asked else NO_POOL])
+        return said[0] if said else not_run_text(pools[-1]) if pools else unused_text(asked) if asked else NO_POOL
     pool, run = report.latest
-    others = [f"Another pool: {other.layout}, {other.state}" for other in pools if other is not pool]
+    others = [f"Another pool: {other.layout}, {other.state}" for other in pools if other is not pool and other.state != "closed"]
     head = "\n".join([f"{pool.layout}, {pool.backend}, {pool.state}", pool.grid, *(f"  {share}" for share in pool.shares)])
     causes = [f"  {cause.english}" for cause in slowed([rank.device for rank in pool.ranks], pool.weights, run)]
     why = ["\n".join(["What slowed it", *causes])] if causes else []
@@ -41,11 +41,11 @@ def speed_text(speed: Speed) -> str:
     """Say how much faster the run was than one GPU, and how that is known."""
     if speed.ratio is None:
         return (
-            f"{speed.step_s:.2f} s per step. How fast one GPU is was not timed for this model and size:\n"
+            f"{speed.step_s:.2f} s per step. How fast one device is was not timed for this model and size:\n"
             "bypass PipeMesh Parallelize (Ctrl+B), or switch auto mode off, and run once."
         )
     how = "timed here" if speed.measured else "predicted, not timed"
-    return f"{speed.ratio:.2f} times as fast as one GPU: {speed.step_s:.2f} s per step, one GPU {speed.one_gpu_s:.2f} s ({how})"
+    return f"{speed.ratio:.2f} times as fast as one device: {speed.step_s:.2f} s per step, one device {speed.one_gpu_s:.2f} s ({how})"
 
 
 def plan_text(plan: PlanFigures) -> str:
@@ -79,7 +79,8 @@ def unused_text(pool: Placement) -> str:
 
 
 def not_run_text(pool: PoolFigures) -> str:
-    return f"The pool {pool.layout} is {pool.state} and has no run to report: run a sampler on it, its LATENT connected to this node."
+    state = "has no worker up" if pool.state == "closed" else f"is {pool.state}"
+    return f"The pool {pool.layout} {state} and has no run to report: run a sampler on it, its LATENT connected to this node."
 
 
 def run_text(run: LastRun) -> str:

@@ -16,18 +16,25 @@ from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.client.run import Run
 from ..auto.sampling import Auto
 from ..report.causes import slowed, why_layout
-from ..report.figures import RankFigures, figures_of, plan_figures
+from ..report.figures import RankFigures, plan_figures
 from ..report.shares import unlike_shares
-from ..runtime import Runtime, kept_weights, rank_figures
-from .figures import AutoStatus, DeviceStatus, ModelStatus, PoolStatus, RunStatus, Status
+from ..runtime import Runtime, kept_weights, rank_figures, sums_of
+from ..timing import Stepped
+from .figures import AutoStatus, DeviceStatus, ModelStatus, PoolStatus, RunStatus, Status, StepStatus
+
+MOST = 10  # runs that are told of
 
 
-def status_of(runtime: Runtime, auto: Auto) -> Status:
+def status_of(runtime: Runtime, auto: Auto, busy: bool = False) -> Status:
     known = runtime.pools()
-    pools = tuple(pool_status(handle, pool) for handle, pool in known)
-    runs = [run_status(runtime, handle, pool, run) for handle, pool in known for run in list(pool.runs.recent)]
-    runs.sort(key=lambda run: -run.began)
+    recent = [(run, handle, pool) for handle, pool in known for run in list(pool.runs.recent)]
+    newest = sorted(recent, key=lambda one: -one[0].began_s)[:MOST]
+    runs = [run_status(runtime, handle, pool, run) for run, handle, pool in newest]
+    told = {id(pool) for _, _, pool in newest}
+    listed = [(handle, pool) for handle, pool in known if handle.state != "closed" or id(pool) in told]
+    pools = tuple(pool_status(handle, pool) for handle, pool in listed)
     return Status(
+        busy=busy,
         auto=AutoStatus(auto.is_on(), *reversed(auto.unavailable)),
         devices=device_statuses([rank for pool in pools for rank in pool.ranks]),
         pools=pools,
@@ -61,8 +68,8 @@ def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
 
 
 def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
-    placement = handle.placement
-    figures = figures_of(run, title_of(pool, run.model), placement.backend, placement.layout.pipefusion)
+    placement, planned, stepped = handle.placement, runtime.planning.of(run), runtime.times.stepped(run)
+    figures = sums_of(handle, pool, run)
     return RunStatus(
         pool=pool_id(placement),
         model=run.model,
@@ -72,8 +79,16 @@ def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run)
         figures=figures,
         speed=runtime.times.speed_of(run),
         slowed=slowed([device.name for device in placement.devices], kept_weights(pool), figures) if figures else (),
-        plan=plan_figures(runtime.planning.of(run), run),
+        plan=pool.runs.once(run, "plan", lambda: plan_figures(planned, run)) if planned else None,
+        steps=step_status(pool, run, stepped),
     )
+
+
+def step_status(pool: RemotePool, run: Run, stepped: Stepped | None) -> StepStatus:
+    fault = pool.runs.faults.get(run, "")
+    if stepped is None:
+        return StepStatus(fault=fault)
+    return StepStatus(stepped.done, stepped.total, None if run.ended_s else stepped.left_s, fault)
 
 
 def title_of(pool: RemotePool, model: str) -> str:

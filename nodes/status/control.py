@@ -52,6 +52,14 @@ class PoolControl:
             handle.close()
             return handle, pool
 
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether nothing can be done to any pool now."""
+        return self._runtime.turn.locked() or self._samples()
+
+    def _samples(self) -> bool:
+        return self._is_executing() and any(is_at_work(handle, pool) for handle, pool in self._runtime.pools())
+
     @contextmanager
     def _between_runs(self, identity: str) -> Iterator[tuple[PoolHandle, RemotePool]]:
         """Keeps runs from beginning. All pools wait: starting one may end another, where they share
@@ -64,7 +72,7 @@ class PoolControl:
         if not turn.acquire(timeout=WAIT_S):
             raise Busy("A pool is being restarted: ask again when it is ready.")
         try:
-            if self._is_executing() and any(is_at_work(handle, pool) for handle, pool in self._runtime.pools()):
+            if self._samples():
                 raise Busy("A pool samples now: press Stop first, or wait for the end of the run.")
             yield found[identity]
         finally:

@@ -63,6 +63,19 @@ class PoolStatus:
 
 
 @dataclass(frozen=True)
+class StepStatus:
+    """How far a run is, or came, in steps of its sampler; 0 of 0 before the first. ``left_s``:
+    seconds until its end, None before the second step and of a run that has ended. ``fault``: why
+    the pool could not go on.
+    """
+
+    done: int = 0
+    total: int = 0
+    left_s: float | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """``began`` and ``ended``: seconds since 1970; ``ended`` is None while it goes on. ``figures``
     are None before its first evaluation, ``speed`` before its second step. ``slowed``: what kept
@@ -79,12 +92,16 @@ class RunStatus:
     speed: Speed | None = None
     slowed: tuple[Cause, ...] = ()
     plan: PlanFigures | None = None
+    steps: StepStatus = StepStatus()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """``last_runs`` and ``notices``: the newest first."""
+    """``last_runs`` and ``notices``: the newest first. ``busy``: no pool can be acted on now.
+    ``pools``: those that are up or have failed, and that of each run that is told of.
+    """
 
+    busy: bool
     auto: AutoStatus
     devices: tuple[DeviceStatus, ...]
     pools: tuple[PoolStatus, ...]

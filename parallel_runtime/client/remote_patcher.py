@@ -33,7 +33,7 @@ from ..comfy_bridge.rows import Constants
 from ..comfy_bridge.source import Source, describe_source, state_source
 from ..comfy_bridge.weight_patches import cast_switches, content_id, plain_objects, weight_patches_of, widened_weights
 from ..comfy_bridge.weights import give_back, is_patched
-from ..errors import Refused
+from ..errors import PipeMeshError, Refused, RunCancelled
 from ..planner.keeping import ModelBytes, WeightsWish
 from .beside import Sampled
 from .evaluations import Work
@@ -277,7 +277,13 @@ class RemotePatcher(ModelPatcher):
                 remote.pool.runs.of(remote.model), [Work(arguments, branch, self.patches_id)], interrupted
             )[0]
 
-        return remote.pool.beside.with_room(remote.model, attempt, again=remote.sampling is None)
+        try:
+            return remote.pool.beside.with_room(remote.model, attempt, again=remote.sampling is None)
+        except RunCancelled:
+            raise
+        except PipeMeshError as error:
+            remote.pool.runs.fail(remote.model, error)
+            raise
 
 
 @interrupting

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Hashable
 from itertools import count
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from ..errors import RunCancelled
 from ..wire.messages import EndRun
@@ -15,6 +18,7 @@ from .session import Session, Sessions
 END_WAIT_S = 2.0  # for ranks to free what they keep of a run; the next request waits for those that need longer
 KEPT = 10  # runs, for those who ask what was sampled
 log = logging.getLogger("pipemesh")
+T = TypeVar("T")
 
 
 class Runs:
@@ -25,6 +29,8 @@ class Runs:
         self._ids = count(1)
         self._open: dict[str, Run] = {}
         self._owed: list[str] = []  # models of ended runs, until their ranks have heard of it
+        self._sums: WeakKeyDictionary[Run, dict[Hashable, Any]] = WeakKeyDictionary()
+        self.faults: WeakKeyDictionary[Run, str] = WeakKeyDictionary()  # why runs ended early, in a sentence
         self.recent: deque[Run] = deque(maxlen=KEPT)  # the newest last
 
     @property
@@ -67,6 +73,22 @@ class Runs:
         """Makes void what ranks keep of the run so far, if anything; what was measured stays."""
         if run.branches:
             run.restart(next(self._ids))
+
+    def fail(self, model: str, error: Exception) -> None:
+        """Keeps why the run that ``model`` is in cannot go on."""
+        if model in self._open:
+            self.faults[self._open[model]] = str(error).partition("\n")[0]
+
+    def once(self, run: Run, what: Hashable, sum_up: Callable[[], T]) -> T:
+        """Returns what is summed up of a run, under a name: of one that has ended that is done
+        once, as nothing of it changes any more, and those who look ask again and again.
+        """
+        if not run.ended_s:
+            return sum_up()
+        sums = self._sums.setdefault(run, {})
+        if what not in sums:
+            sums[what] = sum_up()
+        return sums[what]
 
     def end(self, model: str) -> None:
         """Ends the run that ``model`` is in, if any, and those that joined it; has the ranks free

@@ -41,9 +41,11 @@ def no_plan(diffusion_model: torch.nn.Module) -> str:
 
 
 def patch_name(value: Any) -> str:
-    """Returns module and name of a function, or of an object's class, for an error message."""
+    """Returns module and name of a function, or of an object's class, for an error message. ComfyUI
+    imports a pack under the path of its folder, of which the folder's own name is enough.
+    """
     kind = value if hasattr(value, "__qualname__") else type(value)
-    return f"{getattr(kind, '__module__', '?')}.{kind.__qualname__}"
+    return f"{getattr(kind, '__module__', '?').rpartition('/')[2]}.{kind.__qualname__}"
 
 
 class Holding(Protocol):
