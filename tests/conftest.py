@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import select
+import signal
 import sys
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -319,6 +320,7 @@ def server(host, models):
     """A server that all files named test_end_to_end share, in the order of their names."""
     from .served import start
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a server ignores what a test in the background does
     with start(host, models) as running:
         yield running
 

@@ -183,9 +183,9 @@ def test_a_hundred_runs_leave_nothing_in_the_ui_and_nothing_in_the_ranks(clients
 # -- the end of the UI
 
 UI = """
-import json, signal, sys
+import json, signal, sys, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests themselves run in the background
-root, comfyui, argv, forked = json.loads(sys.argv[1])
+root, comfyui, argv, forked, stuck = json.loads(sys.argv[1])
 sys.path[:0] = [root + "/launcher", comfyui]
 from package import register_package
 register_package(root)
@@ -199,7 +199,21 @@ from pipemesh.parallel_runtime.layout import Layout
 fakes = {"argv": tuple(argv), "start": ForkServer(preloaded=()).start if forked else process_of_its_own} if argv else {}
 keeper = PoolKeeper(RankSetup(comfyui=comfyui, comfy_args={"cpu": True}, **fakes))
 handle = keeper.handle(place(Layout(ulysses=2), "cpu", "gloo", ()))
-print(json.dumps(handle.ensure().ranks.pids), flush=True)
+pool = handle.ensure()
+print(json.dumps(pool.ranks.pids), flush=True)
+
+
+def is_stuck():  # a rank that never answers, asked by a thread such as ComfyUI's that samples
+    if all(pool.arena.board.phase(rank) == "releasing" for rank in range(2)):
+        print("null", flush=True)
+    return False
+
+
+if stuck:
+    from pipemesh.parallel_runtime.wire.messages import Release
+
+    request = Release(request=pool.next_request(), model="m")
+    threading.Thread(target=pool.ask, args=(request, (), is_stuck), daemon=True).start()
 asked = [json.loads(sys.stdin.readline() or sys.exit())]
 
 import comfy.cli_args
@@ -219,8 +233,8 @@ while asked:
 class Ui:
     """Another process with a pool of its own."""
 
-    def __init__(self, comfyui: str, argv: tuple[str, ...] = (), forked: bool = True):
-        arguments = [sys.executable, "-c", UI, json.dumps([str(ROOT), comfyui, argv, forked])]
+    def __init__(self, comfyui: str, argv: tuple[str, ...] = (), forked: bool = True, stuck: bool = False):
+        arguments = [sys.executable, "-c", UI, json.dumps([str(ROOT), comfyui, argv, forked, stuck])]
         self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self.below: list[psutil.Process] = []  # its ranks, and the process that they are forked from
 
@@ -314,6 +328,18 @@ def test_ranks_end_with_the_ui_however_it_ends(setup, number, rules, forked):
     assert len(ui.below) == 2 + forked
     assert_gone(ui.below)
     ui.end()
+
+
+def test_ctrl_c_does_not_wait_for_a_rank_that_never_answers(setup):
+    ui = Ui(setup.comfyui, fake_setup("*:Release=hang").argv, forked=False, stuck=True)
+    ui.await_ranks()
+    assert ui.said() is None, "asked, and waited for"
+    ui.process.send_signal(signal.SIGINT)
+    try:
+        assert ui.process.wait(DEADLINE_S) == -signal.SIGINT
+        assert_gone(ui.below)
+    finally:
+        ui.end()
 
 
 DEEP_IN_A_COLLECTIVE = """

@@ -153,6 +153,11 @@ class Crew:
     def has_ended(self, rank: int) -> bool:
         return self._started.has_ended(self.ranks.index(rank))
 
+    def kill(self) -> None:
+        """Ends the ranks without waiting for them."""
+        if self._supervisor is not None:
+            self._supervisor.kill()
+
     def stop(self, grace_s: float) -> None:
         """Waits ``grace_s`` for the ranks to leave by themselves, then ends them. Safe if they were
         never started.

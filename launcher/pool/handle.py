@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from ...parallel_runtime.errors import RunCancelled
 from ...parallel_runtime.layout import Layout
 from .conversation import POLL_S, stop_if
 from .devices import Placement
@@ -14,6 +16,28 @@ from .pool import WorkerPool, never
 from .rank_setup import RankSetup
 
 log = logging.getLogger("pipemesh")
+
+
+class Starts:
+    """Lets one pool start or end at a time, so that the room that one makes is there when it takes
+    it; none any more once ``are_over``, when ComfyUI ends.
+    """
+
+    def __init__(self) -> None:
+        self.are_over = False
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def turn(self, interrupted: Callable[[], bool] = never) -> Iterator[None]:
+        """Raises RunCancelled while another thread has its turn, and where ComfyUI ends."""
+        while not self._lock.acquire(timeout=POLL_S):
+            stop_if(interrupted)
+        try:
+            if self.are_over:
+                raise RunCancelled("ComfyUI ends.")
+            yield
+        finally:
+            self._lock.release()
 
 
 class PoolHandle:
@@ -25,13 +49,14 @@ class PoolHandle:
         setup: RankSetup,
         before_start: Callable[[PoolHandle], None] = lambda handle: None,
         after_start: Callable[[WorkerPool], None] = lambda pool: None,
+        starts: Starts | None = None,
     ):
         self.placement = placement
         self._setup = setup
         self._before_start = before_start
         self._after_start = after_start
         self._pool: WorkerPool | None = None
-        self._lock = threading.Lock()
+        self._starts = starts or Starts()
 
     @property
     def layout(self) -> Layout:
@@ -42,18 +67,20 @@ class PoolHandle:
         """Return closed, starting, ready, busy, or failed, also of a pool that is up without a
         rank.
         """
-        return "failed" if self.fault else self._pool.state if self._pool else "closed"
+        pool = self._pool  # once: another thread may close it meanwhile, here and below
+        return "closed" if pool is None else "failed" if fault_of(pool) else pool.state
 
     @property
     def holds_devices(self) -> bool:
         """Return whether ranks are up, also where one was lost."""
-        return self._pool is not None and self._pool.is_alive
+        pool = self._pool
+        return pool is not None and pool.is_alive
 
     @property
     def fault(self) -> str:
         """Returns why the last pool cannot take requests, where ranks were lost."""
         pool = self._pool
-        return "" if pool is None else pool.ranks.fault or (pool.ranks.loss() if pool.is_alive else "")
+        return "" if pool is None else fault_of(pool)
 
     def live(self) -> WorkerPool | None:
         """Returns the pool if it can take requests now, None where it has lost a rank meanwhile."""
@@ -62,11 +89,13 @@ class PoolHandle:
 
     def ensure(self, interrupted: Callable[[], bool] = never) -> WorkerPool:
         """Returns the live pool, else a fresh one. Raises PoolFailed, RunCancelled."""
-        while not self._lock.acquire(timeout=POLL_S):  # another thread starts it
-            stop_if(interrupted)
-        try:
+        pool = self.live()
+        return self._start(interrupted) if pool is None else pool
+
+    def _start(self, interrupted: Callable[[], bool]) -> WorkerPool:
+        with self._starts.turn(interrupted):
             pool = self.live()
-            if pool is None:
+            if pool is None:  # no other thread has started it meanwhile
                 if self._pool is not None:
                     self._pool.close()  # of one that lost a rank between runs, the others are still there
                 self._before_start(self)
@@ -74,14 +103,22 @@ class PoolHandle:
                 pool.start(interrupted)
                 self._after_start(pool)
             return pool
-        finally:
-            self._lock.release()
 
     def close(self) -> None:
-        with self._lock:
+        with self._starts.turn():
             if self._pool is not None:
                 self._pool.close()
                 self._pool = None
+
+    def kill(self) -> None:
+        """Ends the ranks at once, also where another thread waits for them or starts them."""
+        pool = self._pool
+        if pool is not None:
+            pool.kill()
+
+
+def fault_of(pool: WorkerPool) -> str:
+    return pool.ranks.fault or (pool.ranks.loss() if pool.is_alive else "")
 
 
 class PoolKeeper:
@@ -100,27 +137,35 @@ class PoolKeeper:
         self._ended = ended
         self._started = started
         self._handles: dict[Placement, PoolHandle] = {}
-        weakref.finalize(self, close_all, self._handles)
+        self._starts = Starts()
+        weakref.finalize(self, kill_all, self._handles, self._starts)
 
     def handle(self, placement: Placement) -> PoolHandle:
-        if placement not in self._handles:
-            self._handles[placement] = PoolHandle(placement, self._setup, self._make_room, self._started)
-        return self._handles[placement]
+        """May be asked from any thread: all get the same."""
+        known = self._handles.get(placement)
+        if known is not None:
+            return known
+        return self._handles.setdefault(placement, PoolHandle(placement, self._setup, self._make_room, self._started, self._starts))
 
     def handles(self) -> list[PoolHandle]:
         return list(self._handles.values())
 
     def _make_room(self, newcomer: PoolHandle) -> None:
-        for handle in self._handles.values():
+        for handle in self.handles():
             shared = set(handle.placement.devices) & set(newcomer.placement.devices)
             if handle is not newcomer and shared and handle.holds_devices:
                 handle.close()
                 self._ended(handle.placement, newcomer.placement)
 
     def close(self) -> None:
-        close_all(self._handles)
+        for handle in self.handles():
+            handle.close()
 
 
-def close_all(handles: dict[Placement, PoolHandle]) -> None:
-    for handle in handles.values():
-        handle.close()
+def kill_all(handles: dict[Placement, PoolHandle], starts: Starts) -> None:
+    """Ends every rank as ComfyUI ends. It waits for no request in flight: ranks hold nothing that
+    has to be kept.
+    """
+    starts.are_over = True
+    for handle in list(handles.values()):
+        handle.kill()

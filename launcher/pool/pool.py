@@ -89,6 +89,7 @@ class WorkerPool:
         self._conversation = Conversation(self.ranks, self.arena.board, self.facts, setup.stall_s, progress)
         self._lock = threading.RLock()
         self._life = "starting"
+        self._is_killed = False
 
     @property
     def state(self) -> str:
@@ -144,6 +145,13 @@ class WorkerPool:
                     self.ranks.send_close()
                 self._end("closed", grace_s if idle else 0)
 
+    def kill(self) -> None:
+        """Ends the ranks of this machine at once, whoever waits for them: what they were asked is
+        cancelled. May be called from any thread, and waits for nothing.
+        """
+        self._is_killed = True
+        self.ranks.kill()
+
     def _enter(self, life: str) -> None:
         assert life in STATES[self._life], f"{self._life} -> {life}"
         self._life = life
@@ -153,10 +161,13 @@ class WorkerPool:
         self.ranks.stop(grace_s)
         self.arena.close()
 
-    def _fail(self, lost: Lost) -> PoolFailed:
+    def _fail(self, lost: Lost) -> PipeMeshError:
         """Ends the pool; returns the error to raise, with the last log lines of the rank it is
         about.
         """
+        if self._is_killed:
+            self._end("closed")
+            return RunCancelled("ComfyUI ends.")
         sentence = lost.sentence
         if lost.rank is not None:
             sentence += self.ranks.last_lines(lost.rank)

@@ -157,6 +157,10 @@ class Ranks:
         lines = self._side_of(rank).tail(rank)
         return f"\nLast lines of rank {rank}:\n  " + "\n  ".join(lines) if lines else ""
 
+    def kill(self) -> None:
+        """Ends the ranks of this machine at once; another's end with the connection."""
+        self._crew.kill()
+
     def stop(self, grace_s: float, machines_s: float = FINISH_S) -> None:
         """Ends every rank and closes every connection. Safe in every state, any number of times."""
         self._crew.stop(grace_s)

@@ -118,10 +118,14 @@ class Supervisor:
         for exit_event in self._exits[: len(self._processes)]:
             if not exit_event.wait(grace_s):
                 grace_s = 0
+        self.kill()
+        self._thread.join()
+
+    def kill(self) -> None:
+        """Kills the ranks that run, and waits for none."""
         for process, exit_event in zip(self._processes, self._exits, strict=False):
             if not exit_event.is_set():
                 process.kill()
-        self._thread.join()
 
     def _run(self) -> None:
         selector = selectors.DefaultSelector()
