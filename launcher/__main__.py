@@ -68,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 def start_in_host(command: str, rest: Sequence[str]) -> int:
     """Starts the command again in ComfyUI's python. Raises LaunchError where there is none."""
+    from . import lanes
     from .comfyui.find import ensure_comfyui, missing_modules
     from .comfyui.install import LaunchError
 
@@ -78,7 +79,8 @@ def start_in_host(command: str, rest: Sequence[str]) -> int:
     lacking = missing_modules(host.python, ("pytest", "hypothesis"))
     if lacking:
         raise LaunchError(f"{host.python} has no {' and no '.join(lacking)}: run {host.python} -m pip install {' '.join(lacking)}")
-    return replace_process([host.python, "-m", "pytest", *rest], {**env, "OMP_NUM_THREADS": "1"})
+    pytest, env = [host.python, "-m", "pytest"], {**env, "OMP_NUM_THREADS": "1"}
+    return lanes.run(pytest, rest, env, ROOT) if lanes.is_of_all(rest) else replace_process([*pytest, *rest], env)
 
 
 def replace_process(command: list[str], env: Mapping[str, str]) -> int:

@@ -57,6 +57,7 @@ BEFORE_COMFYUI = (
     "launcher/comfyui/console.py",
     "launcher/comfyui/find.py",
     "launcher/comfyui/install.py",
+    "launcher/lanes.py",
     "launcher/package.py",
 )
 SCRIPTS = tuple(f"launcher/pool/{name}_main.py" for name in ("counter", "fork_server", "worker"))  # started by path: no relative imports
