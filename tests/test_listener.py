@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from pipemesh.launcher.package import VERSION
-from pipemesh.launcher.pool.listener import Unproved, accept
+from pipemesh.launcher.pool.listener import SeldomLog, Unproved, accept
 from pipemesh.launcher.pool.rendezvous import store_key, version_conflict
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
 from pipemesh.parallel_runtime.wire.messages import Denied, FromMachine
@@ -203,6 +203,31 @@ def test_a_leader_that_has_no_descriptor_left_waits_for_one_and_goes_on(caplog):
     assert said == ["[PipeMesh] no connection can be taken (no): newcomers wait"]
     with pytest.raises(OSError, match="no"):  # what will not pass: torchrun starts it again
         accept(Listener(errno.EOPNOTSUPP), FAR, SETUP)
+
+
+def test_strangers_get_a_line_and_then_a_count_in_a_while(caplog):
+    now = [0.0]
+    strangers = SeldomLog(60.0, lambda: now[0])
+    for second in (0.0, 1.0, 59.0, 60.0, 61.0):
+        now[0] = second
+        for peer in range(1000):
+            strangers.warn(f"10.0.0.{peer} was turned away: no secret")
+    assert caplog.messages == [
+        "[PipeMesh] 10.0.0.0 was turned away: no secret",
+        "[PipeMesh] 10.0.0.0 was turned away: no secret (2999 more such lines were left out)",
+    ]
+
+
+def test_a_leader_writes_one_line_of_many_strangers_and_knows_who_has_the_secret_all_the_same(caplog):
+    with leader() as address:
+        for _ in range(20):
+            with socket.create_connection(address) as sock:
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 10):
+                    pass
+        with socket.create_connection(address) as sock:
+            assert shake_hands(sock, SECRET, COMFYUI, NEAR, DEADLINE_S) == FAR
+    assert len([one for one in caplog.messages if "turned away" in one]) == 1
 
 
 def test_room_is_made_by_cutting_the_oldest_off():

@@ -346,10 +346,13 @@ def test_between_hosts_gloo_and_nccl_take_the_interface_between_them_and_nccl_th
     assert rank_environment(Device("cuda:0", "GPU-0"), "nccl", {"NCCL_SOCKET_IFNAME": "ib0"}, "eth7")["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
-def test_nccl_on_one_host_is_left_to_choose_its_own_interface():
-    assert "GLOO_SOCKET_IFNAME" not in rank_environment(Device("cuda:0", "GPU-0"), "nccl", {"PATH": "/bin"})
+def test_on_one_host_ranks_listen_on_loopback_alone_whatever_the_user_has_set():
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    for backend in ("nccl", "gloo"):
+        gpu = rank_environment(Device("cuda:0", "GPU-0"), backend, {"PATH": "/bin", "NCCL_SOCKET_IFNAME": "eth0"})
+        assert gpu == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "GPU-0", **loopback}
     cpu = rank_environment(Device("cpu"), "gloo", {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1"})
-    assert cpu == {"PATH": "/bin", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", **KEEP_MEMORY}
+    assert cpu == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "", **loopback, **KEEP_MEMORY}
 
 
 def run_supervised(*scripts: str) -> Supervisor:

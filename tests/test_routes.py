@@ -4,12 +4,15 @@ listens; no page of another origin.
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.nodes.routes import answer
+from pipemesh.nodes.routes import add_routes, answer
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -67,3 +70,30 @@ def test_without_an_origin_only_what_a_form_of_another_page_cannot_send_may_act(
     for kind in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data"):
         assert posted(setup, Host="192.168.1.5:8188", Content_Type=kind) == (415, False)
     assert posted(setup, Host="192.168.1.5:8188") == (415, False)
+
+
+@pytest.mark.parametrize("document", ["SECURITY.md", "docs/REFERENCE.md"])
+def test_the_documents_list_every_route_and_its_method(document):
+    routes = web.RouteTableDef()
+    add_routes(routes, None, None, None)
+    added = {f"{route.method} {route.path.replace('{id}', 'ID')}" for route in routes}
+    text = (Path(__file__).resolve().parent.parent / document).read_text(encoding="utf-8")
+    assert set(re.findall(r"`((?:GET|POST) /pipemesh/[\w./]+)`", text)) == added
+
+
+@pytest.mark.parametrize("origin", ["http://{}", "http://other.example", "null", "https://{}"])
+@pytest.mark.parametrize("host", ["127.0.0.1:8188", "localhost:8188", "stranger.example:8188"])
+def test_what_comfyui_itself_refuses_to_a_page_is_refused_and_a_name_of_a_strangers_is_no_worse(setup, monkeypatch, host, origin):
+    """A stranger's name that leads to loopback, as by DNS rebinding, passes for both."""
+    import server
+
+    async def through(_request):
+        return web.Response()
+
+    monkeypatch.setattr(server, "is_loopback", lambda host: True)
+    headers = {"Host": host, "Origin": origin.format(host)}
+    theirs = asyncio.run(server.create_origin_only_middleware()(make_mocked_request("POST", "/prompt", headers), through)).status
+    ours, has_acted = posted(setup, **headers, **JSON)
+    assert has_acted == (ours == 200)
+    assert ours == theirs or (ours, theirs) == (403, 200)
+    assert origin.format(host) != f"http://{host}" or (ours, theirs) == (200, 200)

@@ -30,6 +30,7 @@ LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+LOOPBACK = "lo"
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 log = logging.getLogger("pipemesh")
 
@@ -47,7 +48,7 @@ class Net:
 def rank_environment(device: Device, backend: str, environ: dict[str, str], interface: str = "") -> dict[str, str]:
     """Returns a rank's environment: that of the starting process, less what breaks a rank
     (allocator choices, other launchers' ranks, hidden GPUs). ``interface``: the one that leads to
-    other machines.
+    other machines; without one, what ranks open to each other is for this machine alone.
 
     A CPU rank keeps freed memory (glibc), because fresh pages would cost it a quarter of a forward:
     at most 1 GiB. It goes back to the system when a model is released, and when a run of a pipeline
@@ -58,11 +59,8 @@ def rank_environment(device: Device, backend: str, environ: dict[str, str], inte
     if not device.is_gpu:
         env = {**KEEP_MEMORY, **env}
     env[device.variable] = device.address if device.is_gpu else ""
-    if backend == "gloo" or interface:
-        env["GLOO_SOCKET_IFNAME"] = interface or "lo"
-    if interface:
-        env = {"NCCL_SOCKET_IFNAME": interface, **env}
-    return env
+    env["GLOO_SOCKET_IFNAME"] = interface or LOOPBACK
+    return {"NCCL_SOCKET_IFNAME": interface, **env} if interface else {**env, "NCCL_SOCKET_IFNAME": LOOPBACK}
 
 
 class Crew:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 from ...parallel_runtime.wire.messages import Denied, ToMachine
 from ...parallel_runtime.wire.tcp import LEADER, Hello, Link, notice_loss, shake_hands
@@ -16,6 +18,7 @@ from .rank_setup import RankSetup
 from .rendezvous import version_conflict
 
 MOST_UNPROVED = 16
+EVERY_S = 60.0  # a line of the log that strangers can cause
 RETRY_S = 1.0
 CLOSED = (errno.EBADF, errno.EINVAL)  # or shut down
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -60,6 +63,28 @@ class Unproved:
             self._socks.pop(0).shutdown(socket.SHUT_RDWR)
 
 
+class SeldomLog:
+    """Writes a warning at once, and of those that come within ``every_s`` seconds after it only
+    how many they were, with the next: strangers cannot fill a disk with lines.
+    """
+
+    def __init__(self, every_s: float = EVERY_S, now: Callable[[], float] = time.monotonic):
+        self._every_s = every_s
+        self._now = now
+        self._last = -math.inf
+        self._left_out = 0
+        self._lock = threading.Lock()
+
+    def warn(self, text: str) -> None:
+        with self._lock:
+            now = self._now()
+            if now - self._last < self._every_s:
+                self._left_out += 1
+                return
+            left_out, self._left_out, self._last = self._left_out, 0, now
+        log.warning("[PipeMesh] %s%s", text, f" ({left_out} more such lines were left out)" if left_out else "")
+
+
 def accept(listener: socket.socket, own: Hello, setup: RankSetup, unproved: Unproved | None = None) -> None:
     """Takes connections until the listener is closed. ``own``: what this leader says of itself.
 
@@ -67,7 +92,7 @@ def accept(listener: socket.socket, own: Hello, setup: RankSetup, unproved: Unpr
     and the pools that are open go on. Raises OSError where no connection can ever be taken:
     torchrun then starts this leader again.
     """
-    unproved, waits = unproved or Unproved(), False
+    unproved, strangers, shortages, waits = unproved or Unproved(), SeldomLog(), SeldomLog(), False
     while True:
         try:
             sock, (peer, *_) = listener.accept()
@@ -80,26 +105,26 @@ def accept(listener: socket.socket, own: Hello, setup: RankSetup, unproved: Unpr
             if error.errno not in NO_ROOM:
                 raise
             if not waits:
-                log.warning("[PipeMesh] no connection can be taken (%s): newcomers wait", error.strerror)
+                shortages.warn(f"no connection can be taken ({error.strerror}): newcomers wait")
             waits = True
             unproved.make_room(RETRY_S)
             continue
-        thread = threading.Thread(target=serve, args=(sock, peer, own, setup, unproved), name="pipemesh-lent", daemon=True)
+        thread = threading.Thread(target=serve, args=(sock, peer, own, setup, unproved, strangers), name="pipemesh-lent", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # no thread is left
-            log.warning("[PipeMesh] %s was turned away: %s", peer, error)
+            strangers.warn(f"{peer} was turned away: {error}")
             sock.close()
 
 
-def serve(sock: socket.socket, peer: str, own: Hello, setup: RankSetup, unproved: Unproved) -> None:
+def serve(sock: socket.socket, peer: str, own: Hello, setup: RankSetup, unproved: Unproved, strangers: SeldomLog) -> None:
     """Serves one connection to its end, in a thread of its own."""
     with contextlib.closing(sock):
         try:
             with unproved.hold(sock):
                 comfyui = shake_hands(sock, setup.secret, LEADER, own, setup.lost_s)
         except OSError as error:
-            log.warning("[PipeMesh] %s was turned away: %s", peer, error)
+            strangers.warn(f"{peer} was turned away: {error}")
             return
         notice_loss(sock, setup.lost_s)
         link = Link(sock, ToMachine)
