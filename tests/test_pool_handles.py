@@ -45,7 +45,7 @@ def threads():
 class SlowPool:
     """A pool without ranks that is up once ``go`` is set. ``said``: what became of all of them."""
 
-    ranks = SimpleNamespace(fault="", loss=lambda: "", has_lost_one=lambda idle: False)
+    ranks = SimpleNamespace(fault="", loss=lambda: "", has_lost_one=lambda idle: False, kill=lambda: None)
     idle = True
 
     def __init__(self, placement: Placement, setup):
@@ -58,9 +58,6 @@ class SlowPool:
         assert self.go.wait(DEADLINE_S)
         self.is_alive, self.state = True, "ready"
         self.said.append(f"{self.name} is up")
-
-    def kill(self):
-        """At the end of the tests."""
 
     def close(self):
         self.is_alive, self.state = False, "closed"

@@ -114,7 +114,7 @@ class PoolHandle:
         """Ends the ranks at once, also where another thread waits for them or starts them."""
         pool = self._pool
         if pool is not None:
-            pool.kill()
+            pool.ranks.kill()
 
 
 def fault_of(pool: WorkerPool) -> str:

@@ -89,7 +89,6 @@ class WorkerPool:
         self._conversation = Conversation(self.ranks, self.arena.board, self.facts, setup.stall_s, progress)
         self._lock = threading.RLock()
         self._life = "starting"
-        self._is_killed = False
 
     @property
     def state(self) -> str:
@@ -140,17 +139,7 @@ class WorkerPool:
             if self._life == "failed":
                 self._enter("closed")
             elif self._life != "closed":
-                idle = self.idle
-                if idle:
-                    self.ranks.send_close()
-                self._end("closed", grace_s if idle else 0)
-
-    def kill(self) -> None:
-        """Ends the ranks of this machine at once, whoever waits for them: what they were asked is
-        cancelled. May be called from any thread, and waits for nothing.
-        """
-        self._is_killed = True
-        self.ranks.kill()
+                self._end("closed", grace_s if self.idle else 0)
 
     def _enter(self, life: str) -> None:
         assert life in STATES[self._life], f"{self._life} -> {life}"
@@ -165,7 +154,7 @@ class WorkerPool:
         """Ends the pool; returns the error to raise, with the last log lines of the rank it is
         about.
         """
-        if self._is_killed:
+        if self.ranks.are_killed:
             self._end("closed")
             return RunCancelled("ComfyUI ends.")
         sentence = lost.sentence

@@ -40,6 +40,7 @@ class Ranks:
     """
 
     def __init__(self, placement: Placement, setup: RankSetup, arena: Arena, facts: Facts):
+        self.are_killed = False
         self.fault = ""  # why the pool has failed, with the last log lines of the rank that it is about
         self._placement = placement
         self._facts = facts
@@ -102,15 +103,6 @@ class Ranks:
             name = f"Machine {source.name}" if isinstance(source, RemoteMachine) else self._facts.where(source)
             raise Lost(f"{name} could not be reached ({error}): run again to start a fresh pool.") from error
 
-    def send_close(self) -> None:
-        closers = [
-            *(machine.send_close for machine in self._machines),
-            *(partial(one.send, Close()) for one in self._crew.channels.values()),
-        ]
-        for close in closers:
-            with contextlib.suppress(ChannelClosed):  # gone already
-                close()
-
     def listen(self, wait_s: float) -> list[tuple[int, Any]]:
         """Waits for messages; returns each with the rank that sent it. Raises Lost."""
         said: list[tuple[int, Any]] = []
@@ -158,11 +150,23 @@ class Ranks:
         return f"\nLast lines of rank {rank}:\n  " + "\n  ".join(lines) if lines else ""
 
     def kill(self) -> None:
-        """Ends the ranks of this machine at once; another's end with the connection."""
+        """Ends the ranks of this machine at once, whoever waits for them: what they were asked is
+        cancelled. Those of another end with its connection. May be called from any thread.
+        """
+        self.are_killed = True
         self._crew.kill()
 
     def stop(self, grace_s: float, machines_s: float = FINISH_S) -> None:
-        """Ends every rank and closes every connection. Safe in every state, any number of times."""
+        """Ends every rank and closes every connection; ranks that are to have some time for that
+        are told to leave. Safe in every state, any number of times.
+        """
+        closers = [
+            *(machine.send_close for machine in self._machines),
+            *(partial(one.send, Close()) for one in self._crew.channels.values()),
+        ]
+        for close in closers if grace_s else ():
+            with contextlib.suppress(ChannelClosed):  # gone already
+                close()
         self._crew.stop(grace_s)
         for machine in self._machines:
             machine.close(machines_s)
