@@ -118,10 +118,17 @@ def test_a_run_is_seen_to_go_on_from_the_click_until_its_first_step_and_then_in_
         shown(page, text)
 
 
+def timed_alone(server):
+    """Stock samples an image of which two ranks make something, on the one thread that each has."""
+    latent(server, graph("panel_alone", parallel=False, pixels=LARGE, seed=109))
+
+
 @pytest.mark.parametrize("palette", ["dark", "light"])
 def test_it_can_be_read_in_light_and_dark_and_fits_320_pixels(server, page, screens, palette):
-    latent(server, graph("panel_shown", seed=102))
+    timed_alone(server)
+    latent(server, graph("panel_shown", pixels=LARGE, seed=102))
     page.set("Comfy.ColorPalette", palette)
+    shown(page, "timed here")
     page.until(f"['Nothing samples in a pool.', '2 ranks share the tokens', 'ready', 'Models:'].every(one => {TEXT}.includes(one))")
     assert page.evaluate(CONTRAST) >= 4.5
     page.screenshot(screens / f"panel-{palette}.png", page.evaluate(SEEN))
@@ -134,7 +141,8 @@ def test_it_can_be_read_in_light_and_dark_and_fits_320_pixels(server, page, scre
 
 
 def test_why_a_layout_was_chosen_and_others_were_not_is_shown_in_every_language(server, page, screens):
-    nodes = graph("panel_plan", seed=105)
+    timed_alone(server)
+    nodes = graph("panel_plan", pixels=LARGE, seed=105)
     nodes["pool"]["inputs"]["layout"] = "auto"
     latent(server, nodes)
     try:
@@ -194,7 +202,8 @@ def filled(text, values):
 @pytest.mark.parametrize("button", ["Restart", "Run again"])
 def test_a_dead_worker_is_shown_and_started_again_from_there(server, page, screens, button):
     """Also where ComfyUI has kept the image, and samples nothing for it."""
-    nodes = graph("panel_killed", seed=103)
+    timed_alone(server)
+    nodes = graph("panel_killed", pixels=LARGE, seed=103)
     latent(server, nodes)
     page.load(numbered(nodes), f"killed {button.split()[-1]}")
     before = pids(server)
