@@ -20,8 +20,8 @@ from pipemesh.launcher.quantised_files import FORMATS, taken_by, write_quantised
 from pipemesh.launcher.random_files import write_lora, write_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.prepared_text import METHOD
+from pipemesh.parallel_runtime.comfy_bridge.slots import slots
 from pipemesh.parallel_runtime.comfy_bridge.source import describe_source
-from pipemesh.parallel_runtime.comfy_bridge.weights import slots
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.memory import is_unwritten

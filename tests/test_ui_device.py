@@ -12,7 +12,7 @@ import torch
 from pipemesh.launcher.commands.parity import BOUND, PLAIN, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.prepared_text import METHOD
-from pipemesh.parallel_runtime.comfy_bridge.weights import slots
+from pipemesh.parallel_runtime.comfy_bridge.slots import slots
 from pipemesh.parallel_runtime.families import FAMILIES
 from pipemesh.parallel_runtime.memory import is_unwritten
 

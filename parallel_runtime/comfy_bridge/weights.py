@@ -9,47 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from ..checkpoint import File, check_file, check_mapped
 from ..errors import Refused
-from ..memory import give_back_freed, is_equal_memory, is_unwritten
+from ..memory import give_back_freed, is_unwritten
 from .forward import PREFIX
-from .quantised import is_quantised, named_tensors, store_in, taken_apart
+from .loan import Loan
+from .quantised import taken_apart
+from .slots import Slot, slots
+from .stored_weights import CheckpointContent
 
 SAMPLE = 1024  # elements of a tensor that are looked at where a full comparison would cost too much
 CHECKSUM_ROW = 4093  # prime, so that no two rows of a weight stand in the same columns by their shape
-
-
-class Slot(NamedTuple):
-    """A parameter or buffer of the transformer, or a tensor that a quantised one is stored as,
-    under its name in a state dict. ``owner``: the name of the parameter or buffer; ``holder``: a
-    quantised one. ``archived``: the dtype that ComfyUI gave it.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    archived: torch.dtype
-    owner: str
-    holder: Any = None
-
-
-def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
-    """All parameters and buffers."""
-    for path, module in diffusion_model.named_modules():
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            owner = f"{path}.{name}" if path else name
-            if is_quantised(tensor):
-                for stored, inner in named_tensors(owner, tensor).items():
-                    if not inner.is_meta:
-                        yield Slot(stored, inner, inner.dtype, owner, tensor)
-            elif type(tensor.data) is torch.Tensor and not tensor.is_meta:
-                archived = getattr(module, f"{name}_comfy_model_dtype", None) or tensor.dtype
-                yield Slot(owner, tensor, archived, owner)
 
 
 class Weights:
@@ -65,6 +39,7 @@ class Weights:
         self.changed_id = ""
         self._file = file
         self._sent: SentContent | None = None
+        self._loan: Loan | None = None
         self._seen: dict[str, Seen] = {}
 
     def note_sent(self, state: dict[str, torch.Tensor]) -> None:
@@ -74,7 +49,7 @@ class Weights:
 
     def compare(self, patcher: Any) -> None:
         """Updates ``changed``, and points the weights that are equal at the checkpoint's mapped
-        pages, so that the UI keeps no private copy of them.
+        pages, so that the UI keeps no private copy of them while nobody can write to the file.
 
         The model has to be unpatched, so that names and contents are those of the loader. Raises
         Refused where the checkpoint is not the one that was loaded, and ComfyUI's interrupt.
@@ -82,18 +57,18 @@ class Weights:
         import comfy.model_management as mm
 
         doubtful = [slot for slot in slots(patcher.model.diffusion_model) if not self._is_as_seen(slot)]
-        theirs = self._open(patcher.model) if doubtful else None
+        theirs = self._open(patcher) if doubtful else None
         if theirs is None:
             return
-        dynamic = hasattr(patcher.model, "dynamic_patchers")  # ModelPatcherDynamic reads weights by a mapping of its own
-        maps = not dynamic and not patcher.pinned
         for slot in doubtful:
             mm.throw_exception_if_processing_interrupted()
             same = theirs.has(slot)
             if not same or slot.name in self.changed:
                 self.changed = self.changed - {slot.name} if same else self.changed | {slot.name}
                 self.changed_id = uuid.uuid4().hex if self.changed else ""
-            self._seen[slot.name] = Seen(slot.tensor, on_file=same and maps and theirs.lend(slot))
+            self._seen[slot.name] = Seen(slot.tensor, on_file=same and theirs.lend(slot))
+        if self._loan is not None:
+            self._loan.close_if_unused()
         give_back_freed()
 
     def changed_tensors(self, diffusion_model: torch.nn.Module) -> dict[str, Any]:
@@ -104,10 +79,12 @@ class Weights:
     def _is_as_seen(self, slot: Slot) -> bool:
         return slot.name in self._seen and self._seen[slot.name].is_still(slot.tensor)
 
-    def _open(self, model: Any) -> Content | None:
+    def _open(self, patcher: Any) -> Content | None:
         """What to compare with. None where there is nothing yet, and where the file was overwritten
         since: then the run is refused when it begins.
         """
+        import comfy.utils
+
         if self._file is None:
             return self._sent
         if not self._seen:
@@ -120,7 +97,11 @@ class Weights:
             check_file(self._file)
         except Refused:
             return GoneContent()
-        return CheckpointContent(model, self._file[0])
+        dynamic = hasattr(patcher.model, "dynamic_patchers")  # ModelPatcherDynamic reads weights by a mapping of its own
+        lends = not dynamic and not patcher.pinned and not comfy.utils.DISABLE_MMAP
+        content = CheckpointContent(patcher.model, self._file, lends, self._loan)
+        self._loan = content.loan or self._loan
+        return content
 
 
 class Seen:
@@ -158,57 +139,6 @@ def _sampled(tensor: torch.Tensor) -> tuple[int | None, bytes]:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-
-
-class CheckpointContent:
-    """The transformer's weights as the checkpoint has them, under the model's names.
-
-    The file is mapped twice: once to compare with, and once to lend, because a node may write to
-    what is lent. ComfyUI's own mapping may be read-only: such a write would end the process.
-    """
-
-    def __init__(self, model: Any, path: str):
-        import comfy.utils
-        from comfy import model_detection
-
-        state, self._keys, self._lent = {}, {}, None
-        if path.lower().endswith((".safetensors", ".sft")) and not comfy.utils.DISABLE_MMAP:
-            with safe_open(path, framework="pt") as mapped:
-                state = {key: mapped.get_tensor(key) for key in mapped.keys()}
-            self._keys = {tensor.data_ptr(): key for key, tensor in state.items() if tensor.numel()}
-            self._lent = safe_open(path, framework="pt")
-        else:
-            state = comfy.utils.load_torch_file(path)
-        prefix = model_detection.unet_prefix_from_state_dict(state)
-        bare = comfy.utils.state_dict_prefix_replace(state, {prefix: ""}, filter_keys=True) or state
-        bare, _ = comfy.utils.convert_old_quants(bare, "")
-        self._tensors: dict[str, torch.Tensor] = model.model_config.process_unet_state_dict(bare)
-
-    def has(self, slot: Slot) -> bool:
-        """True if the weight equals the file's, in the file's dtype or as ComfyUI cast it.
-
-        Also true where the file has none of that name: then there is nothing to compare.
-        """
-        theirs = self._tensors.get(slot.name)
-        if theirs is None:
-            return True
-        return slot.tensor.dtype in (theirs.dtype, slot.archived) and _equal(slot.tensor.detach(), theirs.to(slot.tensor.dtype))
-
-    def lend(self, slot: Slot) -> bool:
-        """Points a weight that the file ``has`` at the file's pages. False where that cannot be: it
-        has another dtype there, or is no parameter on the CPU.
-        """
-        theirs, ours = self._tensors.get(slot.name), slot.tensor
-        key = None if theirs is None or theirs.dtype != ours.dtype else self._keys.get(theirs.data_ptr())
-        if self._lent is None or key is None or ours.device.type != "cpu":
-            return False
-        if slot.holder is not None:
-            return store_in(slot.holder, ours, self._lent.get_tensor(key))
-        if not isinstance(ours, torch.nn.Parameter):
-            return False
-        with torch.inference_mode(ours.is_inference()):  # a parameter of one kind with data of the other is neither
-            ours.data = self._lent.get_tensor(key)
-        return True
 
 
 class GoneContent:
@@ -250,14 +180,6 @@ def checksum(tensor: torch.Tensor) -> bytes:
     sums = words.view(torch.int64).view(-1, CHECKSUM_ROW).sum(0)
     head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
     return hashlib.blake2b(head + sums.numpy().tobytes() + content[words.numel() :].numpy().tobytes(), digest_size=16).digest()
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compares bit for bit."""
-    if one.shape != other.shape:
-        return False
-    one, other = one.cpu().contiguous(), other.contiguous()
-    return is_equal_memory(one.data_ptr(), other.data_ptr(), one.nbytes)
 
 
 def give_back(patcher: Any, kind: type, device: Any, unpatch_weights: bool) -> None:

@@ -1,0 +1,37 @@
+"""The tensors of a transformer, under their names in a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .quantised import is_quantised, named_tensors
+
+
+class Slot(NamedTuple):
+    """A parameter or buffer of the transformer, or a tensor that a quantised one is stored as,
+    under its name in a state dict. ``owner``: the name of the parameter or buffer; ``holder``: a
+    quantised one. ``archived``: the dtype that ComfyUI gave it.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    archived: torch.dtype
+    owner: str
+    holder: Any = None
+
+
+def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
+    """All parameters and buffers."""
+    for path, module in diffusion_model.named_modules():
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            owner = f"{path}.{name}" if path else name
+            if is_quantised(tensor):
+                for stored, inner in named_tensors(owner, tensor).items():
+                    if not inner.is_meta:
+                        yield Slot(stored, inner, inner.dtype, owner, tensor)
+            elif type(tensor.data) is torch.Tensor and not tensor.is_meta:
+                archived = getattr(module, f"{name}_comfy_model_dtype", None) or tensor.dtype
+                yield Slot(owner, tensor, archived, owner)
