@@ -19,7 +19,6 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
-from ..checkpoint import check_mapped
 from ..comfy_bridge.bypass import pack_bypass
 from ..comfy_bridge.forward import PREFIX, forward_patch
 from ..comfy_bridge.guard import refuse_foreign_levers, require_plan, require_whole_groups
@@ -37,6 +36,7 @@ from ..errors import PipeMeshError, Refused, RunCancelled
 from ..planner.keeping import ModelBytes, WeightsWish
 from .beside import Sampled
 from .evaluations import Work
+from .file_of_ranks import FileOfRanks
 from .groups import InGroups
 from .patch_backend import PipelineBackend
 from .patchwise import SAMPLING, Patching, Patchwise, branch_of
@@ -68,6 +68,7 @@ class Remote:
     ):
         self.pool = pool
         self.source = source
+        self.file = FileOfRanks(source.file, self.release)
         self.holds_ui_device = holds_ui_device
         self.activations = activations
         self.sampling = sampling
@@ -103,14 +104,8 @@ class Remote:
         return self.pool.beside.left_free(self.model, self.sampled)
 
     def begin_run(self) -> None:
-        """Begins a run in the pool. Raises Refused where the checkpoint was overwritten while the
-        ranks had it mapped: then they hold some of each file.
-        """
-        try:
-            check_mapped(self.source.file)
-        except Refused:
-            self.release()
-            raise
+        """Begins a run in the pool. Raises Refused for a checkpoint that was overwritten."""
+        self.file.require_same()
         with held(self.pool.turn):
             self.pool.runs.begin(self.model)
         self.recut()
@@ -191,7 +186,8 @@ class RemotePatcher(ModelPatcher):
             name = content_id({**objects, **in_block.identity}) + weights.changed_id
             self.objects = name, {**weights.changed_tensors(self.model.diffusion_model), **objects, **in_block.objects}
             self.remote.recut()
-            bring_up(self)
+            with self.remote.file.being_read():
+                bring_up(self)
             self.patch_model(load_weights=False)
         return self.loaded_size() - before
 
@@ -278,7 +274,8 @@ class RemotePatcher(ModelPatcher):
             )[0]
 
         try:
-            return remote.pool.beside.with_room(remote.model, attempt, again=remote.sampling is None)
+            with remote.file.being_read():
+                return remote.pool.beside.with_room(remote.model, attempt, again=remote.sampling is None)
         except RunCancelled:
             raise
         except PipeMeshError as error:
