@@ -16,6 +16,7 @@ from ..errors import Refused
 from .attributes import Watched
 from .guard import patch_name
 from .host_code import LIBRARIES, SeenCode, replaced_code
+from .loan import Lost
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -97,6 +98,8 @@ def _changes_of(module: torch.nn.Module, ours: Sequence[Any], trusted: frozenset
             yield f"has its method {name} replaced in place", value
     for name in HOOKS:
         for hook in own[name].values():
+            if isinstance(hook, Lost):
+                raise hook.refusal()
             yield "has a forward hook", hook
 
 

@@ -6,6 +6,7 @@ would end ComfyUI.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -103,7 +104,7 @@ def view_of(storage: torch.UntypedStorage, start: int, nbytes: int, dtype: torch
 
 def read_into(storage: torch.UntypedStorage, start: int, nbytes: int, descriptor: int, offset: int) -> None:
     """Reads ``nbytes`` of a file from ``offset`` on. Raises EOFError where it has fewer."""
-    place = memoryview(view_of(storage, start, nbytes, torch.uint8, (nbytes,)).numpy())
+    place = memoryview((ctypes.c_char * nbytes).from_address(storage.data_ptr() + start)).cast("B")
     done = 0
     while done < nbytes:
         if not (read := os.preadv(descriptor, [place[done:]], offset + done)):
@@ -135,7 +136,8 @@ class CheckpointContent:
         found = os.fstat(descriptor)
         refuse_change(file, found)
         if self.loan is not None:  # mapped anew for every comparison: a node may have written to what was lent before
-            self._mapped = torch.UntypedStorage.from_file(of_descriptor(descriptor), False, found.st_size)
+            whole = torch.from_file(of_descriptor(descriptor), shared=False, size=found.st_size, dtype=torch.uint8)
+            self._mapped = whole.untyped_storage()
         self._stored = StoredTensors(descriptor)
         self._tensors = processed(model, dict(self._stored.tensors))
         named = [self._tensors[slot.name] for slot in slots(model.diffusion_model) if slot.name in self._tensors]
