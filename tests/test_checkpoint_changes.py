@@ -24,6 +24,7 @@ from pipemesh.parallel_runtime.errors import PipeMeshError, Refused
 from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten
 from pipemesh.parallel_runtime.own_pages import pages_of
 
+from .conftest import ALL
 from .holdings import NOTHING, Holdings
 from .models import load, run, with_lora, write_lora, write_model
 from .shared_runtime import SharedRuntime
@@ -36,6 +37,11 @@ WAYS = {
     "deleted": "rm {path}",
 }
 IN_PLACE = {"overwritten", "overwritten without being cut short", "cut short"}
+PRODUCT = [(way, during) for way in WAYS for during in (False, True)]
+COVER = [("overwritten", False), ("overwritten without being cut short", True), ("cut short", True), ("replaced", True), ("deleted", False)]
+cases = pytest.mark.parametrize(
+    ("way", "during"), PRODUCT if ALL else COVER, ids=lambda one: one if isinstance(one, str) else ("before", "during")[one]
+)
 
 
 class File:
@@ -88,8 +94,7 @@ def image_or_sentence(truth, sample):
     return True
 
 
-@pytest.mark.parametrize("during", [False, True], ids=["before", "during"])
-@pytest.mark.parametrize("way", WAYS)
+@cases
 def test_stock_samples_the_weights_that_it_loaded(file, served, way, during):
     stock, _parallel, truth = served
     if not during:
@@ -99,8 +104,7 @@ def test_stock_samples_the_weights_that_it_loaded(file, served, way, during):
     assert torch.equal(run(stock), truth)
 
 
-@pytest.mark.parametrize("during", [False, True], ids=["before", "during"])
-@pytest.mark.parametrize("way", WAYS)
+@cases
 def test_a_pool_makes_the_image_of_what_was_loaded_or_says_one_sentence(file, served, client, files, way, during):
     _stock, parallel, truth = served
     if not during:
@@ -111,8 +115,7 @@ def test_a_pool_makes_the_image_of_what_was_loaded_or_says_one_sentence(file, se
     run(parallelize(load(files["other"]), client, holds_ui_device=True))
 
 
-@pytest.mark.parametrize("during", [False, True], ids=["before", "during"])
-@pytest.mark.parametrize("way", WAYS)
+@cases
 def test_auto_mode_makes_stocks_image_or_says_one_sentence(file, served, auto, way, during):
     stock, _parallel, truth = served
     if not during:

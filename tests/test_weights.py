@@ -156,6 +156,16 @@ def test_a_checkpoint_that_cannot_be_mapped_is_compared_too(tmp_path, files):
     assert weights.changed == {NAME}
 
 
+def test_weights_that_comfyui_computes_from_those_of_the_file_are_compared(patcher, monkeypatch):
+    """As it splits one of PixelDiT's into two."""
+    monkeypatch.setattr(patcher.model.model_config, "process_unet_state_dict", lambda state: {**state, NAME: state[NAME] * 1})
+    weights = compared(patcher)
+    assert not weights.changed
+    parameter(patcher).data[0] *= 2
+    weights.compare(patcher)
+    assert weights.changed == {NAME}
+
+
 def test_modules_under_other_names_are_neither_mapped_nor_mixed_up(patcher):
     """As a patch that swaps blocks leaves them, where nothing took it off before."""
     blocks = patcher.model.diffusion_model.double_blocks

@@ -98,8 +98,8 @@ class StoredTensors:
 def view_of(storage: torch.UntypedStorage, start: int, nbytes: int, dtype: torch.dtype, shape: Any) -> torch.Tensor:
     """Returns a tensor in a part of ``storage``, with a storage of its own that keeps the whole."""
     if not nbytes:
-        return torch.empty(*shape, dtype=dtype)
-    return torch.asarray(storage[start : start + nbytes], dtype=torch.uint8).view(dtype).view(*shape)
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.asarray(storage[start : start + nbytes], dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 def read_into(storage: torch.UntypedStorage, start: int, nbytes: int, descriptor: int, offset: int) -> None:
