@@ -40,7 +40,7 @@ IN_PLACE = {"overwritten", "overwritten without being cut short", "cut short"}
 PRODUCT = [(way, during) for way in WAYS for during in (False, True)]
 COVER = [("overwritten", False), ("overwritten without being cut short", True), ("cut short", True), ("replaced", True), ("deleted", False)]
 cases = pytest.mark.parametrize(
-    ("way", "during"), PRODUCT if ALL else COVER, ids=lambda one: one if isinstance(one, str) else ("before", "during")[one]
+    ("way", "during"), PRODUCT if ALL else COVER, ids=lambda one: {True: "during", False: "before"}.get(one, one)
 )
 
 
