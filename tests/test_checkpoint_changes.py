@@ -39,9 +39,8 @@ WAYS = {
 IN_PLACE = {"overwritten", "overwritten without being cut short", "cut short"}
 PRODUCT = [(way, during) for way in WAYS for during in (False, True)]
 COVER = [("overwritten", False), ("overwritten without being cut short", True), ("cut short", True), ("replaced", True), ("deleted", False)]
-cases = pytest.mark.parametrize(
-    ("way", "during"), PRODUCT if ALL else COVER, ids=lambda one: {True: "during", False: "before"}.get(one, one)
-)
+TIMES = {True: "during", False: "before"}
+cases = pytest.mark.parametrize(("way", "during"), PRODUCT if ALL else COVER, ids=lambda one: TIMES.get(one, one))
 
 
 class File:
