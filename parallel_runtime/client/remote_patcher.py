@@ -68,7 +68,6 @@ class Remote:
     ):
         self.pool = pool
         self.source = source
-        self.file = FileOfRanks(source.file, self.release)
         self.holds_ui_device = holds_ui_device
         self.activations = activations
         self.sampling = sampling
@@ -82,6 +81,10 @@ class Remote:
     def model(self) -> str:
         """Returns the model's name in the pool."""
         return self.source.model
+
+    @property
+    def file(self) -> FileOfRanks:
+        return FileOfRanks(self.source.file, self.release)
 
     def share_of(self, diffusion_model: torch.nn.Module) -> int:
         """Returns the bytes of weights on the UI's own device once ranks have loaded the model, and
