@@ -6,11 +6,12 @@ import signal
 import psutil
 
 from .fake_pools import DEADLINE_S
-from .served import LARGE, graph, pids, wait_for_phase
+from .served import LARGE, graph, latent, pids, wait_for_phase
 
 
 def test_ctrl_c_ends_comfyui_at_once_while_a_rank_is_stuck_in_an_evaluation(server):
     """Nobody is told of a failure, and another prompt that waits in the queue starts no pool."""
+    latent(server, graph("last"))
     for name in ("stuck", "next"):
         server.queue(graph(name, pixels=LARGE, steps=400, seed=len(name)))
     wait_for_phase(server, "computing")
