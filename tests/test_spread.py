@@ -10,12 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from pipemesh.parallel_runtime.checkpoint import check_copy
 from pipemesh.parallel_runtime.comfy_bridge.source import call_factory, find_here
+from pipemesh.parallel_runtime.comm.machines import MachineComm
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
+from torch.distributed import distributed_c10d as c10d
 
 ROOT = Path(__file__).resolve().parent.parent
 JOIN = """
@@ -134,3 +137,49 @@ def test_on_another_machine_the_size_decides(tmp_path):
 def test_a_rank_calls_comfyuis_own_loaders_only():
     with pytest.raises(Refused, match=r"^The model's loader os:system is not ComfyUI's own: use a stock loader\.$"):
         call_factory("os:system", ("true",), None)
+
+
+class Splitting:
+    """A communicator that is bound to a GPU, as far as torch asks it to be split."""
+
+    def __init__(self):
+        self.splits = 0
+
+    def perform_nocolor_split(self, device):
+        self.splits += 1
+
+
+def groups_of(monkeypatch, machines, rank):
+    """What ``rank`` makes in a world that is bound to GPUs: its groups' names by their members, and
+    how often it splits that world for groups that it is not in.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world, made = Splitting(), {}
+    with monkeypatch.context() as patch:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(machines))
+        try:
+            real = dist.new_group
+            patch.setattr(dist, "new_group", lambda ranks, backend, **how: real(ranks, backend="fake", **how))
+            patch.setattr(c10d, "_get_split_source", lambda group: world)
+            dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+            MachineComm(machines, rank)
+            for group, name in c10d._world.pg_names.items():
+                made[tuple(dist.get_process_group_ranks(group))] = name
+        finally:
+            dist.destroy_process_group()
+    return made, world.splits
+
+
+@pytest.mark.parametrize("machines", ["01", "0011", "000111", "00112", "01233"])
+def test_ranks_on_gpus_make_groups_of_machines_without_those_that_are_not_in_them(monkeypatch, machines):
+    """NCCL splits a communicator where all its ranks do, and those that are in a group over gloo
+    never would. Members meet under one name.
+    """
+    places = [int(machine) for machine in machines]
+    made = [groups_of(monkeypatch, places, rank) for rank in range(len(places))]
+    assert [splits for _, splits in made] == [0] * len(places)
+    leaders = tuple(places.index(machine) for machine in dict.fromkeys(places))
+    assert all((leaders in groups) is (rank in leaders) for rank, (groups, _) in enumerate(made))
+    for members in {members for groups, _ in made for members in groups}:
+        assert len({groups[members] for rank, (groups, _) in enumerate(made) if rank in members}) == 1, members

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 class MachineComm:
     """The groups of ranks that bring inputs from machine to machine. Every rank must make one,
-    after init_process_group.
+    after init_process_group, and before any other group.
 
     ``machines``: a number for each rank's machine; that of rank 0 is ComfyUI's own. Broadcasts go
     through CPU memory whatever the ranks compute on, because the inputs lie in the arena.
@@ -23,9 +23,9 @@ class MachineComm:
         self.away = machines[rank] != machines[0]
         self._rank = rank
         self._is_first = members[machines[rank]][0] == rank
-        self._firsts = gloo_group([ranks[0] for ranks in members.values()])
-        beside = {machine: gloo_group(ranks) for machine, ranks in members.items() if machine != machines[0] and len(ranks) > 1}
-        self._beside = beside.get(machines[rank])
+        beside = gloo_group(members[machines[rank]])  # every rank makes one, also where it is alone: see gloo_group
+        self._beside = beside if self.away else None
+        self._firsts = gloo_group([ranks[0] for ranks in members.values()]) if self._is_first else None
 
     def spread(self, pieces: Sequence[torch.Tensor]) -> None:
         """Fills ``pieces``, places of this machine's arena as bytes, with what rank 0 has in the
@@ -43,8 +43,11 @@ class MachineComm:
 
 
 def gloo_group(ranks: list[int]) -> dist.ProcessGroup | None:
-    """A group of these ranks, over gloo. Every rank must call it, in the same order; one that is
-    not in ``ranks`` has no use for what it returns.
+    """Make a group of these ranks, over gloo. They alone must call it: in a world that is bound to
+    GPUs, torch has every other rank split NCCL's communicator, for which NCCL waits until all do.
+
+    The members meet under a name that torch makes of their numbers and of how many groups each of
+    them has: it must be as many.
     """
-    group = dist.new_group(ranks, backend="gloo")
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return group if isinstance(group, dist.ProcessGroup) else None
