@@ -7,7 +7,6 @@ guider or wrapper that calls the model calls the right forward.
 
 from __future__ import annotations
 
-import uuid
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +29,7 @@ from ..comfy_bridge.prepared_text import text_patch
 from ..comfy_bridge.quantised import stored_bytes
 from ..comfy_bridge.rows import Constants
 from ..comfy_bridge.source import Source, describe_source, state_source
-from ..comfy_bridge.weight_patches import cast_switches, content_id, plain_objects, weight_patches_of, widened_weights
+from ..comfy_bridge.weight_patches import Digests, cast_switches, content_id, hooked_id, plain_objects, weight_patches_of, widened_weights
 from ..comfy_bridge.weights import give_back, is_patched
 from ..errors import PipeMeshError, Refused, RunCancelled
 from ..planner.keeping import ModelBytes, WeightsWish
@@ -74,6 +73,7 @@ class Remote:
         self.stages = stages
         self.weights = weights
         self.options = CrossingOptions()
+        self.digests = Digests()
         self.free_bytes: int | None = None  # in the rank that has least, when the run began
         self.sampled: Sampled | None = None  # what this run is of
 
@@ -249,7 +249,8 @@ class RemotePatcher(ModelPatcher):
 
     def patch_hooks(self, hooks: Any) -> None:
         """Scheduled weight patches: the pool applies the set before the next evaluation."""
-        self.hook_set = ("", {}) if hooks is None else (uuid.uuid4().hex, self.get_combined_hook_patches(hooks))
+        combined = {} if hooks is None else self.get_combined_hook_patches(hooks)
+        self.hook_set = hooked_id(self, combined, self.remote.digests), combined
         self.current_hooks = hooks
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
@@ -294,7 +295,7 @@ def bring_up(patcher: RemotePatcher) -> None:
     hook_id, hook_patches = patcher.hook_set
     objects_id, objects = patcher.objects
     patched = any(key.startswith(PREFIX) for key in (*patcher.patches, *hook_patches))
-    patcher.patches_id = f"{patcher.patches_uuid.hex}{hook_id}{objects_id}" if patched or objects else ""
+    patcher.patches_id = f"{hook_id or patcher.patches_uuid.hex}{objects_id}" if patched or objects else ""
     residency, model = patcher.remote.pool.residency, patcher.remote.model
     patcher.remote.pool.sessions.settle(interrupted)
     patcher.remote.pool.runs.end_owed()
@@ -304,7 +305,7 @@ def bring_up(patcher: RemotePatcher) -> None:
         residency.load(patcher.remote.source, state, interrupted, wish)
         if not residency.is_ready(model, patcher.patches_id):
             patches, sizes = weight_patches_of(patcher, patcher.hook_set[1])
-            residency.set_weight_patches(model, patcher.patches_id, patches, objects, sizes, interrupted)
+            residency.set_weight_patches(model, patcher.patches_id, patches, objects, sizes, interrupted, keeps=bool(hook_id))
 
 
 @waited_for

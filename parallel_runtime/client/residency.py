@@ -8,12 +8,13 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from ..comfy_bridge.source import Source
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
+from ..memory import system_memory
 from ..planner.balance import Sizes, StageBalance
 from ..planner.keeping import WHOLE, WeightsWish, least
 from ..wire.messages import Adopt, EndRun, Load, Release, SetWeightPatches
@@ -23,6 +24,7 @@ from .runs import Runs
 from .session import Resident, ResidentState, Session, Sessions
 
 T = TypeVar("T")
+SHARE_OF_SETS = 0.25  # of the memory that is free
 log = logging.getLogger("pipemesh")
 
 
@@ -132,10 +134,19 @@ class Residency:
         self.loads[source.model] += 1
 
     def set_weight_patches(
-        self, model: str, patches_id: str, patches: dict, objects: dict, sizes: dict[str, int], interrupted: Callable[[], bool]
+        self,
+        model: str,
+        patches_id: str,
+        patches: dict,
+        objects: dict,
+        sizes: dict[str, int],
+        interrupted: Callable[[], bool],
+        keeps: bool = False,
     ) -> None:
         """Brings every rank that holds the model to ``patches_id``. ``sizes``: the bytes of each
-        patched weight, as it will be stored. Raises ModelError, Refused, PoolFailed, RunCancelled.
+        patched weight, as it will be stored. ``keeps``: the set will be asked for again, so ranks
+        keep what they computed, in shared memory. Raises ModelError, Refused, PoolFailed,
+        RunCancelled.
 
         Nothing is done where the pool was lost since the model was loaded: ``is_ready`` tells.
         """
@@ -143,20 +154,27 @@ class Residency:
         resident = session.models.get(model)
         if resident is None or resident.state is ResidentState.LOADING:
             return
+        shares = bool(patches) and self._shares_weights and resident.weights.kept != "offloaded"
 
         def attempt() -> None:
             resident.state = ResidentState.PATCHING
+            sets, resident.sets = resident.sets, {}  # where this fails, ranks are told to keep none
+            room, recalled = room_for_sets(sets), patches_id in sets
             with ExitStack() as closing:
-                parcel = Parcel({"patches": patches, "objects": objects})
+                parcel = Parcel({"patches": {} if recalled else patches, "objects": objects})
                 closing.callback(parcel.segment.close)
-                shared, fds = None, [parcel.segment.fd]
-                if patches and self._shares_weights and resident.weights.kept != "offloaded":
+                shared, fds, own = None, [parcel.segment.fd], sets.pop(patches_id, 0)
+                if shares and not recalled:
                     shared, place = share_out_weights(session.pool.facts.everyone, sizes)
                     closing.callback(place.close)
                     fds.append(place.fd)
-                session.ask(SetWeightPatches, fds, interrupted, model=model, patches_id=patches_id, payload=parcel.tree, shared=shared)
+                    own = place.nbytes if keeps and sizes.keys() == patches.keys() else 0
+                kept = within({**sets, patches_id: own} if own else sets, room)
+                what = {"payload": parcel.tree, "shared": shared, "keeps": tuple(kept), "recalled": recalled}
+                session.ask(SetWeightPatches, fds, interrupted, model=model, patches_id=patches_id, **what)
                 if shared is not None:
-                    session.ask(Adopt, (), interrupted, model=model)
+                    session.ask(Adopt, (), interrupted, model=model, keeps=patches_id in kept)
+            resident.sets = kept
 
         self.retry_with_room(model, attempt)
         resident.state, resident.patches_id = ResidentState.READY, patches_id
@@ -226,6 +244,22 @@ class Residency:
         held = session.models.get(model) if session is not None else None
         if held is not None and ((held.stages, held.asked) != (wanted, weights) or held.weights.leaves_less(left_free)):
             self.release(model)
+
+
+def room_for_sets(sets: Mapping[str, int]) -> int:
+    """Returns the bytes of main memory that sets of patched weights may take, those kept too."""
+    return int(SHARE_OF_SETS * (system_memory()[0] + sum(sets.values())))
+
+
+def within(sets: dict[str, int], limit_bytes: int) -> dict[str, int]:
+    """Returns the sets, by their bytes, of which the last used are within the limit together."""
+    kept: dict[str, int] = {}
+    for name, nbytes in reversed(sets.items()):
+        limit_bytes -= nbytes
+        if limit_bytes < 0:
+            break
+        kept[name] = nbytes
+    return dict(reversed(kept.items()))
 
 
 def title_in(title: str, stages: Sequence[int]) -> str:

@@ -78,8 +78,9 @@ class ResidentState(Enum):
 @dataclass(eq=False)
 class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
-    empty: as many each. ``weights``: what was asked for of them, and what came of it. ``leaving``:
-    to be released when nothing is in flight.
+    empty: as many each. ``weights``: what was asked for of them, and what came of it. ``sets``: the
+    bytes of each set of patched weights that ranks keep, least recently used first. ``leaving``: to
+    be released when nothing is in flight.
     """
 
     stages: tuple[int, ...] = ()
@@ -87,6 +88,7 @@ class Resident:
     weights: Keeping = field(default_factory=Keeping)
     state: ResidentState = ResidentState.LOADING
     patches_id: str = ""
+    sets: dict[str, int] = field(default_factory=dict)
     leaving: bool = False
 
 

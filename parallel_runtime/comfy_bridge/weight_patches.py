@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import Refused
 from ..wire.reserved import room_for
@@ -184,8 +185,26 @@ def put_object(model: Any, name: str, value: Any, device: torch.device) -> Calla
     return lambda: comfy.utils.set_attr(holder, attribute, before)
 
 
-def content_id(objects: dict[str, Any]) -> str:
-    """A name for object patches: equal for equal content, "" for none.
+def digest_of(tensor: torch.Tensor) -> bytes:
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+class Digests:
+    """The digests of tensors that stay as they are, as those of a LoRA: each is hashed once."""
+
+    def __init__(self):
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def of(self, tensor: torch.Tensor) -> bytes:
+        if tensor not in self._known:
+            self._known[tensor] = digest_of(tensor)
+        return self._known[tensor]
+
+
+def content_id(objects: Mapping[str, Any], digest: Callable[[torch.Tensor], bytes] = digest_of) -> str:
+    """A name for object patches, or for weight patches that are packed: equal for equal content, ""
+    for none.
 
     It hashes values, not addresses, because an address is handed out again.
     """
@@ -194,7 +213,7 @@ def content_id(objects: dict[str, Any]) -> str:
     content = hashlib.blake2b(digest_size=8)
 
     def put(_path: str, tensor: torch.Tensor) -> TensorRef:
-        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        content.update(digest(tensor))
         return TensorRef(0, tuple(tensor.shape), dtype_name(tensor.dtype))
 
     content.update(encode_tree(objects, put))
@@ -205,7 +224,20 @@ def weight_patches_of(patcher: Any, of_hooks: dict) -> tuple[dict, dict[str, int
     """Returns the transformer's weight patches, those ``of_hooks`` too, packed, and the bytes to
     reserve for each patched weight.
     """
-    patches = patcher.patches
-    keys = sorted(key for key in {*patches, *of_hooks} if key.startswith(PREFIX))
-    patches = {key: [*patches.get(key, []), *of_hooks.get(key, [])] for key in keys}
+    patches = with_hooks(patcher, of_hooks)
     return pack_patches(patches), patched_sizes(patcher.model, patches)
+
+
+def with_hooks(patcher: Any, of_hooks: Mapping[str, list]) -> dict[str, list]:
+    """Returns the transformer's weight patches, and those ``of_hooks`` behind them."""
+    keys = sorted(key for key in {*patcher.patches, *of_hooks} if key.startswith(PREFIX))
+    return {key: [*patcher.patches.get(key, []), *of_hooks.get(key, [])] for key in keys}
+
+
+def hooked_id(patcher: Any, of_hooks: Mapping[str, list], digests: Digests) -> str:
+    """Names the transformer's weight patches under these hooks by their content, "" where the hooks
+    change none: the same set comes back at every step, and in the next run.
+    """
+    if not any(key.startswith(PREFIX) for key in of_hooks):
+        return ""
+    return content_id(pack_patches(with_hooks(patcher, of_hooks)), digests.of)

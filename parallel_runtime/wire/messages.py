@@ -74,7 +74,8 @@ class SetWeightPatches(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     ``payload`` is the tree ``{"patches", "objects"}``. Carries the segment of its tensors and,
     where ranks share memory for patched weights, a second one; ``shared`` says where each patched
-    weight goes in it and which rank computes it.
+    weight goes in it and which rank computes it. ``keeps``: earlier sets that stay, all others go;
+    ``recalled``: this set is one of them, and only its objects are in the payload.
     """
 
     request: int
@@ -82,13 +83,18 @@ class SetWeightPatches(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     patches_id: str
     payload: bytes
     shared: dict[str, tuple[int, TensorRef]] | None = None
+    keeps: tuple[str, ...] = ()
+    recalled: bool = False
 
 
 class Adopt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Use the shared patched weights: every rank has computed its part of them."""
+    """Use the shared patched weights: every rank has computed its part of them. ``keeps``: they
+    stay in shared memory, to be recalled.
+    """
 
     request: int
     model: str
+    keeps: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):

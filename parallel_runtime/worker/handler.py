@@ -87,7 +87,7 @@ class RequestHandler:
             case SetWeightPatches():
                 self._set_weight_patches(request, segments, rank)
             case Adopt():
-                self.models[request.model].adopt()
+                self.models[request.model].adopt(request.keeps)
             case EndRun():
                 self._end_run(request.model)
             case Release():
@@ -130,8 +130,13 @@ class RequestHandler:
 
     def _set_weight_patches(self, request: SetWeightPatches, segments: list[Segment], rank: CountingRank) -> None:
         payload = decode_tree(request.payload, segments[0].tensor)
-        place = segments[1] if request.shared is not None else None
-        self.models[request.model].patch(request.patches_id, payload["patches"], payload["objects"], request.shared, place, rank)
+        model, place = self.models[request.model], segments[1] if request.shared is not None else None
+        if request.recalled:
+            model.recall(request.patches_id, payload["objects"], rank)
+            model.sets.keep(request.keeps)
+        else:
+            model.sets.keep(request.keeps)
+            model.patch(request.patches_id, payload["patches"], payload["objects"], request.shared, place, rank)
         self._memory.give_back()
 
     def _release(self, name: str) -> None:

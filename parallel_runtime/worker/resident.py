@@ -26,9 +26,10 @@ from ..families import plan_or_whole
 from ..families.plan import COMPILE
 from ..methods.factory import make_method
 from ..wire.messages import Load
-from ..wire.reserved import read_tree, write_tree
-from ..wire.segment import Segment, TensorRef
+from ..wire.reserved import write_tree
+from ..wire.segment import Segment
 from .counting import CountingRank, counted
+from .patched_sets import PatchedSet, PatchedSets, Places
 
 log = logging.getLogger("pipemesh")
 NOT_COMPILED = "weights are sharded, and gathered before each layer. The ranks run this MODEL uncompiled; whole weights would be compiled."
@@ -48,7 +49,7 @@ class ResidentModel:
         self.rank = mesh.rank
         self.patches_id = ""
         self._take_away: list[Callable[[], Any]] = []  # what takes object patches away, in the order in which they were put
-        self._pending: tuple[dict[str, tuple[int, TensorRef]], Segment] | None = None
+        self.sets = PatchedSets()
         self._in_block = PatchesHere()
         plan = plan_or_whole(type(self.diffusion_model))
         if plan is None:
@@ -86,12 +87,12 @@ class ResidentModel:
         patches_id: str,
         patches: dict,
         objects: dict,
-        shared: dict[str, tuple[int, TensorRef]] | None,
+        shared: Places | None,
         segment: Segment | None,
         rank: CountingRank,
     ) -> None:
-        """Replace all weight patches. With ``shared`` (key -> its rank and place), this rank
-        computes its own keys into ``segment``; ``adopt`` follows.
+        """Replace all weight patches. With ``shared``, this rank computes its own keys into
+        ``segment``; ``adopt`` follows.
         """
         self.unpatch()
         self.patcher.patches = {key: value for key, value in unpack_patches(patches).items() if self._weights.has(key)}
@@ -121,17 +122,18 @@ class ResidentModel:
         if shared is None or segment is None:
             self.patcher.patches = {}
         else:
-            self._pending = (shared, segment)
+            self.sets.begin(PatchedSet(patches_id, shared, segment))
         self.patches_id = patches_id
 
-    def adopt(self) -> None:
+    def adopt(self, keeps: bool) -> None:
         """Use the shared patched weights, all of which are computed now."""
-        assert self._pending is not None
-        shared, segment = self._pending
-        for key, (_rank, place) in shared.items():
-            self._weights.replace(key, read_tree(segment, place))
-        self._pending = None
+        self.sets.adopt(self._weights.replace, keeps)
         self.patcher.patches = {}
+
+    def recall(self, patches_id: str, objects: dict, rank: CountingRank) -> None:
+        """Replace all weight patches by those of a set that was kept."""
+        self.patch(patches_id, {}, objects, None, None, rank)
+        self.sets.recall(patches_id, self._weights.replace)
 
     def unpatch(self) -> None:
         """Put back the weights and objects as they were loaded."""
@@ -139,7 +141,7 @@ class ResidentModel:
         while self._take_away:
             self._take_away.pop()()
         self.patches_id = ""
-        self._pending = None
+        self.sets.forget_pending()
         self._in_block = PatchesHere()
 
     def _patched(self, key: str) -> torch.Tensor:
