@@ -5,11 +5,8 @@ from itertools import combinations
 import comfy.model_management as mm
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pipemesh.launcher.commands.parity import BOUND, PLAIN, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
-from pipemesh.parallel_runtime.client.residency import within
 from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 
@@ -74,44 +71,6 @@ def test_lora_hooks_are_applied_per_cond_and_as_scheduled(pair, files, requests)
     plain = run(stock, cfg=2.0, steps=4)
     assert min(relative_error(one, other) for one, other in combinations([plain, *truths], 2)) > 0.01, "a schedule does nothing"
     assert relative_error(run(parallel, cfg=2.0, steps=4), plain) <= BOUND
-
-
-def test_lora_hooks_that_take_turns_are_patched_once_each_while_there_is_memory_for_them(pair, files, client, requests, monkeypatch):
-    import comfy.hooks
-    import comfy.utils
-
-    def hooked(seed, strength):
-        hooks = comfy.hooks.create_hook_lora(comfy.utils.load_torch_file(files["lora"]), strength, 0.0)
-        return [[tensor, {**extras, "hooks": hooks}] for tensor, extras in conditioning(seed, 13)]
-
-    def patched(model, *strengths):
-        requests.clear()
-        image = run(model, positive=hooked(1, strengths[0]), negative=hooked(2, strengths[1]), cfg=2.0, steps=4)
-        return image, requests["SetWeightPatches"], requests["Adopt"]
-
-    stock, parallel = pair
-    truth, other = (patched(stock, *strengths)[0] for strengths in ((0.8, -0.5), (0.8, 0.8)))
-    assert relative_error(other, truth) > 100 * BOUND, "the second hook does nothing"
-    computed = []
-    for forget in (lambda: None, lambda: None, lambda: client.residency.release(parallel.remote.model)):
-        forget()
-        ours, switches, adopted = patched(parallel, 0.8, -0.5)
-        assert relative_error(ours, truth) <= BOUND and switches >= 2 * 4 - 1
-        computed.append(adopted)
-    assert computed == [2, 0, 2]
-    resident = client.session.models[parallel.remote.model]
-    assert len(resident.sets) == 2
-    monkeypatch.setattr("pipemesh.parallel_runtime.client.residency.SHARE_OF_SETS", 0)
-    ours, switches, adopted = patched(parallel, 0.8, -0.5)
-    assert relative_error(ours, truth) <= BOUND and adopted >= switches - 2 and not resident.sets
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.dictionaries(st.text("abc", max_size=2), st.integers(1, 50)), st.integers(0, 120))
-def test_sets_of_patched_weights_are_kept_within_their_bytes_the_last_used_first(sets, limit):
-    kept = within(sets, limit)
-    assert sum(kept.values()) <= limit and list(kept.items()) == list(sets.items())[len(sets) - len(kept) :]
-    assert len(kept) == len(sets) or sum(list(sets.values())[-len(kept) - 1 :]) > limit
 
 
 def test_a_second_parallel_model_for_the_negative_prompt_runs_in_the_pool_too(files, client, requests):
