@@ -18,6 +18,7 @@ from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
+from pipemesh.parallel_runtime.worker.patched_sets import PatchedSets
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
 
 from .fake_pools import fake_setup
@@ -57,7 +58,7 @@ def test_what_weight_patches_took_for_a_moment_goes_back_to_the_system():
     """Whole layers were patched for the sake of a part of each."""
     memory, patched = Counted(), []
     handler = RequestHandler(SimpleNamespace(rank=0, degrees=Layout().degrees()), torch.device("cpu"), memory, None, away=False)
-    handler.models["m"] = SimpleNamespace(patch=lambda patches_id, *_: patched.append((patches_id, *memory.done)))
+    handler.models["m"] = SimpleNamespace(sets=PatchedSets(), patch=lambda patches_id, *_: patched.append((patches_id, *memory.done)))
     payload = encode_tree({"patches": {}, "objects": {}}, None)
     handler.handle(SetWeightPatches(request=1, model="m", patches_id="p", payload=payload), [SimpleNamespace(tensor=None)], None)
     assert (patched, memory.done) == ([("p",)], ["give back"])
