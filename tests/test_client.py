@@ -340,7 +340,7 @@ def test_weight_patches_without_room_for_their_place_leave_no_descriptor(monkeyp
     def full(*_):
         raise SharedMemoryFull("full")
 
-    monkeypatch.setattr("pipemesh.parallel_runtime.client.residency.share_out_weights", full)
+    monkeypatch.setattr("pipemesh.parallel_runtime.client.patched_weights.share_out_weights", full)
     before = descriptors("pipemesh-parcel")
     with pytest.raises(SharedMemoryFull):
         client.residency.set_weight_patches("a", "p", {"k": [torch.zeros(4)]}, {}, {"k": 16}, lambda: False)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
-from pipemesh.parallel_runtime.client import residency
+from pipemesh.parallel_runtime.client import patched_weights
+from pipemesh.parallel_runtime.client.patched_weights import within
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.client.residency import within
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, Refused
 from pipemesh.parallel_runtime.wire.messages import Adopt, Load, SetWeightPatches
 from pipemesh.parallel_runtime.worker.patched_sets import PatchedSet, PatchedSets
@@ -71,7 +71,7 @@ def test_what_the_ui_recalls_every_rank_has_whatever_failed_before(steps):
     client = RemotePool(pool, shares_weights=True)
     load(client, "m")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(residency, "room_for_sets", lambda sets: LIMIT)
+        monkeypatch.setattr(patched_weights, "room_for_sets", lambda sets: LIMIT)
         for name, failure, is_memory in steps:
             if name == "release":
                 client.residency.release("m")
@@ -115,6 +115,6 @@ def test_lora_hooks_that_take_turns_are_patched_once_each_while_there_is_memory_
     assert computed == [2, 0, 2]
     resident = client.session.models[parallel.remote.model]
     assert len(resident.sets) == 2
-    monkeypatch.setattr("pipemesh.parallel_runtime.client.residency.SHARE_OF_SETS", 0)
+    monkeypatch.setattr("pipemesh.parallel_runtime.client.patched_weights.SHARE_OF_SETS", 0)
     ours, switches, adopted = patched(parallel, 0.8, -0.5)
     assert relative_error(ours, truth) <= BOUND and adopted >= switches - 2 and not resident.sets

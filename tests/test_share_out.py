@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.parallel_runtime.client.residency import share_out_weights
+from pipemesh.parallel_runtime.client.patched_weights import share_out_weights
 
 SIZES = st.dictionaries(st.text(max_size=3), st.integers(0, 6400), min_size=1, max_size=12)
 

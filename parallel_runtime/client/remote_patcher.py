@@ -29,7 +29,7 @@ from ..comfy_bridge.prepared_text import text_patch
 from ..comfy_bridge.quantised import stored_bytes
 from ..comfy_bridge.rows import Constants
 from ..comfy_bridge.source import Source, describe_source, state_source
-from ..comfy_bridge.weight_patches import Digests, cast_switches, content_id, hooked_id, plain_objects, weight_patches_of, widened_weights
+from ..comfy_bridge.weight_patches import cast_switches, content_id, hooked_id, plain_objects, weight_patches_of, widened_weights
 from ..comfy_bridge.weights import give_back, is_patched
 from ..errors import PipeMeshError, Refused, RunCancelled
 from ..planner.keeping import ModelBytes, WeightsWish
@@ -73,7 +73,6 @@ class Remote:
         self.stages = stages
         self.weights = weights
         self.options = CrossingOptions()
-        self.digests = Digests()
         self.free_bytes: int | None = None  # in the rank that has least, when the run began
         self.sampled: Sampled | None = None  # what this run is of
 
@@ -250,7 +249,7 @@ class RemotePatcher(ModelPatcher):
     def patch_hooks(self, hooks: Any) -> None:
         """Scheduled weight patches: the pool applies the set before the next evaluation."""
         combined = {} if hooks is None else self.get_combined_hook_patches(hooks)
-        self.hook_set = hooked_id(self, combined, self.remote.digests), combined
+        self.hook_set = hooked_id(self, combined, self.remote.pool.digests), combined
         self.current_hooks = hooks
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:

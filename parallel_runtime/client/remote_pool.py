@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from ..comfy_bridge.weight_patches import Digests
 from ..layout import Layout
 from ..planner.balance import StageBalance
 from ..planner.counts import Counts, nobody
@@ -40,6 +41,7 @@ class RemotePool:
         self.residency = Residency(self.sessions, self.runs, balance, shares_weights)
         self.evaluations = Evaluations(self.sessions, self.residency, balance)
         self.beside = Beside(self.sessions, self.residency, counts or Counts(nobody))
+        self.digests = Digests()  # of LoRAs under hooks
 
     @property
     def layout(self) -> Layout:

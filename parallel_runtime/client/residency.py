@@ -8,23 +8,20 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..comfy_bridge.source import Source
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
-from ..memory import system_memory
 from ..planner.balance import Sizes, StageBalance
 from ..planner.keeping import WHOLE, WeightsWish, least
-from ..wire.messages import Adopt, EndRun, Load, Release, SetWeightPatches
+from ..wire.messages import EndRun, Load, Release
 from ..wire.parcel import Parcel
-from ..wire.segment import Segment, TensorRef, aligned
+from .patched_weights import PatchedWeights, send_weights
 from .runs import Runs
 from .session import Resident, ResidentState, Session, Sessions
 
 T = TypeVar("T")
-SHARE_OF_SETS = 0.25  # of the memory that is free
 log = logging.getLogger("pipemesh")
 
 
@@ -154,29 +151,9 @@ class Residency:
         resident = session.models.get(model)
         if resident is None or resident.state is ResidentState.LOADING:
             return
+        patched = PatchedWeights(patches_id, patches, objects, sizes, keeps)
         shares = bool(patches) and self._shares_weights and resident.weights.kept != "offloaded"
-
-        def attempt() -> None:
-            resident.state = ResidentState.PATCHING
-            sets, resident.sets = resident.sets, {}  # where this fails, ranks are told to keep none
-            room, recalled = room_for_sets(sets), patches_id in sets
-            with ExitStack() as closing:
-                parcel = Parcel({"patches": {} if recalled else patches, "objects": objects})
-                closing.callback(parcel.segment.close)
-                shared, fds, own = None, [parcel.segment.fd], sets.pop(patches_id, 0)
-                if shares and not recalled:
-                    shared, place = share_out_weights(session.pool.facts.everyone, sizes)
-                    closing.callback(place.close)
-                    fds.append(place.fd)
-                    own = place.nbytes if keeps and sizes.keys() == patches.keys() else 0
-                kept = within({**sets, patches_id: own} if own else sets, room)
-                what = {"payload": parcel.tree, "shared": shared, "keeps": tuple(kept), "recalled": recalled}
-                session.ask(SetWeightPatches, fds, interrupted, model=model, patches_id=patches_id, **what)
-                if shared is not None:
-                    session.ask(Adopt, (), interrupted, model=model, keeps=patches_id in kept)
-            resident.sets = kept
-
-        self.retry_with_room(model, attempt)
+        self.retry_with_room(model, lambda: send_weights(session, model, patched, shares, interrupted))
         resident.state, resident.patches_id = ResidentState.READY, patches_id
         session.patchings += 1
 
@@ -246,37 +223,6 @@ class Residency:
             self.release(model)
 
 
-def room_for_sets(sets: Mapping[str, int]) -> int:
-    """Returns the bytes of main memory that sets of patched weights may take, those kept too."""
-    return int(SHARE_OF_SETS * (system_memory()[0] + sum(sets.values())))
-
-
-def within(sets: dict[str, int], limit_bytes: int) -> dict[str, int]:
-    """Returns the sets, by their bytes, of which the last used are within the limit together."""
-    kept: dict[str, int] = {}
-    for name, nbytes in reversed(sets.items()):
-        limit_bytes -= nbytes
-        if limit_bytes < 0:
-            break
-        kept[name] = nbytes
-    return dict(reversed(kept.items()))
-
-
 def title_in(title: str, stages: Sequence[int]) -> str:
     """Names a model, and its blocks in each stage where they were shared out anew."""
     return f"{title} into stages of {', '.join(map(str, stages))} blocks" if stages else title
-
-
-def share_out_weights(ranks: Sequence[int], sizes: dict[str, int]) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:
-    """Places each patched weight in a new segment and names the rank that computes it: largest
-    first, always to the rank with least so far. ``sizes``: the bytes to reserve for each.
-    """
-    loads = dict.fromkeys(ranks, 0)
-    shared: dict[str, tuple[int, TensorRef]] = {}
-    offset = 0
-    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
-        rank = min(loads, key=lambda rank: loads[rank])
-        shared[key] = (rank, TensorRef(offset, (sizes[key],), "uint8"))
-        loads[rank] += sizes[key]
-        offset += aligned(sizes[key])
-    return shared, Segment.create("patched", max(offset, 1))
