@@ -94,6 +94,7 @@ def why_no_browser(config, item):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "browser: opens ComfyUI's page in a Chromium, with --browser")
+    config.addinivalue_line("markers", "host: faces ComfyUI's own code, so .ci/run runs it on every ComfyUI of PIPEMESH_HOSTS")
     config.addinivalue_line("markers", "quick: of those, runs without --browser too, where there is a Chromium")
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
