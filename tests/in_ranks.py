@@ -10,7 +10,7 @@ import torch
 from pipemesh.parallel_runtime.comfy_bridge.by_name import restored
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.comfy_bridge.in_block import IN_BLOCK, InBlockPatches, put_patches
-from pipemesh.parallel_runtime.comfy_bridge.options import CrossingOptions
+from pipemesh.parallel_runtime.comfy_bridge.options import crossing_options
 from pipemesh.parallel_runtime.comfy_bridge.weight_patches import put_object
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
@@ -46,7 +46,7 @@ class Crossed:
         self.patches, self.methods, self.state = put_patches(holder, objects[IN_BLOCK], CPU) if objects else ([], {}, [])
 
     def arguments(self, asked):
-        options = across(CrossingOptions().plain(asked["transformer_options"], self.sent))
+        options = across(crossing_options(asked["transformer_options"], self.sent))
         return {**asked, "transformer_options": restored(options, self.patches)}
 
 

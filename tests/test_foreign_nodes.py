@@ -196,22 +196,6 @@ def test_ranks_compute_in_the_dtypes_that_the_ui_resolved(files, client, monkeyp
     assert 10 * BOUND < relative_error(run(parallelize(stock, client, True)), exact) <= 3 * rounding
 
 
-def test_options_that_are_no_plain_data_are_named_once(pair, caplog):
-    def with_options(model):
-        clone = model.clone()
-        options = clone.model_options["transformer_options"]
-        options.update(plain=[1, 2.0, torch.zeros(1)], helper=attention_patch, state={"of": object()})
-        return clone
-
-    stock, parallel = pair
-    assert relative_error(run(with_options(parallel)), run(stock)) <= BOUND
-    run(with_options(parallel))
-    said = [record.getMessage() for record in caplog.records if "stays in ComfyUI's process" in record.getMessage()]
-    assert len(said) == 2
-    assert "The option helper (" in said[0] and ".attention_patch) of this MODEL" in said[0]
-    assert "The option state (builtins.dict)" in said[1]
-
-
 @pytest.mark.parametrize("lora", [0, 1.0], ids=["", "under a LoRA"])
 @pytest.mark.parametrize("when", ["before it is parallelized", "before it is sampled", "between two runs"])
 def test_weights_that_a_node_changed_in_place_reach_the_ranks(files, client, requests, when, lora):

@@ -15,7 +15,7 @@ from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relativ
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
 from pipemesh.parallel_runtime.comfy_bridge.by_reference import PutTogether, TakenApart
 from pipemesh.parallel_runtime.comfy_bridge.in_block import IN_BLOCK, InBlockPatches, put_patches
-from pipemesh.parallel_runtime.comfy_bridge.options import CrossingOptions
+from pipemesh.parallel_runtime.comfy_bridge.options import crossing_options
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.layout import Layout
@@ -201,7 +201,7 @@ def test_models_that_a_rank_holds_at_once_compute_each_with_what_its_own_nodes_s
             sent = Crossed(patcher).sent
             resident = ResidentModel(patcher.clone(), CPU, mesh, rank, SimpleNamespace(stages=(), weights="whole", budget=0))
             resident.patch("set", {}, across(sent.objects), None, None, rank)
-            residents.append((resident, across(CrossingOptions().plain(asked[0]["transformer_options"], sent))))
+            residents.append((resident, across(crossing_options(asked[0]["transformer_options"], sent))))
         for rank.at, (resident, options) in enumerate([residents[0], residents[1], residents[0]]):
             resident.method.begin(Part(1, 0))
             outputs.append(resident.evaluate({**asked[0], "transformer_options": options}, rank.at + 1))

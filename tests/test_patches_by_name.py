@@ -7,7 +7,7 @@ from comfy.patcher_extension import CallbacksMP
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.by_name import OVERRIDE, SETTINGS, attention_backend, restored
-from pipemesh.parallel_runtime.comfy_bridge.options import CrossingOptions
+from pipemesh.parallel_runtime.comfy_bridge.options import crossing_options
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families import FAMILIES
 from pipemesh.parallel_runtime.families.plan import LEFT_OUT
@@ -42,7 +42,7 @@ def test_blocks_are_left_out_as_in_stock(family):
         plain, truth = forward(**asked), forward(**{**asked, "transformer_options": options})
         method.attach()
         ours, again = (
-            method.evaluate(forward, {**asked, "transformer_options": restored(CrossingOptions().plain(crossing))}, "cond", None)
+            method.evaluate(forward, {**asked, "transformer_options": restored(crossing_options(crossing))}, "cond", None)
             for crossing in (options, asked["transformer_options"])
         )
     assert (relative_error(in_one(truth), in_one(plain)) > 100 * BOUND) == bool(kinds_of(model, plan))

@@ -134,7 +134,6 @@ class Auto:
         parallel, planned = in_chosen_layout(self._runtime, guider, models, choice, noise, sigmas)
         require_several(planned, next(iter(models.values())), choice)
         for patcher in parallel.values():
-            patcher.remote.options.strict = True
             self._lent[patcher.model] = patcher.remote
         before = last_runs(parallel)
         with in_place_of(guider, parallel), self._sampling([model.model for model in models.values()]):

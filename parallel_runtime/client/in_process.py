@@ -17,7 +17,7 @@ from ..comfy_bridge.by_name import restored
 from ..comfy_bridge.forward import forward_binder, forward_name, forward_patch
 from ..comfy_bridge.guard import require_plan
 from ..comfy_bridge.in_block import IN_BLOCK, InBlockPatches, put_patches
-from ..comfy_bridge.options import CrossingOptions
+from ..comfy_bridge.options import crossing_options
 from ..families.plan import TokenPlan
 from ..methods.pipefusion.reference import PatchForward
 from ..patches import Patch
@@ -61,7 +61,7 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
     plan = require_plan(model)
     backend = InOneProcess(model, plan, getattr(model, forward_name(model)))
     sampling = Patchwise(backend, plan.patch_size_of(model), plan, patches, warm_up, notice)
-    bind, crossing = forward_binder(model, name), CrossingOptions()
+    bind = forward_binder(model, name)
     of_nodes: list[InBlockPatches] = []  # the run's
     patches_here: list[tuple[str, Callable]] = []
 
@@ -74,7 +74,7 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         arguments = bind(args, kwargs)
         options = arguments.get("transformer_options", {})
-        crossed = restored(crossing.plain(options, *of_nodes), patches_here)
+        crossed = restored(crossing_options(options, *of_nodes), patches_here)
         return sampling.evaluate({**arguments, "transformer_options": crossed}, branch_of(options))
 
     made = patcher.clone()

@@ -24,7 +24,7 @@ from ..comfy_bridge.guard import refuse_foreign_levers, require_plan, require_wh
 from ..comfy_bridge.in_block import InBlockPatches, encode_images, in_block_patches
 from ..comfy_bridge.in_place import Watch, require_unchanged
 from ..comfy_bridge.interrupt import held, interrupted, interrupting
-from ..comfy_bridge.options import CrossingOptions, hand_over_compilation, without_rebuilt
+from ..comfy_bridge.options import crossing_options, hand_over_compilation, without_rebuilt
 from ..comfy_bridge.prepared_text import text_patch
 from ..comfy_bridge.quantised import stored_bytes
 from ..comfy_bridge.rows import Constants
@@ -72,7 +72,6 @@ class Remote:
         self.sampling = sampling
         self.stages = stages
         self.weights = weights
-        self.options = CrossingOptions()
         self.free_bytes: int | None = None  # in the rank that has least, when the run began
         self.sampled: Sampled | None = None  # what this run is of
 
@@ -263,7 +262,7 @@ class RemotePatcher(ModelPatcher):
         """
         options = arguments.get("transformer_options", {})
         branch = branch_of(options)
-        arguments = {**arguments, "transformer_options": self.remote.options.plain(options, self.in_block)}
+        arguments = {**arguments, "transformer_options": crossing_options(options, self.in_block)}
         arguments = without_rebuilt(arguments, require_plan(self.model.diffusion_model).rebuilt)
         remote = self.remote
 

@@ -42,7 +42,7 @@ class TakenApart:
 
     def take(self, value: Any, path: str) -> Taken:
         """Returns ``value``, taken apart. ``path``: where it stands, for errors. Raises Refused."""
-        if not isinstance(value, (list, tuple, dict, torch.Tensor)) and is_plain(value):
+        if not isinstance(value, SHARED) and is_plain(value):
             return value
         if id(value) in self._numbers:
             return [self._numbers[id(value)], "same"]
@@ -216,6 +216,7 @@ class VaeElsewhere:
         )
 
 
+SHARED = (list, tuple, dict, set, frozenset, torch.Tensor)  # two that hold the same one still do in a rank
 SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
 OF_PATCHERS = frozenset(  # what a ModelPatcher notes on a model that it loads; the rank's own notes its own
     {

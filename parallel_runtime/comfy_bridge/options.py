@@ -1,4 +1,4 @@
-"""Choose which of a MODEL's options go to the ranks; name in the log those that do not."""
+"""Choose which of a MODEL's options go to the ranks; refuse by name those that cannot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import Refused
 from ..families.plan import COMPILE
-from ..wire.tree import is_plain
+from ..wire.tree import is_plain, why_not_plain
 from .by_name import OVERRIDE, described
 from .guard import patch_name, refuse_in_block_patches
 from .in_block import InBlockPatches
@@ -23,45 +23,27 @@ OF_COMFYUI = frozenset(  # ComfyUI's own options that are read in the UI only
 )
 
 
-class CrossingOptions:
-    """The ``transformer_options`` of one MODEL, on their way to the ranks. ``strict``: what cannot
-    go there is refused, for nobody has asked for this MODEL to be parallelized.
+def crossing_options(transformer_options: dict[str, Any], in_block: InBlockPatches | None = None) -> dict[str, Any]:
+    """Returns the ``transformer_options`` of one MODEL as the ranks get them: those that are plain
+    data, what of the others is known by name, and the numbers of those that ranks hold. Raises
+    Refused for any other: the node that set it may count on its being read in the transformer.
     """
-
-    def __init__(self):
-        self.strict = False
-        self._named: set[str] = set()
-
-    def plain(self, transformer_options: dict[str, Any], in_block: InBlockPatches | None = None) -> dict[str, Any]:
-        """Returns the options that are plain data, what of the others is known by name, and the
-        numbers of those that ranks hold. Raises Refused for other in-block patches.
-
-        Other objects stay in the UI: no code in a rank could read them. The log names each of them
-        once, because the node that set it may count on being read in the transformer; where
-        ``strict``, it is refused.
-        """
-        refuse_in_block_patches(transformer_options, in_block)
-        crossing = described(transformer_options)
-        if in_block is not None:
-            in_block.require_unchanged()
-        if in_block is not None and (numbers := in_block.numbers(transformer_options)):
-            crossing["patches"] = numbers
-        for name, value in transformer_options.items():
-            if name in OF_COMFYUI:
-                continue
-            if is_plain(value):
-                crossing[name] = value
-            elif self.strict:
-                raise Refused(f"The option {name} ({patch_name(value)}) of this MODEL is no plain data: remove the node that sets it.")
-            elif name not in self._named:
-                self._named.add(name)
-                log.warning(
-                    "[PipeMesh] The option %s (%s) of this MODEL is no plain data and stays in ComfyUI's process: "
-                    "if the image lacks what its node does, remove the node, or PipeMesh.",
-                    name,
-                    patch_name(value),
-                )
-        return crossing
+    refuse_in_block_patches(transformer_options, in_block)
+    crossing = described(transformer_options)
+    if in_block is not None:
+        in_block.require_unchanged()
+    if in_block is not None and (numbers := in_block.numbers(transformer_options)):
+        crossing["patches"] = numbers
+    for name, value in transformer_options.items():
+        if name in OF_COMFYUI:
+            continue
+        if problem := why_not_plain(value, name):
+            raise Refused(
+                f"The option {problem.path} ({patch_name(problem.value)}) of this MODEL is no plain data and cannot be sent to the pool: "
+                "remove the node that sets it, or PipeMesh."
+            )
+        crossing[name] = value
+    return crossing
 
 
 def without_rebuilt(arguments: dict[str, Any], rebuilt: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 pickled.
 
 Leaves: None, bool, int, float, str, bytes, torch.dtype, tensors (as TensorRef). Nodes: list, tuple,
-dict with str or int keys.
+dict with str or int keys, set and frozenset without tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from .segment import TensorRef, dtype_name, dtype_named
 
-TENSOR, TUPLE, DTYPE = 1, 2, 3
+TENSOR, TUPLE, DTYPE, SET, FROZENSET = 1, 2, 3, 4, 5
 PLAIN = (type(None), bool, int, float, str, bytes)
 
 _encode = msgspec.msgpack.encode
@@ -39,11 +39,16 @@ def encode_tree(tree: Any, put: Callable[[str, torch.Tensor], TensorRef]) -> byt
 
 
 def is_plain(tree: Any) -> bool:
+    return why_not_plain(tree) is None
+
+
+def why_not_plain(tree: Any, path: str = "") -> NotPlain | None:
+    """What in the tree cannot cross, and where it stands below ``path``; None where all can."""
     try:
-        _flatten(tree, "", lambda _path, _tensor: TensorRef(0, (), "uint8"))
-    except NotPlain:
-        return False
-    return True
+        _flatten(tree, path, lambda _path, _tensor: TensorRef(0, (), "uint8"))
+    except NotPlain as error:
+        return error
+    return None
 
 
 def _flatten(value: Any, path: str, put: Callable[[str, torch.Tensor], TensorRef]) -> Any:
@@ -62,7 +67,15 @@ def _flatten(value: Any, path: str, put: Callable[[str, torch.Tensor], TensorRef
         return {key: _flatten(item, f"{path}/{key}" if path else str(key), put) for key, item in value.items()}
     if isinstance(value, torch.dtype):
         return msgspec.msgpack.Ext(DTYPE, dtype_name(value).encode())
+    if isinstance(value, (set, frozenset)):
+        items = sorted(_encode(_flatten(item, f"an item of {path or 'the tree'}", _refuse)) for item in value)  # equal sets, equal bytes
+        return msgspec.msgpack.Ext(SET if isinstance(value, set) else FROZENSET, _encode([msgspec.Raw(item) for item in items]))
     raise NotPlain(path, value)
+
+
+def _refuse(path: str, tensor: torch.Tensor) -> TensorRef:
+    """For what stands in a set: a tensor is the same one there by its identity, which ends here."""
+    raise NotPlain(path, tensor)
 
 
 def _fits(value: Any) -> bool:
@@ -97,4 +110,12 @@ class _Reader:
             return tuple(msgspec.msgpack.decode(body, ext_hook=self))
         if code == DTYPE:
             return dtype_named(bytes(body).decode())
+        if code in (SET, FROZENSET):
+            return self._set(set if code == SET else frozenset, body)
         raise msgspec.DecodeError(f"unknown extension {code} in a tree")
+
+    def _set(self, kind: type, body: memoryview) -> Any:
+        try:
+            return kind(msgspec.msgpack.decode(body, ext_hook=self))
+        except TypeError as error:  # an item that no set can hold
+            raise msgspec.DecodeError(f"a set in a tree: {error}") from error
