@@ -118,7 +118,7 @@ def model_files(host):
 def test_every_model_file_of_a_template_stands_for_a_model(host):
     from pipemesh.launcher.templates.stand_ins import names
 
-    found = {names.known(names.MODELS, name, "model").sample for name in model_files(host) if "sam3" not in name}
+    found = {names.known_whole(names.MODELS, name, "model").sample for name in model_files(host) if "sam3" not in name}
     assert len(found) > 30
 
 
@@ -134,8 +134,49 @@ def test_every_stand_in_of_a_model_is_one_that_comfyui_builds_or_says_why_it_is_
             form.base_model(form.config(size), torch.float32, torch.device("meta"))
 
 
-def test_a_file_that_nobody_knows_is_an_error_that_names_it():
+@pytest.mark.parametrize(
+    "name",
+    [
+        "brand_new_model.safetensors",
+        "flux3-klein-4b-fp8.safetensors",
+        "flux-3-klein-4b.safetensors",
+        "qwen_image_2.1_bf16.safetensors",
+        "qwen_image21_int8_convrot.safetensors",
+        "wan2.2_animate2_14B_bf16.safetensors",
+        "wan_animate_3_bf16.safetensors",
+        "z_image_omni_bf16.safetensors",
+        "ltx-2.5-22b-distilled-transformer-comfy-int8-convrot.safetensors",
+        "kandinsky6lite_t2v_5s.safetensors",
+    ],
+)
+def test_a_model_that_nobody_knows_is_an_error_that_names_it_and_never_another_model(name):
     from pipemesh.launcher.templates.stand_ins import names
 
-    with pytest.raises(names.UnknownName, match="brand_new_model"):
-        names.known(names.MODELS, "brand_new_model.safetensors", "model")
+    with pytest.raises(names.UnknownName, match=f"{name} is no model that"):
+        names.known_whole(names.MODELS, name, "model")
+
+
+@pytest.mark.parametrize("name", ["qwen_image_21_vae.safetensors", "wan2.3_vae.safetensors", "ltx-2.5-audio-vae-bf16.safetensors"])
+def test_a_vae_that_nobody_knows_is_an_error_that_names_it(name):
+    from pipemesh.launcher.templates.stand_ins import names, nodes
+
+    with pytest.raises(names.UnknownName, match=f"{name} is no audio VAE that"):
+        nodes.vae(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "sample"),
+    [
+        ("hunyuan_video_t2v_720p_bf16.safetensors", "hunyuan-video"),
+        ("split_files/hunyuanvideo1.5_720p_t2v_fp16.safetensors", "hunyuan-video-1.5"),
+        ("kandinsky5lite_t2v_sft_5s.safetensors", "kandinsky5"),
+        ("wan2.2_animate_14B_bf16.safetensors", "wan-animate"),
+        ("wan_animate_2_distill_int8_convrot.safetensors", "wan-animate2"),
+        ("Z_Image_Turbo_NVFP4.safetensors", "z-image"),
+        ("flux-2-klein-9b-kv-fp8.safetensors", "flux2"),
+    ],
+)
+def test_a_known_model_stands_for_its_own_kind_however_it_is_stored(name, sample):
+    from pipemesh.launcher.templates.stand_ins import names
+
+    assert names.known_whole(names.MODELS, name, "model").sample == sample

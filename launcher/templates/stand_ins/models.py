@@ -17,7 +17,7 @@ from ....parallel_runtime.families import NOT_YET, PLANS, SAMPLES, WITHOUT_PLAN
 from ....parallel_runtime.families.sample import Form, Sample, Size
 from ...quantised_files import FORMATS, quantised_state
 from ..surgery import EXACT
-from .names import DTYPES, MODELS, UNPLANNED, ModelShape, NotStoodFor, UnknownName, known
+from .names import DTYPES, MODELS, UNPLANNED, ModelShape, NotStoodFor, UnknownName, known, known_whole
 from .names import FORMATS as FORMATS_OF_NAMES
 
 
@@ -48,7 +48,7 @@ def form_of(shape: ModelShape) -> tuple[Form, Size]:
 def make_model(name: str, weight_dtype: str = "default") -> Any:
     """The MODEL that a file of that name stands for. Raises UnknownName."""
     plain_name = name.removesuffix(EXACT)
-    shape, form_name = known(MODELS, plain_name, "model"), format_of(plain_name, weight_dtype)
+    shape, form_name = known_whole(MODELS, plain_name, "model"), format_of(plain_name, weight_dtype)
     form, size = form_of(shape)
     seed = zlib.crc32(plain_name.encode()) % 1000
     model = form.random_model(size, seed)

@@ -2,7 +2,7 @@
 registry, a weight format, the shape of a VAE, what a text encoder returns beside its tokens.
 
 The one file outside the registry that names families. A name that no pattern knows is an error
-that says so.
+that says so; models and VAEs are known by their whole names.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import torch
@@ -31,10 +32,26 @@ class NotStoodFor(ValueError):
     """A template names a model that has no plan and no sample: it runs on one GPU."""
 
 
+FORM = r"_(bf16|fp16|fp32|fp8|fp8mixed|e4m3fn|e5m2|scaled|int8|convrot|nvfp4|mxfp8|pruned|transformer|kj)(?=_|$)"  # how a model is stored
+
+
 def known(table: Table[Found], name: str, what: str) -> Found:
     """The first entry whose pattern occurs in the name. Raises UnknownName."""
+    return _first(table, name, what, lambda pattern: re.search(pattern, name, re.I))
+
+
+def known_whole(table: Table[Found], name: str, what: str) -> Found:
+    """The first entry whose pattern is the whole name of a file, but for how the model is stored.
+    Raises UnknownName: with one more word it may be another model, of another class.
+    """
+    words = re.sub(r"[-. ]", "_", re.sub(r"\.safetensors$", "", PurePosixPath(name).name)).lower()
+    identity = re.sub(FORM, "", words)
+    return _first(table, name, what, lambda pattern: re.fullmatch(pattern, identity))
+
+
+def _first(table: Table[Found], name: str, what: str, fits: Callable[[str], object]) -> Found:
     for pattern, found in table:
-        if re.search(pattern, name, re.I):
+        if fits(pattern):
             return found
     raise UnknownName(f"{name} is no {what} that launcher/templates/stand_ins/names.py knows")
 
@@ -149,78 +166,90 @@ DEPTH_UNET = Form(  # estimates the depth of a picture for what samples after it
 
 LONGCAT = {"vec_in_dim": None, "txt_ids_dims": [1, 2]}
 OVIS = {"vec_in_dim": None, "txt_ids_dims": [1, 2], "yak_mlp": True, "txt_norm": True}
-MODELS: Table[ModelShape] = (
-    (r"z_image", ModelShape(sample="z-image")),
-    (r"NetaYume", ModelShape(sample="lumina2")),
-    (r"NewBie", ModelShape(sample="newbie")),
-    (r"qwen_image_layered", ModelShape(sample="qwen-image-layered")),
-    (r"qwen_image_edit_2511|FireRed", ModelShape(sample="qwen-image-edit")),
-    (r"qwen_image", ModelShape(sample="qwen-image")),
-    (r"longcat", ModelShape(sample="flux", config_class="LongCatImage", changes=LONGCAT)),
-    (r"ovis", ModelShape(sample="flux", changes=OVIS)),
-    (r"flux.?2.*klein|klein", ModelShape(sample="flux2")),
-    (r"flux.?2", ModelShape(sample="flux2", changes={"guidance_embed": True})),
-    (r"flux.*schnell", ModelShape(sample="flux")),
-    (r"flux.*fill", ModelShape(sample="flux", config_class="FluxInpaint", changes={"guidance_embed": True, "in_channels": 96})),
-    (r"flux.*canny-dev", guided(in_channels=32)),
-    (r"^flux", guided()),
-    (r"sd3", ModelShape(sample="sd3", heads=4)),
-    (r"chroma-radiance|chroma.*radiance", ModelShape(sample="chroma-radiance")),
-    (r"chroma", ModelShape(sample="chroma")),
-    (r"scail_2", ModelShape(sample="wan-scail2")),
-    (r"scail", ModelShape(sample="wan-scail")),
-    (r"wan.*vace", ModelShape(sample="wan-vace")),
+LTX_2 = r"ltx_2_(19b|3_22b)_(dev|distilled)"
+NOISE = r"(high|low)_noise"
+MODELS: Table[ModelShape] = (  # by whole names, in small letters and without what FORM says
+    (r"z_image(_turbo)?", ModelShape(sample="z-image")),
+    (r"netayumev35_pretrained_all_in_one", ModelShape(sample="lumina2")),
+    (r"newbie_image_exp0_1", ModelShape(sample="newbie")),
+    (r"qwen_image_layered(_control)?", ModelShape(sample="qwen-image-layered")),
+    (r"qwen_image_edit_2511|firered_image_edit_1_1", ModelShape(sample="qwen-image-edit")),
+    (r"qwen_image(_2512)?|qwen_image_edit(_2509)?", ModelShape(sample="qwen-image")),
+    (r"longcat_image(_edit)?", ModelShape(sample="flux", config_class="LongCatImage", changes=LONGCAT)),
+    (r"ovis_image", ModelShape(sample="flux", changes=OVIS)),
+    (r"flux_2_klein(_base)?_(4b|9b)(_kv)?", ModelShape(sample="flux2")),
+    (r"flux2_dev", ModelShape(sample="flux2", changes={"guidance_embed": True})),
+    (r"flux1_schnell", ModelShape(sample="flux")),
     (
-        r"fun_camera.*noise",
+        r"flux1_fill_dev|flux_1_fill_dev_onereward",
+        ModelShape(sample="flux", config_class="FluxInpaint", changes={"guidance_embed": True, "in_channels": 96}),
+    ),
+    (r"flux1_canny_dev", guided(in_channels=32)),
+    (r"flux1_dev(_kontext)?|flux1_krea_dev", guided()),
+    (r"sd3_5_large", ModelShape(sample="sd3", heads=4)),
+    (r"chroma_radiance_x0", ModelShape(sample="chroma-radiance")),
+    (r"chroma1_hd", ModelShape(sample="chroma")),
+    (r"wan2_1_14b_scail_2", ModelShape(sample="wan-scail2")),
+    (r"wan21_14b_scail_preview", ModelShape(sample="wan-scail")),
+    (r"wan2_1_vace_(1_3b|14b)", ModelShape(sample="wan-vace")),
+    (
+        rf"wan2_2_fun_camera_{NOISE}_14b",
         ModelShape(sample="wan-camera", config_class="WAN22_Camera", changes={"in_dim": 36, "model_type": "camera_2.2"}),
     ),
-    (r"fun_camera", ModelShape(sample="wan-camera")),
-    (r"s2v", ModelShape(sample="wan-s2v", changes={"audio_dim": 1024})),
-    (r"humo", ModelShape(sample="wan-humo")),
-    (r"dancer", ModelShape(sample="wan-dancer")),
-    (r"animate", ModelShape(sample="wan-animate")),
-    (r"causal_forcing", ModelShape(sample="wan2.1-t2v", config_class="WAN21_CausalAR_T2V")),
-    (r"fun_inpaint_5B", wan("wan2.2-5b", 48 + 48 + 4)),
-    (r"fun_control_5B", wan("wan2.2-5b", 48 + 96 + 4, config_class="WAN22_T2V")),
-    (r"ti2v_5B", ModelShape(sample="wan2.2-5b")),
-    (r"wan2\.2_fun_control", wan("wan2.1-t2v", 16 + 32 + 4)),
-    (r"wan2\.2_(i2v|fun_inpaint)", wan("wan2.1-t2v", 16 + 16 + 4)),
-    (r"wan2\.1_fun_control", wan("wan2.1-i2v", 48, config_class="WAN21_FunControl2V")),
-    (r"flf2v", ModelShape(sample="wan2.1-i2v", changes={"flf_pos_embed_token_number": 18})),
-    (r"I2V-14B-480p", ModelShape(sample="wan2.1-i2v", heads=40)),  # what it is given to attend to has 40 heads
-    (r"i2v-|i2v_480|i2v_720|fun_inp_|WanMove|chrono_edit|ATI", ModelShape(sample="wan2.1-i2v")),
-    (r"t2v_|bernini", ModelShape(sample="wan2.1-t2v")),
+    (r"wan2_1_fun_camera_v1_1_(1_3b|14b)", ModelShape(sample="wan-camera")),
+    (r"wan2_2_s2v_14b", ModelShape(sample="wan-s2v", changes={"audio_dim": 1024})),
+    (r"humo_17b", ModelShape(sample="wan-humo")),
+    (r"wan2_2_dancer_14b_(global|local)", ModelShape(sample="wan-dancer")),
+    (r"wan2_2_animate_14b", ModelShape(sample="wan-animate")),
+    (r"wan_animate_2(_distill)?", ModelShape(sample="wan-animate2")),
+    (r"causal_forcing_framewise", ModelShape(sample="wan2.1-t2v", config_class="WAN21_CausalAR_T2V")),
+    (r"wan2_2_fun_inpaint_5b", wan("wan2.2-5b", 48 + 48 + 4)),
+    (r"wan2_2_fun_control_5b", wan("wan2.2-5b", 48 + 96 + 4, config_class="WAN22_T2V")),
+    (r"wan2_2_ti2v_5b", ModelShape(sample="wan2.2-5b")),
+    (rf"wan2_2_fun_control_{NOISE}_14b", wan("wan2.1-t2v", 16 + 32 + 4)),
+    (rf"wan2_2_(i2v|fun_inpaint)_{NOISE}_14b", wan("wan2.1-t2v", 16 + 16 + 4)),
+    (r"wan2_1_fun_control_(1_3b|14b)", wan("wan2.1-i2v", 48, config_class="WAN21_FunControl2V")),
+    (r"wan2_1_flf2v_720p_14b", ModelShape(sample="wan2.1-i2v", changes={"flf_pos_embed_token_number": 18})),
+    (r"wan2_1_i2v_14b_480p", ModelShape(sample="wan2.1-i2v", heads=40)),  # what it is given to attend to has 40 heads
     (
-        r"hunyuanvideo1\.5_1080p_sr",
+        r"wan2_1_i2v_(480p|720p)_14b|wan2_1_fun_inp_(1_3b|14b)|wan21_wanmove|chrono_edit_14b|wan2_1_i2v_ati_14b",
+        ModelShape(sample="wan2.1-i2v"),
+    ),
+    (rf"wan2_1_t2v_(1_3b|14b)|wan2_2_t2v_{NOISE}_14b|wan2_2_bernini_r_{NOISE}", ModelShape(sample="wan2.1-t2v")),
+    (
+        r"hunyuanvideo1_5_1080p_sr_distilled",
         ModelShape(sample="hunyuan-video-1.5", config_class="HunyuanVideo15_SR_Distilled", changes={"in_channels": 98}),
     ),
-    (r"hunyuanvideo1\.5|capybara", ModelShape(sample="hunyuan-video-1.5")),
-    (r"hunyuan_video", ModelShape(sample="hunyuan-video")),
-    (r"ltx-2", ModelShape(sample="ltx2")),
-    (r"ltx-video", ModelShape(sample="ltxv")),
+    (r"hunyuanvideo1_5_720p_(i2v|t2v)|capybara_v0_1", ModelShape(sample="hunyuan-video-1.5")),
+    (r"hunyuan_video_t2v_720p", ModelShape(sample="hunyuan-video")),
+    (LTX_2, ModelShape(sample="ltx2")),
+    (r"ltx_video_2b_v0_9(_5)?", ModelShape(sample="ltxv")),
     (
-        r"anima",
+        r"anima_base_v1_0|anima_preview3_base",
         ModelShape(sample="cosmos-predict2", config_class="Anima", changes={"image_model": "anima", "crossattn_emb_channels": 1024}),
     ),
-    (r"hidream_o1", ModelShape(sample="hidream-o1")),
-    (r"hidream", ModelShape(sample="hidream-i1")),
-    (r"mage_flow", ModelShape(sample="mage_flow")),
-    (r"krea2", ModelShape(sample="krea2")),
-    (r"boogu", ModelShape(sample="boogu")),
+    (r"hidream_o1_image(_dev)?", ModelShape(sample="hidream-o1")),
+    (r"hidream_i1_(dev|fast|full)|hidream_e1_(1|full)", ModelShape(sample="hidream-i1")),
+    (r"mage_flow(_edit)?(_turbo)?", ModelShape(sample="mage_flow")),
+    (r"krea2_turbo", ModelShape(sample="krea2")),
+    (r"boogu_image_(edit|turbo)", ModelShape(sample="boogu")),
     (r"omnigen2", ModelShape(sample="omnigen2")),
-    (r"ideogram4", ModelShape(sample="ideogram4")),
-    (r"ernie", ModelShape(sample="ernie")),
-    (r"lens", ModelShape(sample="lens")),
-    (r"kandinsky5", ModelShape(sample="kandinsky5")),
-    (r"joyai", ModelShape(sample="joyimage-edit")),
-    (r"minimax_h3", ModelShape(sample="minimax-h3")),
-    (r"seedvr2", ModelShape(sample="seedvr2")),
-    (r"void_pass", ModelShape(sample="cogvideox-1.5-inpaint")),
-    (r"pixeldit", ModelShape(sample="pixeldit")),
-    (r"pid_", ModelShape(sample="pid")),
-    (r"lotus", ModelShape(sample="", form=DEPTH_UNET)),
+    (r"ideogram4(_unconditional)?", ModelShape(sample="ideogram4")),
+    (r"ernie_image(_turbo)?", ModelShape(sample="ernie")),
+    (r"lens(_turbo)?", ModelShape(sample="lens")),
+    (r"kandinsky5lite_(i2v_5s|t2i|t2v_sft_5s)", ModelShape(sample="kandinsky5")),
+    (r"joyai_image_edit", ModelShape(sample="joyimage-edit")),
+    (r"minimax_h3_(fl2va|ref2va)", ModelShape(sample="minimax-h3")),
+    (r"seedvr2_(3b|7b)", ModelShape(sample="seedvr2")),
+    (r"void_pass[12]", ModelShape(sample="cogvideox-1.5-inpaint")),
+    (r"pixeldit_1300m_1024px", ModelShape(sample="pixeldit")),
+    (r"pid_flux1_1024_to_4096_4step", ModelShape(sample="pid")),
+    (r"lotus_depth_d_v1_1", ModelShape(sample="", form=DEPTH_UNET)),
 )
-UNPLANNED = {"seedvr2": "comfy.ldm.seedvr.model:NaDiT"}  # what no sample stands for: the transformer, which says why
+UNPLANNED = {  # what no sample stands for: the transformer, which says why
+    "seedvr2": "comfy.ldm.seedvr.model:NaDiT",
+    "wan-animate2": "comfy.ldm.wan.model_animate2:WanAnimate2Model",
+}
 FORMATS: Table[str] = (
     (r"int8_convrot", "int8_convrot"),
     (r"int8", "int8"),
@@ -242,20 +271,23 @@ DTYPES: Table[str] = ((r"fp8_e4m3fn", "fp8"), (r"fp8_e5m2", "fp8_e5m2"), (r"", "
 
 PICTURE, PICTURE_2 = VaeShape(channels=16), VaeShape(channels=128, side=16)
 VIDEO = VaeShape(channels=16, frames=4, is_video=True)
-VAES: Table[VaeShape] = (
-    (r"wan2\.2_vae", VaeShape(channels=48, side=16, frames=4, is_video=True)),
-    (r"wan|qwen_image|hunyuan_video_vae|cogvideox|seedvr2", VIDEO),
-    (r"hunyuanvideo15", VaeShape(channels=32, side=16, frames=4, is_video=True)),
-    (r"flux2|full_encoder_small_decoder|mage_flow", PICTURE_2),
-    (r"ltx", VaeShape(channels=128, side=32, frames=8, is_video=True)),
-    (r"minimax.*video", ChunkedShape(channels=24, side=16, frames=4, is_video=True)),
-    (r"vae-ft-mse", VaeShape(channels=4)),
-    (r"pixel_space|hidream_o1", VaeShape(channels=3, side=1)),
-    (r"^ae\.|flux1|sd3|NetaYume", PICTURE),
+VAES: Table[VaeShape] = (  # by whole names, as MODELS
+    (r"wan2_2_vae", VaeShape(channels=48, side=16, frames=4, is_video=True)),
+    (
+        r"wan_?2_1_vae|wan_alpha_2_1_vae_(alpha|rgb)_channel|qwen_image(_layered)?_vae|hunyuan_video_vae|cogvideox_vae|seedvr2_ema_vae",
+        VIDEO,
+    ),
+    (r"hunyuanvideo15_vae", VaeShape(channels=32, side=16, frames=4, is_video=True)),
+    (r"flux2_vae|full_encoder_small_decoder|mage_flow_vae", PICTURE_2),
+    (rf"{LTX_2}|ltx_video_2b_v0_9(_5)?", VaeShape(channels=128, side=32, frames=8, is_video=True)),
+    (r"minimax_h3_video_vae", ChunkedShape(channels=24, side=16, frames=4, is_video=True)),
+    (r"vae_ft_mse_840000_ema", VaeShape(channels=4)),
+    (r"pixel_space|hidream_o1_image(_dev)?", VaeShape(channels=3, side=1)),
+    (r"ae|flux1_(dev|schnell)|sd3_5_large|netayumev35_pretrained_all_in_one", PICTURE),
 )
 SOUNDS: Table[SoundShape] = (
-    (r"ltx", SoundShape(channels=8, rate=16000, per_second=25, bins=16)),
-    (r"minimax.*audio", SoundShape(channels=32, rate=32000, per_second=40)),
+    (LTX_2, SoundShape(channels=8, rate=16000, per_second=25, bins=16)),
+    (r"minimax_h3_audio_vae", SoundShape(channels=32, rate=32000, per_second=40)),
 )
 
 

@@ -24,7 +24,7 @@ from .looked import LOOKED, OF_SERVICES, answer, nothing
 from .loras import with_lora
 from .media import Hearing, Sight, picture, sound, video
 from .models import make_model
-from .names import HEARINGS, SIGHTS, SOUNDS, TEXTS, VAES, TextShape, known
+from .names import HEARINGS, SIGHTS, SOUNDS, TEXTS, VAES, TextShape, known, known_whole
 from .text import make_clip
 from .vae import make_sound_vae, make_vae
 
@@ -43,13 +43,13 @@ def clip(**names: str) -> Outputs:
 
 def vae(vae_name: str, **_: Any) -> Outputs:
     try:
-        return (make_vae(known(VAES, vae_name, "VAE")),)
+        return (make_vae(known_whole(VAES, vae_name, "VAE")),)
     except ValueError:
         return sound_vae(vae_name)
 
 
 def sound_vae(ckpt_name: str) -> Outputs:
-    return (make_sound_vae(known(SOUNDS, ckpt_name, "audio VAE")),)
+    return (make_sound_vae(known_whole(SOUNDS, ckpt_name, "audio VAE")),)
 
 
 def lora(model: Any, lora_name: str, strength_model: float, clip: Any = None, **_: Any) -> Outputs:
