@@ -63,7 +63,22 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if command in INSIDE and os.environ.get("PIPEMESH_HOST"):
         return run_inside(command, rest, os.environ["PIPEMESH_HOST"])
+    if command == "doctor" and (status := look_before_installing(rest)) is not None:
+        return status
     return start_in_host(command, rest)
+
+
+def look_before_installing(rest: Sequence[str]) -> int | None:
+    """Prints what can be said without a ComfyUI, where there is none yet; else None. To ask what
+    works here must not cost 6 GB.
+    """
+    from .comfyui.find import is_installed
+
+    if is_installed(ROOT, os.environ):
+        return None
+    from .commands.doctor import main as doctor_main
+
+    return doctor_main(rest, None)
 
 
 def start_in_host(command: str, rest: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.launcher.pool.crew import rank_environment
-from pipemesh.launcher.pool.devices import Device, Placement, place, visible_gpus
+from pipemesh.launcher.pool.devices import Device, Placement, cuda_address, place, visible_gpus
 from pipemesh.parallel_runtime.comm.cores import share_of_cores
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
@@ -207,3 +207,8 @@ def test_gpus_of_amds_are_addressed_by_their_index_among_all(monkeypatch, enviro
     assert [gpu.address for gpu in gpus] == addresses and [gpu.title for gpu in gpus] == ["AMD 0", "AMD 1"]
     env = rank_environment(gpus[0], "nccl", {"HIP_VISIBLE_DEVICES": "3,1", "CUDA_VISIBLE_DEVICES": "2,5"})
     assert env["HIP_VISIBLE_DEVICES"] == addresses[0] and "CUDA_VISIBLE_DEVICES" not in env
+
+
+def test_an_instance_of_a_divided_gpu_has_an_address_of_its_own_kind() -> None:
+    assert cuda_address("NVIDIA H100 80GB HBM3", "1b2c") == "GPU-1b2c"
+    assert cuda_address("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "1b2c") == "MIG-1b2c"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pipemesh.launcher.comfyui.find import ComfyInstall
-from pipemesh.launcher.commands import doctor
+from pipemesh.launcher.commands import doctor, gpu_modes
 from pipemesh.launcher.commands.doctor import Facts, Finding, Gpu, Machine, Package, RingKernel, Torch, can_run, findings, report
 
+ROOT = Path(__file__).resolve().parent.parent
 NEEDED = (Package("greenlet", "3.2"), Package("msgspec", "0.20"), Package("safetensors", "0.6"))
 CPU = Facts(
     python="3.11.7",
@@ -22,6 +27,8 @@ CPU = Facts(
     packages=(*NEEDED, Package("flash-attn", "")),
 )
 GPU = Gpu("H100", 80 * doctor.GIB)
+INSTANCE = Gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * doctor.GIB)
+EXCLUSIVE = replace(GPU, mode="exclusive_process")
 TWO_GPUS = replace(CPU, torch=replace(CPU.torch, gpus=(GPU, GPU), build="CUDA 13.0"), packages=(*NEEDED, Package("flash-attn", "2.8")))
 
 REFUSED = replace(
@@ -65,6 +72,8 @@ def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> Non
         (torch(CPU, backends=()), "gloo", "install the torch wheel"),
         (replace(CPU, packages=NEEDED[1:]), "greenlet is not installed", "/usr/bin/python3 -m pip install greenlet"),
         (machine(CPU, memfd=False), "No memfd here", "run on Linux"),
+        (torch(TWO_GPUS, gpus=(GPU, EXCLUSIVE)), "GPU 1 is in the compute mode exclusive_process", "nvidia-smi -i 1 -c DEFAULT"),
+        (torch(TWO_GPUS, version="2.7.0+cu128"), "torch 2.7.0+cu128 over NCCL hangs", "torch 2.7.1 or newer"),
     ],
 )
 def test_what_stops_everything_is_named_with_its_remedy(facts: Facts, names: str, remedy: str) -> None:
@@ -77,7 +86,10 @@ def test_what_stops_everything_is_named_with_its_remedy(facts: Facts, names: str
 @pytest.mark.parametrize(
     ("facts", "names", "remedy"),
     [
-        (machine(CPU, gpu_driver="NVIDIA"), "There is an NVIDIA GPU driver", "CUDA_VISIBLE_DEVICES"),
+        (machine(CPU, gpu_driver="NVIDIA"), "There is a GPU driver (NVIDIA)", "CUDA_VISIBLE_DEVICES"),
+        (machine(CPU, gpu_driver="WSL"), "There is a GPU driver (WSL)", "CUDA_VISIBLE_DEVICES"),
+        (machine(TWO_GPUS, gpu_driver="WSL"), "This is WSL", "run on Linux itself"),
+        (torch(TWO_GPUS, gpus=(GPU, INSTANCE)), "GPU 1 is an instance of a divided GPU (MIG)", "nvidia-smi -mig 0"),
         (torch(TWO_GPUS, gpus=(GPU,)), "One GPU", "add a GPU"),
         (torch(TWO_GPUS, backends=("gloo",)), "without NCCL", "NCCL (RCCL on AMD)"),
         (torch(TWO_GPUS, pairs_without_peer_access=((0, 1),)), "without peer access to each other: 0-1", "NVLink"),
@@ -92,6 +104,30 @@ def test_what_limits_is_named_with_its_remedy_and_stops_nothing(facts: Facts, na
     assert names in finding.text
     assert remedy in finding.remedy
     assert can_run(findings(facts))
+
+
+def test_the_driver_says_who_may_use_a_gpu_and_torch_which_it_is() -> None:
+    answer = "GPU-1b2c, Exclusive_Process\nGPU-3d4e, Default\nUnable to determine the device handle\n"
+    assert gpu_modes.modes_in(answer) == {"1b2c": "exclusive_process", "3d4e": gpu_modes.SHARED}
+    assert gpu_modes.modes_in("") == {}
+
+
+def test_without_a_comfyui_the_page_says_so_and_asks_nothing_of_torch() -> None:
+    facts = replace(CPU, comfyui=None, torch=Torch(version=""), packages=())
+    assert not can_run(findings(facts))
+    page = report(facts, findings(facts))
+    assert "ComfyUI   none yet" in page and "`python3 -m launcher host`, which installs one (6 GB, 3 minutes)" in page
+    assert "torch does not import" not in page
+
+
+def test_in_a_fresh_clone_nothing_is_installed_before_anything_is_said(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name not in ("PIPEMESH_HOST", "PIPEMESH_COMFYUI")}
+    command = [sys.executable, "-m", "launcher", "doctor", "--json"]
+    done = subprocess.run(command, cwd=ROOT, env={**env, "PIPEMESH_CACHE": str(tmp_path)}, capture_output=True, text=True)
+    said = json.loads(done.stdout)
+    assert done.returncode == 1 and not said["works"] and said["facts"]["machine"]["cores"]
+    assert "There is no ComfyUI for the commands yet" in said["findings"][0]["text"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_core_promises_no_speed_up() -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .beside import ensure_from_archive, numbers
-from .install import COMFYUI_VERSION, Install, LaunchError, Tools, comfyui_version, ensure_installed, venv_python
+from .install import COMFYUI_VERSION, Install, LaunchError, Tools, comfyui_version, ensure_installed, install_of, venv_python
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK_NAME = "pipemesh"
@@ -60,13 +60,24 @@ def ensure_comfyui(root: Path = ROOT, tools: Tools | None = None, missing: Missi
     LaunchError.
     """
     tools = tools or Tools()
-    named = Path(tools.env.get("PIPEMESH_COMFYUI", "")).expanduser().absolute()
-    if named.is_file():
-        return cached_comfyui(ensure_from_archive(named, root, tools))
+    archive = named_archive(tools.env)
+    if archive:
+        return cached_comfyui(ensure_from_archive(archive, root, tools))
     own = find_own(root, tools.env)
     if own:
         return own_comfyui(own, root, tools.env, missing)
     return cached_comfyui(ensure_installed(root, tools))
+
+
+def is_installed(root: Path, env: Mapping[str, str]) -> bool:
+    """True if there is a ComfyUI, so that `ensure_comfyui` installs nothing large."""
+    return install_of(root, env).is_complete or (named_archive(env) is None and find_own(root, env) is not None)
+
+
+def named_archive(env: Mapping[str, str]) -> Path | None:
+    """The archive that PIPEMESH_COMFYUI names in place of a folder."""
+    named = Path(env.get("PIPEMESH_COMFYUI", "")).expanduser().absolute()
+    return named if named.is_file() else None
 
 
 def find_own(root: Path, env: Mapping[str, str]) -> Path | None:

@@ -119,6 +119,11 @@ class Install:
         return (self.base / STAMP).exists() and self.python.exists()
 
 
+def install_of(root: Path, env: Mapping[str, str]) -> Install:
+    """The places of the install that the checkout `root` needs, whether it is there or not."""
+    return Install(cache_folder(env) / "hosts" / install_key(pack_requirements(root)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How an install is made: what it is, what it costs, its steps, and what its stamp says."""
@@ -135,7 +140,7 @@ def ensure_installed(root: Path, tools: Tools) -> Install:
     one that another process is making. Raises LaunchError.
     """
     requirements = pack_requirements(root)
-    install = Install(cache_folder(tools.env) / "hosts" / install_key(requirements))
+    install = install_of(root, tools.env)
 
     def steps(worker: Worker) -> Sequence[tuple[str, Callable[[], None]]]:
         return (

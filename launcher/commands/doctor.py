@@ -1,5 +1,6 @@
 """Prints one page about this machine: what works, what does not, and the remedy. Only `gather` asks
-the machine; the judgement is pure.
+the machine; the judgement is pure. Where there is no ComfyUI yet, it says so before any is
+installed, in whatever Python runs it: standard library only, but for what is asked of torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..comfyui.find import ComfyInstall
+from .gpu_modes import SHARED, ask_driver, is_mig, modes_in
 
 GIB = 2**30
 ROOMY_SHM_BYTES = GIB
@@ -25,6 +27,7 @@ ROOMY_MEMORY_BYTES = 4 * GIB
 NEEDED_PACKAGES = ("greenlet", "msgspec", "safetensors")
 OPTIONAL_PACKAGES = ("flash-attn", "yunchang")
 GPU_NODES = {"/dev/nvidiactl": "NVIDIA", "/dev/dxg": "WSL", "/dev/kfd": "AMD"}
+HANGS = "2.7.0"  # the torch whose NCCL hangs at random where a process group has its device
 
 Level = Literal["works", "limited", "blocked"]
 MARKS: dict[Level, str] = {"works": "ok  ", "limited": "note", "blocked": "STOP"}
@@ -34,6 +37,7 @@ MARKS: dict[Level, str] = {"works": "ok  ", "limited": "note", "blocked": "STOP"
 class Gpu:
     name: str
     memory_bytes: int
+    mode: str = SHARED  # who may use it at once, as the driver says
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Facts:
     executable: str
     machine: Machine
     torch: Torch
-    comfyui: ComfyInstall
+    comfyui: ComfyInstall | None  # none is installed yet
     packages: tuple[Package, ...] = ()
     kernels: tuple[RingKernel, ...] = ()
 
@@ -96,12 +100,22 @@ class Finding:
     remedy: str = ""
 
 
+NO_COMFYUI = Finding(
+    "blocked",
+    "There is no ComfyUI for the commands yet, so that nothing was asked of torch.",
+    "run `python3 -m launcher host`, which installs one (6 GB, 3 minutes), or point PIPEMESH_COMFYUI to yours; then ask again",
+)
+
+
 def findings(facts: Facts) -> tuple[Finding, ...]:
+    if facts.comfyui is None:
+        return (NO_COMFYUI, *about_memory(facts))
     return (
         *about_torch(facts),
         *about_packages(facts),
         *about_kernels(facts),
         *about_devices(facts),
+        *about_sharing(facts),
         *about_cores(facts),
         *about_memory(facts),
     )
@@ -153,7 +167,7 @@ def about_devices(facts: Facts) -> tuple[Finding, ...]:
     torch, driver = facts.torch, facts.machine.gpu_driver
     count = len(torch.gpus)
     if count == 0 and driver:
-        text = f"There is an {driver} GPU driver, but this torch ({torch.build}) sees no GPU."
+        text = f"There is a GPU driver ({driver}), but this torch ({torch.build}) sees no GPU."
         return (Finding("limited", text, "install the torch build for it, and see that CUDA_VISIBLE_DEVICES does not hide it"),)
     if count == 0:
         return (Finding("limited", "No GPU: the ranks run on the CPU over gloo, to try and to test.", "use a machine with GPUs for speed"),)
@@ -163,12 +177,32 @@ def about_devices(facts: Facts) -> tuple[Finding, ...]:
     if "nccl" not in torch.backends:
         text = f"{count} GPUs, one rank each, over gloo: without NCCL every exchange goes through CPU memory."
         return (Finding("limited", text, "use Linux and a torch with NCCL (RCCL on AMD) for speed"),)
+    if torch.version.partition("+")[0] == HANGS:
+        text = f"torch {torch.version} over NCCL hangs at random (pytorch issue 153960)."
+        return (Finding("blocked", text, "install torch 2.7.1 or newer"),)
     works = Finding("works", f"{count} GPUs, one rank each, over NCCL.")
     if not torch.pairs_without_peer_access:
         return (works,)
     pairs = ", ".join(f"{a}-{b}" for a, b in torch.pairs_without_peer_access)
     text = f"GPUs without peer access to each other: {pairs}; what they exchange goes through CPU memory."
     return (works, Finding("limited", text, "put GPUs of one switch or NVLink bridge into a pool, where you can choose"))
+
+
+def about_sharing(facts: Facts) -> tuple[Finding, ...]:
+    """GPUs that a rank cannot have beside ComfyUI, or not as others do."""
+    found: list[Finding] = []
+    gpus = facts.torch.gpus
+    for index, gpu in enumerate(gpus):
+        if gpu.mode != SHARED:
+            text = f"GPU {index} is in the compute mode {gpu.mode}: while ComfyUI uses it, no rank can."
+            found.append(Finding("blocked", text, f"nvidia-smi -i {index} -c DEFAULT, as root"))
+        if is_mig(gpu.name):
+            text = f"GPU {index} is an instance of a divided GPU (MIG): a process sees one alone, so that ranks can only share it."
+            found.append(Finding("limited", text, "switch MIG off (nvidia-smi -mig 0), or use GPUs that are not divided"))
+    if gpus and facts.machine.gpu_driver == "WSL":
+        text = "This is WSL: GPUs have no peer access and little pinned memory there, so that exchanges go through CPU memory."
+        found.append(Finding("limited", text, "run on Linux itself for speed"))
+    return tuple(found)
 
 
 def about_cores(facts: Facts) -> tuple[Finding, ...]:
@@ -208,11 +242,8 @@ def report(facts: Facts, found: Sequence[Finding]) -> str:
     lines = [
         f"Python    {facts.python}  {facts.executable}",
         f"Platform  {machine.platform}, {machine.cores} core{'s' * (machine.cores > 1)}",
-        f"ComfyUI   {comfyui.version}  {comfyui.comfyui} ({'installed by PipeMesh' if comfyui.base else 'your own'})",
-        f"torch     {torch.version or 'does not import'} ({torch.build}), backends: {', '.join(torch.backends) or 'none'}",
-        *(f"GPU {index}     {gpu.name}, {gib(gpu.memory_bytes)}" for index, gpu in enumerate(torch.gpus)),
-        *([] if torch.gpus else ["GPU       none"]),
-        f"Packages  {optional}",
+        *lines_about(comfyui, torch),
+        *([f"Packages  {optional}"] if facts.packages else []),
         *(f"Ring      on {one.device}: {one.name}" for one in facts.kernels),
         f"Memory    {memory}; /dev/shm {shm}; memfd {'works' if machine.memfd else 'does not work'}",
         "",
@@ -225,12 +256,23 @@ def report(facts: Facts, found: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
+def lines_about(comfyui: ComfyInstall | None, torch: Torch) -> list[str]:
+    if comfyui is None:
+        return ["ComfyUI   none yet"]
+    return [
+        f"ComfyUI   {comfyui.version}  {comfyui.comfyui} ({'installed by PipeMesh' if comfyui.base else 'your own'})",
+        f"torch     {torch.version or 'does not import'} ({torch.build}), backends: {', '.join(torch.backends) or 'none'}",
+        *(f"GPU {index}     {gpu.name}, {gib(gpu.memory_bytes)}" for index, gpu in enumerate(torch.gpus)),
+        *([] if torch.gpus else ["GPU       none"]),
+    ]
+
+
 def can_run(found: Sequence[Finding]) -> bool:
     return all(finding.level != "blocked" for finding in found)
 
 
-def gather(host: ComfyInstall) -> Facts:
-    torch = ask_torch()
+def gather(host: ComfyInstall | None) -> Facts:
+    torch = ask_torch() if host is not None else Torch(version="")
     return Facts(
         python=platform.python_version(),
         executable=sys.executable,
@@ -244,7 +286,7 @@ def gather(host: ComfyInstall) -> Facts:
         ),
         torch=torch,
         comfyui=host,
-        packages=tuple(Package(name, package_version(name)) for name in (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES)),
+        packages=tuple(Package(name, package_version(name)) for name in (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES) if host is not None),
         kernels=try_kernels(torch),
     )
 
@@ -271,12 +313,13 @@ def ask_torch() -> Torch:
     cuda = torch.cuda
     count = cuda.device_count() if cuda.is_available() else 0
     properties = [cuda.get_device_properties(index) for index in range(count)]
+    modes = modes_in(ask_driver()) if count and not torch.version.hip else {}
     pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
     return Torch(
         version=torch.__version__,
         build=f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
         backends=tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)),
-        gpus=tuple(Gpu(device.name, device.total_memory) for device in properties),
+        gpus=tuple(Gpu(device.name, device.total_memory, modes.get(str(getattr(device, "uuid", "")), SHARED)) for device in properties),
         pairs_without_peer_access=tuple((a, b) for a, b in pairs if not cuda.can_device_access_peer(a, b)),
     )
 
@@ -322,7 +365,7 @@ def memory_available_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def main(argv: Sequence[str], host: ComfyInstall) -> int:
+def main(argv: Sequence[str], host: ComfyInstall | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launcher doctor", description="What works here, what does not, and the remedy.")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     options = parser.parse_args(argv)

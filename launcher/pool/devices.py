@@ -248,4 +248,9 @@ def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
         addresses = seen or [str(index) for index in indices]
         return tuple(Device(f"cuda:{index}", addresses[index], HIP_VARIABLE, titles[index]) for index in indices)
     uuids = [torch.cuda.get_device_properties(index).uuid for index in indices]
-    return tuple(Device(f"cuda:{index}", f"GPU-{uuids[index]}", title=titles[index]) for index in indices)
+    return tuple(Device(f"cuda:{index}", cuda_address(titles[index], uuids[index]), title=titles[index]) for index in indices)
+
+
+def cuda_address(title: str, uuid: object) -> str:
+    """What CUDA_VISIBLE_DEVICES calls a GPU, or an instance of one that is divided (MIG)."""
+    return f"{'MIG' if ' MIG ' in title else 'GPU'}-{uuid}"
