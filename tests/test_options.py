@@ -5,6 +5,7 @@ import torch
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.families import SAMPLES
 
 from .models import run
 
@@ -53,7 +54,8 @@ def test_ltx_spatio_temporal_guidance_computes_what_stock_computes(client):
 
     if not hasattr(nodes_lt, "LTXVSpatioTemporalGuidance"):
         pytest.skip("this ComfyUI does not have the node")
-    case = Case("ltx2", "ulysses2", "odd", 4, 1.0, False, "euler")
+    with_audio = next(name for name, one in SAMPLES.items() if one.form.config_class == "LTXAV")
+    case = Case(with_audio, "ulysses2", "odd", 4, 1.0, False, "euler")
 
     def guided(model):
         return nodes_lt.LTXVSpatioTemporalGuidance.execute(model, 1.0, "0", 0.0, 1.0).result[0]

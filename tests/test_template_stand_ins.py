@@ -165,18 +165,24 @@ def test_a_vae_that_nobody_knows_is_an_error_that_names_it(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "sample"),
+    ("name", "config_class"),
     [
-        ("hunyuan_video_t2v_720p_bf16.safetensors", "hunyuan-video"),
-        ("split_files/hunyuanvideo1.5_720p_t2v_fp16.safetensors", "hunyuan-video-1.5"),
-        ("kandinsky5lite_t2v_sft_5s.safetensors", "kandinsky5"),
-        ("wan2.2_animate_14B_bf16.safetensors", "wan-animate"),
-        ("wan_animate_2_distill_int8_convrot.safetensors", "wan-animate2"),
-        ("Z_Image_Turbo_NVFP4.safetensors", "z-image"),
-        ("flux-2-klein-9b-kv-fp8.safetensors", "flux2"),
+        ("hunyuan_video_t2v_720p_bf16.safetensors", "HunyuanVideo"),
+        ("split_files/hunyuanvideo1.5_720p_t2v_fp16.safetensors", "HunyuanVideo15"),
+        ("kandinsky5lite_t2v_sft_5s.safetensors", "Kandinsky5"),
+        ("wan2.2_animate_14B_bf16.safetensors", "WAN22_Animate"),
+        ("Z_Image_Turbo_NVFP4.safetensors", "ZImage"),
+        ("flux-2-klein-9b-kv-fp8.safetensors", "Flux2"),
     ],
 )
-def test_a_known_model_stands_for_its_own_kind_however_it_is_stored(name, sample):
-    from pipemesh.launcher.templates.stand_ins import names
+def test_a_known_model_stands_for_its_own_class_however_it_is_stored(name, config_class):
+    from pipemesh.launcher.templates.stand_ins import models, names
 
-    assert names.known_whole(names.MODELS, name, "model").sample == sample
+    assert models.form_of(names.known_whole(names.MODELS, name, "model"))[0].config_class == config_class
+
+
+def test_a_model_without_a_plan_is_said_to_be_one_and_not_stood_for_by_its_relative():
+    from pipemesh.launcher.templates.stand_ins import models, names
+
+    with pytest.raises(names.NotStoodFor, match="WanAnimate2Model has no token plan"):
+        models.make_model("wan_animate_2_distill_int8_convrot.safetensors")
