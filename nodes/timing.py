@@ -109,6 +109,14 @@ class Steps:
         self._stepped = stepped
         self._ends: list[float] = []
 
+    def begin(self) -> None:
+        """Notes that no step is done."""
+        self._ends.clear()
+
+    @property
+    def has_finished_one(self) -> bool:
+        return bool(self._ends)
+
     @property
     def step_s(self) -> float | None:
         between = [after - before for before, after in zip(self._ends, self._ends[1:], strict=False)]
@@ -124,7 +132,7 @@ class Steps:
 
     def __call__(self, step: int, *args: Any) -> Any:
         if step == 0:  # a sampling that begins anew
-            self._ends.clear()
+            self.begin()
             patcher = self._guider.model_patcher
             self.run = patcher.remote.pool.last_run if isinstance(patcher, RemotePatcher) else None
             self.is_on_one_gpu = self.run is None and not patcher.get_additional_models_with_key("multigpu")

@@ -11,12 +11,12 @@ import torch
 from comfy_execution.utils import CurrentNodeContext
 from pipemesh.launcher.commands.parity import BOUND, relative_error
 from pipemesh.nodes.auto.sampling import GIVEN_UP, GRADIENTS, Auto
-from pipemesh.nodes.auto.seam import GuiderSeam, HostChanged
+from pipemesh.nodes.auto.seam import GuiderSeam, HostChanged, Run
 from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client import remote_patcher
-from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
+from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.wire.tree import NotPlain
 
 from .conftest import ALL
@@ -160,14 +160,16 @@ def with_patch(model):
     return clone
 
 
-def patched_by_a_wrapper(model):
-    """A node whose wrapper sets an attention patch amid the run, from the second step on."""
+def patched_by_a_wrapper(model, is_patched):
+    """A node whose wrapper draws a random number, and sets an attention patch amid the run where
+    ``is_patched`` says so of what it is called with.
+    """
 
     def wrapper(apply_model, options):
         c = dict(options["c"])
-        if float(options["timestep"].flatten()[0]) < 0.99:
+        if is_patched(options):
             c["transformer_options"] = {**c["transformer_options"], "patches": {"attn1_patch": [halved_keys]}}
-        return apply_model(options["input"], options["timestep"], **c)
+        return apply_model(options["input"], options["timestep"], **c) + 0.1 * torch.randn(1)
 
     clone = model.clone()
     clone.set_model_unet_function_wrapper(wrapper)
@@ -199,23 +201,57 @@ def test_what_the_pool_cannot_honour_is_stocks_result_to_the_bit_with_one_notice
     assert not requests["Forward"]
 
 
-def test_what_is_refused_amid_a_run_begins_anew_with_the_same_random_numbers(auto, settings, requests, notices, files):
-    model, latent = patched_by_a_wrapper(load(files["model"])), torch.zeros(1, 16, 8, 10)
+def drawn_anew(model):
+    """Sampled from torch's own random numbers, as without a seed."""
+    torch.manual_seed(1)
+    latent, text = torch.zeros(1, 16, 8, 10), conditioning(1, 13)
+    noise, other = torch.randn(latent.shape), conditioning(2, 7)
+    with torch.inference_mode():
+        return comfy.sample.sample(model, noise, 3, 2.0, "euler_ancestral", "simple", text, other, latent, disable_pbar=True, seed=None)
 
-    def sampled():
-        torch.manual_seed(1)
-        noise, text = torch.randn(latent.shape), conditioning(1, 13)
-        with torch.inference_mode():  # without a seed, the sampler draws from torch's own random numbers
-            return comfy.sample.sample(model, noise, 3, 1.0, "euler_ancestral", "simple", text, text, latent, disable_pbar=True, seed=None)
 
-    truth = sampled()
-    assert torch.equal(sampled(), truth)
+def test_what_is_refused_in_the_first_step_begins_anew_with_the_same_random_numbers(auto, settings, requests, notices, files):
+    model = patched_by_a_wrapper(load(files["model"]), lambda options: options["cond_or_uncond"] == [1])
+    truth = drawn_anew(model)
+    assert torch.equal(drawn_anew(model), truth)
     settings(True)
     requests.clear()
-    assert relative_error(sampled(), truth) <= BOUND
+    assert relative_error(drawn_anew(model), truth) <= BOUND
     assert requests["Forward"] == 1
     (notice,) = said(notices)
     assert "halved_keys" in notice
+
+
+def test_what_is_refused_after_a_step_is_raised_and_the_next_of_its_kind_is_on_one_gpu(auto, settings, requests, notices, files):
+    model = patched_by_a_wrapper(load(files["model"]), lambda options: float(options["timestep"].flatten()[0]) < 0.99)
+    truth = drawn_anew(model)
+    settings(True)
+    requests.clear()
+    with pytest.raises(Refused, match=r"halved_keys .*: queue it again, and it runs on one GPU\.$"):
+        drawn_anew(model)
+    assert requests["Forward"] == 2 and not said(notices)
+    assert relative_error(drawn_anew(model), truth) <= BOUND
+    assert requests["Forward"] == 2
+    (notice,) = said(notices)
+    assert notice.startswith("On one GPU: ") and "halved_keys" in notice
+
+
+@pytest.mark.parametrize("error", [ValueError("of a node"), PoolFailed("Rank 1 on cpu was killed: run again.")], ids=repr)
+def test_what_fails_after_a_step_is_raised_as_it_is_and_nothing_is_sampled_again(auto, settings, requests, notices, files, error):
+    steps, model = [], load(files["model"]).clone()
+
+    def fails(args):
+        steps.append(args)
+        if len(steps) == 2:
+            raise error
+        return args["denoised"]
+
+    model.set_model_sampler_post_cfg_function(fails)
+    settings(True)
+    with pytest.raises(type(error)) as raised:
+        run(model)
+    assert raised.value is error
+    assert len(steps) == 2 and not said(notices)
 
 
 def failing(monkeypatch, error, times=1000):
@@ -301,17 +337,19 @@ def test_a_refused_guider_inside_another_leaves_the_outer_ones_model_in_the_rank
     model = load(files["model"])
 
     def inside(args):
-        if not held:
+        """In the last step: ComfyUI itself ends what samples one model within another's steps."""
+        steps.append(args)
+        if len(steps) == 3:
             held.update(client.session.models)
             run(with_patch(model))
             assert held <= set(client.session.models)
         return args["denoised"]
 
-    held, outer = set(), model.clone()
+    steps, held, outer = [], set(), model.clone()
     outer.set_model_sampler_post_cfg_function(inside)
     settings(True)
     run(outer)
-    assert held and requests["Load"] <= 1
+    assert held and len(steps) == 3 and requests["Load"] <= 1
 
 
 def test_stop_is_heard_while_what_ranks_held_is_freed(auto, settings, client, files, monkeypatch):
@@ -324,7 +362,11 @@ def test_stop_is_heard_while_what_ranks_held_is_freed(auto, settings, client, fi
     monkeypatch.setattr(mm, "processing_interrupted", lambda: True)
     monkeypatch.setattr(type(client.sessions), "settle", cancelled_where_stopped)
     with pytest.raises(mm.InterruptProcessingException):
-        auto.sample(guider_of(model), None, torch.ones(2), lambda: pytest.fail("it went on"))
+        auto.sample(guider_of(model), None, torch.ones(2), stock_run(model, lambda: pytest.fail("it went on")))
+
+
+def stock_run(model, call=lambda: None):
+    return Run(call, StepTimes().watch(guider_of(model), None, None, None))
 
 
 def cancelled_where_stopped(_self, interrupted):
@@ -352,7 +394,7 @@ def test_a_model_that_a_node_has_put_on_another_device_stays_there(auto, setting
     own = mm.get_torch_device()
     monkeypatch.setattr(mm, "get_torch_device", lambda: torch.device("meta"))
     with torch.inference_mode():
-        auto.sample(guider_of(model), None, torch.ones(2), lambda: None)
+        auto.sample(guider_of(model), None, torch.ones(2), stock_run(model))
     assert said(notices) == [f"On one GPU: A node has put this MODEL on {own}, where ComfyUI computes on meta."]
 
 

@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import comfy.model_management
 import torch
@@ -23,7 +23,7 @@ from ...parallel_runtime.comfy_bridge.interrupt import held, interrupted, interr
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..notices import Notices
 from ..runtime import ONE_GPU, Runtime, own_device
-from ..timing import StepTimes
+from ..timing import Key, StepTimes
 from .layouts import in_chosen_layout, in_place_of, laid_out_anew, note, require_several
 from .seam import GuiderSeam, HostChanged, Run
 from .switch import Switch
@@ -43,6 +43,7 @@ class Auto:
         self._lent: weakref.WeakKeyDictionary[BaseModel, Remote] = weakref.WeakKeyDictionary()  # in ranks for its sake
         self._sampled: list[BaseModel] = []  # by guiders that run in the pool now
         self._given_up = ""  # the prompt in which the pool has failed
+        self._refused: dict[Key, str] = {}  # kinds of samplings that the pool refuses after a step, and why
 
     def is_on(self) -> bool:
         return not self._why_not and self.switch.is_on()
@@ -92,11 +93,15 @@ class Auto:
             self._runtime.wait.end()
 
     def _tried_in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any, run: Run) -> Any:
-        """What fails in the pool begins anew, from the same random numbers: where a worker died in
-        a fresh pool, once, and else on one GPU, where ComfyUI's own errors come back.
+        """What fails in the pool before its first step is done begins anew, from the same random
+        numbers: where a worker died in a fresh pool, once, and else on one GPU, where ComfyUI's own
+        errors come back. What fails later is raised: to sample again would take as long again.
         """
         if self._given_up and self._given_up == prompt_now():
             self._notices.tell(GIVEN_UP)
+            return run()
+        if run.steps.key in self._refused:
+            self._notices.tell(f"On one GPU: {self._refused[run.steps.key]}")
             return run()
         random = random_state()
         for again in (True, False):
@@ -105,6 +110,8 @@ class Auto:
             except RunCancelled:
                 raise
             except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
+                if run.steps.has_finished_one:
+                    self._raise_late(error, run)
                 again = again and isinstance(error, PoolFailed)
                 self._tell(error, again)
                 if isinstance(error, PoolFailed) and not again:
@@ -115,6 +122,15 @@ class Auto:
         self._runtime.wait.end()
         self._give_back([model.model for model in models.values()])
         return run()
+
+    def _raise_late(self, error: Exception, run: Run) -> NoReturn:
+        """Raises what came after a step: as it is, or of what the pool refuses that the next
+        sampling of its kind is on one GPU. That holds until ComfyUI starts again.
+        """
+        if not isinstance(error, PipeMeshError) or isinstance(error, PoolFailed):
+            raise error
+        self._refused[run.steps.key] = reason_of(error)
+        raise Refused(f"{reason_of(error).rstrip('.')}: queue it again, and it runs on one GPU.") from error
 
     def unseen(self, guider: Any) -> None:
         """Tells of a guider whose class samples without ``CFGGuider.sample``."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import comfy.samplers
 
 from ...parallel_runtime.errors import PipeMeshError
-from ..timing import StepTimes
+from ..timing import Steps, StepTimes
 
 SAMPLERS = "comfy.samplers"
 NEEDED = (  # function of comfy.samplers, names that its code has to use
@@ -29,7 +30,19 @@ NEEDED = (  # function of comfy.samplers, names that its code has to use
 
 ARGUMENTS = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")  # of CFGGuider.sample, the first ones
 
-Run = Callable[[], Any]  # the stock method with its arguments
+
+@dataclass(frozen=True)
+class Run:
+    """The stock method with its arguments, and the steps that it has done since it was called
+    last.
+    """
+
+    stock: Callable[[], Any]
+    steps: Steps
+
+    def __call__(self) -> Any:
+        self.steps.begin()
+        return self.stock()
 
 
 class HostChanged(PipeMeshError):
@@ -84,7 +97,8 @@ class GuiderSeam:
             args, kwargs = with_callback(args, kwargs, steps)
             self._inside.append(guider)
             try:
-                output = self._sample(guider, given.get("noise"), given.get("sigmas"), functools.partial(stock, guider, *args, **kwargs))
+                run = Run(functools.partial(stock, guider, *args, **kwargs), steps)
+                output = self._sample(guider, given.get("noise"), given.get("sigmas"), run)
                 steps.finish()
                 return output
             finally:
