@@ -6,13 +6,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 import torch
 
 from ..parallel_runtime.client.remote_patcher import RemotePatcher
 from ..parallel_runtime.client.run import Run
+from ..parallel_runtime.layout import Layout
+from .slower import Slower, StepTime
 
 Key = tuple[Any, ...]
 MOST = 200  # kinds of samplings that are remembered
@@ -57,7 +58,8 @@ class StepTimes:
     def __init__(self, predict: Callable[[Run], float | None] = lambda run: None, clock: Callable[[], float] = time.perf_counter):
         self._predict = predict
         self._clock = clock
-        self._one_gpu: dict[Key, float] = {}
+        self._one_gpu: dict[Key, StepTime] = {}
+        self._slower = Slower()
         self._runs: weakref.WeakKeyDictionary[Run, tuple[Key, float]] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[Run, Stepped] = weakref.WeakKeyDictionary()
 
@@ -72,16 +74,25 @@ class StepTimes:
         """Takes the steps of a sampling that is over. The first step is left out: it waits for what
         is loaded.
         """
-        step_s = steps.step_s
-        if step_s is None:
+        timed = steps.timed
+        if timed is None:
             return
         if steps.run is not None:
-            self._runs[steps.run] = steps.key, step_s
+            self._runs[steps.run] = steps.key, timed.step_s
+            if steps.layout is not None:
+                longer = self._predict(steps.run)
+                self._slower.note(steps.key, steps.layout, timed, None if longer is None else timed.times(longer))
         elif steps.is_on_one_gpu:
             self._one_gpu.pop(steps.key, None)
-            self._one_gpu[steps.key] = step_s
+            self._one_gpu[steps.key] = timed
             if len(self._one_gpu) > MOST:
                 del self._one_gpu[next(iter(self._one_gpu))]
+
+    def why_slower(self, kind: Key, layout: Layout) -> str:
+        """Says that a pool of this layout is slower than one GPU for such samplings; empty where
+        that is not certain.
+        """
+        return self._slower.why(kind, layout, self._one_gpu.get(kind))
 
     def speed_of(self, run: Run) -> Speed | None:
         """Returns how fast a run of a pool was; None before its second step."""
@@ -91,7 +102,7 @@ class StepTimes:
         key, step_s = timed
         measured = self._one_gpu.get(key)
         if measured is not None:
-            return Speed(step_s, measured, measured=True)
+            return Speed(step_s, measured.step_s, measured=True)
         longer = self._predict(run)
         return Speed(step_s, None if longer is None else longer * step_s)
 
@@ -102,6 +113,7 @@ class Steps:
     def __init__(self, guider: Any, key: Key, callback: Callable | None, clock: Callable[[], float], stepped: MutableMapping[Run, Stepped]):
         self.key = key
         self.run: Run | None = None  # of the pool that sampled
+        self.layout: Layout | None = None  # of that pool
         self.is_on_one_gpu = True
         self._guider = guider
         self._callback = callback
@@ -118,9 +130,13 @@ class Steps:
         return bool(self._ends)
 
     @property
+    def timed(self) -> StepTime | None:
+        return StepTime.of([after - before for before, after in zip(self._ends, self._ends[1:], strict=False)])
+
+    @property
     def step_s(self) -> float | None:
-        between = [after - before for before, after in zip(self._ends, self._ends[1:], strict=False)]
-        return median(between) if between else None
+        timed = self.timed
+        return timed.step_s if timed is not None else None
 
     def finish(self) -> None:
         """Notes that the sampling came to its end. Some samplers make fewer steps than they were
@@ -134,7 +150,8 @@ class Steps:
         if step == 0:  # a sampling that begins anew
             self.begin()
             patcher = self._guider.model_patcher
-            self.run = patcher.remote.pool.last_run if isinstance(patcher, RemotePatcher) else None
+            pool = patcher.remote.pool if isinstance(patcher, RemotePatcher) else None
+            self.run, self.layout = (pool.last_run, pool.layout) if pool is not None else (None, None)
             self.is_on_one_gpu = self.run is None and not patcher.get_additional_models_with_key("multigpu")
         self._ends.append(self._clock())
         if self.run is not None and len(args) >= OF_ALL:

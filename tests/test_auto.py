@@ -16,7 +16,7 @@ from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client import remote_patcher
-from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
+from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.wire.tree import NotPlain
 
 from .conftest import ALL
@@ -160,22 +160,6 @@ def with_patch(model):
     return clone
 
 
-def patched_by_a_wrapper(model, is_patched):
-    """A node whose wrapper draws a random number, and sets an attention patch amid the run where
-    ``is_patched`` says so of what it is called with.
-    """
-
-    def wrapper(apply_model, options):
-        c = dict(options["c"])
-        if is_patched(options):
-            c["transformer_options"] = {**c["transformer_options"], "patches": {"attn1_patch": [halved_keys]}}
-        return apply_model(options["input"], options["timestep"], **c) + 0.1 * torch.randn(1)
-
-    clone = model.clone()
-    clone.set_model_unet_function_wrapper(wrapper)
-    return clone
-
-
 KINDS = {
     "unet": (lambda path: unet(), "UNetModel has no token plan (a UNet: its convolutions look at neighbouring pixels"),
     "no plan": (lambda path: without_plan(load(path)), "Unplanned has no token plan (no plan has been written yet"),
@@ -199,59 +183,6 @@ def test_what_the_pool_cannot_honour_is_stocks_result_to_the_bit_with_one_notice
     assert "PipeMesh Parallelize" not in notice and "remove the node" not in notice
     assert not auto._runtime.wait.lasts, "the wait that planning began is over"
     assert not requests["Forward"]
-
-
-def drawn_anew(model):
-    """Sampled from torch's own random numbers, as without a seed."""
-    torch.manual_seed(1)
-    latent, text = torch.zeros(1, 16, 8, 10), conditioning(1, 13)
-    noise, other = torch.randn(latent.shape), conditioning(2, 7)
-    with torch.inference_mode():
-        return comfy.sample.sample(model, noise, 3, 2.0, "euler_ancestral", "simple", text, other, latent, disable_pbar=True, seed=None)
-
-
-def test_what_is_refused_in_the_first_step_begins_anew_with_the_same_random_numbers(auto, settings, requests, notices, files):
-    model = patched_by_a_wrapper(load(files["model"]), lambda options: options["cond_or_uncond"] == [1])
-    truth = drawn_anew(model)
-    assert torch.equal(drawn_anew(model), truth)
-    settings(True)
-    requests.clear()
-    assert relative_error(drawn_anew(model), truth) <= BOUND
-    assert requests["Forward"] == 1
-    (notice,) = said(notices)
-    assert "halved_keys" in notice
-
-
-def test_what_is_refused_after_a_step_is_raised_and_the_next_of_its_kind_is_on_one_gpu(auto, settings, requests, notices, files):
-    model = patched_by_a_wrapper(load(files["model"]), lambda options: float(options["timestep"].flatten()[0]) < 0.99)
-    truth = drawn_anew(model)
-    settings(True)
-    requests.clear()
-    with pytest.raises(Refused, match=r"halved_keys .*: queue it again, and it runs on one GPU\.$"):
-        drawn_anew(model)
-    assert requests["Forward"] == 2 and not said(notices)
-    assert relative_error(drawn_anew(model), truth) <= BOUND
-    assert requests["Forward"] == 2
-    (notice,) = said(notices)
-    assert notice.startswith("On one GPU: ") and "halved_keys" in notice
-
-
-@pytest.mark.parametrize("error", [ValueError("of a node"), PoolFailed("Rank 1 on cpu was killed: run again.")], ids=repr)
-def test_what_fails_after_a_step_is_raised_as_it_is_and_nothing_is_sampled_again(auto, settings, requests, notices, files, error):
-    steps, model = [], load(files["model"]).clone()
-
-    def fails(args):
-        steps.append(args)
-        if len(steps) == 2:
-            raise error
-        return args["denoised"]
-
-    model.set_model_sampler_post_cfg_function(fails)
-    settings(True)
-    with pytest.raises(type(error)) as raised:
-        run(model)
-    assert raised.value is error
-    assert len(steps) == 2 and not said(notices)
 
 
 def failing(monkeypatch, error, times=1000):

@@ -39,7 +39,8 @@ class Auto:
         self._why_not = ""  # this ComfyUI is none that auto mode knows, or computes where no rank does
         self._runtime = runtime
         self._notices = notices
-        self._seam = GuiderSeam(self.sample, self.unseen, times or StepTimes())
+        self._times = times or StepTimes()
+        self._seam = GuiderSeam(self.sample, self.unseen, self._times)
         self._lent: weakref.WeakKeyDictionary[BaseModel, Remote] = weakref.WeakKeyDictionary()  # in ranks for its sake
         self._sampled: list[BaseModel] = []  # by guiders that run in the pool now
         self._given_up = ""  # the prompt in which the pool has failed
@@ -149,6 +150,8 @@ class Auto:
         check_devices(choice.placement)
         parallel, planned = in_chosen_layout(self._runtime, guider, models, choice, noise, sigmas)
         require_several(planned, next(iter(models.values())), choice)
+        if slower := self._times.why_slower(run.steps.key, planned.layout):
+            raise Refused(slower)
         for patcher in parallel.values():
             self._lent[patcher.model] = patcher.remote
         before = last_runs(parallel)

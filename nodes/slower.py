@@ -1,0 +1,74 @@
+"""Judge whether runs of a pool were slower than one GPU: beyond the interval in which the time of
+their steps is known, and more than once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+from ..parallel_runtime.layout import Layout
+
+JUDGED = 3  # steps, beside the first, from which on a run is judged
+RUNS = 2
+LEAST, PREDICTED = 0.05, 0.1  # shares of the time: from run to run; of what one GPU would take by what ranks computed
+MOST = 200  # kinds of runs that are remembered
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a step, in seconds, and the interval in which its median is, nineteen times out
+    of twenty, by the spread of the steps.
+    """
+
+    step_s: float
+    low_s: float
+    high_s: float
+
+    @classmethod
+    def of(cls, between: Sequence[float]) -> StepTime | None:
+        """Returns None for no steps; fewer than ``JUDGED`` tell nothing of their spread."""
+        if not between:
+            return None
+        middle = median(between)
+        if len(between) < JUDGED:
+            return cls(middle, 0.0, math.inf)
+        first, _, third = quantiles(between, n=4, method="inclusive")
+        apart = max(1.57 * (third - first) / math.sqrt(len(between)), LEAST * middle)  # the notches of a box plot
+        return cls(middle, middle - apart, middle + apart)
+
+    def times(self, factor: float) -> StepTime:
+        """Returns what is predicted from it."""
+        return StepTime(factor * self.step_s, factor * self.low_s * (1 - PREDICTED), factor * self.high_s * (1 + PREDICTED))
+
+
+@dataclass
+class Slower:
+    """Remembers the last runs of each kind and layout, for as long as ComfyUI runs: each one's time
+    of a step, and what is predicted for one GPU.
+    """
+
+    _runs: dict[tuple[Any, Layout], deque[tuple[StepTime, StepTime | None]]] = field(default_factory=dict)
+
+    def note(self, kind: Any, layout: Layout, own: StepTime, predicted: StepTime | None) -> None:
+        runs = self._runs.pop((kind, layout), None) or deque(maxlen=RUNS)
+        self._runs[kind, layout] = runs
+        runs.append((own, predicted))
+        if len(self._runs) > MOST:
+            del self._runs[next(iter(self._runs))]
+
+    def why(self, kind: Any, layout: Layout, one_gpu: StepTime | None) -> str:
+        """Says that the last runs were slower than one GPU; empty where they were not, or that is
+        not certain. ``one_gpu``: as it was timed; None where it was not.
+        """
+        compared = [(own, one_gpu or predicted) for own, predicted in self._runs.get((kind, layout), ())]
+        slower = [(own, alone) for own, alone in compared if alone is not None and own.low_s > alone.high_s]
+        if len(slower) < RUNS:
+            return ""
+        ours, theirs = (median(one.step_s for one in times) for times in zip(*slower, strict=True))
+        known = "takes" if one_gpu is not None else "is predicted to take"
+        return f"The last {RUNS} runs of this kind took {ours:.2f} s a step in {layout.equation()}, where one GPU {known} {theirs:.2f} s."

@@ -1,0 +1,53 @@
+"""When runs of a pool count as slower than one GPU."""
+
+import pytest
+from pipemesh.nodes.slower import JUDGED, MOST, Slower, StepTime
+from pipemesh.parallel_runtime.layout import Layout
+
+PAIR = Layout(ulysses=2)
+
+
+def of(step_s, spread=0.0, steps=9):
+    return StepTime.of([step_s * (1 + spread * (2 * index / (steps - 1) - 1)) for index in range(steps)])
+
+
+@pytest.mark.parametrize(
+    ("runs", "one_gpu", "said"),
+    [
+        ([(3.7, None)] * 2, 2.4, "took 3.70 s a step in ulysses 2 = 2 ranks, where one GPU takes 2.40 s."),
+        ([(3.7, 0.65)] * 2, None, "took 3.70 s a step in ulysses 2 = 2 ranks, where one GPU is predicted to take 2.41 s."),
+        ([(3.7, 0.65)] * 2, 3.6, ""),  # what is timed counts more than what is predicted
+        ([(3.7, 0.65)], None, ""),
+        ([(3.7, 0.95)] * 2, None, ""),
+        ([(3.7, None)] * 2, None, ""),
+        ([(3.7, None), (2.0, None)], 2.4, ""),
+        ([(2.5, None)] * 2, 2.4, ""),
+    ],
+)
+def test_two_runs_are_slower_where_what_is_known_of_them_does_not_overlap_with_one_gpus(runs, one_gpu, said):
+    made = Slower()
+    for step_s, longer in runs:
+        own = of(step_s)
+        made.note("kind", PAIR, own, None if longer is None else own.times(longer))
+    why = made.why("kind", PAIR, None if one_gpu is None else of(one_gpu))
+    assert why.endswith(said) and bool(why) == bool(said)
+    assert not made.why("kind", Layout(cfg=2), of(1.0)) and not made.why("other", PAIR, of(1.0))
+
+
+def test_steps_that_differ_much_or_are_few_tell_less():
+    made = Slower()
+    for _ in range(2):
+        made.note("spread", PAIR, of(3.0, spread=0.9), None)
+        made.note("few", PAIR, of(3.0, steps=JUDGED - 1), None)
+        made.note("known", PAIR, of(3.0), None)
+    assert [bool(made.why(kind, PAIR, of(2.0))) for kind in ("spread", "few", "known")] == [False, False, True]
+
+
+def test_what_becomes_faster_is_forgotten_and_so_are_kinds_of_long_ago():
+    made = Slower()
+    for step_s in (3.0, 3.0, 1.0):
+        made.note("kind", PAIR, of(step_s), None)
+    assert not made.why("kind", PAIR, of(2.0))
+    for number in range(MOST):
+        made.note(number, PAIR, of(1.0), None)
+    assert len(made._runs) == MOST
