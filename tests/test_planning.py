@@ -393,8 +393,9 @@ def test_where_ranks_cannot_be_timed_one_gpu_takes_what_the_planner_predicts_and
     made = plan(Job(whole=FLUX), box(2, flops=1e13))
     planned = Planned(Layout(ulysses=2), "", plan=made, known="published")
     ran = Run(evaluations=[Evaluation(seconds, 0.0, 0.0, 0) for seconds in (9.0, 0.5, 0.5)], branches={"a": 0})
+    runs = SimpleNamespace(recent=[ran], once=lambda _run, _what, sum_up: sum_up())
     devices = tuple(Device(f"cuda:{index}") for index in range(2))
-    pools = {Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl"): SimpleNamespace(runs=SimpleNamespace(recent=[ran]))}
+    pools = {Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl"): SimpleNamespace(runs=runs)}
     assert longer_alone(pools, planned, ran) == pytest.approx(made.alone().prediction.seconds / 0.5)
     for unknown in (None, replace(planned, known="plain"), replace(planned, plan=None)):
         assert longer_alone(pools, unknown, ran) is None
