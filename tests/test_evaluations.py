@@ -7,6 +7,7 @@ import torch
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error
 from pipemesh.parallel_runtime.client.evaluations import Work, one_thread
 from pipemesh.parallel_runtime.comfy_bridge.source import state_source
+from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import PLAIN
 
 from .models import asked_of
@@ -14,6 +15,42 @@ from .models import asked_of
 
 def never():
     return False
+
+
+@pytest.fixture
+def evaluated(pair, client):
+    """One evaluation of a run, with its latent changed, in the first of two branches or in the
+    other.
+    """
+    stock, parallel = pair
+    source = parallel.remote.source
+    _, (arguments, *_) = asked_of(stock, Case(PLAIN, "ulysses2", "odd", 4, 1.0, False, "euler"))
+    arguments["transformer_options"] = {}
+    client.residency.load(source, lambda: state_source(parallel), never)
+    client.residency.set_weight_patches(source.model, "", {}, {}, {}, never)
+    latent, *others = arguments
+
+    def evaluated(change, branch="first"):
+        changed = {latent: change(arguments[latent]), **{name: arguments[name] for name in others}}
+        (output,) = client.evaluations.evaluate(client.runs.of(source.model), [Work(changed, (branch,))], never)
+        return output
+
+    yield evaluated
+    client.runs.end(source.model)
+
+
+@pytest.mark.parametrize("before", [(), ("other",)])
+def test_a_first_output_that_is_not_finite_is_an_error_that_names_the_layout(evaluated, before):
+    for branch in before:
+        evaluated(lambda x: x, branch)
+    with pytest.raises(ModelError, match=r"from ulysses 2 with whole weights has \d+ of \d+ numbers that are NaN or infinite"):
+        evaluated(lambda x: x.sign() * 3e38)
+    assert evaluated(lambda x: x).isfinite().all(), "the pool is usable"
+
+
+def test_numbers_that_the_model_is_given_or_makes_later_are_the_samplers(evaluated):
+    assert evaluated(lambda x: x * float("nan")).isnan().any()
+    assert not evaluated(lambda x: x.sign() * 3e38).isfinite().all()
 
 
 def test_an_output_larger_than_the_latent_is_fetched(pair, client, requests):

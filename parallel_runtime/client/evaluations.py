@@ -22,6 +22,7 @@ from ..wire.arena import Frame, identity
 from ..wire.messages import Done, Fetch, Forward
 from ..wire.segment import TensorRef, aligned, mib
 from ..wire.tree import decode_tree, encode_tree
+from .finite import require_finite
 from .residency import Residency
 from .run import Run, measured
 from .session import Session, Sessions, Ticket, WrittenArguments
@@ -168,7 +169,7 @@ class Evaluations:
         if reply.needs_bytes:
             output = self._fetch(session, ticket, rank, reply.needs_bytes, interrupted)
         else:
-            output = own_tensors(session, ticket, reply)
+            output = self._own_tensors(session, ticket, reply)
         self._done_with(session, ticket)
         self._residency.release_leaving(session)
         return output, replies
@@ -185,7 +186,19 @@ class Evaluations:
             out = frame.blank(nbytes)
             fetch = Fetch(request=session.pool.next_request(), arena_bytes=session.pool.arena.nbytes, out=out)
             session.pool.submit(fetch, (rank,))
-            return own_tensors(session, ticket, session.pool.collect(fetch.request, interrupted)[rank])
+            return self._own_tensors(session, ticket, session.pool.collect(fetch.request, interrupted)[rank])
+
+    def _own_tensors(self, session: Session, ticket: Ticket, reply: Done) -> Any:
+        """Copies an output out of the arena, to the latent's device. The first of each branch of a
+        run is looked at where it lies: whatever is wrong with all of them is wrong with it. Raises
+        ModelError.
+        """
+        run, tensor = ticket.run, session.pool.arena.segment.tensor
+        if len(run.evaluations) < len(run.branches):
+            kept = session.models[run.model].weights.kept if run.model in session.models else "whole"
+            made_by = f"{self._sessions.layout.product()} with {kept} weights"
+            require_finite(decode_tree(reply.output, tensor), ticket.written.arguments, made_by)
+        return decode_tree(reply.output, lambda ref: tensor(ref).to(ticket.device, copy=True))
 
     def _retract(self, tickets: Sequence[Ticket], interrupted: Callable[[], bool]) -> None:
         """Calls the ranks back from all evaluations in flight. They have as long as they need for
@@ -248,11 +261,6 @@ def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bo
     except BaseException:
         frame.release()
         raise
-
-
-def own_tensors(session: Session, ticket: Ticket, reply: Done) -> Any:
-    """Copies an output out of the arena, to the latent's device."""
-    return decode_tree(reply.output, lambda ref: session.pool.arena.segment.tensor(ref).to(ticket.device, copy=True))
 
 
 @contextmanager
