@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .device_weights import settled_as
+from .placeholder import Placeholder
 from .quantised import put_together, taken_apart
 from .shared_layers import Layer
 
@@ -44,18 +45,17 @@ class ShardedParameter:
         self.loaded = loaded
         self.tree: Any = None  # of Places
         self.instead: torch.nn.Parameter | None = None  # held whole: it was replaced by one of another size
-        self.placeholder = loaded
+        self.placeholder: torch.Tensor = loaded
 
     def settled(self) -> torch.nn.Parameter:
         return settled_as(self.module, self.attribute, self.loaded)
 
-    def put(self, parameter: torch.nn.Parameter) -> None:
-        self.module._parameters[self.attribute] = parameter
+    def put(self, parameter: torch.Tensor) -> None:
+        slots: dict[str, Any] = self.module._parameters  # not by setattr, which takes Parameters alone
+        slots[self.attribute] = parameter
 
     def put_away(self) -> None:
-        """Leaves a parameter of the same kind without content, so that what only asks for a dtype,
-        a shape or a device has an answer. Numbers in it are NaN.
-        """
+        """Leaves a placeholder, or what replaced the parameter."""
         self.put(self.placeholder if self.instead is None else self.instead)
 
 
@@ -72,6 +72,7 @@ class ShardedLayer:
 
     def __init__(self, layer: Layer, rank: int, size: int, part_on: torch.device, device: torch.device):
         self.module = layer.module
+        self.is_in_place = False  # the layer has its weights
         self.parameters = {name: ShardedParameter(layer.module, name, one) for name, one in layer.parameters.items()}
         self._rank = rank
         self._views: dict[int, list[torch.nn.Parameter]] = {}
@@ -83,8 +84,7 @@ class ShardedLayer:
                 places[name] = Place(at, tensor.shape, tensor.dtype)
                 at += aligned(places[name].nbytes)
             one.tree = with_tensors(tree, places)
-            empty = with_tensors(tree, {name: without_content(tensor, device) for name, tensor in tensors_of(tree).items()})
-            one.placeholder = torch.nn.Parameter(put_together(empty, one.loaded), requires_grad=False)
+            one.placeholder = Placeholder(one.settled(), device, f"{layer.path}.{one.attribute}")
         count = aligned(-(-at // size))
         self.part = torch.empty(count, dtype=torch.uint8, device=part_on, pin_memory=part_on.type == "cpu" and device.type == "cuda")
         self.nbytes = size * count
@@ -119,6 +119,7 @@ class ShardedLayer:
             self._views[end] = [self._view(one, whole) for one in self.parameters.values()]
         for one, view in zip(self.parameters.values(), self._views[end], strict=True):
             one.put(view)
+        self.is_in_place = True
 
     def _view(self, one: ShardedParameter, whole: torch.Tensor) -> torch.nn.Parameter:
         if one.instead is not None:
@@ -129,6 +130,7 @@ class ShardedLayer:
     def put_away(self) -> None:
         for one in self.parameters.values():
             one.put_away()
+        self.is_in_place = False
 
     def forget_views(self) -> None:
         self._views.clear()
@@ -136,9 +138,3 @@ class ShardedLayer:
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNED) * ALIGNED
-
-
-def without_content(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the same shape and dtype that takes next to no memory."""
-    fill = float("nan") if tensor.dtype.is_floating_point else 0
-    return torch.full((), fill, dtype=torch.float32, device=device).to(tensor.dtype).expand(tensor.shape)

@@ -1,5 +1,6 @@
 """Choose the layers of a model whose weights ranks share out: its linear layers and convolutions,
-which hold nearly all bytes of a transformer, and whose weights nothing but their own forward reads.
+which hold nearly all bytes of a transformer, and whose weights are read in their own forward or
+where the host casts them (``casts``).
 
 Read: comfy/ops.py (Linear, Conv1d to Conv3d, mixed_precision_ops) @ ComfyUI 0.30.0.
 """

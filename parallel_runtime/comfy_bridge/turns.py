@@ -6,13 +6,16 @@ does on all ranks or on none, shows which layer follows which.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from ..comm.shard_gather import ShardGather
+from .casts import TURN, Cast, casts_in_turn, in_own_memory
 from .layer_parts import ShardedLayer
 
 NONE = -1
@@ -86,17 +89,44 @@ class Turns:
         self._at = [NONE, NONE]  # the layer at each end of the room
         self._end = 0  # where the layer at hand lies
         self._coming = NONE  # the end at which weights have not arrived
-        self._handles: list[Any] = []
+        self._take_away: list[Callable[[], None]] = []
 
     def attach(self) -> None:
         for index, layer in enumerate(self._layers):
-            self._handles.append(layer.module.register_forward_pre_hook(lambda *_, index=index: self._enter(index)))
-            self._handles.append(layer.module.register_forward_hook(lambda *_, layer=layer: layer.put_away()))
+            enter = layer.module.register_forward_pre_hook(lambda *_, index=index: self._enter(index))
+            leave = layer.module.register_forward_hook(lambda *_, layer=layer: layer.put_away())
+            setattr(layer.module, TURN, partial(self._cast, index))
+            self._take_away += [enter.remove, leave.remove, partial(delattr, layer.module, TURN)]
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for take_away in self._take_away:
+            take_away()
+        self._take_away.clear()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """One evaluation is computed inside."""
+        with casts_in_turn():
+            try:
+                yield
+            finally:
+                self.end_evaluation()
+
+    def _cast(self, index: int, cast: Cast) -> Any:
+        """Computes a cast of the layer's weights. Outside of its forward that is a turn of its own,
+        and returns copies: nobody says how long they are used, and a helper may have the weights of
+        several layers at once. A rank that casts them and one that computes the layer gather the
+        same, and a rank that does both one after the other gathers once.
+        """
+        layer = self._layers[index]
+        if layer.is_in_place:
+            return cast()
+        self._enter(index)
+        assert self._room is not None
+        try:
+            return in_own_memory(cast(), self._room.content(self._end, layer.nbytes))
+        finally:
+            layer.put_away()
 
     def _enter(self, index: int) -> None:
         """Puts the layer's weights in place, and sends for those of the next one."""

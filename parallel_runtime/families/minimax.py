@@ -41,7 +41,7 @@ def config(size: Size) -> Config:
         "token_refiner_num_layers": 1,
         "num_attention_heads": size.heads,
         "attention_head_dim": size.head_dim,
-        "ffn_hidden_size": 96,
+        "ffn_hidden_size": 128,
         "text_dim": size.text_dim,
         "timestep_input_dim": 32,
         "time_embed_hidden_size": 48,

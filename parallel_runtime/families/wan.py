@@ -54,7 +54,7 @@ def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: 
         "image_model": "wan2.1",
         "model_type": model_type,
         "dim": size.hidden,
-        "ffn_dim": 96,
+        "ffn_dim": 128,
         "num_heads": size.heads,
         "num_layers": size.blocks[0],
         "in_dim": channels + extra_channels,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Literal, cast
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..comfy_bridge.forward import forward_name
 from ..comfy_bridge.main_memory import InMainMemory, tables_of
+from ..comfy_bridge.placeholder import Placeholder
 from ..comfy_bridge.released_model import arguments_of, empty_model, forget_tensors, latent_shapes
 from ..comfy_bridge.sharded_weights import ShardedWeights
 from ..comfy_bridge.shared_layers import Sharing, shared_layers
@@ -107,10 +108,9 @@ class DryModel:
                             figures.waits.clear()
                             counted = Sent(mesh)
                         method.begin(part)
-                        method.evaluate(self._forward(model), dict(self._arguments), TURN * (idle.at + 1))
+                        with nullcontext() if turns is None else turns.evaluation():
+                            method.evaluate(self._forward(model), dict(self._arguments), TURN * (idle.at + 1))
                         counted.add()
-                        if turns is not None:
-                            turns.end_evaluation()
                     kept_bytes = figures.memory.live
                     if turns is not None:
                         mesh.sequence.free_buffers()
@@ -274,7 +274,7 @@ def as_it_was(transformer: torch.nn.Module, plan: TokenPlan) -> Iterator[None]:
 def weights_of(model: Any) -> tuple[torch.Tensor, ...]:
     """Those on the device."""
     every = (*model.diffusion_model.parameters(), *model.diffusion_model.buffers())
-    return tuple(tensor for tensor in every if not isinstance(tensor, InMainMemory))
+    return tuple(tensor for tensor in every if not isinstance(tensor, (InMainMemory, Placeholder)))
 
 
 def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -160,14 +161,12 @@ class ResidentModel:
         if "transformer_options" in arguments:
             arguments = {**arguments, "transformer_options": restored(arguments["transformer_options"], self._in_block.patches)}
         forward = getattr(self.diffusion_model, forward_name(self.diffusion_model))
-        try:
+        turns = self._weights.turns
+        with nullcontext() if turns is None else turns.evaluation():
             output = self.method.evaluate(forward, arguments, number)
-            if self._weights.turns is not None:
-                self._weights.turns.learn()
+            if turns is not None:
+                turns.learn()
             return output
-        finally:
-            if self._weights.turns is not None:
-                self._weights.turns.end_evaluation()
 
     def _uncompiled(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Leave ``torch.compile`` out where weights are shared out: what is gathered before each

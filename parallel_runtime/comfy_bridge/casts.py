@@ -1,0 +1,72 @@
+"""Give layers their turn also where the host casts their weights from outside their forward, as its
+helpers do that compute a layer together with what comes before or behind it.
+
+Read: comfy/ops.py (cast_bias_weight, uncast_bias_weight, linear_input_act) @ ComfyUI 0.30.0 and
+0.33.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from .quantised import put_together, stored_tensors, taken_apart
+
+TURN = "pipemesh_turn"  # an attribute of layers: computes the cast of their weights that it is given, in their turn
+Cast = Callable[[], Any]
+
+
+class CastsInTurn:
+    """Stands where ``comfy.ops.cast_bias_weight`` was, while so many evaluations are ``at_work``: a
+    layer that is given ``TURN`` has its casts computed by that.
+    """
+
+    def __init__(self, own: Callable[..., Any]):
+        self.own = own
+        self.at_work = 0
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        turn = getattr(module, TURN, None)
+        return self.own(module, *args, **kwargs) if turn is None else turn(partial(self.own, module, *args, **kwargs))
+
+
+@contextmanager
+def casts_in_turn() -> Iterator[None]:
+    """Has the host's casts heed ``TURN`` inside. Only there: other ranks take no part in what an
+    evaluation does not do.
+    """
+    import comfy.ops  # a rank finds ComfyUI once it has started
+
+    if not isinstance(comfy.ops.cast_bias_weight, CastsInTurn):
+        comfy.ops.cast_bias_weight = CastsInTurn(comfy.ops.cast_bias_weight)
+    casts = comfy.ops.cast_bias_weight
+    casts.at_work += 1
+    try:
+        yield
+    finally:
+        casts.at_work -= 1
+        if not casts.at_work and comfy.ops.cast_bias_weight is casts:
+            comfy.ops.cast_bias_weight = casts.own
+
+
+def in_own_memory(found: Any, room: torch.Tensor) -> Any:
+    """What a cast returns, where none of the weights in it lie in ``room``, which others arrive in:
+    the caller may still have them when further layers have had their turn.
+    """
+    weight, bias, *more = found
+    return (*(None if one is None else out_of(one, room) for one in (weight, bias)), *more)
+
+
+def out_of(weight: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """The weight, or a copy where it lies in ``room``."""
+    storage = room.untyped_storage()._cdata
+    if all(tensor.untyped_storage()._cdata != storage for tensor in stored_tensors(weight)):
+        return weight
+    tree = taken_apart(weight)
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    return put_together({**tree, "tensors": {name: tensor.clone() for name, tensor in tree["tensors"].items()}}, weight)
