@@ -5,7 +5,7 @@ Degrees are what is asked for, sizes what is. Pure arithmetic: no process group 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate, product, zip_longest
@@ -184,13 +184,17 @@ class Split:
         return tuple(accumulate(self.sizes, initial=0))[:-1]
 
 
-def clip_ranges(ranges: list, start: int, size: int, offset: int = 0) -> list[tuple]:
+def clip_ranges(
+    ranges: list, start: int, size: int, offset: int = 0, part_of: Callable[[Any, int, int], Any] = lambda entry, first, last: entry
+) -> list[tuple]:
     """Cut ``(begin, end, *rest)`` ranges to the rows [start, start + size), which are numbered from
-    ``offset`` in the result.
+    ``offset`` in the result. ``part_of``: what an entry of the rest is for the rows from ``first``
+    to ``last`` of its range.
     """
     clipped = []
     for begin, end, *rest in ranges:
         low, high = max(begin, start), min(end, start + size)
         if low < high:
-            clipped.append((low - start + offset, high - start + offset, *rest))
+            kept = (part_of(entry, low - begin, high - begin) for entry in rest)
+            clipped.append((low - start + offset, high - start + offset, *kept))
     return clipped

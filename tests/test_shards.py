@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import PLANS
 from pipemesh.parallel_runtime.families.plan import Along, Boundary, Ranges
 from pipemesh.parallel_runtime.methods.shards import Shards, permute_mask
@@ -41,6 +42,26 @@ def test_ranges_over_one_stream_or_several_mark_the_rows_that_they_marked(rows, 
     ranges = [(0, first, 1), (first, None if open_end else total, 2)]
     own = rows.cut(ranges, Ranges(arg="dims", streams=streams))
     assert marked(own, len(local(rows, marked(ranges, total), streams))).tolist() == local(rows, marked(ranges, total), streams)
+
+
+@settings(deadline=None)
+@given(rows=shards(), first=st.integers(0, 20), streams=st.sampled_from([STREAMS, ("img",)]))
+def test_rows_of_a_range_are_cut_with_their_tokens(rows, first, streams):
+    total = sum(rows.all_tokens[stream] for stream in streams)
+    first, numbers = min(first, total), torch.arange(total)
+    ranges = [(0, first, 7), (first, None, numbers[first:], torch.tensor(3))]
+    own = rows.cut(ranges, Ranges(arg="segments", streams=streams, rows=True))
+    here = torch.full((len(local(rows, numbers, streams)),), 7)
+    for begin, end, entry, *_ in own:
+        here[begin:end] = entry
+    assert here.tolist() == [7 if number < first else number for number in local(rows, numbers, streams)]
+
+
+@pytest.mark.parametrize(("knows", "count"), [(False, 4), (True, 3)])
+def test_rows_of_a_range_that_the_plan_does_not_know_are_refused(knows, count):
+    rows = Shards({"img": 5}, 0, 2)
+    with pytest.raises(ModelError, match=f"segments has {count} rows for a range of 4 tokens: this model cannot be split by its plan"):
+        rows.cut([(0, 1, 0), (1, 5, torch.zeros(count))], Ranges(arg="segments", streams=("img",), rows=knows))
 
 
 @settings(deadline=None)

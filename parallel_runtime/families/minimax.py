@@ -1,5 +1,6 @@
 """MiniMax H3 (comfy/ldm/minimax/model.py@0.30.0): text, references, audio and video are one
-sequence without a batch, whose parts have modulations of their own.
+sequence without a batch, whose parts, or under a noise mask each token, have modulations of their
+own.
 
 Audio and video leave behind the blocks by ranges of all tokens, so that all leave there.
 """
@@ -24,7 +25,7 @@ PLAN = TokenPlan(
             path="blocks",
             tokens={"x": ALL},
             along=(Along(arg="rope_freqs", dim=1, streams=ALL),),
-            ranges=(Ranges(arg="mod_segments", streams=ALL),),
+            ranges=(Ranges(arg="mod_segments", streams=ALL, rows=True),),
         ),
     ),
     leave=Leave(path="blocks", stream="tokens"),
@@ -68,6 +69,19 @@ def references(_latent: Any) -> dict[str, Any]:
     return {"minimax_refs": [of_picture, of_video], "minimax_token_tags": torch.tensor([1, 1, 0, 0, 0] + [1] * 27)}
 
 
+def partly_given(latent: Any) -> Any:
+    """A noise mask that keeps the first frame as it is, half of another's left side, and the
+    beginning of the sound: from ComfyUI 0.33 on each of their tokens has a timestep of its own.
+    """
+    from comfy.nested_tensor import NestedTensor
+
+    video, sound = (torch.ones(1, 1, *one.shape[2:]) for one in latent.unbind())
+    video[:, :, 0] = 0
+    video[:, :, 1, :, :2] = 0.5
+    sound[..., :2] = 0
+    return NestedTensor([video, sound])
+
+
 def with_sound(extent: Extent) -> tuple[tuple[int, ...], ...]:
     """Two latents of the first five frames and five of each seventeen behind them; 40 of a second
     of sound.
@@ -101,5 +115,6 @@ MINIMAX = Family(
     samples=(
         sample(name="minimax-h3", form=replace(FORM, released=(RELEASED,))),
         sample(name="minimax-h3-referring", form=FORM, prompt_extras=references),
+        sample(name="minimax-h3-masked", form=FORM, noise_mask=partly_given),
     ),
 )

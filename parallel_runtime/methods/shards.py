@@ -104,14 +104,18 @@ class Rows:
         return self.ranges(value, item) if isinstance(item, Ranges) else self.boundary(value, item)
 
     def ranges(self, ranges: list, item: Ranges) -> list[tuple]:
-        """Cut token ranges of whole streams to the local rows."""
+        """Cut token ranges of whole streams to the local rows. Raises ModelError where the plan
+        does not fit the model.
+        """
+        total = sum(self.all_tokens[stream] for stream in item.streams)
+        for begin, end, *rest in ranges:
+            require_known_rows(item, (total if end is None else end) - begin, rest)
         if item.after is None:
-            total = sum(self.all_tokens[stream] for stream in item.streams)
             return [
                 part
                 for begin, end, *rest in ranges
                 for there, here, start, size in self._places(item.streams)
-                for part in clip_ranges([(begin - there, (total if end is None else end) - there, *rest)], start, size, offset=here)
+                for part in clip_ranges([(begin - there, (total if end is None else end) - there, *rest)], start, size, here, rows_of)
             ]
         start, size = self.local[item.streams[0]]
         shift = self.local[item.after][1]  # what the host added: the local length of the stream before
@@ -274,6 +278,18 @@ class Joint:
         if self._order is None:
             self._order = places_of(self.ranges())
         return self._order
+
+
+def require_known_rows(item: Ranges, count: int, rest: Sequence[Any]) -> None:
+    """Raises ModelError where a range of ``count`` tokens has rows that the plan does not know."""
+    for entry in rest:
+        if isinstance(entry, torch.Tensor) and entry.ndim and not (item.rows and len(entry) == count):
+            raise ModelError(f"{item.arg} has {len(entry)} rows for a range of {count} tokens: this model cannot be split by its plan.")
+
+
+def rows_of(entry: Any, first: int, last: int) -> Any:
+    """Return what an entry of a range is for some of its rows: those of a tensor that has them."""
+    return entry[first:last] if isinstance(entry, torch.Tensor) and entry.ndim else entry
 
 
 def places_of(ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
