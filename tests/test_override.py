@@ -1,12 +1,23 @@
-"""Models whose attention passes no options: the override reaches one module, and nothing else."""
+"""Attention in blocks: the override reaches one module where no options are passed, and nothing
+else; what attention is given by position is never dropped.
+"""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
+import torch
 from pipemesh.launcher.commands.parity import Case, stock_model
+from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import FAMILIES, plan_for
+from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.override import Overridden
+from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
+from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 
+from . import joint_model
+from .collectives import World
+from .joint_model import HEADS
 from .test_patches import Model, is_wrong, odd
 
 SAMPLE = next(one for family in FAMILIES for one in family.samples if family.plans[0].blocks[0].without_options)
@@ -38,3 +49,54 @@ def test_without_the_word_a_patch_does_not_see_the_others():
     (group,) = plan.blocks
     assert not is_wrong(Model(case, plan))
     assert is_wrong(Model(case, replace(plan, blocks=(replace(group, without_options=""),))))
+
+
+def host_attention(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **_more):
+    return joint_model.attention(q, k, v, heads, mask, skip_reshape, skip_output_reshape)
+
+
+class ByPosition(joint_model.Block):
+    """Gives attention by position what other blocks give by name."""
+
+    more = (None, True)
+
+    def forward(self, txt, img, mask, options):
+        x = torch.cat((txt, img), 1)
+        attend = options.get("optimized_attention_override", lambda attention, *args: attention(*args))
+        qkv = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return (x + attend(host_attention, *qkv, HEADS, mask, *self.more)).split([txt.shape[1], img.shape[1]], 1)
+
+
+@pytest.fixture
+def by_position():
+    model = joint_model.Model(2)
+    for block in model.blocks:
+        block.__class__ = ByPosition
+    return model
+
+
+def evaluated(make, model, monkeypatch):
+    """The model's output: of two ranks, or of the plain loop over patches."""
+    asked, outputs = joint_model.CONDS[0], {}
+
+    def work(mesh, _run):
+        own = deepcopy(model)
+        method = make(own, joint_model.PLAN, mesh)
+        method.attach()
+        outputs[mesh.rank] = method.evaluate(own.forward, asked, 1, *([None] if isinstance(method, PatchForward) else []))
+
+    World(Layout(ulysses=2), "gloo", monkeypatch).run(work, lambda ready: ready[0])
+    return outputs[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda model, plan, mesh: SequenceParallel(model, plan, mesh.sequence), lambda model, plan, mesh: PatchForward(model, plan)],
+    ids=["usp", "patches"],
+)
+def test_what_attention_gets_by_position_counts_and_what_nobody_knows_raises(by_position, make, monkeypatch):
+    truth = by_position(**joint_model.CONDS[0])
+    assert (evaluated(make, by_position, monkeypatch) - truth).abs().max() <= 1e-5
+    monkeypatch.setattr(ByPosition, "more", (None, True, False, "new"))
+    with pytest.raises(ModelError, match=r"Attention is given 4 arguments by position behind its mask, where 3 are known \(attn_precision"):
+        evaluated(make, by_position, monkeypatch)

@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import Refused
 from ..families.plan import TokenPlan
 from .blocks import blocks_of
-from .override import Attention, AttentionOverride, Shared
+from .override import Attention, AttentionOverride, Shared, by_name
 
 # Replayed as a CUDA graph, an attention would send what it sent when it was recorded, and look for
 # no cancel. Graphs that hold an operation of this tag are not recorded, or around it.
@@ -138,7 +138,7 @@ class OpaqueAttention:
     def _like(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, note: int) -> torch.Tensor:
         """An empty tensor of the output's shape, (B, L, H*D) or (B, H, L, D)."""
         _attention, (heads, *args), kwargs, _shared = self._notes[note]
-        given = {**dict(zip(("attn_precision", "skip_reshape", "skip_output_reshape"), args, strict=False)), **kwargs}
+        given = {**by_name(tuple(args)), **kwargs}
         by_heads = given.get("skip_reshape", False)
         batch, tokens = q.shape[0], q.shape[-2 if by_heads else 1]
         dim = v.shape[-1] if by_heads else q.shape[-1] // heads

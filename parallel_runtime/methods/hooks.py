@@ -19,7 +19,7 @@ from ..families.plan import Along, Blocks, Boundary, Leave, Ranges, TokenPlan
 from .blocks import as_BLC, as_given, blocks_of, put, taken
 from .inserts import Inserted, inserts_of, named
 from .node_patches import OVERRIDE, NodePatches
-from .override import Attention, AttentionOverride, Overridden
+from .override import Attention, AttentionOverride, Overridden, by_name
 from .shards import Rows
 
 
@@ -55,7 +55,6 @@ class Sharding(Protocol):
         v: torch.Tensor,
         heads: int,
         mask: torch.Tensor | None,
-        *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Compute an attention over streams that are cut. The arguments are those of the host's
@@ -63,7 +62,7 @@ class Sharding(Protocol):
         """
         ...
 
-    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
         """Compute an attention whose queries every rank has whole, over keys that are cut."""
         ...
 
@@ -188,7 +187,7 @@ class TokenHooks:
         if mask is not None and self._rows is not None and self._key_mask is not None:
             mask = self._rows.key_mask(*self._key_mask, mask)
         attend = self._sharding.attend_over if self._attention.shared == "keys" else self._sharding.attend
-        return attend(self._rows, attention, q, k, v, heads, mask, *args, **kwargs)
+        return attend(self._rows, attention, q, k, v, heads, mask, **by_name(args), **kwargs)
 
     def _entering(self, block: nn.Module, group: Blocks, index: int, first: bool) -> Callable:
         bind = binder(block, group.positional)

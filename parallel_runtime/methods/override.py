@@ -11,10 +11,27 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..errors import ModelError
+
 Attention = Callable[..., torch.Tensor]
 Shared = bool | Literal["keys"]
 
 ATTENTION = ("optimized_attention", "optimized_attention_masked")  # the names that ComfyUI's models import
+
+
+BY_POSITION = ("attn_precision", "skip_reshape", "skip_output_reshape")  # what an attention of ComfyUI takes behind its mask
+
+
+def by_name(args: tuple) -> dict[str, Any]:
+    """The arguments that an attention is given by position behind its mask. Raises ModelError for
+    more than there are names.
+    """
+    if len(args) > len(BY_POSITION):
+        raise ModelError(
+            f"Attention is given {len(args)} arguments by position behind its mask, where {len(BY_POSITION)} are known "
+            f"({', '.join(BY_POSITION)}): this model needs another plan."
+        )
+    return dict(zip(BY_POSITION, args, strict=False))
 
 
 class AttentionOverride:

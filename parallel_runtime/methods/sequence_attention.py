@@ -75,15 +75,13 @@ class SequenceAttention:
         self._before_exchange = before_exchange
 
     def attend(
-        self, inner: Inner, rows: Shards, attention: Attention, q, k, v, heads: int, mask: torch.Tensor | None, args: tuple, kwargs: dict
+        self, inner: Inner, rows: Shards, attention: Attention, q, k, v, heads: int, mask: torch.Tensor | None, kwargs: dict
     ) -> torch.Tensor:
         """Exchange heads for tokens, call ``inner`` with the own heads, exchange its output back.
 
         ``inner`` must decide on its flag, the group's wish to stop. The other arguments, and the
         output, are those of the host's ``optimized_attention_override``, of the local rows.
         """
-        if args:
-            kwargs["attn_precision"] = args[0]  # the only other argument hosts pass by position
         q_BHlD, k_BHlD, v_BHlD = by_heads(q, k, v, heads, kwargs)
         skip_output_reshape = kwargs.pop("skip_output_reshape", False)
         if k_BHlD.shape[1] != q_BHlD.shape[1]:  # grouped queries: an uneven split of heads needs them in full

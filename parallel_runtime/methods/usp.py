@@ -123,14 +123,14 @@ class SequenceSharding:
         assert isinstance(rows, Shards)
         return self._attention.all_rows(rows, local_BlC, streams)
 
-    def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
         if not isinstance(rows, Shards):
-            return attention(q, k, v, heads, mask, *args, **kwargs)
-        return self._attention.attend(self._over_all_keys, rows, attention, q, k, v, heads, mask, args, kwargs)
+            return attention(q, k, v, heads, mask, **kwargs)
+        return self._attention.attend(self._over_all_keys, rows, attention, q, k, v, heads, mask, kwargs)
 
-    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
         if not isinstance(rows, Shards) or self._comm.size == 1:
-            return attention(q, k, v, heads, mask, *args, **kwargs)
+            return attention(q, k, v, heads, mask, **kwargs)
         return self._attention.attend_over(rows, q, k, v, heads, mask, kwargs)
 
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor | None:

@@ -89,9 +89,7 @@ class PatchForward:
     def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
         raise AssertionError("evaluations with such a patch of a node are whole")
 
-    def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args:
-            kwargs["attn_precision"] = args[0]  # the only other argument hosts pass by position
+    def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
         skip_reshape = kwargs.pop("skip_reshape", False)
         dim = q.shape[-1] if skip_reshape else q[0, 0].numel() // heads
         q_BHlD, k_BHlD, v_BHlD = (t if skip_reshape else split_heads(t, dim) for t in (q, k, v))
@@ -104,9 +102,9 @@ class PatchForward:
             mask = None if mask is None else mask_of_patch(mask, rows, streams)
         return attention(q_BHlD, k_BHlD, v_BHlD, heads, mask, skip_reshape=True, **kwargs)
 
-    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
         assert rows is None, "a plan with whole queries says why its evaluations are whole"
-        return attention(q, k, v, heads, mask, *args, **kwargs)
+        return attention(q, k, v, heads, mask, **kwargs)
 
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor | None:
         if rows is None:
