@@ -3,9 +3,11 @@
 import pytest
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.families import SAMPLES
 
 pytestmark = pytest.mark.host
-MASKED = Case("minimax-h3-masked", "ulysses1", "odd", 5, 4.0, False, "euler")
+NAME = next(name for name, one in SAMPLES.items() if one.form.config_class == "MiniMaxH3" and one.noise_mask is not None)
+MASKED = Case(NAME, "ulysses1", "odd", 5, 4.0, False, "euler")
 
 
 @pytest.fixture(scope="module")
