@@ -15,12 +15,14 @@ from typing import Any, Protocol
 import torch
 
 from ..parallel_runtime.comm.exchange import Exchange, StopFlag
+from ..parallel_runtime.comm.in_step import Expected
 from ..parallel_runtime.comm.mesh import SequenceComm
 from ..parallel_runtime.comm.ring import Ring
 from ..parallel_runtime.comm.shares import shares_of
 from ..parallel_runtime.families import plan_for, sample_with
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.methods.usp import SequenceParallel
+from ..parallel_runtime.patches import Part
 from .lockstep import timed
 
 SAMPLE, SIZE = sample_with("bench")
@@ -67,8 +69,13 @@ class Forwards:
         """
         method = SequenceParallel(self.model, self._plan, comm, on_progress)
         method.attach()
+
+        def evaluate() -> torch.Tensor:
+            method.begin(Part(1, 0), Expected(confirmed=method.facts.confirmed))
+            return method.evaluate(self.model._forward, self.arguments, 1)
+
         try:
-            yield lambda: method.evaluate(self.model._forward, self.arguments, 1)
+            yield evaluate
         finally:
             method.detach()
 

@@ -126,7 +126,8 @@ class Evaluations:
         except BaseException:  # nobody else knows of the frame yet
             frame.release()
             raise
-        ticket = Ticket(session.pool.next_request(), run, part, written, frame, out.nbytes, latents[0].device, began)
+        ranks = work.ranks or session.pool.facts.everyone
+        ticket = Ticket(session.pool.next_request(), run, part, ranks, written, frame, out.nbytes, latents[0].device, began)
         session.tickets.append(ticket)
         request = Forward(
             request=ticket.number,
@@ -137,9 +138,11 @@ class Evaluations:
             out=out,
             part=part,
             width=work.width,
+            kind=ticket.kind,
+            confirmed=session.confirmed(run.model, ticket.kind, ranks),
         )
         try:
-            session.pool.submit(request, work.ranks or session.pool.facts.everyone)
+            session.pool.submit(request, ranks)
         except BaseException:
             self._done_with(session, ticket)
             raise
@@ -163,6 +166,7 @@ class Evaluations:
         replies = session.pool.collect(ticket.number, interrupted)
         if any(reply.cancelled for reply in replies.values()):
             raise RunCancelled("The run was cancelled.")
+        session.confirm(ticket, replies.values())
         rank, reply = next(((rank, reply) for rank, reply in replies.items() if reply.output or reply.needs_bytes), (0, None))
         if reply is None:
             raise PoolFailed("No rank returned an output: restart ComfyUI, and report it if it happens again.")
@@ -235,15 +239,18 @@ def compiles(arguments: Mapping[str, Any]) -> bool:
 
 def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bool) -> WrittenArguments:
     """Writes into a frame what may differ in every evaluation; names conditioning, which is written
-    when its content is new, and looked at unless what is in flight has the very same tensor.
+    when its content is new, and looked at unless what is in flight has the very same tensor. How
+    many tokens ranks cut follows from the shapes, and from numbers among the arguments.
     """
     frame = Frame(session.pool.arena)
     changing = {*list(arguments)[:2], *CHANGING}
     checks: list[Callable[[], bool]] = []
     places: dict[tuple, tuple[torch.Tensor, TensorRef]] = {}
+    kind: list[Any] = [(name, value) for name, value in arguments.items() if isinstance(value, (bool, int, str))]
 
     def put(path: str, tensor: torch.Tensor) -> TensorRef:
         argument = path.partition("/")[0]
+        kind.append((path, tensor.shape, tensor.dtype))
         if argument in changing:
             return frame.put(tensor, in_place=argument == CONTROL)
         if assume:
@@ -257,7 +264,8 @@ def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bo
 
     try:
         tree = encode_tree(arguments, put)
-        return WrittenArguments(arguments, tree, frame, places, lambda: all([is_right() for is_right in checks]))
+        is_right = lambda: all([check() for check in checks])  # noqa: E731
+        return WrittenArguments(arguments, tree, frame, places, is_right, hash(tuple(kind)))
     except BaseException:
         frame.release()
         raise

@@ -127,6 +127,7 @@ def tell(session: Session, model: str) -> None:
     is decoded next. Logs errors.
     """
     until = time.monotonic() + END_WAIT_S
+    session.end_run()
     try:
         session.ask(EndRun, (), lambda: time.monotonic() > until, model=model)
     except RunCancelled:  # they need longer: the next request waits for them

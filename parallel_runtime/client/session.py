@@ -80,7 +80,8 @@ class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
     empty: as many each. ``weights``: what was asked for of them, and what came of it. ``sets``: the
     bytes of each set of patched weights that ranks keep, least recently used first. ``leaving``: to
-    be released when nothing is in flight.
+    be released when nothing is in flight. ``confirmed``: which steps of a kind of evaluation all
+    these ranks have told that they know; they have had memory for the messages since.
     """
 
     stages: tuple[int, ...] = ()
@@ -90,12 +91,14 @@ class Resident:
     patches_id: str = ""
     sets: dict[str, int] = field(default_factory=dict)
     leaving: bool = False
+    confirmed: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class WrittenArguments:
     """The arguments of an evaluation as they lie in the arena. ``is_right`` tells whether
     conditioning that was assumed to be known is. ``places`` of conditioning, by ``identity``.
+    ``kind``: equal where ranks exchange the same messages, as a rule.
     """
 
     arguments: dict[str, Any]
@@ -103,6 +106,7 @@ class WrittenArguments:
     frame: Frame
     places: Mapping[tuple, tuple[torch.Tensor, TensorRef]]
     is_right: Callable[[], bool]
+    kind: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,11 +118,16 @@ class Ticket:
     number: int
     run: Run
     part: Part
+    ranks: tuple[int, ...]
     written: WrittenArguments
     out: Frame
     out_bytes: int
     device: torch.device
     began: float
+
+    @property
+    def kind(self) -> int:
+        return hash((self.written.kind, self.part.patch))
 
 
 class Session:
@@ -133,6 +142,23 @@ class Session:
         self.tickets: list[Ticket] = []  # submitted and not collected
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
+
+    def confirmed(self, model: str, kind: int, ranks: tuple[int, ...]) -> int:
+        """Returns the steps of such evaluations that all ``ranks`` know, 0 where none are known."""
+        return self.models[model].confirmed.get((kind, ranks), 0) if model in self.models else 0
+
+    def confirm(self, ticket: Ticket, answers: Iterable[Done]) -> None:
+        """Notes which steps all ranks of an evaluation know now."""
+        known = {answer.confirmed for answer in answers}
+        if ticket.run.model in self.models:
+            self.models[ticket.run.model].confirmed[ticket.kind, ticket.ranks] = known.pop() if len(known) == 1 else 0
+
+    def end_run(self) -> None:
+        """Notes that ranks free the memory of messages: they ask each other once for what they know
+        before they rely on it again.
+        """
+        for resident in self.models.values():
+            resident.confirmed.clear()
 
     def ask(self, message: type, fds: Sequence[int] = (), interrupted: Callable[[], bool] = lambda: False, **fields: Any) -> list[Done]:
         """Sends a request to every rank and waits for the answers, in rank order."""

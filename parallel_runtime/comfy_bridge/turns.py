@@ -90,8 +90,10 @@ class Turns:
         self._end = 0  # where the layer at hand lies
         self._coming = NONE  # the end at which weights have not arrived
         self._take_away: list[Callable[[], None]] = []
+        self._number = 0  # this model's, where weights are gathered
 
     def attach(self) -> None:
+        self._number = self._gather.add(self._places_of)
         for index, layer in enumerate(self._layers):
             enter = layer.module.register_forward_pre_hook(lambda *_, index=index: self._enter(index))
             leave = layer.module.register_forward_hook(lambda *_, layer=layer: layer.put_away())
@@ -102,6 +104,7 @@ class Turns:
         for take_away in self._take_away:
             take_away()
         self._take_away.clear()
+        self._gather.take_away(self._number)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -130,20 +133,30 @@ class Turns:
 
     def _enter(self, index: int) -> None:
         """Puts the layer's weights in place, and sends for those of the next one."""
-        if self._room is None:
-            self._room = Room(self.room_bytes, self._device, self._gather.via_cpu and self._device.type != "cpu")
-        layer = self._layers[index]
+        room, layer = self._open_room(), self._layers[index]
         if index not in self._at:
             self._send_for(index)
         self._end = self._at.index(index)
         self._gather.wait()
         if self._coming != NONE:
-            self._room.arrived(self._coming, self._layers[self._at[self._coming]].nbytes)
+            room.arrived(self._coming, self._layers[self._at[self._coming]].nbytes)
             self._coming = NONE
-        layer.put(self._end, self._room.content(self._end, layer.nbytes))
+        layer.put(self._end, room.content(self._end, layer.nbytes))
         following = self._order.following(index, self._gather.in_step)
         if following != NONE and following not in self._at and self._fit(index, following):
             self._send_for(following)
+
+    def _open_room(self) -> Room:
+        if self._room is None:
+            self._room = Room(self.room_bytes, self._device, self._gather.via_cpu and self._device.type != "cpu")
+        return self._room
+
+    def _places_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns this rank's part of a layer, and room for all parts: for a rank that computes
+        nothing, and gives the others what they wait for.
+        """
+        layer = self._layers[index]
+        return layer.part, self._open_room().place(0, layer.nbytes)
 
     def _fit(self, one: int, other: int) -> bool:
         return self._layers[one].nbytes + self._layers[other].nbytes <= self.room_bytes
@@ -155,7 +168,7 @@ class Turns:
         self._at[end] = self._coming = NONE
         if self._at[self._end] != NONE and not self._fit(self._at[self._end], index):
             self._at[self._end] = NONE  # it has computed, and is overwritten
-        self._gather.start(index, self._layers[index].part, self._room.place(end, self._layers[index].nbytes))
+        self._gather.start(self._number, index, self._layers[index].part, self._room.place(end, self._layers[index].nbytes))
         self._at[end], self._coming = index, end
 
     def learn(self) -> None:

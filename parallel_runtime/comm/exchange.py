@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,13 +79,14 @@ class Exchange:
     same order. ``rank`` and ``size`` are within the group.
 
     ``via_cpu``: messages go through CPU memory, whatever the ranks compute on. ``in_step``: where
-    the group's messages are noted.
+    the group's messages are noted, as those of ``axis``.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool, in_step: InStep | None = None):
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool):
         self.rank = rank
         self.size = size
-        self.in_step = in_step
+        self.axis = ""
+        self.in_step: InStep | None = None
         self.group = group
         self.via_cpu = via_cpu
         self._buffers: dict[tuple, torch.Tensor] = {}
@@ -126,7 +126,7 @@ class Exchange:
                 offset += tensor.numel()
         room = self._flags(message)
         if self.in_step is not None:
-            self.in_step.enter(Step((self, tuple(map(tuple, shapes)), first.dtype), partial(self._pass, message)))
+            self.in_step.enter(Step(self.axis, message))
         flag = self._pass(message, flag, room)
         if self.in_step is not None:
             self.in_step.leave_with(flag)
@@ -134,6 +134,14 @@ class Exchange:
         for rank, place in places.come.items():
             received[rank] = place[:-1].view(shapes[rank])
         return received, flag
+
+    def make_room(self, what: Hashable) -> None:
+        assert isinstance(what, Message)
+        self._places(what)
+
+    def go_through(self, what: Hashable, flag: torch.Tensor) -> torch.Tensor:
+        assert isinstance(what, Message)
+        return self._pass(what, flag)
 
     def _flags(self, message: Message) -> tuple[torch.Tensor, torch.Tensor]:
         """Return room for every rank's flag, and for the largest. It is there before anything is
@@ -171,16 +179,17 @@ class Exchange:
         return self._laid[message]
 
     def largest(self, flag: torch.Tensor) -> torch.Tensor:
-        """Return the largest ``flag`` (1,) of the group, by a message that is no step."""
-        flags = flag.new_zeros(self.size)
+        """Return the largest of each element of ``flag`` (n,) in the group, by a message that is no
+        step.
+        """
+        flags = flag.repeat(self.size)
         if self.size > 1:
-            counts = [int(rank != self.rank) for rank in range(self.size)]
-            received = flag.new_zeros(self.size - 1)
+            counts = [flag.numel() * (rank != self.rank) for rank in range(self.size)]
+            received = flag.new_zeros(sum(counts))
             self._exchange(received, flag.repeat(self.size - 1), counts, counts)
             self.sent_bytes += received.nbytes
-            flags[1:] = received
-        flags[:1] = flag
-        return flags.amax(0, keepdim=True)
+            flags[flag.numel() :] = received
+        return flags.view(self.size, -1).amax(0)
 
     def _move(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
         self._exchange(receiving, sending, receive_sizes, send_sizes)

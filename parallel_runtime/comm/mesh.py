@@ -6,7 +6,7 @@ collective, and so is its first message, at which NCCL connects its members.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .exchange import Exchange, StopFlag
-from .in_step import InStep, Step
+from .in_step import InStep
 from .ring import Ring
 from .shard_gather import ShardGather, sequence_group
 from .shares import EVEN, Shares, shares_of
@@ -78,10 +78,10 @@ class SequenceComm:
 
     def join(self, width: int, ulysses: Exchange, ring: Ring, world: Exchange, shares: Shares = EVEN) -> None:
         """Have these be used where ``width`` neighbouring groups share a sequence."""
-        in_step = InStep(self._has_failed)
+        in_step = InStep(self._ask, self.stop.decide, width)
         self._by_width[width] = Paths(ulysses, ring, world, in_step, shares)
-        for part in (ulysses, ring, world):
-            part.in_step = in_step
+        for axis, part in (("ulysses", ulysses), ("ring", ring), ("gather", world)):
+            in_step.join(axis, part)
 
     def use(self, width: int) -> None:
         """Communicate with the ranks of ``width`` neighbouring groups from the next evaluation on.
@@ -120,32 +120,32 @@ class SequenceComm:
 
     def share_weights(self, group: dist.ProcessGroup | None) -> None:
         """Have weights gathered in ``group``, which is of the ranks of this sequence."""
-        self.weights = ShardGather(group, self.rank, self.size, via_cpu=self.world.via_cpu, in_step=self.in_step)
+        self.weights = ShardGather(group, self.rank, self.size, via_cpu=self.world.via_cpu)
+        for paths in self._by_width.values():
+            paths.in_step.join("weights", self.weights)
+        self.weights.in_step = self.in_step
 
-    def _has_failed(self, here: bool) -> bool:
-        return bool(self.world.largest(torch.full((1,), float(here), device=self.device_type)))
+    def _ask(self, has_failed: bool, known: int) -> tuple[bool, int]:
+        """Ask all ranks of the sequence, as ``InStep`` has it."""
+        if self.size == 1:
+            return has_failed, known
+        told = torch.tensor([int(has_failed), known, -known], device=self.device_type)
+        any_failed, most, least = self.world.largest(told).tolist()
+        return bool(any_failed), most if most == -least else 0
 
     def decide(self, flag: torch.Tensor) -> None:
         """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
+        self.in_step.decide(flag)
 
-        def decided(flag: torch.Tensor) -> torch.Tensor:
-            self.stop.decide(flag)
-            return flag
-
-        self.in_step.take(Step("decision", decided, decides=True), flag)
-
-    def begin(self, attentions: int, kind: Hashable = None) -> None:
-        """Begin an evaluation of so many attentions: set the counters to zero. ``kind``: as
-        ``InStep.begin`` has it.
-        """
-        self.in_step.begin(kind)
+    def begin(self, attentions: int) -> None:
+        """Begin an evaluation of so many attentions: set the counters to zero."""
         for part in self.parts.values():
             part.begin()
         self.stop.begin(attentions)
 
     def free_buffers(self) -> None:
+        """Free the memory of messages. What the ranks know of them stays: it belongs to models."""
         for paths in self._by_width.values():
-            paths.in_step.forget()
             for part in (paths.ulysses, paths.ring, paths.world):
                 part.free_buffers()
 

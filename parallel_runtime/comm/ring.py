@@ -8,9 +8,8 @@ stop as one extra element.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -41,10 +40,11 @@ class Ring:
     ``ranks`` are their global ranks in ring order.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], index: int, *, via_cpu: bool, in_step: InStep | None = None):
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], index: int, *, via_cpu: bool):
         self.index = index
         self.size = len(ranks)
-        self.in_step = in_step
+        self.axis = ""
+        self.in_step: InStep | None = None
         self._group = group
         self._next = ranks[(index + 1) % self.size]
         self._previous = ranks[(index - 1) % self.size]
@@ -74,7 +74,7 @@ class Ring:
         places[0][: kv.numel()].copy_(kv.flatten())
         wishes, largest = self._flags(message)
         if self.in_step is not None:
-            self.in_step.enter(Step((self, tuple(shape[:3]), tuple(keys), kv.dtype), partial(self._pass, message)))
+            self.in_step.enter(Step(self.axis, message))
         for step, (source, place) in enumerate(self._go_around(message, places, flag)):
             wish = wishes[step : step + 1].copy_(place[-1:])
             block = place[:-1].view(*shape[:3], keys[source], shape[4])
@@ -82,10 +82,15 @@ class Ring:
         if self.in_step is not None:
             self.in_step.leave_with(torch.amax(wishes, 0, keepdim=True, out=largest))
 
-    def _pass(self, message: RingMessage, flag: torch.Tensor) -> torch.Tensor:
+    def make_room(self, what: Hashable) -> None:
+        assert isinstance(what, RingMessage)
+        self._places(what)
+
+    def go_through(self, what: Hashable, flag: torch.Tensor) -> torch.Tensor:
         """Walk the ring with whatever lies there as the own block; return the largest flag."""
-        places, (wishes, largest) = self._places(message), self._flags(message)
-        for step, (_, place) in enumerate(self._go_around(message, places, flag)):
+        assert isinstance(what, RingMessage)
+        places, (wishes, largest) = self._places(what), self._flags(what)
+        for step, (_, place) in enumerate(self._go_around(what, places, flag)):
             wishes[step : step + 1].copy_(place[-1:])
         return torch.amax(wishes, 0, keepdim=True, out=largest)
 

@@ -7,12 +7,15 @@ each group on a stream of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from itertools import count
 
 import torch
 import torch.distributed as dist
 
 from .in_step import InStep, Step
+
+PlacesOf = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # a layer -> this rank's part (n,), and room for all parts (size * n,)
 
 
 class ShardGather:
@@ -21,14 +24,19 @@ class ShardGather:
 
     ``via_cpu``: messages go through CPU memory, where the parts have to lie then. ``in_step``: of
     the sequence that computes the evaluation, which may be longer than the group.
+
+    What it gathers belongs to models, each under a number of its own, until they take it away.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool, in_step: InStep):
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool):
         self.rank = rank
         self.size = size
         self.via_cpu = via_cpu
+        self.axis = ""
+        self.in_step: InStep | None = None
         self._group = group
-        self.in_step = in_step
+        self._numbers = count(1)
+        self._models: dict[int, PlacesOf] = {}
         self._works: list[dist.Work] = []
         self.seconds = 0.0
         self.sent_bytes = 0
@@ -37,14 +45,36 @@ class ShardGather:
         """Begin an evaluation: set the counters to zero."""
         self.seconds, self.sent_bytes = 0.0, 0
 
-    def start(self, name: Hashable, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Start to gather every rank's ``part`` (n,) into ``whole`` (size * n,), in rank order.
-        Both must stay as they are until ``wait``. ``name``: the same on all ranks. Raises Stopped
-        where a rank has failed.
+    def add(self, places_of: PlacesOf) -> int:
+        """Have the layers of a model be gathered; returns its number."""
+        number = next(self._numbers)
+        self._models[number] = places_of
+        return number
+
+    def take_away(self, model: int) -> None:
+        """Keep nothing of a model."""
+        self._models.pop(model, None)
+
+    def make_room(self, what: Hashable) -> None:
+        self._places(what)
+
+    def go_through(self, what: Hashable, flag: torch.Tensor) -> None:
+        self._start(*self._places(what))
+
+    def _places(self, what: Hashable) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(what, tuple)
+        model, layer = what
+        return self._models[model](layer)
+
+    def start(self, model: int, layer: int, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Start to gather every rank's ``part`` (n,) of a layer into ``whole`` (size * n,), in rank
+        order. Both must stay as they are until ``wait``. Raises Stopped where a rank has failed.
         """
-        self.in_step.enter(Step(("weights", name, part.numel()), lambda _wish: self._start(part, whole)))
+        if self.in_step is not None:
+            self.in_step.enter(Step(self.axis, (model, layer)))
         self._start(part, whole)
-        self.in_step.leave_with(None)
+        if self.in_step is not None:
+            self.in_step.leave_with(None)
 
     def _start(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         self.wait()

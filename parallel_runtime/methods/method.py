@@ -9,10 +9,12 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
+from ..comm.in_step import Expected
 from ..families.plan import TokenPlan
 from ..layout import Layout
 from ..patches import Part
 
+ALONE = Expected()  # nothing is known of the steps to come
 Progress = Literal["none", "some", "all"]
 
 
@@ -20,10 +22,12 @@ Progress = Literal["none", "some", "all"]
 class Facts:
     """Figures of the evaluation at hand. ``messages_done``: how many of its messages to other ranks
     have gone through; a later evaluation would find the others. ``block_s`` returns the seconds in
-    each block that was timed, when the device has come to the evaluation's end.
+    each block that was timed, when the device has come to the evaluation's end. ``confirmed``: as
+    ``InStep`` has it.
     """
 
     messages_done: Progress = "all"
+    confirmed: int = 0
     block_s: Callable[[], Mapping[int, float]] = dict
 
 
@@ -62,9 +66,10 @@ class Method(Protocol):
     def detach(self) -> None:
         """Remove all that ``attach`` installed. ``attach`` may follow."""
 
-    def begin(self, part: Part) -> None:
-        """Open an evaluation. A new run ends the one before. Call before anything that can raise,
-        so that ``facts`` are of this evaluation.
+    def begin(self, part: Part, expected: Expected = ALONE) -> None:
+        """Open an evaluation. What was kept for one of another run is void. Call before anything
+        that can raise, so that ``facts`` are of this evaluation. ``expected``: the same on all
+        ranks.
         """
 
     def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
@@ -80,7 +85,9 @@ class Method(Protocol):
         """
 
     def end_run(self) -> None:
-        """Free all that was kept for later evaluations of the run."""
+        """Free all that was kept for later evaluations of the run, and the memory of messages. What is
+        known of their steps stays.
+        """
 
     @property
     def facts(self) -> Facts:

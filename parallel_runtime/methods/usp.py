@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..attention.kernels import TORCHS, Kernels
+from ..comm.in_step import Expected, KnownSteps
 from ..comm.mesh import SequenceComm
 from ..errors import LayoutError
 from ..families.plan import TokenPlan
@@ -26,7 +27,7 @@ from ..layout import Layout
 from ..patches import Part
 from .fit import require_fit
 from .hooks import Attention, TokenHooks, blocks_of
-from .method import Facts, free_frames
+from .method import ALONE, Facts, free_frames
 from .ring_attention import RingAttention
 from .sequence_attention import QKV, Call, SequenceAttention
 from .shards import Rows, Shards, part_of_mask, permute_mask
@@ -36,7 +37,7 @@ EVERYTHING = slice(None)
 
 class SequenceParallel:
     """The method of a sequence that all ranks share. No evaluation depends on one before it: only
-    buffers for messages are kept.
+    buffers for messages are kept, and what is known of their steps.
 
     ``on_progress`` is called at every block and before every message, so that a rank that waits for
     another has come further than that one.
@@ -54,6 +55,7 @@ class SequenceParallel:
         self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, on_progress, kernels))
         self._part: Part | None = None
         self._attentions = len(list(blocks_of(model, plan)))
+        self._known = KnownSteps()
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
@@ -67,17 +69,18 @@ class SequenceParallel:
     def detach(self) -> None:
         self._hooks.detach()
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: Part, expected: Expected = ALONE) -> None:
         if self._part is None or part.run != self._part.run:
-            self.end_run()
+            self._hooks.end_run()
         self._part = part
-        self._comm.begin(self._attentions, part)
+        self._comm.begin(self._attentions)
+        self._comm.in_step.begin(self._known, expected)
 
     def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
-        self._comm.begin(self._attentions, self._part)
         try:
+            self._comm.in_step.agree()
             output = forward(**self._hooks.arguments(arguments))
-            self._comm.in_step.end()
+            self._comm.in_step.end(number)
             return output
         except Exception as error:
             free_frames(error)
@@ -89,11 +92,13 @@ class SequenceParallel:
 
     def end_run(self) -> None:
         self._hooks.end_run()
+        self._known.end_run()
         self._comm.free_buffers()
 
     @property
     def facts(self) -> Facts:
-        return Facts(messages_done="all" if self._comm.in_step.is_even else "some")
+        in_step = self._comm.in_step
+        return Facts("all" if in_step.is_even else "some", in_step.confirmed)
 
 
 class SequenceSharding:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm.in_step import Expected
 from ..comm.mesh import SequenceComm
 from ..errors import LayoutError
 from ..families.plan import TokenPlan
 from ..layout import Layout
 from ..patches import Part
-from .method import Facts
+from .method import ALONE, Facts
 
 
 class WholeForward:
@@ -45,8 +46,8 @@ class WholeForward:
         self._on_progress()
         self._comm.stop.decide(self._comm.stop.wish(torch.empty(0)))
 
-    def begin(self, part: Part) -> None:
-        self._comm.begin(0, part)
+    def begin(self, part: Part, expected: Expected = ALONE) -> None:
+        self._comm.begin(0)
 
     def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Residuals of a ControlNet lie in the arena: they are moved to where the latent is."""

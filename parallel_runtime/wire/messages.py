@@ -114,7 +114,8 @@ class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
     has the output writes it into ``out`` if it fits, else keeps it for a Fetch. ``width``: so many
-    neighbouring groups of ranks got it, and share its sequence.
+    neighbouring groups of ranks got it, and share its sequence. ``kind`` and ``confirmed``: as
+    ``Expected`` has them.
     """
 
     request: int
@@ -125,6 +126,8 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     out: TensorRef
     part: Part
     width: int = 1
+    kind: int = 0
+    confirmed: int = 0
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -171,7 +174,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
     taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
-    for other ranks' messages, by axis.
+    for other ranks' messages, by axis. ``confirmed``: as ``InStep`` has it.
     """
 
     request: int
@@ -184,6 +187,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     waited_s: dict[str, float] = {}
     sent_bytes: int = 0
     block_s: dict[int, float] = {}
+    confirmed: int = 0
 
     @property
     def exchange_s(self) -> float:

@@ -183,7 +183,7 @@ class RequestHandler:
             raise
 
     def _evaluated(self, model: ResidentModel, request: Forward, rank: CountingRank) -> Done | Enqueued:
-        model.method.begin(request.part)
+        model.begin(request.part, request.kind, request.confirmed)
         self._io.follow(request.arena_bytes)
         if model.patches_id != request.patches_id:
             raise Refused(
@@ -213,6 +213,7 @@ class RequestHandler:
                 waited_s=waited_s,
                 sent_bytes=sent_bytes,
                 block_s=dict(facts.block_s()),
+                confirmed=facts.confirmed,
             )
 
         reached = Reached(self._device)

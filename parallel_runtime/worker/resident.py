@@ -21,11 +21,13 @@ from ..comfy_bridge.pack_state import put_state
 from ..comfy_bridge.quantised import stored_bytes, taken_apart
 from ..comfy_bridge.sharded_weights import ShardedWeights
 from ..comfy_bridge.weight_patches import put_object, unpack_patches
+from ..comm.in_step import Expected
 from ..comm.mesh import Mesh
 from ..errors import Refused
 from ..families import plan_or_whole
 from ..families.plan import COMPILE
 from ..methods.factory import make_method
+from ..patches import Part
 from ..wire.messages import Load
 from ..wire.reserved import write_tree
 from ..wire.segment import Segment
@@ -153,8 +155,15 @@ class ResidentModel:
         with self._weights.in_place(key):
             return self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
 
+    def begin(self, part: Part, kind: int = 0, confirmed: int = 0) -> None:
+        """Open an evaluation. Where weights are gathered, the first shows which layer follows which:
+        the next one sends for them earlier.
+        """
+        turns = self._weights.turns
+        self.method.begin(part, Expected(kind, confirmed, lasts=turns is None or turns.are_known))
+
     def evaluate(self, arguments: dict[str, Any], number: int) -> Any:
-        """Compute the part that the method's ``begin`` named."""
+        """Compute the part that ``begin`` named."""
         put_state(self._in_block.state)
         if self._weights.turns is not None:
             arguments = self._uncompiled(arguments)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ...attention.kernels import TORCHS, Kernels
-from ...comm.in_step import Stopped
+from ...comm.in_step import Expected, KnownSteps, Stopped
 from ...comm.mesh import SequenceComm
 from ...comm.stage_link import StageLink
 from ...families.plan import TokenPlan
@@ -21,7 +21,7 @@ from ...patches import Part, Patch
 from ...stages import Stage, require_blocks
 from ..fit import require_fit
 from ..hooks import TokenHooks, blocks_of
-from ..method import Facts, Rank, free_frames
+from ..method import ALONE, Facts, Rank, free_frames
 from .clock import BlockClock
 from .kv_buffer import KVBuffers
 from .patch_sharding import PatchSharding
@@ -56,6 +56,7 @@ class PipeFusion:
         self._comm = comm
         self._attentions = stage.size + alone
         self._part = Part(0, 0)
+        self._known = KnownSteps()
         self._clock = BlockClock(clocked)
         self._kv = KVBuffers()
         self._messages = StageMessages(stage, link, rank.next_part)
@@ -78,21 +79,22 @@ class PipeFusion:
         for hooks in (self._hooks, self._ropes, self._stage_hooks):
             hooks.detach()
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: Part, expected: Expected = ALONE) -> None:
         """Open an evaluation. Raises ModelError after a patch of the same run whose messages are
         still in the link.
         """
         self._messages.begin(part)
         if part.run != self._part.run:
-            self.end_run()
+            self._forget_run()
         self._part = part
-        self._comm.begin(self._attentions, part)
+        self._comm.begin(self._attentions)
+        self._comm.in_step.begin(self._known, expected._replace(kind=(expected.kind, part.patch)))
 
     def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Run the part through this stage: the output on the last one, else None."""
         try:
             output = self._through_own_blocks(forward, arguments, number)
-            self._comm.in_step.end()
+            self._comm.in_step.end(number)
             return output
         except Stopped:
             self._messages.go_through()
@@ -105,7 +107,7 @@ class PipeFusion:
     def _through_own_blocks(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         part = self._part
         self._messages.start(number)
-        self._comm.begin(self._attentions, part)
+        self._comm.in_step.agree()
         self._clock.start(part)
         self._kv.start(part)
         self._sharding.patch = Patch(*part.patch) if part.patch else None
@@ -118,25 +120,31 @@ class PipeFusion:
 
     def fail(self, number: int) -> None:
         """The message of the stage before comes first: the other ranks of this stage take theirs
-        before they meet this one.
+        before they meet this one. Only where all ask each other, they meet before.
         """
         try:
             self._messages.number = number
-            self._messages.take()
+            if self._comm.in_step.has_asked:
+                self._messages.take()
             self._comm.in_step.fail()
             self._messages.go_through()
         except Exception:  # noqa: BLE001 the failure that came first is told, and ``facts`` say that messages are left
             return
 
     def end_run(self) -> None:
+        self._known.end_run()
+        self._comm.free_buffers()
+        self._forget_run()  # last, because it may raise
+
+    def _forget_run(self) -> None:
         for kept in (self._hooks, self._kv, self._ropes, self._clock):
             kept.end_run()
-        self._comm.free_buffers()
-        self._messages.end_run()  # last, because it may raise
+        self._messages.end_run()
 
     @property
     def facts(self) -> Facts:
-        return Facts(self._messages.done.progress if self._comm.in_step.is_even else "some", self._clock.times.seconds)
+        in_step = self._comm.in_step
+        return Facts(self._messages.done.progress if in_step.is_even else "some", in_step.confirmed, self._clock.times.seconds)
 
 
 def has(block: nn.Module, path: str) -> bool:
