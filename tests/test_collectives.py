@@ -14,6 +14,7 @@ import torch.distributed as dist
 from greenlet import getcurrent
 from pipemesh.parallel_runtime.comm import mesh
 from pipemesh.parallel_runtime.comm.exchange import Exchange, Stopped
+from pipemesh.parallel_runtime.comm.in_step import Expected
 from pipemesh.parallel_runtime.comm.ring import Ring
 from pipemesh.parallel_runtime.comm.shares import shares_of
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
@@ -64,21 +65,23 @@ def evaluations(
     inputs=lambda at, part: CONDS[part.branch],
 ):
     """The work of a rank: every part of ``requests`` in turn, then the end of the run. ``outputs``:
-    (rank, place of the request) -> what came of it.
+    (rank, place of the request) -> what came of it. A request of a run says which steps all ranks
+    have confirmed in it.
     """
 
     def work(mesh, run):
-        rank, model = Rank(requests, ahead), Model(blocks)
+        rank, model, confirmed = Rank(requests, ahead), Model(blocks), {}
         method = make_method(model, PLAN, mesh, rank)
         method.attach()
         prepare(mesh, run, rank, model)
         for rank.at, part in enumerate(requests):
-            method.begin(part)
+            method.begin(part, Expected(part.branch, confirmed.get(part, 0)))
             try:
                 if run.fails("input"):
                     method.fail(rank.at + 1)
                     raise ZeroDivisionError
                 outputs[mesh.rank, rank.at] = method.evaluate(model, inputs(rank.at, part), rank.at + 1)
+                confirmed[part] = method.facts.confirmed
             except (Stopped, NoRoom, ModelError, ZeroDivisionError) as error:
                 outputs[mesh.rank, rank.at] = type(error)
             assert method.facts.messages_done == "all"

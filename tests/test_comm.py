@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipemesh.benchmarks.forwards import StandinExchange, StandinRing, standin
 from pipemesh.launcher.commands.parity import stock_model
 from pipemesh.parallel_runtime.comm import ring as ring_module
-from pipemesh.parallel_runtime.comm.in_step import InStep
+from pipemesh.parallel_runtime.comm.in_step import Expected, InStep, KnownSteps
 from pipemesh.parallel_runtime.comm.mesh import connect
 from pipemesh.parallel_runtime.comm.ring import Ring
 from pipemesh.parallel_runtime.layout import Layout
@@ -101,11 +101,12 @@ def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monk
     """A rank that had none would fail behind a message that the others have seen, and send it once
     more.
     """
-    steps, watch = InStep(lambda failed: False), TakesNothing()
-    steps.begin("kind")
+    steps, known, watch = InStep(lambda failed, number: (failed, number), lambda flag: None), KnownSteps(), TakesNothing()
+    steps.begin(known, Expected("kind"))
     tensor, flag = torch.ones(2, 1, 4, 8, 16, dtype=dtype), torch.zeros(1)
     exchange, ring = StandinExchange(0, 2), StandinRing(0, 2)
-    exchange.in_step = ring.in_step = steps
+    steps.join("ulysses", exchange)
+    steps.join("ring", ring)
     for of, name in ((exchange, "_move"), (ring, "_pass_on")):
         real = getattr(of, name)
 
@@ -122,10 +123,11 @@ def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monk
             list(ring.walk(tensor, [8, 8], flag))
 
     take()
+    steps.end(1)
     watch.is_on = False
     with watch:
         if again:
-            steps.begin("kind")
+            steps.begin(known, Expected("kind", steps.confirmed))
             steps.fail()
         else:
             take()

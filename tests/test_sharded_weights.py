@@ -16,7 +16,7 @@ from pipemesh.parallel_runtime.comfy_bridge.released_model import arguments_of, 
 from pipemesh.parallel_runtime.comfy_bridge.sharded_weights import ShardedWeights
 from pipemesh.parallel_runtime.comfy_bridge.shared_layers import LEFT_WHOLE, TOGETHER, Sharing, least_shared
 from pipemesh.parallel_runtime.comfy_bridge.turns import NONE, Turns
-from pipemesh.parallel_runtime.comm.exchange import Stopped
+from pipemesh.parallel_runtime.comm.in_step import Expected, Stopped
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families import SAMPLES
@@ -65,7 +65,7 @@ def computed(monkeypatch):
                 if not asked(mesh.rank, rank.at):
                     continue
                 mesh.sequence.use(widths[rank.at] if widths else 1)
-                method.begin(part)
+                method.begin(part, Expected(part.branch, lasts=weights.turns.are_known))
                 try:
                     outputs[mesh.rank, rank.at] = method.evaluate(model, CONDS[part.branch], rank.at + 1)
                     weights.turns.learn()

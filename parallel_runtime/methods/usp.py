@@ -119,7 +119,7 @@ class SequenceSharding:
     def enter_block(self) -> None:
         self._on_progress()
         if self._comm.size == 1:
-            self._comm.stop.decide(self._comm.stop.wish(torch.empty(0)))
+            self._comm.decide(self._comm.stop.wish(torch.empty(0)))
 
     def acts_behind(self, path: str, block: int) -> bool:
         return True
