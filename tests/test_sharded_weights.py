@@ -240,7 +240,7 @@ def turns(alone, monkeypatch):
     model, weights = alone
     weights.turns.room_bytes *= 2
     happened, start = [], ShardGather.start
-    monkeypatch.setattr(ShardGather, "start", lambda self, name, *more: happened.append(name) or start(self, name, *more))
+    monkeypatch.setattr(ShardGather, "start", lambda self, model, layer, *more: happened.append(layer) or start(self, model, layer, *more))
     weights.turns.attach()
     layers = [*(block.qkv for block in model.blocks), model.head]
     for index, layer in enumerate(layers):

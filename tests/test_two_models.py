@@ -50,17 +50,22 @@ def deadline(client):
         timer.cancel()
 
 
-def guided(positive, negative, size=(8, 10), steps=3, sampler="euler"):
+def stop(*_):
+    mm.interrupt_current_processing()
+
+
+def guided(positive, negative, size=(8, 10), callback=None):
     guider = custom("DualModelGuider", positive, conditioning(1, 13), 3.0, negative, conditioning(2, 7))
     noise = torch.randn(1, 16, *size, generator=torch.Generator().manual_seed(2))
-    sigmas = comfy.samplers.calculate_sigmas(positive.get_model_object("model_sampling"), "simple", steps)
+    sigmas = comfy.samplers.calculate_sigmas(positive.get_model_object("model_sampling"), "simple", 3)
     with torch.inference_mode():
-        return guider.sample(noise, torch.zeros_like(noise), comfy.samplers.sampler_object(sampler), sigmas, disable_pbar=True, seed=2)
+        euler = comfy.samplers.sampler_object("euler")
+        return guider.sample(noise, torch.zeros_like(noise), euler, sigmas, callback=callback, disable_pbar=True, seed=2)
 
 
 @pytest.mark.parametrize(("layout", "ways"), CASES, ids=str)
 def test_two_models_at_once_are_stocks_however_each_keeps_its_weights(files, clients, layout, ways):
-    """Twice in a row, then at another size."""
+    """Twice, a cancel between, then at another size."""
     client, names = clients(**LAYOUTS[layout]), ("model", "other")
     release_all(client)
     stock = [load(files[name]) for name in names]
@@ -68,6 +73,8 @@ def test_two_models_at_once_are_stocks_however_each_keeps_its_weights(files, cli
     truth, wider = guided(*stock), guided(*stock, size=(10, 10))
     with deadline(client):
         assert relative_error(guided(*ours), truth) <= BOUND
+        with pytest.raises(mm.InterruptProcessingException):
+            guided(*ours, callback=stop)
         assert relative_error(guided(*ours), truth) <= BOUND
         assert relative_error(guided(*ours, size=(10, 10)), wider) <= BOUND
     kept = [client.session.models[model.remote.model].weights.kept for model in ours]

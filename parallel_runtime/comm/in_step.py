@@ -218,6 +218,7 @@ class InStep:
         if not self._relied and self._lasts:
             self._known.learn(self._kind, number, self._steps)
         self.confirmed = self._relied or (self._known.number_of(self._kind) if self._lasts else 0)
+        self._steps = []
 
     def fail(self) -> None:
         """Go through what is left of the evaluation, for this rank has failed: until all ranks

@@ -120,8 +120,8 @@ def runs_out_of_memory():
             method = real(model, plan, mesh, rank, stages, *kernels)
             begin, watched = method.begin, []
 
-            def counted(part):
-                begin(part)
+            def counted(part, *expected):
+                begin(part, *expected)
                 number, world = part.run // 2, prod(mesh.degrees.values())
                 if seen.part is None or seen.part.run != part.run:  # stages may be cut anew between runs
                     watch_own_blocks()
