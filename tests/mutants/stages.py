@@ -90,8 +90,8 @@ def cannot_read_its_input():
     def change(method, mesh, _now):
         begin, patches = method.begin, set()
 
-        def fail(part):
-            begin(part)
+        def fail(part, *expected):
+            begin(part, *expected)
             if part.patch is not None:
                 patches.add(part.patch)
             if mesh.rank == 1 and len(patches) == 2:
@@ -202,9 +202,9 @@ def counts_what_it_keeps():
         of_rank["now"] = now
         begin, evaluate, run = method.begin, method.evaluate, [None]
 
-        def checked_begin(part):
+        def checked_begin(part, *expected):
             kept = part.run != run[0] and [buffer for buffer in buffers.values() if buffer() is not None]
-            begin(part)
+            begin(part, *expected)
             assert not kept, "kept beyond its run"
             if part.run != run[0]:
                 buffers.clear()
