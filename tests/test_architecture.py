@@ -97,6 +97,7 @@ BEING_SPLIT = "being split"
 EXCEPTIONS = {  # what breaks a rule all the same -> why
     "parallel_runtime/families/plan.py Blocks": "its fields are the words of a vocabulary",
     "parallel_runtime/wire/messages.py Start": "the fields of a message are its schema",
+    "parallel_runtime/wire/messages.py Done": "the fields of a message are its schema",
     "nodes/settings.py PoolSettings": "the fields are the node's inputs",
     "nodes/report/figures.py PoolFigures": "the fields are what a route answers with",
     "nodes/report/figures.py LastRun": "the fields are what a route answers with",

@@ -81,7 +81,7 @@ class Asking:
         self._session.models = {name: Resident() for name in WAYS}
 
     def arrive(self, rank, place):
-        """The acts of this turn that are asked of ``rank``, once all of the turn before are done."""
+        """The acts of this turn that are asked of ``rank``, once all before are done."""
         while place and not self._turns[place - 1].done:
             getcurrent().parent.switch(self._turns[place - 1])
         if self._asked < place:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pipemesh.parallel_runtime.comm.in_step import Expected
 from pipemesh.parallel_runtime.comm.late import Reached
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
@@ -94,8 +95,8 @@ class Rank:
         stages = () if clocked or mesh.link is None else (2, 2)
         self.method = make_method(model, PLAN, mesh, self.loop, stages)
         self.method.attach()
-        held = SimpleNamespace(method=self.method, patches_id="", evaluate=self._evaluate, end_run=self.method.end_run, model=model)
-        self.handler.models["m"] = held
+        held = {"method": self.method, "patches_id": "", "evaluate": self._evaluate, "end_run": self.method.end_run, "model": model}
+        self.handler.models["m"] = SimpleNamespace(**held, begin=lambda part, *expected: self.method.begin(part, Expected(*expected)))
         self._model = model
 
     def _sent(self, message, fds=()):
@@ -151,9 +152,7 @@ def served(mode, monkeypatch):
 
 
 def parts_of(layout, runs=2):
-    """Every patch twice after the first, whole evaluation; or two prompts twice. Of the first of
-    each part ranks ask each other, and announce.
-    """
+    """Every patch twice after the first, whole evaluation; or two prompts twice."""
     if layout.pipefusion > 1:
         return [Part(1, 0), *(Part(1, 0, patch) for _ in range(runs) for patch in PATCHES)]
     return [Part(1, branch) for _ in range(runs) for branch in (0, 1)]

@@ -90,10 +90,9 @@ class Turns:
         self._end = 0  # where the layer at hand lies
         self._coming = NONE  # the end at which weights have not arrived
         self._take_away: list[Callable[[], None]] = []
-        self._number = 0  # this model's, where weights are gathered
 
     def attach(self) -> None:
-        self._number = self._gather.add(self._places_of)
+        self._gather.add(id(self), self._places_of)
         for index, layer in enumerate(self._layers):
             enter = layer.module.register_forward_pre_hook(lambda *_, index=index: self._enter(index))
             leave = layer.module.register_forward_hook(lambda *_, layer=layer: layer.put_away())
@@ -104,7 +103,7 @@ class Turns:
         for take_away in self._take_away:
             take_away()
         self._take_away.clear()
-        self._gather.take_away(self._number)
+        self._gather.take_away(id(self))
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -142,7 +141,7 @@ class Turns:
             room.arrived(self._coming, self._layers[self._at[self._coming]].nbytes)
             self._coming = NONE
         layer.put(self._end, room.content(self._end, layer.nbytes))
-        following = self._order.following(index, self._gather.in_step)
+        following = self._order.following(index, self._gather.steps)
         if following != NONE and following not in self._at and self._fit(index, following):
             self._send_for(following)
 
@@ -168,17 +167,17 @@ class Turns:
         self._at[end] = self._coming = NONE
         if self._at[self._end] != NONE and not self._fit(self._at[self._end], index):
             self._at[self._end] = NONE  # it has computed, and is overwritten
-        self._gather.start(self._number, index, self._layers[index].part, self._room.place(end, self._layers[index].nbytes))
+        self._gather.start(id(self), index, self._layers[index].part, self._room.place(end, self._layers[index].nbytes))
         self._at[end], self._coming = index, end
 
     def learn(self) -> None:
         """Notes that the evaluation succeeded."""
-        self._order.learn(self._gather.in_step)
+        self._order.learn(self._gather.steps)
 
     @property
     def are_known(self) -> bool:
         """Whether the next layer's weights are sent for while one computes."""
-        return self._order.is_known(self._gather.in_step)
+        return self._order.is_known(self._gather.steps)
 
     def end_evaluation(self) -> None:
         """Puts away what an evaluation that ended early left in place."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .in_step import InStep, Step, Stopped
+from .in_step import AxisSteps, Stopped
 from .late import LateValue
 
 LOOK_AHEAD = 8
@@ -78,15 +78,14 @@ class Exchange:
     """Moves tensors between the ranks of ``group``, all of which must make the same calls in the
     same order. ``rank`` and ``size`` are within the group.
 
-    ``via_cpu``: messages go through CPU memory, whatever the ranks compute on. ``in_step``: where
-    the group's messages are noted, as those of ``axis``.
+    ``via_cpu``: messages go through CPU memory, whatever the ranks compute on. ``steps``: where the
+    group's messages are noted.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool):
         self.rank = rank
         self.size = size
-        self.axis = ""
-        self.in_step: InStep | None = None
+        self.steps: AxisSteps | None = None
         self.group = group
         self.via_cpu = via_cpu
         self._buffers: dict[tuple, torch.Tensor] = {}
@@ -125,11 +124,11 @@ class Exchange:
                 place[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
                 offset += tensor.numel()
         room = self._flags(message)
-        if self.in_step is not None:
-            self.in_step.enter(Step(self.axis, message))
+        if self.steps is not None:
+            self.steps.enter(message)
         flag = self._pass(message, flag, room)
-        if self.in_step is not None:
-            self.in_step.leave_with(flag)
+        if self.steps is not None:
+            self.steps.leave_with(flag)
         received = [places.receiving[:0]] * self.size
         for rank, place in places.come.items():
             received[rank] = place[:-1].view(shapes[rank])

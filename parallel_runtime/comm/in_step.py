@@ -10,6 +10,7 @@ and ask each other before every message whether one has failed.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -49,10 +50,9 @@ class Expected(NamedTuple):
 
 
 class Mover(Protocol):
-    """What moves the messages of one axis."""
+    """What moves the messages of one axis, and notes them in ``steps`` if that is there."""
 
-    axis: str
-    in_step: InStep | None
+    steps: AxisSteps | None
 
     def make_room(self, what: Hashable) -> None:
         """Have the memory that the message takes."""
@@ -61,6 +61,19 @@ class Mover(Protocol):
         """Take part in the message with whatever lies in its memory; return the flag that came, if
         one did.
         """
+
+
+class AxisSteps(NamedTuple):
+    """Where the messages of one axis are noted, as ``InStep`` has it."""
+
+    in_step: InStep
+    axis: str
+
+    def enter(self, what: Hashable) -> None:
+        self.in_step.enter(Step(self.axis, what))
+
+    def leave_with(self, flag: torch.Tensor | None) -> None:
+        self.in_step.leave_with(flag)
 
 
 class KnownSteps:
@@ -101,6 +114,46 @@ class KnownSteps:
         self._steps = {number: self._steps[number] for number in self._learned.values()}
 
 
+@dataclass
+class Course:
+    """The steps of the evaluation at hand, and how far one has come. ``relied``: which known ones
+    they are, 0 while they are learned. ``has_asked``: whether nothing is to be asked any more
+    before the first message.
+    """
+
+    known: KnownSteps
+    kind: Hashable
+    expected: Expected
+    steps: list[Step] = field(default_factory=list)
+    at: int = 0
+    relied: int = 0
+    has_asked: bool = True
+
+    def rely_on(self, number: int) -> None:
+        self.relied, self.steps = number, list(self.known.steps_of(number))
+
+    def is_next(self, step: Step) -> bool:
+        """Return whether it is the step that is known to come. If it is not, it is learned, and
+        what was known behind it is void.
+        """
+        if self.at < len(self.steps) and self.steps[self.at] == step:
+            return True
+        if self.relied:
+            self.known.change(self.kind)
+            self.relied = 0
+        del self.steps[self.at :]
+        return False
+
+    def confirmed(self, number: int) -> int:
+        """Note that the evaluation took these steps; return which they are, 0 where the next may
+        take others.
+        """
+        if self.relied or not self.expected.lasts:
+            return self.relied
+        self.known.learn(self.kind, number, self.steps)
+        return self.known.number_of(self.kind)
+
+
 class InStep:
     """The steps of one rank's evaluations where ``width`` groups share a sequence. All ranks of the
     sequence take the same, in one order.
@@ -115,12 +168,9 @@ class InStep:
         self._decide = decide
         self._width = width
         self._movers: dict[str, Mover] = {}
-        self._known, self._kind, self._lasts = KnownSteps(), (), True
-        self._relied = 0  # which known steps are taken, 0 while they are learned
-        self._steps: list[Step] = []  # all of them, or as far as one has come
-        self._at = 0
+        self._course = Course(KnownSteps(), (), Expected())
         self._flag = torch.zeros(1)  # that came last
-        self.has_asked = self._is_over = True  # whether nothing is left to ask before the first message
+        self._is_over = True
         self._is_broken = False
         self.confirmed = 0  # the steps that all ranks know and have memory for; 0 where there are none
 
@@ -129,42 +179,50 @@ class InStep:
         """Whether this rank has left out no message that others wait for."""
         return self._is_over and not self._is_broken
 
+    @property
+    def has_asked(self) -> bool:
+        """Whether nothing is to be asked any more before the first message."""
+        return self._course.has_asked
+
     def join(self, axis: str, mover: Mover) -> None:
         """Have the messages of an axis be steps."""
-        mover.axis, mover.in_step, self._movers[axis] = axis, self, mover
+        self._movers[axis] = mover
+        self.note(axis)
+
+    def note(self, axis: str) -> None:
+        """Have the messages of an axis be noted here, from the next evaluation on."""
+        if axis in self._movers:
+            self._movers[axis].steps = AxisSteps(self, axis)
 
     def begin(self, known: KnownSteps, expected: Expected) -> None:
         """Begin an evaluation of the model that ``known`` belongs to. Raises RuntimeError where
         this rank does not know what all have confirmed.
         """
-        self._known, self._kind, self._lasts = known, (self._width, expected.kind), expected.lasts
-        self._relied = self.confirmed = 0
-        self._rely_on(expected.confirmed)
-        self._at, self.has_asked = 0, bool(expected.confirmed)
-        self._is_over = self._is_broken = bool(expected.confirmed) and not self._steps
+        self._course = Course(known, (self._width, expected.kind), expected, has_asked=bool(expected.confirmed))
+        self._course.rely_on(expected.confirmed)
+        self.confirmed = 0
+        self._is_over = self._is_broken = bool(expected.confirmed) and not self._course.steps
         if self._is_broken:
             raise RuntimeError(f"the steps that were learned in evaluation {expected.confirmed} are not known here")
-
-    def _rely_on(self, number: int) -> None:
-        self._relied, self._steps = number, list(self._known.steps_of(number))
 
     def agree(self) -> None:
         """Find out whether all ranks know the steps to come, unless the request says so. Call it
         before the evaluation's first message, where no result of an earlier one is in use. Raises
         Stopped on all ranks where one has failed.
         """
-        if self.has_asked or self._is_over:
+        course = self._course
+        if course.has_asked or self._is_over:
             return
-        own = self._known.number_of(self._kind)
-        for step in set(self._known.steps_of(own)):
+        own = course.known.number_of(course.kind)
+        for step in set(course.known.steps_of(own)):
             if step.axis in self._movers:
                 self._movers[step.axis].make_room(step.what)
-        self.has_asked = True
+        course.has_asked = True
         has_failed, common = self._ask(False, own)
         if has_failed:
             self._is_over = True
             raise Stopped
-        self._rely_on(common)
+        course.rely_on(common)
 
     def expect(self, tokens: Hashable) -> None:
         """Note how many tokens the evaluation has. Where it is another number than before, every
@@ -188,24 +246,16 @@ class InStep:
         where nothing can fail any more before the message is on its way. Raises Stopped on all
         ranks where one has failed.
         """
-        if not self._is_over:
-            self._reach(step)
-
-    def leave_with(self, flag: torch.Tensor | None) -> None:
-        self._at += 1
-        self._flag = self._flag if flag is None else flag
-
-    def _reach(self, step: Step) -> None:
-        if self._at < len(self._steps) and self._steps[self._at] == step:
+        if self._is_over or self._course.is_next(step):
             return
-        if self._relied:
-            self._known.change(self._kind)
-            self._relied = 0
-        del self._steps[self._at :]
         if step.axis not in SILENT and self._ask(False, 0)[0]:
             self._is_over = True
             raise Stopped
-        self._steps.append(step)
+        self._course.steps.append(step)
+
+    def leave_with(self, flag: torch.Tensor | None) -> None:
+        self._course.at += 1
+        self._flag = self._flag if flag is None else flag
 
     def end(self, number: int) -> None:
         """End an evaluation whose messages have all gone through. ``number``: as the method has it.
@@ -213,12 +263,10 @@ class InStep:
         """
         if self._is_over:
             return
-        self._reach(Step(END))
+        self.enter(Step(END))
         self._is_over = True
-        if not self._relied and self._lasts:
-            self._known.learn(self._kind, number, self._steps)
-        self.confirmed = self._relied or (self._known.number_of(self._kind) if self._lasts else 0)
-        self._steps = []
+        self.confirmed = self._course.confirmed(number)
+        self._course.steps = []
 
     def fail(self) -> None:
         """Go through what is left of the evaluation, for this rank has failed: until all ranks
@@ -226,12 +274,12 @@ class InStep:
         """
         if self._is_over:
             return
-        self._is_over, self._is_broken = True, True
+        self._is_over, self._is_broken, course = True, True, self._course
         try:
-            if self._relied:
-                self._go_through(self._steps[self._at :])
+            if course.relied:
+                self._go_through(course.steps[course.at :])
             else:
-                self.has_asked = True
+                course.has_asked = True
                 self._ask(True, 0)
         except Stopped:
             pass

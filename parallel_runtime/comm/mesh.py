@@ -88,8 +88,7 @@ class SequenceComm:
         All of these ranks must call it.
         """
         self.ulysses, self.ring, self.world, self.in_step, self.shares = self._by_width[width]
-        if self.weights is not None:
-            self.weights.in_step = self.in_step
+        self.in_step.note("weights")
 
     @property
     def rank(self) -> int:
@@ -123,7 +122,7 @@ class SequenceComm:
         self.weights = ShardGather(group, self.rank, self.size, via_cpu=self.world.via_cpu)
         for paths in self._by_width.values():
             paths.in_step.join("weights", self.weights)
-        self.weights.in_step = self.in_step
+        self.in_step.note("weights")
 
     def _ask(self, has_failed: bool, known: int) -> tuple[bool, int]:
         """Ask all ranks of the sequence, as ``InStep`` has it."""

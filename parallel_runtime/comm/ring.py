@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .in_step import InStep, Step
+from .in_step import AxisSteps
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class Ring:
     def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], index: int, *, via_cpu: bool):
         self.index = index
         self.size = len(ranks)
-        self.axis = ""
-        self.in_step: InStep | None = None
+        self.steps: AxisSteps | None = None
         self._group = group
         self._next = ranks[(index + 1) % self.size]
         self._previous = ranks[(index - 1) % self.size]
@@ -73,14 +72,14 @@ class Ring:
         places = self._places(message)
         places[0][: kv.numel()].copy_(kv.flatten())
         wishes, largest = self._flags(message)
-        if self.in_step is not None:
-            self.in_step.enter(Step(self.axis, message))
+        if self.steps is not None:
+            self.steps.enter(message)
         for step, (source, place) in enumerate(self._go_around(message, places, flag)):
             wish = wishes[step : step + 1].copy_(place[-1:])
             block = place[:-1].view(*shape[:3], keys[source], shape[4])
             yield Block(source, kv if step == 0 else block, wish)
-        if self.in_step is not None:
-            self.in_step.leave_with(torch.amax(wishes, 0, keepdim=True, out=largest))
+        if self.steps is not None:
+            self.steps.leave_with(torch.amax(wishes, 0, keepdim=True, out=largest))
 
     def make_room(self, what: Hashable) -> None:
         assert isinstance(what, RingMessage)

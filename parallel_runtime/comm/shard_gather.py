@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping
-from itertools import count
 
 import torch
 import torch.distributed as dist
 
-from .in_step import InStep, Step
+from .in_step import AxisSteps
 
 PlacesOf = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # a layer -> this rank's part (n,), and room for all parts (size * n,)
 
@@ -22,20 +21,18 @@ class ShardGather:
     """Gathers among the ranks of ``group``, all of which must start the same gathers in the same
     order. ``rank`` is within the group.
 
-    ``via_cpu``: messages go through CPU memory, where the parts have to lie then. ``in_step``: of
-    the sequence that computes the evaluation, which may be longer than the group.
+    ``via_cpu``: messages go through CPU memory, where the parts have to lie then. ``steps``: of the
+    sequence that computes the evaluation, which may be longer than the group.
 
-    What it gathers belongs to models, each under a number of its own, until they take it away.
+    What it gathers belongs to models, each under a number of its own, until it is taken away.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool):
         self.rank = rank
         self.size = size
         self.via_cpu = via_cpu
-        self.axis = ""
-        self.in_step: InStep | None = None
+        self.steps: AxisSteps | None = None
         self._group = group
-        self._numbers = count(1)
         self._models: dict[int, PlacesOf] = {}
         self._works: list[dist.Work] = []
         self.seconds = 0.0
@@ -45,11 +42,9 @@ class ShardGather:
         """Begin an evaluation: set the counters to zero."""
         self.seconds, self.sent_bytes = 0.0, 0
 
-    def add(self, places_of: PlacesOf) -> int:
-        """Have the layers of a model be gathered; returns its number."""
-        number = next(self._numbers)
-        self._models[number] = places_of
-        return number
+    def add(self, model: int, places_of: PlacesOf) -> None:
+        """Have the layers of a model be gathered."""
+        self._models[model] = places_of
 
     def take_away(self, model: int) -> None:
         """Keep nothing of a model."""
@@ -70,11 +65,11 @@ class ShardGather:
         """Start to gather every rank's ``part`` (n,) of a layer into ``whole`` (size * n,), in rank
         order. Both must stay as they are until ``wait``. Raises Stopped where a rank has failed.
         """
-        if self.in_step is not None:
-            self.in_step.enter(Step(self.axis, (model, layer)))
+        if self.steps is not None:
+            self.steps.enter((model, layer))
         self._start(part, whole)
-        if self.in_step is not None:
-            self.in_step.leave_with(None)
+        if self.steps is not None:
+            self.steps.leave_with(None)
 
     def _start(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         self.wait()

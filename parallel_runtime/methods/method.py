@@ -85,8 +85,8 @@ class Method(Protocol):
         """
 
     def end_run(self) -> None:
-        """Free all that was kept for later evaluations of the run, and the memory of messages. What is
-        known of their steps stays.
+        """Free all that was kept for later evaluations of the run, and the memory of messages. What
+        is known of their steps stays.
         """
 
     @property

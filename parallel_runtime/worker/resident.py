@@ -156,8 +156,8 @@ class ResidentModel:
             return self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
 
     def begin(self, part: Part, kind: int = 0, confirmed: int = 0) -> None:
-        """Open an evaluation. Where weights are gathered, the first shows which layer follows which:
-        the next one sends for them earlier.
+        """Open an evaluation. Where weights are gathered, the first shows which layer follows
+        which: the next one sends for them earlier.
         """
         turns = self._weights.turns
         self.method.begin(part, Expected(kind, confirmed, lasts=turns is None or turns.are_known))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ...attention.kernels import TORCHS, Kernels
-from ...comm.in_step import Expected, KnownSteps, Stopped
+from ...comm.in_step import Expected, Stopped
 from ...comm.mesh import SequenceComm
 from ...comm.stage_link import StageLink
 from ...families.plan import TokenPlan
@@ -56,7 +56,6 @@ class PipeFusion:
         self._comm = comm
         self._attentions = stage.size + alone
         self._part = Part(0, 0)
-        self._known = KnownSteps()
         self._clock = BlockClock(clocked)
         self._kv = KVBuffers()
         self._messages = StageMessages(stage, link, rank.next_part)
@@ -88,7 +87,7 @@ class PipeFusion:
             self._forget_run()
         self._part = part
         self._comm.begin(self._attentions)
-        self._comm.in_step.begin(self._known, expected._replace(kind=(expected.kind, part.patch)))
+        self._comm.in_step.begin(self._messages.known, expected._replace(kind=(expected.kind, part.patch)))
 
     def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Run the part through this stage: the output on the last one, else None."""
@@ -132,7 +131,7 @@ class PipeFusion:
             return
 
     def end_run(self) -> None:
-        self._known.end_run()
+        self._messages.known.end_run()
         self._comm.free_buffers()
         self._forget_run()  # last, because it may raise
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from ...comm.in_step import KnownSteps
 from ...comm.stage_link import StageLink
 from ...patches import Part
 from ...stages import Stage
@@ -43,6 +44,7 @@ class StageMessages:
         self._next_part = next_part
         self._part = Part(0, 0)
         self.number = 0
+        self.known = KnownSteps()  # of the ranks of this stage, kept over runs
         self._received: dict[Part, Hidden] = {}  # what came of each part of this run, and will come of it again
         self._sent: dict[Part, Hidden] = {}  # likewise
         self.device = torch.device("cpu")  # where rows are computed
