@@ -264,8 +264,7 @@ def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bo
 
     try:
         tree = encode_tree(arguments, put)
-        is_right = lambda: all([check() for check in checks])  # noqa: E731
-        return WrittenArguments(arguments, tree, frame, places, is_right, hash(tuple(kind)))
+        return WrittenArguments(arguments, tree, frame, places, lambda: all([is_right() for is_right in checks]), hash(tuple(kind)))
     except BaseException:
         frame.release()
         raise
