@@ -11,6 +11,7 @@ from PIL import Image
 from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.comfyui.install import LaunchError
 from pipemesh.launcher.commands import demo
+from pipemesh.launcher.pictures import showcase
 from pipemesh.parallel_runtime.families.sample import Size
 
 ROWS = (
@@ -47,6 +48,17 @@ def test_the_demo_shows_stock_beside_the_pool_and_writes_both_pictures(run, tmp_
     assert "No captions are drawn. There is no file." in said
     stock, pool, sheet = (Image.open(tmp_path / name) for name in PICTURES)
     assert stock.size == pool.size == (64, 64) and sheet.width > 3 * 64
+
+
+def test_its_comparison_is_of_a_picture_that_was_drawn_and_of_noise_only_where_it_says_so():
+    same = demo.Sampled([0.1], torch.ones(1, 4, 8, 8).cumsum(-1), Image.new("RGB", (64, 64)))
+    stock, ours = Image.new("RGB", (64, 64), "red"), Image.new("RGB", (64, 64), "red")
+    drawn = {"stock": [showcase.Drawn(stock)], "Ulysses": [showcase.Drawn(ours)], "PipeFusion": []}
+    left, right, difference = demo.compared(demo.Round(same, same), drawn, 2).values()
+    assert left.getpixel((1, 1)) == right.getpixel((1, 1)) == (255, 0, 0) and difference.getextrema() == (0, 0)
+    ours.putpixel((9, 9), (0, 0, 255))
+    assert demo.compared(demo.Round(same, same), drawn, 2)["difference, white is any"].getextrema() == (0, 255)
+    assert next(iter(demo.compared(demo.Round(same, same), {}, 2))) == "stock: noise, as the model is random"
 
 
 class NoServer(nullcontext):

@@ -20,6 +20,7 @@ from comfy.model_patcher import ModelPatcher
 from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.by_reference import PutTogether, TakenApart
+from pipemesh.parallel_runtime.comfy_bridge.guard import patch_name
 from pipemesh.parallel_runtime.comfy_bridge.in_block import encode_images
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
@@ -313,3 +314,10 @@ def weighted_patch():
     made = model_patch(torch.nn.Linear(2, 2))
     made.patches = {"weight": [(1.0, torch.zeros(2, 2), 1.0, None, None)]}
     return made
+
+
+def test_a_message_names_the_code_of_a_pack_by_its_folder_and_not_by_the_path_before_it():
+    """On a node two lines are seen, which a path would fill."""
+    code = type("Patch", (), {"__module__": "/home/someone/ComfyUI/custom_nodes/a pack.nodes.inner"})
+    assert patch_name(code) == patch_name(code()) == "a pack.nodes.inner.Patch"
+    assert patch_name(patch_name) == "pipemesh.parallel_runtime.comfy_bridge.guard.patch_name"

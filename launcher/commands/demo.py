@@ -2,8 +2,9 @@
 then by a pool of ranks, and show both side by side.
 
 It writes a small random model and a LoRA, starts ComfyUI headless, and queues the same graph
-through its API. Where there are fewer GPUs than ranks everything runs on the CPU, and one core
-stands for one GPU: stock computes on one thread, and so does every rank.
+through its API: what is timed. The pictures are captions that a small trained model draws. Where
+there are fewer GPUs than ranks everything runs on the CPU, and one core stands for one GPU: stock
+computes on one thread, and so does every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageChops, ImageDraw
 from safetensors.torch import load_file
 
 from ...parallel_runtime.families import sample_with
@@ -39,6 +40,7 @@ from .parity import BOUND, relative_error
 
 SEEDS = (1, 2, 3)  # of the rounds; the first loads and warms up and its times do not count
 CAPACITY_BLOCKS = 8
+CAPTIONS, SHOWN = "captions.png", (320, 320)  # the file of all captions; a side of the one that is compared
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CAPACITY_WORKER = """
 import sys, time, torch
@@ -122,10 +124,10 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         with server:
             rounds = [sample_round(server, seed, work, options.steps, pool_inputs(ranks, on_cpu), capacity) for seed in SEEDS]
             last_run = pool_report(server)
-            trained = draw_captions(server, out, ranks, on_cpu)
+            drawn = draw_captions(server, out / CAPTIONS, ranks, on_cpu)
     difference = max(one.difference for one in rounds)
     print(table(rounds[1:], ranks, capacity.value, difference, last_run))
-    for path in [*write_pictures(out, rounds[-1], ranks), *trained]:
+    for path in [*write_pictures(out, compared(rounds[-1], drawn, ranks)), *([out / CAPTIONS] if drawn else [])]:
         print(f"  {path}")
     if not difference <= BOUND:
         raise LaunchError(f"the latents differ by {difference:.1e} of their scale, more than {BOUND:.0e}: report it with {server.log}.")
@@ -167,13 +169,15 @@ def pool_inputs(ranks: int, on_cpu: bool) -> dict[str, Any]:
     return {"devices": "cpu" if on_cpu else "auto", "ulysses": ranks, "backend": "auto"}
 
 
-def draw_captions(server: ComfyServer, out: Path, ranks: int, on_cpu: bool) -> list[Path]:
-    """Draw captions by the trained model, stock, under Ulysses and under PipeFusion."""
+def draw_captions(server: ComfyServer, file: Path, ranks: int, on_cpu: bool) -> dict[str, list[showcase.Drawn]]:
+    """Draw captions by the trained model, stock, under Ulysses and under PipeFusion; none where it
+    is not there.
+    """
     try:
         trained_files()
     except LaunchError as error:
         print(f"No captions are drawn. {error}")
-        return []
+        return {}
     say("Drawing captions by the small trained model")
     showcase.copy_model(server.models)
     by_hand = {**pool_inputs(ranks, on_cpu), "layout": "by hand"}
@@ -182,8 +186,7 @@ def draw_captions(server: ComfyServer, out: Path, ranks: int, on_cpu: bool) -> l
         f"Ulysses, {ranks} ranks": by_hand,
         f"PipeFusion, {ranks} stages": {**by_hand, "ulysses": 1, "pipefusion": ranks},
     }
-    showcase.show(server, pools, out / "captions.png")
-    return [out / "captions.png"]
+    return showcase.show(server, pools, file)
 
 
 def workflow(work: Workload, steps: int, seed: int, name: str, pool: dict[str, Any] | None) -> Graph:
@@ -313,14 +316,21 @@ def table(rounds: Sequence[Round], ranks: int, capacity: float | None, differenc
     return "\n".join(["", *lines, "", *notes, ""])
 
 
-def write_pictures(out: Path, one: Round, ranks: int) -> list[Path]:
-    stock, pool = one.stock.preview, one.pool.preview
-    difference = difference_image(one.stock.latent, one.pool.latent).resize(stock.size, Image.Resampling.NEAREST)
-    columns = {
-        "stock": stock,
-        f"{ranks} ranks": pool,
-        f"difference, white is {BOUND:.0e} of the scale": difference,
-    }
+def compared(one: Round, drawn: Mapping[str, Sequence[showcase.Drawn]], ranks: int) -> dict[str, Image.Image]:
+    """Return the picture of stock, that of the ranks, and their difference, by what each is: of the
+    first caption, else of the random model, which draws noise.
+    """
+    if not drawn:
+        stock, pool = one.stock.preview, one.pool.preview
+        difference = difference_image(one.stock.latent, one.pool.latent).resize(stock.size, Image.Resampling.NEAREST)
+        return {"stock: noise, as the model is random": stock, f"{ranks} ranks": pool, f"difference, white is {BOUND:.0e}": difference}
+    stock, pool = (pictures[0].picture.resize(SHOWN, Image.Resampling.LANCZOS) for pictures in list(drawn.values())[:2])
+    difference = ImageChops.difference(stock, pool).convert("L").point(lambda value: 255 * (value > 0))
+    return {"stock": stock, f"{ranks} ranks": pool, "difference, white is any": difference}
+
+
+def write_pictures(out: Path, columns: dict[str, Image.Image]) -> list[Path]:
+    stock, pool, _ = columns.values()
     paths = [out / "stock.png", out / "pool.png", out / "contact_sheet.png"]
     for path, image in zip(paths, (stock, pool, contact_sheet(columns)), strict=True):
         image.save(path)

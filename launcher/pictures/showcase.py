@@ -151,10 +151,16 @@ def lines_of(pen: ImageDraw.ImageDraw, text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def show(server: ComfyServer, pools: Mapping[str, Mapping[str, Any] | None], file: Path, say: Callable[[str], None] = print) -> None:
+def show(
+    server: ComfyServer, pools: Mapping[str, Mapping[str, Any] | None], file: Path, say: Callable[[str], None] = print
+) -> dict[str, list[Drawn]]:
+    """Draws each caption under each pool, says how near and how fast they are, and saves them side
+    by side.
+    """
     drawn = draw_all(server, pools)
     stock = next(iter(drawn.values()))
     for name, pictures in drawn.items():
         say(f"  {label(name, pictures, stock)}")
     say(f"  over {len(CAPTIONS)} captions of {SIDE} x {SIDE} pixels, too few tokens to gain time by; PSNR 99 is equal")
     sheet(drawn).save(file)
+    return drawn
