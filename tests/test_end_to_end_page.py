@@ -250,12 +250,23 @@ def brightness(picture):
     return ImageStat.Stat(picture).median[0]
 
 
+REACHED = """(() => {
+  const button = [...document.querySelectorAll('button')].find(one => one.textContent.trim() == 'View details')
+  const at = button.getBoundingClientRect()
+  return button.contains(document.elementFromPoint(at.x + at.width / 2, at.y + at.height / 2))
+})()"""
+
+
 @pytest.mark.quick
 def test_a_mistake_in_the_pool_is_one_sentence_that_is_seen(page):
     page.evaluate(MISTAKE)
     page.evaluate("(() => { app.queuePrompt(0) })()")
     sentence = "ulysses 3 = 3 ranks, 2 devices listed (cpu, cpu): list one device per rank, or choose ulysses 2 or ring 2."
     page.until(f"document.body.innerText.includes({json.dumps(sentence)})")
+    page.until("[...document.querySelectorAll('button')].some(one => one.textContent.trim() == 'View details')")
+    assert page.evaluate(REACHED), "what ComfyUI itself says of it is not covered"
+    page.evaluate("document.querySelector('.pipemesh-mistake button').click()")
+    assert sentence not in page.evaluate("document.body.innerText")
     (errors,) = page.evaluate("Object.values(app.lastNodeErrors).map(node => node.errors.map(error => error.details))")
     assert len(errors) == 1 and errors[0].endswith(sentence)
 

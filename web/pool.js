@@ -13,6 +13,15 @@ const AUTO = "auto";
 const DEVICES = "devices";
 const PICK = "pick"; // no input: it writes what devices say, and is in no workflow and no prompt
 const QUALITY = "quality"; // of a layout that is not said by hand
+const MISTAKE_MS = 20000; // that a mistake is seen
+const STYLE = `
+.pipemesh-mistake { position: fixed; top: 104px; left: 76px; z-index: 1100; max-width: min(400px, calc(100vw - 96px)); padding: 10px 14px;
+  border: 1px solid var(--error-text); border-radius: 6px; background: var(--comfy-menu-bg); color: var(--fg-color); font-size: 14px;
+  line-height: 1.4; }
+.pipemesh-mistake strong { color: var(--error-text); }
+.pipemesh-mistake p { margin: 4px 0 0; }
+.pipemesh-mistake button { float: right; margin-left: 12px; border: 0; background: none; color: inherit; font: inherit; cursor: pointer; }
+.dom-widget .break-all { word-break: normal; overflow-wrap: anywhere; } /* of the line on a sampler's node: words in one piece */`;
 const ALWAYS = new Set([DEVICES, "weights", LAYOUT, PICK]);
 
 let opensPrompt = false; // the page makes nodes of a prompt of the API's, which may be older than the choice of a layout
@@ -89,8 +98,22 @@ function tell(nodes) {
     const said = eachOnce(node.errors);
     node.errors = said.map((one) => one.error);
     for (const { sentence } of said)
-      if (sentence) app.extensionManager?.toast?.add({ severity: "error", summary: "PipeMesh Pool", detail: sentence, life: 20000 });
+      if (sentence) showMistake(sentence);
   }
+}
+
+// At the upper left: at the upper right, where ComfyUI's messages are, it would cover the way to their details.
+function showMistake(sentence) {
+  document.querySelector(".pipemesh-mistake")?.remove();
+  const shown = Object.assign(document.createElement("div"), { className: "pipemesh-mistake" });
+  shown.setAttribute("role", "alert");
+  const title = Object.assign(document.createElement("strong"), { textContent: "PipeMesh Pool" });
+  const text = Object.assign(document.createElement("p"), { textContent: sentence });
+  const close = Object.assign(document.createElement("button"), { textContent: "×", onclick: () => shown.remove() });
+  close.setAttribute("aria-label", "×");
+  shown.append(close, title, text);
+  document.body.append(shown);
+  setTimeout(() => shown.remove(), MISTAKE_MS);
 }
 
 function widen(nodeType) {
@@ -105,6 +128,7 @@ function widen(nodeType) {
 app.registerExtension({
   name: "PipeMesh.Pool",
   setup() {
+    document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }));
     const open = app.loadApiJson;
     app.loadApiJson = function (...args) {
       opensPrompt = true;
