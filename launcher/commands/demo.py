@@ -325,7 +325,7 @@ def compared(one: Round, drawn: Mapping[str, Sequence[showcase.Drawn]], ranks: i
         difference = difference_image(one.stock.latent, one.pool.latent).resize(stock.size, Image.Resampling.NEAREST)
         return {"stock: noise, as the model is random": stock, f"{ranks} ranks": pool, f"difference, white is {BOUND:.0e}": difference}
     stock, pool = (pictures[0].picture.resize(SHOWN, Image.Resampling.LANCZOS) for pictures in list(drawn.values())[:2])
-    difference = ImageChops.difference(stock, pool).convert("L").point(lambda value: 255 * (value > 0))
+    difference = ImageChops.difference(stock, pool).convert("L").point([0] + 255 * [255])
     return {"stock": stock, f"{ranks} ranks": pool, "difference, white is any": difference}
 
 
