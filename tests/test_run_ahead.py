@@ -44,6 +44,7 @@ class Gpu:
 
     def __init__(self, patch, counts):
         self.recorded, self.reached, self.early = 0, 0, 0
+        self.on_wait = lambda: None
         gpu = self
 
         class Event:
@@ -58,6 +59,7 @@ class Gpu:
                 return self.place <= gpu.reached
 
             def synchronize(self):
+                gpu.on_wait()
                 gpu.early += (self.place, self.flops) == (gpu.recorded, counts.flops)
                 gpu.reached = max(gpu.reached, self.place)
 
@@ -87,7 +89,7 @@ class Rank:
         self.log = []
         ours, theirs = socket.socketpair()
         self.ui, channel = Channel(ours, FromRank), Channel(theirs, ToRank)
-        self.loop = RankLoop(channel, self.arena.board, mesh.rank, NoMemory())
+        self.loop = RankLoop(channel, self.arena.board, mesh.rank, NoMemory(), DEVICE)
         self.handler = RequestHandler(mesh, DEVICE, NoMemory(), ArenaIO(self.arena.segment, DEVICE), away=False)
         self.send, channel.send = channel.send, self._sent
         with dry_device(mode), DEVICE:
@@ -181,6 +183,25 @@ def test_the_next_one_is_enqueued_before_the_gpu_has_come_to_the_end_of_the_last
             assert done["enqueues", number + 1] < done["answered", TURN * number], "it ran ahead"
         if ("enqueues", number + AHEAD) in done:
             assert done["enqueues", number + AHEAD] > done["answered", TURN * number], "a cancel would wait for them all"
+
+
+@pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=Layout.equation)
+def test_while_a_rank_waits_for_its_gpu_what_that_computes_counts_as_progress(served, monkeypatch, layout):
+    """A GPU that computes for longer than the stall time is not one that hangs."""
+    monkeypatch.setattr("pipemesh.parallel_runtime.worker.trail.EVERY", 1)
+    counted = []
+
+    def prepare(rank, gpu):
+        def looked_at():
+            if ("enqueued", 1) in rank.log:
+                counted.append(rank.arena.board.progress(0))
+
+        gpu.on_wait = looked_at
+
+    made, _, _ = served(layout, 0, parts_of(layout)[:1], prepare=prepare)
+    assert [type(one) for one in made.answers()] == [Done]
+    assert len(counted) > 2, "the end alone is waited for"
+    assert counted == sorted(set(counted)), "a place that was come to did not count"
 
 
 def test_what_the_gpu_has_computed_is_answered_while_the_next_one_is_enqueued(served):

@@ -71,7 +71,7 @@ def run(channel: Channel) -> None:
     board.enter(start.rank, "joining")
     layout = Layout(**start.degrees)
     memory = DeviceMemory(device, start.rank, start.sharers)
-    loop = RankLoop(channel, board, start.rank, memory)
+    loop = RankLoop(channel, board, start.rank, memory, device)
     size = layout.world_size
     joining = giving_way if start.cores else contextlib.nullcontext
     with joining():

@@ -29,23 +29,27 @@ from ..wire.messages import PHASE, Close, Done, Failed, Forward, Request
 from ..wire.segment import Segment
 from .device_memory import DeviceMemory, is_out_of_memory
 from .handler import Enqueued, RequestHandler
+from .trail import Trail
 
 AHEAD = 2  # evaluations, or patches of one, that a GPU may have before it: a cancel waits for them
 LOOK_S = 2e-4
+CPU = torch.device("cpu")
 
 
 class RankLoop:
-    """The loop of one rank. Serves methods too: notes their progress, reserves memory, tells which
-    part comes next.
+    """The loop of one rank, which computes on ``device``. Serves methods too: notes their progress,
+    reserves memory, tells which part comes next.
     """
 
-    def __init__(self, channel: Channel, board: Board, rank: int, memory: DeviceMemory):
+    def __init__(self, channel: Channel, board: Board, rank: int, memory: DeviceMemory, device: torch.device = CPU):
         self._channel = channel
         self._board = board
         self._rank = rank
         self._memory = memory
         self._ahead: deque[tuple[Request | Close, list[int]]] = deque()  # messages that were read before their turn
-        self._enqueued: deque[Enqueued] = deque()  # evaluations that are not answered
+        self._new_trail = partial(Trail, device, lambda: board.tick(rank))
+        self._trail = self._new_trail()  # of the request at hand
+        self._enqueued: deque[tuple[Enqueued, Trail]] = deque()  # evaluations that are not answered
         self._request: Request | None = None  # at hand
 
     def wants_stop(self) -> bool:
@@ -58,7 +62,9 @@ class RankLoop:
         """
         self._board.tick(self._rank)
         is_ours = threading.current_thread() is threading.main_thread()  # others tick while torch compiles
-        if self._enqueued and is_ours and self._enqueued[0].reached.is_over():
+        if is_ours:
+            self._trail.note()
+        if self._enqueued and is_ours and self._is_first_over():
             self._send_first()
 
     def note(self, phase: str) -> None:
@@ -98,10 +104,10 @@ class RankLoop:
             if isinstance(message, Close):
                 return
             self._board.enter(self._rank, PHASE[type(message)], message.request)
-            self._request = message
+            self._request, self._trail = message, self._new_trail()
             answer = self._answered(message, partial(self._handle, handler, message, fds), partial(handler.messages_done, message))
             if isinstance(answer, Enqueued):
-                self._enqueued.append(answer)
+                self._enqueued.append((answer, self._trail))
             else:
                 self._send_all()
                 self._channel.send(answer)
@@ -111,7 +117,7 @@ class RankLoop:
         another evaluation can be enqueued. Answers go in the order of their requests.
         """
         while self._enqueued:
-            if self._enqueued[0].reached.is_over():
+            if self._is_first_over():
                 self._send_first()
             elif (arrived := self._arrived()) is None:
                 select.select([self._channel], [], [], LOOK_S)
@@ -119,6 +125,12 @@ class RankLoop:
                 return
             else:
                 self._send_first()
+
+    def _is_first_over(self) -> bool:
+        """Whether the device has come to the end of the evaluation that was enqueued first."""
+        first, trail = self._enqueued[0]
+        trail.look()
+        return first.reached.is_over()
 
     def _send_all(self) -> None:
         while self._enqueued:
@@ -128,10 +140,10 @@ class RankLoop:
         """Waits until the device has come to the evaluation that was enqueued first, and answers
         it.
         """
-        first = self._enqueued.popleft()
+        first, trail = self._enqueued.popleft()
 
         def compute() -> Done:
-            first.reached.wait()
+            trail.wait_for(first.reached)
             return first.answer()
 
         answer = self._answered(first.request, compute, lambda: first.messages_done)

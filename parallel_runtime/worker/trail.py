@@ -1,0 +1,50 @@
+"""Count as progress what a GPU computes while this process only waits for it.
+
+A rank enqueues a whole evaluation in milliseconds, and the GPU may compute it for minutes: a rank
+that is judged by what it enqueues looks like one that hangs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from ..comm.late import Reached
+
+EVERY = 8  # ticks between two places: a place is an event, which takes a microsecond of this process
+
+
+class Trail:
+    """Places along one evaluation, in the order in which ``device`` comes to them. ``tick`` is
+    called once for each place that it has come to. On the CPU there are none: what is enqueued is
+    computed.
+    """
+
+    def __init__(self, device: torch.device, tick: Callable[[], None]):
+        self._device = device
+        self._tick = tick
+        self._ticks = 0
+        self._places: deque[Reached] = deque()
+
+    def note(self) -> None:
+        """Note the place that the evaluation has come to, now and then."""
+        self._ticks += 1
+        if self._device.type == "cuda" and self._ticks % EVERY == 0:
+            self._places.append(Reached(self._device))
+
+    def look(self) -> None:
+        """Count the places that the device has come to since the last look."""
+        while self._places and self._places[0].is_over():
+            self._places.popleft()
+            self._tick()
+
+    def wait_for(self, end: Reached) -> None:
+        """Wait until the device has come to the evaluation's end; count the places on the way.
+        Raises RuntimeError where the device failed.
+        """
+        while self._places:
+            self._places.popleft().wait()
+            self._tick()
+        end.wait()
