@@ -16,7 +16,7 @@ from pipemesh.nodes.auto.sampling import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.parallel_runtime import lease
-from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge import loan
 from pipemesh.parallel_runtime.comfy_bridge.slots import slots
 from pipemesh.parallel_runtime.comfy_bridge.source import describe_source
@@ -112,6 +112,17 @@ def test_a_pool_makes_the_image_of_what_was_loaded_or_says_one_sentence(file, se
     assert changed == (way not in IN_PLACE)
     assert image_or_sentence(truth, lambda: run(parallel)) == (way not in IN_PLACE), "the same again, not a second fault"
     run(parallelize(load(files["other"]), client, holds_ui_device=True))
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1, 2), (1, 1, 2)], ids=["cfg 2", "pipefusion 2"])
+def test_groups_and_stages_say_the_same_sentence_and_their_run_keeps_it(file, clients, degrees):
+    """What they wait for is collected elsewhere than where the forward asks for it."""
+    pool = clients(*degrees)
+    parallel = parallelize(load(str(file.path)), pool, 0.0, Patching(2, 1) if pool.layout.pipefusion > 1 else None)
+    with pytest.raises(Refused, match="changed on disk") as refused:
+        run(parallel, steps=4, cfg=4.0, callback=file.during("cut short"))
+    assert pool.runs.faults[pool.last_run] == str(refused.value)
+    assert image_or_sentence(None, lambda: run(parallel, cfg=4.0)) is False, "the same again, not a second fault"
 
 
 @cases

@@ -9,6 +9,7 @@ from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.status.ask import MOST, status_of
 from pipemesh.nodes.timing import Stepped
 from pipemesh.parallel_runtime.client.run import Evaluation, Run
+from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.occupancy import Span
 
 from .fake_pools import fake_setup
@@ -96,7 +97,8 @@ def test_how_far_a_run_is_and_how_long_it_takes_still_is_told_and_why_it_ended_e
     runtime.times._stepped[run] = Stepped(5, 20, 2.0)
     assert status_of(runtime, AUTO).current_run.steps.left_s == 30.0
     pool.runs._open["model"] = run
-    pool.runs.fail("model", RuntimeError("Rank 1 on cpu was killed: run again.\nLast lines of rank 1:\n  its last words"))
+    with pytest.raises(PoolFailed), pool.runs.noting_faults("model"):
+        raise PoolFailed("Rank 1 on cpu was killed: run again.\nLast lines of rank 1:\n  its last words")
     pool.runs.end("model")
     (ended,) = status_of(runtime, AUTO).last_runs
     assert (ended.steps.done, ended.steps.total, ended.steps.left_s) == (5, 20, None)

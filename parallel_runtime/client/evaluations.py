@@ -7,10 +7,11 @@ flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -63,6 +64,7 @@ class Evaluations:
         self._sessions = sessions
         self._residency = residency
         self._balance = balance
+        self._looked_at: WeakKeyDictionary[Run, set[tuple[int, int]]] = WeakKeyDictionary()  # branches whose first output was
         self._growth: dict[str, int] = {}  # model -> how many times as large as its latent an output may be, where it was larger
 
     @property
@@ -198,7 +200,9 @@ class Evaluations:
         ModelError.
         """
         run, tensor = ticket.run, session.pool.arena.segment.tensor
-        if len(run.evaluations) < len(run.branches):
+        seen = self._looked_at.setdefault(run, set())
+        if (run.id, ticket.part.branch) not in seen:
+            seen.add((run.id, ticket.part.branch))
             kept = session.models[run.model].weights.kept if run.model in session.models else "whole"
             made_by = f"{self._sessions.layout.product()} with {kept} weights"
             require_finite(decode_tree(reply.output, tensor), ticket.written.arguments, made_by)
@@ -237,6 +241,22 @@ def compiles(arguments: Mapping[str, Any]) -> bool:
     return COMPILE in arguments.get("transformer_options", {})
 
 
+def chosen_in(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the options that may decide which messages ranks exchange: switches, and collections,
+    such as the numbers of blocks that leave out their attention. Not single numbers: some nodes
+    count their calls in one, and no kind of evaluation would be known then.
+    """
+    return [(name, frozen(value)) for name, value in sorted(options.items()) if isinstance(value, (bool, list, tuple, set, frozenset))]
+
+
+def frozen(value: Any) -> Hashable:
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(frozen, value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(frozen, value))
+    return value if isinstance(value, (bool, int, str)) else None
+
+
 def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bool) -> WrittenArguments:
     """Writes into a frame what may differ in every evaluation; names conditioning, which is written
     when its content is new, and looked at unless what is in flight has the very same tensor. How
@@ -247,6 +267,7 @@ def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bo
     checks: list[Callable[[], bool]] = []
     places: dict[tuple, tuple[torch.Tensor, TensorRef]] = {}
     kind: list[Any] = [(name, value) for name, value in arguments.items() if isinstance(value, (bool, int, str))]
+    kind += chosen_in(arguments.get("transformer_options", {}))
 
     def put(path: str, tensor: torch.Tensor) -> TensorRef:
         argument = path.partition("/")[0]

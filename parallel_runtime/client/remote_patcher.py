@@ -23,104 +23,25 @@ from ..comfy_bridge.forward import PREFIX, forward_patch
 from ..comfy_bridge.guard import refuse_foreign_levers, require_plan, require_whole_groups
 from ..comfy_bridge.in_block import InBlockPatches, encode_images, in_block_patches
 from ..comfy_bridge.in_place import Watch, require_unchanged
-from ..comfy_bridge.interrupt import held, interrupted, interrupting
+from ..comfy_bridge.interrupt import interrupted, interrupting
 from ..comfy_bridge.options import crossing_options, hand_over_compilation, without_rebuilt
 from ..comfy_bridge.prepared_text import text_patch
-from ..comfy_bridge.quantised import stored_bytes
 from ..comfy_bridge.rows import Constants
-from ..comfy_bridge.source import Source, describe_source, state_source
+from ..comfy_bridge.source import describe_source, state_source
 from ..comfy_bridge.weight_patches import cast_switches, content_id, hooked_id, plain_objects, weight_patches_of, widened_weights
 from ..comfy_bridge.weights import give_back, is_patched
-from ..errors import PipeMeshError, Refused, RunCancelled
+from ..errors import Refused
 from ..planner.keeping import ModelBytes, WeightsWish
 from .beside import Sampled
 from .evaluations import Work
-from .file_of_ranks import FileOfRanks
 from .groups import InGroups
 from .patch_backend import PipelineBackend
 from .patchwise import SAMPLING, Patching, Patchwise, branch_of
+from .remote import Remote
 from .remote_forward import WRAPPERS, RemoteForward
 from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY
 from .wait import waited_for
-
-
-class Remote:
-    """Keeps the state that all clones of one parallelized MODEL share.
-
-    ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
-    ``activations``: likewise, of what a whole evaluation computes. ``sampling``: how evaluations
-    become patches, where the pool is a pipeline, or go to groups, where it has several; ``stages``:
-    how many blocks each stage has, where the user says so. ``weights``: how the ranks are to keep
-    them, one of ``planner.keeping.ASKED``.
-    """
-
-    def __init__(
-        self,
-        pool: RemotePool,
-        source: Source,
-        holds_ui_device: float,
-        activations: float,
-        sampling: Patchwise | InGroups | None = None,
-        stages: tuple[int, ...] = (),
-        weights: str = "whole",
-    ):
-        self.pool = pool
-        self.source = source
-        self.holds_ui_device = holds_ui_device
-        self.activations = activations
-        self.sampling = sampling
-        self.stages = stages
-        self.weights = weights
-        self.free_bytes: int | None = None  # in the rank that has least, when the run began
-        self.sampled: Sampled | None = None  # what this run is of
-
-    @property
-    def model(self) -> str:
-        """Returns the model's name in the pool."""
-        return self.source.model
-
-    @property
-    def file(self) -> FileOfRanks:
-        return FileOfRanks(self.source.file, self.release)
-
-    def share_of(self, diffusion_model: torch.nn.Module) -> int:
-        """Returns the bytes of weights on the UI's own device once ranks have loaded the model, and
-        of a run's conditioning there: both go when it is released.
-        """
-        share = round(stored_bytes(diffusion_model.parameters()) * self.holds_ui_device)
-        held = self.pool.session.models.get(self.model) if self.pool.session is not None else None
-        kept = self.pool.conditioning_bytes(self.model) if share else 0
-        return kept + (share if held is None or held.weights.kept == "whole" else min(share, held.weights.nbytes))
-
-    def release(self) -> None:
-        self.pool.residency.release(self.model)
-
-    def recut(self) -> None:
-        """Decides how many blocks each stage has, and how weights are kept."""
-        self.pool.residency.recut(self.model, self.stages, self.weights, self.left_free)
-
-    def left_free(self) -> int:
-        """Returns the bytes that weights are to leave free on each rank's device."""
-        return self.pool.beside.left_free(self.model, self.sampled)
-
-    def begin_run(self) -> None:
-        """Begins a run in the pool. Raises Refused for a checkpoint that was overwritten."""
-        self.file.require_same()
-        with held(self.pool.turn):
-            self.pool.runs.begin(self.model)
-        self.recut()
-        self.free_bytes = self.pool.free_bytes()
-        if self.sampling is not None:
-            self.sampling.begin_run()
-
-    def end_run(self) -> None:
-        """Ends the run that the model is in, if any: after a run inside a run, the outer one's
-        rest.
-        """
-        self.sampled = None
-        self.pool.wait.end()
-        self.pool.runs.end(self.model)
 
 
 class RemotePatcher(ModelPatcher):
@@ -275,14 +196,8 @@ class RemotePatcher(ModelPatcher):
                 remote.pool.runs.of(remote.model), [Work(arguments, branch, self.patches_id)], interrupted
             )[0]
 
-        try:
-            with remote.file.being_read():
-                return remote.pool.beside.with_room(remote.model, attempt, again=remote.sampling is None)
-        except RunCancelled:
-            raise
-        except PipeMeshError as error:
-            remote.pool.runs.fail(remote.model, error)
-            raise
+        with remote.computing():
+            return remote.pool.beside.with_room(remote.model, attempt, again=remote.sampling is None)
 
 
 @interrupting
@@ -360,7 +275,8 @@ def parallelize(
     made = remote_clone(patcher, remote)
     for kind in (*SAMPLING, WrappersMP.PREPARE_SAMPLING, *WRAPPERS):
         made.remove_wrappers_with_key(kind, WRAPPER_KEY)
-    for kind, wrapper in ((WrappersMP.PREPARE_SAMPLING, prepare_sampling), *WRAPPERS.items()):
+    own = {WrappersMP.PREPARE_SAMPLING: prepare_sampling, WrappersMP.SAMPLER_SAMPLE: remote.sampler_sample, **WRAPPERS}
+    for kind, wrapper in own.items():
         made.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
     if pool.layout.groups > 1:
         made.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, constants.calc_cond_batch)

@@ -113,6 +113,7 @@ class Residency:
         """
         stages = self._balance.sizes_of(source.model)
         if wish.depends_on_room:
+            session.end_run()
             session.ask(EndRun, (), interrupted, model=source.model)  # of no run: ranks tell of their memory as it is now
         ranks = session.pool.facts.names, self._sessions.layout, session.pool.memory
         weights, stages = wish.cut_for(*ranks, stages, self._sessions.speeds_of_stages())

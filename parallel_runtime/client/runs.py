@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from ..errors import RunCancelled
+from ..errors import PipeMeshError, RunCancelled
 from ..wire.messages import EndRun
 from .run import Run
 from .session import Session, Sessions
@@ -74,10 +75,17 @@ class Runs:
         if run.branches:
             run.restart(next(self._ids))
 
-    def fail(self, model: str, error: Exception) -> None:
-        """Keeps why the run that ``model`` is in cannot go on."""
-        if model in self._open:
-            self.faults[self._open[model]] = str(error).partition("\n")[0]
+    @contextmanager
+    def noting_faults(self, model: str) -> Iterator[None]:
+        """Keeps why the run that ``model`` is in cannot go on, where that is told inside."""
+        try:
+            yield
+        except RunCancelled:
+            raise
+        except PipeMeshError as error:
+            if model in self._open:
+                self.faults[self._open[model]] = str(error).partition("\n")[0]
+            raise
 
     def once(self, run: Run, what: Hashable, sum_up: Callable[[], T]) -> T:
         """Returns what is summed up of a run, under a name: of one that has ended that is done

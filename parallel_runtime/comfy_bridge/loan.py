@@ -4,6 +4,7 @@ another process wants to write to the file.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -94,7 +95,8 @@ class Loan:
             if error.errno != errno.EIO:  # layers that compute read them still; there, the file has lost them already
                 time.sleep(min(PART_FOR_CALLS * seconds_that_others_wait(), MOST_FOR_CALLS_S))
             for start, nbytes in pages:
-                blank(start, nbytes)
+                with contextlib.suppress(OSError):  # the others are to end nobody all the same
+                    blank(start, nbytes)
 
     def _lose(self, why: str) -> None:
         """Lets nothing compute with the transformer any more, from the next layer on."""

@@ -133,6 +133,14 @@ class CheckpointContent:
         self._descriptor, self._file = descriptor, file
         if lends:
             self._borrow(model.diffusion_model, loan)
+        try:
+            self._read(model, descriptor, file)
+        except BaseException:  # nobody else knows of the loan yet
+            if self.loan is not None:
+                self.loan.close_if_unused()
+            raise
+
+    def _read(self, model: Any, descriptor: int, file: File) -> None:
         found = os.fstat(descriptor)
         refuse_change(file, found)
         if self.loan is not None:  # mapped anew for every comparison: a node may have written to what was lent before

@@ -60,15 +60,17 @@ class Weights:
         theirs = self._open(patcher) if doubtful else None
         if theirs is None:
             return
-        for slot in doubtful:
-            mm.throw_exception_if_processing_interrupted()
-            same = theirs.has(slot)
-            if not same or slot.name in self.changed:
-                self.changed = self.changed - {slot.name} if same else self.changed | {slot.name}
-                self.changed_id = uuid.uuid4().hex if self.changed else ""
-            self._seen[slot.name] = Seen(slot.tensor, on_file=same and theirs.lend(slot))
-        if self._loan is not None:
-            self._loan.close_if_unused()
+        try:
+            for slot in doubtful:
+                mm.throw_exception_if_processing_interrupted()
+                same = theirs.has(slot)
+                if not same or slot.name in self.changed:
+                    self.changed = self.changed - {slot.name} if same else self.changed | {slot.name}
+                    self.changed_id = uuid.uuid4().hex if self.changed else ""
+                self._seen[slot.name] = Seen(slot.tensor, on_file=same and theirs.lend(slot))
+        finally:
+            if self._loan is not None:
+                self._loan.close_if_unused()
         give_back_freed()
 
     def changed_tensors(self, diffusion_model: torch.nn.Module) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""What all clones of one parallelized MODEL share: its name in a pool, and its run there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..comfy_bridge.interrupt import held
+from ..comfy_bridge.quantised import stored_bytes
+from ..comfy_bridge.source import Source
+from .beside import Sampled
+from .file_of_ranks import FileOfRanks
+from .groups import InGroups
+from .patchwise import Patchwise
+from .remote_pool import RemotePool
+
+
+class Remote:
+    """Keeps the state that all clones of one parallelized MODEL share.
+
+    ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
+    ``activations``: likewise, of what a whole evaluation computes. ``sampling``: how evaluations
+    become patches, where the pool is a pipeline, or go to groups, where it has several; ``stages``:
+    how many blocks each stage has, where the user says so. ``weights``: how the ranks are to keep
+    them, one of ``planner.keeping.ASKED``.
+    """
+
+    def __init__(
+        self,
+        pool: RemotePool,
+        source: Source,
+        holds_ui_device: float,
+        activations: float,
+        sampling: Patchwise | InGroups | None = None,
+        stages: tuple[int, ...] = (),
+        weights: str = "whole",
+    ):
+        self.pool = pool
+        self.source = source
+        self.holds_ui_device = holds_ui_device
+        self.activations = activations
+        self.sampling = sampling
+        self.stages = stages
+        self.weights = weights
+        self.free_bytes: int | None = None  # in the rank that has least, when the run began
+        self.sampled: Sampled | None = None  # what this run is of
+
+    @property
+    def model(self) -> str:
+        """Returns the model's name in the pool."""
+        return self.source.model
+
+    @property
+    def file(self) -> FileOfRanks:
+        return FileOfRanks(self.source.file, self.release)
+
+    def share_of(self, diffusion_model: torch.nn.Module) -> int:
+        """Returns the bytes of weights on the UI's own device once ranks have loaded the model, and
+        of a run's conditioning there: both go when it is released.
+        """
+        share = round(stored_bytes(diffusion_model.parameters()) * self.holds_ui_device)
+        held = self.pool.session.models.get(self.model) if self.pool.session is not None else None
+        kept = self.pool.conditioning_bytes(self.model) if share else 0
+        return kept + (share if held is None or held.weights.kept == "whole" else min(share, held.weights.nbytes))
+
+    def release(self) -> None:
+        self.pool.residency.release(self.model)
+
+    def recut(self) -> None:
+        """Decides how many blocks each stage has, and how weights are kept."""
+        self.pool.residency.recut(self.model, self.stages, self.weights, self.left_free)
+
+    def left_free(self) -> int:
+        """Returns the bytes that weights are to leave free on each rank's device."""
+        return self.pool.beside.left_free(self.model, self.sampled)
+
+    def begin_run(self) -> None:
+        """Begins a run in the pool. Raises Refused for a checkpoint that was overwritten."""
+        self.file.require_same()
+        with held(self.pool.turn):
+            self.pool.runs.begin(self.model)
+        self.recut()
+        self.free_bytes = self.pool.free_bytes()
+        if self.sampling is not None:
+            self.sampling.begin_run()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside, ranks compute for a run of the model. Raises Refused for a checkpoint that was
+        overwritten meanwhile.
+        """
+        with self.pool.runs.noting_faults(self.model), self.file.being_read():
+            yield
+
+    def sampler_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """A SAMPLER_SAMPLE wrapper: evaluations of groups and of patches are not collected where
+        the forward asked for them, but by whoever waits for several.
+        """
+        with self.computing():
+            return executor(*args, **kwargs)
+
+    def end_run(self) -> None:
+        """Ends the run that the model is in, if any: after a run inside a run, the outer one's
+        rest.
+        """
+        self.sampled = None
+        self.pool.wait.end()
+        self.pool.runs.end(self.model)
