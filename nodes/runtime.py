@@ -99,11 +99,12 @@ class Runtime:
         self.wait: Wait = waiting or NoWait()
         self._logged = ""
         self._setup = replace(setup, tell=self._tell)
-        self._fault = fault
+        self.fault = fault
         self._show = show
         self._pools: dict[Placement, RemotePool] = {}
         counts = Counts(Counter(setup, lambda: self.default_choice().placement.devices[0]).begin, interrupted)
-        self.planning = Planning(StepTimes(lambda run: predicted(self._pools, self.planning.of(run), run)), counts)
+        times = StepTimes(lambda run: predicted(self._pools, self.planning.of(run), run), first_step=self.wait.came)
+        self.planning = Planning(times, counts)
         told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
@@ -162,8 +163,8 @@ class Runtime:
         choice that this one was made from, which the next sampling is planned by. Raises
         LayoutError, Refused, ModelError.
         """
-        if self._fault:
-            raise LayoutError(self._fault)
+        if self.fault:
+            raise LayoutError(self.fault)
         choice = provisional(choice, model)
         pool = self._pool(choice.placement)
         device = own_device()
@@ -212,7 +213,7 @@ class Runtime:
     def _placed(self, settings: PoolSettings) -> Placement:
         """Raises LayoutError."""
         placement = settings.place(self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)), own_device())
-        if placement.other_machines and not self._fault:
+        if placement.other_machines and not self.fault:
             check_rendezvous(self._setup, placement.other_machines[0])
         return placement
 
@@ -254,14 +255,15 @@ def own_device() -> str:
 def parallelized(runtime: Runtime, model: ModelPatcher, choice: Choice | None) -> ModelPatcher:
     """Make a clone of ``model`` that the pool of this choice samples, or without one all devices.
     Without one a model that is parallelized already keeps its pool, and where there is one GPU
-    the model is itself: a worker would only be in its way. Raises what ``parallelize`` raises.
+    the model is itself: a worker would only be in its way. Raises what ``parallelize`` raises, a
+    fault on one GPU too.
     """
     if choice is not None:
         return runtime.parallelize(model, choice)
     if isinstance(model, RemotePatcher):
         return model
     choice = runtime.default_choice()
-    if choice.placement.is_one_gpu:
+    if choice.placement.is_one_gpu and not runtime.fault:
         runtime.notices.tell(f"On one GPU: {ONE_GPU}")
         return model
     return runtime.parallelize(model, choice)

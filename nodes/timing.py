@@ -53,18 +53,30 @@ class Stepped:
 class StepTimes:
     """Remembers the time of a step by what was sampled. ``predict``: how many times as long as in
     the pool a run would take on one GPU, where that can be said without a measurement.
+    ``first_step`` is called at the first step of each sampling.
     """
 
-    def __init__(self, predict: Callable[[Run], float | None] = lambda run: None, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        predict: Callable[[Run], float | None] = lambda run: None,
+        clock: Callable[[], float] = time.perf_counter,
+        first_step: Callable[[], None] = lambda: None,
+    ):
         self._predict = predict
         self._clock = clock
+        self._first_step = first_step
         self._one_gpu: dict[Key, StepTime] = {}
         self._slower = Slower()
         self._runs: weakref.WeakKeyDictionary[Run, tuple[Key, float]] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[Run, Stepped] = weakref.WeakKeyDictionary()
 
     def watch(self, guider: Any, noise: Any, sampler: Any, callback: Callable | None) -> Steps:
-        return Steps(guider, key_of(guider, noise, sampler), callback, self._clock, self._stepped)
+        def called(step: int, *args: Any) -> Any:
+            if step == 0:
+                self._first_step()
+            return callback(step, *args) if callback is not None else None
+
+        return Steps(guider, key_of(guider, noise, sampler), called, self._clock, self._stepped)
 
     def stepped(self, run: Run) -> Stepped | None:
         """Returns how far a run is, or came; None before its first step."""

@@ -15,7 +15,7 @@ from ..launcher.pool.progress import Told
 FIRST_BEAT_S, BEAT_S = 0.5, 1.0
 SHOWN_EVERY_S = 0.25
 BEGINS, FIRST_STEP = Told("PipeMesh: sampling begins"), Told("PipeMesh: the first step")
-CAME, CAME_NOT = "PipeMesh: the first step came after {:.0f} s", "PipeMesh: ended before the first step, after {:.0f} s"
+CAME, OVER = "PipeMesh: the first step came after {:.0f} s", "PipeMesh: the wait for a first step is over, after {:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,23 @@ class Waiting:
             return self._over is not None
 
     def end(self) -> None:
-        """Ends the wait: the first step is done, or the sampling is over."""
+        """Ends the wait: the sampling is over, or begins anew without the pool."""
         with self._lock:
             self._end()
 
-    def _end(self) -> None:
+    def came(self) -> None:
+        """Ends the wait: the first step is done. The node's own bar tells it too, where the node
+        has one.
+        """
+        with self._lock:
+            self._end(came=True)
+
+    def _end(self, *, came: bool = False) -> None:
         if self._over is not None:
             self._over.set()
             self._over = None
             if self._shown is not None:
-                line = CAME if self._screen.is_sampling(self._where[0]) else CAME_NOT
+                line = CAME if came or self._screen.is_sampling(self._where[0]) else OVER
                 self._screen.end(self._where[0], self._stays or line.format(self._clock() - self._began))
 
     def _beat(self, over: Any) -> None:

@@ -18,6 +18,9 @@ class Begun:
     def begin(self):
         self.lasts = True
 
+    def came(self):
+        self.lasts = False
+
     def end(self):
         self.lasts = False
 
@@ -29,7 +32,7 @@ class SharedRuntime:
         self._client = client
         self.choices = []
         self.wait = Begun()
-        self.planning = Planning(StepTimes(), Counts(nobody))
+        self.planning = Planning(StepTimes(first_step=self.wait.came), Counts(nobody))
 
     def plan(self, model, choice, asked):
         self.wait.begin()

@@ -46,7 +46,8 @@ def notices():
 
 @pytest.fixture
 def auto(client, settings, notices):
-    made = Auto(SharedRuntime(client), Switch({}, lambda: settings.file), notices)
+    runtime = SharedRuntime(client)
+    made = Auto(runtime, Switch({}, lambda: settings.file), notices, runtime.planning.times)
     made.install()
     yield made
     made.remove()

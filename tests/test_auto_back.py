@@ -5,9 +5,12 @@ slower, and never in the middle of a run.
 import comfy.sample
 import pytest
 import torch
+from comfy_execution.utils import CurrentNodeContext
 from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.nodes.auto.late import MOST, LateFailures
+from pipemesh.nodes.auto.sampling import FAILED_LATE, reason_of
 from pipemesh.nodes.slower import JUDGED
-from pipemesh.parallel_runtime.errors import PoolFailed, Refused
+from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed, Refused
 
 from .foreign_pack import halved_keys
 from .models import conditioning, load, run
@@ -53,22 +56,36 @@ def test_what_is_refused_in_the_first_step_begins_anew_with_the_same_random_numb
     assert "halved_keys" in notice
 
 
-def test_what_is_refused_after_a_step_is_raised_and_the_next_of_its_kind_is_on_one_gpu(auto, settings, requests, notices, files):
+def test_what_is_refused_after_a_step_is_raised_and_the_next_of_its_kind_alone_is_on_one_gpu(auto, settings, requests, notices, files):
+    """What ranks hold of the MODEL is freed for it."""
     model = patched_by_a_wrapper(load(files["model"]), lambda options: float(options["timestep"].flatten()[0]) < 0.99)
     truth = drawn_anew(model)
     settings(True)
     requests.clear()
-    with pytest.raises(Refused, match=r"halved_keys .*: queue it again, and it runs on one GPU\.$"):
+    with pytest.raises(Refused, match=r"halved_keys .*remove the node"):
         drawn_anew(model)
-    assert requests["Forward"] == 2 and not said(notices)
+    assert requests["Forward"] == 2 and not requests["Release"] and not said(notices)
     assert relative_error(drawn_anew(model), truth) <= BOUND
-    assert requests["Forward"] == 2
+    assert requests["Forward"] == 2 and requests["Release"] == 1
     (notice,) = said(notices)
-    assert notice.startswith("On one GPU: ") and "halved_keys" in notice
+    assert notice.startswith(FAILED_LATE.format("")) and "halved_keys" in notice
+    with pytest.raises(Refused, match="halved_keys"):
+        drawn_anew(model)
 
 
-@pytest.mark.parametrize("error", [ValueError("of a node"), PoolFailed("Rank 1 on cpu was killed: run again.")], ids=repr)
-def test_what_fails_after_a_step_is_raised_as_it_is_and_nothing_is_sampled_again(auto, settings, requests, notices, files, error):
+ERRORS = (
+    ValueError("of a node"),
+    PoolFailed("Rank 1 on cpu was killed: run again."),
+    OutOfMemory("Rank 1 ran out of memory: run again."),
+    Refused("The checkpoint has changed: load it again."),
+)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_what_fails_after_a_step_is_raised_as_it_is_and_the_next_prompt_samples_without_the_pool(
+    auto, settings, requests, notices, files, error
+):
+    """Each sampling of that prompt, as a node may make many. The one after it is in the pool."""
     steps, model = [], load(files["model"]).clone()
 
     def fails(args):
@@ -79,10 +96,38 @@ def test_what_fails_after_a_step_is_raised_as_it_is_and_nothing_is_sampled_again
 
     model.set_model_sampler_post_cfg_function(fails)
     settings(True)
-    with pytest.raises(type(error)) as raised:
+    with CurrentNodeContext("first", "3"), pytest.raises(type(error)) as raised:
         run(model)
     assert raised.value is error
     assert len(steps) == 2 and not said(notices)
+    in_pool = []
+    for prompt in ("second", "second", "third"):
+        requests.clear()
+        with CurrentNodeContext(prompt, "3"):
+            run(model)
+        in_pool.append(bool(requests["Forward"]))
+    assert in_pool == [False, False, True]
+    assert said(notices) == [FAILED_LATE.format(reason_of(error))]
+
+
+def test_late_failures_of_the_last_kinds_are_remembered_and_no_more():
+    late = LateFailures()
+    for kind in range(MOST + 1):
+        late.note((kind,), "why")
+    assert [late.why((kind,), "") for kind in (0, 1, 1, MOST)] == ["", "why", "", "why"]
+
+
+def test_the_wait_ends_at_the_first_step_also_without_a_progress_bar(auto, settings, files):
+    lasts, model = [], load(files["model"]).clone()
+
+    def looks(args):
+        lasts.append(auto._runtime.wait.lasts)
+        return args["denoised"]
+
+    model.set_model_sampler_post_cfg_function(looks)
+    settings(True)
+    run(model)
+    assert lasts[0] and not any(lasts[1:]) and len(lasts) > 1
 
 
 class Clock:

@@ -97,6 +97,18 @@ def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_ta
     assert parallelized(runtime, again, None) is again
 
 
+def test_a_variable_that_cannot_be_read_is_told_where_one_gpu_would_sample_by_itself_too(monkeypatch):
+    from pipemesh.nodes.runtime import Runtime, parallelized
+    from pipemesh.nodes.settings import Choice
+
+    broken = Runtime(fake_setup(), fault="PIPEMESH_STALL is x: set it to seconds.")
+    one = Choice(Placement(layout=Layout(), devices=(Device("cuda:0", "0"),), backend="nccl"))
+    monkeypatch.setattr(broken, "default_choice", lambda: one)
+    with pytest.raises(LayoutError, match="PIPEMESH_STALL is x"):
+        parallelized(broken, object(), None)
+    assert not broken.notices.latest()
+
+
 def test_every_run_says_how_it_is_sampled_and_the_last_one_is_kept(runtime, files, caplog):
     caplog.set_level("INFO", "pipemesh")
     parallel = runtime.parallelize(load(files["model"]), runtime.choose(**STAGES))

@@ -131,6 +131,15 @@ def test_it_ends_with_the_samplers_first_step_and_leaves_a_line_that_stays_true(
     assert not waiting.tell(LOADING), "what is waited for amid a sampling has no bar of its own"
 
 
+def test_a_first_step_that_comes_without_a_bar_is_told_as_one_that_came(waiting, screen, beats):
+    waiting.begin()
+    waiting.tell(LOADING)
+    beats.seconds = 7.0
+    waiting.came()
+    waiting.end()
+    assert screen.ended == [("3", "PipeMesh: the first step came after 7 s")]
+
+
 def test_how_a_run_is_sampled_stays_on_the_node(waiting, screen):
     waiting.begin()
     waiting.tell(Told("PipeMesh samples in patches, free-running.", stays=True))
@@ -154,7 +163,7 @@ def test_a_second_model_of_the_same_node_does_not_begin_it_anew_and_another_node
     waiting.begin()
     waiting.tell(LOADING)
     assert screen.shown[-1].node == "7"
-    assert screen.ended == [("3", "PipeMesh: ended before the first step, after 0 s")]
+    assert screen.ended == [("3", "PipeMesh: the wait for a first step is over, after 0 s")]
 
 
 def test_outside_a_node_nothing_is_waited_for(waiting, screen):

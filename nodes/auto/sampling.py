@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import comfy.model_management
 import torch
@@ -23,12 +23,14 @@ from ...parallel_runtime.comfy_bridge.interrupt import held, interrupted, interr
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..notices import Notices
 from ..runtime import ONE_GPU, Runtime, own_device
-from ..timing import Key, StepTimes
+from ..timing import StepTimes
+from .late import LateFailures
 from .layouts import in_chosen_layout, in_place_of, laid_out_anew, note, require_several
 from .seam import GuiderSeam, HostChanged, Run
 from .switch import Switch
 
 GIVEN_UP = "On one GPU: the pool has failed in this prompt already."
+FAILED_LATE = "On one GPU: The last sampling of this kind failed after a step: {}"
 GRADIENTS = "This node wants gradients, which do not come back from the ranks."
 log = logging.getLogger("pipemesh")
 
@@ -44,7 +46,7 @@ class Auto:
         self._lent: weakref.WeakKeyDictionary[BaseModel, Remote] = weakref.WeakKeyDictionary()  # in ranks for its sake
         self._sampled: list[BaseModel] = []  # by guiders that run in the pool now
         self._given_up = ""  # the prompt in which the pool has failed
-        self._refused: dict[Key, str] = {}  # kinds of samplings that the pool refuses after a step, and why
+        self._late = LateFailures()
 
     def is_on(self) -> bool:
         return not self._why_not and self.switch.is_on()
@@ -96,23 +98,23 @@ class Auto:
     def _tried_in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any, run: Run) -> Any:
         """What fails in the pool before its first step is done begins anew, from the same random
         numbers: where a worker died in a fresh pool, once, and else on one GPU, where ComfyUI's own
-        errors come back. What fails later is raised: to sample again would take as long again.
+        errors come back. What fails later is raised as it is: to sample again would take as long
+        again. The next prompt that samples such a kind does so on one GPU.
         """
-        if self._given_up and self._given_up == prompt_now():
-            self._notices.tell(GIVEN_UP)
-            return run()
-        if run.steps.key in self._refused:
-            self._notices.tell(f"On one GPU: {self._refused[run.steps.key]}")
-            return run()
+        if why_not := self._why_not_tried(run):
+            self._notices.tell(why_not)
+            return self._on_one_gpu(models, run)
         random = random_state()
         for again in (True, False):
             try:
                 return self._in_pool(guider, models, noise, sigmas, run)
             except RunCancelled:
                 raise
-            except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
+            except Exception as error:  # a graph that works without PipeMesh works with it
                 if run.steps.has_finished_one:
-                    self._raise_late(error, run)
+                    self._late.note(run.steps.key, reason_of(error))
+                    log.warning("[PipeMesh] The next prompt that samples such a kind does so on one GPU.")
+                    raise
                 again = again and isinstance(error, PoolFailed)
                 self._tell(error, again)
                 if isinstance(error, PoolFailed) and not again:
@@ -120,18 +122,20 @@ class Auto:
             set_random_state(random)
             if not again:
                 break
+        return self._on_one_gpu(models, run)
+
+    def _why_not_tried(self, run: Run) -> str:
+        """Says why the pool is not tried; empty where it is."""
+        prompt = prompt_now()
+        if self._given_up and self._given_up == prompt:
+            return GIVEN_UP
+        late = self._late.why(run.steps.key, prompt)
+        return FAILED_LATE.format(late) if late else ""
+
+    def _on_one_gpu(self, models: Mapping[str, ModelPatcher], run: Run) -> Any:
         self._runtime.wait.end()
         self._give_back([model.model for model in models.values()])
         return run()
-
-    def _raise_late(self, error: Exception, run: Run) -> NoReturn:
-        """Raises what came after a step: as it is, or of what the pool refuses that the next
-        sampling of its kind is on one GPU. That holds until ComfyUI starts again.
-        """
-        if not isinstance(error, PipeMeshError) or isinstance(error, PoolFailed):
-            raise error
-        self._refused[run.steps.key] = reason_of(error)
-        raise Refused(f"{reason_of(error).rstrip('.')}: queue it again, and it runs on one GPU.") from error
 
     def unseen(self, guider: Any) -> None:
         """Tells of a guider whose class samples without ``CFGGuider.sample``."""
