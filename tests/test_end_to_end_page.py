@@ -52,6 +52,16 @@ PLACED = """(async () => {
 })()"""  # brings a node into sight and returns the box around it
 
 
+class PageWithoutThePack(ComfyPage):
+    """As of a server where the pack failed behind ComfyUI's look at its page."""
+
+    first = f"""{ComfyPage.first};(() => {{
+      const real = window.fetch
+      const isOurs = url => String(url).includes('/pipemesh/')
+      window.fetch = (url, ...rest) => isOurs(url) ? Promise.resolve(new Response('', {{ status: 404 }})) : real(url, ...rest)
+    }})()"""
+
+
 @pytest.fixture(scope="module")
 def page(server):
     server.post("/settings/Comfy.TutorialCompleted", True)
@@ -83,6 +93,16 @@ def without_plan(seed):
 
 
 # -- auto mode
+
+
+HAS_TAB = "app.extensionManager.getSidebarTabs().some(tab => tab.id == 'pipemesh')"
+HAS_SETTING = "'PipeMesh.Auto' in app.ui.settings.settingsLookup"
+
+
+def test_a_page_of_a_server_where_the_pack_failed_has_no_sidebar_and_no_setting_of_it(server, page):
+    assert page.evaluate(f"[{HAS_TAB}, {HAS_SETTING}]") == [True, True]
+    with PageWithoutThePack(f"http://{server.address}") as without:
+        assert without.evaluate(f"[{HAS_TAB}, {HAS_SETTING}]") == [False, False]
 
 
 @pytest.mark.quick

@@ -1,11 +1,12 @@
 // Auto mode: its switch in ComfyUI's settings, and a badge on nodes that sampled on one GPU all the same.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { served } from "./served.js";
 import { texts } from "./texts.js";
 
 const BADGE = { text: "1 GPU", fgColor: "#fff", bgColor: "#a15c00" };
 const NO_POOL = "no pool"; // on the badge where there is no GPU
-let hasGpu = true; // as far as the status has said
+const hasGpu = !!served?.devices.some((one) => one.name !== "cpu");
 const badges = new WeakMap(); // node -> its badge
 const MOST = 100; // prompts and notices that are remembered
 const workflows = new Map(); // prompt -> the workflow that was open when it was queued
@@ -67,11 +68,6 @@ function showBadges() {
   for (const notice of noticed.values()) if (isOpen(notice.prompt)) addBadge(nodeOf(notice.node));
 }
 
-async function lookForGpus() {
-  const answer = await api.fetchApi("/pipemesh/status");
-  if (answer.ok) hasGpu = (await answer.json()).devices.some((one) => one.name !== "cpu");
-}
-
 // Says why the setting has no effect on this server, if so. The frontend also calls this when it reads the settings.
 async function sayIfOverruled(value, before) {
   if (before === undefined || value === before) return;
@@ -86,7 +82,7 @@ async function sayIfOverruled(value, before) {
   }
 }
 
-app.registerExtension({
+const extension = {
   name: "PipeMesh.Auto",
   settings: [
     {
@@ -102,7 +98,6 @@ app.registerExtension({
     },
   ],
   setup() {
-    lookForGpus().catch((error) => console.warn("PipeMesh: the devices could not be read.", error));
     // Not in afterConfigureGraph: the workflow before is still the active one there.
     const opened = ({ name, after }) => name === "openWorkflow" && after(showBadges);
     app.extensionManager?.workflow?.$onAction?.(opened, true);
@@ -121,4 +116,6 @@ app.registerExtension({
       if (isOpen(detail.prompt)) addBadge(nodeOf(detail.node));
     });
   },
-});
+};
+
+if (served) app.registerExtension(extension);

@@ -1,6 +1,7 @@
 // The panel of PipeMesh in the sidebar: devices, pools, models, runs and notices, as GET /pipemesh/status has them, live.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { served } from "./served.js";
 import { texts } from "./texts.js";
 
 const GIB = 2 ** 30;
@@ -384,7 +385,7 @@ function bar(label, parts) {
 
 let panel;
 
-app.registerExtension({
+const extension = {
   name: "PipeMesh.Panel",
   async setup() {
     const t = await texts();
@@ -406,4 +407,6 @@ app.registerExtension({
       },
     });
   },
-});
+};
+
+if (served) app.registerExtension(extension);

@@ -20,8 +20,7 @@ const STYLE = `
   line-height: 1.4; }
 .pipemesh-mistake strong { color: var(--error-text); }
 .pipemesh-mistake p { margin: 4px 0 0; }
-.pipemesh-mistake button { float: right; margin-left: 12px; border: 0; background: none; color: inherit; font: inherit; cursor: pointer; }
-.dom-widget .break-all { word-break: normal; overflow-wrap: anywhere; } /* of the line on a sampler's node: words in one piece */`;
+.pipemesh-mistake button { float: right; margin-left: 12px; border: 0; background: none; color: inherit; font: inherit; cursor: pointer; }`;
 const ALWAYS = new Set([DEVICES, "weights", LAYOUT, PICK]);
 
 let opensPrompt = false; // the page makes nodes of a prompt of the API's, which may be older than the choice of a layout
@@ -110,7 +109,7 @@ function showMistake(sentence) {
   const title = Object.assign(document.createElement("strong"), { textContent: "PipeMesh Pool" });
   const text = Object.assign(document.createElement("p"), { textContent: sentence });
   const close = Object.assign(document.createElement("button"), { textContent: "×", onclick: () => shown.remove() });
-  close.setAttribute("aria-label", "×");
+  texts().then((t) => close.setAttribute("aria-label", t("close")));
   shown.append(close, title, text);
   document.body.append(shown);
   setTimeout(() => shown.remove(), MISTAKE_MS);
