@@ -249,7 +249,8 @@ class Planning:
         approximate = self._may_be_approximate(model, choice)
         measured = read_redundancy(self._speeds.with_name(REDUNDANCY), asked.file) if approximate else ()
         warm_up = warm_up_of(measured, asked.evaluations) if approximate else NO_STAGES
-        job = replace(self._job(model, asked, warm_up), keeps=KEEPS.get(choice.weights, Job.keeps))
+        is_up = self._fitting(model, choice, running) is not None
+        job = replace(self._job(model, asked, warm_up, is_up), keeps=KEEPS.get(choice.weights, Job.keeps))
         made = plan(job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here), alone=here.alone)
         kind = type(model), asked.shape, len(asked.conds), asked.evaluations
         wanted = {one.best for one in self._made if one.devices == placement.devices and one.kind != kind}
@@ -261,8 +262,8 @@ class Planning:
         self._made.append(Chosen(placement.devices, kind, best.layout, made.best.layout))
         return Planned(made.best.layout, here.said, asked.text, made, warm_up, here.known, here.box.name)
 
-    def _job(self, model: BaseModel, asked: Asked, warm_up: WarmUp) -> Job:
-        whole = self.counts.of(model, rounded(asked.longest), (1, *asked.shape[1:]))
+    def _job(self, model: BaseModel, asked: Asked, warm_up: WarmUp, is_up: bool) -> Job:
+        whole = self.counts.of(model, rounded(asked.longest), (1, *asked.shape[1:]), is_up)
         branches, batch = len(asked.conds), asked.shape[0]
         return Job(whole=whole, evaluations=asked.evaluations, branches=branches, batch=batch, warm_up=warm_up.evaluations)
 

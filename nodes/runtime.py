@@ -20,7 +20,7 @@ from comfy.model_patcher import ModelPatcher
 from PIL.Image import Image
 
 from ..launcher.pool.counter import Counter
-from ..launcher.pool.devices import Placement, place, visible_gpus
+from ..launcher.pool.devices import Device, Placement, place, visible_gpus
 from ..launcher.pool.handle import PoolHandle, PoolKeeper
 from ..launcher.pool.pool import refused_kernels
 from ..launcher.pool.progress import Told
@@ -102,7 +102,7 @@ class Runtime:
         self.fault = fault
         self._show = show
         self._pools: dict[Placement, RemotePool] = {}
-        counts = Counts(Counter(setup, lambda: self.default_choice().placement.devices[0]).begin, interrupted)
+        counts = Counts(Counter(setup, partial(device_of_ranks, self.default_choice)).begin, interrupted)
         times = StepTimes(lambda run: predicted(self._pools, self.planning.of(run), run), first_step=self.wait.came)
         self.planning = Planning(times, counts)
         told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
@@ -250,6 +250,16 @@ class Runtime:
 def own_device() -> str:
     """Return the device that ComfyUI itself computes on."""
     return str(comfy.model_management.get_torch_device())
+
+
+def device_of_ranks(default_choice: Callable[[], Choice]) -> Device:
+    """Return a device that ranks run on where nobody says which; the CPU where ComfyUI computes on
+    what no rank can.
+    """
+    try:
+        return default_choice().placement.devices[0]
+    except LayoutError:
+        return Device("cpu")
 
 
 def parallelized(runtime: Runtime, model: ModelPatcher, choice: Choice | None) -> ModelPatcher:

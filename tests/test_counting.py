@@ -2,37 +2,48 @@
 and no sampling waits for ever.
 """
 
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from comfy.ldm.lightricks.model import generate_freq_grid_np
 from pipemesh.launcher.commands.parity import stock_model
-from pipemesh.launcher.pool.counter import SCRIPT, Counter, environment
-from pipemesh.launcher.pool.crew import rank_environment
-from pipemesh.launcher.pool.devices import Device
+from pipemesh.launcher.pool.counter import SCRIPT, Counter, CountingProcess, Queue, environment
+from pipemesh.launcher.pool.devices import Device, Placement
+from pipemesh.launcher.pool.fork_server import ForkServer
+from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.launcher.pool.rank_setup import KEEP_MEMORY
+from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.nodes.auto.layouts import require_several
+from pipemesh.nodes.runtime import Runtime
+from pipemesh.parallel_runtime.client.beside import Beside, Sampled
 from pipemesh.parallel_runtime.comfy_bridge.twin import described
-from pipemesh.parallel_runtime.errors import Refused, RunCancelled
+from pipemesh.parallel_runtime.errors import LayoutError, Refused, RunCancelled
 from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import loaded
 from pipemesh.parallel_runtime.planner.choose import plan
-from pipemesh.parallel_runtime.planner.counts import CounterLost, Counts, NotCounted, NotYet, as_stored, nobody, rounded
+from pipemesh.parallel_runtime.planner.counts import LOST_S, CounterLost, Counts, NotCounted, as_stored, nobody, rounded
 from pipemesh.parallel_runtime.planner.dry_device import dry_device
 from pipemesh.parallel_runtime.planner.job import Job
+from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE
 from pipemesh.parallel_runtime.planner.loaded import whole_of
 from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
+from pipemesh.parallel_runtime.wire.channel import Channel
 
 from .fake_pools import DEADLINE_S, fake_setup, is_alive
+from .fake_pools import FAKE as FAKE_WORKER
 from .foreign_pack import unet, without_plan
 from .planned import box, counts
 from .test_planning import OPEN, PROMPT, Planning, StepTimes, asked
@@ -80,7 +91,7 @@ def test_no_tensor_without_content_stays_in_a_cache_of_comfyuis(monkeypatch, mod
 
 
 def test_a_loaded_model_is_counted_at_the_true_size_without_being_computed(counter, model):
-    known = Counts(counter.begin)
+    known = Counts(counter.begin, patience_s=DEADLINE_S)
     small, large = (known.of(model, PROMPT, (1, 16, side, side)) for side in (8, 16))
     assert len(small.block_flops) == len(small.attended_by_block) > 1
     assert {sum(one.tokens.values()) for one in (small, large)} == {13 + 16, 13 + 64}
@@ -108,7 +119,7 @@ def test_a_unet_is_one_block_that_no_rank_shares(kind):
 
 def test_a_model_that_cannot_be_run_dry_says_why(counter, model):
     with pytest.raises(NotCounted, match=r"^its twin without weights does not run: .*(cross_attn|context|NoneType)"):
-        Counts(counter.begin).of(model, {}, SHAPE)
+        Counts(counter.begin, patience_s=DEADLINE_S).of(model, {}, SHAPE)
 
 
 def test_texts_of_nearly_the_same_length_are_counted_as_one():
@@ -179,7 +190,7 @@ def test_no_function_of_comfyuis_or_torchs_is_another_while_a_layout_is_chosen(c
 
     looking = threading.Thread(target=look)
     looking.start()
-    planned = chooser(counter.begin).choose(model, OPEN, asked(), ())
+    planned = chooser(counter.begin, patience_s=DEADLINE_S).choose(model, OPEN, asked(), ())
     over.set()
     looking.join()
     assert planned.plan is not None, planned.why
@@ -207,11 +218,44 @@ def test_stop_ends_the_wait(model):
         chooser(lambda _: Future(), interrupted=lambda: True).choose(model, OPEN, asked(), ())
 
 
-def test_where_a_pool_by_hand_is_not_counted_yet_it_goes_on(model):
-    known = Counts(lambda _: Future(), patience_s=0.0)
-    for _ in range(2):
-        with pytest.raises(NotYet):
+def hurried(step_s=2.5):
+    """A clock that goes on by so much when it is looked at."""
+    times = itertools.count(step=step_s)
+    return lambda: next(times)
+
+
+def test_a_sampling_waits_a_moment_where_a_pool_that_suits_it_is_up_and_not_long_where_none_is(model):
+    waits = []
+    for running in ((Layout(cfg=2),), ()):
+        planned = Planning(StepTimes(), Counts(lambda _: Future(), clock=hurried())).choose(model, OPEN, asked(), running)
+        waits.append((planned.awaits, planned.why))
+    assert waits == [(one, f"what an evaluation costs was not counted within {s} s") for one, s in ((False, 5), (True, 20))]
+
+
+def test_a_pool_by_hand_goes_on_where_nothing_is_counted_yet_and_at_once_with_weights_that_are_loaded(model, caplog):
+    caplog.set_level("INFO", "pipemesh")
+    sampled = Sampled(weakref.ref(model), SHAPE, {"positive": [PROMPT]})
+    for held, waited in (({}, 20), ({"model": object()}, 5)):
+        sessions = SimpleNamespace(live=SimpleNamespace(models=held))
+        assert Beside(sessions, None, Counts(lambda _: Future(), clock=hurried())).left_free("model", sampled) == LEFT_FREE
+        assert f"was not counted within {waited} s" in caplog.records[-1].getMessage()
+
+
+def test_a_count_that_was_lost_is_begun_again_after_a_while(model):
+    begun, now = [], [0.0]
+
+    def begin(asked):
+        begun.append(1)
+        future = Future()
+        future.set_exception(CounterLost("the process that counts was killed (signal 9)"))
+        return future
+
+    known, tried = Counts(begin, clock=lambda: now[0]), []
+    for now[0] in (0.0, 0.0, LOST_S - 1, LOST_S, LOST_S, LOST_S):
+        with pytest.raises(NotCounted, match="was killed"):
             known.of(model, PROMPT, SHAPE)
+        tried.append(len(begun))
+    assert tried == [1, 2, 2, 3, 4, 4]
 
 
 # -- a process that does not answer
@@ -250,10 +294,10 @@ def faked(tmp_path):
     """A counter whose process acts so when it is asked."""
     made = []
 
-    def fake(act, **how):
+    def fake(act, device=cpu, setup=None, **how):
         script = tmp_path / f"{len(made)}.py"
         script.write_text(FAKE.replace("{act}", act))
-        made.append(Counter(fake_setup(), cpu, str(script), **how))
+        made.append(Counter(setup or fake_setup(), device, str(script), **how))
         return made[-1]
 
     yield fake
@@ -285,6 +329,88 @@ def test_a_process_that_cannot_be_started_is_said_to_be(model):
     assert str(future.exception()) == "the process that counts could not be asked ([Errno 12] Cannot allocate memory)"
 
 
+def test_whatever_goes_wrong_with_one_count_the_next_one_is_counted(faked):
+    def no_device():
+        raise LookupError("no such thing")
+
+    devices = iter((no_device, cpu))
+    counter = faked(REFUSES, device=lambda: next(devices)())
+    assert str(counter.begin(b"").exception(DEADLINE_S)) == "the process that counts could not be asked (no such thing)"
+    assert str(counter.begin(b"").exception(DEADLINE_S)) == str(counter.pid)
+
+
+def test_where_no_rank_computes_on_comfyuis_device_the_cpu_counts(monkeypatch, model):
+    started = []
+
+    def start(command):
+        started.append(command)
+        raise OSError("enough")
+
+    monkeypatch.setattr("pipemesh.nodes.runtime.own_device", lambda: "xpu:0")
+    made = Runtime(replace(fake_setup(), start=start))
+    with pytest.raises(LayoutError):
+        made.default_choice()
+    with pytest.raises(NotCounted, match=r"could not be asked \(enough\)$"):
+        made.planning.counts.of(model, PROMPT, SHAPE)
+    assert started
+
+
+def test_a_process_whose_start_fails_leaves_no_socket_and_no_process(monkeypatch):
+    started, setup, open_before = [], fake_setup(), len(os.listdir("/proc/self/fd"))
+
+    def fail(*_):
+        raise OSError("no buffer")
+
+    setup = replace(setup, start=lambda command: started.append(process_of_its_own(command)) or started[-1])
+    with pytest.raises(AttributeError) as _held:  # with all that its frames hold
+        CountingProcess(setup, None, FAKE_WORKER)
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    monkeypatch.setattr(Channel, "send", fail)
+    with pytest.raises(OSError, match="no buffer") as _held_too:
+        CountingProcess(setup, cpu(), FAKE_WORKER)
+    assert len(started) == 1 and not is_alive(started[0].pid)
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+class Kept(threading.Condition):
+    """Calls ``then`` once, as soon as the thread that counts has let go of it with ``answered``
+    done.
+    """
+
+    answered = then = None
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        is_over = threading.current_thread().name == "pipemesh-counter" and self.answered is not None and self.answered.done()
+        if is_over and self.then is not None and not self._is_owned():
+            then, self.then = self.then, None
+            then()
+
+
+def test_who_asks_when_the_process_is_about_to_end_for_want_of_work_has_another(model):
+    made, queue = [], Queue(DEADLINE_S, idle_s=0.0)
+
+    def start():
+        number = len(made)
+        made.append(SimpleNamespace(ask=lambda *_: number, end=lambda: "", kill=lambda: None))
+        return made[-1]
+
+    over, second = threading.Event(), []
+
+    def ask_again():
+        second.append(queue.add(b"", start))
+        second[0].exception(DEADLINE_S)
+        over.set()
+
+    queue._changed = Kept()
+    with queue._changed:
+        queue._changed.answered = first = queue.add(b"", start)
+        queue._changed.then = ask_again
+    assert over.wait(DEADLINE_S)
+    assert [first.result(), second[0].result()] == [0, 1]
+    queue.close()
+
+
 def test_memory_that_runs_out_in_the_process_is_an_answer(monkeypatch, model):
     def full(*_, **_more):
         raise MemoryError
@@ -313,11 +439,25 @@ def test_without_a_fork_server_it_is_a_program_of_its_own_that_sees_no_gpu(faked
     assert str(faked(tells).begin(b"").exception(DEADLINE_S)) == repr(("", os.getpid()))
 
 
-def test_it_is_a_fork_of_the_server_that_ranks_on_the_same_devices_are_forked_from(faked, monkeypatch):
-    for device in (Device("cpu"), Device("cuda:0", "GPU-0")):
-        ours, theirs = environment(device), rank_environment(device, "gloo", dict(os.environ))
-        assert [ours.get(name) for name in KEEP_MEMORY] == [theirs.get(name) for name in KEEP_MEMORY]
-        assert ours["CUDA_VISIBLE_DEVICES"] == ours["HIP_VISIBLE_DEVICES"] == ""
+@pytest.mark.parametrize("device", [Device("cpu"), Device("cuda:0", "GPU-0")], ids=["cpu", "gpu"])
+def test_it_is_a_fork_of_the_server_that_ranks_on_the_same_devices_are_forked_from(faked, device):
+    server = ForkServer(tuple(KEEP_MEMORY), preloaded=())
+    setup = replace(fake_setup(), start=server.start)
+    pool = WorkerPool(Placement(layout=Layout(), devices=(device,), backend="gloo"), setup)
+    try:
+        pool.start()
+        of_ranks, tells = server.pids, 'say(msgspec.msgpack.encode({"type": "Uncounted", "why": str(os.getppid())}))'
+        counted = faked(tells, device=lambda: device, setup=setup).begin(b"").exception(DEADLINE_S)
+        assert [str(pid) for pid in of_ranks] == [str(counted)] and server.pids == of_ranks
+        assert {psutil.Process(rank).ppid() for rank in pool.ranks.pids} == {*of_ranks}
+    finally:
+        pool.close()
+        server.close()
+
+
+def test_it_sees_no_gpu_that_ranks_see():
+    ours = environment(Device("cuda:0", "GPU-0"))
+    assert ours["CUDA_VISIBLE_DEVICES"] == ours["HIP_VISIBLE_DEVICES"] == ""
 
 
 def test_it_ends_with_the_process_that_started_it():

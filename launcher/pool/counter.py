@@ -31,7 +31,7 @@ from .supervisor import NEVER_STARTED, SERVER_ENDED, Command, Supervisor
 
 SCRIPT = str(Path(__file__).with_name("counter_main.py"))
 LIMIT_S = 120.0  # of one count, with the start of the process
-IDLE_S = 60.0  # after which the process ends: it holds ComfyUI's modules
+IDLE_S = 300.0  # after which the process ends: it holds ComfyUI's modules
 REAP_S = 5.0
 log = logging.getLogger("pipemesh")
 
@@ -63,100 +63,126 @@ class Counter:
 
 
 class Queue:
-    """What is to be counted, and the thread and process that count it while there is something."""
+    """What is to be counted, and who counts it while there is something."""
 
     def __init__(self, limit_s: float, idle_s: float):
-        self.process: CountingProcess | None = None
         self._limit_s = limit_s
         self._idle_s = idle_s
         self._changed = threading.Condition()
         self._asked: deque[tuple[bytes, Future[Whole]]] = deque()
-        self._is_served = False
+        self._serving: Serving | None = None
         self._is_closed = False
+
+    @property
+    def process(self) -> CountingProcess | None:
+        serving = self._serving
+        return serving.process if serving is not None else None
 
     def add(self, described: bytes, start: Callable[[], CountingProcess]) -> Future[Whole]:
         future: Future[Whole] = Future()
         with self._changed:
             self._asked.append((described, future))
             self._changed.notify()
-            if not self._is_served:
-                self._is_served = True
+            if self._serving is None:
+                self._serving = Serving(start, self._limit_s)
                 try:
-                    threading.Thread(target=self._serve, args=(start,), name="pipemesh-counter", daemon=True).start()
+                    threading.Thread(target=self._serve, args=(self._serving,), name="pipemesh-counter", daemon=True).start()
                 except RuntimeError as error:  # the system has no thread left
-                    self._is_served = False
-                    self._asked.clear()
-                    future.set_exception(lost(f"could not be started ({error})"))
+                    self._leave(self._serving, f"could not be started ({error})")
         return future
 
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-            if self.process is not None:
-                self.process.kill()
+            process = self.process
+        if process is not None:
+            process.kill()
 
-    def _serve(self, start: Callable[[], CountingProcess]) -> None:
+    def _serve(self, serving: Serving) -> None:
         try:
-            while (asked := self._next()) is not None:
-                described, future = asked
-                try:
-                    future.set_result(self._counted(described, start))
-                except NotCounted as error:
-                    future.set_exception(error)
+            while (asked := self._next(serving)) is not None:
+                serving.answer(*asked)
         finally:
-            self._end()
+            self._leave(serving, "was ended")
+            serving.end()
 
-    def _next(self) -> tuple[bytes, Future[Whole]] | None:
+    def _next(self, serving: Serving) -> tuple[bytes, Future[Whole]] | None:
         with self._changed:
             if not self._asked and not self._is_closed:
                 self._changed.wait(self._idle_s)
             if self._asked and not self._is_closed:
                 return self._asked.popleft()
-            self._is_served = False
-            for _, future in self._asked:
-                future.set_exception(lost("was ended"))
-            self._asked.clear()
+            self._leave(serving, "was ended")  # before anybody else asks: another process counts that
             return None
 
-    def _counted(self, described: bytes, start: Callable[[], CountingProcess]) -> Whole:
-        """Raises NotCounted."""
-        until = time.monotonic() + self._limit_s
-        try:
-            if self.process is None:
-                self.process = start()
-            return self.process.ask(described, until)
-        except ChannelClosed:
-            raise lost(self._end()) from None
-        except TimeoutError:
-            self._end()
-            raise lost(f"took longer than {self._limit_s:g} s and was ended") from None
-        except (OSError, msgspec.MsgspecError) as error:
-            self._end()
-            raise lost(f"could not be asked ({error})") from None
+    def _leave(self, serving: Serving, why: str) -> None:
+        """Forgets who serves, unless another does already; what is left to count is lost."""
+        with self._changed:
+            if self._serving is serving:
+                self._serving = None
+                for _, future in self._asked:
+                    future.set_exception(lost(why))
+                self._asked.clear()
 
-    def _end(self) -> str:
+
+class Serving:
+    """The process of one thread, which ``start`` starts when there is something to count."""
+
+    def __init__(self, start: Callable[[], CountingProcess], limit_s: float):
+        self.process: CountingProcess | None = None
+        self._start = start
+        self._limit_s = limit_s
+
+    def answer(self, described: bytes, future: Future[Whole]) -> None:
+        try:
+            future.set_result(self._counted(described))
+        except NotCounted as error:
+            future.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, a sampling waits for this future, and the next count for this thread
+            future.set_exception(lost(f"could not be asked ({error or type(error).__name__})"))
+
+    def end(self) -> str:
         """Ends the process; returns how it had ended, where it had."""
         process, self.process = self.process, None
         return process.end() if process is not None else ""
+
+    def _counted(self, described: bytes) -> Whole:
+        """Raises NotCounted, and whatever starting or asking does."""
+        until = time.monotonic() + self._limit_s
+        try:
+            if self.process is None:
+                self.process = self._start()
+            return self.process.ask(described, until)
+        except NotCounted:
+            raise
+        except ChannelClosed:
+            raise lost(self.end()) from None
+        except TimeoutError:
+            self.end()
+            raise lost(f"took longer than {self._limit_s:g} s and was ended") from None
+        except BaseException:
+            self.end()
+            raise
 
 
 class CountingProcess:
     """One such process. Raises OSError where it cannot be started."""
 
     def __init__(self, setup: RankSetup, device: Device, script: str):
+        comfy_args = encode_tree({**setup.comfy_args, "cpu": True}, no_tensor)
         ours, theirs = socket.socketpair()
-        self._channel = Channel(ours, FromCounter)
-        with theirs:
-            argv = (setup.argv[0], script, "{fd}", "{parent}")
-            self._supervisor = Supervisor([Command(argv, environment(device), theirs.fileno())], setup.start)
-            try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            self._channel = Channel(ours, FromCounter)
+            with theirs:
+                argv = (setup.argv[0], script, "{fd}", "{parent}")
+                self._supervisor = Supervisor([Command(argv, environment(device), theirs.fileno())], setup.start)
                 self._supervisor.start()
-            except OSError:
-                ours.close()
-                raise
-        with contextlib.suppress(ChannelClosed):  # it has ended: the next question finds that
-            self._channel.send(CountLike(comfyui=setup.comfyui, comfy_args=encode_tree({**setup.comfy_args, "cpu": True}, no_tensor)))
+            undo.callback(self._supervisor.stop, 0)
+            with contextlib.suppress(ChannelClosed):  # it has ended: the next question finds that
+                self._channel.send(CountLike(comfyui=setup.comfyui, comfy_args=comfy_args))
+            undo.pop_all()
 
     @property
     def pid(self) -> int:
@@ -208,5 +234,5 @@ def how(status: int | None) -> str:
 
 
 def lost(what: str) -> CounterLost:
-    log.warning("[PipeMesh] The process that counts %s: nothing is predicted for this sampling.", what)
+    log.warning("[PipeMesh] The process that counts %s: nothing is predicted by this count.", what)
     return CounterLost(f"the process that counts {what}")

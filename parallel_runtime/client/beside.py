@@ -42,7 +42,7 @@ class Beside:
 
     def left_free(self, model: str, sampled: Sampled | None) -> int:
         """Returns the bytes to leave free on each device."""
-        return max(LEFT_FREE, self._more.get(model, 0), self._needed(sampled) if sampled is not None else 0)
+        return max(LEFT_FREE, self._more.get(model, 0), self._needed(model, sampled) if sampled is not None else 0)
 
     def with_room(self, model: str, attempt: Callable[[], T], *, again: bool) -> T:
         """Calls ``attempt``, an evaluation, and where the ranks run out of memory ``again`` after
@@ -73,13 +73,17 @@ class Beside:
         self._residency.release(model)
         return True
 
-    def _needed(self, sampled: Sampled) -> int:
-        """Returns 0 where that is not counted, or not yet."""
+    def _needed(self, name: str, sampled: Sampled) -> int:
+        """Returns 0 where that is not counted, or not yet. Weights that are loaded can be sampled
+        with meanwhile; those that are not would be loaded twice.
+        """
+        session = self._sessions.live
+        is_up = session is not None and name in session.models
         model, conds = sampled.model(), [one for several in sampled.conds.values() for one in several]
         if model is None or not conds:
             return 0
         try:
-            whole = self._counts.of(model, rounded(longest(conds)), (1, *sampled.shape[1:]))
+            whole = self._counts.of(model, rounded(longest(conds)), (1, *sampled.shape[1:]), is_up)
         except (NotCounted, RunCancelled) as error:  # who asks for room hears of Stop by itself
             log.info("[PipeMesh] What an evaluation takes is not known (%s): %d MiB are left free for it.", error, LEFT_FREE >> 20)
             return 0

@@ -24,9 +24,11 @@ from .figures import Whole
 
 TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept
-PATIENCE_S = 60.0  # how long a sampling waits for its count: a first process may import from a slow disk
+PATIENCE_S = 20.0  # how long a sampling waits for its count, with the start of the process, where nothing is up to sample it
+WHILE_UP_S = 5.0  # and where something is
 POLL_S = 0.05
 TRIES = 2  # a count whose process was lost is begun again, once
+LOST_S = 600.0  # after which it is begun again all the same: memory that was short then may be free
 
 
 class NotCounted(Exception):
@@ -58,16 +60,24 @@ class Counts:
     the count goes on, and the next sampling of its kind has it.
     """
 
-    def __init__(self, begin: Begin, interrupted: Callable[[], bool] = lambda: False, patience_s: float = PATIENCE_S):
+    def __init__(
+        self,
+        begin: Begin,
+        interrupted: Callable[[], bool] = lambda: False,
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._begin = begin
         self._interrupted = interrupted
         self._patience_s = patience_s
+        self._clock = clock
         self._begun: dict[bytes, Begun] = {}
 
-    def of(self, model: Any, cond: Mapping[str, Any], shape: tuple[int, ...]) -> Whole:
+    def of(self, model: Any, cond: Mapping[str, Any], shape: tuple[int, ...], is_up: bool = False) -> Whole:
         """Return the count of one evaluation of ``model``, a BaseModel, for one cond of ComfyUI's
-        and one latent of ``shape`` (1, C, ...). Weights are as large as they are stored, which for
-        quantised ones is smaller than the twin's. Raises NotCounted, RunCancelled.
+        and one latent of ``shape`` (1, C, ...). ``is_up``: something is that could
+        sample it without the count. Weights are as large as they are stored, which for quantised
+        ones is smaller than the twin's. Raises NotCounted, RunCancelled.
         """
         if plan_or_whole(type(model.diffusion_model)) is None:
             raise NotCounted(f"{type(model.diffusion_model).__name__} has no token plan")
@@ -75,21 +85,24 @@ class Counts:
             asked = described(model, cond, shape)
         except NotPlain as error:
             raise NotCounted(f"its twin without weights cannot be described: {error}") from None
-        return as_stored(self._awaited(asked), stored_bytes(model.diffusion_model.parameters()))
+        patience_s = min(WHILE_UP_S, self._patience_s) if is_up else self._patience_s
+        return as_stored(self._awaited(asked, patience_s), stored_bytes(model.diffusion_model.parameters()))
 
-    def _awaited(self, asked: bytes) -> Whole:
+    def _awaited(self, asked: bytes, patience_s: float) -> Whole:
         key = blake2b(asked, digest_size=16).digest()
         begun = self._begun.get(key)
+        if begun is not None and is_lost(begun.future) and self._clock() - begun.at_s >= LOST_S:
+            begun = None
         if begun is None or (begun.tries < TRIES and is_lost(begun.future)):
-            begun = self._begun[key] = Begun(self._begin(asked), time.monotonic(), begun.tries + 1 if begun is not None else 1)
+            begun = self._begun[key] = Begun(self._begin(asked), self._clock(), begun.tries + 1 if begun is not None else 1)
             if len(self._begun) > MOST:
                 del self._begun[next(iter(self._begun))]
-        until = begun.at_s + self._patience_s
+        until = begun.at_s + patience_s
         while not begun.future.done():
             if self._interrupted():
                 raise RunCancelled("The run was cancelled.")
-            if (left_s := until - time.monotonic()) <= 0:
-                raise NotYet(f"what an evaluation costs was not counted within {self._patience_s:g} s")
+            if (left_s := until - self._clock()) <= 0:
+                raise NotYet(f"what an evaluation costs was not counted within {patience_s:g} s")
             wait([begun.future], min(POLL_S, left_s))
         if (error := begun.future.exception()) is not None:
             raise NotCounted(str(error))  # the error itself would gather what each sampling holds
