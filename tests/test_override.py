@@ -85,7 +85,8 @@ def evaluated(make, model, monkeypatch):
         method.attach()
         outputs[mesh.rank] = method.evaluate(own.forward, asked, 1, *([None] if isinstance(method, PatchForward) else []))
 
-    World(Layout(ulysses=2), "gloo", monkeypatch).run(work, lambda ready: ready[0])
+    with torch.inference_mode():
+        World(Layout(ulysses=2), "gloo", monkeypatch).run(work, lambda ready: ready[0])
     return outputs[0]
 
 
