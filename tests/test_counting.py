@@ -229,13 +229,13 @@ def test_a_sampling_waits_a_moment_where_a_pool_that_suits_it_is_up_and_not_long
     for running in ((Layout(cfg=2),), ()):
         planned = Planning(StepTimes(), Counts(lambda _: Future(), clock=hurried())).choose(model, OPEN, asked(), running)
         waits.append((planned.awaits, planned.why))
-    assert waits == [(one, f"what an evaluation costs was not counted within {s} s") for one, s in ((False, 5), (True, 20))]
+    assert waits == [(one, f"what an evaluation costs was not counted within {s} s") for one, s in ((False, 5), (True, 60))]
 
 
 def test_a_pool_by_hand_goes_on_where_nothing_is_counted_yet_and_at_once_with_weights_that_are_loaded(model, caplog):
     caplog.set_level("INFO", "pipemesh")
     sampled = Sampled(weakref.ref(model), SHAPE, {"positive": [PROMPT]})
-    for held, waited in (({}, 20), ({"model": object()}, 5)):
+    for held, waited in (({}, 60), ({"model": object()}, 5)):
         sessions = SimpleNamespace(live=SimpleNamespace(models=held))
         assert Beside(sessions, None, Counts(lambda _: Future(), clock=hurried())).left_free("model", sampled) == LEFT_FREE
         assert f"was not counted within {waited} s" in caplog.records[-1].getMessage()

@@ -24,7 +24,7 @@ from .figures import Whole
 
 TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept
-PATIENCE_S = 20.0  # how long a sampling waits for its count, with the start of the process, where nothing is up to sample it
+PATIENCE_S = 60.0  # how long a sampling waits for its count, with the start of the process, where nothing is up to sample it
 WHILE_UP_S = 5.0  # and where something is
 POLL_S = 0.05
 TRIES = 2  # a count whose process was lost is begun again, once
