@@ -26,6 +26,7 @@ def evaluated(pair, client):
     source = parallel.remote.source
     _, (arguments, *_) = asked_of(stock, Case(PLAIN, "ulysses2", "odd", 4, 1.0, False, "euler"))
     arguments["transformer_options"] = {}
+    client.residency.release(source.model)  # another test may have had its weights shared out
     client.residency.load(source, lambda: state_source(parallel), never)
     client.residency.set_weight_patches(source.model, "", {}, {}, {}, never)
     latent, *others = arguments
