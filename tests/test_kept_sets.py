@@ -107,8 +107,9 @@ def test_lora_hooks_that_take_turns_are_patched_once_each_while_there_is_memory_
     truth, other = (patched(stock, *strengths)[0] for strengths in ((0.8, -0.5), (0.8, 0.8)))
     assert relative_error(other, truth) > 100 * BOUND, "the second hook does nothing"
     computed = []
-    for forget in (lambda: None, lambda: None, lambda: client.residency.release(parallel.remote.model)):
-        forget()
+    for is_new in (True, False, True):  # another test may have left the model with its weights shared out
+        if is_new:
+            client.residency.release(parallel.remote.model)
         ours, switches, adopted = patched(parallel, 0.8, -0.5)
         assert relative_error(ours, truth) <= BOUND and switches >= 2 * 3 - 1
         computed.append(adopted)
