@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from pipemesh.launcher.comfyui.find import ComfyInstall
-from pipemesh.launcher.commands import doctor, gpu_modes
+from pipemesh.launcher.commands import doctor
 from pipemesh.launcher.commands.doctor import Facts, Finding, Gpu, Machine, Package, RingKernel, Torch, can_run, findings, report
+from pipemesh.launcher.pool import gpu_modes
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = (Package("greenlet", "3.2"), Package("msgspec", "0.20"), Package("safetensors", "0.6"))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..comfyui.find import ComfyInstall
-from .gpu_modes import SHARED, ask_driver, is_mig, modes_in
+from ..pool.gpu_modes import SHARED, ask_driver, is_mig, modes_in
 
 GIB = 2**30
 ROOMY_SHM_BYTES = GIB

@@ -13,6 +13,7 @@ from ...parallel_runtime.comm.shares import relative
 from ...parallel_runtime.errors import LayoutError
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.wire.arena import MAX_RANKS
+from .gpu_modes import is_mig
 
 Backend = Literal["gloo", "nccl"]
 CUDA_VARIABLE, HIP_VARIABLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"  # HIP reads the first too, where the second is not set
@@ -253,4 +254,4 @@ def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
 
 def cuda_address(title: str, uuid: object) -> str:
     """What CUDA_VISIBLE_DEVICES calls a GPU, or an instance of one that is divided (MIG)."""
-    return f"{'MIG' if ' MIG ' in title else 'GPU'}-{uuid}"
+    return f"{'MIG' if is_mig(title) else 'GPU'}-{uuid}"
