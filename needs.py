@@ -14,7 +14,8 @@ from pathlib import Path
 
 COMFYUI = (0, 30, 0)
 SYSTEMS = {"win32": "Windows", "cygwin": "Windows", "darwin": "macOS"}
-CALLS = (("os", "memfd_create"), ("os", "posix_fallocate"), ("fcntl", "ioctl"), ("socket", "send_fds"))  # that Linux has
+# That Linux has
+CALLS = (("os", "memfd_create"), ("os", "posix_fallocate"), ("fcntl", "ioctl"), ("socket", "send_fds"))
 PACKAGES = ("greenlet", "msgspec")
 
 
@@ -24,22 +25,35 @@ def lack() -> str:
     """
     if sys.platform != "linux":
         system = SYSTEMS.get(sys.platform, sys.platform)
-        return f"PipeMesh runs on Linux, and this is {system}: run ComfyUI on Linux, or remove this folder from custom_nodes."
+        return (
+            f"PipeMesh runs on Linux, and this is {system}: run ComfyUI on Linux, or remove this folder from"
+            " custom_nodes."
+        )
     if find_spec("comfyui_version") is None:
         return "PipeMesh runs inside ComfyUI: put this folder into ComfyUI's custom_nodes and start ComfyUI."
     from comfyui_version import __version__ as version
 
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < COMFYUI[: version.count(".") + 1]:
-        return f"PipeMesh needs ComfyUI {'.'.join(map(str, COMFYUI))} or newer and this is {version}: update ComfyUI."
+        return (
+            f"PipeMesh needs ComfyUI {'.'.join(map(str, COMFYUI))} or newer and this is {version}: update"
+            " ComfyUI."
+        )
     return lacking_calls() or lacking_packages() or lacking_torch()
 
 
 def lacking_calls() -> str:
-    lacking = [f"{module}.{call}" for module, call in CALLS if find_spec(module) is None or not hasattr(import_module(module), call)]
+    lacking = [
+        f"{module}.{call}"
+        for module, call in CALLS
+        if find_spec(module) is None or not hasattr(import_module(module), call)
+    ]
     if not lacking:
         return ""
     version = sys.version.split()[0]
-    return f"PipeMesh needs {' and '.join(lacking)}, which this Python {version} is built without: run ComfyUI with another Python."
+    return (
+        f"PipeMesh needs {' and '.join(lacking)}, which this Python {version} is built without: run ComfyUI"
+        " with another Python."
+    )
 
 
 def lacking_packages() -> str:
@@ -47,7 +61,10 @@ def lacking_packages() -> str:
     requirements = Path(__file__).with_name("requirements.txt")
     if not lacking:
         return ""
-    return f"PipeMesh needs {' and '.join(lacking)}, missing here: run `python -m pip install -r {requirements}` with ComfyUI's python."
+    return (
+        f"PipeMesh needs {' and '.join(lacking)}, missing here: run `python -m pip install -r {requirements}`"
+        " with ComfyUI's python."
+    )
 
 
 def lacking_torch() -> str:
@@ -56,7 +73,10 @@ def lacking_torch() -> str:
 
     if distributed.is_available() and distributed.is_gloo_available():
         return ""
-    return f"PipeMesh needs torch.distributed with gloo, which torch {torch.__version__} is built without: install a torch that has it."
+    return (
+        f"PipeMesh needs torch.distributed with gloo, which torch {torch.__version__} is built without:"
+        " install a torch that has it."
+    )
 
 
 def calls_entry_points() -> bool:

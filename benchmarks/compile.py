@@ -60,9 +60,17 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> list[Round]:
 
     layout = Layout(ulysses=DEGREES[0], ring=DEGREES[1])
     with giving_way():
-        comm = connect(layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
+        comm = connect(
+            layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
+        ).sequence
     with calls(comm, tokens) as made:
-        return ranks.measure({name: Phase(partial(timed, call), alone=name.startswith("stock")) for name, call in made.items()}, rounds)
+        return ranks.measure(
+            {
+                name: Phase(partial(timed, call), alone=name.startswith("stock"))
+                for name, call in made.items()
+            },
+            rounds,
+        )
 
 
 @contextmanager
@@ -79,8 +87,14 @@ def calls(comm: Any, tokens: int, backend: str = "inductor") -> Iterator[dict[st
     stock, stock_compiled, in_ranks, compiled_ranks = (Forwards(tokens) for _ in range(4))
     give_own_code(stock_compiled.model)
     compiled: Any = torch.compile(stock_compiled.model, **with_own_guards(backend=backend))
-    compiled_ranks.arguments["transformer_options"] = {COMPILE: {"paths": [""], "kwargs": {"backend": backend}}}
-    with torch.inference_mode(), in_ranks.parallel(comm) as evaluate, compiled_ranks.parallel(comm) as evaluate_compiled:
+    compiled_ranks.arguments["transformer_options"] = {
+        COMPILE: {"paths": [""], "kwargs": {"backend": backend}}
+    }
+    with (
+        torch.inference_mode(),
+        in_ranks.parallel(comm) as evaluate,
+        compiled_ranks.parallel(comm) as evaluate_compiled,
+    ):
         yield {
             "stock": stock.evaluate,
             "stock_compiled": lambda: compiled(**stock_compiled.arguments),
@@ -99,12 +113,18 @@ def give_own_code(model: Any) -> None:
         own = type(module).forward
         if type(module) not in copies:
             code = own.__code__.replace(co_name=f"{own.__name__}_of_stock")
-            copies[type(module)] = FunctionType(code, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+            copies[type(module)] = FunctionType(
+                code, own.__globals__, own.__name__, own.__defaults__, own.__closure__
+            )
             copies[type(module)].__kwdefaults__ = own.__kwdefaults__
         module.forward = MethodType(copies[type(module)], module)
 
 
 def bench(options: Options) -> Iterator[Figure]:
     for tokens in TOKENS:
-        rounds = merge(run(options.host, DEGREES[0] * DEGREES[1], "compile:measure", tokens=tokens, rounds=options.rounds))
+        rounds = merge(
+            run(
+                options.host, DEGREES[0] * DEGREES[1], "compile:measure", tokens=tokens, rounds=options.rounds
+            )
+        )
         yield from figures(f"ulysses2_{tokens}", rounds)

@@ -23,7 +23,9 @@ class Panel:
 
 def draw_panels(title: str, panels: Sequence[Sequence[Panel]], xs: Sequence[int]) -> Image.Image:
     """Draw rows of panels. ``xs`` lie evenly on the axis; the axis of y is cut to what there is."""
-    values = [y for row in panels for panel in row for line in panel.lines.values() for y in line.values()] or [0.0]
+    values = [
+        y for row in panels for panel in row for line in panel.lines.values() for y in line.values()
+    ] or [0.0]
     low, high = STEP * (min(values) // STEP), STEP * (max(values) // STEP + 1)
     columns = max(map(len, panels))
     picture = Image.new("RGB", (LEFT + columns * (WIDTH + GAP), TOP + len(panels) * (HEIGHT + GAP)), "white")
@@ -39,7 +41,13 @@ def draw_panels(title: str, panels: Sequence[Sequence[Panel]], xs: Sequence[int]
     return picture
 
 
-def draw_panel(pen: ImageDraw.ImageDraw, panel: Panel, corner: tuple[int, int], xs: Sequence[int], ends: tuple[float, float]) -> None:
+def draw_panel(
+    pen: ImageDraw.ImageDraw,
+    panel: Panel,
+    corner: tuple[int, int],
+    xs: Sequence[int],
+    ends: tuple[float, float],
+) -> None:
     left, top = corner
     low, high = ends
 

@@ -50,7 +50,10 @@ SINGLE = {
     "norm.key_norm": ("attn.norm_k",),
     "linear2": ("proj_out",),
 }
-BLOCKS = {"double_blocks": ("transformer_blocks", DOUBLE), "single_blocks": ("single_transformer_blocks", SINGLE)}
+BLOCKS = {
+    "double_blocks": ("transformer_blocks", DOUBLE),
+    "single_blocks": ("single_transformer_blocks", SINGLE),
+}
 SHIFT_THEN_SCALE = "final_layer.adaLN_modulation.1"  # diffusers: scale, then shift
 
 
@@ -89,7 +92,13 @@ class DiffusersPeer:
 
         logging.set_verbosity_error()  # it warns of every experimental call
         flux = model.params
-        assert flux.theta == 10000 and flux.mlp_ratio == 4 and flux.qkv_bias and not flux.guidance_embed and not flux.txt_ids_dims
+        assert (
+            flux.theta == 10000
+            and flux.mlp_ratio == 4
+            and flux.qkv_bias
+            and not flux.guidance_embed
+            and not flux.txt_ids_dims
+        )
         self._model = FluxTransformer2DModel(
             in_channels=model.in_channels,
             num_layers=flux.depth,

@@ -33,13 +33,17 @@ def exactly(value: float) -> Estimate:
     return Estimate(value, value, value)
 
 
-def estimate(samples: Sequence[Sample], statistic: Callable[[Sequence[Sample]], float], seed: int = 0) -> Estimate:
+def estimate(
+    samples: Sequence[Sample], statistic: Callable[[Sequence[Sample]], float], seed: int = 0
+) -> Estimate:
     """Estimate ``statistic`` with its bootstrap interval. A sample is resampled whole, so the
     phases of one round stay together.
     """
     draw = random.Random(seed)
     drawn = sorted(statistic(draw.choices(samples, k=len(samples))) for _ in range(DRAWS))
-    return Estimate(statistic(samples), percentile(drawn, (1 - LEVEL) / 2), percentile(drawn, (1 + LEVEL) / 2))
+    return Estimate(
+        statistic(samples), percentile(drawn, (1 - LEVEL) / 2), percentile(drawn, (1 + LEVEL) / 2)
+    )
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -88,7 +92,9 @@ class Figure:
     def record(self) -> dict[str, Any]:
         """One line of ``--json``; ``goal`` is null or reads like ``>= 0.88``."""
         fields = {**asdict(self), **self.estimate._asdict(), "goal": str(self.goal) if self.goal else None}
-        return {key: fields[key] for key in ("bench", "case", "metric", "value", "low", "high", "unit", "goal")}
+        return {
+            key: fields[key] for key in ("bench", "case", "metric", "value", "low", "high", "unit", "goal")
+        }
 
 
 def number(value: float) -> str:

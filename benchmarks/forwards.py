@@ -63,7 +63,9 @@ class Forwards:
         return self.model._forward(**self.arguments)
 
     @contextmanager
-    def parallel(self, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None) -> Iterator[Callable[[], torch.Tensor]]:
+    def parallel(
+        self, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None
+    ) -> Iterator[Callable[[], torch.Tensor]]:
         """Attach sequence parallelism as this rank of the mesh, and yield the same evaluation under
         it; rank 0 gets its result. ``on_progress``: as the method has it.
         """
@@ -109,7 +111,13 @@ class StandinExchange(Exchange):
         self.sent_bytes += (self.size - 1) * flag.nbytes
         return flag
 
-    def _move(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
+    def _move(
+        self,
+        receiving: torch.Tensor,
+        sending: torch.Tensor,
+        receive_sizes: Sequence[int],
+        send_sizes: Sequence[int],
+    ) -> None:
         end = 0
         for size in receive_sizes:
             end += size

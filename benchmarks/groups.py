@@ -48,7 +48,9 @@ class Runs:
         if ranks.rank == 0:
             setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
             self.handle = PoolHandle(place(Layout(**{axis: 2}), "cpu", "gloo", ()), setup)
-            self.parallel = parallelize(SAMPLE.form.random_model(SIZE), RemotePool(self.handle, shares_weights=True), 0.0)
+            self.parallel = parallelize(
+                SAMPLE.form.random_model(SIZE), RemotePool(self.handle, shares_weights=True), 0.0
+            )
 
     def sample(self, model: Any) -> Any:
         import comfy.sample
@@ -57,9 +59,14 @@ class Runs:
         from .forwards import CHANNELS, ROW_TOKENS, SIZE, TEXT_TOKENS
 
         generator = torch.Generator().manual_seed(0)
-        latent = torch.zeros(BATCH[self.axis], CHANNELS, 2 * ((TOKENS - TEXT_TOKENS) // ROW_TOKENS), 2 * ROW_TOKENS)
+        latent = torch.zeros(
+            BATCH[self.axis], CHANNELS, 2 * ((TOKENS - TEXT_TOKENS) // ROW_TOKENS), 2 * ROW_TOKENS
+        )
         pooled = {"pooled_output": torch.randn(1, SIZE.pooled_dim, generator=generator)}
-        prompts = [[[torch.randn(1, count, SIZE.text_dim, generator=generator), pooled]] for count in (TEXT_TOKENS, TEXT_TOKENS - SHORTER)]
+        prompts = [
+            [[torch.randn(1, count, SIZE.text_dim, generator=generator), pooled]]
+            for count in (TEXT_TOKENS, TEXT_TOKENS - SHORTER)
+        ]
         with torch.inference_mode():
             noise = comfy.sample.prepare_noise(latent, 1)
             how = (STEPS, SCALE[self.axis], "euler", "simple", *prompts, latent)
@@ -90,7 +97,9 @@ def measure(ranks: Ranks, axis: str, rounds: int, comfyui: str) -> list[Round]:
 
 
 def bench_of(axis: str, options: Options) -> Iterator[Figure]:
-    rounds = merge(run(options.host, 2, "groups:measure", axis=axis, rounds=options.rounds, comfyui=options.host.comfyui))
+    rounds = merge(
+        run(options.host, 2, "groups:measure", axis=axis, rounds=options.rounds, comfyui=options.host.comfyui)
+    )
     case = f"{axis}2_{TOKENS}"
     yield Figure(axis, case, "efficiency", estimate(rounds, efficiency), "ratio", Goal(at_least=EFFICIENCY))
     yield Figure(axis, case, "speedup", estimate(rounds, speedup), "x")

@@ -49,11 +49,16 @@ class Hops:
         self.handle = PoolHandle(place(Layout(ulysses=RANKS), "cpu", "gloo", ()), setup)
         self._remote = RemotePool(self.handle, shares_weights=True)
         stock = SAMPLE.form.random_model(SIZE)
-        self._patcher = parallelize(stock, self._remote, holds_ui_device=False)  # the pool holds the model for as long as this lives
+        # The pool holds the model for as long as this lives
+        self._patcher = parallelize(stock, self._remote, holds_ui_device=False)
         self._model = self._patcher.remote.source.model
-        self._remote.residency.load(self._patcher.remote.source, lambda: state_source(self._patcher), lambda: False)
+        self._remote.residency.load(
+            self._patcher.remote.source, lambda: state_source(self._patcher), lambda: False
+        )
         self._run = self._remote.runs.begin(self._model)
-        torch.set_num_threads(1)  # the sampler's arithmetic is on a GPU as a rule; here its waiting threads would spin on the ranks' cores
+        # The sampler's arithmetic is on a GPU as a rule; here its waiting threads would spin on the
+        # ranks' cores
+        torch.set_num_threads(1)
         self._generator = torch.Generator().manual_seed(0)
         self._text = torch.randn(TEXT, generator=self._generator)
         self._pooled = torch.randn(1, SIZE.pooled_dim, generator=self._generator)
@@ -74,7 +79,11 @@ class Hops:
             "transformer_options": {COSTS_NOTHING: True} if costs_nothing else {},
         }
         with torch.inference_mode():
-            return timed(lambda: self._remote.evaluations.evaluate(self._run, [Work(arguments, ("cond",))], lambda: False))
+            return timed(
+                lambda: self._remote.evaluations.evaluate(
+                    self._run, [Work(arguments, ("cond",))], lambda: False
+                )
+            )
 
     def milliseconds(self, count: int, between_forwards: bool) -> list[float]:
         hops = []
@@ -111,9 +120,18 @@ def bench(options: Options) -> Iterator[Figure]:
     try:
         for case, goal in GOALS_MS.items():
             measured = hops.milliseconds(PER_ROUND[case] * options.rounds, case == "between_forwards")
-            yield Figure("hop", case, "hop_ms_p50", estimate(measured, lambda ms: percentile(ms, 0.50)), "ms", Goal(at_most=goal))
+            yield Figure(
+                "hop",
+                case,
+                "hop_ms_p50",
+                estimate(measured, lambda ms: percentile(ms, 0.50)),
+                "ms",
+                Goal(at_most=goal),
+            )
             yield Figure("hop", case, "hop_ms_p99", estimate(measured, lambda ms: percentile(ms, 0.99)), "ms")
         alone = hops.memory_only(PER_ROUND["back_to_back"] * options.rounds)
-        yield Figure("hop", "memory_only", "hop_ms_p50", estimate(alone, lambda ms: percentile(ms, 0.50)), "ms")
+        yield Figure(
+            "hop", "memory_only", "hop_ms_p50", estimate(alone, lambda ms: percentile(ms, 0.50)), "ms"
+        )
     finally:
         hops.handle.close()

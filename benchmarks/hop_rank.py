@@ -22,7 +22,11 @@ def main() -> None:
     stock = resident.ResidentModel.evaluate
 
     def evaluate(model: resident.ResidentModel, arguments: dict, *rest: object) -> object:
-        return arguments["x"] if arguments["transformer_options"].get(COSTS_NOTHING) else stock(model, arguments, *rest)
+        return (
+            arguments["x"]
+            if arguments["transformer_options"].get(COSTS_NOTHING)
+            else stock(model, arguments, *rest)
+        )
 
     resident.ResidentModel.evaluate = evaluate
     worker_main.main()

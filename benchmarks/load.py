@@ -82,8 +82,12 @@ class Loads:
         try:
             pids = handle.ensure().ranks.pids + self._server.pids
             base, before = sum(map(proportional_bytes, pids)), own_bytes(pids)
-            remote = parallelize(model, RemotePool(handle, shares_weights=True), holds_ui_device=False, weights=weights)
-            sample(remote, Case(SAMPLE.name, f"ulysses{ranks}", "even", SIZE.heads, 1.0, False, "euler"), steps=1)
+            remote = parallelize(
+                model, RemotePool(handle, shares_weights=True), holds_ui_device=False, weights=weights
+            )
+            sample(
+                remote, Case(SAMPLE.name, f"ulysses{ranks}", "even", SIZE.heads, 1.0, False, "euler"), steps=1
+            )
             loaded, after = sum(map(proportional_bytes, pids)), own_bytes(pids)
             return {"base": base, "loaded": loaded, "own": after - before}
         finally:
@@ -98,11 +102,15 @@ def own_bytes(pids: Iterable[int]) -> int:
     """Return the bytes of these processes that no file backs, with this one's share of the segments
     that it has in common with them.
     """
-    return mapped_bytes(os.getpid(), "Pss_Shmem") + sum(mapped_bytes(pid, kind) for pid in pids for kind in ("Pss_Anon", "Pss_Shmem"))
+    return mapped_bytes(os.getpid(), "Pss_Shmem") + sum(
+        mapped_bytes(pid, kind) for pid in pids for kind in ("Pss_Anon", "Pss_Shmem")
+    )
 
 
 def mapped_bytes(pid: int, kind: str) -> int:
-    (kilobytes,) = re.findall(rf"^{kind}:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    (kilobytes,) = re.findall(
+        rf"^{kind}:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE
+    )
     return 1024 * int(kilobytes)
 
 
@@ -113,14 +121,23 @@ def require_room(folder: str) -> None:
     disk, memory = shutil.disk_usage(folder).free, psutil.virtual_memory().available
     if disk < DISK_BYTES or memory < MEMORY_BYTES:
         raise PipeMeshError(
-            f"The load bench needs {DISK_BYTES / 1e9:.0f} GB in {folder} and {MEMORY_BYTES / 1e9:.0f} GB of memory, "
-            f"there are {disk / 1e9:.0f} and {memory / 1e9:.0f}: free some, or set TMPDIR to another disk."
+            f"The load bench needs {DISK_BYTES / 1e9:.0f} GB in {folder} and {MEMORY_BYTES / 1e9:.0f} GB of"
+            f" memory, there are {disk / 1e9:.0f} and {memory / 1e9:.0f}: free some, or set TMPDIR to another"
+            " disk."
         )
 
 
 def memory_figures(case: str, one: dict[str, int], two: dict[str, int]) -> Iterator[Figure]:
-    yield Figure("load", case, "rss_ratio", exactly(two["loaded"] / one["loaded"]), "ratio", Goal(at_most=1.1))
-    yield Figure("load", case, "model_ratio", exactly((two["loaded"] - two["base"]) / (one["loaded"] - one["base"])), "ratio")
+    yield Figure(
+        "load", case, "rss_ratio", exactly(two["loaded"] / one["loaded"]), "ratio", Goal(at_most=1.1)
+    )
+    yield Figure(
+        "load",
+        case,
+        "model_ratio",
+        exactly((two["loaded"] - two["base"]) / (one["loaded"] - one["base"])),
+        "ratio",
+    )
     for ranks, held in ((1, one), (2, two)):
         yield Figure("load", f"{case}_{ranks}_ranks", "rss_mib", exactly(held["loaded"] / MIB), "MiB")
         yield Figure("load", f"{case}_{ranks}_ranks", "rss_base_mib", exactly(held["base"] / MIB), "MiB")
@@ -143,11 +160,15 @@ def bench(options: Options) -> Iterator[Figure]:
         model = write_model(Path(folder, "model.safetensors"), SAMPLE.form, SIZE)
         lora = write_lora(Path(folder, "lora.safetensors"), model, SAMPLE.form.file.lora_targets)
         stock = comfy.sd.load_diffusion_model(str(model))
-        patched, _ = comfy.sd.load_lora_for_models(stock, None, comfy.utils.load_torch_file(str(lora)), 1.0, 0.0)
+        patched, _ = comfy.sd.load_lora_for_models(
+            stock, None, comfy.utils.load_torch_file(str(lora)), 1.0, 0.0
+        )
         for case in CASES:
             one, two = (loads.memory(ranks, patched if case == "lora" else stock) for ranks in (1, RANKS))
             yield from memory_figures(case, one, two)
         for case, ranks in product(CASES, SHARDED):
             added = loads.memory(ranks, patched if case == "lora" else stock, "sharded")["own"]
             own = exactly(added / model.stat().st_size)
-            yield Figure("load", f"sharded_{case}_{ranks}_ranks", "own_of_file", own, "ratio", Goal(at_most=1.15))
+            yield Figure(
+                "load", f"sharded_{case}_{ranks}_ranks", "own_of_file", own, "ratio", Goal(at_most=1.15)
+            )

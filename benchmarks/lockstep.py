@@ -58,7 +58,9 @@ class Ranks:
         self.rank = rank
         self.size = size
         with giving_way():
-            dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(hours=1))
+            dist.init_process_group(
+                "gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(hours=1)
+            )
         self._barrier = dist.barrier  # waits on a socket: an idle rank takes no time from the others
 
     def measure(self, phases: Mapping[str, Phase], rounds: int) -> list[dict[str, float]]:
@@ -98,7 +100,14 @@ def run(host: ComfyInstall, size: int, function: str, **arguments: Any) -> list[
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder, ExitStack() as stack:
         processes = []
         for rank in range(size):
-            word = {"comfyui": host.comfyui, "folder": folder, "rank": rank, "size": size, "function": function, "arguments": arguments}
+            word = {
+                "comfyui": host.comfyui,
+                "folder": folder,
+                "rank": rank,
+                "size": size,
+                "function": function,
+                "arguments": arguments,
+            }
             command = [sys.executable, str(SCRIPT), str(os.getpid()), json.dumps(word)]
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
             stack.callback(process.wait)
@@ -115,7 +124,10 @@ def wait_for(processes: Sequence[subprocess.Popen]) -> None:
         time.sleep(0.1)
     for rank, process in enumerate(processes):
         if process.returncode:
-            raise PipeMeshError(f"Rank {rank} of the bench ended with exit status {process.returncode}: its last lines say why.")
+            raise PipeMeshError(
+                f"Rank {rank} of the bench ended with exit status {process.returncode}: its last lines say"
+                " why."
+            )
 
 
 def merge(by_rank: Sequence[Sequence[Round]]) -> list[Round]:

@@ -31,7 +31,9 @@ def main() -> None:
     ranks = Ranks(str(Path(word["folder"], "store")), word["rank"], word["size"], cores)
     module, name = word["function"].split(":")
     with torch.inference_mode():
-        result = getattr(importlib.import_module(f"pipemesh.benchmarks.{module}"), name)(ranks, **word["arguments"])
+        result = getattr(importlib.import_module(f"pipemesh.benchmarks.{module}"), name)(
+            ranks, **word["arguments"]
+        )
     Path(word["folder"], f"{word['rank']}.json").write_text(json.dumps(result))
 
 

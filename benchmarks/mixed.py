@@ -69,7 +69,14 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
         dist.all_reduce(known)
         speeds = relative(known.tolist())
         even, mixed = (
-            connect(layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False, speeds=one).sequence
+            connect(
+                layout.degrees(),
+                ranks.rank,
+                device_type="cpu",
+                via_cpu=False,
+                wants_stop=lambda: False,
+                speeds=one,
+            ).sequence
             for one in ((), speeds)
         )
     standins = [standin(layout, rank, speeds) for rank in range(ranks.size)]
@@ -94,5 +101,11 @@ def figures(rounds: Sequence[Round], slower_share: float) -> Iterator[Figure]:
     yield Figure("mixed", case, "of_ideal", estimate(rounds, of_ideal), "x", Goal(at_most=OF_IDEAL))
     yield Figure("mixed", case, "even_of_ideal", estimate(rounds, lambda drawn: of_ideal(drawn, "even")), "x")
     yield Figure("mixed", case, "slower_share", exactly(slower_share), "ratio")
-    yield Figure("mixed", case, "speedup", estimate(rounds, lambda drawn: typical(drawn, "alone") / typical(drawn, "mixed")), "x")
+    yield Figure(
+        "mixed",
+        case,
+        "speedup",
+        estimate(rounds, lambda drawn: typical(drawn, "alone") / typical(drawn, "mixed")),
+        "x",
+    )
     yield Figure("mixed", case, "capacity", estimate(rounds, capacity), "x")

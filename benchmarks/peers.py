@@ -29,7 +29,9 @@ def require_diffusers() -> None:
         version = "none"
     if not version.startswith("0.42."):
         command = shlex.join([sys.executable, "-m", "pip", "install", DIFFUSERS])
-        raise PipeMeshError(f"The peers bench compares with diffusers 0.42 and this python has {version}: run {command}")
+        raise PipeMeshError(
+            f"The peers bench compares with diffusers 0.42 and this python has {version}: run {command}"
+        )
 
 
 def ratio(ours: str, theirs: str) -> Callable[[Sequence[Round]], float]:
@@ -66,7 +68,11 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     parallel_peer.parallelize(ranks.size)
     with giving_way():
         comm = connect(
-            Layout(ulysses=ranks.size).degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
+            Layout(ulysses=ranks.size).degrees(),
+            ranks.rank,
+            device_type="cpu",
+            via_cpu=False,
+            wants_stop=lambda: False,
         ).sequence
         placed_peer.parallelize(ranks.size)
 
@@ -102,9 +108,20 @@ def bench(options: Options) -> Iterator[Figure]:
         case = f"ulysses{ULYSSES}_{tokens}"
         by_rank = run(options.host, ULYSSES, "peers:measure", tokens=tokens, rounds=options.rounds)
         rounds = merge([rank["rounds"] for rank in by_rank])
-        yield Figure("peers", case, "time_ratio", estimate(rounds, ratio("ours", "theirs")), "ratio", Goal(at_most=0.95))
-        yield Figure("peers", case, "placed_time_ratio", estimate(rounds, ratio("ours", "theirs_placed")), "ratio")
-        yield Figure("peers", case, "serial_time_ratio", estimate(rounds, ratio("ours_alone", "theirs_alone")), "ratio")
+        yield Figure(
+            "peers",
+            case,
+            "time_ratio",
+            estimate(rounds, ratio("ours", "theirs")),
+            "ratio",
+            Goal(at_most=0.95),
+        )
+        yield Figure(
+            "peers", case, "placed_time_ratio", estimate(rounds, ratio("ours", "theirs_placed")), "ratio"
+        )
+        yield Figure(
+            "peers", case, "serial_time_ratio", estimate(rounds, ratio("ours_alone", "theirs_alone")), "ratio"
+        )
         yield Figure("peers", case, "speedup", estimate(rounds, ratio("ours_alone", "ours")), "x")
         yield Figure("peers", case, "their_speedup", estimate(rounds, ratio("theirs_alone", "theirs")), "x")
         for metric in ("max_difference", "serial_difference"):

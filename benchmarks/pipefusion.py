@@ -28,7 +28,9 @@ STAGES = 2
 PATCHES = (2, 4)
 TOKENS = 1024
 STEPS, WARM_UP = 28, 1
-TIMED_STEPS = 8  # of a run in which every step waits for all of the one before: the rest of its steps are like those after the first
+# Of a run in which every step waits for all of the one before: the rest of its steps are like those
+# after the first
+TIMED_STEPS = 8
 OF_SCHEDULE = {"free": 0.95, "single": None}
 BUSY = 0.95  # of what the pipeline's filling and draining leaves
 WEIGHTS_SLACK = 0.05
@@ -82,9 +84,13 @@ class Pipeline:
 
         self.handle, self.pool = pool_of_stages(comfyui)
         self.modes: list[str] = []
-        self.free = parallelize(SAMPLE.form.random_model(SIZE), self.pool, 0.0, Patching(patches, WARM_UP), self.modes.append)
+        self.free = parallelize(
+            SAMPLE.form.random_model(SIZE), self.pool, 0.0, Patching(patches, WARM_UP), self.modes.append
+        )
         self.single = self.free.clone()
-        self.single.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "bench", lambda executor, *args, **kwargs: executor(*args, **kwargs))
+        self.single.add_wrapper_with_key(
+            WrappersMP.PREDICT_NOISE, "bench", lambda executor, *args, **kwargs: executor(*args, **kwargs)
+        )
 
 
 class Runs:
@@ -132,7 +138,9 @@ class Runs:
             return 0.0
         os.sched_setaffinity(0, self.all_cores)  # as a UI is: the stages share the cores out
         free, single = self.pipeline.free, self.pipeline.single
-        seconds = timed(lambda: self.sample(free, self.steps)) if mode == "free" else self.step_by_step(single)
+        seconds = (
+            timed(lambda: self.sample(free, self.steps)) if mode == "free" else self.step_by_step(single)
+        )
         os.sched_setaffinity(0, self.own_cores)
         assert self.pipeline.modes.pop().startswith(mode), "sampled in another mode"
         seen[mode].append(list(self.pipeline.pool.last_run.evaluations))
@@ -149,7 +157,15 @@ def draw(folder: str, case: str, seen: dict[str, list]) -> None:
         picture.save(Path(folder, f"pipefusion-{mode}-{case}.png"))
 
 
-def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, comfyui: str, pictures: str | None = None) -> dict[str, Any]:
+def measure(
+    ranks: Ranks,
+    patches: int,
+    rounds: int,
+    tokens: int,
+    steps: int,
+    comfyui: str,
+    pictures: str | None = None,
+) -> dict[str, Any]:
     from .forwards import SIZE
 
     runs = Runs(ranks, patches, tokens, steps, comfyui)
@@ -163,7 +179,9 @@ def measure(ranks: Ranks, patches: int, rounds: int, tokens: int, steps: int, co
         }
         result: dict[str, Any] = {"rounds": ranks.measure(phases, rounds)}
         if runs.pipeline is not None:
-            result |= {mode: [figures_of(run, mode) for run in all_runs[-rounds:]] for mode, all_runs in seen.items()}
+            result |= {
+                mode: [figures_of(run, mode) for run in all_runs[-rounds:]] for mode, all_runs in seen.items()
+            }
             result |= weights(runs.stock.model.diffusion_model, runs.pipeline.pool)
             if pictures:
                 draw(pictures, f"m{patches}", seen)
@@ -183,11 +201,19 @@ def figures_of(evaluations: Sequence[Any], mode: str) -> dict[str, float]:
     patched = [one for one in evaluations if one.part.patch is not None]
     spans = list(zip(*(one.spans.values() for one in patched), strict=True))
     first = [one.part.patch[0] == 0 for one in patched]
-    idle_s = [sum(max(0.0, after.came_in_s - before.ended_s) for before, after in pairwise(stage)) for stage in spans]
-    by_evaluation = [list(group) for _, group in groupby(enumerate(patched), key=lambda item: sum(first[: item[0] + 1]))]
+    idle_s = [
+        sum(max(0.0, after.came_in_s - before.ended_s) for before, after in pairwise(stage))
+        for stage in spans
+    ]
+    by_evaluation = [
+        list(group) for _, group in groupby(enumerate(patched), key=lambda item: sum(first[: item[0] + 1]))
+    ]
     return {
         "of_schedule": held.share,
-        **{lost(cause): 1e3 * seconds / (len(evaluations) - len(patched) + sum(first)) for cause, seconds in held.lost_s.items()},
+        **{
+            lost(cause): 1e3 * seconds / (len(evaluations) - len(patched) + sum(first))
+            for cause, seconds in held.lost_s.items()
+        },
         "occupancy": min(busy_shares([one.spans for one in patched])),
         "bubble_ms": 1e3 * max(idle_s) / max(1, sum(first) - 1),
         "sent_bytes": median(sum(one.sent_bytes for _, one in group) for group in by_evaluation),
@@ -229,7 +255,11 @@ def weights_of(sample_of: Sample, size: Size, comfyui: str, stages: tuple[int, .
         model = sample_of.form.random_model(size)
         parallel = parallelize(model, pool, 0.0, Patching(STAGES, WARM_UP, stages))
         for _ in range(2):
-            sample(parallel, Case(sample_of.name, "pipefusion", "even", size.heads, 1.0, False, "euler"), steps=STEPS)
+            sample(
+                parallel,
+                Case(sample_of.name, "pipefusion", "even", size.heads, 1.0, False, "euler"),
+                steps=STEPS,
+            )
         return weights(model.model.diffusion_model, pool)
     finally:
         handle.close()
@@ -253,7 +283,13 @@ def weights_cut_by_hand(comfyui: str) -> dict[str, float]:
 
 def bench(options: Options) -> Iterator[Figure]:
     for patches in PATCHES:
-        arguments = {"patches": patches, "rounds": options.rounds, "tokens": TOKENS, "steps": STEPS, "comfyui": str(options.host.comfyui)}
+        arguments = {
+            "patches": patches,
+            "rounds": options.rounds,
+            "tokens": TOKENS,
+            "steps": STEPS,
+            "comfyui": str(options.host.comfyui),
+        }
         arguments["pictures"] = options.pictures and str(options.pictures)
         by_rank = run(options.host, 2, "pipefusion:measure", **arguments)
         yield from figures(f"m{patches}_{TOKENS}", patches, by_rank)
@@ -269,13 +305,29 @@ def figures(case: str, patches: int, by_rank: Sequence[dict[str, Any]]) -> Itera
         kept = estimate(runs, lambda runs: typical(runs, "of_schedule"))
         yield Figure("pipefusion", name, "of_schedule", kept, "ratio", Goal(at_least=goal) if goal else None)
         for metric in map(lost, CAUSES):
-            yield Figure("pipefusion", name, metric, estimate(runs, lambda runs, of=metric: typical(runs, of)), "ms")
+            yield Figure(
+                "pipefusion", name, metric, estimate(runs, lambda runs, of=metric: typical(runs, of)), "ms"
+            )
         yield Figure("pipefusion", name, "speedup", estimate(rounds, speedup(mode)), "x")
         ideal = Goal(at_least=BUSY * ideal_occupancy(patches)) if mode == "free" else None
-        yield Figure("pipefusion", name, "occupancy", estimate(runs, lambda runs: typical(runs, "occupancy")), "ratio", ideal)
-        yield Figure("pipefusion", name, "bubble_ms", estimate(runs, lambda runs: typical(runs, "bubble_ms")), "ms")
         yield Figure(
-            "pipefusion", name, "bytes_per_step", exactly(typical(runs, "sent_bytes")), "bytes", Goal.within(0.02, seen["formula"])
+            "pipefusion",
+            name,
+            "occupancy",
+            estimate(runs, lambda runs: typical(runs, "occupancy")),
+            "ratio",
+            ideal,
+        )
+        yield Figure(
+            "pipefusion", name, "bubble_ms", estimate(runs, lambda runs: typical(runs, "bubble_ms")), "ms"
+        )
+        yield Figure(
+            "pipefusion",
+            name,
+            "bytes_per_step",
+            exactly(typical(runs, "sent_bytes")),
+            "bytes",
+            Goal.within(0.02, seen["formula"]),
         )
         yield Figure("pipefusion", name, "bytes_formula", exactly(seen["formula"]), "bytes")
     yield Figure("pipefusion", case, "patch_tax", estimate(rounds, patch_tax), "ratio")
@@ -284,4 +336,6 @@ def figures(case: str, patches: int, by_rank: Sequence[dict[str, Any]]) -> Itera
 
 def weights_share(case: str, seen: dict[str, Any]) -> Figure:
     limit = 1 / STAGES + seen["ends_share"] + WEIGHTS_SLACK
-    return Figure("pipefusion", case, "weights_share", exactly(seen["weights_share"]), "ratio", Goal(at_most=limit))
+    return Figure(
+        "pipefusion", case, "weights_share", exactly(seen["weights_share"]), "ratio", Goal(at_most=limit)
+    )

@@ -23,7 +23,15 @@ from ..parallel_runtime.families.sample import Released, Sample, Size
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.patches import Part
 from ..parallel_runtime.planner.cost import MERGE_BYTES, predict
-from ..parallel_runtime.planner.figures import Activations, Apart, Attended, FrameTokens, Shareable, Unshared, Whole
+from ..parallel_runtime.planner.figures import (
+    Activations,
+    Apart,
+    Attended,
+    FrameTokens,
+    Shareable,
+    Unshared,
+    Whole,
+)
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.measured import Speeds, Timed, link_of, speeds_of, this_machine, write
 from ..parallel_runtime.stages import share_out
@@ -33,7 +41,8 @@ from .lockstep import Phase, Ranks, merge, run, timed
 FAMILIES = 3
 HEADS, BLOCKS = 16, 3
 TEXT = 32
-SIDES, CALIBRATED = (320, 448), (96, 256, 384, 512)  # pixels; of the smallest most is beside what blocks compute
+# Pixels; of the smallest most is beside what blocks compute
+SIDES, CALIBRATED = (320, 448), (96, 256, 384, 512)
 IN_PARTS = 384  # pixels
 FRAMES = 5  # of families that make videos
 ITEM_BYTES = 4  # ranks on CPUs compute in fp32
@@ -117,7 +126,10 @@ class Attention:
     def __init__(self, attended: Attended):
         import torch
 
-        queries, keys = ((1, attended.heads, tokens, attended.head_dim) for tokens in (attended.tokens // 2, attended.tokens))
+        queries, keys = (
+            (1, attended.heads, tokens, attended.head_dim)
+            for tokens in (attended.tokens // 2, attended.tokens)
+        )
         self._q, self._k, self._v = torch.randn(queries), torch.randn(keys), torch.randn(keys)
 
     def whole(self) -> float:
@@ -146,7 +158,9 @@ class OwnStage:
         self._parts: list[Part] = []
         self._at = self._run = 0
         self._forward = getattr(transformer, forward_name(transformer))
-        self._method = make_method(transformer, plan, mesh, self, [stage.size for stage in share_out(block_flops, STAGES.pipefusion)])
+        self._method = make_method(
+            transformer, plan, mesh, self, [stage.size for stage in share_out(block_flops, STAGES.pipefusion)]
+        )
         self._method.attach()
 
     def sample(self, arguments: dict[str, Any], parts: Sequence[Part]) -> None:
@@ -182,10 +196,14 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
 
     with giving_way():
         comms = [
-            connect(layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
+            connect(
+                layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
+            ).sequence
             for layout in SEQUENCES
         ]
-        stages = connect(STAGES.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+        stages = connect(
+            STAGES.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
+        )
     phases: dict[str, Phase] = {}
     counted: dict[str, dict[int, Forwards]] = {}
     for sample, small in tried():
@@ -195,14 +213,20 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
         attention = Attention(counted[sample.name][IN_PARTS].whole.attended[0])
         phases[f"{sample.name} attention"] = Phase(attention.whole)
         phases[f"{sample.name} attention in parts"] = Phase(attention.in_parts)
-        stage = OwnStage(sample.form.random_model(small.size).model.diffusion_model, stages, whole.block_flops)
+        stage = OwnStage(
+            sample.form.random_model(small.size).model.diffusion_model, stages, whole.block_flops
+        )
         for side, forwards in counted[sample.name].items():
             phases[f"{sample.name} {side} alone"] = Phase(forwards.alone, alone=True)
             phases[f"{sample.name} {side} both"] = Phase(forwards.alone)
             for layout, comm in zip(SEQUENCES, comms, strict=True) if side in SIDES else ():
-                phases[f"{sample.name} {side} {layout.product()}"] = Phase(lambda forwards=forwards, comm=comm: forwards.through(comm))
+                phases[f"{sample.name} {side} {layout.product()}"] = Phase(
+                    lambda forwards=forwards, comm=comm: forwards.through(comm)
+                )
             if side in SIDES:
-                phases[f"{sample.name} {side} {STAGES.product()}"] = Phase(lambda forwards=forwards, stage=stage: forwards.in_stages(stage))
+                phases[f"{sample.name} {side} {STAGES.product()}"] = Phase(
+                    lambda forwards=forwards, stage=stage: forwards.in_stages(stage)
+                )
     for nbytes in MESSAGES:
         phases[f"message {nbytes}"] = Phase(message(comms[0].ulysses, torch.ones(nbytes // 4)))
     some = torch.ones(1 << 20)
@@ -210,7 +234,9 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
     measured = ranks.measure(phases, rounds)
     return {
         "rounds": measured,
-        "wholes": {name: {side: asdict(one.whole) for side, one in sizes.items()} for name, sizes in counted.items()},
+        "wholes": {
+            name: {side: asdict(one.whole) for side, one in sizes.items()} for name, sizes in counted.items()
+        },
     }
 
 
@@ -246,24 +272,42 @@ def wholes_of(found: dict[str, dict[str, Any]]) -> Wholes:
             "attended_by_block": attended,
             "activations": Activations(*counted["activations"]),
             "shareable": Shareable(*counted["shareable"]),
-            "unshared": Unshared([Apart(*one) for one in blocks], closing, FrameTokens(*frames) if frames else None),
+            "unshared": Unshared(
+                [Apart(*one) for one in blocks], closing, FrameTokens(*frames) if frames else None
+            ),
         }
         return Whole(**{**counted, **parts})
 
-    return {model: {int(side): whole(counted) for side, counted in sizes.items()} for model, sizes in found.items()}
+    return {
+        model: {int(side): whole(counted) for side, counted in sizes.items()}
+        for model, sizes in found.items()
+    }
 
 
 def speeds(rounds: Sequence[Round], wholes: Mapping[int, Whole], model: str, phase: str) -> Speeds:
     """Return this machine's speeds for a model, of forwards ``alone``, ``both`` at once, or one
     ``on all cores``.
     """
-    matmul, attention, beside_s = speeds_of([Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in CALIBRATED])
+    matmul, attention, beside_s = speeds_of(
+        [Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in CALIBRATED]
+    )
     few, many = ((nbytes, typical(rounds, f"message {nbytes}")) for nbytes in MESSAGES)
     latency_s, link = link_of(few, many)
     of_memory = MOVED / typical(rounds, "memory")
-    one, more_s = wholes[IN_PARTS].attended[0], typical(rounds, f"{model} attention in parts") - typical(rounds, f"{model} attention")
+    one, more_s = (
+        wholes[IN_PARTS].attended[0],
+        typical(rounds, f"{model} attention in parts") - typical(rounds, f"{model} attention"),
+    )
     merge = min(of_memory, MERGE_BYTES * (one.tokens // 2) * one.heads * one.head_dim / max(1e-9, more_s))
-    return Speeds(matmul=matmul, attention=attention, beside_s=beside_s, memory=of_memory, merge=merge, latency_s=latency_s, link=link)
+    return Speeds(
+        matmul=matmul,
+        attention=attention,
+        beside_s=beside_s,
+        memory=of_memory,
+        merge=merge,
+        latency_s=latency_s,
+        link=link,
+    )
 
 
 def cases(rounds: Sequence[Round], wholes: Wholes) -> list[Case]:
@@ -273,11 +317,17 @@ def cases(rounds: Sequence[Round], wholes: Wholes) -> list[Case]:
         alone, both = (speeds(rounds, of_model, model, phase) for phase in ("alone", "both"))
         for side in SIDES:
             for layout in (Layout(), *SEQUENCES, *GROUPS, STAGES):
-                job = Job(whole=of_model[side], evaluations=EVALUATIONS, branches=layout.cfg, batch=layout.data)
+                job = Job(
+                    whole=of_model[side], evaluations=EVALUATIONS, branches=layout.cfg, batch=layout.data
+                )
                 box = (both if layout.world_size > 1 else alone).box(layout.world_size, ITEM_BYTES)
                 seconds = min(one.seconds for one in predict(job, layout, box))
-                phase = "alone" if layout.world_size == 1 else "both" if layout in GROUPS else layout.product()
-                found.append(Case(f"{model}_{side}", layout, seconds, typical(rounds, f"{model} {side} {phase}")))
+                phase = (
+                    "alone" if layout.world_size == 1 else "both" if layout in GROUPS else layout.product()
+                )
+                found.append(
+                    Case(f"{model}_{side}", layout, seconds, typical(rounds, f"{model} {side} {phase}"))
+                )
     return found
 
 
@@ -286,8 +336,14 @@ def summed_up(found: Sequence[Case]) -> dict[str, float]:
     the fastest exact layout the one is that they choose for one forward, at worst.
     """
     errors = [abs(case.predicted / case.achieved - 1) for case in found]
-    of_one = [[case for case in found if case.job == job and case.layout not in (*GROUPS, STAGES)] for job in {case.job for case in found}]
-    regret = max(min(job, key=lambda case: case.predicted).achieved / min(case.achieved for case in job) - 1 for job in of_one)
+    of_one = [
+        [case for case in found if case.job == job and case.layout not in (*GROUPS, STAGES)]
+        for job in {case.job for case in found}
+    ]
+    regret = max(
+        min(job, key=lambda case: case.predicted).achieved / min(case.achieved for case in job) - 1
+        for job in of_one
+    )
     return {"mean_error": fmean(errors), "largest_error": max(errors), "regret": regret}
 
 
@@ -299,14 +355,18 @@ def bench(options: Options) -> Iterator[Figure]:
         return
     (single,) = run(options.host, 1, "plan:measure_on_all_cores", rounds=options.rounds)
     rounds = [{**several, **one} for several, one in zip(rounds, single, strict=True)]
-    kept = {f"{model} {phase}": speeds(rounds, wholes[model], model, phase) for model in wholes for phase in KEPT}
+    kept = {
+        f"{model} {phase}": speeds(rounds, wholes[model], model, phase) for model in wholes for phase in KEPT
+    }
     write(cache_folder(os.environ) / "speeds.json", this_machine(), kept)
 
 
 def figures(rounds: Sequence[Round], wholes: Wholes) -> Iterator[Figure]:
     found = cases(rounds, wholes)
     for case in found:
-        yield Figure("plan", case.job, f"{case.layout.product()}", exactly(case.predicted / case.achieved), "ratio")
+        yield Figure(
+            "plan", case.job, f"{case.layout.product()}", exactly(case.predicted / case.achieved), "ratio"
+        )
     draw = random.Random(0)
     drawn = [summed_up(cases(draw.choices(rounds, k=len(rounds)), wholes)) for _ in range(DRAWS)]
     for metric, value in summed_up(found).items():

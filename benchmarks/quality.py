@@ -88,7 +88,10 @@ def cells(only: Sequence[str]) -> Iterator[Cell]:
     """Return the product but for what is all warm-up, or those that have all words of ``only``,
     such as ``patches=4``; the ones that have goals first.
     """
-    product = (Cell(patches, warm_up, *rest) for *rest, patches, warm_up in itertools.product(STEPS, SAMPLERS, PATCHES, WARM_UPS))
+    product = (
+        Cell(patches, warm_up, *rest)
+        for *rest, patches, warm_up in itertools.product(STEPS, SAMPLERS, PATCHES, WARM_UPS)
+    )
     by_sampler = sorted(product, key=lambda cell: SAMPLERS.index(cell.sampler))
     for cell in dict.fromkeys((*WITH_GOALS, *by_sampler)):
         if set(only) <= set(str(cell).split()) and cell.warm_up < cell.evaluations:
@@ -175,7 +178,9 @@ class Pictures:
         return (latents[1:] - latents[0]).T.reshape(-1, 3, CELL, CELL), latents[0]
 
     def _part(self, cell: Cell, batch: slice) -> Any:
-        name = "-".join(map(str, (self._weights, batch.start, batch.stop - batch.start, *asdict(cell).values())))
+        name = "-".join(
+            map(str, (self._weights, batch.start, batch.stop - batch.start, *asdict(cell).values()))
+        )
         file = self._folder / f"{name}.pt" if self._folder else None
         if file is not None and file.exists():
             return torch.load(file, weights_only=True)
@@ -190,7 +195,9 @@ class Pictures:
 
         scenes = self.scenes[batch]
         tokens = torch.stack([conditioning(scene) for scene in scenes])
-        positive, negative = ([[each, {"pooled_output": each.flatten(1)}]] for each in (tokens, torch.zeros_like(tokens)))
+        positive, negative = (
+            [[each, {"pooled_output": each.flatten(1)}]] for each in (tokens, torch.zeros_like(tokens))
+        )
         seed = batch.start + 1_000_000 * cell.seed
         noise = torch.randn(len(scenes), *LATENT, generator=torch.Generator().manual_seed(seed))
         empty = torch.zeros_like(noise)
@@ -220,13 +227,18 @@ class Pictures:
         if cell.pool:
             placement = place(Layout(**POOLS[cell.pool]), "cpu", "gloo", ())
             pool = RemotePool(self._keeper.handle(placement), shares_weights=True)
-            return parallelize(model, pool, 0.0, Patching(cell.patches, cell.warm_up) if cell.patches > 1 else None)
+            return parallelize(
+                model, pool, 0.0, Patching(cell.patches, cell.warm_up) if cell.patches > 1 else None
+            )
         return model if cell.patches == 1 else reference(model, cell.patches, cell.warm_up)
 
 
 def bench(options: Options) -> Iterator[Figure]:
     if not any(cells(options.only)):
-        raise LaunchError(f"No cell of quality has all of the words {' '.join(options.only)}: its cells read {AT_GOAL} and the like.")
+        raise LaunchError(
+            f"No cell of quality has all of the words {' '.join(options.only)}: its cells read {AT_GOAL} and"
+            " the like."
+        )
     pictures = Pictures(options.prompts or PROMPTS, options.pictures, options.host)
     try:
         yield from measured(pictures, options.only, options.pictures)
@@ -275,10 +287,19 @@ def gain_of(cell: Cell, count: int, found: Mapping[tuple[Cell, int], Sequence[fl
     if cell.warm_up != WARM_UPS[-1] or cell.pool or shortest is None:
         return None
     gained = [late - early for late, early in zip(found[cell, count], shortest, strict=True)]
-    return Figure("quality", f"{cell} n={count}", f"psnr over warm-up={WARM_UPS[0]}", estimate(gained, mean), "dB", Goal(at_least=0.0))
+    return Figure(
+        "quality",
+        f"{cell} n={count}",
+        f"psnr over warm-up={WARM_UPS[0]}",
+        estimate(gained, mean),
+        "dB",
+        Goal(at_least=0.0),
+    )
 
 
-def words(cell: Cell, count: int, told: Mapping[tuple[Cell, int], Mapping[str, float]], has_all: bool) -> Iterator[Figure]:
+def words(
+    cell: Cell, count: int, told: Mapping[tuple[Cell, int], Mapping[str, float]], has_all: bool
+) -> Iterator[Figure]:
     """Say which share of the words is right. ``has_all``: these are as many pictures as were asked
     for, so goals count.
     """
@@ -299,7 +320,11 @@ def curves(means: Mapping[tuple[Cell, int], float]) -> Image:
     used, rows = set(), []
     for sampler, steps in itertools.product(SAMPLERS, STEPS):
         lines: dict[str, dict[int, float]] = {f"{patches} patches": {} for patches in PATCHES}
-        here = {cell: decibels for cell, decibels in of_product.items() if (cell[0].sampler, cell[0].steps) == (sampler, steps)}
+        here = {
+            cell: decibels
+            for cell, decibels in of_product.items()
+            if (cell[0].sampler, cell[0].steps) == (sampler, steps)
+        }
         n = most_often(count for _, count in here)
         for (cell, count), decibels in here.items():
             if count == n:
@@ -308,7 +333,9 @@ def curves(means: Mapping[tuple[Cell, int], float]) -> Image:
         rows.append(Panel(f"{sampler}, {steps} steps", lines))
     n = " or ".join(map(str, sorted(used)))
     title = f"PSNR against stock (dB) over warm-up evaluations; n = {n} pictures a cell"
-    return draw_panels(title, [rows[start : start + len(STEPS)] for start in range(0, len(rows), len(STEPS))], WARM_UPS)
+    return draw_panels(
+        title, [rows[start : start + len(STEPS)] for start in range(0, len(rows), len(STEPS))], WARM_UPS
+    )
 
 
 def most_often(counts: Iterable[int]) -> int:
@@ -327,5 +354,8 @@ def trained_classifier() -> Any:
     from ..launcher.pictures.scenes import draw
 
     scenes = scenes_by_chance(SET_SEED, CLASSIFIED_SET)
-    drawn = [(draw(scenes[start : start + 256], SET_SEED + start) * 255).to(torch.uint8) for start in range(0, len(scenes), 256)]
+    drawn = [
+        (draw(scenes[start : start + 256], SET_SEED + start) * 255).to(torch.uint8)
+        for start in range(0, len(scenes), 256)
+    ]
     return train_classifier(torch.cat(drawn), scenes)

@@ -49,7 +49,9 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
     layout = Layout(ulysses=ulysses, ring=ring)
     forwards = Forwards(tokens)
     with giving_way():
-        comm = connect(layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
+        comm = connect(
+            layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
+        ).sequence
     standins = [standin(layout, rank) for rank in range(ranks.size)]
     exchanges: list[float] = []
 
@@ -66,7 +68,10 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
     }
     formula = even_bytes(ulysses, ring, tokens, forwards.hidden, forwards.blocks, 4)
     measured = ranks.measure(phases, rounds) if rounds else [{"parallel": parallel()}]
-    measured = [{**round_, "exchange": seconds} for round_, seconds in zip(measured, exchanges[-len(measured) :], strict=True)]
+    measured = [
+        {**round_, "exchange": seconds}
+        for round_, seconds in zip(measured, exchanges[-len(measured) :], strict=True)
+    ]
     return {"rounds": measured, "sent_bytes": comm.sent_bytes, "formula": formula}
 
 
@@ -76,7 +81,14 @@ def bench(options: Options) -> Iterator[Figure]:
         for tokens, goal in EFFICIENCY.items() if timed else [(1024, None)]:
             case = f"{method}_{tokens}"
             rounds = options.rounds if timed else 0
-            by_rank = run(options.host, degrees[0] * degrees[1], "sp:measure", tokens=tokens, rounds=rounds, degrees=degrees)
+            by_rank = run(
+                options.host,
+                degrees[0] * degrees[1],
+                "sp:measure",
+                tokens=tokens,
+                rounds=rounds,
+                degrees=degrees,
+            )
             if goal is not None:
                 yield from times(case, merge([rank["rounds"] for rank in by_rank]), goal)
             formula = by_rank[0]["formula"]

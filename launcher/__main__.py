@@ -30,8 +30,8 @@ python3 -m launcher COMMAND [options]
   plan        which layout is the fastest for a job on given GPUs, and why the others lose
   node        lends this machine to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
 
-PIPEMESH_COMFYUI names a ComfyUI of your own (its folder, or a tar archive of it, which is installed beside the first one),
-PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for those installed here.
+PIPEMESH_COMFYUI names a ComfyUI of your own (its folder, or a tar archive of it, which is
+installed beside the first one), PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for those installed here.
 """
 ROOT = Path(__file__).resolve().parent.parent
 INSIDE = {  # command -> the module whose main(argv, host) it is
@@ -93,9 +93,16 @@ def start_in_host(command: str, rest: Sequence[str]) -> int:
         return replace_process([host.python, "-m", "launcher", command, *rest], env)
     lacking = missing_modules(host.python, ("pytest", "hypothesis"))
     if lacking:
-        raise LaunchError(f"{host.python} has no {' and no '.join(lacking)}: run {host.python} -m pip install {' '.join(lacking)}")
+        raise LaunchError(
+            f"{host.python} has no {' and no '.join(lacking)}: run {host.python} -m pip install"
+            f" {' '.join(lacking)}"
+        )
     pytest, env = [host.python, "-m", "pytest"], {**env, "OMP_NUM_THREADS": "1"}
-    return lanes.run(pytest, rest, env, ROOT) if lanes.is_of_all(rest) else replace_process([*pytest, *rest], env)
+    return (
+        lanes.run(pytest, rest, env, ROOT)
+        if lanes.is_of_all(rest)
+        else replace_process([*pytest, *rest], env)
+    )
 
 
 def replace_process(command: list[str], env: Mapping[str, str]) -> int:
@@ -141,5 +148,8 @@ def guarded_main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     if sys.version_info < (3, 10):  # noqa: UP036
-        sys.exit(f"pipemesh: Python 3.10 or newer is needed, this is {sys.version.split()[0]}: run it with a newer python3.")
+        sys.exit(
+            f"pipemesh: Python 3.10 or newer is needed, this is {sys.version.split()[0]}: run it with a newer"
+            " python3."
+        )
     sys.exit(guarded_main(sys.argv[1:]))

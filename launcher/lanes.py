@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 LANES = ("shared", "other")  # as tests/conftest.py has them
-ALL = re.compile(r"-[qvxsl]+|-r\w+|--(durations|durations-min|tb|color|maxfail)=\S+")  # options of a run of all tests
+# Options of a run of all tests
+ALL = re.compile(r"-[qvxsl]+|-r\w+|--(durations|durations-min|tb|color|maxfail)=\S+")
 PROGRESS = re.compile(r"\[ *\d+%\]$")
 DURATION = re.compile(r" *([0-9.]+)s (call|setup|teardown) ")
 SLOWEST = 30

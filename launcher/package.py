@@ -12,7 +12,8 @@ from importlib.util import module_from_spec
 from pathlib import Path
 
 NAME = "pipemesh"
-VERSION = "0.2.0"  # pyproject.toml repeats it, because ComfyUI's registry reads it there; a test compares them
+# Pyproject.toml repeats it, because ComfyUI's registry reads it there; a test compares them
+VERSION = "0.2.0"
 
 
 def register_package(root: str | Path) -> None:

@@ -43,14 +43,20 @@ FORMATS: Mapping[str, Format] = {
     "fp8_e5m2_scaled": Format(algorithm="float8_e5m2", options={"scale": "recalculate"}),
     "int8": Format(algorithm="int8_tensorwise"),
     "int8_rowwise": Format(algorithm="int8_tensorwise", options={"per_channel": True}),
-    "int8_convrot": Format(algorithm="int8_tensorwise", options={"per_channel": True, **CONVROT}, said=tuple(CONVROT)),
-    "convrot_w4a4": Format(algorithm="convrot_w4a4", options={"convrot_groupsize": GROUP}, said=("convrot_groupsize",)),
+    "int8_convrot": Format(
+        algorithm="int8_tensorwise", options={"per_channel": True, **CONVROT}, said=tuple(CONVROT)
+    ),
+    "convrot_w4a4": Format(
+        algorithm="convrot_w4a4", options={"convrot_groupsize": GROUP}, said=("convrot_groupsize",)
+    ),
     "mxfp8": Format(algorithm="mxfp8"),
     "nvfp4": Format(algorithm="nvfp4"),
 }
 
 
-def write_quantised(path: str | Path, model: str | Path, form: str, taken: Collection[str] | None = None) -> Path:
+def write_quantised(
+    path: str | Path, model: str | Path, form: str, taken: Collection[str] | None = None
+) -> Path:
     """Write the file ``model`` in one of ``FORMATS``."""
     save_file(quantised_state(load_file(model), FORMATS[form], taken), path)
     return Path(path)
@@ -64,7 +70,9 @@ def taken_by(model: torch.nn.Module, form: str) -> set[str]:
     return {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def quantised_state(weights: Mapping[str, torch.Tensor], given: Format, taken: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+def quantised_state(
+    weights: Mapping[str, torch.Tensor], given: Format, taken: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors of a file that stores ``weights`` in a format. ``taken``: the names of those that
     may be quantised; None: all.
     """
@@ -83,14 +91,21 @@ def quantised_state(weights: Mapping[str, torch.Tensor], given: Format, taken: C
 
 def is_large(name: str, weight: torch.Tensor) -> bool:
     """Whether files quantise such a layer: not the narrow ones into and out of a model."""
-    return name.endswith(".weight") and weight.dim() == 2 and min(weight.shape) >= NARROWEST and weight.shape[1] % GROUP == 0
+    return (
+        name.endswith(".weight")
+        and weight.dim() == 2
+        and min(weight.shape) >= NARROWEST
+        and weight.shape[1] % GROUP == 0
+    )
 
 
 def quantised(name: str, weight: torch.Tensor, given: Format) -> dict[str, torch.Tensor]:
     """Quantise one layer's weight into the tensors that a file has for it."""
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
-    made = QuantizedTensor.from_float(weight, QUANT_ALGOS[given.algorithm]["comfy_tensor_layout"], **given.options)
+    made = QuantizedTensor.from_float(
+        weight, QUANT_ALGOS[given.algorithm]["comfy_tensor_layout"], **given.options
+    )
     layer = name.removesuffix(".weight")
     stored = {key: tensor.clone() for key, tensor in made.state_dict(name).items()}
     if given.old:

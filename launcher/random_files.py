@@ -24,19 +24,35 @@ if TYPE_CHECKING:
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-def write_model(path: str | Path, form: Form, size: Size, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+def write_model(
+    path: str | Path, form: Form, size: Size, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Path:
     """Write a model for UNETLoader. Raises ValueError where no file can have that size."""
     if form.file is None:
         raise ValueError(f"no file form is known for {form.config_class}")
     if size.head_dim != form.file.head_dim:
-        raise ValueError(f"heads of {size.head_dim}, but ComfyUI reads a file's heads as {form.file.head_dim} wide")
+        raise ValueError(
+            f"heads of {size.head_dim}, but ComfyUI reads a file's heads as {form.file.head_dim} wide"
+        )
     if form.file.text_dim not in (0, size.text_dim):
-        raise ValueError(f"text of width {size.text_dim}, but ComfyUI reads a file's as {form.file.text_dim} wide")
+        raise ValueError(
+            f"text of width {size.text_dim}, but ComfyUI reads a file's as {form.file.text_dim} wide"
+        )
     shapes = form.file.shapes(form.config(size))
-    return _write_safetensors(Path(path), shapes, dtype, lambda name, shape: random_tensor(name, shape, seed, dtype))
+    return _write_safetensors(
+        Path(path), shapes, dtype, lambda name, shape: random_tensor(name, shape, seed, dtype)
+    )
 
 
-def write_lora(path: str | Path, model: str | Path, targets: tuple[str, ...], *, rank: int = 4, seed: int = 1, size: float = 0.5) -> Path:
+def write_lora(
+    path: str | Path,
+    model: str | Path,
+    targets: tuple[str, ...],
+    *,
+    rank: int = 4,
+    seed: int = 1,
+    size: float = 0.5,
+) -> Path:
     """Write a LoRA for LoraLoaderModelOnly on every layer of the file ``model`` that ends in one of
     ``targets``; at strength 1 a layer's weights change by ``size`` times their own scale.
     """
@@ -61,7 +77,9 @@ def write_lora(path: str | Path, model: str | Path, targets: tuple[str, ...], *,
     return _write_safetensors(Path(path), shapes, torch.float32, make)
 
 
-def _write_safetensors(path: Path, shapes: Shapes, dtype: torch.dtype, make: Callable[[str, tuple[int, ...]], torch.Tensor]) -> Path:
+def _write_safetensors(
+    path: Path, shapes: Shapes, dtype: torch.dtype, make: Callable[[str, tuple[int, ...]], torch.Tensor]
+) -> Path:
     """Write 8 bytes of header length, the JSON header padded to 8 bytes, and the tensors one after
     another (the format of safetensors 0.4).
     """
@@ -69,7 +87,11 @@ def _write_safetensors(path: Path, shapes: Shapes, dtype: torch.dtype, make: Cal
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -94,12 +94,17 @@ class PipeMeshExtension(ComfyExtension):
     async def on_load(self) -> None:
         server = PromptServer.instance
         if other := folder_with_routes(server.routes):
-            raise PipeMeshError(f"PipeMesh is among the custom nodes twice, in {other} and in {PACK}: remove one of the two folders.")
+            raise PipeMeshError(
+                f"PipeMesh is among the custom nodes twice, in {other} and in {PACK}: remove one of the two"
+                " folders."
+            )
         control = PoolControl(self._runtime, lambda: bool(server.prompt_queue.currently_running))
         add_routes(server.routes, self._runtime, self._auto, control)
         self._auto.install()
         with suppress(LayoutError):  # a sampler will say it
-            log.info("[PipeMesh] %s", first_line(self._runtime.default_choice().placement, self._auto.is_on()))
+            log.info(
+                "[PipeMesh] %s", first_line(self._runtime.default_choice().placement, self._auto.is_on())
+            )
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [*pool_nodes(self._runtime), *sampler_nodes(self._runtime), report_node(self._runtime)]

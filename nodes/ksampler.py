@@ -19,17 +19,41 @@ from .settings import Choice
 
 host_nodes: Any = nodes  # ComfyUI's; a type checker takes this folder for it
 SEED = {"default": 0, "min": 0, "max": 0xFFFFFFFFFFFFFFFF, "control_after_generate": True}
-SEED_TOOLTIP = "The random seed used for creating the noise. The same seed gives the same image as the stock sampler."
+SEED_TOOLTIP = (
+    "The random seed used for creating the noise. The same seed gives the same image as the stock sampler."
+)
 
 
 def common_inputs() -> dict[str, io.Input]:
     """Return the inputs that both samplers have, by id."""
     inputs = [
-        io.Model.Input("model", tooltip="The model used for denoising. It is parallelized here if it is not yet."),
-        io.Int.Input("steps", default=20, min=1, max=10000, tooltip="The number of steps used in the denoising process."),
-        io.Float.Input("cfg", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01, tooltip="Classifier-free guidance scale."),
-        io.Combo.Input("sampler_name", options=comfy.samplers.KSampler.SAMPLERS, tooltip="Any stock sampler; it runs unmodified."),
-        io.Combo.Input("scheduler", options=comfy.samplers.KSampler.SCHEDULERS, tooltip="How noise is gradually removed."),
+        io.Model.Input(
+            "model", tooltip="The model used for denoising. It is parallelized here if it is not yet."
+        ),
+        io.Int.Input(
+            "steps",
+            default=20,
+            min=1,
+            max=10000,
+            tooltip="The number of steps used in the denoising process.",
+        ),
+        io.Float.Input(
+            "cfg",
+            default=8.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            round=0.01,
+            tooltip="Classifier-free guidance scale.",
+        ),
+        io.Combo.Input(
+            "sampler_name",
+            options=comfy.samplers.KSampler.SAMPLERS,
+            tooltip="Any stock sampler; it runs unmodified.",
+        ),
+        io.Combo.Input(
+            "scheduler", options=comfy.samplers.KSampler.SCHEDULERS, tooltip="How noise is gradually removed."
+        ),
         io.Conditioning.Input("positive", tooltip="What you want to see in the image."),
         io.Conditioning.Input("negative", tooltip="What you want to exclude from the image."),
         io.Latent.Input("latent_image", tooltip="The latent image to denoise."),
@@ -48,15 +72,33 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 display_name="KSampler (PipeMesh)",
                 category=CATEGORY,
                 is_experimental=UNTRIED,
-                description="The stock KSampler, its model computed by a pool of workers. "
-                "Same seed, same image; under pipefusion nearly the same.",
+                description=(
+                    "The stock KSampler, its model computed by a pool of workers. "
+                    "Same seed, same image; under pipefusion nearly the same."
+                ),
                 search_aliases=["sampler", "multi gpu", "parallel"],
                 inputs=[
                     common["model"],
                     io.Int.Input("seed", **SEED, tooltip=SEED_TOOLTIP),
-                    *(common[name] for name in ("steps", "cfg", "sampler_name", "scheduler", "positive", "negative", "latent_image")),
+                    *(
+                        common[name]
+                        for name in (
+                            "steps",
+                            "cfg",
+                            "sampler_name",
+                            "scheduler",
+                            "positive",
+                            "negative",
+                            "latent_image",
+                        )
+                    ),
                     io.Float.Input(
-                        "denoise", default=1.0, min=0.0, max=1.0, step=0.01, tooltip="Lower values keep the structure of the initial image."
+                        "denoise",
+                        default=1.0,
+                        min=0.0,
+                        max=1.0,
+                        step=0.01,
+                        tooltip="Lower values keep the structure of the initial image.",
                     ),
                     common["pool"],
                 ],
@@ -65,9 +107,16 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
 
         @classmethod
         def validate_inputs(
-            cls, model: Any = None, positive: Any = None, negative: Any = None, latent_image: Any = None, pool: Any = None
+            cls,
+            model: Any = None,
+            positive: Any = None,
+            negative: Any = None,
+            latent_image: Any = None,
+            pool: Any = None,
         ) -> bool | str:
-            return require_links(model=model, positive=positive, negative=negative, latent_image=latent_image, pool=pool)
+            return require_links(
+                model=model, positive=positive, negative=negative, latent_image=latent_image, pool=pool
+            )
 
         @classmethod
         def execute(cls, model: ModelPatcher, pool: Choice | None = None, **settings: Any) -> io.NodeOutput:
@@ -83,21 +132,56 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 display_name="KSampler Advanced (PipeMesh)",
                 category=CATEGORY,
                 is_experimental=UNTRIED,
-                description="The stock KSampler (Advanced), its model computed by a pool of workers. "
-                "Same seed, same image; under pipefusion nearly the same.",
+                description=(
+                    "The stock KSampler (Advanced), its model computed by a pool of workers. "
+                    "Same seed, same image; under pipefusion nearly the same."
+                ),
                 search_aliases=["sampler", "multi gpu", "parallel"],
                 inputs=[
                     common["model"],
-                    io.Combo.Input("add_noise", options=["enable", "disable"], advanced=True, tooltip="Whether noise is added first."),
+                    io.Combo.Input(
+                        "add_noise",
+                        options=["enable", "disable"],
+                        advanced=True,
+                        tooltip="Whether noise is added first.",
+                    ),
                     io.Int.Input("noise_seed", **SEED, tooltip=SEED_TOOLTIP),
-                    *(common[name] for name in ("steps", "cfg", "sampler_name", "scheduler", "positive", "negative", "latent_image")),
-                    io.Int.Input("start_at_step", default=0, min=0, max=10000, advanced=True, tooltip="The first step to run."),
-                    io.Int.Input("end_at_step", default=10000, min=0, max=10000, advanced=True, tooltip="The step to stop before."),
+                    *(
+                        common[name]
+                        for name in (
+                            "steps",
+                            "cfg",
+                            "sampler_name",
+                            "scheduler",
+                            "positive",
+                            "negative",
+                            "latent_image",
+                        )
+                    ),
+                    io.Int.Input(
+                        "start_at_step",
+                        default=0,
+                        min=0,
+                        max=10000,
+                        advanced=True,
+                        tooltip="The first step to run.",
+                    ),
+                    io.Int.Input(
+                        "end_at_step",
+                        default=10000,
+                        min=0,
+                        max=10000,
+                        advanced=True,
+                        tooltip="The step to stop before.",
+                    ),
                     io.Combo.Input(
                         "return_with_leftover_noise",
                         options=["disable", "enable"],
                         advanced=True,
-                        tooltip="enable: stop with the noise of end_at_step left in, for another sampler to go on.",
+                        tooltip=(
+                            "enable: stop with the noise of end_at_step left in, for another sampler to"
+                            " go on."
+                        ),
                     ),
                     common["pool"],
                 ],
@@ -106,9 +190,16 @@ def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
 
         @classmethod
         def validate_inputs(
-            cls, model: Any = None, positive: Any = None, negative: Any = None, latent_image: Any = None, pool: Any = None
+            cls,
+            model: Any = None,
+            positive: Any = None,
+            negative: Any = None,
+            latent_image: Any = None,
+            pool: Any = None,
         ) -> bool | str:
-            return require_links(model=model, positive=positive, negative=negative, latent_image=latent_image, pool=pool)
+            return require_links(
+                model=model, positive=positive, negative=negative, latent_image=latent_image, pool=pool
+            )
 
         @classmethod
         def execute(cls, model: ModelPatcher, pool: Choice | None = None, **settings: Any) -> io.NodeOutput:

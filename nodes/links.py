@@ -5,7 +5,8 @@ from __future__ import annotations
 from reprlib import repr as short
 from typing import Any
 
-FROM = {"pool": "PipeMesh Pool", "model": "a loader or PipeMesh Parallelize"}  # else of the node that makes it
+# Else of the node that makes it
+FROM = {"pool": "PipeMesh Pool", "model": "a loader or PipeMesh Parallelize"}
 
 
 def require_links(**given: Any) -> bool | str:
@@ -14,5 +15,8 @@ def require_links(**given: Any) -> bool | str:
     """
     for name, value in given.items():
         if value is not None:
-            return f"{name} is {short(value)}, and takes a link alone: connect {name} of {FROM.get(name, 'the node that makes it')}."
+            return (
+                f"{name} is {short(value)}, and takes a link alone: connect {name} of"
+                f" {FROM.get(name, 'the node that makes it')}."
+            )
     return True

@@ -54,7 +54,9 @@ class Notices:
             notice = replace(notice, count=before.count + 1)
         self._kept = (notice, *others)[:KEPT]
         if before is None:
-            log.warning("[PipeMesh] %s%s%s", f"Node {node}: " if node else "", text, f"\n{detail}" if detail else "")
+            log.warning(
+                "[PipeMesh] %s%s%s", f"Node {node}: " if node else "", text, f"\n{detail}" if detail else ""
+            )
             self._show(notice)
 
     def latest(self) -> tuple[Notice, ...]:

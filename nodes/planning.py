@@ -45,7 +45,8 @@ from .timing import StepTimes
 log = logging.getLogger("pipemesh")
 SPEEDS, DEVICES = "speeds.json", "devices.json"  # in the cache folder
 NO_STAGES = WarmUp()
-KEEPS: dict[str, tuple[Kept, ...]] = {"whole": ("whole",), "offloaded": ("whole", "offloaded")}  # as weights are asked for; else all ways
+# As weights are asked for; else all ways
+KEEPS: dict[str, tuple[Kept, ...]] = {"whole": ("whole",), "offloaded": ("whole", "offloaded")}
 AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
 
 
@@ -67,19 +68,28 @@ class Asked:
             raise NotCounted("it samples several latents at once")
         conds = dict(guider.original_conds)
         is_cfg = type(guider).predict_noise is CFGGuider.predict_noise  # others have strengths of their own
-        if is_cfg and math.isclose(guider.cfg, 1.0) and not guider.model_options.get("disable_cfg1_optimization", False):
+        if (
+            is_cfg
+            and math.isclose(guider.cfg, 1.0)
+            and not guider.model_options.get("disable_cfg1_optimization", False)
+        ):
             conds.pop("negative", None)
         found = tuple(one for several in conds.values() for one in several)
         if not found or sigmas is None or len(sigmas) < 2:
             raise NotCounted("there is nothing to evaluate")
-        return cls(tuple(noise.shape), found, len(sigmas) - 1, file_of(getattr(guider, "model_patcher", None)))
+        return cls(
+            tuple(noise.shape), found, len(sigmas) - 1, file_of(getattr(guider, "model_patcher", None))
+        )
 
     @property
     def text(self) -> str:
         """Say it in the report's words."""
         prompts, images = len(self.conds), self.shape[0]
         size = " x ".join(map(str, self.shape[1:]))
-        return f"{prompts} prompt{'s' * (prompts > 1)}, {images} latent{'s' * (images > 1)} of {size}, {self.evaluations} evaluations"
+        return (
+            f"{prompts} prompt{'s' * (prompts > 1)}, {images} latent{'s' * (images > 1)} of {size},"
+            f" {self.evaluations} evaluations"
+        )
 
     @property
     def longest(self) -> Mapping[str, Any]:
@@ -155,7 +165,8 @@ class Planning:
         self._choices: weakref.WeakKeyDictionary[Remote, Choice] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, Planned] = weakref.WeakKeyDictionary()
         self._made: deque[Chosen] = deque(maxlen=AGAIN)  # the last choices
-        self._devices = read_devices(self._speeds.with_name(DEVICES))  # once: another speed would be another pool
+        # Once: another speed would be another pool
+        self._devices = read_devices(self._speeds.with_name(DEVICES))
 
     # -- how fast devices are
 
@@ -171,7 +182,9 @@ class Planning:
         try:
             keep_devices(self._speeds.with_name(DEVICES), found)
         except OSError as error:
-            log.warning("[PipeMesh] How fast the GPUs are could not be kept (%s): published figures are taken.", error)
+            log.warning(
+                "[PipeMesh] How fast the GPUs are could not be kept (%s): published figures are taken.", error
+            )
 
     # -- who asked for a choice, and what was chosen
 
@@ -230,15 +243,32 @@ class Planning:
         """Return one of the layouts that certainly suits a model: its own, one that this class was
         put into before, or groups, which need nothing of it.
         """
-        taken = {one.taken for one in self._made if one.kind[0] is type(model) and one.devices == choice.placement.devices}
+        taken = {
+            one.taken
+            for one in self._made
+            if one.kind[0] is type(model) and one.devices == choice.placement.devices
+        }
         suits = {choice.placement.layout} | {one for one in taken if one.pipefusion == 1}
-        return next((one for one in running if one.world_size > 1 and (one in suits or one.groups == one.world_size)), None)
+        return next(
+            (one for one in running if one.world_size > 1 and (one in suits or one.groups == one.world_size)),
+            None,
+        )
 
     def has_chosen(self, placement: Placement) -> bool:
         """Return whether one of the last samplings got this layout on these devices by choice."""
-        return any(one.taken == placement.layout and placement.devices == one.devices[: len(placement.devices)] for one in self._made)
+        return any(
+            one.taken == placement.layout and placement.devices == one.devices[: len(placement.devices)]
+            for one in self._made
+        )
 
-    def _chosen(self, model: BaseModel, choice: Choice, asked: Asked, running: Iterable[Layout], room: Mapping[str, int]) -> Planned:
+    def _chosen(
+        self,
+        model: BaseModel,
+        choice: Choice,
+        asked: Asked,
+        running: Iterable[Layout],
+        room: Mapping[str, int],
+    ) -> Planned:
         """Raises NotCounted."""
         placement = choice.placement
         if placement.other_machines:
@@ -251,12 +281,16 @@ class Planning:
         warm_up = warm_up_of(measured, asked.evaluations) if approximate else NO_STAGES
         is_up = self._fitting(model, choice, running) is not None
         job = replace(self._job(model, asked, warm_up, is_up), keeps=KEEPS.get(choice.weights, Job.keeps))
-        made = plan(job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here), alone=here.alone)
+        made = plan(
+            job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here), alone=here.alone
+        )
         kind = type(model), asked.shape, len(asked.conds), asked.evaluations
         wanted = {one.best for one in self._made if one.devices == placement.devices and one.kind != kind}
         best = made.best
         for layout in running:
-            made = with_running(job, here.box, made, layout, allows_approximate=approximate, is_wanted_again=layout in wanted)
+            made = with_running(
+                job, here.box, made, layout, allows_approximate=approximate, is_wanted_again=layout in wanted
+            )
         if best is None or made.best is None:
             return Planned(placement.layout, "no layout has room", asked.text, made)
         self._made.append(Chosen(placement.devices, kind, best.layout, made.best.layout))
@@ -265,17 +299,33 @@ class Planning:
     def _job(self, model: BaseModel, asked: Asked, warm_up: WarmUp, is_up: bool) -> Job:
         whole = self.counts.of(model, rounded(asked.longest), (1, *asked.shape[1:]), is_up)
         branches, batch = len(asked.conds), asked.shape[0]
-        return Job(whole=whole, evaluations=asked.evaluations, branches=branches, batch=batch, warm_up=warm_up.evaluations)
+        return Job(
+            whole=whole,
+            evaluations=asked.evaluations,
+            branches=branches,
+            batch=batch,
+            warm_up=warm_up.evaluations,
+        )
 
     def _here(self, placement: Placement, model_class: type, room: Mapping[str, int]) -> Here:
         token_plan = plan_or_whole(model_class)
-        speeds, family = read(self._speeds, this_machine()), token_plan.family if token_plan is not None else ""
+        speeds, family = (
+            read(self._speeds, this_machine()),
+            token_plan.family if token_plan is not None else "",
+        )
         measured, alone = (speeds_for(speeds, family, how) for how in ("both", "on all cores"))
-        return box_here(seen(placement, room), staged=placement.backend == "gloo", measured=measured, alone=alone)
+        return box_here(
+            seen(placement, room), staged=placement.backend == "gloo", measured=measured, alone=alone
+        )
 
     def _may_be_approximate(self, model: BaseModel, choice: Choice) -> bool:
         token_plan = plan_or_whole(type(model.diffusion_model))
-        fits = token_plan is not None and bool(token_plan.blocks) and not token_plan.why_no_stages and not token_plan.together.always
+        fits = (
+            token_plan is not None
+            and bool(token_plan.blocks)
+            and not token_plan.why_no_stages
+            and not token_plan.together.always
+        )
         return choice.allows_approximate and fits
 
 
@@ -306,7 +356,9 @@ def seen(placement: Placement, room: Mapping[str, int]) -> list[Seen]:
     for device in placement.devices:
         properties = torch.cuda.get_device_properties(device.local_name)
         there = min(properties.total_memory, room.get(device.name, properties.total_memory))
-        found.append(Seen(properties.name, there // placement.devices.count(device), flops_per_s=device.flops_per_s))
+        found.append(
+            Seen(properties.name, there // placement.devices.count(device), flops_per_s=device.flops_per_s)
+        )
     return found
 
 
@@ -317,7 +369,9 @@ def provisional(choice: Choice, model: ModelPatcher) -> Choice:
     token_plan = plan_or_whole(type(model.model.diffusion_model))
     if not choice.is_open or token_plan is None or token_plan.blocks or choice.placement.other_machines:
         return choice
-    return replace(choice, placement=replace(choice.placement, layout=Layout(cfg=choice.placement.layout.world_size)))
+    return replace(
+        choice, placement=replace(choice.placement, layout=Layout(cfg=choice.placement.layout.world_size))
+    )
 
 
 def placed(choice: Choice, planned: Planned) -> Choice:
@@ -328,7 +382,9 @@ def placed(choice: Choice, planned: Planned) -> Choice:
     patching = Patching(layout.pipefusion + 1, planned.warm_up.evaluations) if layout.pipefusion > 1 else None
     if weights == "auto" and planned.kept != "whole":
         weights = planned.kept
-    return replace(choice, placement=placement_of(choice, layout), patching=patching, is_open=False, weights=weights)
+    return replace(
+        choice, placement=placement_of(choice, layout), patching=patching, is_open=False, weights=weights
+    )
 
 
 def placement_of(choice: Choice, layout: Layout) -> Placement:

@@ -14,13 +14,19 @@ from .runtime import Runtime, parallelized
 from .settings import Choice, PoolSettings, Takes, TakesNumber, TakesOneOf
 
 CATEGORY = "PipeMesh"
-UNTRIED = True  # on a GPU, until docs/CUDA.md has a run there; then nodes are no longer marked as experimental
+# On a GPU, until docs/CUDA.md has a run there; then nodes are no longer marked as experimental
+UNTRIED = True
 Pool = io.Custom("PIPEMESH_POOL")
 POOL_TOOLTIP = "Which devices work together and how. Without it: all GPUs (two CPU ranks with --cpu)."
 
 
 def socket(name: str, takes: Takes) -> io.Input:
-    shown = {"default": takes.default, "tooltip": takes.tooltip, "optional": takes.optional, "advanced": takes.advanced}
+    shown = {
+        "default": takes.default,
+        "tooltip": takes.tooltip,
+        "optional": takes.optional,
+        "advanced": takes.advanced,
+    }
     if isinstance(takes, TakesNumber):
         return io.Int.Input(name, min=takes.least, max=takes.most, **shown)
     if isinstance(takes, TakesOneOf):
@@ -37,10 +43,24 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 display_name="PipeMesh Pool",
                 category=CATEGORY,
                 is_experimental=UNTRIED,
-                description="Chooses the devices that sample one image together. The workers start at the first run and stay warm.",
-                search_aliases=["multi gpu", "parallel", "sequence parallel", "ulysses", "pipefusion", "workers"],
+                description=(
+                    "Chooses the devices that sample one image together. The workers start at the first run"
+                    " and stay warm."
+                ),
+                search_aliases=[
+                    "multi gpu",
+                    "parallel",
+                    "sequence parallel",
+                    "ulysses",
+                    "pipefusion",
+                    "workers",
+                ],
                 inputs=[socket(name, takes) for name, takes in PoolSettings.inputs().items()],
-                outputs=[Pool.Output(display_name="pool", tooltip="For PipeMesh Parallelize and the PipeMesh samplers.")],
+                outputs=[
+                    Pool.Output(
+                        display_name="pool", tooltip="For PipeMesh Parallelize and the PipeMesh samplers."
+                    )
+                ],
             )
 
         @classmethod
@@ -85,7 +105,10 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                 display_name="PipeMesh Parallelize",
                 category=CATEGORY,
                 is_experimental=UNTRIED,
-                description="Makes a MODEL compute on the pool. Everything else stays stock: loaders, LoRA, samplers, guiders, previews.",
+                description=(
+                    "Makes a MODEL compute on the pool. Everything else stays stock: loaders, LoRA, samplers,"
+                    " guiders, previews."
+                ),
                 search_aliases=["multi gpu", "parallel", "distribute"],
                 inputs=[
                     io.Model.Input("model", tooltip="A stock MODEL, with or without LoRA."),

@@ -34,5 +34,9 @@ def room_on_devices(live: Iterable[tuple[Placement, Sequence[Memory]]]) -> dict[
 
 def held_by_comfyui(device: torch.device) -> int:
     """Return the bytes of ComfyUI's own models there. Those of pools are the ranks'."""
-    loaded = [one for one in comfy.model_management.current_loaded_models if one.device == device and one.model is not None]
+    loaded = [
+        one
+        for one in comfy.model_management.current_loaded_models
+        if one.device == device and one.model is not None
+    ]
     return int(sum(one.model_loaded_memory() for one in loaded if not hasattr(one.model, "remote")))

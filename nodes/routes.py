@@ -28,7 +28,10 @@ NO_TIMELINE = "The last run was not in patches: set pipefusion above 1 on PipeMe
 CODES = {Unknown: 404, Busy: 409}
 JSON = "application/json"  # a page of another origin cannot send it without asking first
 NOT_JSON = f"A POST that is not of ComfyUI's own page needs the header Content-Type: {JSON}."
-NOT_OWN = "The page is of {0} and ComfyUI of {1}: open {1}, or have the proxy before ComfyUI hand the Host header on."
+NOT_OWN = (
+    "The page is of {0} and ComfyUI of {1}: open {1}, or have the proxy before ComfyUI hand the Host"
+    " header on."
+)
 PORTS = {"http": ":80", "https": ":443"}  # that browsers leave out
 
 
@@ -74,7 +77,9 @@ async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: w
     try:
         handle, pool = await asyncio.to_thread(act, request.match_info["id"])
     except PipeMeshError as error:
-        return web.json_response({"error": str(error)}, status=CODES.get(type(error), 500), headers=NOT_CACHED)
+        return web.json_response(
+            {"error": str(error)}, status=CODES.get(type(error), 500), headers=NOT_CACHED
+        )
     return web.json_response(asdict(pool_status(handle, pool)), headers=NOT_CACHED)
 
 

@@ -58,7 +58,10 @@ from .settings import AUTO, PLACED_BY, Choice, PoolSettings, how_many
 from .timing import StepTimes
 from .waiting import Waiting
 
-CROWDED = "{} on the CPU, which has {} cores here: ranks share cores, and more of them are slower. Lower the degrees."
+CROWDED = (
+    "{} on the CPU, which has {} cores here: ranks share cores, and more of them are slower. Lower the"
+    " degrees."
+)
 ONE_GPU = "There is one GPU here, and nothing to share an image with."
 log = logging.getLogger("pipemesh")
 
@@ -75,7 +78,9 @@ def rank_setup(environ: Mapping[str, str]) -> RankSetup:
     """Return the set-up of ranks that compute as this ComfyUI does. Raises LayoutError where a
     variable cannot be read.
     """
-    return rank_setup_from(environ, str(Path(comfy.__path__[0]).parent), plain_args(vars(comfy.cli_args.args)))
+    return rank_setup_from(
+        environ, str(Path(comfy.__path__[0]).parent), plain_args(vars(comfy.cli_args.args))
+    )
 
 
 class Runtime:
@@ -103,7 +108,9 @@ class Runtime:
         self._show = show
         self._pools: dict[Placement, RemotePool] = {}
         counts = Counts(Counter(setup, partial(device_of_ranks, self.default_choice)).begin, interrupted)
-        times = StepTimes(lambda run: predicted(self._pools, self.planning.of(run), run), first_step=self.wait.came)
+        times = StepTimes(
+            lambda run: predicted(self._pools, self.planning.of(run), run), first_step=self.wait.came
+        )
         self.planning = Planning(times, counts)
         told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
@@ -111,7 +118,11 @@ class Runtime:
 
     @classmethod
     def of(
-        cls, environ: Mapping[str, str], show: Callable[[str], None], notices: Notices | None = None, waiting: Waiting | None = None
+        cls,
+        environ: Mapping[str, str],
+        show: Callable[[str], None],
+        notices: Notices | None = None,
+        waiting: Waiting | None = None,
     ) -> Runtime:
         """Make the runtime of a ComfyUI in this environment. Raises nothing for a variable that
         cannot be read, or ComfyUI would load no node of the pack.
@@ -132,14 +143,22 @@ class Runtime:
         placement = self._placed(settings)
         if cores := placement.exceeds_cores:
             self.notices.tell(CROWDED.format(placement.layout.equation(), cores), one_gpu=False)
-        return Choice(placement, settings.patching(), settings.weights, settings.allows_approximate, settings.layout == AUTO)
+        return Choice(
+            placement,
+            settings.patching(),
+            settings.weights,
+            settings.allows_approximate,
+            settings.layout == AUTO,
+        )
 
     def default_choice(self) -> Choice:
         """Choose all GPUs, or two ranks on the CPU where ComfyUI computes on that. Raises
         LayoutError where it computes on anything else.
         """
         gpus = self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu))
-        return Choice(place(Layout(ulysses=how_many("auto", gpus)), "auto", "auto", gpus, own_device()), is_open=True)
+        return Choice(
+            place(Layout(ulysses=how_many("auto", gpus)), "auto", "auto", gpus, own_device()), is_open=True
+        )
 
     def check(self, **values: Any) -> bool | str:
         """Check what is known of these inputs: True, or the sentence that says what is wrong. None
@@ -158,7 +177,9 @@ class Runtime:
             return str(error)
         return True
 
-    def parallelize(self, model: ModelPatcher, choice: Choice, left_open: Choice | None = None) -> RemotePatcher:
+    def parallelize(
+        self, model: ModelPatcher, choice: Choice, left_open: Choice | None = None
+    ) -> RemotePatcher:
         """Make a clone of ``model`` that the pool of this choice samples. ``left_open``: the open
         choice that this one was made from, which the next sampling is planned by. Raises
         LayoutError, Refused, ModelError.
@@ -169,7 +190,15 @@ class Runtime:
         pool = self._pool(choice.placement)
         device = own_device()
         begins = partial(self._begins, pool)
-        made = parallelize(model, pool, choice.held_on(device), choice.patching, begins, choice.computed_on(device), choice.weights)
+        made = parallelize(
+            model,
+            pool,
+            choice.held_on(device),
+            choice.patching,
+            begins,
+            choice.computed_on(device),
+            choice.weights,
+        )
         left_open = left_open or (choice if choice.is_open else None)
         if made is model and self.planning.left_open(model.remote) != left_open:
             made = model.clone()  # by another choice: the one that came in keeps its own
@@ -184,9 +213,13 @@ class Runtime:
         self.wait.begin()
         choice = provisional(choice, model)
         same = [one for one in list(self._pools) if one == placement_of(choice, one.layout)]
-        live = {one: pool for one in list(self._pools) if (pool := self._keeper.handle(one).live()) is not None}
+        live = {
+            one: pool for one in list(self._pools) if (pool := self._keeper.handle(one).live()) is not None
+        }
         room = room_on_devices([(one, pool.memory) for one, pool in live.items()])
-        return self.planning.choose(model.model, choice, asked, [one.layout for one in same if one in live], room)
+        return self.planning.choose(
+            model.model, choice, asked, [one.layout for one in same if one in live], room
+        )
 
     def report(self, only: Choice | None = None) -> Report:
         """Collect the figures of every pool, or of ``only`` one, and the notices."""
@@ -194,14 +227,20 @@ class Runtime:
         runs = [run for _, pool in known if (run := run_of(pool)) and run.evaluations]
         latest = max(runs, key=lambda run: run.began_s, default=None)
         pools = tuple(pool_figures(handle, pool) for handle, pool in known)
-        speed, planned = (self.times.speed_of(latest), self.planning.of(latest)) if latest is not None else (None, None)
+        speed, planned = (
+            (self.times.speed_of(latest), self.planning.of(latest)) if latest is not None else (None, None)
+        )
         return Report(pools, self.notices.latest(), speed, plan_figures(planned, latest))
 
     def draw_last_run(self, only: Choice | None = None) -> Image | None:
         """Draw the last run, of all pools or of ``only`` one. None unless it was sampled in
         patches, over gloo: NCCL works beside the clock that ranks look at.
         """
-        runs = [(run, handle.placement) for handle, pool in self.pools(only) if (run := run_of(pool)) and run.evaluations]
+        runs = [
+            (run, handle.placement)
+            for handle, pool in self.pools(only)
+            if (run := run_of(pool)) and run.evaluations
+        ]
         if not runs:
             return None
         run, placement = max(runs, key=lambda one: one[0].began_s)
@@ -212,7 +251,9 @@ class Runtime:
 
     def _placed(self, settings: PoolSettings) -> Placement:
         """Raises LayoutError."""
-        placement = settings.place(self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)), own_device())
+        placement = settings.place(
+            self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)), own_device()
+        )
         if placement.other_machines and not self.fault:
             check_rendezvous(self._setup, placement.other_machines[0])
         return placement
@@ -222,7 +263,9 @@ class Runtime:
             whole = placement.layout.pipefusion == 1
             shares = whole and not placement.devices[0].is_gpu and not placement.other_machines
             handle, counts = self._keeper.handle(placement), self.planning.counts
-            self._pools[placement] = RemotePool(handle, shares_weights=shares, turn=self.turn, wait=self.wait, counts=counts)
+            self._pools[placement] = RemotePool(
+                handle, shares_weights=shares, turn=self.turn, wait=self.wait, counts=counts
+            )
         return self._pools[placement]
 
     def pools(self, only: Choice | None = None) -> list[tuple[PoolHandle, RemotePool]]:
@@ -230,7 +273,11 @@ class Runtime:
         thread.
         """
         pools = list(self._pools.items())
-        return [(self._keeper.handle(placement), pool) for placement, pool in pools if only is None or only.covers(placement)]
+        return [
+            (self._keeper.handle(placement), pool)
+            for placement, pool in pools
+            if only is None or only.covers(placement)
+        ]
 
     def _begins(self, pool: RemotePool, mode: str) -> None:
         """Tell the user how a run in patches, which begins now, is sampled."""
@@ -291,18 +338,29 @@ def predicted(pools: Mapping[Placement, RemotePool], planned: Planned | None, ru
     for placement, pool in list(pools.items()):
         if any(one is run for one in list(pool.runs.recent)):
             longer = pool.runs.once(run, "alone", partial(alone, run, placement))
-            return pool.runs.once(run, "foretold", partial(foretold, planned, run)) if longer is None else longer
+            return (
+                pool.runs.once(run, "foretold", partial(foretold, planned, run)) if longer is None else longer
+            )
     return None
 
 
-def tell_of_restart(notices: Notices, is_chosen: Callable[[Placement], bool], old: Placement, new: Placement) -> None:
+def tell_of_restart(
+    notices: Notices, is_chosen: Callable[[Placement], bool], old: Placement, new: Placement
+) -> None:
     """Tell of workers that end because another layout needs their devices, as two pools of one
     workflow do in turn, or one whose layout is chosen for each sampling.
     """
     move = "Where one workflow uses both, connect one pool to all samplers."
     if is_chosen(new):
-        move = "It was chosen for what is sampled now: to keep one layout, set layout of PipeMesh Pool to by hand."
-    notices.tell(f"Workers are started anew: {new.layout.equation()} needs the devices of {old.layout.equation()}. {move}", one_gpu=False)
+        move = (
+            "It was chosen for what is sampled now: to keep one layout, set layout of PipeMesh Pool to by"
+            " hand."
+        )
+    notices.tell(
+        f"Workers are started anew: {new.layout.equation()} needs the devices of {old.layout.equation()}."
+        f" {move}",
+        one_gpu=False,
+    )
 
 
 def run_of(pool: RemotePool) -> Run | None:
@@ -332,13 +390,18 @@ def pool_figures(handle: PoolHandle, pool: RemotePool) -> PoolFigures:
 def sums_of(handle: PoolHandle, pool: RemotePool, run: Run) -> LastRun | None:
     """Sum up a run of this pool. None if it has evaluated nothing."""
     title, placement = pool.residency.titles.get(run.model, run.model), handle.placement
-    return pool.runs.once(run, "figures", lambda: figures_of(run, title, placement.backend, placement.layout.pipefusion))
+    return pool.runs.once(
+        run, "figures", lambda: figures_of(run, title, placement.backend, placement.layout.pipefusion)
+    )
 
 
 def kept_weights(pool: RemotePool) -> tuple[KeptWeights, ...]:
     models = dict(pool.session.models) if pool.session is not None else {}
     titles = pool.residency.titles
-    return tuple(KeptWeights(titles.get(name, name), held.weights.kept, held.weights.why) for name, held in models.items())
+    return tuple(
+        KeptWeights(titles.get(name, name), held.weights.kept, held.weights.why)
+        for name, held in models.items()
+    )
 
 
 def ring_kernels(handle: PoolHandle) -> RingKernels:
@@ -356,7 +419,11 @@ def rank_figures(handle: PoolHandle) -> tuple[RankFigures, ...]:
     board, pids, memory = pool.arena.board, pool.ranks.pids, pool.memory
     return tuple(
         RankFigures(
-            rank, name, pids[rank] or None, board.phase(rank), MemoryFigures(memory[rank].free, memory[rank].total, memory[rank].model)
+            rank,
+            name,
+            pids[rank] or None,
+            board.phase(rank),
+            MemoryFigures(memory[rank].free, memory[rank].total, memory[rank].model),
         )
         for rank, name in enumerate(names)
     )

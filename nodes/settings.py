@@ -22,7 +22,8 @@ MOST_DIGITS = 6  # of a number of blocks
 BY_HAND, AUTO = "by hand", "auto"
 EXACT, APPROXIMATE = "exact", "approximate allowed"
 CPU_RANKS = 2  # where ComfyUI computes on the CPU
-PLACED_BY = {"devices", "ulysses", "ring", "pipefusion", "cfg", "data", "layout"}  # inputs without which no rank has a device
+# Inputs without which no rank has a device
+PLACED_BY = {"devices", "ulysses", "ring", "pipefusion", "cfg", "data", "layout"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,9 @@ class TakesNumber(Takes):
 
     def check(self, name: str, value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise LayoutError(f"{name} {short(value)} is no whole number: choose one from {self.least} to {self.most}.")
+            raise LayoutError(
+                f"{name} {short(value)} is no whole number: choose one from {self.least} to {self.most}."
+            )
         if not self.least <= value <= self.most:
             raise LayoutError(f"{name} {short(value)} is out of range: choose {self.least} to {self.most}.")
 
@@ -64,21 +67,35 @@ class TakesOneOf(Takes):
 
     def check(self, name: str, value: object) -> None:
         if value not in self.options:
-            raise LayoutError(f"{name} {short(value)} is not known: choose {', '.join(self.options[:-1])} or {self.options[-1]}.")
+            raise LayoutError(
+                f"{name} {short(value)} is not known: choose {', '.join(self.options[:-1])} or"
+                f" {self.options[-1]}."
+            )
 
 
 def text(default: str, tooltip: str, *, optional: bool = False, advanced: bool | None = None) -> str:
-    return field(default=default, metadata={"takes": TakesText(tooltip=tooltip, optional=optional, advanced=advanced, default=default)})
+    return field(
+        default=default,
+        metadata={"takes": TakesText(tooltip=tooltip, optional=optional, advanced=advanced, default=default)},
+    )
 
 
-def number(default: int, least: int, most: int, tooltip: str, *, optional: bool = False, advanced: bool | None = None) -> int:
-    takes = TakesNumber(tooltip=tooltip, optional=optional, advanced=advanced, default=default, least=least, most=most)
+def number(
+    default: int, least: int, most: int, tooltip: str, *, optional: bool = False, advanced: bool | None = None
+) -> int:
+    takes = TakesNumber(
+        tooltip=tooltip, optional=optional, advanced=advanced, default=default, least=least, most=most
+    )
     return field(default=default, metadata={"takes": takes})
 
 
-def one_of(options: tuple[str, ...], tooltip: str, *, optional: bool = False, advanced: bool | None = None) -> str:
+def one_of(
+    options: tuple[str, ...], tooltip: str, *, optional: bool = False, advanced: bool | None = None
+) -> str:
     """The first of ``options`` is the default."""
-    takes = TakesOneOf(tooltip=tooltip, optional=optional, advanced=advanced, default=options[0], options=options)
+    takes = TakesOneOf(
+        tooltip=tooltip, optional=optional, advanced=advanced, default=options[0], options=options
+    )
     return field(default=options[0], metadata={"takes": takes})
 
 
@@ -92,34 +109,41 @@ class PoolSettings:
         "The same GPU may be named twice with backend gloo.",
     )
     ulysses: int = number(
-        2, 1, 32, "How many ranks share the tokens of one image (Ulysses sequence parallelism). Same result as on one GPU."
+        2,
+        1,
+        32,
+        "How many ranks share the tokens of one image (Ulysses sequence parallelism). Same result as on one"
+        " GPU.",
     )
     ring: int = number(
         1,
         1,
         32,
-        "How many groups of ulysses ranks pass keys and values around a ring. Ranks = ulysses x ring. Same result as on one GPU.",
+        "How many groups of ulysses ranks pass keys and values around a ring. Ranks = ulysses x ring. Same"
+        " result as on one GPU.",
         optional=True,
     )
     pipefusion: int = number(
         1,
         1,
         32,
-        "How many stages share the model's blocks; within a stage ulysses x ring ranks share the tokens. "
-        "Ranks = ulysses x ring x pipefusion. Approximate: above 1 the image differs a little from that of one GPU.",
+        "How many stages share the model's blocks; within a stage ulysses x ring ranks share the tokens."
+        " Ranks = ulysses x ring x pipefusion. Approximate: above 1 the image differs a little from that of"
+        " one GPU.",
         optional=True,
     )
     backend: str = one_of(
         ("auto", "nccl", "gloo"),
-        "How ranks exchange data. auto: nccl where every rank has its own GPU, else gloo through the computer's main memory.",
+        "How ranks exchange data. auto: nccl where every rank has its own GPU, else gloo through the"
+        " computer's main memory.",
         advanced=True,
     )
     patches: int = number(
         0,
         0,
         64,
-        "With pipefusion above 1: into how many patches the image is cut; they go through the stages one behind the other. "
-        "0: one more than stages.",
+        "With pipefusion above 1: into how many patches the image is cut; they go through the stages one"
+        " behind the other. 0: one more than stages.",
         optional=True,
         advanced=True,
     )
@@ -127,8 +151,9 @@ class PoolSettings:
         1,
         1,
         10000,
-        "With pipefusion above 1: how many first evaluations of the model are whole and exact. "
-        "Evaluations, not steps: some samplers make several per step. More is closer to the image of one GPU, and slower.",
+        "With pipefusion above 1: how many first evaluations of the model are whole and exact. Evaluations,"
+        " not steps: some samplers make several per step. More is closer to the image of one GPU, and"
+        " slower.",
         optional=True,
         advanced=True,
     )
@@ -147,9 +172,10 @@ class PoolSettings:
     )
     weights: str = one_of(
         ASKED,
-        "How each rank keeps the model's weights. whole: all of its blocks. sharded: an equal part of each layer, "
-        "gathered from the other ranks while the layer before computes; for a model larger than one GPU. "
-        "offloaded: as much as fits, the rest in main memory. auto: the first that fits. Same result in each.",
+        "How each rank keeps the model's weights. whole: all of its blocks. sharded: an equal part of each"
+        " layer, gathered from the other ranks while the layer before computes; for a model larger than one"
+        " GPU. offloaded: as much as fits, the rest in main memory. auto: the first that fits. Same result in"
+        " each.",
         optional=True,
         advanced=True,
     )
@@ -157,21 +183,23 @@ class PoolSettings:
         1,
         1,
         32,
-        "How many groups of ranks share the prompts: positive and negative at the same time, with cfg above 1.0. "
-        "Ranks = ulysses x ring x pipefusion x cfg x data. Same result as on one GPU.",
+        "How many groups of ranks share the prompts: positive and negative at the same time, with cfg above"
+        " 1.0. Ranks = ulysses x ring x pipefusion x cfg x data. Same result as on one GPU.",
         optional=True,
     )
     data: int = number(
         1,
         1,
         32,
-        "How many groups of ranks share the images of a batch; each of these has cfg groups. Same result as on one GPU.",
+        "How many groups of ranks share the images of a batch; each of these has cfg groups. Same result as"
+        " on one GPU.",
         optional=True,
     )
     quality: str = one_of(
         (EXACT, APPROXIMATE),
-        "With layout auto. exact: the same image as on one GPU. approximate allowed: stages may share the model's blocks "
-        "(PipeFusion) where that is faster; the image then differs a little from that of one GPU.",
+        "With layout auto. exact: the same image as on one GPU. approximate allowed: stages may share the"
+        " model's blocks (PipeFusion) where that is faster; the image then differs a little from that of one"
+        " GPU.",
         optional=True,
     )
 
@@ -207,7 +235,9 @@ class PoolSettings:
         """``own``: the device that ComfyUI computes on. Raises LayoutError with the equation that
         fails.
         """
-        return place(self.degrees(gpus), self.devices, "auto" if self.layout == AUTO else self.backend, gpus, own)
+        return place(
+            self.degrees(gpus), self.devices, "auto" if self.layout == AUTO else self.backend, gpus, own
+        )
 
     def patching(self) -> Patching | None:
         """Return how stages share out patches and blocks; None where there are no stages.
@@ -219,11 +249,13 @@ class PoolSettings:
             return None
         if sizes and len(sizes) != stages:
             raise LayoutError(
-                f"stages {self.stages} are {len(sizes)}, pipefusion {stages}: write one number of blocks for each stage, or nothing."
+                f"stages {self.stages} are {len(sizes)}, pipefusion {stages}: write one number of blocks for"
+                " each stage, or nothing."
             )
         if self.patches and self.patches < stages:
             raise LayoutError(
-                f"patches {self.patches}, pipefusion {stages}: some stages would always wait, choose at least as many patches as stages."
+                f"patches {self.patches}, pipefusion {stages}: some stages would always wait, choose at least"
+                " as many patches as stages."
             )
         return Patching(self.patches or stages + 1, self.warm_up, sizes)
 
@@ -239,7 +271,8 @@ def blocks_of_stages(text: str) -> tuple[int, ...]:
     counts = [count.strip() for count in text.split(",")] if text.strip() else []
     if not all(count.isdecimal() and len(count) <= MOST_DIGITS and int(count) for count in counts):
         raise LayoutError(
-            f"stages {short(text)} is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing."
+            f"stages {short(text)} is no list of block counts: write how many blocks each stage gets, as in"
+            " 20,37, or nothing."
         )
     return tuple(map(int, counts))
 
@@ -261,7 +294,9 @@ class Choice:
     def covers(self, placement: Placement) -> bool:
         """Return whether a pool of this placement is one that this choice may have led to."""
         mine = self.placement
-        return placement == mine or (self.is_open and placement.devices == mine.devices[: len(placement.devices)])
+        return placement == mine or (
+            self.is_open and placement.devices == mine.devices[: len(placement.devices)]
+        )
 
     def held_on(self, device: str) -> float:
         """Return the part of a model's weights that ``device`` holds. It is an estimate for
@@ -269,7 +304,11 @@ class Choice:
         """
         layout, stages = self.placement.layout, self.patching.stages if self.patching else ()
         sizes = stages or stage_speeds(layout.degrees(), self.placement.speeds) or (1,) * layout.pipefusion
-        here = {layout.coordinates(rank)["pipefusion"] for rank, one in enumerate(self.placement.devices) if one.name == device}
+        here = {
+            layout.coordinates(rank)["pipefusion"]
+            for rank, one in enumerate(self.placement.devices)
+            if one.name == device
+        }
         return sum(sizes[stage] for stage in here) / sum(sizes)
 
     def computed_on(self, device: str) -> float:

@@ -15,7 +15,8 @@ from ..parallel_runtime.layout import Layout
 
 JUDGED = 3  # steps, beside the first, from which on a run is judged
 RUNS = 2
-LEAST, PREDICTED = 0.05, 0.1  # shares of the time: from run to run; of what one GPU would take by what ranks computed
+# Shares of the time: from run to run; of what one GPU would take by what ranks computed
+LEAST, PREDICTED = 0.05, 0.1
 MOST = 200  # kinds of runs that are remembered
 
 
@@ -38,12 +39,17 @@ class StepTime:
         if len(between) < JUDGED:
             return cls(middle, 0.0, math.inf)
         first, _, third = quantiles(between, n=4, method="inclusive")
-        apart = max(1.57 * (third - first) / math.sqrt(len(between)), LEAST * middle)  # the notches of a box plot
+        # The notches of a box plot
+        apart = max(1.57 * (third - first) / math.sqrt(len(between)), LEAST * middle)
         return cls(middle, middle - apart, middle + apart)
 
     def times(self, factor: float) -> StepTime:
         """Returns what is predicted from it."""
-        return StepTime(factor * self.step_s, factor * self.low_s * (1 - PREDICTED), factor * self.high_s * (1 + PREDICTED))
+        return StepTime(
+            factor * self.step_s,
+            factor * self.low_s * (1 - PREDICTED),
+            factor * self.high_s * (1 + PREDICTED),
+        )
 
 
 @dataclass
@@ -71,4 +77,7 @@ class Slower:
             return ""
         ours, theirs = (median(one.step_s for one in times) for times in zip(*slower, strict=True))
         known = "takes" if one_gpu is not None else "is predicted to take"
-        return f"The last {RUNS} runs of this kind took {ours:.2f} s a step in {layout.equation()}, where one GPU {known} {theirs:.2f} s."
+        return (
+            f"The last {RUNS} runs of this kind took {ours:.2f} s a step in {layout.equation()}, where one"
+            f" GPU {known} {theirs:.2f} s."
+        )

@@ -93,7 +93,9 @@ class StepTimes:
             self._runs[steps.run] = steps.key, timed.step_s
             if steps.layout is not None:
                 longer = self._predict(steps.run)
-                self._slower.note(steps.key, steps.layout, timed, None if longer is None else timed.times(longer))
+                self._slower.note(
+                    steps.key, steps.layout, timed, None if longer is None else timed.times(longer)
+                )
         elif steps.is_on_one_gpu:
             self._one_gpu.pop(steps.key, None)
             self._one_gpu[steps.key] = timed
@@ -122,7 +124,14 @@ class StepTimes:
 class Steps:
     """The callback of one sampling, which notes when each step ends."""
 
-    def __init__(self, guider: Any, key: Key, callback: Callable | None, clock: Callable[[], float], stepped: MutableMapping[Run, Stepped]):
+    def __init__(
+        self,
+        guider: Any,
+        key: Key,
+        callback: Callable | None,
+        clock: Callable[[], float],
+        stepped: MutableMapping[Run, Stepped],
+    ):
         self.key = key
         self.run: Run | None = None  # of the pool that sampled
         self.layout: Layout | None = None  # of that pool
@@ -143,7 +152,9 @@ class Steps:
 
     @property
     def timed(self) -> StepTime | None:
-        return StepTime.of([after - before for before, after in zip(self._ends, self._ends[1:], strict=False)])
+        return StepTime.of(
+            [after - before for before, after in zip(self._ends, self._ends[1:], strict=False)]
+        )
 
     @property
     def step_s(self) -> float | None:
@@ -183,7 +194,10 @@ def key_of(guider: Any, noise: Any, sampler: Any) -> Key:
     loaded = repr(init[1]) if init is not None else ""
     conds = getattr(guider, "original_conds", None) or {}
     prompts = tuple((name, *map(length_of, several)) for name, several in sorted(conds.items()))
-    dtypes = str(getattr(model, "dtype", "")), str(getattr(getattr(patcher, "model", None), "manual_cast_dtype", ""))
+    dtypes = (
+        str(getattr(model, "dtype", "")),
+        str(getattr(getattr(patcher, "model", None), "manual_cast_dtype", "")),
+    )
     function = getattr(sampler, "sampler_function", sampler)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     size, is_alone = tuple(getattr(noise, "shape", ())), getattr(guider, "cfg", 1.0) == 1.0

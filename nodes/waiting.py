@@ -15,7 +15,10 @@ from ..launcher.pool.progress import Told
 FIRST_BEAT_S, BEAT_S = 0.5, 1.0
 SHOWN_EVERY_S = 0.25
 BEGINS, FIRST_STEP = Told("PipeMesh: sampling begins"), Told("PipeMesh: the first step")
-CAME, OVER = "PipeMesh: the first step came after {:.0f} s", "PipeMesh: the wait for a first step is over, after {:.0f} s"
+CAME, OVER = (
+    "PipeMesh: the first step came after {:.0f} s",
+    "PipeMesh: the wait for a first step is over, after {:.0f} s",
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,9 @@ class Waiting:
             self._screen.begin(where[0])
             self._over, self._where, self._told, self._stays = self._pause(), where, BEGINS, ""
             self._began, self._shown = self._clock(), None
-            threading.Thread(target=self._beat, args=(self._over,), name="pipemesh-waiting", daemon=True).start()
+            threading.Thread(
+                target=self._beat, args=(self._over,), name="pipemesh-waiting", daemon=True
+            ).start()
 
     def tell(self, told: Told) -> bool:
         """Takes what is waited for now, and shows it; returns False where no sampling is waited
@@ -147,5 +152,7 @@ class Waiting:
             return False
         self._shown = self._clock()
         seconds, told = self._shown - self._began, self._told
-        self._screen.show(Waited(node, prompt, f"{told.line.rstrip('.')}, {seconds:.0f} s", told.done, told.total, seconds))
+        self._screen.show(
+            Waited(node, prompt, f"{told.line.rstrip('.')}, {seconds:.0f} s", told.done, told.total, seconds)
+        )
         return True

@@ -56,7 +56,9 @@ class BranchPlan:
     shares: tuple[Share, ...]
 
 
-def plan_branches(batches: Sequence[Batch], groups: int, widths: Sequence[int] = (1,), speeds: Sequence[float] = ()) -> BranchPlan:
+def plan_branches(
+    batches: Sequence[Batch], groups: int, widths: Sequence[int] = (1,), speeds: Sequence[float] = ()
+) -> BranchPlan:
     """Share out all rows so that the last group ends as early as can be, as far as the longest
     piece first tells. Branches stay whole where pieces of them gain nothing, and groups apart.
 
@@ -78,16 +80,27 @@ def joined(speeds: Sequence[float], width: int) -> list[float]:
 
 
 def planned(
-    batches: Sequence[Batch], groups: int, width: int, parts: int, speeds: Sequence[float] = (), weights: Sequence[float] = ()
+    batches: Sequence[Batch],
+    groups: int,
+    width: int,
+    parts: int,
+    speeds: Sequence[float] = (),
+    weights: Sequence[float] = (),
 ) -> BranchPlan:
     """Cut every branch into ``parts``, of these ``weights`` where they are given, and give the
     longest piece to the group that has done it first, then the next. ``speeds`` of the groups that
     each ``width`` of them make; empty where they are alike.
     """
-    pieces = [(number, start, end) for number, batch in enumerate(batches) for start, end in batch.pieces(parts, weights)]
+    pieces = [
+        (number, start, end)
+        for number, batch in enumerate(batches)
+        for start, end in batch.pieces(parts, weights)
+    ]
     loads = [0.0] * (groups // width)
     shares = []
-    for number, start, end in sorted(pieces, key=lambda piece: -batches[piece[0]].weight * (piece[2] - piece[1])):
+    for number, start, end in sorted(
+        pieces, key=lambda piece: -batches[piece[0]].weight * (piece[2] - piece[1])
+    ):
         cost = batches[number].weight * (end - start)
         group = first_done(loads, cost, speeds)
         loads[group] += cost
@@ -99,7 +112,9 @@ def first_done(loads: Sequence[float], cost: float, speeds: Sequence[float] = ()
     """Return the group that would have done ``cost`` more first: the one with least so far, where
     they are alike.
     """
-    ends = [(load + cost) / speed for load, speed in zip(loads, speeds, strict=True)] if speeds else list(loads)
+    ends = (
+        [(load + cost) / speed for load, speed in zip(loads, speeds, strict=True)] if speeds else list(loads)
+    )
     return ends.index(min(ends))
 
 

@@ -19,7 +19,9 @@ def stat_file(path: str) -> File:
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        raise ModelError(f"The checkpoint {path} is missing: put it back or choose another in the loader node.") from None
+        raise ModelError(
+            f"The checkpoint {path} is missing: put it back or choose another in the loader node."
+        ) from None
     return (path, found.st_size, found.st_mtime_ns, found.st_ino)
 
 
@@ -32,7 +34,9 @@ def check_file(file: File | None) -> None:
     try:
         found = os.stat(file[0])
     except FileNotFoundError:
-        raise Refused(f"The checkpoint {file[0]} is missing: put it back or choose another in the loader node.") from None
+        raise Refused(
+            f"The checkpoint {file[0]} is missing: put it back or choose another in the loader node."
+        ) from None
     refuse_change(file, found)
 
 
@@ -44,7 +48,10 @@ def check_copy(path: str, size: int) -> None:
     try:
         found = os.stat(path).st_size
     except FileNotFoundError:
-        raise Refused(f"The checkpoint {path} is missing on machine {machine}: put it back or choose another in the loader node.") from None
+        raise Refused(
+            f"The checkpoint {path} is missing on machine {machine}: put it back or choose another in the"
+            " loader node."
+        ) from None
     if found != size:
         raise Refused(
             f"The checkpoint {path} has {found} bytes on machine {machine} and {size} where ComfyUI runs: "
@@ -71,8 +78,12 @@ def refuse_change(file: File, found: os.stat_result) -> None:
     """Raises Refused if size or time differ from ``file``'s."""
     path, size, mtime_ns, _inode = file
     if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
-        then, now = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp // 10**9)) for stamp in (mtime_ns, found.st_mtime_ns))
+        then, now = (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp // 10**9))
+            for stamp in (mtime_ns, found.st_mtime_ns)
+        )
         raise Refused(
-            f"The checkpoint {path} changed on disk since it was loaded ({size} bytes of {then} then, {found.st_size} of {now} now): "
-            "unload models and execution cache in ComfyUI's menu and run again."
+            f"The checkpoint {path} changed on disk since it was loaded ({size} bytes of {then} then,"
+            f" {found.st_size} of {now} now): unload models and execution cache in ComfyUI's menu and run"
+            " again."
         )

@@ -101,7 +101,9 @@ class Layout:
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` on ``axis`` alone, in order."""
         here = {key: index for key, index in self.coordinates(rank).items() if key != axis}
-        return tuple(other for other in range(self.world_size) if here.items() <= self.coordinates(other).items())
+        return tuple(
+            other for other in range(self.world_size) if here.items() <= self.coordinates(other).items()
+        )
 
     def nearest(self, ranks: int, most: int = 2) -> tuple[Layout, ...]:
         """The layouts of so many ranks that are nearest to this one; of equally near ones,
@@ -111,7 +113,9 @@ class Layout:
 
         def distance(layout: Layout) -> tuple[float, tuple[int, ...]]:
             degrees = tuple(layout.degrees().values())
-            return round(sum(abs(log2(here / there)) for here, there in zip(degrees, asked, strict=True)), 6), degrees[::-1]
+            return round(
+                sum(abs(log2(here / there)) for here, there in zip(degrees, asked, strict=True)), 6
+            ), degrees[::-1]
 
         return tuple(sorted(layouts_of(ranks), key=distance)[:most])
 
@@ -119,14 +123,19 @@ class Layout:
         """Print the ranks, one line for each group of the first axis, each rank followed by its
         name (for example its device's).
         """
-        cells = [f"{rank:3d} {name}".rstrip() for rank, name in zip_longest(range(self.world_size), names, fillvalue="")]
+        cells = [
+            f"{rank:3d} {name}".rstrip()
+            for rank, name in zip_longest(range(self.world_size), names, fillvalue="")
+        ]
         width = max(map(len, cells))
         inner, *outer = fields(self)
         used = [axis for axis in outer if getattr(self, axis.name) > 1] or outer[:1]
         lines = []
         for first in range(0, self.world_size, getattr(self, inner.name)):
             place = self.coordinates(first)
-            row = " ".join(f"{axis.metadata['row'] or axis.name} {place[axis.name]}" for axis in reversed(used))
+            row = " ".join(
+                f"{axis.metadata['row'] or axis.name} {place[axis.name]}" for axis in reversed(used)
+            )
             ranks = " ".join(cells[rank].ljust(width) for rank in self.group(inner.name, first))
             lines.append(f"{row}: {ranks}".rstrip())
         return "\n".join(lines)
@@ -138,7 +147,9 @@ class Layout:
     def product(self) -> str:
         """For example ``ulysses 2 x ring 2``."""
         degrees = self.degrees()
-        factors = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1] or [f"{next(iter(degrees))} 1"]
+        factors = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1] or [
+            f"{next(iter(degrees))} 1"
+        ]
         return " x ".join(factors)
 
 
@@ -185,7 +196,11 @@ class Split:
 
 
 def clip_ranges(
-    ranges: list, start: int, size: int, offset: int = 0, part_of: Callable[[Any, int, int], Any] = lambda entry, first, last: entry
+    ranges: list,
+    start: int,
+    size: int,
+    offset: int = 0,
+    part_of: Callable[[Any, int, int], Any] = lambda entry, first, last: entry,
 ) -> list[tuple]:
     """Cut ``(begin, end, *rest)`` ranges to the rows [start, start + size), which are numbered from
     ``offset`` in the result. ``part_of``: what an entry of the rest is for the rows from ``first``

@@ -21,7 +21,9 @@ from pathlib import Path
 F_SETOWN_EX, F_OWNER_TID = 15, 0  # <fcntl.h>; Python has no names for them
 BREAK_TIME = Path("/proc/sys/fs/lease-break-time")  # seconds that the kernel lets others wait; 0 for any time
 PART_OF_IT = 0.75  # for the work before it is given up
-LOCAL = {  # of <linux/magic.h>: to which nobody writes but through this kernel. Elsewhere another machine may, without asking.
+# Of <linux/magic.h>: to which nobody writes but through this kernel. Elsewhere another machine may,
+# without asking.
+LOCAL = {
     "btrfs": 0x9123683E,
     "bcachefs": 0xCA451A4E,
     "exfat": 0x2011BAB0,
@@ -79,7 +81,9 @@ class Lease:
     def _watch(self, tried: threading.Event) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
         try:
-            fcntl.fcntl(self._descriptor, F_SETOWN_EX, struct.pack("ii", F_OWNER_TID, threading.get_native_id()))
+            fcntl.fcntl(
+                self._descriptor, F_SETOWN_EX, struct.pack("ii", F_OWNER_TID, threading.get_native_id())
+            )
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             self._refusal = None
         except OSError as error:

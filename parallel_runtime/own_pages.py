@@ -72,7 +72,14 @@ def blank(start: int, nbytes: int) -> None:
 def _map(address: int | None, nbytes: int, flags: int) -> int:
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
-    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    call.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
     return _address(call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0))
 
 

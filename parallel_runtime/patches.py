@@ -91,7 +91,10 @@ class TokenGrid:
         first = max(1, -(-(self.lines + extra) // count) - extra)
         sizes = (first, *(Split.even(self.lines - first, count - 1).sizes if count > 1 else ()))
         starts = accumulate(sizes, initial=0)
-        return tuple(Patch(start * width, size * width, start + size == self.lines) for start, size in zip(starts, sizes, strict=False))
+        return tuple(
+            Patch(start * width, size * width, start + size == self.lines)
+            for start, size in zip(starts, sizes, strict=False)
+        )
 
     def pixels(self, patch: Patch) -> torch.Tensor:
         """Return a mask (..., H, 1), True in the latent's rows that belong to the patch."""

@@ -103,7 +103,11 @@ def gaps_on_the_way(submissions: Sequence[Submission], needs: Sequence[Sequence[
     gaps: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
     while True:
         span, submitted = submissions[index].spans[stage], submissions[index].submitted_s
-        waited_for = [(index, stage - 1)] if stage else [(before, len(submissions[before].spans) - 1) for before in needs[index]]
+        waited_for = (
+            [(index, stage - 1)]
+            if stage
+            else [(before, len(submissions[before].spans) - 1) for before in needs[index]]
+        )
         waited_for += [(index - 1, stage)] if index else []
         if not waited_for:
             return gaps

@@ -49,13 +49,18 @@ def slowest(costs: Sequence[float], stages: Sequence[Stage], speeds: Sequence[fl
     """Return the time of the slowest stage, for which the others wait. ``speeds`` of the stages;
     empty where they are alike.
     """
-    return max(sum(costs[stage.first : stage.end]) / speed for stage, speed in zip(stages, speeds or (1.0,) * len(stages), strict=True))
+    return max(
+        sum(costs[stage.first : stage.end]) / speed
+        for stage, speed in zip(stages, speeds or (1.0,) * len(stages), strict=True)
+    )
 
 
 def require_blocks(stages: int, blocks: int) -> None:
     """Raise LayoutError where there are more stages than blocks."""
     if stages > blocks:
-        raise LayoutError(f"pipefusion {stages}, and the model has {blocks} block{'s' * (blocks > 1)}: lower the degree.")
+        raise LayoutError(
+            f"pipefusion {stages}, and the model has {blocks} block{'s' * (blocks > 1)}: lower the degree."
+        )
 
 
 def share_out(costs: Sequence[float], stages: int, speeds: Sequence[float] = ()) -> tuple[Stage, ...]:
@@ -73,7 +78,10 @@ def share_out(costs: Sequence[float], stages: int, speeds: Sequence[float] = ())
     for stage, speed in enumerate(speeds or (1.0,) * stages, 1):
         for end in range(stage, len(costs) - (stages - stage) + 1):
             ways = [
-                (max(best[stage - 1, start][0], (until[end] - until[start]) / speed), (*best[stage - 1, start][1], end))
+                (
+                    max(best[stage - 1, start][0], (until[end] - until[start]) / speed),
+                    (*best[stage - 1, start][1], end),
+                )
                 for start in range(stage - 1, end)
                 if (stage - 1, start) in best
             ]

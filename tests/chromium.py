@@ -16,9 +16,17 @@ import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--mute-audio", "--no-first-run"),
+    *(
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--mute-audio",
+        "--no-first-run",
+    ),
     "--disable-background-networking",
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # a page does not wait for what it asks of other machines
+    # A page does not wait for what it asks of other machines
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 PORT_FILE = "DevToolsActivePort"  # Chromium writes its port there once it listens
 LOADED_S, ANSWERED_S, ENDED_S = 120, 60, 10  # the longest that a page, an answer and Chromium's end may take
@@ -93,8 +101,16 @@ class Page:
         self._session = None
 
     def __enter__(self):
-        command = [installed(), *FLAGS, "--remote-debugging-port=0", f"--user-data-dir={self._profile}", "about:blank"]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [
+            installed(),
+            *FLAGS,
+            "--remote-debugging-port=0",
+            f"--user-data-dir={self._profile}",
+            "about:blank",
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             self._within(LOADED_S, self._connect(self._port()), f"{self._url} is not loaded")
         except BaseException:
@@ -155,24 +171,40 @@ class Page:
         self.evaluate(UNTIL % condition, timeout_s)
 
     def resize(self, width, height):
-        size = self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        size = self._ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         self._within(ANSWERED_S, size, "the page has another size")
 
     def press(self, key):
         """Presses a key, as a keyboard does: Tab or Enter."""
         code, text = {"Tab": (9, ""), "Enter": (13, "\r")}[key]
         for kind in ("keyDown", "keyUp"):
-            sent = self._ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, text=text)
+            sent = self._ask(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, text=text
+            )
             self._within(ANSWERED_S, sent, f"the key {key}")
 
     def screenshot(self, file, box=None):
         """Saves what is seen, or a box of it (left, top, width, height), as a PNG."""
-        clip = {"clip": {**dict(zip(("x", "y", "width", "height"), box, strict=True)), "scale": 1}} if box else {}
-        answer = self._within(ANSWERED_S, self._ask("Page.captureScreenshot", format="png", **clip), f"a picture for {file}")
+        clip = (
+            {"clip": {**dict(zip(("x", "y", "width", "height"), box, strict=True)), "scale": 1}}
+            if box
+            else {}
+        )
+        answer = self._within(
+            ANSWERED_S, self._ask("Page.captureScreenshot", format="png", **clip), f"a picture for {file}"
+        )
         Path(file).write_bytes(base64.b64decode(answer["data"]))
 
     async def _evaluate(self, expression):
-        answer = await self._ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        answer = await self._ask(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         if "exceptionDetails" in answer:
             raise RuntimeError(json.dumps(answer["exceptionDetails"])[:2000])
         return answer["result"].get("value")
@@ -195,15 +227,22 @@ class Page:
     async def _load(self, method, **params):
         """Asks for another page and waits until it has loaded."""
         answer = await self._ask(method, is_loaded, **params)
-        assert "errorText" not in answer, f"{method}: {answer['errorText']}"  # then the page that says so has loaded
+        # Then the page that says so has loaded
+        assert "errorText" not in answer, f"{method}: {answer['errorText']}"
 
 
 def is_loaded(messages):
     """Whether another page has come and loaded. Chromium may tell of both before it answers, so
     that whatever looks for them from its answer on may wait for ever.
     """
-    told = [message.get("method") for message in messages if "parentId" not in message.get("params", {}).get("frame", {})]
-    return "Page.frameNavigated" in told and "Page.loadEventFired" in told[told.index("Page.frameNavigated") :]
+    told = [
+        message.get("method")
+        for message in messages
+        if "parentId" not in message.get("params", {}).get("frame", {})
+    ]
+    return (
+        "Page.frameNavigated" in told and "Page.loadEventFired" in told[told.index("Page.frameNavigated") :]
+    )
 
 
 class ComfyPage(Page):
@@ -258,5 +297,13 @@ class ComfyPage(Page):
 
     def register(self, object_info):
         """Adds classes of nodes, as if the server had them."""
-        common = {"display_name": "", "category": "", "description": "", "python_module": "tests", "output_node": True}
-        self.evaluate(REGISTER % json.dumps([{**common, **info, "name": name} for name, info in object_info.items()]))
+        common = {
+            "display_name": "",
+            "category": "",
+            "description": "",
+            "python_module": "tests",
+            "output_node": True,
+        }
+        self.evaluate(
+            REGISTER % json.dumps([{**common, **info, "name": name} for name, info in object_info.items()])
+        )

@@ -106,13 +106,23 @@ class World:
         made, new_group = [], dist.new_group
         self.made.append(made)
         with monkeypatch.context() as patch:
-            patch.setattr(dist, "new_group", lambda ranks, **kwargs: made.append(tuple(ranks)) or new_group(ranks, **kwargs))
+            patch.setattr(
+                dist,
+                "new_group",
+                lambda ranks, **kwargs: made.append(tuple(ranks)) or new_group(ranks, **kwargs),
+            )
             self._trace_opening(rank, patch)
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.layout.world_size)
             try:
                 wants_stop = lambda: getcurrent().wants_stop()  # noqa: E731
                 wider = {width: self.layout.joined(width).degrees() for width in self.layout.widths[1:]}
-                how = {"device_type": "cpu", "via_cpu": False, "wants_stop": wants_stop, "joined": wider, "speeds": self.speeds}
+                how = {
+                    "device_type": "cpu",
+                    "via_cpu": False,
+                    "wants_stop": wants_stop,
+                    "joined": wider,
+                    "speeds": self.speeds,
+                }
                 mesh = connect(self.layout.degrees(), rank, **how)
                 used = [
                     part
@@ -137,8 +147,16 @@ class World:
             opened.append(Event(rank, f"group of {ranks}", "all_to_all", (1,) * 2 * len(ranks)))
 
         patch.setattr(dist, "all_reduce", meet)
-        patch.setattr(dist, "send", lambda tensor, peer: opened.append(Event(rank, "all", "send", (tensor.numel(),), peer=peer)))
-        patch.setattr(dist, "recv", lambda tensor, peer: opened.append(Event(rank, "all", "receive", (tensor.numel(),), peer=peer)))
+        patch.setattr(
+            dist,
+            "send",
+            lambda tensor, peer: opened.append(Event(rank, "all", "send", (tensor.numel(),), peer=peer)),
+        )
+        patch.setattr(
+            dist,
+            "recv",
+            lambda tensor, peer: opened.append(Event(rank, "all", "receive", (tensor.numel(),), peer=peer)),
+        )
 
     def name_of(self, group) -> str:
         return "all" if group is None else self._names[id(group)]
@@ -176,7 +194,9 @@ class World:
     def _post(self, queues, kind, tensor, source, target, group, batch):
         run, name = getcurrent(), self.name_of(group)
         peer = target if kind == "send" else source
-        operation = Operation(run.rank, run.note(kind, name, (tensor.numel(),), peer=peer, batch=batch), tensor)
+        operation = Operation(
+            run.rank, run.note(kind, name, (tensor.numel(),), peer=peer, batch=batch), tensor
+        )
         ends = (name, source, target)
         queues[ends].append(operation)
         while self._sends[ends] and self._receives[ends]:
@@ -227,7 +247,10 @@ def disagreements(traces: Traces, members: dict[str, tuple[int, ...]]) -> list[s
     """
     found = []
     for name, ranks in members.items():
-        seen = [[event for event in traces[rank] if event.group == name and event.operation == "all_to_all"] for rank in ranks]
+        seen = [
+            [event for event in traces[rank] if event.group == name and event.operation == "all_to_all"]
+            for rank in ranks
+        ]
         if len({len(events) for events in seen}) > 1:
             found.append(f"{name}: {[len(events) for events in seen]} collectives")
         for number, events in enumerate(zip(*seen, strict=False)):
@@ -277,7 +300,11 @@ def overall_order(traces: Traces, in_order: bool) -> list[str]:
                         for place in waits_of(traces[waits[0]], waits[1]):
                             after[node_of[waits[0], place]].add(node_of[posted])
     for rank, trace in enumerate(traces):
-        mine = [node_of[rank, place] for place, event in enumerate(trace) if not (in_order and event.operation == "wait")]
+        mine = [
+            node_of[rank, place]
+            for place, event in enumerate(trace)
+            if not (in_order and event.operation == "wait")
+        ]
         for one, following in pairwise(mine):
             if not one.startswith("batch") or one != following:
                 after[following].add(one)

@@ -49,11 +49,20 @@ ALONGSIDE = {  # share nothing; the shorter lane has time for them
 
 
 def pytest_addoption(parser):
-    parser.addoption("--lane", choices=LANES, help="only the tests that share pools of real ranks, or only all others")
+    parser.addoption(
+        "--lane", choices=LANES, help="only the tests that share pools of real ranks, or only all others"
+    )
     parser.addoption("--screens", help="a folder for the pictures that tests take of pages")
-    parser.addoption("--browser", action="store_true", help="also the tests that open ComfyUI's page in a Chromium")
+    parser.addoption(
+        "--browser", action="store_true", help="also the tests that open ComfyUI's page in a Chromium"
+    )
     parser.addoption("--cuda", action="store_true", help="only the checks on a GPU, and a report of them")
-    parser.addoption("--cuda-as", choices=("cuda", "cpu"), default="cuda", help="cpu: to work on these checks without a GPU")
+    parser.addoption(
+        "--cuda-as",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: to work on these checks without a GPU",
+    )
 
 
 def lane_of(item):
@@ -94,8 +103,12 @@ def why_no_browser(config, item):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "browser: opens ComfyUI's page in a Chromium, with --browser")
-    config.addinivalue_line("markers", "host: faces ComfyUI's own code, so .ci/run runs it on every ComfyUI of PIPEMESH_HOSTS")
-    config.addinivalue_line("markers", "quick: of those, runs without --browser too, where there is a Chromium")
+    config.addinivalue_line(
+        "markers", "host: faces ComfyUI's own code, so .ci/run runs it on every ComfyUI of PIPEMESH_HOSTS"
+    )
+    config.addinivalue_line(
+        "markers", "quick: of those, runs without --browser too, where there is a Chromium"
+    )
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
     is_on_gpu = config.getoption("--cuda") and config.getoption("--cuda-as") == "cuda"
@@ -120,9 +133,15 @@ def pytest_terminal_summary(terminalreporter, config):
     import comfyui_version
 
     made, stats = cuda_report(), terminalreporter.stats
-    ran = [(one, "failed" if outcome == "error" else outcome) for outcome in (*made.MARKS, "error") for one in stats.get(outcome, ())]
+    ran = [
+        (one, "failed" if outcome == "error" else outcome)
+        for outcome in (*made.MARKS, "error")
+        for one in stats.get(outcome, ())
+    ]
     checks = [made.check_of(one, outcome) for one, outcome in sorted(ran, key=lambda pair: pair[0].start)]
-    facts = made.facts_of(config.getoption("--cuda-as"), comfyui_version.__version__, date.today().isoformat())
+    facts = made.facts_of(
+        config.getoption("--cuda-as"), comfyui_version.__version__, date.today().isoformat()
+    )
     terminalreporter.write_line(made.text(facts, checks))
 
 
@@ -227,7 +246,13 @@ def ranks(tmp_path, setup):
     from pipemesh.launcher.pool.supervisor import Command
 
     def ask(layout, task: str) -> list:
-        command = (sys.executable, str(ROOT / "tests" / "rank_main.py"), str(ROOT), COMFYUI, str(tmp_path / "store"))
+        command = (
+            sys.executable,
+            str(ROOT / "tests" / "rank_main.py"),
+            str(ROOT),
+            COMFYUI,
+            str(tmp_path / "store"),
+        )
         degrees = [str(degree) for degree in (layout.ulysses, layout.ring)]
         env = rank_environment(Device("cpu"), "gloo", dict(os.environ))
         with ExitStack() as stack:
@@ -259,7 +284,11 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     model = write_model(folder / "model.safetensors", blocks=(2, 2))
     other = write_model(folder / "other.safetensors", blocks=(1, 1), seed=5)
-    return {"model": str(model), "other": str(other), "lora": str(write_lora(folder / "lora.safetensors", model, rank=4))}
+    return {
+        "model": str(model),
+        "other": str(other),
+        "lora": str(write_lora(folder / "lora.safetensors", model, rank=4)),
+    }
 
 
 @pytest.fixture
@@ -321,7 +350,8 @@ def server(host, models):
     """A server that all files named test_end_to_end share, in the order of their names."""
     from .served import start
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a server ignores what a test in the background does
+    # A server ignores what a test in the background does
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with start(host, models) as running:
         yield running
 

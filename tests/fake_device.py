@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-DEVICE = torch.device("xla", 0)  # torch knows the name, wants no driver for it, and ComfyUI has no branch of its own for it
+# Torch knows the name, wants no driver for it, and ComfyUI has no branch of its own for it
+DEVICE = torch.device("xla", 0)
 PLENTY = 1 << 40  # bytes
 MAY_MIX = {torch.ops.aten.copy_.default, torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default}
 
@@ -20,7 +21,11 @@ class Elsewhere(torch.Tensor):
 
     @staticmethod
     def __new__(cls, content):
-        layout = {"strides": content.stride(), "storage_offset": content.storage_offset(), "dtype": content.dtype}
+        layout = {
+            "strides": content.stride(),
+            "storage_offset": content.storage_offset(),
+            "dtype": content.dtype,
+        }
         made = torch.Tensor._make_wrapper_subclass(
             cls, content.shape, **layout, device="meta"
         )  # as fake tensors do it: inside torch its device is this
@@ -53,7 +58,10 @@ def computed(func, args, kwargs):
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     here = [isinstance(tensor, Elsewhere) for tensor in tensors if tensor.ndim]
     if any(here) and not all(here) and func not in MAY_MIX:
-        raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found at least two devices, {DEVICE} and cpu!")
+        raise RuntimeError(
+            f"{func}: Expected all tensors to be on the same device, but found at least two devices, {DEVICE}"
+            " and cpu!"
+        )
     asked = [leaf.type for leaf in leaves if isinstance(leaf, torch.device)]
     on_device = asked != ["cpu"] if asked else any(isinstance(tensor, Elsewhere) for tensor in tensors)
     made = func(*tree_map(_content, args), **tree_map(_content, kwargs))
@@ -81,8 +89,16 @@ def ui_on_it(dynamic=False):
 
     with pytest.MonkeyPatch.context() as patch, Device():
         patch.setattr(mm, "get_torch_device", lambda: DEVICE)
-        patch.setattr(mm, "get_free_memory", lambda dev=None, torch_free_too=False: (PLENTY, PLENTY) if torch_free_too else PLENTY)
-        patch.setattr(mm, "get_total_memory", lambda dev=None, torch_total_too=False: (PLENTY, PLENTY) if torch_total_too else PLENTY)
+        patch.setattr(
+            mm,
+            "get_free_memory",
+            lambda dev=None, torch_free_too=False: (PLENTY, PLENTY) if torch_free_too else PLENTY,
+        )
+        patch.setattr(
+            mm,
+            "get_total_memory",
+            lambda dev=None, torch_total_too=False: (PLENTY, PLENTY) if torch_total_too else PLENTY,
+        )
         if dynamic:
             load_on_demand(patch)
         try:

@@ -46,8 +46,12 @@ class FakeCommands:
     ran: list[str] = field(default_factory=list)
     commands: list[Sequence[str]] = field(default_factory=list)
 
-    def __call__(self, command: Sequence[str], log: Path, live: Callable[[str], None], env: object, keep_open: int) -> int:
-        name = next(step for step in ("venv", "download", "install", "-c", "compileall") if step in command).replace("-c", "check")
+    def __call__(
+        self, command: Sequence[str], log: Path, live: Callable[[str], None], env: object, keep_open: int
+    ) -> int:
+        name = next(
+            step for step in ("venv", "download", "install", "-c", "compileall") if step in command
+        ).replace("-c", "check")
         self.ran.append(name)
         self.commands.append(command)
         if name in self.before:
@@ -78,7 +82,12 @@ class Desk:
         self.env = {"PIPEMESH_CACHE": str(self.folder / "cache")}
 
     def ensure(self, root: Path = ROOT, run: Callable[..., int] | None = None) -> ComfyInstall:
-        tools = Tools(console=Console(self.screen.append), run=run or self.commands, free_bytes=lambda _: self.free, env=self.env)
+        tools = Tools(
+            console=Console(self.screen.append),
+            run=run or self.commands,
+            free_bytes=lambda _: self.free,
+            env=self.env,
+        )
         return ensure_comfyui(root, tools)
 
     def refusal(self) -> str:

@@ -23,7 +23,9 @@ OUT = TensorRef(4096, (64,), "uint8")
 TOO_LONG = 1 << 65  # of bits: no message takes such an integer
 MAKE = {
     "Load": lambda number, model="m": Load(request=number, model=model, source=b""),
-    "SetWeightPatches": lambda number: SetWeightPatches(request=number, model="m", patches_id="p", payload=b""),
+    "SetWeightPatches": lambda number: SetWeightPatches(
+        request=number, model="m", patches_id="p", payload=b""
+    ),
     "Release": lambda number, model="m": Release(request=number, model=model),
     "EndRun": lambda number, model="m": EndRun(request=number, model=model),
     "Fetch": lambda number: Fetch(request=number, arena_bytes=0, out=OUT),
@@ -34,11 +36,24 @@ MAKE = {
 
 
 def forward(number: int, model: str, arena_bytes: int = 0) -> Forward:
-    return Forward(request=number, model=model, patches_id="", arguments=b"", arena_bytes=arena_bytes, out=OUT, part=Part(1, 0))
+    return Forward(
+        request=number,
+        model=model,
+        patches_id="",
+        arguments=b"",
+        arena_bytes=arena_bytes,
+        out=OUT,
+        part=Part(1, 0),
+    )
 
 
 def fake_setup(*rules: str, stall_s: float = DEADLINE_S) -> RankSetup:
-    return RankSetup(comfyui="", stall_s=stall_s, argv=(sys.executable, FAKE, "{fd}", "{parent}", *rules), start=process_of_its_own)
+    return RankSetup(
+        comfyui="",
+        stall_s=stall_s,
+        argv=(sys.executable, FAKE, "{fd}", "{parent}", *rules),
+        start=process_of_its_own,
+    )
 
 
 def cpus(ranks: int) -> Placement:

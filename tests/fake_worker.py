@@ -22,7 +22,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BOARD_BYTES, LINE_BYTES, GATE = 4096, 64, 8
-PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing", "releasing", "compiling")
+PHASES = (
+    "starting",
+    "importing",
+    "joining",
+    "waiting",
+    "loading",
+    "patching",
+    "computing",
+    "writing",
+    "releasing",
+    "compiling",
+)
 PHASE = {
     "Start": "importing",
     "Load": "loading",
@@ -77,7 +88,9 @@ class Rank:
 
     def deed(self, message: str, model: str = "") -> str:
         rules = self.rules + parsed(model.split() if "=" in model else [])
-        deeds = [deed for rank, kind, deed in rules if rank in ("*", str(self.rank)) and kind in ("*", message)]
+        deeds = [
+            deed for rank, kind, deed in rules if rank in ("*", str(self.rank)) and kind in ("*", message)
+        ]
         return deeds[-1] if deeds else "answer"
 
     def serve(self) -> None:
@@ -112,7 +125,9 @@ class Rank:
             self.send({"type": "Ready", "device_name": "fake", "memory": MEMORY})
         else:
             output = " ".join(self.handled).encode()
-            self.send({"type": "Done", "request": message["request"], "memory": MEMORY, "output": output, **fields})
+            self.send(
+                {"type": "Done", "request": message["request"], "memory": MEMORY, "output": output, **fields}
+            )
 
     def say_speeds(self, message: dict) -> None:
         self.send({"type": "Ready", "device_name": " ".join(map(str, message["speeds"])), "memory": MEMORY})
@@ -209,7 +224,12 @@ class Rank:
         self.fail(message, "error", "RuntimeError: shapes do not match", messages_done="some")
 
     def uneven_memory(self, message: dict) -> None:
-        self.fail(message, "memory", "can't allocate memory: you tried to allocate 7 bytes.\nsecond line", messages_done="some")
+        self.fail(
+            message,
+            "memory",
+            "can't allocate memory: you tried to allocate 7 bytes.\nsecond line",
+            messages_done="some",
+        )
 
     def gated_error(self, message: dict) -> None:
         while not self.board.word(GATE):
@@ -234,7 +254,9 @@ class Rank:
 
     def fail(self, message: dict, kind: str, text: str, **more: str) -> None:
         where = {"request": message["request"], "phase": PHASE[message["type"]]}
-        self.send({"type": "Failed", **where, "kind": kind, "text": text, "trace": "", "memory": MEMORY, **more})
+        self.send(
+            {"type": "Failed", **where, "kind": kind, "text": text, "trace": "", "memory": MEMORY, **more}
+        )
 
     def pause(self, ticks: int = 1) -> None:
         """One tick, or none; ends with the UI."""

@@ -27,9 +27,15 @@ class Holdings:
     def now(cls) -> Holdings:
         gc.collect()
         links = {fd: link(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
-        mappings = [line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:pipemesh" in line]
+        mappings = [
+            line.split()[-2]
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "memfd:pipemesh" in line
+        ]
         return cls(
-            descriptors=frozenset(f"{fd} {target}" for fd, target in links.items() if target and not target.startswith("/proc/")),
+            descriptors=frozenset(
+                f"{fd} {target}" for fd, target in links.items() if target and not target.startswith("/proc/")
+            ),
             mappings=tuple(sorted(mappings)),
             threads=frozenset(f"{thread.name} {thread.native_id}" for thread in threading.enumerate()),
             children=frozenset(child.pid for child in psutil.Process().children(recursive=True)),

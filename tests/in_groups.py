@@ -53,7 +53,9 @@ class GroupsHere:
         return [Done(request=request.request, memory=self.memory[0]) for _ in self.facts.everyone]
 
     def submit(self, request, group):
-        assert group == self.layout.members(group[0] * self.layout.groups // self.layout.world_size // request.width, request.width)
+        assert group == self.layout.members(
+            group[0] * self.layout.groups // self.layout.world_size // request.width, request.width
+        )
         replies = {rank: Done(request=request.request, memory=self.memory[0]) for rank in group}
         if isinstance(request, Forward):
             arguments = decode_tree(request.arguments, lambda ref: self.arena.segment.tensor(ref).clone())
@@ -71,7 +73,9 @@ class GroupsHere:
                 self.arena.segment.put(ref.offset, tensor)
                 return ref
 
-            replies[group[0]] = Done(request=request.request, memory=self.memory[0], output=encode_tree(output, put))
+            replies[group[0]] = Done(
+                request=request.request, memory=self.memory[0], output=encode_tree(output, put)
+            )
         self.answers[request.request] = replies
 
     def _computed(self, arguments, part):
@@ -81,7 +85,9 @@ class GroupsHere:
         method.begin(part)
         try:
             with torch.inference_mode():
-                return method.evaluate(partial(getattr(type(self.model), forward_name(self.model)), self.model), arguments, 1)
+                return method.evaluate(
+                    partial(getattr(type(self.model), forward_name(self.model)), self.model), arguments, 1
+                )
         finally:
             method.detach()
 

@@ -40,10 +40,14 @@ class Crossed:
     def __init__(self, patcher, transformer=None):
         self.model = patcher.model
         own = patcher.model.diffusion_model
-        self.sent = InBlockPatches(own, plan_for(type(own)), patcher.model_options["transformer_options"], patcher.object_patches)
+        self.sent = InBlockPatches(
+            own, plan_for(type(own)), patcher.model_options["transformer_options"], patcher.object_patches
+        )
         objects = across(self.sent.objects)
         holder = patcher.model if transformer is None else SimpleNamespace(diffusion_model=transformer)
-        self.patches, self.methods, self.state = put_patches(holder, objects[IN_BLOCK], CPU) if objects else ([], {}, [])
+        self.patches, self.methods, self.state = (
+            put_patches(holder, objects[IN_BLOCK], CPU) if objects else ([], {}, [])
+        )
 
     def arguments(self, asked):
         options = across(crossing_options(asked["transformer_options"], self.sent))
@@ -64,7 +68,9 @@ def evaluated_in_ranks(layout, patcher, asked, monkeypatch, speeds=()):
         method = SequenceParallel(transformer, plan_for(type(transformer)), mesh.sequence)
         method.attach()
         for number, one in enumerate(asked):
-            out = method.evaluate(getattr(transformer, forward_name(transformer)), crossed.arguments(one), number + 1)
+            out = method.evaluate(
+                getattr(transformer, forward_name(transformer)), crossed.arguments(one), number + 1
+            )
             if mesh.rank == 0:
                 outputs.append(out)
         method.end_run()

@@ -18,10 +18,23 @@ write_lora = partial(random_files.write_lora, targets=FORM.file.lora_targets)
 
 def write_model(path, *, heads=2, blocks=(2, 2), form=FORM, **options):
     """Write a file for ComfyUI's loaders, with its only head size."""
-    return random_files.write_model(path, form, Size(heads=heads, head_dim=form.file.head_dim, blocks=blocks), **options)
+    return random_files.write_model(
+        path, form, Size(heads=heads, head_dim=form.file.head_dim, blocks=blocks), **options
+    )
 
 
-def run(model, seed=7, steps=3, cfg=1.0, sampler="euler", positive=None, negative=None, size=(8, 10), batch=1, **kwargs):
+def run(
+    model,
+    seed=7,
+    steps=3,
+    cfg=1.0,
+    sampler="euler",
+    positive=None,
+    negative=None,
+    size=(8, 10),
+    batch=1,
+    **kwargs,
+):
     import comfy.sample
 
     latent = kwargs.pop("latent", torch.zeros(batch, 16, *size))
@@ -52,7 +65,9 @@ def with_lora(model, files, strength):
     import comfy.sd
     import comfy.utils
 
-    return comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(files["lora"]), strength, 0)[0]
+    return comfy.sd.load_lora_for_models(
+        model, None, comfy.utils.load_torch_file(files["lora"]), strength, 0
+    )[0]
 
 
 def with_references(model, method, channels, size=(10, 14)):
@@ -65,7 +80,17 @@ def with_references(model, method, channels, size=(10, 14)):
     latent = torch.zeros(1, channels, *size)
     with torch.inference_mode():
         return comfy.sample.sample(
-            model, comfy.sample.prepare_noise(latent, 3), 3, 1.0, "euler", "simple", text, text, latent, disable_pbar=True, seed=3
+            model,
+            comfy.sample.prepare_noise(latent, 3),
+            3,
+            1.0,
+            "euler",
+            "simple",
+            text,
+            text,
+            latent,
+            disable_pbar=True,
+            seed=3,
         )
 
 

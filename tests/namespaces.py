@@ -39,8 +39,24 @@ class TwoMachines:
             for name in (self.near, self.far):
                 ip("netns", "add", name)
                 ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", self.near, "link", "add", "near0", "type", "veth", "peer", "name", "far0", "netns", self.far)
-            for name, device, address in ((self.near, "near0", self.near_address), (self.far, "far0", self.far_address)):
+            ip(
+                "-n",
+                self.near,
+                "link",
+                "add",
+                "near0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "far0",
+                "netns",
+                self.far,
+            )
+            for name, device, address in (
+                (self.near, "near0", self.near_address),
+                (self.far, "far0", self.far_address),
+            ):
                 ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
                 ip("-n", name, "link", "set", device, "up")
         except NoNamespaces:

@@ -24,7 +24,8 @@ SMALL = Size(heads=2, head_dim=16, blocks=(1, 1))
 GUIDED = Form(config_class="Flux", config=guided_config, file=FILE)  # its guidance is a conditioning too
 TILED = {"size": (12, 20), "steps": 8, "cfg": 1.0}
 TILES = (0, 10)  # their left edges, and as wide
-FILL = Form(config_class="Flux", config=lambda size: {**guided_config(size), "in_channels": 96})  # image and mask beside the latent
+# Image and mask beside the latent
+FILL = Form(config_class="Flux", config=lambda size: {**guided_config(size), "in_channels": 96})
 
 
 class Patched:
@@ -96,14 +97,20 @@ def node(module, name):
         return nodes.NODE_CLASS_MAPPINGS[name]
     nodes.NODE_CLASS_MAPPINGS.pop(name, None)
     assert asyncio.run(
-        nodes.load_custom_node(str(Path(nodes.__file__).parent / "comfy_extras" / f"{module}.py"), module_parent="comfy_extras")
+        nodes.load_custom_node(
+            str(Path(nodes.__file__).parent / "comfy_extras" / f"{module}.py"), module_parent="comfy_extras"
+        )
     )
     return nodes.NODE_CLASS_MAPPINGS[name]
 
 
 def execute(module, name, *args, **kwargs):
     kind = node(module, name)
-    made = kind.execute(*args, **kwargs).result if hasattr(kind, "execute") else getattr(kind(), kind.FUNCTION)(*args, **kwargs)
+    made = (
+        kind.execute(*args, **kwargs).result
+        if hasattr(kind, "execute")
+        else getattr(kind(), kind.FUNCTION)(*args, **kwargs)
+    )
     return made[0] if len(made) == 1 else made
 
 

@@ -30,11 +30,17 @@ class Truths:
 
     def __init__(self):
         self.stock_model = cache(lambda family: stock_model(HEADS, family=family))
-        self.own_model = cache(lambda family, patches: reference(stock_model(HEADS, family=family), patches, 1))
+        self.own_model = cache(
+            lambda family, patches: reference(stock_model(HEADS, family=family), patches, 1)
+        )
         self.stock = cache(lambda case: sample(self.stock_model(case.family), case))
         self.patched = cache(lambda case, patches: sample(self.own_model(case.family, patches), case))
-        self.bound = cache(lambda case: bound(partial(sample, case=case), self.stock_model(case.family), self.stock(case)))
-        self.rounded = cache(lambda case, patches: sample(reference(stock_model(HEADS, torch.bfloat16), patches, 1), case))
+        self.bound = cache(
+            lambda case: bound(partial(sample, case=case), self.stock_model(case.family), self.stock(case))
+        )
+        self.rounded = cache(
+            lambda case, patches: sample(reference(stock_model(HEADS, torch.bfloat16), patches, 1), case)
+        )
 
 
 def pipelines(clients, truths):
@@ -55,7 +61,9 @@ def broken_pipelines(broken, truths):
 
     def make(mutation, family=PLAIN, ulysses=1, ring=1):
         client = broken(mutation, ulysses, ring, 2)
-        return parallelize(truths.stock_model(family), client, holds_ui_device=False, patching=Patching(3)), client
+        return parallelize(
+            truths.stock_model(family), client, holds_ui_device=False, patching=Patching(3)
+        ), client
 
     return make
 

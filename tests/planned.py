@@ -23,7 +23,15 @@ def counts(name: str) -> Whole:
     attended = [[Attended(*one) for one in block] for block in lists.pop("attended_by_block")]
     shareable = Shareable(**{**found["shareable"], "blocks": unrolled(found["shareable"]["blocks"])})
     activations = Activations(**found["activations"])
-    return Whole(**{**found, **lists, "attended_by_block": attended, "shareable": shareable, "activations": activations})
+    return Whole(
+        **{
+            **found,
+            **lists,
+            "attended_by_block": attended,
+            "shareable": shareable,
+            "activations": activations,
+        }
+    )
 
 
 def unrolled(runs: list) -> list:
@@ -45,8 +53,24 @@ def attention_alone(tokens: int, heads: int = 32, head_dim: int = 128) -> Whole:
     )
 
 
-def box(ranks: int, *, port: float = 1e15, latency: float = 0.0, memory: float = 1e15, flops: float = 1e12, levels: tuple = ()) -> Box:
+def box(
+    ranks: int,
+    *,
+    port: float = 1e15,
+    latency: float = 0.0,
+    memory: float = 1e15,
+    flops: float = 1e12,
+    levels: tuple = (),
+) -> Box:
     """A box whose links cost nothing, but for those given."""
-    device = Device(name="d", matmul_flops_per_s=flops, attention_flops_per_s=flops, memory_bytes=memory, memory_bytes_per_s=1e15)
+    device = Device(
+        name="d",
+        matmul_flops_per_s=flops,
+        attention_flops_per_s=flops,
+        memory_bytes=memory,
+        memory_bytes_per_s=1e15,
+    )
     ports = Level(ranks=1, bytes_per_s=port, latency_s=latency)
-    return Box(name="box", devices=(device,) * ranks, levels=(ports, *levels), host_bytes_per_s=1e9, hop_s=0.0)
+    return Box(
+        name="box", devices=(device,) * ranks, levels=(ports, *levels), host_bytes_per_s=1e9, hop_s=0.0
+    )

@@ -45,7 +45,16 @@ def calls(layout, comm):
         setattr(cls, name, call)
 
     for cls in (Exchange, StandinExchange):
-        watch(cls, "_move", lambda receiving, sending, receives, sends: (receiving.numel(), sending.numel(), [*receives], [*sends]))
+        watch(
+            cls,
+            "_move",
+            lambda receiving, sending, receives, sends: (
+                receiving.numel(),
+                sending.numel(),
+                [*receives],
+                [*sends],
+            ),
+        )
     for cls in (Ring, StandinRing):
         watch(cls, "_pass_on", lambda current, arriving: (current.numel(), arriving.numel()))
     forwards, made = Forwards(192), {}
@@ -62,7 +71,9 @@ class Grouped(torch.nn.Module):
     def forward(self, x, transformer_options):
         from comfy.ldm.modules.attention import optimized_attention
 
-        return x + optimized_attention(x, x[..., :32], x[..., 32:64], 6, enable_gqa=True, transformer_options=transformer_options)
+        return x + optimized_attention(
+            x, x[..., :32], x[..., 32:64], 6, enable_gqa=True, transformer_options=transformer_options
+        )
 
 
 class Model(torch.nn.Module):
@@ -96,8 +107,12 @@ def grouped(_layout, comm):
 
 
 layout = Layout(ulysses=int(ulysses), ring=int(ring))
-dist.init_process_group("gloo", store=dist.FileStore(store, layout.world_size), rank=int(rank), world_size=layout.world_size)
-groups = connect(layout.degrees(), int(rank), device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
+dist.init_process_group(
+    "gloo", store=dist.FileStore(store, layout.world_size), rank=int(rank), world_size=layout.world_size
+)
+groups = connect(
+    layout.degrees(), int(rank), device_type="cpu", via_cpu=False, wants_stop=lambda: False
+).sequence
 with torch.inference_mode():
     print(json.dumps({"calls": calls, "grouped": grouped}[task](layout, groups)), flush=True)
 dist.barrier()

@@ -24,8 +24,12 @@ def sheet(rows):
     """Rows of pictures, each column as wide as its widest."""
     widths = [max(picture.width for picture in column) for column in zip(*rows, strict=True)]
     heights = [max(picture.height for picture in row) for row in rows]
-    made = Image.new("RGB", (sum(widths) + GAP * (len(widths) - 1), sum(heights) + GAP * (len(heights) - 1)), GROUND)
+    made = Image.new(
+        "RGB", (sum(widths) + GAP * (len(widths) - 1), sum(heights) + GAP * (len(heights) - 1)), GROUND
+    )
     for row, pictures in enumerate(rows):
         for column, picture in enumerate(pictures):
-            made.paste(picture.convert("RGB"), (sum(widths[:column]) + GAP * column, sum(heights[:row]) + GAP * row))
+            made.paste(
+                picture.convert("RGB"), (sum(widths[:column]) + GAP * column, sum(heights[:row]) + GAP * row)
+            )
     return made

@@ -22,7 +22,9 @@ def start(host, models, *, pack=True):
     packs["foreign"] = Path(__file__).with_name("foreign_pack")
     if pack:
         packs["stand_ins.py"] = ROOT / "launcher" / "templates" / "stand_ins" / "pack.py"
-    server = ComfyServer(host, env={"OMP_NUM_THREADS": "1", "PIPEMESH_CACHE": str(models / "cache")}, custom_nodes=packs)
+    server = ComfyServer(
+        host, env={"OMP_NUM_THREADS": "1", "PIPEMESH_CACHE": str(models / "cache")}, custom_nodes=packs
+    )
     for folder, name in (("diffusion_models", "model"), ("loras", "lora")):
         target = server.models / folder / f"{name}.safetensors"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +59,9 @@ def graph(
     }
 
     def with_lora(model):
-        nodes["lora"] = node("LoraLoaderModelOnly", model=model, lora_name="lora.safetensors", strength_model=lora)
+        nodes["lora"] = node(
+            "LoraLoaderModelOnly", model=model, lora_name="lora.safetensors", strength_model=lora
+        )
         return ["lora", 0]
 
     if lora is not None and not lora_after:
@@ -74,8 +78,19 @@ def graph(
             model, parallel_input = ["parallel", 0], {}
     if lora is not None and lora_after:
         model = with_lora(model)
-    common = {"model": model, "positive": ["positive", 0], "negative": ["negative", 0], "latent_image": ["empty", 0]}
-    common |= {"steps": steps, "cfg": 2.0, "sampler_name": "euler", "scheduler": "simple", **(parallel_input if parallel else {})}
+    common = {
+        "model": model,
+        "positive": ["positive", 0],
+        "negative": ["negative", 0],
+        "latent_image": ["empty", 0],
+    }
+    common |= {
+        "steps": steps,
+        "cfg": 2.0,
+        "sampler_name": "euler",
+        "scheduler": "simple",
+        **(parallel_input if parallel else {}),
+    }
     if "Advanced" in sampler:
         common |= {
             "add_noise": "enable",
@@ -105,7 +120,9 @@ def latent(server, nodes, **kwargs):
 
 
 def live_pool(server):
-    return next(pool for pool in server.get("/pipemesh/report")["pools"] if pool["state"] in ("ready", "busy"))
+    return next(
+        pool for pool in server.get("/pipemesh/report")["pools"] if pool["state"] in ("ready", "busy")
+    )
 
 
 def pids(server):
@@ -117,7 +134,10 @@ def wait_for_phase(server, phase, of=all):
     server, so this is no busy sleep.
     """
     deadline = time.monotonic() + 30
-    while not any(of(rank["pid"] and rank["phase"] == phase for rank in pool["ranks"]) for pool in server.get("/pipemesh/report")["pools"]):
+    while not any(
+        of(rank["pid"] and rank["phase"] == phase for rank in pool["ranks"])
+        for pool in server.get("/pipemesh/report")["pools"]
+    ):
         assert time.monotonic() < deadline, f"no pool was seen {phase}"
 
 
@@ -143,7 +163,9 @@ def accepts(name, kind, options, value):
     if kind == "COMBO":  # model files are the user's own
         return value in options["options"] or str(value).endswith(".safetensors")
     number = kind in ("INT", "FLOAT")
-    return isinstance(value, WIDGETS[kind]) and (not number or options.get("min", value) <= value <= options.get("max", value))
+    return isinstance(value, WIDGETS[kind]) and (
+        not number or options.get("min", value) <= value <= options.get("max", value)
+    )
 
 
 def box(item, info):

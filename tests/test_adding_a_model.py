@@ -73,7 +73,9 @@ def copy(tmp_path):
 def run(command: str, copy: Path) -> tuple[int, list[str]]:
     program, *arguments = shlex.split(command)
     assert program == "python3"
-    done = subprocess.run([sys.executable, *arguments], cwd=copy, env=os.environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=copy, env=os.environ, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout.splitlines() or done.stderr.splitlines()
 
 

@@ -60,7 +60,8 @@ BEFORE_COMFYUI = (
     "launcher/lanes.py",
     "launcher/package.py",
 )
-SCRIPTS = tuple(f"launcher/pool/{name}_main.py" for name in ("counter", "fork_server", "worker"))  # started by path: no relative imports
+# Started by path: no relative imports
+SCRIPTS = tuple(f"launcher/pool/{name}_main.py" for name in ("counter", "fork_server", "worker"))
 
 RUNTIME = "parallel_runtime/"
 NEVER = (  # room, what it may not import, why
@@ -72,7 +73,11 @@ NEVER = (  # room, what it may not import, why
     ("methods", "comfy_bridge", "a method knows tensors and plans only"),
     ("methods", "client", "a method knows tensors and plans only"),
     ("methods", "worker", "a method knows tensors and plans only"),
-    ("client", "methods", "methods compute in ranks; only the oracle, in_process, has them in ComfyUI's process"),
+    (
+        "client",
+        "methods",
+        "methods compute in ranks; only the oracle, in_process, has them in ComfyUI's process",
+    ),
     ("worker", "launcher", "a rank is started by the pool and knows nothing of it"),
 )
 ONLY = {  # room -> what it may import of this project, and of all else but the standard library
@@ -84,7 +89,8 @@ ALSO = {  # file -> what it may import although its room may not
     "client/in_process.py": ("methods",),
     "families/__init__.py": ("families",),
     **{
-        f"families/wan_{form}.py": ("families/wan",) for form in ("animate", "camera", "dancer", "humo", "s2v", "scail", "vace")
+        f"families/wan_{form}.py": ("families/wan",)
+        for form in ("animate", "camera", "dancer", "humo", "s2v", "scail", "vace")
     },  # Wan's derived classes
 }
 LAZILY = {"families": "comfy"}  # room -> what it may import inside functions
@@ -104,7 +110,9 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "benchmarks/diffusers_peer.py families": "the peer is one model of another library",
     "launcher/templates/stand_ins/names.py families": "says which family a file's name stands for",
     "launcher/templates/stand_ins/nodes.py families": "replaces nodes of ComfyUI's that load for one family",
-    "launcher/templates/stand_ins/attached.py families": "makes ComfyUI's own networks that attach to one family",
+    "launcher/templates/stand_ins/attached.py families": (
+        "makes ComfyUI's own networks that attach to one family"
+    ),
     "tests/test_families.py families": "tries what one family alone has",
     "tests/test_architecture.py families": "sources that break the rules",
 }
@@ -112,9 +120,12 @@ FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 PACK = "pipemesh"
 NAMED_MODULE = re.compile(rf"\b{PACK}((?:\.\w+)+)")
 FAMILIES = sorted(
-    {file.stem for file in (ROOT / RUNTIME / "families").glob("*.py")} - {"__init__", "files", "plan", "sample", "without_plan"}
+    {file.stem for file in (ROOT / RUNTIME / "families").glob("*.py")}
+    - {"__init__", "files", "plan", "sample", "without_plan"}
 )
-NAMED_FAMILY = re.compile(rf"(?:(?<![a-zA-Z])(?i:{'|'.join(FAMILIES)})|(?<=[a-z])(?:{'|'.join(map(str.title, FAMILIES))}))(?![a-z])")
+NAMED_FAMILY = re.compile(
+    rf"(?:(?<![a-zA-Z])(?i:{'|'.join(FAMILIES)})|(?<=[a-z])(?:{'|'.join(map(str.title, FAMILIES))}))(?![a-z])"
+)
 NAMED_SAMPLE = re.compile(rf"[\"'](?:{'|'.join(FAMILIES)})[\d.]*(?:-\w+)?[\"']")
 
 
@@ -158,7 +169,9 @@ class Import:
 
 def imports_of(path: PurePosixPath, tree: ast.AST) -> Iterator[Import]:
     package = path.parts[:-1]
-    lazy = {node for function in ast.walk(tree) if isinstance(function, FUNCTION) for node in ast.walk(function)}
+    lazy = {
+        node for function in ast.walk(tree) if isinstance(function, FUNCTION) for node in ast.walk(function)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -173,14 +186,29 @@ def imports_of(path: PurePosixPath, tree: ast.AST) -> Iterator[Import]:
 def violations(path: PurePosixPath, source: str) -> list[Violation]:
     """Every rule that ``source``, as the file ``path`` of the project, breaks."""
     tree = ast.parse(source)
-    found = [*length_violations(path, source, tree), *name_violations(path, source), *family_violations(path, source)]
+    found = [
+        *length_violations(path, source, tree),
+        *name_violations(path, source),
+        *family_violations(path, source),
+    ]
     for imported in imports_of(path, tree) if path.parts[0] == "benchmarks" else ():
         if imported.within("nodes"):
-            found.append(Violation(f"{path} imports", f"line {imported.line}: imports {imported}; benches measure what the nodes show"))
+            found.append(
+                Violation(
+                    f"{path} imports",
+                    f"line {imported.line}: imports {imported}; benches measure what the nodes show",
+                )
+            )
     if path.parts[0] not in OTHER_CODE:
         for imported in imports_of(path, tree):
-            found += [Violation(f"{path} imports", f"line {imported.line}: {text}") for text in import_violations(path, imported)]
-            found += [Violation(f"{path} imports", f"line {imported.line}: {text}") for text in room_violations(path, imported)]
+            found += [
+                Violation(f"{path} imports", f"line {imported.line}: {text}")
+                for text in import_violations(path, imported)
+            ]
+            found += [
+                Violation(f"{path} imports", f"line {imported.line}: {text}")
+                for text in room_violations(path, imported)
+            ]
     if path.parts[0] != "tests":
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
@@ -196,12 +224,17 @@ def import_violations(path: PurePosixPath, imported: Import) -> Iterator[str]:
     if layer in LAYERS:
         for above in LAYERS[LAYERS.index(layer) + 1 :]:
             if imported.within(above):
-                yield f"{layer} imports {imported}, but imports point one way: {' -> '.join(reversed(LAYERS))}"
+                yield (
+                    f"{layer} imports {imported}, but imports point one way: {' -> '.join(reversed(LAYERS))}"
+                )
     for other in OTHER_CODE:
         if imported.within(other):
             yield f"imports {imported}; the pack works without its {other}"
     if imported.top in {*ROOTS, PACK} - {"nodes"} and str(path) not in SCRIPTS:
-        yield f"imports {imported} by an absolute name; inside the pack only relative imports work under ComfyUI"
+        yield (
+            f"imports {imported} by an absolute name; inside the pack only relative imports work under"
+            " ComfyUI"
+        )
     if imported.top in COMFYUI and not is_bridge(path) and not may_lazily(path, imported):
         yield f"imports ComfyUI's {imported}, which only the bridges do"
     if str(path) in BEFORE_COMFYUI and not imported.own and not imported.is_standard:
@@ -221,13 +254,18 @@ def room_violations(path: PurePosixPath, imported: Import) -> Iterator[str]:
         own, others = ONLY[room]
         if imported.own and not any(imported.within(RUNTIME + allowed) for allowed in own):
             yield f"{room} imports {imported}, but may import {', '.join(own)} only"
-        known = imported.own or imported.is_standard or imported.top in (*others, *COMFYUI)  # ComfyUI has a rule of its own
+        # ComfyUI has a rule of its own
+        known = imported.own or imported.is_standard or imported.top in (*others, *COMFYUI)
         if not known:
-            yield f"{room} imports {imported}, but may import {', '.join(others)} and the standard library only"
+            yield (
+                f"{room} imports {imported}, but may import {', '.join(others)} and the standard library only"
+            )
 
 
 def is_bridge(path: PurePosixPath) -> bool:
-    return any(str(path) == bridge or (bridge.endswith("/") and str(path).startswith(bridge)) for bridge in BRIDGES)
+    return any(
+        str(path) == bridge or (bridge.endswith("/") and str(path).startswith(bridge)) for bridge in BRIDGES
+    )
 
 
 def may_lazily(path: PurePosixPath, imported: Import) -> bool:
@@ -252,7 +290,9 @@ def family_violations(path: PurePosixPath, source: str) -> Iterator[Violation]:
     named = NAMED_SAMPLE if path.parts[0] == "tests" else NAMED_FAMILY
     for number, line in enumerate(source.splitlines(), 1):
         for name in named.findall(line):
-            yield Violation(f"{path} families", f"line {number}: names {name}, which only {RUNTIME}families does")
+            yield Violation(
+                f"{path} families", f"line {number}: names {name}, which only {RUNTIME}families does"
+            )
 
 
 def is_module(parts: list[str]) -> bool:
@@ -277,7 +317,9 @@ def length_violations(path: PurePosixPath, source: str, tree: ast.AST) -> Iterat
         yield Violation(str(path), f"{lines} lines, at most {most}")
     for node in ast.walk(tree):
         if isinstance(node, FUNCTION) and (length := length_of(node)) > MAX_FUNCTION_LINES:
-            yield Violation(str(path), f"line {node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
+            yield Violation(
+                str(path), f"line {node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
+            )
 
 
 def class_violations(path: PurePosixPath, node: ast.ClassDef) -> Iterator[Violation]:
@@ -298,10 +340,18 @@ def length_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> in
 
 def fields_of(node: ast.ClassDef, methods: list[ast.FunctionDef | ast.AsyncFunctionDef]) -> set[str]:
     """Attributes that its methods assign, and the annotated ones of its body."""
-    fields = {line.target.id for line in node.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)}
+    fields = {
+        line.target.id
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
     for method in methods:
         for target in ast.walk(method):
-            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store) and isinstance(target.value, ast.Name):
+            if (
+                isinstance(target, ast.Attribute)
+                and isinstance(target.ctx, ast.Store)
+                and isinstance(target.value, ast.Name)
+            ):
                 fields |= {target.attr} if target.value.id == "self" else set()
     return fields
 
@@ -322,7 +372,8 @@ def test_the_file_keeps_the_house_rules(file: Path) -> None:
     assert [str(violation) for violation in violations_of(file) if violation.what not in EXCEPTIONS] == []
 
 
-VOCABULARY = {"__init__", "plan", "sample", "files", "without_plan"}  # of parallel_runtime/families: no family's own file
+# Of parallel_runtime/families: no family's own file
+VOCABULARY = {"__init__", "plan", "sample", "files", "without_plan"}
 
 
 def test_a_family_is_a_short_file() -> None:
@@ -340,24 +391,44 @@ def test_every_exception_is_needed() -> None:
 
 
 def test_no_checked_file_is_missed() -> None:
-    assert {"launcher/comfyui/find.py", "tests/test_architecture.py"} <= {file.relative_to(ROOT).as_posix() for file in project_files()}
+    assert {"launcher/comfyui/find.py", "tests/test_architecture.py"} <= {
+        file.relative_to(ROOT).as_posix() for file in project_files()
+    }
 
 
 MANY_METHODS = "class A:\n" + "".join(f"    def m{number}(self): ...\n" for number in range(16))
 MANY_FIELDS = "class A:\n" + "".join(f"    f{number}: int\n" for number in range(11))
-MANY_ATTRIBUTES = "class A:\n    def __init__(self):\n" + "".join(f"        self.a{number} = 1\n" for number in range(11))
+MANY_ATTRIBUTES = "class A:\n    def __init__(self):\n" + "".join(
+    f"        self.a{number} = 1\n" for number in range(11)
+)
 BROKEN = [
     ("parallel_runtime/layout.py", "from ..launcher import pool", "imports point one way"),
-    ("parallel_runtime/client/session.py", "def f():\n    from ...nodes.pool import Pool", "imports point one way"),
+    (
+        "parallel_runtime/client/session.py",
+        "def f():\n    from ...nodes.pool import Pool",
+        "imports point one way",
+    ),
     ("launcher/pool/pool.py", "from ... import nodes", "imports point one way"),
     ("parallel_runtime/client/session.py", "from ..worker.rank_loop import RankLoop", "meet only in wire"),
     ("parallel_runtime/worker/rank_loop.py", "from .. import client", "meet only in wire"),
     ("parallel_runtime/comfy_bridge/source.py", "from ..client.session import Session", "it uses neither"),
     ("parallel_runtime/comfy_bridge/source.py", "from ..worker import resident", "it uses neither"),
-    ("parallel_runtime/comfy_bridge/source.py", "from ...launcher import random_files", "imports point one way"),
-    ("parallel_runtime/methods/pipefusion/stage.py", "from ...wire.messages import Part", "never hears of messages"),
+    (
+        "parallel_runtime/comfy_bridge/source.py",
+        "from ...launcher import random_files",
+        "imports point one way",
+    ),
+    (
+        "parallel_runtime/methods/pipefusion/stage.py",
+        "from ...wire.messages import Part",
+        "never hears of messages",
+    ),
     ("parallel_runtime/methods/usp.py", "from ..comfy_bridge.source import Source", "tensors and plans only"),
-    ("parallel_runtime/methods/usp.py", "from ..worker.handler import RequestHandler", "tensors and plans only"),
+    (
+        "parallel_runtime/methods/usp.py",
+        "from ..worker.handler import RequestHandler",
+        "tensors and plans only",
+    ),
     ("parallel_runtime/methods/usp.py", "from ..client import session", "tensors and plans only"),
     ("parallel_runtime/methods/usp.py", "def f():\n    import comfy.ops", "only the bridges"),
     ("parallel_runtime/client/session.py", "from ..methods.usp import SequenceParallel", "only the oracle"),
@@ -409,30 +480,60 @@ def test_a_broken_rule_is_found_and_named(path: str, source: str, says: str) -> 
 ALLOWED = [
     (
         "nodes/pool.py",
-        "import nodes\nfrom comfy_api.latest import io\nfrom ..launcher.pool.pool import WorkerPool\nfrom .report.node import report_node",
+        (
+            "import nodes\nfrom comfy_api.latest import io\nfrom ..launcher.pool.pool import WorkerPool\nfrom"
+            " .report.node import report_node"
+        ),
     ),
     (
         "launcher/pool/pool.py",
-        "import torch\nfrom ...parallel_runtime.wire import messages\nfrom ...parallel_runtime.client import session",
+        (
+            "import torch\nfrom ...parallel_runtime.wire import messages\nfrom ...parallel_runtime.client"
+            " import session"
+        ),
     ),
     ("launcher/commands/demo.py", "import comfy.sample\nfrom ..random_files import write_model"),
-    ("parallel_runtime/client/session.py", "from ..comfy_bridge import source\nfrom ..wire import arena\nfrom ..errors import Refused"),
+    (
+        "parallel_runtime/client/session.py",
+        "from ..comfy_bridge import source\nfrom ..wire import arena\nfrom ..errors import Refused",
+    ),
     (
         "parallel_runtime/client/in_process.py",
         "import comfy.utils\nfrom ..methods.usp import SequenceParallel",
     ),
-    ("parallel_runtime/comfy_bridge/source.py", "import comfy\nfrom ..wire.arena import Arena\nfrom ..families import FAMILIES"),
-    ("parallel_runtime/worker/resident.py", "from ..comfy_bridge import weights\nfrom ..methods.usp import SequenceParallel"),
+    (
+        "parallel_runtime/comfy_bridge/source.py",
+        "import comfy\nfrom ..wire.arena import Arena\nfrom ..families import FAMILIES",
+    ),
+    (
+        "parallel_runtime/worker/resident.py",
+        "from ..comfy_bridge import weights\nfrom ..methods.usp import SequenceParallel",
+    ),
     (
         "parallel_runtime/methods/usp.py",
         "from ..comm.exchange import swap\nfrom ..families.plan import Plan\nfrom .hooks import A",
     ),
-    ("parallel_runtime/families/flux.py", "import torch\nfrom .plan import Plan\nfrom .sample import Sample\nfrom . import plan"),
-    ("parallel_runtime/families/flux.py", "from ..errors import Refused\ndef sample():\n    import comfy.supported_models"),
+    (
+        "parallel_runtime/families/flux.py",
+        "import torch\nfrom .plan import Plan\nfrom .sample import Sample\nfrom . import plan",
+    ),
+    (
+        "parallel_runtime/families/flux.py",
+        "from ..errors import Refused\ndef sample():\n    import comfy.supported_models",
+    ),
     ("parallel_runtime/families/__init__.py", "from .flux import FLUX\nfrom .plan import Plan"),
-    ("parallel_runtime/comm/ring.py", "import math\nimport torch\nfrom .exchange import swap\nfrom .. import errors"),
-    ("parallel_runtime/wire/messages.py", "import msgspec\nfrom ..patches import Part\nfrom .segment import TensorRef"),
-    ("tests/test_pool_node.py", "import comfy\nfrom pipemesh.launcher import pool\nimport launcher\n" + MANY_METHODS),
+    (
+        "parallel_runtime/comm/ring.py",
+        "import math\nimport torch\nfrom .exchange import swap\nfrom .. import errors",
+    ),
+    (
+        "parallel_runtime/wire/messages.py",
+        "import msgspec\nfrom ..patches import Part\nfrom .segment import TensorRef",
+    ),
+    (
+        "tests/test_pool_node.py",
+        "import comfy\nfrom pipemesh.launcher import pool\nimport launcher\n" + MANY_METHODS,
+    ),
     ("benchmarks/sp.py", "import comfy\nfrom ..launcher.pool import devices"),
     ("launcher/pool/pool.py", "def wants_stop(wanted, fluxes): ..."),
     ("tests/test_pool_node.py", "from comfy.ldm.flux.model import Flux\nnode = 'FluxGuidance'"),

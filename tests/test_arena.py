@@ -143,7 +143,11 @@ def test_an_arena_that_cannot_grow_says_so_and_stays_usable():
         assert arena.nbytes == 64 << 10
         medium = arena.put(torch.ones(30 << 10))  # 120 KiB: fits below the limit
     large = arena.put(torch.full((1 << 20,), 3.0))
-    for ref, expected in ((kept, torch.arange(100.0)), (small, torch.arange(50.0)), (medium, torch.ones(30 << 10))):
+    for ref, expected in (
+        (kept, torch.arange(100.0)),
+        (small, torch.arange(50.0)),
+        (medium, torch.ones(30 << 10)),
+    ):
         assert torch.equal(arena.segment.tensor(ref), expected)
     assert arena.segment.tensor(large).min() == 3.0
     arena.close()
@@ -164,7 +168,12 @@ def test_a_frame_writes_storage_that_appears_twice_once(arena):
     with arena.frame() as frame:
         first, again = frame.put(base), frame.put(base[:])
         assert first == again
-        others = [frame.put(base.t()), frame.put(base[1:]), frame.put(base.clone()), frame.put(base.view(torch.int32))]
+        others = [
+            frame.put(base.t()),
+            frame.put(base[1:]),
+            frame.put(base.clone()),
+            frame.put(base.view(torch.int32)),
+        ]
         assert len({first.offset, *(ref.offset for ref in others)}) == 5
         assert torch.equal(arena.segment.tensor(others[0]), base.t())
         assert torch.equal(arena.segment.tensor(others[1]), base[1:])
@@ -172,7 +181,8 @@ def test_a_frame_writes_storage_that_appears_twice_once(arena):
 
 def test_a_frame_never_takes_a_new_tensor_for_one_that_is_gone(arena):
     with arena.frame() as frame:
-        refs = [frame.put(torch.full((300,), float(n))) for n in range(20)]  # each may get the address of the one before
+        # Each may get the address of the one before
+        refs = [frame.put(torch.full((300,), float(n))) for n in range(20)]
         assert [arena.segment.tensor(ref)[0].item() for ref in refs] == list(range(20))
 
 
@@ -228,7 +238,11 @@ def test_live_blocks_never_overlap_and_everything_given_back_merges(operations):
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 5000), min_size=1, max_size=12), st.lists(st.integers(0, 5000), max_size=6), st.randoms())
+@given(
+    st.lists(st.integers(0, 5000), min_size=1, max_size=12),
+    st.lists(st.integers(0, 5000), max_size=6),
+    st.randoms(),
+)
 def test_a_pattern_that_repeats_does_not_grow(pattern, kept, random):
     allocator = Allocator(BOARD_BYTES)
     for number in kept:
@@ -252,8 +266,12 @@ def test_the_board_shows_each_ranks_line_to_every_process(arena):
             theirs.tick(rank)
     arena.board.cancel(2**40)
     assert theirs.cancelled_request == arena.board.cancelled_request == 2**40
-    assert [arena.board.progress(rank) for rank in range(MAX_RANKS)] == [rank + 1 for rank in range(MAX_RANKS)]
-    assert [arena.board.phase(rank) for rank in range(MAX_RANKS)] == [PHASES[rank % len(PHASES)] for rank in range(MAX_RANKS)]
+    assert [arena.board.progress(rank) for rank in range(MAX_RANKS)] == [
+        rank + 1 for rank in range(MAX_RANKS)
+    ]
+    assert [arena.board.phase(rank) for rank in range(MAX_RANKS)] == [
+        PHASES[rank % len(PHASES)] for rank in range(MAX_RANKS)
+    ]
 
 
 def test_ranks_at_work_on_the_same_request_can_be_compared(arena):
@@ -264,7 +282,8 @@ def test_ranks_at_work_on_the_same_request_can_be_compared(arena):
             board.enter(rank, "computing", request)
         seen.append(board.progress(0))
         assert board.progress(0) == board.progress(1)
-        for _ in range(5 * request):  # whatever rank 1 did more of in the first request counts no more in the second
+        # Whatever rank 1 did more of in the first request counts no more in the second
+        for _ in range(5 * request):
             board.tick(1)
             seen.append(board.progress(1))
         for rank in (0, 1):

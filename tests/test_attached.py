@@ -18,7 +18,9 @@ def parallel_of(model, clients, degrees):
 
 
 def bypassing(model, path, strength=0.8):
-    return comfy.sd.load_bypass_lora_for_models(model, None, comfy.utils.load_torch_file(path), strength, 0.0)[0]
+    return comfy.sd.load_bypass_lora_for_models(
+        model, None, comfy.utils.load_torch_file(path), strength, 0.0
+    )[0]
 
 
 @pytest.mark.parametrize("degrees", [ULYSSES, PIPEFUSION], ids=str)
@@ -40,7 +42,9 @@ def test_a_bypass_lora_is_as_in_stock(files, clients, degrees):
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     folder = tmp_path_factory.mktemp("merged")
-    paths = [write_model(folder / f"{seed}.safetensors", heads=1, blocks=(1, 1), seed=seed) for seed in (1, 2, 3)]
+    paths = [
+        write_model(folder / f"{seed}.safetensors", heads=1, blocks=(1, 1), seed=seed) for seed in (1, 2, 3)
+    ]
     return [*map(str, paths), str(write_lora(folder / "lora.safetensors", paths[1], rank=4))]
 
 
@@ -51,7 +55,10 @@ def test_merges_of_several_files_are_as_in_stock(three, clients, degrees):
         merge = execute("nodes_model_merging", "ModelMergeSimple", first, second, 0.6)
         difference = execute("nodes_model_merging", "ModelMergeSubtract", third, load(three[1]), 0.5)
         return execute(
-            "nodes_model_merging", "ModelMergeAdd", execute("nodes_model_merging", "ModelMergeSimple", merge, third, 0.5), difference
+            "nodes_model_merging",
+            "ModelMergeAdd",
+            execute("nodes_model_merging", "ModelMergeSimple", merge, third, 0.5),
+            difference,
         )
 
     truth = run(merged(*map(load, three[:3])))
@@ -68,7 +75,12 @@ def control_net(stock, seed):
     import comfy.ops
     from comfy.ldm.flux.controlnet import ControlNetFlux
 
-    config = {**stock.model.model_config.unet_config, "depth": 1, "depth_single_blocks": 1, "dtype": torch.float32}
+    config = {
+        **stock.model.model_config.unet_config,
+        "depth": 1,
+        "depth_single_blocks": 1,
+        "dtype": torch.float32,
+    }
     net = ControlNetFlux(operations=comfy.ops.disable_weight_init, **config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -86,19 +98,25 @@ def test_chained_control_nets_of_comfyuis_own_architecture_are_as_in_stock(files
     chained = execute("", "ControlNetApplyAdvanced", *alone, control_net(stock, 2), 1 - image, 0.5, 0.2, 1.0)
     truth = run(stock, cfg=3.0, positive=chained[0], negative=chained[1])
     for fewer in (conds, alone):
-        assert relative_error(truth, run(stock, cfg=3.0, positive=fewer[0], negative=fewer[1])) > 0.001, "a net does nothing"
+        assert relative_error(truth, run(stock, cfg=3.0, positive=fewer[0], negative=fewer[1])) > 0.001, (
+            "a net does nothing"
+        )
     parallel = parallel_of(load(files["model"]), clients, degrees)
     assert relative_error(run(parallel, cfg=3.0, positive=chained[0], negative=chained[1]), truth) <= BOUND
 
 
-@pytest.mark.parametrize(("name", "degrees"), [("EasyCache", RING), ("LazyCache", ULYSSES), ("LazyCache", PIPEFUSION)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "degrees"), [("EasyCache", RING), ("LazyCache", ULYSSES), ("LazyCache", PIPEFUSION)], ids=str
+)
 def test_evaluations_that_a_step_cache_skips_are_skipped_in_the_pool(files, clients, name, degrees):
     def cached(model):
         return execute("nodes_easycache", name, model, 0.5, 0.1, 0.95, False)
 
     stock, counted = load(files["model"]), []
     forward = stock.model.diffusion_model._forward
-    stock.add_object_patch("diffusion_model._forward", lambda *args, **kwargs: (counted.append(1), forward(*args, **kwargs))[1])
+    stock.add_object_patch(
+        "diffusion_model._forward", lambda *args, **kwargs: (counted.append(1), forward(*args, **kwargs))[1]
+    )
     truth = run(cached(stock), steps=8)
     parallel = parallel_of(load(files["model"]), clients, degrees)
     assert relative_error(run(cached(parallel), steps=8), truth) <= BOUND
@@ -109,17 +127,33 @@ def test_evaluations_that_a_step_cache_skips_are_skipped_in_the_pool(files, clie
 @pytest.mark.parametrize("degrees", [ULYSSES, PIPEFUSION], ids=str)
 def test_context_windows_are_as_in_stock(clients, degrees):
     def windowed(model):
-        return execute("nodes_context_windows", "ContextWindowsManual", model, 2, 1, "standard_static", 1, False, "pyramid", 2, False)
+        return execute(
+            "nodes_context_windows",
+            "ContextWindowsManual",
+            model,
+            2,
+            1,
+            "standard_static",
+            1,
+            False,
+            "pyramid",
+            2,
+            False,
+        )
 
     case = Case(VIDEO, "ulysses2", "odd", 5, 4.0, False, "euler")
     stock = stock_model(case.heads, family=case.family)
     truth = sample(windowed(stock), case, steps=2)
     assert relative_error(sample(stock, case, steps=2), truth) > 0.001, "the windows do nothing"
-    assert relative_error(sample(windowed(parallel_of(stock, clients, degrees)), case, steps=2), truth) <= BOUND
+    assert (
+        relative_error(sample(windowed(parallel_of(stock, clients, degrees)), case, steps=2), truth) <= BOUND
+    )
 
 
 @pytest.mark.parametrize("degrees", [ULYSSES, PIPEFUSION], ids=str)
-def test_a_diffusers_lora_of_the_last_layer_has_its_halves_the_other_way_round_as_in_stock(clients, files, degrees):
+def test_a_diffusers_lora_of_the_last_layer_has_its_halves_the_other_way_round_as_in_stock(
+    clients, files, degrees
+):
     stock = load(files["model"])
     hidden = stock.model.diffusion_model.hidden_size
     generator = torch.Generator().manual_seed(3)

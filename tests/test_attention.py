@@ -133,7 +133,11 @@ def test_a_query_that_may_look_at_nothing_does_not_count_in_a_merge():
     out, lse = attention_with_lse(q, k, v, blind)
     assert lse[0, 0, 0] == -math.inf and out[0, 0, 0].abs().max() == 0
     parts = [partial_attention(q, k, v, mask) for mask in (blind, None)]
-    for merged in (kernels.merge(*parts), kernels.merge(*reversed(parts)), kernels.merge(kernels.merge(parts[0], parts[0]), parts[1])):
+    for merged in (
+        kernels.merge(*parts),
+        kernels.merge(*reversed(parts)),
+        kernels.merge(kernels.merge(parts[0], parts[0]), parts[1]),
+    ):
         assert torch.allclose(merged.out[0, 0, 0], truth(q, k, v, None)[0, 0, 0], atol=1e-6)
 
 

@@ -60,7 +60,9 @@ def said(notices):
 # -- in the pool, and back
 
 
-def test_switched_on_and_off_in_turn_the_images_are_equal_and_only_those_of_on_are_of_the_pool(auto, settings, requests, files, notices):
+def test_switched_on_and_off_in_turn_the_images_are_equal_and_only_those_of_on_are_of_the_pool(
+    auto, settings, requests, files, notices
+):
     model = load(files["model"])
     truth = run(model, cfg=2.0)
     for number in range(50 if ALL else 4):
@@ -71,7 +73,8 @@ def test_switched_on_and_off_in_turn_the_images_are_equal_and_only_those_of_on_a
             assert not requests["Forward"]
         else:
             assert requests["Forward"]
-        assert relative_error(image, truth) <= BOUND  # off too: weights that lie in the file's pages now round otherwise
+        # Off too: weights that lie in the file's pages now round otherwise
+        assert relative_error(image, truth) <= BOUND
     assert not said(notices)
 
 
@@ -99,9 +102,18 @@ def test_a_lora_and_its_strength_reach_the_pool(auto, settings, requests, files)
 
 def guided(guider, sampler="euler"):
     noise = torch.randn(1, 16, 8, 10, generator=torch.Generator().manual_seed(2))
-    sigmas = comfy.samplers.calculate_sigmas(guider.model_patcher.get_model_object("model_sampling"), "simple", 3)
+    sigmas = comfy.samplers.calculate_sigmas(
+        guider.model_patcher.get_model_object("model_sampling"), "simple", 3
+    )
     with torch.inference_mode():
-        return guider.sample(noise, torch.zeros_like(noise), comfy.samplers.sampler_object(sampler), sigmas, disable_pbar=True, seed=2)
+        return guider.sample(
+            noise,
+            torch.zeros_like(noise),
+            comfy.samplers.sampler_object(sampler),
+            sigmas,
+            disable_pbar=True,
+            seed=2,
+        )
 
 
 def guider_of(model, kind=comfy.samplers.CFGGuider):
@@ -121,7 +133,9 @@ class ForeignGuider(comfy.samplers.CFGGuider):
 
 
 @pytest.mark.parametrize("kind", [comfy.samplers.CFGGuider, ForeignGuider])
-def test_a_guider_made_and_sampled_while_off_is_parallel_once_it_is_on_and_keeps_what_is_its_own(auto, settings, requests, files, kind):
+def test_a_guider_made_and_sampled_while_off_is_parallel_once_it_is_on_and_keeps_what_is_its_own(
+    auto, settings, requests, files, kind
+):
     guider = guider_of(load(files["model"]), kind)
     before = dict(vars(guider))
     truth = guided(guider)
@@ -138,7 +152,9 @@ def test_a_guider_made_and_sampled_while_off_is_parallel_once_it_is_on_and_keeps
 def test_both_models_of_a_guider_with_two_run_in_the_pool(auto, settings, requests, files):
     import comfy_extras.nodes_custom_sampler as custom
 
-    guider = guider_of(load(files["model"]), lambda model: custom.Guider_DualModel(model, load(files["other"])))
+    guider = guider_of(
+        load(files["model"]), lambda model: custom.Guider_DualModel(model, load(files["other"]))
+    )
     truth = guided(guider)
     settings(True)
     requests.clear()
@@ -162,9 +178,18 @@ def with_patch(model):
 
 
 KINDS = {
-    "unet": (lambda path: unet(), "UNetModel has no token plan (a UNet: its convolutions look at neighbouring pixels"),
-    "no plan": (lambda path: without_plan(load(path)), "Unplanned has no token plan (no plan has been written yet"),
-    "patch": (lambda path: with_patch(load(path)), "foreign_pack.halved_keys (patches/attn1_patch) runs inside the model's blocks"),
+    "unet": (
+        lambda path: unet(),
+        "UNetModel has no token plan (a UNet: its convolutions look at neighbouring pixels",
+    ),
+    "no plan": (
+        lambda path: without_plan(load(path)),
+        "Unplanned has no token plan (no plan has been written yet",
+    ),
+    "patch": (
+        lambda path: with_patch(load(path)),
+        "foreign_pack.halved_keys (patches/attn1_patch) runs inside the model's blocks",
+    ),
 }
 
 
@@ -218,7 +243,9 @@ def test_a_pool_that_fails_twice_costs_a_notice_and_no_image_and_the_log_has_the
     assert "its last words" in caplog.messages[-1]
 
 
-def test_a_pool_that_failed_is_not_tried_again_in_the_same_prompt(auto, settings, notices, files, monkeypatch):
+def test_a_pool_that_failed_is_not_tried_again_in_the_same_prompt(
+    auto, settings, notices, files, monkeypatch
+):
     model, tried = load(files["model"]), []
     settings(True)
     calls = failing(monkeypatch, DIED)
@@ -229,7 +256,9 @@ def test_a_pool_that_failed_is_not_tried_again_in_the_same_prompt(auto, settings
     assert tried == [2, 2, 4] and said(notices)[1] == GIVEN_UP
 
 
-def test_a_worker_that_dies_once_costs_a_fresh_pool_and_no_notice(auto, settings, requests, notices, files, monkeypatch):
+def test_a_worker_that_dies_once_costs_a_fresh_pool_and_no_notice(
+    auto, settings, requests, notices, files, monkeypatch
+):
     model = load(files["model"])
     truth = run(model)
     settings(True)
@@ -239,7 +268,11 @@ def test_a_worker_that_dies_once_costs_a_fresh_pool_and_no_notice(auto, settings
     assert requests["Forward"] and not said(notices)
 
 
-@pytest.mark.parametrize("error", [NotPlain("context", object()), AttributeError("no such thing"), OSError(28, "No space left")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [NotPlain("context", object()), AttributeError("no such thing"), OSError(28, "No space left")],
+    ids=repr,
+)
 def test_an_error_that_nobody_thought_of_costs_a_notice_and_no_image_and_its_traceback_is_logged(
     auto, settings, notices, files, monkeypatch, caplog, error
 ):
@@ -265,7 +298,9 @@ def test_what_is_refused_leaves_other_models_in_the_ranks(auto, settings, client
     assert requests["Forward"] and not requests["Load"]
 
 
-def test_a_refused_guider_inside_another_leaves_the_outer_ones_model_in_the_ranks(auto, settings, client, requests, files):
+def test_a_refused_guider_inside_another_leaves_the_outer_ones_model_in_the_ranks(
+    auto, settings, client, requests, files
+):
     model = load(files["model"])
 
     def inside(args):
@@ -294,7 +329,9 @@ def test_stop_is_heard_while_what_ranks_held_is_freed(auto, settings, client, fi
     monkeypatch.setattr(mm, "processing_interrupted", lambda: True)
     monkeypatch.setattr(type(client.sessions), "settle", cancelled_where_stopped)
     with pytest.raises(mm.InterruptProcessingException):
-        auto.sample(guider_of(model), None, torch.ones(2), stock_run(model, lambda: pytest.fail("it went on")))
+        auto.sample(
+            guider_of(model), None, torch.ones(2), stock_run(model, lambda: pytest.fail("it went on"))
+        )
 
 
 def stock_run(model, call=lambda: None):
@@ -318,7 +355,9 @@ def test_an_option_that_no_rank_can_read_is_sampled_on_one_gpu(auto, settings, r
     assert said(notices) == [f"On one GPU: {option} is no plain data and cannot be sent to the pool."]
 
 
-def test_a_model_that_a_node_has_put_on_another_device_stays_there(auto, settings, requests, notices, files, monkeypatch):
+def test_a_model_that_a_node_has_put_on_another_device_stays_there(
+    auto, settings, requests, notices, files, monkeypatch
+):
     import comfy.model_management as mm
 
     model = load(files["model"])
@@ -327,7 +366,9 @@ def test_a_model_that_a_node_has_put_on_another_device_stays_there(auto, setting
     monkeypatch.setattr(mm, "get_torch_device", lambda: torch.device("meta"))
     with torch.inference_mode():
         auto.sample(guider_of(model), None, torch.ones(2), stock_run(model))
-    assert said(notices) == [f"On one GPU: A node has put this MODEL on {own}, where ComfyUI computes on meta."]
+    assert said(notices) == [
+        f"On one GPU: A node has put this MODEL on {own}, where ComfyUI computes on meta."
+    ]
 
 
 def test_a_notice_told_again_in_one_prompt_is_one_with_a_count():
@@ -355,13 +396,25 @@ def test_stop_ends_the_run_and_starts_no_other(auto, settings, notices, files, m
 class Trains(comfy.samplers.Sampler):
     """Asks for the gradient of a weight, as TrainSampler does."""
 
-    def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False):
+    def sample(
+        self,
+        model_wrap,
+        sigmas,
+        extra_args,
+        callback,
+        noise,
+        latent_image=None,
+        denoise_mask=None,
+        disable_pbar=False,
+    ):
         weight = list(model_wrap.inner_model.diffusion_model.parameters())[-1].requires_grad_()
         model_wrap(noise, sigmas[:1], **extra_args).square().sum().backward()
         return weight.grad
 
 
-def test_training_stays_in_comfyui_and_gets_its_gradients(auto, settings, requests, notices, files, monkeypatch):
+def test_training_stays_in_comfyui_and_gets_its_gradients(
+    auto, settings, requests, notices, files, monkeypatch
+):
     import comfy.model_management as mm
     from comfy_extras.nodes_train import TrainGuider
 
@@ -372,7 +425,9 @@ def test_training_stays_in_comfyui_and_gets_its_gradients(auto, settings, reques
         guider.set_conds(conditioning(1, 13))
         noise = torch.randn(1, 16, 8, 10, generator=torch.Generator().manual_seed(2))
         with torch.enable_grad():
-            return guider.sample(noise, torch.zeros_like(noise), Trains(), torch.tensor([1.0, 0.0]), disable_pbar=True, seed=2)
+            return guider.sample(
+                noise, torch.zeros_like(noise), Trains(), torch.tensor([1.0, 0.0]), disable_pbar=True, seed=2
+            )
 
     truth = trained()
     settings(True)
@@ -386,14 +441,18 @@ def test_a_guider_with_a_sample_method_of_its_own_is_told_of(auto, settings, req
         def sample(self, noise, latent_image, sampler, sigmas, *args, **kwargs):
             self.conds = {name: [dict(cond) for cond in conds] for name, conds in self.original_conds.items()}
             shapes = [latent_image.shape]
-            return self.outer_sample(noise, latent_image, sampler, sigmas, disable_pbar=True, seed=2, latent_shapes=shapes)
+            return self.outer_sample(
+                noise, latent_image, sampler, sigmas, disable_pbar=True, seed=2, latent_shapes=shapes
+            )
 
     guider = guider_of(load(files["model"]), OfItsOwn)
     guided(guider)
     assert not said(notices)
     settings(True)
     guided(guider)
-    assert said(notices) == ["On one GPU: OfItsOwn has a sample method of its own, which PipeMesh does not know."]
+    assert said(notices) == [
+        "On one GPU: OfItsOwn has a sample method of its own, which PipeMesh does not know."
+    ]
     assert not requests["Forward"]
 
 
@@ -406,7 +465,9 @@ def test_removed_the_host_is_as_it_was(auto):
     assert {name: vars(comfy.samplers.CFGGuider)[name] for name in STOCK} == STOCK
 
 
-def test_another_packs_method_around_ours_stays_when_ours_is_removed(auto, settings, requests, files, monkeypatch):
+def test_another_packs_method_around_ours_stays_when_ours_is_removed(
+    auto, settings, requests, files, monkeypatch
+):
     ours, calls = comfy.samplers.CFGGuider.sample, []
 
     def theirs(self, *args, **kwargs):
@@ -421,7 +482,9 @@ def test_another_packs_method_around_ours_stays_when_ours_is_removed(auto, setti
     assert calls and not requests["Forward"]
 
 
-def sample_with_one_more(self, noise, latent_image, sampler, sigmas, denoise_mask=None, preview=None, callback=None):
+def sample_with_one_more(
+    self, noise, latent_image, sampler, sigmas, denoise_mask=None, preview=None, callback=None
+):
     self.model_patcher.prepare_model_patcher(noise)
     return self.outer_sample(noise)
 
@@ -434,26 +497,38 @@ def other_sample(self, noise, latent_image, sampler, sigmas):
     ("path", "value", "sentence"),
     [
         ("CFGGuider.sample", other_sample, "does not use model_patcher in comfy.samplers.CFGGuider.sample"),
-        ("CFGGuider.sample", sample_with_one_more, "has preview in the place of callback in comfy.samplers.CFGGuider.sample"),
+        (
+            "CFGGuider.sample",
+            sample_with_one_more,
+            "has preview in the place of callback in comfy.samplers.CFGGuider.sample",
+        ),
         ("CFGGuider.outer_sample", None, "has no comfy.samplers.CFGGuider.outer_sample"),
         ("sample", lambda model: model, "does not use CFGGuider in comfy.samplers.sample"),
     ],
 )
-def test_a_host_that_samples_otherwise_is_left_alone_and_what_changed_is_named(monkeypatch, path, value, sentence):
-    owner, name = (comfy.samplers.CFGGuider, path.partition(".")[2]) if "." in path else (comfy.samplers, path)
+def test_a_host_that_samples_otherwise_is_left_alone_and_what_changed_is_named(
+    monkeypatch, path, value, sentence
+):
+    owner, name = (
+        (comfy.samplers.CFGGuider, path.partition(".")[2]) if "." in path else (comfy.samplers, path)
+    )
     if value is None:
         monkeypatch.delattr(owner, name)
     else:
         monkeypatch.setattr(value, "__module__", "comfy.samplers")
         monkeypatch.setattr(owner, name, value)
     before = dict(vars(comfy.samplers.CFGGuider))
-    with pytest.raises(HostChanged, match=f"Auto mode does not know this ComfyUI, which {sentence}: update PipeMesh"):
+    with pytest.raises(
+        HostChanged, match=f"Auto mode does not know this ComfyUI, which {sentence}: update PipeMesh"
+    ):
         GuiderSeam(lambda *_: None, lambda *_: None, StepTimes()).install()
     assert dict(vars(comfy.samplers.CFGGuider)) == before
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_a_host_that_auto_mode_does_not_know_is_told_of_where_it_is_switched_on(settings, notices, monkeypatch, on):
+def test_a_host_that_auto_mode_does_not_know_is_told_of_where_it_is_switched_on(
+    settings, notices, monkeypatch, on
+):
     monkeypatch.delattr(comfy.samplers.CFGGuider, "outer_sample")
     settings(on)
     made = Auto(None, Switch({}, lambda: settings.file), notices)

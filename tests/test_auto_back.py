@@ -41,10 +41,24 @@ def drawn_anew(model):
     latent, text = torch.zeros(1, 16, 8, 10), conditioning(1, 13)
     noise, other = torch.randn(latent.shape), conditioning(2, 7)
     with torch.inference_mode():
-        return comfy.sample.sample(model, noise, 3, 2.0, "euler_ancestral", "simple", text, other, latent, disable_pbar=True, seed=None)
+        return comfy.sample.sample(
+            model,
+            noise,
+            3,
+            2.0,
+            "euler_ancestral",
+            "simple",
+            text,
+            other,
+            latent,
+            disable_pbar=True,
+            seed=None,
+        )
 
 
-def test_what_is_refused_in_the_first_step_begins_anew_with_the_same_random_numbers(auto, settings, requests, notices, files):
+def test_what_is_refused_in_the_first_step_begins_anew_with_the_same_random_numbers(
+    auto, settings, requests, notices, files
+):
     model = patched_by_a_wrapper(load(files["model"]), lambda options: options["cond_or_uncond"] == [1])
     truth = drawn_anew(model)
     assert torch.equal(drawn_anew(model), truth)
@@ -56,9 +70,13 @@ def test_what_is_refused_in_the_first_step_begins_anew_with_the_same_random_numb
     assert "halved_keys" in notice
 
 
-def test_what_is_refused_after_a_step_is_raised_and_the_next_of_its_kind_alone_is_on_one_gpu(auto, settings, requests, notices, files):
+def test_what_is_refused_after_a_step_is_raised_and_the_next_of_its_kind_alone_is_on_one_gpu(
+    auto, settings, requests, notices, files
+):
     """What ranks hold of the MODEL is freed for it."""
-    model = patched_by_a_wrapper(load(files["model"]), lambda options: float(options["timestep"].flatten()[0]) < 0.99)
+    model = patched_by_a_wrapper(
+        load(files["model"]), lambda options: float(options["timestep"].flatten()[0]) < 0.99
+    )
     truth = drawn_anew(model)
     settings(True)
     requests.clear()
@@ -162,8 +180,10 @@ def test_after_two_runs_that_were_slower_than_one_gpu_the_next_of_their_kind_is_
         run(model, steps=JUDGED + 1, cfg=2.0)
         in_pool.append(bool(requests["Forward"]))
     assert in_pool == [True, True, False, False]
-    assert said(notices)[0] == (
-        "On one GPU: The last 2 runs of this kind took 1.50 s a step in ulysses 2 = 2 ranks, where one GPU takes 1.00 s."
+    assert (
+        said(notices)[0]
+        == "On one GPU: The last 2 runs of this kind took 1.50 s a step in ulysses 2 = 2 ranks, where one GPU"
+        " takes 1.00 s."
     )
     requests.clear()
     run(model, size=(8, 8), steps=JUDGED + 1, cfg=2.0)

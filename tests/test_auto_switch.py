@@ -19,7 +19,8 @@ def settings(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "on"), [('{"PipeMesh.Auto": true}', True), ('{"PipeMesh.Auto": false}', False), ("{}", False), ("[]", False)]
+    ("text", "on"),
+    [('{"PipeMesh.Auto": true}', True), ('{"PipeMesh.Auto": false}', False), ("{}", False), ("[]", False)],
 )
 def test_the_switch_is_the_setting(tmp_path, text, on):
     file = tmp_path / FILE

@@ -204,7 +204,9 @@ def host():
     return ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
 
 
-by_request = pytest.mark.skipif(not ALL, reason="a bench of half a minute; hop runs the same pools and processes")
+by_request = pytest.mark.skipif(
+    not ALL, reason="a bench of half a minute; hop runs the same pools and processes"
+)
 
 
 @by_request
@@ -214,22 +216,37 @@ def test_the_load_bench_runs(monkeypatch):
     monkeypatch.setattr(load, "COLD_STARTS", 1)
     monkeypatch.setattr(load, "require_room", lambda folder: None)
     figures = {(figure.case, figure.metric) for figure in load.bench(Options(host=host(), rounds=1))}
-    assert {("2_ranks", "cold_start_s"), ("2_ranks", "restart_s"), *((case, "rss_ratio") for case in load.CASES)} <= figures
+    assert {
+        ("2_ranks", "cold_start_s"),
+        ("2_ranks", "restart_s"),
+        *((case, "rss_ratio") for case in load.CASES),
+    } <= figures
 
 
 @by_request
-def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_the_formula(monkeypatch, tmp_path):
+def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_the_formula(
+    monkeypatch, tmp_path
+):
     sample, size = pipefusion.EQUAL
     equal = sample, replace(size, heads=2, blocks=(6,))
     for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 4, "TIMED_STEPS": 3, "EQUAL": equal}.items():
         monkeypatch.setattr(pipefusion, name, small)
-    figures = {(figure.case, figure.metric): figure for figure in pipefusion.bench(Options(host=host(), rounds=1, pictures=tmp_path))}
-    assert {path.name for path in tmp_path.iterdir()} == {"pipefusion-free-m2.png", "pipefusion-single-m2.png"}
+    figures = {
+        (figure.case, figure.metric): figure
+        for figure in pipefusion.bench(Options(host=host(), rounds=1, pictures=tmp_path))
+    }
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "pipefusion-free-m2.png",
+        "pipefusion-single-m2.png",
+    }
     assert {case for case, metric in figures if metric == "of_schedule"} == {"free_m2_320", "single_m2_320"}
-    assert figures["free_m2_320", "bytes_per_step"].is_met and figures["single_m2_320", "bytes_per_step"].is_met
+    assert (
+        figures["free_m2_320", "bytes_per_step"].is_met and figures["single_m2_320", "bytes_per_step"].is_met
+    )
     assert 0 < figures["free_m2_320", "occupancy"].estimate.value <= 1
     assert figures["cut_by_hand", "weights_share"].is_met
-    assert 0.5 < figures["equal_blocks", "weights_share"].estimate.value < 0.9  # with so few steps the blocks' times are rough
+    # With so few steps the blocks' times are rough
+    assert 0.5 < figures["equal_blocks", "weights_share"].estimate.value < 0.9
 
 
 @by_request
@@ -237,9 +254,20 @@ def test_the_plan_bench_keeps_speeds_of_one_rank_of_two_and_of_one_on_all_cores(
     monkeypatch.setattr(plan, "ENOUGH", 1)
     monkeypatch.setattr(plan, "cache_folder", lambda _environ: tmp_path)
     figures = {figure.metric for figure in plan.bench(Options(host=host(), rounds=1))}
-    assert {"ulysses 2", "ring 2", "cfg 2", "data 2", "pipefusion 2", "mean_error", "largest_error", "regret"} <= figures
+    assert {
+        "ulysses 2",
+        "ring 2",
+        "cfg 2",
+        "data 2",
+        "pipefusion 2",
+        "mean_error",
+        "largest_error",
+        "regret",
+    } <= figures
     kept = read(tmp_path / "speeds.json", this_machine())
-    assert {name.partition(" ")[2] for name in kept} == {*plan.KEPT} and len(kept) == len(plan.KEPT) * plan.FAMILIES
+    assert {name.partition(" ")[2] for name in kept} == {*plan.KEPT} and len(kept) == len(
+        plan.KEPT
+    ) * plan.FAMILIES
 
 
 @by_request
@@ -273,7 +301,9 @@ def test_the_hop_bench_runs(monkeypatch):
     monkeypatch.setattr(hop, "PER_ROUND", {"back_to_back": 1, "between_forwards": 1})
     monkeypatch.setattr(hop, "WARM_UP", 1)
     figures = {(figure.case, figure.metric) for figure in hop.bench(Options(host=host(), rounds=1))}
-    assert figures == {(case, f"hop_ms_{share}") for case in hop.GOALS_MS for share in ("p50", "p99")} | {("memory_only", "hop_ms_p50")}
+    assert figures == {(case, f"hop_ms_{share}") for case in hop.GOALS_MS for share in ("p50", "p99")} | {
+        ("memory_only", "hop_ms_p50")
+    }
 
 
 @by_request
@@ -281,7 +311,9 @@ def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
     monkeypatch.setattr(sp, "EFFICIENCY", {192: 0.88})
     cases = ["ulysses2_192", "ring2_192", "2x2_1024"]
     figures = list(sp.bench(Options(host=host(), rounds=1)))
-    assert {figure.case for figure in figures if figure.metric == "efficiency"} == {case for case in cases if case.endswith("_192")}
+    assert {figure.case for figure in figures if figure.metric == "efficiency"} == {
+        case for case in cases if case.endswith("_192")
+    }
     counted = [figure for figure in figures if figure.metric == "bytes_per_step"]
     assert [figure.case for figure in counted] == cases
     assert all(figure.is_met for figure in counted)
@@ -289,14 +321,27 @@ def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
 
 @pytest.mark.parametrize(
     ("ranks", "compiled", "kept", "is_met"),
-    [(6.0, 5.0, 1.0, True), (6.0, 5.08, 0.92, True), (6.0, 5.2, 0.8, False), (6.0, 6.0, 0.0, False), (9.0, 8.0, 1.0, True)],
+    [
+        (6.0, 5.0, 1.0, True),
+        (6.0, 5.08, 0.92, True),
+        (6.0, 5.2, 0.8, False),
+        (6.0, 6.0, 0.0, False),
+        (9.0, 8.0, 1.0, True),
+    ],
 )
-def test_what_ranks_keep_of_stocks_gain_is_seconds_of_computing_whatever_messages_take(ranks, compiled, kept, is_met):
+def test_what_ranks_keep_of_stocks_gain_is_seconds_of_computing_whatever_messages_take(
+    ranks, compiled, kept, is_met
+):
     """Stock takes 10 s, and 8 s compiled: two ranks that save 1 s each have kept all of it."""
     rounds = [{"stock": 10.0, "stock_compiled": 8.0, "ranks": ranks, "ranks_compiled": compiled}] * 3
     share, seconds, *gains = compile_bench.figures("case", rounds)
-    assert (seconds.metric, seconds.is_met) == ("kept", is_met) and seconds.estimate.value == pytest.approx(kept)
-    assert [(one.metric, one.estimate.value) for one in gains] == [("gain", ranks / compiled), ("stock_gain", 1.25)]
+    assert (seconds.metric, seconds.is_met) == ("kept", is_met) and seconds.estimate.value == pytest.approx(
+        kept
+    )
+    assert [(one.metric, one.estimate.value) for one in gains] == [
+        ("gain", ranks / compiled),
+        ("stock_gain", 1.25),
+    ]
     assert share.estimate.value == pytest.approx(ranks / compiled / 1.25)
 
 
@@ -306,4 +351,6 @@ def test_where_stock_gains_nothing_nothing_can_be_kept():
     assert [one.metric for one in found] == ["gain_of_stocks", "gain", "stock_gain, none to keep"]
     assert all(one.is_met for one in found)
     slower = [{**rounds[0], "ranks_compiled": 7.0}] * 3
-    assert [one.metric for one in compile_bench.figures("case", slower) if not one.is_met] == ["gain_of_stocks"]
+    assert [one.metric for one in compile_bench.figures("case", slower) if not one.is_met] == [
+        "gain_of_stocks"
+    ]

@@ -30,7 +30,9 @@ def models_let_go():
 
 
 def of_case(sampler="euler", cfg=1.0, name=PLAIN, **options):
-    return partial(sample, case=Case(name, "ulysses1", "odd", SAMPLES[name].heads[-1], cfg, False, sampler), **options)
+    return partial(
+        sample, case=Case(name, "ulysses1", "odd", SAMPLES[name].heads[-1], cfg, False, sampler), **options
+    )
 
 
 def with_other_sums(model):
@@ -54,10 +56,14 @@ def with_other_sums(model):
 
 def with_a_fault(model):
     """Every evaluation is a little too large."""
-    return wrapped(model, lambda executor, x, *args, **kwargs: x - (1 + FAULT) * (x - executor(x, *args, **kwargs)))
+    return wrapped(
+        model, lambda executor, x, *args, **kwargs: x - (1 + FAULT) * (x - executor(x, *args, **kwargs))
+    )
 
 
-@pytest.mark.parametrize(("name", "sampler", "cfg"), [(name, *how) for name, how in zip(REPRESENTATIVES, cycle(HOW), strict=False)])
+@pytest.mark.parametrize(
+    ("name", "sampler", "cfg"), [(name, *how) for name, how in zip(REPRESENTATIVES, cycle(HOW), strict=False)]
+)
 def test_other_sums_stay_within_the_bound_and_a_small_fault_does_not(name, sampler, cfg):
     runs = of_case(sampler, cfg, name)
     assert relative_error(runs(with_other_sums(stock(name))), runs(stock(name))) > 0, "the sums are the same"
@@ -76,7 +82,11 @@ def test_a_replay_lets_other_sums_through_and_no_small_fault(sampler):
 
 @pytest.mark.parametrize(
     ("ours", "says"),
-    [(of_case(steps=3), "has other inputs"), (of_case(seed=8), "has other inputs"), (of_case(steps=5), "has other inputs")],
+    [
+        (of_case(steps=3), "has other inputs"),
+        (of_case(seed=8), "has other inputs"),
+        (of_case(steps=5), "has other inputs"),
+    ],
     ids=["fewer steps", "another seed", "more steps"],
 )
 def test_a_replay_finds_a_run_that_goes_another_way(ours, says):

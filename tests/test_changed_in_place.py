@@ -60,14 +60,23 @@ def set_on(thing, name, function):
 
 
 IN_PLACE = {
-    "PuLID-Flux": (lambda dm: set_on(dm, "forward_orig", pulid_forward), r"its method forward_orig .*pulid_forward"),
+    "PuLID-Flux": (
+        lambda dm: set_on(dm, "forward_orig", pulid_forward),
+        r"its method forward_orig .*pulid_forward",
+    ),
     "NAG": (lambda dm: set_on(dm, "forward", nag_forward), r"its method forward .*nag_forward"),
     "a block's forward": (
         lambda dm: set_on(dm.double_blocks[1], "forward", block_forward),
         r"diffusion_model.double_blocks.1 .*its method forward .*block_forward",
     ),
-    "a layer's hook": (lambda dm: dm.img_in.register_forward_hook(layer_hook), r"img_in .*forward hook .*layer_hook"),
-    "a layer's pre-hook": (lambda dm: dm.img_in.register_forward_pre_hook(layer_hook), r"img_in .*forward hook .*layer_hook"),
+    "a layer's hook": (
+        lambda dm: dm.img_in.register_forward_hook(layer_hook),
+        r"img_in .*forward hook .*layer_hook",
+    ),
+    "a layer's pre-hook": (
+        lambda dm: dm.img_in.register_forward_pre_hook(layer_hook),
+        r"img_in .*forward hook .*layer_hook",
+    ),
     "RES4LYF": (lambda dm: setattr(dm, "__class__", ReFlux), r"ReFlux has no token plan"),
     "RES4LYF's blocks": (
         lambda dm: setattr(dm.double_blocks[0], "__class__", ReDoubleStreamBlock),
@@ -95,17 +104,42 @@ def wrapped_attention(*args, **kwargs):
 
 
 FOR_ALL = {
-    "the model's forward": (Flux, "_forward", nag_forward, r"flux.model.Flux._forward was replaced .*nag_forward"),
-    "a block's forward": (DoubleStreamBlock, "forward", block_forward, r"layers.DoubleStreamBlock.forward .*block_forward"),
+    "the model's forward": (
+        Flux,
+        "_forward",
+        nag_forward,
+        r"flux.model.Flux._forward was replaced .*nag_forward",
+    ),
+    "a block's forward": (
+        DoubleStreamBlock,
+        "forward",
+        block_forward,
+        r"layers.DoubleStreamBlock.forward .*block_forward",
+    ),
     "a class method": (
         Flux,
         "load_state_dict",
         classmethod(nag_forward),
         r"Flux.load_state_dict .*nag_forward",
     ),
-    "a layer's forward": (comfy.ops.disable_weight_init.Linear, "forward_comfy_cast_weights", nag_forward, r"Linear.forward_comfy"),
-    "a function of the module": (comfy.ldm.flux.layers, "attention", wrapped_attention, r"flux.layers.attention .*attention"),
-    "a function behind it": (comfy.ldm.flux.math, "optimized_attention", own_attention, r"flux.math.optimized_attention .*own_attention"),
+    "a layer's forward": (
+        comfy.ops.disable_weight_init.Linear,
+        "forward_comfy_cast_weights",
+        nag_forward,
+        r"Linear.forward_comfy",
+    ),
+    "a function of the module": (
+        comfy.ldm.flux.layers,
+        "attention",
+        wrapped_attention,
+        r"flux.layers.attention .*attention",
+    ),
+    "a function behind it": (
+        comfy.ldm.flux.math,
+        "optimized_attention",
+        own_attention,
+        r"flux.math.optimized_attention .*own_attention",
+    ),
     "one of ComfyUI's own": (
         comfy.ldm.flux.math,
         "optimized_attention",
@@ -118,7 +152,12 @@ FOR_ALL = {
         functools.partial(own_attention, scale=1.0),
         r"attention.optimized_attention .*own_attention",
     ),
-    "a class": (comfy.ldm.flux.model, "SingleStreamBlock", ReDoubleStreamBlock, r"model.SingleStreamBlock .*ReDoubleStreamBlock"),
+    "a class": (
+        comfy.ldm.flux.model,
+        "SingleStreamBlock",
+        ReDoubleStreamBlock,
+        r"model.SingleStreamBlock .*ReDoubleStreamBlock",
+    ),
 }
 
 
@@ -180,7 +219,9 @@ class PackAdapter(comfy.weight_adapter.LoRAAdapter):
     """An adapter of another pack's."""
 
 
-def test_a_pack_that_replaced_what_applies_weight_patches_is_refused_only_where_a_patch_is_its_own(pair, files, requests, monkeypatch):
+def test_a_pack_that_replaced_what_applies_weight_patches_is_refused_only_where_a_patch_is_its_own(
+    pair, files, requests, monkeypatch
+):
     """As Fooocus' inpainting does: what is not its own goes to ComfyUI's function."""
     apply = comfy.lora.calculate_weight
     key, value = "diffusion_model.img_in.weight", torch.zeros(1)
@@ -189,11 +230,16 @@ def test_a_pack_that_replaced_what_applies_weight_patches_is_refused_only_where_
     monkeypatch.setattr(comfy.lora, "calculate_weight", lambda *args, **kwargs: apply(*args, **kwargs))
     assert relative_error(run(with_lora(parallel, files, 1.0)), truth) <= BOUND
     requests.clear()
-    own = {"the type fooocus": ("fooocus", (value,)), "the type .*PackAdapter": PackAdapter(set(), (value,) * 6)}
+    own = {
+        "the type fooocus": ("fooocus", (value,)),
+        "the type .*PackAdapter": PackAdapter(set(), (value,) * 6),
+    }
     for what, patch in own.items():
         clone = parallel.clone()
         clone.add_patches({key: patch})
-        with pytest.raises(Refused, match=f"weight patch of {key} is of {what}, .*leave PipeMesh Parallelize out"):
+        with pytest.raises(
+            Refused, match=f"weight patch of {key} is of {what}, .*leave PipeMesh Parallelize out"
+        ):
             run(clone)
     assert not requests["Forward"]
 
@@ -245,7 +291,10 @@ def within_a_wrapper(change, put_back):
 
 
 def swap_blocks(model):
-    kept, model.double_blocks = model.double_blocks, torch.nn.ModuleList([CachedTransformerBlocks(model.double_blocks)])
+    kept, model.double_blocks = (
+        model.double_blocks,
+        torch.nn.ModuleList([CachedTransformerBlocks(model.double_blocks)]),
+    )
     return kept
 
 
@@ -271,8 +320,16 @@ WITHIN = {
         lambda dm, kept: dm.single_blocks._modules.update([kept]),
         "single_blocks.1 .*was swapped",
     ),
-    "NAG": (lambda dm: set_on(dm, "forward", nag_forward), lambda dm, _: delattr(dm, "forward"), "method forward .*nag_forward"),
-    "the very method": (replace_forward, lambda dm, kept: setattr(dm, "_forward", kept), "method _forward .*nag_forward"),
+    "NAG": (
+        lambda dm: set_on(dm, "forward", nag_forward),
+        lambda dm, _: delattr(dm, "forward"),
+        "method forward .*nag_forward",
+    ),
+    "the very method": (
+        replace_forward,
+        lambda dm, kept: setattr(dm, "_forward", kept),
+        "method _forward .*nag_forward",
+    ),
 }
 
 
@@ -298,7 +355,9 @@ def test_a_forward_that_is_replaced_after_the_first_steps_is_named(pair, request
             set_on(model, "forward", nag_forward)
 
     clone = parallel.clone()
-    clone.set_model_unet_function_wrapper(within_a_wrapper(change, lambda model, _: vars(model).pop("forward", None)))
+    clone.set_model_unet_function_wrapper(
+        within_a_wrapper(change, lambda model, _: vars(model).pop("forward", None))
+    )
     with pytest.raises(Refused, match="nag_forward"):
         run(clone, steps=4)
     assert requests["Forward"] == 2
@@ -413,7 +472,11 @@ def test_attributes_that_differ_from_a_model_built_anew_are_told_and_no_others()
     model, attributes = base.diffusion_model, Attributes()
     assert attributes.changed(base) == {}
     watch = Watch(model, attributes=attributes.watched(model))
-    model.pe_embedder.theta, model.params.txt_ids_dims, model.double_blocks[1].img_norm2.eps = 5.0, [0, 1], 1e-3
+    model.pe_embedder.theta, model.params.txt_ids_dims, model.double_blocks[1].img_norm2.eps = (
+        5.0,
+        [0, 1],
+        1e-3,
+    )
     model.patch_size, model.note = (3,), "none of the model's"
     assert attributes.changed(base) == {
         "diffusion_model.pe_embedder.theta": 5.0,
@@ -421,14 +484,20 @@ def test_attributes_that_differ_from_a_model_built_anew_are_told_and_no_others()
         "diffusion_model.double_blocks.1.img_norm2.eps": 1e-3,
         "diffusion_model.patch_size": (3,),
     }
-    with pytest.raises(Refused, match=r"^diffusion_model\.\S+ of this MODEL was changed from \S+ to \S+ while it samples"):
+    with pytest.raises(
+        Refused, match=r"^diffusion_model\.\S+ of this MODEL was changed from \S+ to \S+ while it samples"
+    ):
         watch.check()
     model.params.axes_dim = own_conds
-    with pytest.raises(Refused, match=r"params.axes_dim .*changed in place to .*own_conds, which cannot be sent"):
+    with pytest.raises(
+        Refused, match=r"params.axes_dim .*changed in place to .*own_conds, which cannot be sent"
+    ):
         attributes.changed(base)
 
 
-@pytest.mark.parametrize("change", [lambda dm: dm.params.axes_dim.append(1), lambda dm: setattr(dm.pe_embedder, "axes_dim", [3])])
+@pytest.mark.parametrize(
+    "change", [lambda dm: dm.params.axes_dim.append(1), lambda dm: setattr(dm.pe_embedder, "axes_dim", [3])]
+)
 def test_rows_of_numbers_that_change_while_the_model_samples_are_named(change):
     base, attributes = stock_model(1).model, Attributes()
     model = base.diffusion_model

@@ -38,9 +38,17 @@ WAYS = {
 }
 IN_PLACE = {"overwritten", "overwritten without being cut short", "cut short"}
 PRODUCT = [(way, during) for way in WAYS for during in (False, True)]
-COVER = [("overwritten", False), ("overwritten without being cut short", True), ("cut short", True), ("replaced", True), ("deleted", False)]
+COVER = [
+    ("overwritten", False),
+    ("overwritten without being cut short", True),
+    ("cut short", True),
+    ("replaced", True),
+    ("deleted", False),
+]
 TIMES = {True: "during", False: "before"}
-cases = pytest.mark.parametrize(("way", "during"), PRODUCT if ALL else COVER, ids=lambda one: TIMES.get(one, one))
+cases = pytest.mark.parametrize(
+    ("way", "during"), PRODUCT if ALL else COVER, ids=lambda one: TIMES.get(one, one)
+)
 
 
 class File:
@@ -104,13 +112,17 @@ def test_stock_samples_the_weights_that_it_loaded(file, served, way, during):
 
 
 @cases
-def test_a_pool_makes_the_image_of_what_was_loaded_or_says_one_sentence(file, served, client, files, way, during):
+def test_a_pool_makes_the_image_of_what_was_loaded_or_says_one_sentence(
+    file, served, client, files, way, during
+):
     _stock, parallel, truth = served
     if not during:
         file.change(way)
     changed = image_or_sentence(truth, lambda: run(parallel, callback=file.during(way) if during else None))
     assert changed == (way not in IN_PLACE)
-    assert image_or_sentence(truth, lambda: run(parallel)) == (way not in IN_PLACE), "the same again, not a second fault"
+    assert image_or_sentence(truth, lambda: run(parallel)) == (way not in IN_PLACE), (
+        "the same again, not a second fault"
+    )
     run(parallelize(load(files["other"]), client, holds_ui_device=True))
 
 
@@ -118,11 +130,15 @@ def test_a_pool_makes_the_image_of_what_was_loaded_or_says_one_sentence(file, se
 def test_groups_and_stages_say_the_same_sentence_and_their_run_keeps_it(file, clients, degrees):
     """What they wait for is collected elsewhere than where the forward asks for it."""
     pool = clients(*degrees)
-    parallel = parallelize(load(str(file.path)), pool, 0.0, Patching(2, 1) if pool.layout.pipefusion > 1 else None)
+    parallel = parallelize(
+        load(str(file.path)), pool, 0.0, Patching(2, 1) if pool.layout.pipefusion > 1 else None
+    )
     with pytest.raises(Refused, match="changed on disk") as refused:
         run(parallel, steps=4, cfg=4.0, callback=file.during("cut short"))
     assert pool.runs.faults[pool.last_run] == str(refused.value)
-    assert image_or_sentence(None, lambda: run(parallel, cfg=4.0)) is False, "the same again, not a second fault"
+    assert image_or_sentence(None, lambda: run(parallel, cfg=4.0)) is False, (
+        "the same again, not a second fault"
+    )
 
 
 @cases
@@ -139,7 +155,10 @@ def test_auto_mode_makes_stocks_image_or_says_one_sentence(file, served, auto, w
 
 
 def are_lent(model):
-    return [is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes) for slot in slots(model.model.diffusion_model)]
+    return [
+        is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes)
+        for slot in slots(model.model.diffusion_model)
+    ]
 
 
 def test_a_file_that_was_opened_to_be_written_and_was_not_is_lent_again(file, served):
@@ -192,7 +211,9 @@ def test_where_no_lease_is_to_be_had_comfyui_keeps_its_own_weights(file, client,
 
 @pytest.mark.parametrize("during", [False, True], ids=["before", "during"])
 @pytest.mark.parametrize("why", ["the system did not wait long enough", "0 MiB of memory are free"])
-def test_weights_that_could_not_be_copied_are_told_in_one_sentence_by_stock_and_pool(file, served, monkeypatch, why, during):
+def test_weights_that_could_not_be_copied_are_told_in_one_sentence_by_stock_and_pool(
+    file, served, monkeypatch, why, during
+):
     stock, parallel, _truth = served
     for module in (lease, loan):
         monkeypatch.setattr(module, "seconds_that_others_wait", lambda: 0.0)

@@ -46,12 +46,17 @@ def load(page):
     return loaded
 
 
-@pytest.mark.parametrize("order", [one for one in permutations([NAVIGATED, LOADED, ANSWER]) if one.index(NAVIGATED) < one.index(LOADED)])
+@pytest.mark.parametrize(
+    "order",
+    [one for one in permutations([NAVIGATED, LOADED, ANSWER]) if one.index(NAVIGATED) < one.index(LOADED)],
+)
 def test_a_page_has_loaded_once_it_has_come_and_loaded_and_the_answer_is_there(load, order):
     assert load(LOADED, *order, "what comes next") == ["what comes next"], "the first is of the page before"
 
 
-@pytest.mark.parametrize("said", [[ANSWER, LOADED], [ANSWER, WITHIN, LOADED], [NAVIGATED, LOADED], [LOADED, ANSWER, NAVIGATED]])
+@pytest.mark.parametrize(
+    "said", [[ANSWER, LOADED], [ANSWER, WITHIN, LOADED], [NAVIGATED, LOADED], [LOADED, ANSWER, NAVIGATED]]
+)
 def test_it_has_not_as_long_as_one_of_them_is_missing(load, said):
     with pytest.raises(IndexError):
         load(*said)

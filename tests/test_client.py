@@ -76,7 +76,9 @@ class Ledger:
             raise OutOfMemory("full")
         elif isinstance(request, Load):
             self.models.append(request.model)
-        return Done(request=request.request, memory=self.memory[0], output=encode_tree([0], lambda path, tensor: None))
+        return Done(
+            request=request.request, memory=self.memory[0], output=encode_tree([0], lambda path, tensor: None)
+        )
 
 
 def remote(pool: Ledger, *models: str) -> RemotePool:
@@ -143,7 +145,12 @@ def test_residuals_are_sent_to_be_read_in_place_and_nothing_else_is(through_stag
     pool = Ledger(room=2)
     client = remote(pool, "a")
     x = torch.zeros(1, 16, 8, 8)
-    arguments = {"x": x, "timestep": x[0, 0, 0, :1], "context": x[:, :3], "control": {"input": [torch.zeros(1, 5, 4)]}}
+    arguments = {
+        "x": x,
+        "timestep": x[0, 0, 0, :1],
+        "context": x[:, :3],
+        "control": {"input": [torch.zeros(1, 5, 4)]},
+    }
     if through_stages:
         submit(client, arguments)
     else:
@@ -283,8 +290,12 @@ def test_conditioning_is_compared_while_ranks_compute_with_what_it_is_assumed_to
     client = remote(pool, "a")
     evaluate(client, "a", conditioned(1.0))
     order = []
-    monkeypatch.setattr("pipemesh.parallel_runtime.client.conditioning.same", lambda *_: order.append("compared") or True)
-    monkeypatch.setattr(pool, "submit", lambda *args, submit=pool.submit: order.append("submitted") or submit(*args))
+    monkeypatch.setattr(
+        "pipemesh.parallel_runtime.client.conditioning.same", lambda *_: order.append("compared") or True
+    )
+    monkeypatch.setattr(
+        pool, "submit", lambda *args, submit=pool.submit: order.append("submitted") or submit(*args)
+    )
     evaluate(client, "a", conditioned(1.0))
     assert order == ["submitted", "compared"]
 
@@ -294,7 +305,9 @@ def test_an_evaluation_whose_conditioning_was_not_the_one_assumed_is_called_back
     client = remote(pool, "a")
     evaluate(client, "a", conditioned(1.0))
     evaluate(client, "a", conditioned(2.0))
-    assert (pool.cancelled, pool.abandoned, len(pool.submitted)) == (1, 0, 3), "ranks are waited for as long as it takes"
+    assert (pool.cancelled, pool.abandoned, len(pool.submitted)) == (1, 0, 3), (
+        "ranks are waited for as long as it takes"
+    )
     first, assumed, right = (request.arguments for request in pool.submitted)
     assert first == assumed != right
     assert len(client.last_run.evaluations) == 2
@@ -410,7 +423,9 @@ def patch(client: RemotePool, model: str) -> None:
 
 
 def evaluate(client: RemotePool, model: str, arguments: dict | None = None) -> None:
-    client.evaluations.evaluate(client.runs.of(model), [Work(arguments or conditioned(0.0), ("cond",))], lambda: False)
+    client.evaluations.evaluate(
+        client.runs.of(model), [Work(arguments or conditioned(0.0), ("cond",))], lambda: False
+    )
 
 
 class Successive:
@@ -431,9 +446,15 @@ class Successive:
 def test_a_pool_that_is_lost_between_a_load_and_its_weight_patches_is_replaced_and_loaded_again():
     first, second = Ledger(room=1), Ledger(room=1)
     patched = stock_model(1).clone()
-    key = next(key for key in patched.model_state_dict() if key.startswith("diffusion_model.") and key.endswith(".weight"))
+    key = next(
+        key
+        for key in patched.model_state_dict()
+        if key.startswith("diffusion_model.") and key.endswith(".weight")
+    )
     patched.add_patches({key: ("diff", (torch.zeros_like(patched.model_state_dict()[key]),))})
-    parallel = parallelize(patched, RemotePool(Successive(first, second), shares_weights=False), holds_ui_device=0.0)
+    parallel = parallelize(
+        patched, RemotePool(Successive(first, second), shares_weights=False), holds_ui_device=0.0
+    )
     bring_up(parallel)
     assert [kind for kind, _model in first.asked + second.asked] == ["Load", "Load", "SetWeightPatches"]
 

@@ -144,7 +144,10 @@ def groups_of(layout, rank):
 def test_every_connection_is_opened_at_the_start_in_one_order(layout, monkeypatch):
     world = World(layout, "nccl", monkeypatch)
     groups = {
-        event.group: ranks for ranks in world.members.values() for event in world.opened[ranks[0]] if event.group == f"group of {ranks}"
+        event.group: ranks
+        for ranks in world.members.values()
+        for event in world.opened[ranks[0]]
+        if event.group == f"group of {ranks}"
     }
     assert disagreements(world.opened, groups) == []
     assert has_an_order(world.opened, in_order=True)
@@ -184,8 +187,15 @@ def test_stages_agree_on_every_message(traced, layout, backend):
     world, traces, outputs = traced(layout, backend, WARM + IN_PATCHES)
     assert_sound(world, traces)
     for branch in (0, 1):  # with equal inputs, stale keys and values are those of now
-        patches = [outputs[layout.writer, place] for place, part in enumerate(WARM + IN_PATCHES) if part.branch == branch]
-        assert all(torch.allclose(whole, truth(branch), atol=1e-5) for whole in (patches[0], sum(patches[1:4]), sum(patches[4:])))
+        patches = [
+            outputs[layout.writer, place]
+            for place, part in enumerate(WARM + IN_PATCHES)
+            if part.branch == branch
+        ]
+        assert all(
+            torch.allclose(whole, truth(branch), atol=1e-5)
+            for whole in (patches[0], sum(patches[1:4]), sum(patches[4:]))
+        )
 
 
 UNLIKE = {  # layout -> the speeds of its ranks
@@ -206,11 +216,19 @@ def test_ranks_on_unlike_devices_agree_on_every_message_and_compute_what_one_doe
     world, traces, outputs = traced(layout, backend, requests, speeds=UNLIKE[layout])
     assert_sound(world, traces)
     for branch in (0, 1):
-        whole, *patches = [outputs[layout.writer, place] for place, part in enumerate(requests) if part.branch == branch]
-        assert all(torch.allclose(one, truth(branch), atol=1e-5) for one in (whole, *([sum(patches[3:])] if patches else ())))
+        whole, *patches = [
+            outputs[layout.writer, place] for place, part in enumerate(requests) if part.branch == branch
+        ]
+        assert all(
+            torch.allclose(one, truth(branch), atol=1e-5)
+            for one in (whole, *([sum(patches[3:])] if patches else ()))
+        )
     size = layout.ulysses * layout.ring
     if layout.pipefusion > 1 < size:
-        onwards = ([sum(one.counts) for one in traces[rank] if (one.operation, one.peer) == ("send", rank + size)] for rank in (0, 1))
+        onwards = (
+            [sum(one.counts) for one in traces[rank] if (one.operation, one.peer) == ("send", rank + size)]
+            for rank in (0, 1)
+        )
         slower, faster = map(sum, onwards)
         assert faster > slower, "a stage passes on what the next one takes; evenly, the first has most"
     is_otherwise = traces != traced(layout, backend, requests)[1]
@@ -234,7 +252,11 @@ def test_a_stage_on_a_faster_device_has_more_blocks(monkeypatch):
         assert held == blocks
 
 
-UNLIKE_GROUPS = [(Layout(cfg=3), (30, 100, 60)), (Layout(ulysses=2, cfg=2), (100, 30, 20, 70)), (Layout(ring=2, data=2), (9, 99, 50, 50))]
+UNLIKE_GROUPS = [
+    (Layout(cfg=3), (30, 100, 60)),
+    (Layout(ulysses=2, cfg=2), (100, 30, 20, 70)),
+    (Layout(ring=2, data=2), (9, 99, 50, 50)),
+]
 
 
 @pytest.mark.parametrize(("layout", "speeds"), GROUPED + UNLIKE_GROUPS, ids=str)
@@ -264,18 +286,27 @@ def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, s
     assert all(torch.allclose(output, truth(branch, 2), atol=1e-5) for output, branch in outputs.values())
 
 
-@pytest.mark.parametrize("layout", [layout for layout in IN_GROUPS if layout.pipefusion > 1], ids=Layout.equation)
+@pytest.mark.parametrize(
+    "layout", [layout for layout in IN_GROUPS if layout.pipefusion > 1], ids=Layout.equation
+)
 def test_pipelines_of_groups_agree_on_every_message(traced, layout):
     world, traces, outputs = traced(layout, "nccl", WARM + IN_PATCHES)
     assert_sound(world, traces)
     for rank in filter(layout.writes, range(layout.world_size)):
         for branch in (0, 1):
-            whole, *patches = [outputs[rank, place] for place, part in enumerate(WARM + IN_PATCHES) if part.branch == branch]
-            assert all(torch.allclose(one, truth(branch), atol=1e-5) for one in (whole, sum(patches[:3]), sum(patches[3:])))
+            whole, *patches = [
+                outputs[rank, place] for place, part in enumerate(WARM + IN_PATCHES) if part.branch == branch
+            ]
+            assert all(
+                torch.allclose(one, truth(branch), atol=1e-5)
+                for one in (whole, sum(patches[:3]), sum(patches[3:]))
+            )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", [Layout(pipefusion=3), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
+@pytest.mark.parametrize(
+    "layout", [Layout(pipefusion=3), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation
+)
 def test_receives_that_are_posted_late_change_nothing(traced, layout, backend):
     world, late, _ = traced(layout, backend, WARM + IN_PATCHES, ahead=False)
     assert_sound(world, late)
@@ -285,13 +316,16 @@ def test_receives_that_are_posted_late_change_nothing(traced, layout, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("who", range(4))
 @pytest.mark.parametrize(
-    "layout", [layout for layout in layouts_of(4) if layout.groups == 1 and layout.pipefusion < 4], ids=Layout.equation
+    "layout",
+    [layout for layout in layouts_of(4) if layout.groups == 1 and layout.pipefusion < 4],
+    ids=Layout.equation,
 )
 def test_ranks_leave_together_where_one_wishes_to_stop_and_go_on_together(traced, layout, backend, who):
     def prepare(mesh, run, rank, model):
         asked = count()
         if mesh.rank == who:
-            run.wants_stop = lambda: rank.at == 1 and next(asked) > 0  # in the second attention of the second request
+            # In the second attention of the second request
+            run.wants_stop = lambda: rank.at == 1 and next(asked) > 0
 
     requests = [*WARM, *WARM]
     world, traces, outputs = traced(layout, backend, requests, blocks=4, prepare=prepare)
@@ -303,7 +337,11 @@ def test_ranks_leave_together_where_one_wishes_to_stop_and_go_on_together(traced
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("who", range(4))
-@pytest.mark.parametrize("layout", [layout for layout in layouts_of(4) if layout.groups == 1 < layout.pipefusion], ids=Layout.equation)
+@pytest.mark.parametrize(
+    "layout",
+    [layout for layout in layouts_of(4) if layout.groups == 1 < layout.pipefusion],
+    ids=Layout.equation,
+)
 def test_a_rank_without_room_ends_its_stage_and_stages_stay_in_step(traced, layout, backend, who):
     def prepare(mesh, run, rank, model):
         rank.has_room = mesh.rank != who
@@ -334,11 +372,22 @@ def test_a_stage_that_fails_in_its_own_blocks_still_sends(traced, backend, who):
 
 
 AGAIN = [Part(2, branch) for branch in (0, 1)]
-SEQUENCE_FAILS = WARM + WARM, (0, 3)  # all requests, and those that fail: new ones, and such as were there before
+# All requests, and those that fail: new ones, and such as were there before
+SEQUENCE_FAILS = WARM + WARM, (0, 3)
 PIPELINE_FAILS = WARM + IN_PATCHES, (0, 5, 9)
-FAILING = [Layout(ulysses=2, ring=2), Layout(pipefusion=3), Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2)]
+FAILING = [
+    Layout(ulysses=2, ring=2),
+    Layout(pipefusion=3),
+    Layout(ulysses=2, pipefusion=2),
+    Layout(ring=2, pipefusion=2),
+]
 if ALL:
-    FAILING = [layout for ranks in (2, 3, 4, 6) for layout in layouts_of(ranks) if layout.groups == 1 and layout.pipefusion <= 4]
+    FAILING = [
+        layout
+        for ranks in (2, 3, 4, 6)
+        for layout in layouts_of(ranks)
+        if layout.groups == 1 and layout.pipefusion <= 4
+    ]
 PLACES = ("input", "first block", "attention", "last block", "head")
 
 
@@ -357,7 +406,9 @@ def test_a_rank_that_fails_anywhere_is_in_step_with_all_others(traced, monkeypat
         return lambda *args, **kwargs: (fail_at("attention"), real(*args, **kwargs))[1]
 
     monkeypatch.setattr(joint_model, "attention", failing_at_attention(joint_model.attention))
-    monkeypatch.setattr(ring_attention, "partial_attention", failing_at_attention(ring_attention.partial_attention))
+    monkeypatch.setattr(
+        ring_attention, "partial_attention", failing_at_attention(ring_attention.partial_attention)
+    )
     with_heads = [size > 0 for size in Split.even(HEADS, layout.ulysses).sizes]
     reach = [
         rank
@@ -365,7 +416,11 @@ def test_a_rank_that_fails_anywhere_is_in_step_with_all_others(traced, monkeypat
         if with_heads[layout.coordinates(rank)["ulysses"]] or place != "attention"
     ]
     number = PLACES.index(place)
-    cases = [(who, backend) for who in reach for backend in BACKENDS] if ALL else [(reach[number % len(reach)], BACKENDS[number % 2])]
+    cases = (
+        [(who, backend) for who in reach for backend in BACKENDS]
+        if ALL
+        else [(reach[number % len(reach)], BACKENDS[number % 2])]
+    )
     for who, backend in cases:
         world, traces, outputs = traced(layout, backend, requests + AGAIN, blocks=4, prepare=prepare)
         assert_sound(world, traces)
@@ -406,7 +461,9 @@ def sound(traced):
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(ulysses=2), Layout(ring=3), Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation
+    "layout",
+    [Layout(ulysses=2), Layout(ring=3), Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2)],
+    ids=Layout.equation,
 )
 def test_a_rank_that_skips_one_is_found_wherever_it_is(sound, layout):
     whole, members = sound(layout)
@@ -425,7 +482,11 @@ def test_a_count_that_differs_is_found_wherever_it_is(sound):
             if event.operation != "wait":
                 first, *rest = event.counts
                 traces = [*whole]
-                traces[rank] = [*trace[:place], replace(event, counts=(first + 1, *rest)), *trace[place + 1 :]]
+                traces[rank] = [
+                    *trace[:place],
+                    replace(event, counts=(first + 1, *rest)),
+                    *trace[place + 1 :],
+                ]
                 assert disagreements(traces, members), event
 
 
@@ -450,7 +511,8 @@ def test_two_collectives_that_a_rank_swaps_are_found():
 
 
 def test_a_swapped_gather_is_found_in_the_trace_of_real_ranks(sound):
-    whole, members = sound(Layout(ulysses=2, ring=2), requests=WARM + WARM)  # the second time ranks do not ask each other
+    # The second time ranks do not ask each other
+    whole, members = sound(Layout(ulysses=2, ring=2), requests=WARM + WARM)
     of_all = next(name for name, ranks in members.items() if len(ranks) == 4)
     place = max(at for at, event in enumerate(whole[1]) if event.group == of_all)
     before = max(at for at in range(place) if whole[1][at].operation == "all_to_all")
@@ -463,24 +525,36 @@ def test_a_stage_that_sends_before_it_receives_is_found_where_operations_run_in_
     def message(rank, kind, peer):
         return Event(rank, "all", kind, (3,), peer=peer)
 
-    circle = [[message(0, "send", 1), message(0, "receive", 1)], [message(1, "send", 0), message(1, "receive", 0)]]
+    circle = [
+        [message(0, "send", 1), message(0, "receive", 1)],
+        [message(1, "send", 0), message(1, "receive", 0)],
+    ]
     assert disagreements(circle, {}) == [] and not has_an_order(circle, in_order=True)
     assert has_an_order(circle, in_order=False), "waited for later, or never"
     posted = [
-        [*trace, Event(rank, "", "wait", (), waits_for=0), Event(rank, "", "wait", (), waits_for=1)] for rank, trace in enumerate(circle)
+        [*trace, Event(rank, "", "wait", (), waits_for=0), Event(rank, "", "wait", (), waits_for=1)]
+        for rank, trace in enumerate(circle)
     ]
     assert has_an_order(posted, in_order=False)
-    at_once = [[trace[0], Event(rank, "", "wait", (), waits_for=0), trace[1]] for rank, trace in enumerate(circle)]
+    at_once = [
+        [trace[0], Event(rank, "", "wait", (), waits_for=0), trace[1]] for rank, trace in enumerate(circle)
+    ]
     assert not has_an_order(at_once, in_order=False)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("owner", "name", "layout"),
-    [(Exchange, "all_to_all", Layout(ulysses=2)), (Ring, "_pass_on", Layout(ring=3)), (StageLink, "send", Layout(pipefusion=2))],
+    [
+        (Exchange, "all_to_all", Layout(ulysses=2)),
+        (Ring, "_pass_on", Layout(ring=3)),
+        (StageLink, "send", Layout(pipefusion=2)),
+    ],
     ids=["exchange", "ring", "stage link"],
 )
-def test_a_rank_that_skips_a_message_leaves_the_others_waiting(traced, monkeypatch, owner, name, layout, backend):
+def test_a_rank_that_skips_a_message_leaves_the_others_waiting(
+    traced, monkeypatch, owner, name, layout, backend
+):
     real, skipped = getattr(owner, name), []
 
     def skip_one(self, *args, **kwargs):

@@ -22,7 +22,9 @@ from .models import evaluate
 
 # -- one mesh
 
-PLACES = [(Layout(ulysses=u, ring=r), rank) for u, r in ((2, 3), (3, 2), (4, 1), (1, 3)) for rank in range(u * r)]
+PLACES = [
+    (Layout(ulysses=u, ring=r), rank) for u, r in ((2, 3), (3, 2), (4, 1), (1, 3)) for rank in range(u * r)
+]
 
 
 @pytest.fixture
@@ -32,7 +34,9 @@ def joined():
 
     def join(layout, rank):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-        return connect(layout.degrees(), rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
+        return connect(
+            layout.degrees(), rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
+        ).sequence
 
     yield join
     dist.destroy_process_group()
@@ -70,7 +74,9 @@ def test_no_message_keeps_the_buffer_that_a_larger_one_has_outgrown():
         return weakref.ref(received[1].untyped_storage())
 
     small = pass_on(8)
-    assert small() is not None and pass_on(8)() is small(), "the second message of a kind has places of its own"
+    assert small() is not None and pass_on(8)() is small(), (
+        "the second message of a kind has places of its own"
+    )
     large = pass_on(64)
     assert small() is None and pass_on(8)() is large()
     exchange.free_buffers()
@@ -88,20 +94,30 @@ class TakesNothing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        known = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        known = {
+            one.untyped_storage().data_ptr()
+            for one in tree_leaves((args, kwargs))
+            if isinstance(one, torch.Tensor)
+        }
         if self.is_on and isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in known:
             self.taken.append(func)
         return made
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["at first", "as a rank goes through it that has failed"])
+@pytest.mark.parametrize(
+    "again", [False, True], ids=["at first", "as a rank goes through it that has failed"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["exchange", "ring"])
 def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monkeypatch, kind, dtype, again):
     """A rank that had none would fail behind a message that the others have seen, and send it once
     more.
     """
-    steps, known, watch = InStep(lambda failed, number: (failed, number), lambda flag: None), KnownSteps(), TakesNothing()
+    steps, known, watch = (
+        InStep(lambda failed, number: (failed, number), lambda flag: None),
+        KnownSteps(),
+        TakesNothing(),
+    )
     steps.begin(known, Expected("kind"))
     tensor, flag = torch.ones(2, 1, 4, 8, 16, dtype=dtype), torch.zeros(1)
     exchange, ring = StandinExchange(0, 2), StandinRing(0, 2)
@@ -185,11 +201,17 @@ def test_the_next_block_is_on_its_way_while_the_current_one_is_computed_with(mon
                 operation.tensor.fill_(step)
         return [SimpleNamespace(wait=lambda: events.append(f"waited {step}"))]
 
-    monkeypatch.setattr(ring_module.dist, "P2POp", lambda op, tensor, peer, group: SimpleNamespace(op=op, tensor=tensor))
+    monkeypatch.setattr(
+        ring_module.dist, "P2POp", lambda op, tensor, peer, group: SimpleNamespace(op=op, tensor=tensor)
+    )
     monkeypatch.setattr(ring_module.dist, "batch_isend_irecv", batch)
     ring = Ring(None, range(size), 0, via_cpu=False)
     for number, block in enumerate(ring.walk(torch.full((2, 1, 1, 3, 4), -1.0), [3] * size, torch.zeros(1))):
         assert block.source == -number % size
         events.append(f"computed {number}")
-    expected = [event for step in range(size - 1) for event in (f"posted {step}", f"computed {step}", f"waited {step}")]
+    expected = [
+        event
+        for step in range(size - 1)
+        for event in (f"posted {step}", f"computed {step}", f"waited {step}")
+    ]
     assert events == [*expected, f"computed {size - 1}"]

@@ -43,7 +43,11 @@ def samples():
     if ALL:
         return list(SAMPLES)
     firsts = [
-        next(family.samples[0].name for family in FAMILIES if any(getattr(group, word) for plan in family.plans for group in plan.blocks))
+        next(
+            family.samples[0].name
+            for family in FAMILIES
+            if any(getattr(group, word) for plan in family.plans for group in plan.blocks)
+        )
         for word in HOOKED
     ]
     return list(dict.fromkeys([PLAIN, *firsts]))
@@ -109,12 +113,16 @@ def test_every_block_is_one_graph_around_an_opaque_attention(name):
     rank = OneRank(name, case.heads)
     truth = sample(rank.patcher, case)
     cut = any(
-        group.without_options and hasattr(container[index], "cross_attn") for container, index, group in blocks_of(rank.module, rank.plan)
+        group.without_options and hasattr(container[index], "cross_attn")
+        for container, index, group in blocks_of(rank.module, rank.plan)
     )
     rank.options[COMPILE] = {**WHOLE, "kwargs": {"backend": "eager", "fullgraph": not cut}}
     assert relative_error(sample(rank.patcher, case), truth) <= BOUND
     graphs = counters["stats"]["unique_graphs"]
-    kinds = {(type(container[index]), *container[index].state_dict()) for container, index, _ in blocks_of(rank.module, rank.plan)}
+    kinds = {
+        (type(container[index]), *container[index].state_dict())
+        for container, index, _ in blocks_of(rank.module, rank.plan)
+    }
     assert 1 <= graphs <= 2 * len(kinds) or cut
     again = sample(rank.patcher, case)
     assert counters["stats"]["unique_graphs"] == graphs, "compiled again for the same shape"
@@ -243,7 +251,11 @@ def test_torch_compile_compiles_in_the_ranks(files, clients, caplog, layout, com
     pool = clients(*layout)
     truth = run(load(files["model"]))
     model = load(files["model"])
-    parallel = parallelize(eager(model), pool, 0.0, patching) if compiled_first else eager(parallelize(model, pool, 0.0, patching))
+    parallel = (
+        parallelize(eager(model), pool, 0.0, patching)
+        if compiled_first
+        else eager(parallelize(model, pool, 0.0, patching))
+    )
     assert relative_error(run(parallel), truth) <= BOUND
     assert "torch.compile" not in caplog.text
     with pytest.raises(Refused, match=r"torch.compile failed in a rank .*no_such_backend.*take out the node"):
@@ -277,9 +289,17 @@ def kj_guards(entries):
 def as_kjnodes(model, keys):
     """As its TorchCompileModelAdvanced compiles: the modules are in a mapping of its module."""
     made = model.clone()
-    settings = {"backend": "eager", "options": {"guard_filter_fn": kj_guards}, "mode": None, "fullgraph": True, "dynamic": False}
+    settings = {
+        "backend": "eager",
+        "options": {"guard_filter_fn": kj_guards},
+        "mode": None,
+        "fullgraph": True,
+        "dynamic": False,
+    }
     if keys:
-        COMPILED_BY_MODEL[made.model] = {key: torch.compile(made.get_model_object(key), **settings) for key in keys}
+        COMPILED_BY_MODEL[made.model] = {
+            key: torch.compile(made.get_model_object(key), **settings) for key in keys
+        }
     made.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, kj_wrapper)
     made.model_options[TORCH_COMPILE_KWARGS] = settings
     return made
@@ -314,5 +334,7 @@ def unknown(model):
 @pytest.mark.skipif(not ALL, reason="a minute of compiling")
 def test_inductor_in_the_ranks_is_as_exact_as_eager(files, client):
     truth = run(load(files["model"]))
-    parallel = parallelize(execute("nodes_torch_compile", "TorchCompileModel", load(files["model"]), "inductor"), client, 0.0)
+    parallel = parallelize(
+        execute("nodes_torch_compile", "TorchCompileModel", load(files["model"]), "inductor"), client, 0.0
+    )
     assert relative_error(run(parallel), truth) <= BOUND

@@ -49,7 +49,9 @@ def test_the_same_content_is_uploaded_once_over_many_evaluations(arena, cache):
 
 
 def test_the_same_content_is_uploaded_once_over_branches_names_and_runs(cache):
-    refs = [cache.put(branch, name, text(1)) for branch in (BRANCH, OTHER_BRANCH) for name in ("context", "y")]
+    refs = [
+        cache.put(branch, name, text(1)) for branch in (BRANCH, OTHER_BRANCH) for name in ("context", "y")
+    ]
     cache.begin_run()
     refs.append(cache.put(("a new uuid",), "context", text(1)))
     assert cache.uploads == 1
@@ -85,7 +87,9 @@ def test_nothing_is_expected_of_a_tensor_never_sent_and_a_new_run_expects_nothin
 
 
 def test_what_a_branch_sent_is_not_assumed_in_the_next_run(arena, cache):
-    runs = Runs(SimpleNamespace(live=SimpleNamespace(conditioning=cache, models={}, pool=SimpleNamespace(idle=True))))
+    runs = Runs(
+        SimpleNamespace(live=SimpleNamespace(conditioning=cache, models={}, pool=SimpleNamespace(idle=True)))
+    )
     runs.begin("m")
     sent = cache.put(BRANCH, "context", text(1))
     runs.begin("m")
@@ -105,7 +109,9 @@ def test_slices_that_alternate_under_one_branch_are_uploaded_once_each(arena, ca
     whole = text(1, 1, 40, 8)
     windows = [(begin, begin + 10) for begin in range(0, 40, 10)]
     assert len(windows) <= RECENT
-    refs = [[cache.put(BRANCH, "context", whole[:, low:high].clone()) for low, high in windows] for _ in range(20)]
+    refs = [
+        [cache.put(BRANCH, "context", whole[:, low:high].clone()) for low, high in windows] for _ in range(20)
+    ]
     assert cache.uploads == len(windows)
     assert all(row == refs[0] for row in refs)
     for ref, (low, high) in zip(refs[0], windows, strict=True):
@@ -136,7 +142,10 @@ def test_content_that_differs_in_one_element_is_uploaded_again(arena, cache, dty
 
 def test_equal_bytes_of_another_shape_or_dtype_are_told_apart(arena, cache):
     zeros = torch.zeros(4, 8)
-    refs = [cache.put(BRANCH, "context", value) for value in (zeros, zeros.view(8, 4), zeros.view(torch.int32), zeros.flatten())]
+    refs = [
+        cache.put(BRANCH, "context", value)
+        for value in (zeros, zeros.view(8, 4), zeros.view(torch.int32), zeros.flatten())
+    ]
     assert cache.uploads == 4
     assert [arena.segment.tensor(ref).shape for ref in refs] == [(4, 8), (8, 4), (4, 8), (32,)]
     assert arena.segment.tensor(refs[2]).dtype == torch.int32
@@ -149,7 +158,11 @@ def test_content_with_nans_is_recognised_too(cache):
     assert cache.uploads == 1
 
 
-@pytest.mark.parametrize("value", [torch.tensor(3.5), torch.zeros(0, 4), torch.tensor([True, False])], ids=["scalar", "empty", "bool"])
+@pytest.mark.parametrize(
+    "value",
+    [torch.tensor(3.5), torch.zeros(0, 4), torch.tensor([True, False])],
+    ids=["scalar", "empty", "bool"],
+)
 def test_odd_tensors_cross(arena, cache, value):
     ref = cache.put(BRANCH, "guidance", value)
     assert shows(arena, ref, value)
@@ -182,7 +195,9 @@ class Elsewhere:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        assert all(isinstance(arg, Elsewhere) for arg in args), "Expected all tensors to be on the same device"
+        assert all(isinstance(arg, Elsewhere) for arg in args), (
+            "Expected all tensors to be on the same device"
+        )
         return function(*(arg._local for arg in args))
 
     def detach(self):
@@ -202,7 +217,8 @@ KIB = 1 << 10
 def test_eviction_happens_between_runs_and_takes_the_least_recently_used(arena):
     cache = ConditioningCache(arena, limit_bytes=3 * KIB)
     refs = {seed: cache.put(BRANCH, "context", text(seed, 256)) for seed in range(5)}  # 1 KiB each
-    assert all(shows(arena, refs[seed], text(seed, 256)) for seed in refs)  # over the limit, but this run may name them all
+    # Over the limit, but this run may name them all
+    assert all(shows(arena, refs[seed], text(seed, 256)) for seed in refs)
     cache.put(OTHER_BRANCH, "context", text(1, 256))
     cache.begin_run()
     kept = {seed for seed in refs if cache.put(BRANCH, "context", text(seed, 256)) == refs[seed]}
@@ -223,12 +239,18 @@ def test_what_is_larger_than_the_limit_alone_is_uploaded_once_per_run(arena):
 def test_the_arena_does_not_grow_over_200_runs(arena):
     limit, per_run = 64 * KIB, 3
     cache = ConditioningCache(arena, limit_bytes=limit)
-    sizes = torch.randint(1, 4 * KIB, (200, per_run), generator=torch.Generator().manual_seed(0)).tolist()  # floats: up to 16 KiB each
+    # Floats: up to 16 KiB each
+    sizes = torch.randint(1, 4 * KIB, (200, per_run), generator=torch.Generator().manual_seed(0)).tolist()
     room = []
     for run, counts in enumerate(sizes):
         cache.begin_run()
-        refs = [cache.put(BRANCH, f"{index}", text(per_run * run + index, count)) for index, count in enumerate(counts)]
-        assert all(shows(arena, ref, text(per_run * run + index, counts[index])) for index, ref in enumerate(refs))
+        refs = [
+            cache.put(BRANCH, f"{index}", text(per_run * run + index, count))
+            for index, count in enumerate(counts)
+        ]
+        assert all(
+            shows(arena, ref, text(per_run * run + index, counts[index])) for index, ref in enumerate(refs)
+        )
         room.append(arena.nbytes)
     assert cache.uploads == 200 * per_run
     assert room[-1] == room[50]

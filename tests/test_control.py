@@ -62,17 +62,26 @@ class Plain(torch.nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("patch", "rows"), [(PATCH, slice(3, 7)), (None, slice(0, ROWS))], ids=["a patch", "all rows"])
+@pytest.mark.parametrize(
+    ("patch", "rows"), [(PATCH, slice(3, 7)), (None, slice(0, ROWS))], ids=["a patch", "all rows"]
+)
 def test_a_rank_brings_the_rows_it_computes_to_its_device_and_leaves_the_others_where_they_lie(patch, rows):
     model = Plain()
     method = PatchForward(model, PLAN)
     method.attach()
     residual, other = torch.randn(1, ROWS, 2), torch.randn(1, ROWS, 2)
-    control = {"output": [residual, None, other, residual.view_as(residual)], "middle": [residual]}  # of more blocks than there are
+    # Of more blocks than there are
+    control = {"output": [residual, None, other, residual.view_as(residual)], "middle": [residual]}
     arguments = {"x": torch.zeros(1, ROWS, 2), "control": control, "transformer_options": {}}
     method.evaluate(model, arguments, "cond", patch)
-    assert torch.equal(model.added[0], residual[:, rows]) and model.added[1] is None and torch.equal(model.added[2], other[:, rows])
-    assert model.added[0].untyped_storage().data_ptr() == residual.untyped_storage().data_ptr(), "copied within the same device"
+    assert (
+        torch.equal(model.added[0], residual[:, rows])
+        and model.added[1] is None
+        and torch.equal(model.added[2], other[:, rows])
+    )
+    assert model.added[0].untyped_storage().data_ptr() == residual.untyped_storage().data_ptr(), (
+        "copied within the same device"
+    )
     assert control["output"][0] is residual
 
     model.to("meta")
@@ -180,9 +189,13 @@ def test_what_a_forward_reads_of_residuals_options_and_patches_is_planned_or_ref
     for model in plan.models:
         source = planned(model)
         residuals = set(re.findall(r"control\w*(?:\.get\(|\[)[\"'](\w+)[\"']", source))
-        assert residuals == {group.control for group in plan.blocks} - {""}, f"{model}: residuals that no group names, or that nobody reads"
+        assert residuals == {group.control for group in plan.blocks} - {""}, (
+            f"{model}: residuals that no group names, or that nobody reads"
+        )
         options = set(re.findall(r"transformer_options(?:\.get\(|\[)[\"'](\w+)[\"']", source))
-        assert options & OF_COMFYUI <= {"patches", "patches_replace"}, f"{model}: options that stay in ComfyUI"
+        assert options & OF_COMFYUI <= {"patches", "patches_replace"}, (
+            f"{model}: options that stay in ComfyUI"
+        )
         for point in re.findall(r"patches(?:\.get\(|\[)[\"'](\w+)[\"']", source):
             asked = {"patches": {point: [unknown_patch]}}
             if not can_serve(plan, point, unknown_patch):
@@ -194,29 +207,44 @@ def unknown_patch(args):
     return args
 
 
-@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=3), None], ids=["ulysses", "ring", "a patch"])
+@pytest.mark.parametrize(
+    "layout", [Layout(ulysses=2), Layout(ring=3), None], ids=["ulysses", "ring", "a patch"]
+)
 def test_residuals_behind_the_last_block_are_added_where_all_rows_leave(layout, monkeypatch):
     plan = next(plan for plan in PLANS if plan.leaves_behind_blocks and plan.blocks[-1].control)
     sample = next(family for family in FAMILIES if plan in family.plans).samples[0]
     stock = stock_model(sample.heads[-1], family=sample.name)
     model = stock.model.diffusion_model
-    forward, (asked, *_) = asked_of(stock, Case(sample.name, "ulysses1", "odd", sample.heads[-1], 1.0, False, "euler"))
+    forward, (asked, *_) = asked_of(
+        stock, Case(sample.name, "ulysses1", "odd", sample.heads[-1], 1.0, False, "euler")
+    )
     tokens = TokenGrid.of(sample.latents["odd"], plan.patch_size_of(model)).tokens
     random = torch.Generator().manual_seed(3)
     control = {
-        group.control: [torch.randn(1, tokens, model.hidden_size, generator=random) for _ in model.get_submodule(group.path)]
+        group.control: [
+            torch.randn(1, tokens, model.hidden_size, generator=random)
+            for _ in model.get_submodule(group.path)
+        ]
         for group in plan.blocks
     }
     asked = {**asked, "guiding_frame_index": None, "control": control}
     with torch.inference_mode():
         truth = forward(**asked)
-        assert relative_error(truth, forward(**{**asked, "control": {**control, "output": control["output"][:-1]}})) > 100 * BOUND
+        assert (
+            relative_error(
+                truth, forward(**{**asked, "control": {**control, "output": control["output"][:-1]}})
+            )
+            > 100 * BOUND
+        )
         if layout is None:
             method = PatchForward(model, plan)
             method.attach()
             method.evaluate(forward, asked, "cond", None)
             grid = TokenGrid.of(sample.latents["odd"], plan.patch_size_of(model))
-            ours = assembled([method.evaluate(forward, asked, "cond", patch) for patch in grid.cut(3)], plan.leaves_behind_blocks)
+            ours = assembled(
+                [method.evaluate(forward, asked, "cond", patch) for patch in grid.cut(3)],
+                plan.leaves_behind_blocks,
+            )
             method.detach()
         else:
             (ours,) = evaluated_in_ranks(layout, stock, [asked], monkeypatch)

@@ -24,7 +24,9 @@ def test_every_thread_of_a_rank_stays_on_its_own_cores_and_only_message_threads_
         threads = sorted(int(thread.name) for thread in Path(f"/proc/{pid}/task").iterdir())
         assert all(os.sched_getaffinity(thread) == set(pool.placement.cores(rank)) for thread in threads)
         assert (niceness(pid), os.sched_getscheduler(pid)) == (own, os.sched_getscheduler(0))
-        assert (max(own, GIVE_WAY), os.SCHED_BATCH) in {(niceness(thread), os.sched_getscheduler(thread)) for thread in threads}
+        assert (max(own, GIVE_WAY), os.SCHED_BATCH) in {
+            (niceness(thread), os.sched_getscheduler(thread)) for thread in threads
+        }
 
 
 class Waiting(threading.Thread):

@@ -34,7 +34,15 @@ from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import loaded
 from pipemesh.parallel_runtime.planner.choose import plan
-from pipemesh.parallel_runtime.planner.counts import LOST_S, CounterLost, Counts, NotCounted, as_stored, nobody, rounded
+from pipemesh.parallel_runtime.planner.counts import (
+    LOST_S,
+    CounterLost,
+    Counts,
+    NotCounted,
+    as_stored,
+    nobody,
+    rounded,
+)
 from pipemesh.parallel_runtime.planner.dry_device import dry_device
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE
@@ -97,14 +105,20 @@ def test_a_loaded_model_is_counted_at_the_true_size_without_being_computed(count
     assert {sum(one.tokens.values()) for one in (small, large)} == {13 + 16, 13 + 64}
     assert large.flops > 2 * small.flops
     weights = sum(weight.numel() * weight.element_size() for weight in model.diffusion_model.parameters())
-    assert small.weight_bytes == pytest.approx(weights, rel=0.01), "as they are stored, not as the twin has them"
+    assert small.weight_bytes == pytest.approx(weights, rel=0.01), (
+        "as they are stored, not as the twin has them"
+    )
     assert not model.diffusion_model._forward_pre_hooks and not torch.is_inference_mode_enabled()
 
 
 def test_another_process_counts_as_this_one_would(counter, model):
     asked = described(model, PROMPT, SHAPE)
     there, here = counter.begin(asked).result(DEADLINE_S), whole_of(asked)
-    assert (there.flops, there.activations.peak_bytes, there.tokens) == (here.flops, here.activations.peak_bytes, here.tokens)
+    assert (there.flops, there.activations.peak_bytes, there.tokens) == (
+        here.flops,
+        here.activations.peak_bytes,
+        here.tokens,
+    )
     assert [tuple(one) for one in there.attended] == [tuple(one) for one in here.attended]
 
 
@@ -118,12 +132,18 @@ def test_a_unet_is_one_block_that_no_rank_shares(kind):
 
 
 def test_a_model_that_cannot_be_run_dry_says_why(counter, model):
-    with pytest.raises(NotCounted, match=r"^its twin without weights does not run: .*(cross_attn|context|NoneType)"):
+    with pytest.raises(
+        NotCounted, match=r"^its twin without weights does not run: .*(cross_attn|context|NoneType)"
+    ):
         Counts(counter.begin, patience_s=DEADLINE_S).of(model, {}, SHAPE)
 
 
 def test_texts_of_nearly_the_same_length_are_counted_as_one():
-    assert rounded(PROMPT)["cross_attn"].shape == rounded({"cross_attn": torch.zeros(1, 64, 64)})["cross_attn"].shape == (1, 64, 64)
+    assert (
+        rounded(PROMPT)["cross_attn"].shape
+        == rounded({"cross_attn": torch.zeros(1, 64, 64)})["cross_attn"].shape
+        == (1, 64, 64)
+    )
     masked = {**PROMPT, "attention_mask": torch.ones(1, 13)}
     assert rounded(masked) is masked, "its mask has as many"
 
@@ -131,7 +151,8 @@ def test_texts_of_nearly_the_same_length_are_counted_as_one():
 @pytest.mark.parametrize("family", SAMPLES)
 def test_what_a_prompt_of_any_family_brings_can_be_described(family, model):
     shape = SAMPLES[family].latents["even"]
-    extras = SAMPLES[family].extras(torch.zeros(shape if isinstance(shape[0], int) else shape[0]))  # or of several together
+    # Or of several together
+    extras = SAMPLES[family].extras(torch.zeros(shape if isinstance(shape[0], int) else shape[0]))
     described(model, {**PROMPT, **extras}, SHAPE)
 
 
@@ -169,13 +190,21 @@ def functions():
     classes.
     """
     found = {}
-    modules = [one for name, one in list(sys.modules.items()) if name.partition(".")[0] == "comfy" or name in ("torch", "torch.cuda")]
+    modules = [
+        one
+        for name, one in list(sys.modules.items())
+        if name.partition(".")[0] == "comfy" or name in ("torch", "torch.cuda")
+    ]
     for module in modules:
         for name, value in list(vars(module).items()):
             if callable(value):
                 found[module.__name__, name] = value
             if isinstance(value, type) and value.__module__.startswith("comfy."):
-                found |= {(module.__name__, name, one): method for one, method in vars(value).items() if callable(method)}
+                found |= {
+                    (module.__name__, name, one): method
+                    for one, method in vars(value).items()
+                    if callable(method)
+                }
     return found
 
 
@@ -205,8 +234,14 @@ def test_a_sampling_waits_no_longer_than_its_patience_and_the_next_of_its_kind_h
     made = chooser(lambda asked: begun.append(asked) or counting, patience_s=0.0)
     groups = Layout(cfg=2)
     waiting = [made.choose(model, OPEN, asked(), running) for running in ((), (groups,), (Layout(ring=2),))]
-    assert [(one.layout, one.awaits) for one in waiting] == [(Layout(ulysses=2), True), (groups, False), (Layout(ulysses=2), True)]
-    with pytest.raises(Refused, match=r"not known yet, as what an evaluation costs was not counted within 0 s\.$"):
+    assert [(one.layout, one.awaits) for one in waiting] == [
+        (Layout(ulysses=2), True),
+        (groups, False),
+        (Layout(ulysses=2), True),
+    ]
+    with pytest.raises(
+        Refused, match=r"not known yet, as what an evaluation costs was not counted within 0 s\.$"
+    ):
         require_several(waiting[0], None, OPEN)
     counting.set_result(FLUX)
     assert made.choose(model, OPEN, asked(), ()).plan is not None
@@ -227,17 +262,26 @@ def hurried(step_s=2.5):
 def test_a_sampling_waits_a_moment_where_a_pool_that_suits_it_is_up_and_not_long_where_none_is(model):
     waits = []
     for running in ((Layout(cfg=2),), ()):
-        planned = Planning(StepTimes(), Counts(lambda _: Future(), clock=hurried())).choose(model, OPEN, asked(), running)
+        planned = Planning(StepTimes(), Counts(lambda _: Future(), clock=hurried())).choose(
+            model, OPEN, asked(), running
+        )
         waits.append((planned.awaits, planned.why))
-    assert waits == [(one, f"what an evaluation costs was not counted within {s} s") for one, s in ((False, 5), (True, 60))]
+    assert waits == [
+        (one, f"what an evaluation costs was not counted within {s} s") for one, s in ((False, 5), (True, 60))
+    ]
 
 
-def test_a_pool_by_hand_goes_on_where_nothing_is_counted_yet_and_at_once_with_weights_that_are_loaded(model, caplog):
+def test_a_pool_by_hand_goes_on_where_nothing_is_counted_yet_and_at_once_with_weights_that_are_loaded(
+    model, caplog
+):
     caplog.set_level("INFO", "pipemesh")
     sampled = Sampled(weakref.ref(model), SHAPE, {"positive": [PROMPT]})
     for held, waited in (({}, 60), ({"model": object()}, 5)):
         sessions = SimpleNamespace(live=SimpleNamespace(models=held))
-        assert Beside(sessions, None, Counts(lambda _: Future(), clock=hurried())).left_free("model", sampled) == LEFT_FREE
+        assert (
+            Beside(sessions, None, Counts(lambda _: Future(), clock=hurried())).left_free("model", sampled)
+            == LEFT_FREE
+        )
         assert f"was not counted within {waited} s" in caplog.records[-1].getMessage()
 
 
@@ -306,7 +350,9 @@ def faked(tmp_path):
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_process_that_is_lost_costs_a_sentence_and_the_layout_of_the_place_and_is_tried_twice(faked, model, act):
+def test_a_process_that_is_lost_costs_a_sentence_and_the_layout_of_the_place_and_is_tried_twice(
+    faked, model, act
+):
     counter, begun = faked(act, **({"limit_s": 0.5} if "sleep" in act else {})), []
     made = chooser(lambda asked: begun.append(1) or counter.begin(asked))
     for _ in range(3):
@@ -326,7 +372,10 @@ def test_a_process_that_cannot_be_started_is_said_to_be(model):
     counter = Counter(setup, cpu)
     future = counter.begin(b"")
     assert isinstance(future.exception(DEADLINE_S), CounterLost)
-    assert str(future.exception()) == "the process that counts could not be asked ([Errno 12] Cannot allocate memory)"
+    assert (
+        str(future.exception())
+        == "the process that counts could not be asked ([Errno 12] Cannot allocate memory)"
+    )
 
 
 def test_whatever_goes_wrong_with_one_count_the_next_one_is_counted(faked):
@@ -335,7 +384,10 @@ def test_whatever_goes_wrong_with_one_count_the_next_one_is_counted(faked):
 
     devices = iter((no_device, cpu))
     counter = faked(REFUSES, device=lambda: next(devices)())
-    assert str(counter.begin(b"").exception(DEADLINE_S)) == "the process that counts could not be asked (no such thing)"
+    assert (
+        str(counter.begin(b"").exception(DEADLINE_S))
+        == "the process that counts could not be asked (no such thing)"
+    )
     assert str(counter.begin(b"").exception(DEADLINE_S)) == str(counter.pid)
 
 
@@ -381,7 +433,11 @@ class Kept(threading.Condition):
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        is_over = threading.current_thread().name == "pipemesh-counter" and self.answered is not None and self.answered.done()
+        is_over = (
+            threading.current_thread().name == "pipemesh-counter"
+            and self.answered is not None
+            and self.answered.done()
+        )
         if is_over and self.then is not None and not self._is_owned():
             then, self.then = self.then, None
             then()
@@ -426,7 +482,11 @@ def test_one_process_counts_all_and_ends_when_nobody_asks(faked):
     assert pids == {str(counter.pid)}
     idle = faked(REFUSES, idle_s=0.0)
     pids = {str(idle.begin(b"").exception(DEADLINE_S)) for _ in range(2)}
-    served = [thread for thread in threading.enumerate() if thread not in before and thread.name == "pipemesh-counter"]
+    served = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and thread.name == "pipemesh-counter"
+    ]
     counter.close()
     for thread in served:
         thread.join(DEADLINE_S)
@@ -435,7 +495,10 @@ def test_one_process_counts_all_and_ends_when_nobody_asks(faked):
 
 def test_without_a_fork_server_it_is_a_program_of_its_own_that_sees_no_gpu(faked, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7")
-    tells = 'say(msgspec.msgpack.encode({"type": "Uncounted", "why": repr((os.environ["CUDA_VISIBLE_DEVICES"], os.getppid()))}))'
+    tells = (
+        'say(msgspec.msgpack.encode({"type": "Uncounted", "why": repr((os.environ["CUDA_VISIBLE_DEVICES"],'
+        " os.getppid()))}))"
+    )
     assert str(faked(tells).begin(b"").exception(DEADLINE_S)) == repr(("", os.getpid()))
 
 
@@ -446,7 +509,10 @@ def test_it_is_a_fork_of_the_server_that_ranks_on_the_same_devices_are_forked_fr
     pool = WorkerPool(Placement(layout=Layout(), devices=(device,), backend="gloo"), setup)
     try:
         pool.start()
-        of_ranks, tells = server.pids, 'say(msgspec.msgpack.encode({"type": "Uncounted", "why": str(os.getppid())}))'
+        of_ranks, tells = (
+            server.pids,
+            'say(msgspec.msgpack.encode({"type": "Uncounted", "why": str(os.getppid())}))',
+        )
         counted = faked(tells, device=lambda: device, setup=setup).begin(b"").exception(DEADLINE_S)
         assert [str(pid) for pid in of_ranks] == [str(counted)] and server.pids == of_ranks
         assert {psutil.Process(rank).ppid() for rank in pool.ranks.pids} == {*of_ranks}
@@ -464,12 +530,18 @@ def test_it_ends_with_the_process_that_started_it():
     """However that ends."""
     ours, theirs = socket.socketpair()
     parent = (
-        "import os, subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, {SCRIPT!r}, sys.argv[1], str(os.getpid())], pass_fds=[int(sys.argv[1])])\n"
-        "print(child.pid, flush=True)\ntime.sleep(600)\n"
+        f"import os, subprocess, sys, time\nchild = subprocess.Popen([sys.executable, {SCRIPT!r},"
+        " sys.argv[1], str(os.getpid())], pass_fds=[int(sys.argv[1])])\nprint(child.pid,"
+        " flush=True)\ntime.sleep(600)\n"
     )
     fd = str(theirs.fileno())
-    with ours, theirs, subprocess.Popen([sys.executable, "-c", parent, fd], pass_fds=[int(fd)], stdout=subprocess.PIPE) as process:
+    with (
+        ours,
+        theirs,
+        subprocess.Popen(
+            [sys.executable, "-c", parent, fd], pass_fds=[int(fd)], stdout=subprocess.PIPE
+        ) as process,
+    ):
         child = int(process.stdout.readline())
         assert is_alive(child)
         os.kill(process.pid, signal.SIGKILL)

@@ -38,19 +38,29 @@ def test_the_report_has_each_check_with_its_figures_and_what_came_of_it():
 
 
 def test_a_check_is_made_of_what_pytest_says_of_a_test():
-    passed = SimpleNamespace(nodeid="tests/cuda/test_x.py::test_stop_leaves_it[ring 2]", user_properties=[("figure", "3 ms"), ("other", 1)])
+    passed = SimpleNamespace(
+        nodeid="tests/cuda/test_x.py::test_stop_leaves_it[ring 2]",
+        user_properties=[("figure", "3 ms"), ("other", 1)],
+    )
     assert report.check_of(passed, "passed") == Check("stop leaves it[ring 2]", "passed", ("3 ms",))
     crash = SimpleNamespace(message="AssertionError: off\nassert 1 == 2")
-    failed = SimpleNamespace(nodeid="t::test_a", user_properties=[], longrepr=SimpleNamespace(reprcrash=crash))
+    failed = SimpleNamespace(
+        nodeid="t::test_a", user_properties=[], longrepr=SimpleNamespace(reprcrash=crash)
+    )
     assert report.check_of(failed, "failed").why == "AssertionError: off"
-    skipped = SimpleNamespace(nodeid="t::test_a", user_properties=[], longrepr=("file", 3, "Skipped: no fp8 here"))
+    skipped = SimpleNamespace(
+        nodeid="t::test_a", user_properties=[], longrepr=("file", 3, "Skipped: no fp8 here")
+    )
     assert report.check_of(skipped, "skipped").why == "no fp8 here"
 
 
 def test_the_facts_name_device_driver_torch_and_commit(monkeypatch):
     monkeypatch.setattr(report, "said", lambda command: "")
     rows = dict(report.facts_of("cpu", "0.30.0", "2026-11-22").rows)
-    assert rows.keys() >= {"Device", "Driver", "torch", "ComfyUI", "Commit", "Date"} and rows["Commit"] == "not told"
+    assert (
+        rows.keys() >= {"Device", "Driver", "torch", "ComfyUI", "Commit", "Date"}
+        and rows["Commit"] == "not told"
+    )
     assert report.said(["no-such-program"]) == ""
 
 

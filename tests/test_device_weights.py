@@ -10,7 +10,12 @@ import pytest
 import torch
 from pipemesh.launcher.quantised_files import FORMATS, write_quantised
 from pipemesh.parallel_runtime.comfy_bridge.device_weights import DeviceWeights
-from pipemesh.parallel_runtime.comfy_bridge.quantised import put_together, stored_bytes, stored_tensors, taken_apart
+from pipemesh.parallel_runtime.comfy_bridge.quantised import (
+    put_together,
+    stored_bytes,
+    stored_tensors,
+    taken_apart,
+)
 from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.wire.reserved import read_tree, room_for, write_tree
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
@@ -44,7 +49,9 @@ def transformer(path, form=""):
     with pytest.MonkeyPatch.context() as patch:
         stock_load = comfy.model_base.BaseModel.load_model_weights
         patch.setattr(
-            comfy.model_base.BaseModel, "load_model_weights", lambda model, sd, prefix="", assign=False: stock_load(model, sd, prefix, True)
+            comfy.model_base.BaseModel,
+            "load_model_weights",
+            lambda model, sd, prefix="", assign=False: stock_load(model, sd, prefix, True),
         )
         return comfy.sd.load_diffusion_model_state_dict(state, {"dtype": dtype}).model.diffusion_model
 
@@ -61,7 +68,11 @@ def test_weights_of_every_format_move_to_another_device_type(quantised, form):
     weights = moved(model, META)
     tensors = [tensor for parameter in model.parameters() for tensor in stored_tensors(parameter)]
     assert {tensor.device for tensor in tensors} == {META}
-    on_file = sum(tensor.nbytes for name, tensor in load_file(path).items() if not name.endswith((".comfy_quant", "scaled_fp8")))
+    on_file = sum(
+        tensor.nbytes
+        for name, tensor in load_file(path).items()
+        if not name.endswith((".comfy_quant", "scaled_fp8"))
+    )
     assert weights.nbytes == stored_bytes(model.parameters()) == on_file
 
 
@@ -92,7 +103,9 @@ def test_a_weight_that_was_patched_on_the_device_is_the_files_again(file, cast):
         assert module.weight.device == DEVICE and module.weight.shape == (2, 2)
         weights.restore()
         expected = load_file(file)[QKV]
-        assert module.weight.device == DEVICE and module.weight.dtype == (torch.float16 if cast else torch.float32)
+        assert module.weight.device == DEVICE and module.weight.dtype == (
+            torch.float16 if cast else torch.float32
+        )
         assert torch.equal(module.weight.to("cpu"), expected.to(module.weight.dtype))
 
 
@@ -115,7 +128,9 @@ def test_a_parameter_that_is_registered_as_a_buffer_stays_one(device):
 def test_a_stage_has_the_weights_of_its_own_blocks_alone():
     weights = moved(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity()), torch.device("cpu"))
     assert weights.has("diffusion_model.0.weight")
-    assert not any(weights.has(f"diffusion_model.{name}") for name in ("1.weight", "2.weight", "0.in_features"))
+    assert not any(
+        weights.has(f"diffusion_model.{name}") for name in ("1.weight", "2.weight", "0.in_features")
+    )
 
 
 @pytest.mark.parametrize("form", [form for form, what in FORMATS.items() if what.algorithm])

@@ -37,7 +37,9 @@ def placed(degree: int, wanted: str = "auto", backend: str = "auto", gpus: int =
         (3, "cuda:0,cuda:0,cuda:1", 3, ["cuda:0", "cuda:0", "cuda:1"], "gloo"),
     ],
 )
-def test_ranks_get_the_devices_asked_for_and_the_backend_that_works_there(degree, wanted, gpus, names, backend):
+def test_ranks_get_the_devices_asked_for_and_the_backend_that_works_there(
+    degree, wanted, gpus, names, backend
+):
     assert placed(degree, wanted, gpus=gpus) == (names, backend)
 
 
@@ -74,33 +76,66 @@ def test_gpus_are_addressed_by_uuid():
 
 def test_a_pipeline_over_more_gpus_than_there_are_says_what_to_set():
     with pytest.raises(
-        LayoutError, match=r"^ulysses 2 x pipefusion 2 = 4 ranks, 2 GPUs: choose ulysses 2 or pipefusion 2, or list devices to share"
+        LayoutError,
+        match=(
+            r"^ulysses 2 x pipefusion 2 = 4 ranks, 2 GPUs: choose ulysses 2 or pipefusion 2, or list devices"
+            r" to share"
+        ),
     ):
         place(Layout(ulysses=2, pipefusion=2), "auto", "auto", GPUS[:2])
-    with pytest.raises(LayoutError, match=r"^pipefusion 3 = 3 ranks, 2 GPUs: choose pipefusion 2 or ulysses 2, or"):
+    with pytest.raises(
+        LayoutError, match=r"^pipefusion 3 = 3 ranks, 2 GPUs: choose pipefusion 2 or ulysses 2, or"
+    ):
         place(Layout(pipefusion=3), "auto", "auto", GPUS[:2])
 
 
 @pytest.mark.parametrize(
     ("degree", "wanted", "backend", "gpus", "sentence"),
     [
-        (4, "auto", "auto", 3, "ulysses 4 = 4 ranks, 3 GPUs: choose ulysses 3 or ring 3, or list devices to share (backend gloo)."),
-        (2, "auto", "auto", 1, "ulysses 2 = 2 ranks, 1 GPU: choose ulysses 1, or list devices to share (backend gloo)."),
+        (
+            4,
+            "auto",
+            "auto",
+            3,
+            (
+                "ulysses 4 = 4 ranks, 3 GPUs: choose ulysses 3 or ring 3, or list devices to share (backend"
+                " gloo)."
+            ),
+        ),
+        (
+            2,
+            "auto",
+            "auto",
+            1,
+            "ulysses 2 = 2 ranks, 1 GPU: choose ulysses 1, or list devices to share (backend gloo).",
+        ),
         (
             3,
             "cuda:0,cuda:1",
             "auto",
             3,
-            "ulysses 3 = 3 ranks, 2 devices listed (cuda:0, cuda:1): list one device per rank, or choose ulysses 2 or ring 2.",
+            (
+                "ulysses 3 = 3 ranks, 2 devices listed (cuda:0, cuda:1): list one device per rank, or choose"
+                " ulysses 2 or ring 2."
+            ),
         ),
         (
             1,
             "cpu,cpu",
             "auto",
             0,
-            "ulysses 1 = 1 rank, 2 devices listed (cpu, cpu): list one device per rank, or choose ulysses 2 or ring 2.",
+            (
+                "ulysses 1 = 1 rank, 2 devices listed (cpu, cpu): list one device per rank, or choose ulysses"
+                " 2 or ring 2."
+            ),
         ),
-        (2, "cuda:0", "auto", 3, "ulysses 2 = 2 ranks, 1 device listed (cuda:0): list one device per rank, or choose ulysses 1."),
+        (
+            2,
+            "cuda:0",
+            "auto",
+            3,
+            "ulysses 2 = 2 ranks, 1 device listed (cuda:0): list one device per rank, or choose ulysses 1.",
+        ),
         (
             2,
             "cuda:0,cuda:7",
@@ -115,18 +150,36 @@ def test_a_pipeline_over_more_gpus_than_there_are_says_what_to_set():
             "cpu,node1/gpu",
             "auto",
             2,
-            "Device node1/gpu is not here: choose from cpu, cuda:0, cuda:1, or node1/cuda:0 of machine node1.",
+            (
+                "Device node1/gpu is not here: choose from cpu, cuda:0, cuda:1, or node1/cuda:0 of machine"
+                " node1."
+            ),
         ),
-        (2, "cpu,node1/cuda:0", "auto", 0, "CPU and GPU ranks cannot be mixed (cpu, node1/cuda:0): list one kind."),
+        (
+            2,
+            "cpu,node1/cuda:0",
+            "auto",
+            0,
+            "CPU and GPU ranks cannot be mixed (cpu, node1/cuda:0): list one kind.",
+        ),
         (
             2,
             "node1/cpu,cpu",
             "auto",
             0,
-            "Rank 0 hands the result to ComfyUI and node1/cpu is on another machine: list a device of this one first.",
+            (
+                "Rank 0 hands the result to ComfyUI and node1/cpu is on another machine: list a device of"
+                " this one first."
+            ),
         ),
         (2, "cpu", "nccl", 2, "Backend nccl needs GPUs and the ranks are on the CPU: choose auto or gloo."),
-        (2, "cuda:0,cuda:0", "nccl", 2, "Backend nccl needs 2 GPUs for ulysses 2 = 2 ranks, 1 listed: choose gloo to share one."),
+        (
+            2,
+            "cuda:0,cuda:0",
+            "nccl",
+            2,
+            "Backend nccl needs 2 GPUs for ulysses 2 = 2 ranks, 1 listed: choose gloo to share one.",
+        ),
     ],
 )
 def test_an_impossible_placement_is_refused_in_one_sentence(degree, wanted, backend, gpus, sentence):
@@ -137,12 +190,18 @@ def test_an_impossible_placement_is_refused_in_one_sentence(degree, wanted, back
 
 @pytest.mark.parametrize("degree", [2, 3, 5, 8])
 def test_a_count_that_does_not_fit_prints_the_equation(degree):
-    for wanted, backend, gpus in (("auto", "auto", 1), ("cpu," * (degree + 1), "auto", 0), (",".join(["cuda:0"] * degree), "nccl", 1)):
+    for wanted, backend, gpus in (
+        ("auto", "auto", 1),
+        ("cpu," * (degree + 1), "auto", 0),
+        (",".join(["cuda:0"] * degree), "nccl", 1),
+    ):
         with pytest.raises(LayoutError, match=f"ulysses {degree} = {degree} ranks"):
             placed(degree, wanted, backend, gpus)
 
 
-@pytest.mark.parametrize(("ranks", "limit", "threads"), [(1, None, 8), (3, None, 2), (9, None, 1), (1, "2", 2), (4, "3", 2)])
+@pytest.mark.parametrize(
+    ("ranks", "limit", "threads"), [(1, None, 8), (3, None, 2), (9, None, 1), (1, "2", 2), (4, "3", 2)]
+)
 def test_the_cores_of_this_process_are_shared_out_among_its_ranks(monkeypatch, ranks, limit, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     if limit is None:
@@ -180,18 +239,30 @@ def test_no_gpu_is_seen_where_comfyui_runs_on_the_cpu():
 
 
 def test_stages_share_one_machine():
-    with pytest.raises(LayoutError, match=r"^pipefusion 2 = 2 ranks over several machines: stages share one machine, list devices of this"):
+    with pytest.raises(
+        LayoutError,
+        match=(
+            r"^pipefusion 2 = 2 ranks over several machines: stages share one machine, list devices of this"
+        ),
+    ):
         place(Layout(pipefusion=2), "cpu,node1/cpu", "gloo", ())
 
 
 def test_groups_share_one_machine():
-    with pytest.raises(LayoutError, match=r"^cfg 2 = 2 ranks over several machines: groups of cfg and data .* or choose ulysses 2\.$"):
+    with pytest.raises(
+        LayoutError,
+        match=r"^cfg 2 = 2 ranks over several machines: groups of cfg and data .* or choose ulysses 2\.$",
+    ):
         place(Layout(cfg=2), "cpu,node1/cpu", "gloo", ())
 
 
 @pytest.mark.parametrize(
     ("environ", "addresses"),
-    [({}, ["0", "1"]), ({"HIP_VISIBLE_DEVICES": "3, 1"}, ["3", "1"]), ({"CUDA_VISIBLE_DEVICES": "2,5"}, ["2", "5"])],
+    [
+        ({}, ["0", "1"]),
+        ({"HIP_VISIBLE_DEVICES": "3, 1"}, ["3", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "2,5"}, ["2", "5"]),
+    ],
 )
 def test_gpus_of_amds_are_addressed_by_their_index_among_all(monkeypatch, environ, addresses):
     """HIP takes no UUID, and indices in a rank count from those that ComfyUI was given."""
@@ -202,7 +273,9 @@ def test_gpus_of_amds_are_addressed_by_their_index_among_all(monkeypatch, enviro
     monkeypatch.setattr("torch.version.hip", "6.4", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(name=f"AMD {index}"))
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda index: SimpleNamespace(name=f"AMD {index}")
+    )
     gpus = visible_gpus(cpu_only=False)
     assert [gpu.address for gpu in gpus] == addresses and [gpu.title for gpu in gpus] == ["AMD 0", "AMD 1"]
     env = rank_environment(gpus[0], "nccl", {"HIP_VISIBLE_DEVICES": "3,1", "CUDA_VISIBLE_DEVICES": "2,5"})

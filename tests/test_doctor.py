@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.commands import doctor
-from pipemesh.launcher.commands.doctor import Facts, Finding, Gpu, Machine, Package, RingKernel, Torch, can_run, findings, report
+from pipemesh.launcher.commands.doctor import (
+    Facts,
+    Finding,
+    Gpu,
+    Machine,
+    Package,
+    RingKernel,
+    Torch,
+    can_run,
+    findings,
+    report,
+)
 from pipemesh.launcher.pool import gpu_modes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +32,11 @@ CPU = Facts(
     python="3.11.7",
     executable="/usr/bin/python3",
     machine=Machine(
-        platform="Linux 6.1 x86_64", cores=4, memory_available_bytes=16 * doctor.GIB, shm_free_bytes=8 * doctor.GIB, memfd=True
+        platform="Linux 6.1 x86_64",
+        cores=4,
+        memory_available_bytes=16 * doctor.GIB,
+        shm_free_bytes=8 * doctor.GIB,
+        memfd=True,
     ),
     torch=Torch(version="2.11.0", backends=("gloo", "nccl")),
     comfyui=ComfyInstall("/opt/python", "/opt/ComfyUI", "0.30.0", base=""),
@@ -30,11 +45,18 @@ CPU = Facts(
 GPU = Gpu("H100", 80 * doctor.GIB)
 INSTANCE = Gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * doctor.GIB)
 EXCLUSIVE = replace(GPU, mode="exclusive_process")
-TWO_GPUS = replace(CPU, torch=replace(CPU.torch, gpus=(GPU, GPU), build="CUDA 13.0"), packages=(*NEEDED, Package("flash-attn", "2.8")))
+TWO_GPUS = replace(
+    CPU,
+    torch=replace(CPU.torch, gpus=(GPU, GPU), build="CUDA 13.0"),
+    packages=(*NEEDED, Package("flash-attn", "2.8")),
+)
 
 REFUSED = replace(
     TWO_GPUS,
-    kernels=(RingKernel("cuda:0", "flash-attn 3"), RingKernel("cuda:1", "torch's flash attention", ("flash-attn 3 is not used: wrong.",))),
+    kernels=(
+        RingKernel("cuda:0", "flash-attn 3"),
+        RingKernel("cuda:1", "torch's flash attention", ("flash-attn 3 is not used: wrong.",)),
+    ),
 )
 
 
@@ -69,11 +91,23 @@ def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> Non
 @pytest.mark.parametrize(
     ("facts", "names", "remedy"),
     [
-        (torch(CPU, version="", error="libfoo.so: not found", backends=()), "libfoo.so: not found", "reinstall it"),
+        (
+            torch(CPU, version="", error="libfoo.so: not found", backends=()),
+            "libfoo.so: not found",
+            "reinstall it",
+        ),
         (torch(CPU, backends=()), "gloo", "install the torch wheel"),
-        (replace(CPU, packages=NEEDED[1:]), "greenlet is not installed", "/usr/bin/python3 -m pip install greenlet"),
+        (
+            replace(CPU, packages=NEEDED[1:]),
+            "greenlet is not installed",
+            "/usr/bin/python3 -m pip install greenlet",
+        ),
         (machine(CPU, memfd=False), "No memfd here", "run on Linux"),
-        (torch(TWO_GPUS, gpus=(GPU, EXCLUSIVE)), "GPU 1 is in the compute mode exclusive_process", "nvidia-smi -i 1 -c DEFAULT"),
+        (
+            torch(TWO_GPUS, gpus=(GPU, EXCLUSIVE)),
+            "GPU 1 is in the compute mode exclusive_process",
+            "nvidia-smi -i 1 -c DEFAULT",
+        ),
         (torch(TWO_GPUS, version="2.7.0+cu128"), "torch 2.7.0+cu128 over NCCL hangs", "torch 2.7.1 or newer"),
     ],
 )
@@ -90,17 +124,27 @@ def test_what_stops_everything_is_named_with_its_remedy(facts: Facts, names: str
         (machine(CPU, gpu_driver="NVIDIA"), "There is a GPU driver (NVIDIA)", "CUDA_VISIBLE_DEVICES"),
         (machine(CPU, gpu_driver="WSL"), "There is a GPU driver (WSL)", "CUDA_VISIBLE_DEVICES"),
         (machine(TWO_GPUS, gpu_driver="WSL"), "This is WSL", "run on Linux itself"),
-        (torch(TWO_GPUS, gpus=(GPU, INSTANCE)), "GPU 1 is an instance of a divided GPU (MIG)", "nvidia-smi -mig 0"),
+        (
+            torch(TWO_GPUS, gpus=(GPU, INSTANCE)),
+            "GPU 1 is an instance of a divided GPU (MIG)",
+            "nvidia-smi -mig 0",
+        ),
         (torch(TWO_GPUS, gpus=(GPU,)), "One GPU", "add a GPU"),
         (torch(TWO_GPUS, backends=("gloo",)), "without NCCL", "NCCL (RCCL on AMD)"),
-        (torch(TWO_GPUS, pairs_without_peer_access=((0, 1),)), "without peer access to each other: 0-1", "NVLink"),
+        (
+            torch(TWO_GPUS, pairs_without_peer_access=((0, 1),)),
+            "without peer access to each other: 0-1",
+            "NVLink",
+        ),
         (replace(TWO_GPUS, packages=NEEDED), "flash-attn is not installed", "pip install flash-attn"),
         (machine(TWO_GPUS, shm_free_bytes=64 * 2**20), "/dev/shm has 0.1 GiB free", "--shm-size=1g"),
         (machine(TWO_GPUS, memory_available_bytes=doctor.GIB), "1.0 GiB of memory", "close other programs"),
         (REFUSED, "cuda:1: flash-attn 3 is not used: wrong.", "until then torch's flash attention is used"),
     ],
 )
-def test_what_limits_is_named_with_its_remedy_and_stops_nothing(facts: Facts, names: str, remedy: str) -> None:
+def test_what_limits_is_named_with_its_remedy_and_stops_nothing(
+    facts: Facts, names: str, remedy: str
+) -> None:
     finding = the_one("limited", facts)
     assert names in finding.text
     assert remedy in finding.remedy
@@ -117,14 +161,21 @@ def test_without_a_comfyui_the_page_says_so_and_asks_nothing_of_torch() -> None:
     facts = replace(CPU, comfyui=None, torch=Torch(version=""), packages=())
     assert not can_run(findings(facts))
     page = report(facts, findings(facts))
-    assert "ComfyUI   none yet" in page and "`python3 -m launcher host`, which installs one (6 GB, 3 minutes)" in page
+    assert (
+        "ComfyUI   none yet" in page
+        and "`python3 -m launcher host`, which installs one (6 GB, 3 minutes)" in page
+    )
     assert "torch does not import" not in page
 
 
 def test_in_a_fresh_clone_nothing_is_installed_before_anything_is_said(tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name not in ("PIPEMESH_HOST", "PIPEMESH_COMFYUI")}
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("PIPEMESH_HOST", "PIPEMESH_COMFYUI")
+    }
     command = [sys.executable, "-m", "launcher", "doctor", "--json"]
-    done = subprocess.run(command, cwd=ROOT, env={**env, "PIPEMESH_CACHE": str(tmp_path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**env, "PIPEMESH_CACHE": str(tmp_path)}, capture_output=True, text=True
+    )
     said = json.loads(done.stdout)
     assert done.returncode == 1 and not said["works"] and said["facts"]["machine"]["cores"]
     assert "There is no ComfyUI for the commands yet" in said["findings"][0]["text"]
@@ -140,7 +191,10 @@ def test_macos_is_told_that_it_cannot_share_memory() -> None:
 
 
 def test_the_page_holds_every_finding_and_fits_one_screen() -> None:
-    facts = torch(machine(replace(TWO_GPUS, packages=()), memfd=False, shm_free_bytes=None), pairs_without_peer_access=((0, 1),))
+    facts = torch(
+        machine(replace(TWO_GPUS, packages=()), memfd=False, shm_free_bytes=None),
+        pairs_without_peer_access=((0, 1),),
+    )
     page = report(facts, findings(facts))
     assert all(finding.text in page and finding.remedy in page for finding in findings(facts))
     assert page.endswith("PipeMesh cannot run here until what is marked STOP is mended.")

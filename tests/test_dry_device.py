@@ -38,7 +38,10 @@ def mode():
 
 
 def on_device(arguments):
-    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    return {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
 
 
 def run(mode, layout, rank, parts, number=TURN, value=0.0, blocks=8, via_cpu=False, sharded=False, **conds):
@@ -47,7 +50,13 @@ def run(mode, layout, rank, parts, number=TURN, value=0.0, blocks=8, via_cpu=Fal
         with dry_device(mode), DEVICE:
             model, arguments = Model(blocks), {**on_device(inputs(5)), **conds}
         idle = IdleRank(parts)
-        method = make_method(model, PLAN, mesh, idle, [blocks // layout.pipefusion] * layout.pipefusion if layout.pipefusion > 1 else ())
+        method = make_method(
+            model,
+            PLAN,
+            mesh,
+            idle,
+            [blocks // layout.pipefusion] * layout.pipefusion if layout.pipefusion > 1 else (),
+        )
         turns = shared_out(mode, model, mesh) if sharded else None
         method.attach()
         with dry_device(mode) as counts:
@@ -117,7 +126,8 @@ def test_a_product_and_an_attention_count_their_flops_and_hold_no_scores(mode):
         (lambda cpu, gpu: torch.cuda.current_stream().synchronize(), 1),
         (lambda cpu, gpu: cpu.to(DEVICE, non_blocking=True), 0),
         (lambda cpu, gpu: gpu.copy_(cpu, non_blocking=True), 0),
-        (lambda cpu, gpu: torch.zeros(MIB).to(DEVICE, non_blocking=True), 1),  # the driver may wait before it stages so much
+        # The driver may wait before it stages so much
+        (lambda cpu, gpu: torch.zeros(MIB).to(DEVICE, non_blocking=True), 1),
         (lambda cpu, gpu: torch.empty(MIB, device=DEVICE).copy_(torch.zeros(MIB), non_blocking=True), 1),
         (lambda cpu, gpu: torch.empty(MIB, pin_memory=True).to(DEVICE, non_blocking=True), 0),
         (lambda cpu, gpu: torch.empty(4, pin_memory=True).copy_(gpu, non_blocking=True), 0),
@@ -160,10 +170,16 @@ def test_a_mask_chooses_the_share_that_it_is_said_to(mode):
 def test_flops_are_told_by_the_rows_of_products_and_queries(mode):
     with dry_device(mode) as counts:
         linear = torch.nn.functional.linear
-        linear(torch.empty(1, 5, 7, device=DEVICE), torch.empty(11, 7, device=DEVICE), torch.empty(11, device=DEVICE))
+        linear(
+            torch.empty(1, 5, 7, device=DEVICE),
+            torch.empty(11, 7, device=DEVICE),
+            torch.empty(11, device=DEVICE),
+        )
         q, k = (torch.empty(1, 2, length, 8, device=DEVICE, dtype=torch.bfloat16) for length in (9, 5))
         torch.nn.functional.scaled_dot_product_attention(q, k, k)
-        torch.nn.functional.conv2d(torch.empty(1, 3, 9, 9, device=DEVICE), torch.empty(3, 3, 3, 3, device=DEVICE))
+        torch.nn.functional.conv2d(
+            torch.empty(1, 3, 9, 9, device=DEVICE), torch.empty(3, 3, 3, 3, device=DEVICE)
+        )
     assert counts.by_rows[5] == 2 * 5 * 7 * 11
     assert counts.by_rows[9] == 2 * 2 * 2 * 9 * 5 * 8
     assert sum(counts.by_rows.values()) == counts.flops and counts.by_rows[0] > 0
@@ -172,11 +188,26 @@ def test_flops_are_told_by_the_rows_of_products_and_queries(mode):
 def test_what_a_block_computes_on_rows_of_its_own_is_every_ranks():
     """Of text and image, of a part of them that an expert has, and of tokens before them."""
     own = OwnRows({"txt": 3, "img": 8}, prefix=5, cut=TokenParts(experts=4, chosen=2))
-    for rows, alone in ((3, 0), (8, 0), (11, 0), (4, 0), (7, 70), (2, 70), (12, 70), (16, 70 * 5 / 16), (13, 70 * 5 / 13)):
+    for rows, alone in (
+        (3, 0),
+        (8, 0),
+        (11, 0),
+        (4, 0),
+        (7, 70),
+        (2, 70),
+        (12, 70),
+        (16, 70 * 5 / 16),
+        (13, 70 * 5 / 13),
+    ):
         assert own.apart(Counter(), Counter({rows: 70})).alone == round(alone)
     assert own.apart(Counter({7: 70}), Counter({7: 90, 8: 10})).alone == 20
     chunked = OwnRows({"img": 22}, prefix=0, cut=TokenParts(chunks=(2, 4)))
-    assert [rows for rows in range(23) if not chunked.apart(Counter(), Counter({rows: 1})).alone] == [4, 6, 11, 22]
+    assert [rows for rows in range(23) if not chunked.apart(Counter(), Counter({rows: 1})).alone] == [
+        4,
+        6,
+        11,
+        22,
+    ]
 
 
 def test_the_turn_of_a_layer_comes_again_where_two_others_have_computed_meanwhile():
@@ -193,7 +224,9 @@ def test_two_devices_in_one_operation_are_found_in_a_method(mode):
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(ulysses=3), Layout(ring=3), Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2)], ids=Layout.equation
+    "layout",
+    [Layout(ulysses=3), Layout(ring=3), Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2)],
+    ids=Layout.equation,
 )
 def test_torch_is_given_as_many_bytes_as_communicators_count(mode, layout):
     for rank in range(layout.world_size):
@@ -209,9 +242,13 @@ def test_torch_is_given_as_many_bytes_as_communicators_count(mode, layout):
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize(
-    "layout", [Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2)], ids=Layout.equation
+    "layout",
+    [Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2)],
+    ids=Layout.equation,
 )
-def test_messages_that_go_through_the_cpu_are_those_of_a_gpu_and_never_meet_what_lies_there(mode, layout, sharded, monkeypatch):
+def test_messages_that_go_through_the_cpu_are_those_of_a_gpu_and_never_meet_what_lies_there(
+    mode, layout, sharded, monkeypatch
+):
     """As over gloo: an operation on tensors of both raises. Weights too are gathered there."""
     places, note = Counter(), Counts._note_message
 
@@ -256,7 +293,14 @@ def forms_made(mode):
     made = []
     with dry_device(mode) as counts:
         whole = torch.empty(4, 4, device=DEVICE)
-        inputs = [whole, whole.t(), whole[:2], whole.to(torch.bfloat16), torch.empty(4, 4), torch.empty(16, device=DEVICE).view(4, 4)]
+        inputs = [
+            whole,
+            whole.t(),
+            whole[:2],
+            whole.to(torch.bfloat16),
+            torch.empty(4, 4),
+            torch.empty(16, device=DEVICE).view(4, 4),
+        ]
         for _ in range(2):
             for call in calls:
                 for tensor in inputs:
@@ -265,9 +309,16 @@ def forms_made(mode):
                     except RuntimeError:
                         made.append("refused")
                         continue
-                    shares = [leaf.untyped_storage()._cdata == tensor.untyped_storage()._cdata for leaf in leaves]
+                    shares = [
+                        leaf.untyped_storage()._cdata == tensor.untyped_storage()._cdata for leaf in leaves
+                    ]
                     made.append(
-                        [(Form.of(leaf), leaf.untyped_storage().nbytes()) for leaf in leaves if isinstance(leaf, FakeTensor)] + shares
+                        [
+                            (Form.of(leaf), leaf.untyped_storage().nbytes())
+                            for leaf in leaves
+                            if isinstance(leaf, FakeTensor)
+                        ]
+                        + shares
                     )
                     del leaves
     return made, counts.memory.peak, counts.memory.live
@@ -298,12 +349,16 @@ def test_what_an_operation_returned_before_it_returns_again(mode):
 # -- what the pack's code must not do on it
 
 
-@pytest.mark.parametrize("layout", [layout for layout in layouts_of(4) if layout.groups == 1], ids=Layout.equation)
+@pytest.mark.parametrize(
+    "layout", [layout for layout in layouts_of(4) if layout.groups == 1], ids=Layout.equation
+)
 def test_no_evaluation_and_no_patch_waits_for_the_device(mode, layout):
     for rank in {0, layout.world_size - 1}:
         with dry_device(mode):
             mask = torch.zeros(18, 18, device=DEVICE)
-        counts, _ = run(mode, layout, rank, [WARM, *PATCHES] if layout.pipefusion > 1 else [WARM], blocks=4, mask=mask)
+        counts, _ = run(
+            mode, layout, rank, [WARM, *PATCHES] if layout.pipefusion > 1 else [WARM], blocks=4, mask=mask
+        )
         assert counts.waits == {}
 
 
@@ -337,10 +392,15 @@ def test_residuals_of_a_controlnet_come_to_the_device_without_waiting_for_it(mod
 
 @pytest.mark.parametrize("blocks", [2, 4, LOOK_AHEAD, LOOK_AHEAD + 2, 3 * LOOK_AHEAD])
 @pytest.mark.parametrize(
-    "layout", [Layout(ulysses=2), Layout(ring=2), Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2)], ids=Layout.equation
+    "layout",
+    [Layout(ulysses=2), Layout(ring=2), Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2)],
+    ids=Layout.equation,
 )
-def test_a_wish_to_stop_is_read_in_the_evaluation_it_is_made_in_however_few_its_attentions(mode, layout, blocks):
-    parts = [WARM, PATCHES[0], PATCHES[0]] if layout.pipefusion > 1 else [WARM, WARM]  # the first time ranks ask each other
+def test_a_wish_to_stop_is_read_in_the_evaluation_it_is_made_in_however_few_its_attentions(
+    mode, layout, blocks
+):
+    # The first time ranks ask each other
+    parts = [WARM, PATCHES[0], PATCHES[0]] if layout.pipefusion > 1 else [WARM, WARM]
     with pytest.raises(Stopped):
         run(mode, layout, 0, parts, value=1.0, blocks=blocks)
 

@@ -17,7 +17,14 @@ from pipemesh.parallel_runtime.comfy_bridge.released_model import empty_model
 from pipemesh.parallel_runtime.families import FAMILIES, PLANS
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import expected
-from pipemesh.parallel_runtime.planner.figures import Apart, Attended, FrameTokens, RankFigures, Shareable, Unshared
+from pipemesh.parallel_runtime.planner.figures import (
+    Apart,
+    Attended,
+    FrameTokens,
+    RankFigures,
+    Shareable,
+    Unshared,
+)
 
 from .conftest import ALL, ROOT
 from .planned import attention_alone
@@ -29,13 +36,19 @@ ATTENDED = Attended(tokens=4608, heads=24, head_dim=128)
 def records():
     """Of the command, in its own process: ComfyUI chooses its attention when it is imported."""
     command = (sys.executable, "-m", "launcher", "dryrun", "--json", "--all" if ALL else "--cover")
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ.copy(), check=False)
+    ran = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ.copy(), check=False
+    )
     assert ran.returncode in (0, 1), ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
 def test_every_rank_runs_and_costs_what_the_formulas_say(records):
-    assert {f"{one['model']}, {one['equation']}, rank {one['rank']}: {one['misses']}" for one in records if one["misses"]} == set()
+    assert {
+        f"{one['model']}, {one['equation']}, rank {one['rank']}: {one['misses']}"
+        for one in records
+        if one["misses"]
+    } == set()
 
 
 def test_every_method_is_tried(records):
@@ -52,8 +65,12 @@ def test_an_evaluation_gathers_what_a_rank_has_not_of_the_weights(records):
     once = 0
     for one in shared:
         ranks, whole = Layout(**one["layout"]).world_size, alone[one["model"]]
-        assert one["sent_bytes"]["weights"] == pytest.approx((ranks - 1) / ranks * whole["turn_bytes"], rel=expected.WITHIN)
-        once += whole["turn_bytes"] == pytest.approx(whole["weight_bytes"] - whole["table_bytes"], rel=expected.WITHIN)
+        assert one["sent_bytes"]["weights"] == pytest.approx(
+            (ranks - 1) / ranks * whole["turn_bytes"], rel=expected.WITHIN
+        )
+        once += whole["turn_bytes"] == pytest.approx(
+            whole["weight_bytes"] - whole["table_bytes"], rel=expected.WITHIN
+        )
     assert once > 0.8 * len(shared)
 
 
@@ -73,10 +90,28 @@ FRAMED = replace(
         (Layout(), 0, None, (), 400 + 50),
         (Layout(ulysses=2), 1, None, (), (400 - 4 * 10) / 2 + 50 + 4 * 10),
         # two patches have tokens of 2 and of 3 frames, of which there are 4
-        (Layout(pipefusion=2), 0, (0, 2), [(0, 15), (15, 40)], 2 * 57 + 5 + (2 * 20 + 8) * 5 / 4 + (10 + 2 * 10) * 2),
-        (Layout(pipefusion=2), 1, (2, 4), [(0, 15), (15, 40)], 2 * 57 + 4 * 5 + (2 * 20 + 4 * 8) * 5 / 4 + (50 + 2 * 10) * 2),
+        (
+            Layout(pipefusion=2),
+            0,
+            (0, 2),
+            [(0, 15), (15, 40)],
+            2 * 57 + 5 + (2 * 20 + 8) * 5 / 4 + (10 + 2 * 10) * 2,
+        ),
+        (
+            Layout(pipefusion=2),
+            1,
+            (2, 4),
+            [(0, 15), (15, 40)],
+            2 * 57 + 4 * 5 + (2 * 20 + 4 * 8) * 5 / 4 + (50 + 2 * 10) * 2,
+        ),
         # each of two ranks has tokens of one frame of a patch; or of two, which both compute
-        (Layout(ulysses=2, pipefusion=2), 2, (2, 4), [(0, 20), (20, 40)], (2 * 57 + 4 * 5) / 2 + (2 * 20 + 4 * 8) / 2 + (50 + 2 * 10) * 2),
+        (
+            Layout(ulysses=2, pipefusion=2),
+            2,
+            (2, 4),
+            [(0, 20), (20, 40)],
+            (2 * 57 + 4 * 5) / 2 + (2 * 20 + 4 * 8) / 2 + (50 + 2 * 10) * 2,
+        ),
         (
             Layout(ulysses=2, pipefusion=2),
             2,
@@ -86,12 +121,17 @@ FRAMED = replace(
         ),
     ],
 )
-def test_a_rank_computes_whole_frames_and_what_lies_behind_the_blocks_before_its_own(layout, rank, stage, cut, flops):
+def test_a_rank_computes_whole_frames_and_what_lies_behind_the_blocks_before_its_own(
+    layout, rank, stage, cut, flops
+):
     assert expected.flops(FRAMED, layout, rank, stage, cut) == pytest.approx(flops)
 
 
 def test_weights_that_are_gathered_twice_are_a_miss():
-    layout, whole = Layout(ulysses=4), replace(attention_alone(4096), weight_bytes=1000, shareable=Shareable([996], 0, 10, 20))
+    layout, whole = (
+        Layout(ulysses=4),
+        replace(attention_alone(4096), weight_bytes=1000, shareable=Shareable([996], 0, 10, 20)),
+    )
     sent = expected.sent_bytes(whole, layout, 1, None)
     held = expected.sharded_bytes(whole, layout, None)
 
@@ -115,13 +155,20 @@ def test_weights_that_are_gathered_twice_are_a_miss():
 
 def test_every_family_has_a_released_model_or_is_left_out_by_name():
     """Each class with ``PIPEMESH_TEST_ALL``: it takes the model."""
-    assert [family.plans[0].family for family in FAMILIES if not any(sample.form.released for sample in family.samples)] == []
+    assert [
+        family.plans[0].family
+        for family in FAMILIES
+        if not any(sample.form.released for sample in family.samples)
+    ] == []
     classes = {name for plan in PLANS for name in plan.models}
     left_out = {name for family in FAMILIES for name in family.unreleased}
     assert left_out < classes
     if ALL:
         with torch.device("meta"):
-            built = [empty_model(*one, torch.bfloat16, torch.device("meta")).diffusion_model for one in dryrun.MODELS.values()]
+            built = [
+                empty_model(*one, torch.bfloat16, torch.device("meta")).diffusion_model
+                for one in dryrun.MODELS.values()
+            ]
         assert classes - {f"{type(one).__module__}:{type(one).__qualname__}" for one in built} == left_out
 
 
@@ -145,9 +192,16 @@ def test_the_table_can_be_read_again():
         "weight_bytes": 1 << 30,
         "peak_bytes": 1 << 28,
     }
-    ranks = [{**one, "layout": degrees, "rank": rank, "sent_bytes": {"ulysses": (3 + rank) << 20}} for rank in range(2)]
+    ranks = [
+        {**one, "layout": degrees, "rank": rank, "sent_bytes": {"ulysses": (3 + rank) << 20}}
+        for rank in range(2)
+    ]
     row = {("M 1, 64 x 64, 5 frames", "ulysses 2"): ("1.0", "2.00", "4", "0.25")}
-    assert dict(dry_table.written("\n".join(["text", *dry_table.lines(ranks), "", "| a | b |"]))) == dry_table.rows(ranks) == row
+    assert (
+        dict(dry_table.written("\n".join(["text", *dry_table.lines(ranks), "", "| a | b |"])))
+        == dry_table.rows(ranks)
+        == row
+    )
     assert dry_table.rows(ranks[:1]) == {}
 
 
@@ -158,7 +212,9 @@ def test_ranks_of_a_sequence_need_less_than_one_device(records):
             assert one["peak_bytes"] < alone[one["model"]]["peak_bytes"]
 
 
-@pytest.mark.parametrize("layout", [layout for size in dryrun.WORLD_SIZES for layout in dryrun.layouts(size)], ids=Layout.equation)
+@pytest.mark.parametrize(
+    "layout", [layout for size in dryrun.WORLD_SIZES for layout in dryrun.layouts(size)], ids=Layout.equation
+)
 def test_the_uneven_formula_is_the_published_one_where_all_is_even(layout):
     if layout.pipefusion == 1:
         due = expected.even_bytes(layout.ulysses, layout.ring, 4608, 3072, 1, expected.ITEM_BYTES)

@@ -25,7 +25,21 @@ from pipemesh.parallel_runtime.client.run_picture import FOOT, ROW, WIDTH
 
 from .conftest import ALL
 from .models import write_model
-from .served import LARGE, STEPS, accepts, box, graph, latent, linked, live_pool, overlap, pids, start, wait_for_phase, widgets
+from .served import (
+    LARGE,
+    STEPS,
+    accepts,
+    box,
+    graph,
+    latent,
+    linked,
+    live_pool,
+    overlap,
+    pids,
+    start,
+    wait_for_phase,
+    widgets,
+)
 
 TEXT = 3  # comfyui: protocol.BinaryEventTypes
 PAID = {  # this server has no nodes of paid APIs
@@ -53,7 +67,9 @@ def test_cancel_while_the_pool_starts_and_the_next_run_is_right(server, truth):
 def test_previews_and_progress_arrive_as_from_the_stock_sampler(server, truth):
     _, stock = latent(server, graph("ticks_stock", parallel=False, seed=6))
     _, ours = latent(server, graph("ticks_pool", seed=6))
-    assert [(tick.node, tick.value, tick.maximum) for tick in ours.ticks] == [(tick.node, tick.value, tick.maximum) for tick in stock.ticks]
+    assert [(tick.node, tick.value, tick.maximum) for tick in ours.ticks] == [
+        (tick.node, tick.value, tick.maximum) for tick in stock.ticks
+    ]
     assert len(ours.previews) == len(stock.previews) >= STEPS
 
 
@@ -66,7 +82,13 @@ POSITIVE, NEGATIVE = ["positive", 0], ["negative", 0]
 GUIDERS = {
     "CFGGuider": {"positive": POSITIVE, "negative": NEGATIVE, "cfg": 3.0},
     "BasicGuider": {"conditioning": POSITIVE},
-    "DualCFGGuider": {"cond1": POSITIVE, "cond2": NEGATIVE, "negative": NEGATIVE, "cfg_conds": 3.0, "cfg_cond2_negative": 2.0},
+    "DualCFGGuider": {
+        "cond1": POSITIVE,
+        "cond2": NEGATIVE,
+        "negative": NEGATIVE,
+        "cfg_conds": 3.0,
+        "cfg_cond2_negative": 2.0,
+    },
 }
 
 
@@ -79,9 +101,19 @@ def test_custom_sampling_with_stock_guiders_gives_the_stock_latent(server, guide
             "noise": node("RandomNoise", noise_seed=4),
             "solver": node("KSamplerSelect", sampler_name="dpmpp_2m"),
             "sigmas": node("BasicScheduler", model=model, scheduler="simple", steps=STEPS, denoise=1.0),
-            "guider": node(guider, model=model, **GUIDERS[guider], **({"style": "regular"} if guider.startswith("Dual") else {})),
+            "guider": node(
+                guider,
+                model=model,
+                **GUIDERS[guider],
+                **({"style": "regular"} if guider.startswith("Dual") else {}),
+            ),
         }
-        links = {"noise": ["noise", 0], "guider": ["guider", 0], "sampler": ["solver", 0], "sigmas": ["sigmas", 0]}
+        links = {
+            "noise": ["noise", 0],
+            "guider": ["guider", 0],
+            "sampler": ["solver", 0],
+            "sigmas": ["sigmas", 0],
+        }
         nodes["sampler"] = node("SamplerCustomAdvanced", latent_image=["empty", 0], **links)
         return latent(server, nodes)[0]
 
@@ -89,17 +121,27 @@ def test_custom_sampling_with_stock_guiders_gives_the_stock_latent(server, guide
 
 
 def test_a_lora_strength_changed_between_two_queued_prompts_needs_no_reload(server, truth):
-    truths = [latent(server, graph("lora_stock", parallel=False, lora=strength))[0] for strength in (1.0, 0.3)]
+    truths = [
+        latent(server, graph("lora_stock", parallel=False, lora=strength))[0] for strength in (1.0, 0.3)
+    ]
     assert relative_error(truths[0], truth) > 0.05
     latent(server, graph("lora_loaded"))
     before = live_pool(server)
     for after in (False, True):
         for strength, expected in zip((1.0, 0.3), truths, strict=True):
             patches = live_pool(server)["patches"]
-            assert relative_error(latent(server, graph("lora_pool", lora=strength, lora_after=after))[0], expected) <= BOUND
+            assert (
+                relative_error(
+                    latent(server, graph("lora_pool", lora=strength, lora_after=after))[0], expected
+                )
+                <= BOUND
+            )
             assert live_pool(server)["patches"] == patches + 1
     assert relative_error(latent(server, graph("lora_off"))[0], truth) <= BOUND
-    assert (pids(server), live_pool(server)["loads"]) == ([rank["pid"] for rank in before["ranks"]], before["loads"])
+    assert (pids(server), live_pool(server)["loads"]) == (
+        [rank["pid"] for rank in before["ranks"]],
+        before["loads"],
+    )
 
 
 # -- in patches
@@ -118,14 +160,22 @@ def test_a_pipeline_is_exact_while_it_warms_up_says_how_it_samples_and_gives_the
         assert len(result.previews) >= STEPS
         texts = [event.image for event in result.events if event.type == f"binary {TEXT}"]
         (shown,) = result.outputs["report"]["images"]
-        query = urlencode({"filename": shown["filename"], "subfolder": shown["subfolder"], "type": shown["type"]})
-        answers = [urlopen(f"http://{server.address}/{path}") for path in (f"view?{query}", "pipemesh/timeline.png")]
+        query = urlencode(
+            {"filename": shown["filename"], "subfolder": shown["subfolder"], "type": shown["type"]}
+        )
+        answers = [
+            urlopen(f"http://{server.address}/{path}") for path in (f"view?{query}", "pipemesh/timeline.png")
+        ]
         assert {Image.open(answer).size for answer in answers} == {(WIDTH, 2 * ROW + FOOT)}
-        assert answers[1].headers["Cache-Control"] == "no-store", "a browser would show the picture of an earlier run"
+        assert answers[1].headers["Cache-Control"] == "no-store", (
+            "a browser would show the picture of an earlier run"
+        )
         return ours, result.outputs["report"]["text"][0], texts, pids(server)
 
     whole, text, texts, ranks = sampled("warm_pipeline", warm_up=100)
-    assert any(b"samplerPipeMesh: starting workers, " in said for said in texts), "a user sees why nothing moves yet"
+    assert any(b"samplerPipeMesh: starting workers, " in said for said in texts), (
+        "a user sees why nothing moves yet"
+    )
     assert any(b"samplerPipeMesh: workers are ready" in said for said in texts)
     assert relative_error(whole, truth) <= BOUND
     assert "stage 1:   1 cpu" in text and ", sampled whole" in text
@@ -134,7 +184,8 @@ def test_a_pipeline_is_exact_while_it_warms_up_says_how_it_samples_and_gives_the
     assert any(b"samplerPipeMesh samples in patches, free-running" in said for said in texts)
     assert same == ranks, "another warm_up needs no other ranks"
     assert 0 < relative_error(first, truth) < 0.5
-    again, _, _, same = sampled("pipeline_again", warm_up=1, backend="gloo")  # what auto is here, so computed anew by the same pool
+    # What auto is here, so computed anew by the same pool
+    again, _, _, same = sampled("pipeline_again", warm_up=1, backend="gloo")
     assert torch.equal(again, first)
     assert same == ranks
 
@@ -247,7 +298,9 @@ def test_impossible_degrees_are_refused_at_validation_with_the_equation(server):
 
 
 def test_numbers_and_texts_that_other_nodes_hold_choose_the_pool(server, truth):
-    nodes = linked(graph("linked"), devices="cpu", ulysses=2, ring=1, pipefusion=1, patches=0, warm_up=1, stages="")
+    nodes = linked(
+        graph("linked"), devices="cpu", ulysses=2, ring=1, pipefusion=1, patches=0, warm_up=1, stages=""
+    )
     assert relative_error(latent(server, nodes)[0], truth) <= BOUND
 
 
@@ -258,15 +311,24 @@ def test_numbers_and_texts_that_other_nodes_hold_choose_the_pool(server, truth):
         ({"pipefusion": 2, "warm_up": 0}, "warm_up 0 is out of range: choose 1 to 10000."),
         (
             {"ulysses": 4, "devices": "cpu,cpu,cpu"},
-            "ulysses 4 = 4 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank, or choose ulysses 3 or ring 3.",
+            (
+                "ulysses 4 = 4 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank, or choose"
+                " ulysses 3 or ring 3."
+            ),
         ),
     ],
 )
 def test_what_other_nodes_hold_and_no_pool_can_be_is_refused_at_the_pool(server, values, sentence):
     result = server.run(linked(graph("refused_link"), **values))
-    assert (result.error.kind, result.error.class_type, result.error.message) == ("failed", "PipeMeshPool", sentence)
+    assert (result.error.kind, result.error.class_type, result.error.message) == (
+        "failed",
+        "PipeMeshPool",
+        sentence,
+    )
     kinds = {event.data["exception_type"] for event in result.events if event.type == "execution_error"}
-    assert kinds == {"pipemesh.LayoutError"}, "the frontend shows it before the sentence: no path of this machine"
+    assert kinds == {"pipemesh.LayoutError"}, (
+        "the frontend shows it before the sentence: no path of this machine"
+    )
 
 
 def test_a_packs_code_in_the_blocks_is_an_error_at_the_node_that_names_it(server, truth):
@@ -288,15 +350,27 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh
 
     error = server.run(graph("killed", pixels=LARGE), on_event=kill).error
     assert error.kind == "failed"
-    assert "Rank 1 on cpu was killed" in error.message and "while computing" in error.message and "run again" in error.message
+    assert (
+        "Rank 1 on cpu was killed" in error.message
+        and "while computing" in error.message
+        and "run again" in error.message
+    )
     ours, result = latent(server, graph("after_kill"))
     assert relative_error(ours, truth) <= BOUND
     waits = [event.data for event in result.events if event.type == "pipemesh.progress"]
-    assert {one["node"] for one in waits} == {"sampler"} and {one["prompt"] for one in waits} == {result.prompt_id}
-    assert any("starting workers" in one["text"] and one["total"] == 2 for one in waits) and "loading model.safetensors" in str(waits)
-    bars = [event.data["nodes"].get("sampler", {}) for event in result.events if event.type == "progress_state"]
+    assert {one["node"] for one in waits} == {"sampler"} and {one["prompt"] for one in waits} == {
+        result.prompt_id
+    }
+    assert any(
+        "starting workers" in one["text"] and one["total"] == 2 for one in waits
+    ) and "loading model.safetensors" in str(waits)
+    bars = [
+        event.data["nodes"].get("sampler", {}) for event in result.events if event.type == "progress_state"
+    ]
     assert 2 in [bar.get("max") for bar in bars], "ComfyUI's own bar counts the workers"
-    assert [tick.value for tick in result.ticks if tick.node == "sampler"] == [*range(1, STEPS + 1)], "and its steps are as ever"
+    assert [tick.value for tick in result.ticks if tick.node == "sampler"] == [*range(1, STEPS + 1)], (
+        "and its steps are as ever"
+    )
     assert not set(before) & set(pids(server))
     assert not any(psutil.pid_exists(pid) for pid in before)
 
@@ -304,10 +378,18 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh
 # -- what a user sees of the nodes
 
 
-NODES = ("PipeMeshPool", "PipeMeshParallelize", "PipeMeshKSampler", "PipeMeshKSamplerAdvanced", "PipeMeshReport")
+NODES = (
+    "PipeMeshPool",
+    "PipeMeshParallelize",
+    "PipeMeshKSampler",
+    "PipeMeshKSamplerAdvanced",
+    "PipeMeshReport",
+)
 
 
-def test_the_report_shows_the_last_run_and_passes_the_latent_on_and_the_same_prompt_once_more_runs_nothing(server, truth):
+def test_the_report_shows_the_last_run_and_passes_the_latent_on_and_the_same_prompt_once_more_runs_nothing(
+    server, truth
+):
     def reported(name, seed=5, **inputs):
         nodes = graph(name, seed=seed)
         nodes["report"] = node("PipeMeshReport", latent=["sampler", 0], **inputs)
@@ -315,11 +397,15 @@ def test_the_report_shows_the_last_run_and_passes_the_latent_on_and_the_same_pro
         ours, result = latent(server, nodes)
         assert seed != 5 or relative_error(ours, truth) <= BOUND
         assert "images" not in result.outputs["report"]
-        return result.outputs["report"]["text"][0], {event.data["node"] for event in result.events if event.type == "executing"} - {None}
+        return result.outputs["report"]["text"][0], {
+            event.data["node"] for event in result.events if event.type == "executing"
+        } - {None}
 
     text, _ = reported("report_1")
     speed, _, rest = text.partition("\n\n")
-    assert " times as fast as one device: " in speed and speed.endswith("(timed here)"), "the truth was sampled by stock before"
+    assert " times as fast as one device: " in speed and speed.endswith("(timed here)"), (
+        "the truth was sampled by stock before"
+    )
     assert rest.startswith("ulysses 2 = 2 ranks, gloo, ready")
     run = live_pool(server)["last_run"]
     assert f"Last run: {run['evaluations']} evaluations" in text and run["evaluations"] >= STEPS
@@ -334,7 +420,10 @@ def test_the_report_shows_the_last_run_and_passes_the_latent_on_and_the_same_pro
 
 
 def test_the_log_says_at_the_start_which_devices_there_are(server):
-    assert "[PipeMesh] No GPU here: 2 ranks on the CPU stand for GPUs. Auto mode is off." in server.log.read_text(encoding="utf-8")
+    assert (
+        "[PipeMesh] No GPU here: 2 ranks on the CPU stand for GPUs. Auto mode is off."
+        in server.log.read_text(encoding="utf-8")
+    )
 
 
 def test_the_script_that_shows_the_text_on_the_node_reaches_the_browser(server):
@@ -344,7 +433,10 @@ def test_the_script_that_shows_the_text_on_the_node_reaches_the_browser(server):
 def test_a_report_alone_says_the_next_move_and_hands_no_latent_on(server):
     nodes = {"pool": node("PipeMeshPool", devices="cpu", ulysses=3, backend="auto")}
     nodes["report"] = node("PipeMeshReport", pool=["pool", 0])
-    assert "The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing" in server.run(nodes).outputs["report"]["text"][0]
+    assert (
+        "The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing"
+        in server.run(nodes).outputs["report"]["text"][0]
+    )
     nodes["save"] = node("PipeMeshDemoSaveLatent", samples=["report", 0], name="none")
     assert "connect the sampler's LATENT" in server.run(nodes).error.message
 
@@ -353,7 +445,9 @@ def test_a_report_alone_says_the_next_move_and_hands_no_latent_on(server):
 def test_every_node_has_tooltips_on_all_sockets_and_a_help_page(server, node_id):
     info = server.get(f"/object_info/{node_id}")[node_id]
     assert info["display_name"] and info["description"]
-    for options in (value for group in ("required", "optional") for value in info["input"].get(group, {}).values()):
+    for options in (
+        value for group in ("required", "optional") for value in info["input"].get(group, {}).values()
+    ):
         assert options[1].get("tooltip"), options
     assert all(info["output_tooltips"])
     page = urlopen(f"http://{server.address}/extensions/pipemesh/docs/{node_id}.md").read().decode()
@@ -364,13 +458,18 @@ def examples(server):
     """The workflows that the template browser offers."""
     names = server.get("/workflow_templates")["pipemesh"]
     assert names
-    return [json.loads((Path(__file__).parents[1] / "example_workflows" / f"{name}.json").read_text()) for name in names]
+    return [
+        json.loads((Path(__file__).parents[1] / "example_workflows" / f"{name}.json").read_text())
+        for name in names
+    ]
 
 
 def test_the_example_workflow_is_in_the_template_browser_with_known_nodes_and_values_they_take(server):
     known = server.get("/object_info")
     for workflow in examples(server):
-        assert all(item["type"] in known or item["type"] in ("MarkdownNote", "Note") for item in workflow["nodes"])
+        assert all(
+            item["type"] in known or item["type"] in ("MarkdownNote", "Note") for item in workflow["nodes"]
+        )
         assert any(item["type"].startswith("PipeMesh") for item in workflow["nodes"])
         for item in workflow["nodes"]:
             if item["type"] in known:
@@ -385,7 +484,9 @@ def test_no_node_of_the_example_workflow_lies_over_another(server):
     known = server.get("/object_info")
     for workflow in examples(server):
         boxes = [(item["type"], box(item, known.get(item["type"]))) for item in workflow["nodes"]]
-        assert not [(one, other) for (one, here), (other, there) in combinations(boxes, 2) if overlap(here, there)]
+        assert not [
+            (one, other) for (one, here), (other, there) in combinations(boxes, 2) if overlap(here, there)
+        ]
 
 
 # -- the official templates
@@ -407,8 +508,12 @@ def test_every_official_template_becomes_a_prompt_but_those_with_nodes_that_are_
 # -- two instances, and the end
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL] if ALL else [signal.SIGKILL], ids=lambda sign: sign.name)
-def test_a_second_instance_works_beside_the_first_and_its_ranks_die_with_it(server, host, models, truth, sign):
+@pytest.mark.parametrize(
+    "sign", [signal.SIGTERM, signal.SIGKILL] if ALL else [signal.SIGKILL], ids=lambda sign: sign.name
+)
+def test_a_second_instance_works_beside_the_first_and_its_ranks_die_with_it(
+    server, host, models, truth, sign
+):
     with start(host, models) as second:
         assert relative_error(latent(second, graph("second"))[0], truth) <= BOUND
         assert relative_error(latent(server, graph("first", seed=5))[0], truth) <= BOUND

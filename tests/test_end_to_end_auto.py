@@ -13,7 +13,10 @@ from pipemesh.launcher.commands.parity import BOUND, relative_error
 from .conftest import ALL
 from .served import STEPS, graph, latent, start
 
-WORKFLOW = {"nodes": [{"id": 7, "type": "KSampler", "widgets_values": [5, "fixed", 3, 2.0, "euler"]}], "extra": {"ds": {"scale": 0.5}}}
+WORKFLOW = {
+    "nodes": [{"id": 7, "type": "KSampler", "widgets_values": [5, "fixed", 3, 2.0, "euler"]}],
+    "extra": {"ds": {"scale": 0.5}},
+}
 
 
 def switch(server, on):
@@ -55,13 +58,17 @@ def test_a_stock_graph_runs_in_the_pool_without_an_edit_and_its_client_is_told_t
     before, (ours, parallel) = runs(auto), latent(auto, nodes)
     assert runs(auto) > before
     began = runs(auto)
-    assert not auto.run(nodes).ticks and runs(auto) == began, "nothing has changed, so ComfyUI runs nothing again"
+    assert not auto.run(nodes).ticks and runs(auto) == began, (
+        "nothing has changed, so ComfyUI runs nothing again"
+    )
     switch(auto, False)
     truth, stock = latent(auto, anew(nodes))
     assert runs(auto) == began
     assert relative_error(ours, truth) <= BOUND
     told = [tick for tick in parallel.ticks if tick.node == "12:sampler"]
-    assert [(tick.value, tick.maximum) for tick in told] == [(tick.value, tick.maximum) for tick in stock.ticks]
+    assert [(tick.value, tick.maximum) for tick in told] == [
+        (tick.value, tick.maximum) for tick in stock.ticks
+    ]
     assert len(parallel.previews) == len(stock.previews) >= STEPS
 
 
@@ -72,9 +79,16 @@ def custom(name, seed):
         "noise": node("RandomNoise", noise_seed=seed),
         "solver": node("KSamplerSelect", sampler_name="dpmpp_2m"),
         "sigmas": node("BasicScheduler", model=["unet", 0], scheduler="simple", steps=STEPS, denoise=1.0),
-        "guider": node("CFGGuider", model=["unet", 0], positive=["positive", 0], negative=["negative", 0], cfg=3.0),
+        "guider": node(
+            "CFGGuider", model=["unet", 0], positive=["positive", 0], negative=["negative", 0], cfg=3.0
+        ),
     }
-    links = {"noise": ["noise", 0], "guider": ["guider", 0], "sampler": ["solver", 0], "sigmas": ["sigmas", 0]}
+    links = {
+        "noise": ["noise", 0],
+        "guider": ["guider", 0],
+        "sampler": ["solver", 0],
+        "sigmas": ["sigmas", 0],
+    }
     nodes["sampler"] = node("SamplerCustomAdvanced", latent_image=["empty", 0], **links)
     return nodes
 
@@ -93,7 +107,9 @@ def picture(server, nodes, name):
     """Queues with a workflow, as the frontend does; returns the pictures that were saved."""
     nodes["picture"] = node("TestPicture", samples=["sampler", 0])
     nodes["png"] = node("SaveImage", images=["picture", 0], filename_prefix=name)
-    prompt = server.post("/prompt", {"prompt": nodes, "extra_data": {"extra_pnginfo": {"workflow": WORKFLOW}}})["prompt_id"]
+    prompt = server.post(
+        "/prompt", {"prompt": nodes, "extra_data": {"extra_pnginfo": {"workflow": WORKFLOW}}}
+    )["prompt_id"]
     until = time.monotonic() + 60
     while not (done := server.get(f"/history/{prompt}")):
         assert time.monotonic() < until
@@ -126,7 +142,12 @@ def queued(image):
     have changed: stand-ins of the tests do.
     """
     prompt = json.loads(image.text["prompt"])
-    return json.dumps({name: {key: value for key, value in one.items() if key != "is_changed"} for name, one in prompt.items()})
+    return json.dumps(
+        {
+            name: {key: value for key, value in one.items() if key != "is_changed"}
+            for name, one in prompt.items()
+        }
+    )
 
 
 def difference(one, other):
@@ -146,12 +167,15 @@ def test_a_unets_prompts_go_to_groups_without_a_node_in_the_graph(auto):
     assert relative_error(ours, latent(auto, anew(nodes("unet_stock")))[0]) <= BOUND
 
 
-@pytest.mark.skipif(not ALL, reason="long: in one process a few are in test_auto.py, here with PIPEMESH_TEST_ALL=1")
+@pytest.mark.skipif(
+    not ALL, reason="long: in one process a few are in test_auto.py, here with PIPEMESH_TEST_ALL=1"
+)
 def test_pictures_of_fifty_prompts_on_and_off_in_turn_are_equal(auto):
     nodes, taken = graph("fifty", parallel=False, seed=91), []
     for number in range(50):
         switch(auto, number % 2 == 0)
-        nodes["sampler"]["inputs"]["denoise"] = 1.0 - number * 1e-6  # the same to samplers, but for what ComfyUI has kept
+        # The same to samplers, but for what ComfyUI has kept
+        nodes["sampler"]["inputs"]["denoise"] = 1.0 - number * 1e-6
         before = runs(auto)
         taken.append(picture(auto, nodes, "fifty"))
         assert (runs(auto) > before) == (number % 2 == 0)
@@ -159,8 +183,18 @@ def test_pictures_of_fifty_prompts_on_and_off_in_turn_are_equal(auto):
 
 
 KINDS = {  # kind -> loader, what is between it and the sampler, of how many prompts, why it is on one GPU
-    "no_plan": (("TestWithoutPlan", {"unet_name": "model.safetensors"}), (), 2, "Unplanned has no token plan"),
-    "patch": (None, [("TestAttentionPatch", {})], 2, "halved_keys (patches/attn1_patch) runs inside the model's blocks"),
+    "no_plan": (
+        ("TestWithoutPlan", {"unet_name": "model.safetensors"}),
+        (),
+        2,
+        "Unplanned has no token plan",
+    ),
+    "patch": (
+        None,
+        [("TestAttentionPatch", {})],
+        2,
+        "halved_keys (patches/attn1_patch) runs inside the model's blocks",
+    ),
     "unet": (("TestUNet", {}), (), 1, "UNetModel has no token plan"),
 }
 
@@ -180,7 +214,9 @@ def test_what_cannot_be_honoured_runs_on_one_gpu_and_its_node_says_why(auto, kin
     (notice,) = [event.data for event in result.events if event.type == "pipemesh.notice"]
     assert notice["node"] == "sampler" and notice["prompt"] == result.prompt_id
     assert notice["text"].startswith("On one GPU: ") and sentence in notice["text"]
-    assert any(event.image.endswith(notice["text"].encode()) for event in result.events if event.type == "binary 3")
+    assert any(
+        event.image.endswith(notice["text"].encode()) for event in result.events if event.type == "binary 3"
+    )
     assert notice == auto.get("/pipemesh/report")["notices"][0]
     switch(auto, False)
     assert torch.equal(latent(auto, anew(nodes(f"{kind}_stock")))[0], ours)
@@ -192,7 +228,12 @@ def test_an_error_names_the_node_as_stock_does(auto):
     ours = auto.run(nodes).error
     switch(auto, False)
     stock = auto.run(anew(nodes)).error
-    assert (ours.kind, ours.node, ours.class_type, ours.message) == (stock.kind, stock.node, stock.class_type, stock.message)
+    assert (ours.kind, ours.node, ours.class_type, ours.message) == (
+        stock.kind,
+        stock.node,
+        stock.class_type,
+        stock.message,
+    )
     assert (stock.kind, stock.node) == ("failed", "sampler")
 
 
@@ -204,7 +245,8 @@ def test_the_browser_gets_the_switch_and_its_texts(server):
 
 
 QUESTIONS = 1000 if ALL else 60
-FREE = ("free", "ram_free", "vram_free", "torch_vram_free")  # of all that is asked, what may differ from one moment to the next
+# Of all that is asked, what may differ from one moment to the next
+FREE = ("free", "ram_free", "vram_free", "torch_vram_free")
 
 
 def without_free(tree):
@@ -217,8 +259,14 @@ def memory(server):
     """What the routes say of this machine's memory: the answers, and the (free, total) in them."""
     stats, devices = server.get("/system_stats"), server.get("/pipemesh/status")["devices"]
     pairs = [(stats["system"]["ram_free"], stats["system"]["ram_total"])]
-    pairs += [(one[f"{kind}_free"], one[f"{kind}_total"]) for one in stats["devices"] for kind in ("vram", "torch_vram")]
-    return without_free([stats, devices]), pairs + [(one["free"], one["total"]) for one in devices if one["total"] is not None]
+    pairs += [
+        (one[f"{kind}_free"], one[f"{kind}_total"])
+        for one in stats["devices"]
+        for kind in ("vram", "torch_vram")
+    ]
+    return without_free([stats, devices]), pairs + [
+        (one["free"], one["total"]) for one in devices if one["total"] is not None
+    ]
 
 
 def test_while_a_layout_is_chosen_all_routes_answer_as_when_nothing_is(auto):
@@ -228,12 +276,21 @@ def test_while_a_layout_is_chosen_all_routes_answer_as_when_nothing_is(auto):
     def ask(event):
         if event.type == "executing" and event.data.get("node") == "sampler":
             began = runs(auto)
-            while runs(auto) == began and not auto.get("/pipemesh/status")["current_run"] and len(answers) < QUESTIONS:
+            while (
+                runs(auto) == began
+                and not auto.get("/pipemesh/status")["current_run"]
+                and len(answers) < QUESTIONS
+            ):
                 answers.append(memory(auto))
 
     while len(answers) < QUESTIONS:  # each size is counted anew
         began, pixels = len(answers), next(sizes)
-        assert auto.run(graph(f"asked_{pixels}", parallel=False, pixels=pixels, steps=2, seed=77), on_event=ask).error is None
+        assert (
+            auto.run(
+                graph(f"asked_{pixels}", parallel=False, pixels=pixels, steps=2, seed=77), on_event=ask
+            ).error
+            is None
+        )
         assert len(answers) > began, "nobody was asked before the run began"
     assert all(said == before for said, _ in answers)
     assert all(0 <= free <= total for _, pairs in answers for free, total in pairs)

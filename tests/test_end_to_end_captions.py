@@ -18,7 +18,9 @@ def trained(server):
 def test_a_caption_of_a_linked_node_is_drawn_as_it_says_and_alike_by_two_ranks(server):
     pool = {"devices": "cpu", "ulysses": 2, "backend": "auto", "layout": "by hand"}
     stock, ours = (showcase.draw(server, CAPTION, each) for each in (None, pool))
-    assert stock.picture.size == (SIDE, SIDE) and len(stock.steps_s) == len(ours.steps_s) == showcase.STEPS - 1
+    assert (
+        stock.picture.size == (SIDE, SIDE) and len(stock.steps_s) == len(ours.steps_s) == showcase.STEPS - 1
+    )
     (decibels,) = showcase.decibels([ours], [stock])
     assert decibels >= 70
     shown = numpy.asarray(stock.picture, dtype=float)

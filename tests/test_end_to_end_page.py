@@ -18,11 +18,21 @@ pytestmark = pytest.mark.browser
 
 SUCCESS = ["execution_success", ""]
 POOL = "app.graph.nodes.find(node => node.type == 'PipeMeshPool')"
-SHOWN = f"{POOL}.widgets.filter(widget => !widget.hidden && widget.name != 'pick').map(widget => [widget.name, widget.value])"
-CLEAR = "const last = app.graph.last_node_id; app.graph.clear(); app.graph.last_node_id = last + 1"  # the page keeps values by ids
+SHOWN = (
+    f"{POOL}.widgets.filter(widget => !widget.hidden && widget.name != 'pick').map(widget => [widget.name,"
+    " widget.value])"
+)
+# The page keeps values by ids
+CLEAR = "const last = app.graph.last_node_id; app.graph.clear(); app.graph.last_node_id = last + 1"
 NEW = f"(() => {{ {CLEAR}; app.graph.add(LiteGraph.createNode('PipeMeshPool')); return true }})()"
-CHOOSE = f"(() => {{ const one = {POOL}.widgets.find(widget => widget.name == 'layout'); one.value = %s; one.callback(one.value) }})()"
-QUEUED = "(async () => Object.values((await app.graphToPrompt()).output).find(one => one.class_type == 'PipeMeshPool').inputs)()"
+CHOOSE = (
+    f"(() => {{ const one = {POOL}.widgets.find(widget => widget.name == 'layout'); one.value = %s;"
+    " one.callback(one.value) })()"
+)
+QUEUED = (
+    "(async () => Object.values((await app.graphToPrompt()).output).find(one => one.class_type =="
+    " 'PipeMeshPool').inputs)()"
+)
 OVERRULED = """(() => {
   const real = window.realFetch = window.fetch, said = JSON.stringify({ auto: { on: false, unavailable: %s } })
   window.fetch = (path, ...rest) => String(path).includes('/pipemesh/status') ? Promise.resolve(new Response(said)) : real(path, ...rest)
@@ -82,7 +92,9 @@ def numbered(nodes):
     """The page takes numbers for ids only."""
     ids, text = {name: str(number) for number, name in enumerate(nodes, 1)}, json.dumps(nodes)
     for name, number in ids.items():
-        text = text.replace(f'["{name}", 0]', f'["{number}", 0]').replace(f'"{name}": {{"class_type"', f'"{number}": {{"class_type"')
+        text = text.replace(f'["{name}", 0]', f'["{number}", 0]').replace(
+            f'"{name}": {{"class_type"', f'"{number}": {{"class_type"'
+        )
     return json.loads(text)
 
 
@@ -109,7 +121,10 @@ def test_a_page_of_a_server_where_the_pack_failed_has_no_sidebar_and_no_setting_
 def test_the_switch_in_the_settings_reaches_the_server_and_a_node_on_one_gpu_has_a_badge(server, page):
     assert page.evaluate("app.extensionManager.setting.get('PipeMesh.Auto')") is False
     page.set("PipeMesh.Auto", True)
-    assert server.get("/settings")["PipeMesh.Auto"] is True and server.get("/pipemesh/status")["auto"]["on"] is True
+    assert (
+        server.get("/settings")["PipeMesh.Auto"] is True
+        and server.get("/pipemesh/status")["auto"]["on"] is True
+    )
     page.load(without_plan(seed=201), "switch")
     assert page.evaluate(BADGED) == []
     assert page.run() == SUCCESS
@@ -146,7 +161,9 @@ def test_an_official_template_runs_on_all_devices_as_it_is_where_auto_mode_is_on
     assert last_runs(server) - before and page.evaluate(BADGED) == []
 
 
-def test_an_official_template_that_cannot_runs_on_one_gpu_with_a_badge_and_a_notice_that_says_why(server, page, template):
+def test_an_official_template_that_cannot_runs_on_one_gpu_with_a_badge_and_a_notice_that_says_why(
+    server, page, template
+):
     template("video_causal_forcing_i2v")
     before, prompt = last_runs(server), page.queue()
     page.until(f"({BADGED}).length")
@@ -182,14 +199,12 @@ def test_a_new_pool_node_is_folded_and_unfolds(page):
 
 def test_the_title_of_parallelize_has_room(page):
     page.load(numbered(graph("page")), "title")
-    size, title = page.evaluate(
-        """(() => {
+    size, title = page.evaluate("""(() => {
           const node = app.graph.nodes.find(node => node.type == 'PipeMeshParallelize')
           const pen = document.createElement('canvas').getContext('2d')
           pen.font = node.titleFontStyle ?? '14px Arial'
           return [node.size[0], pen.measureText(node.title).width]
-        })()"""
-    )
+        })()""")
     assert size >= title + 60  # the button before it and the margin behind it
 
 
@@ -201,13 +216,20 @@ PICTURE = f"({REPORT}.imgs?.length || document.querySelector(`[data-node-id='${{
 def reported(name, stages=1, **kwargs):
     """A workflow of a run with its Report behind it."""
     nodes = graph(name, **kwargs)
-    nodes["pool"]["inputs"] |= {"layout": "by hand", **({"ulysses": 1, "pipefusion": stages} if stages > 1 else {})}
-    return numbered({**nodes, "report": {"class_type": "PipeMeshReport", "inputs": {"latent": ["sampler", 0]}}})
+    nodes["pool"]["inputs"] |= {
+        "layout": "by hand",
+        **({"ulysses": 1, "pipefusion": stages} if stages > 1 else {}),
+    }
+    return numbered(
+        {**nodes, "report": {"class_type": "PipeMeshReport", "inputs": {"latent": ["sampler", 0]}}}
+    )
 
 
 def test_the_report_is_there_again_after_the_page_was_loaded_anew(page):
     page.load(reported("report_kept", seed=203), "report")
-    saved = page.evaluate("(() => { const saved = app.rootGraph.serialize(); saved.id = crypto.randomUUID(); return saved })()")
+    saved = page.evaluate(
+        "(() => { const saved = app.rootGraph.serialize(); saved.id = crypto.randomUUID(); return saved })()"
+    )
     page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
     assert not page.evaluate(SAID)
     assert page.run() == SUCCESS
@@ -217,11 +239,15 @@ def test_the_report_is_there_again_after_the_page_was_loaded_anew(page):
     page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
     page.until(f"{SAID} == {json.dumps(said)}")
     page.evaluate(f"app.loadGraphData({json.dumps({**saved, 'id': '11111111-1111-4111-8111-111111111111'})})")
-    page.evaluate("(async () => { for (let asked = 0; asked < 3; asked++) await fetch('/history?max_items=20') })()")
+    page.evaluate(
+        "(async () => { for (let asked = 0; asked < 3; asked++) await fetch('/history?max_items=20') })()"
+    )
     assert not page.evaluate(SAID), "another workflow's"
 
 
-def test_the_report_keeps_its_size_above_a_picture_and_wraps_long_sentences_in_both_forms_of_nodes(page, screens):
+def test_the_report_keeps_its_size_above_a_picture_and_wraps_long_sentences_in_both_forms_of_nodes(
+    page, screens
+):
     page.resize(1280, 1200)
     try:
         for form in ("canvas", "vue"):
@@ -232,7 +258,9 @@ def test_the_report_keeps_its_size_above_a_picture_and_wraps_long_sentences_in_b
             page.until(f"{SAID}.includes('Last run: ') && {PICTURE}")
             area = f"[...document.querySelectorAll('textarea')].find(area => area.value == {SAID})"
             page.until(f"{area}.offsetHeight >= 300")
-            style = page.evaluate(f"(({{ whiteSpace, fontFamily }}) => [whiteSpace, fontFamily])(getComputedStyle({area}))")
+            style = page.evaluate(
+                f"(({{ whiteSpace, fontFamily }}) => [whiteSpace, fontFamily])(getComputedStyle({area}))"
+            )
             assert style == ["pre-wrap", "monospace"]
             pictured(page, REPORT, screens / f"report-{form}.png")
     finally:
@@ -243,7 +271,9 @@ def test_the_report_keeps_its_size_above_a_picture_and_wraps_long_sentences_in_b
 def test_a_pool_node_shows_its_inputs_folded_and_by_hand_in_both_forms_of_nodes(page, screens, palette):
     page.resize(1280, 900)
     page.set("Comfy.ColorPalette", palette)
-    page.until(f"document.documentElement.classList.contains('dark-theme') == {json.dumps(palette == 'dark')}")
+    page.until(
+        f"document.documentElement.classList.contains('dark-theme') == {json.dumps(palette == 'dark')}"
+    )
     try:
         for form in ("canvas", "vue"):
             page.set("Comfy.VueNodes.Enabled", form == "vue")
@@ -281,13 +311,20 @@ REACHED = """(() => {
 def test_a_mistake_in_the_pool_is_one_sentence_that_is_seen(page):
     page.evaluate(MISTAKE)
     page.evaluate("(() => { app.queuePrompt(0) })()")
-    sentence = "ulysses 3 = 3 ranks, 2 devices listed (cpu, cpu): list one device per rank, or choose ulysses 2 or ring 2."
+    sentence = (
+        "ulysses 3 = 3 ranks, 2 devices listed (cpu, cpu): list one device per rank, or choose ulysses 2 or"
+        " ring 2."
+    )
     page.until(f"document.body.innerText.includes({json.dumps(sentence)})")
-    page.until("[...document.querySelectorAll('button')].some(one => one.textContent.trim() == 'View details')")
+    page.until(
+        "[...document.querySelectorAll('button')].some(one => one.textContent.trim() == 'View details')"
+    )
     assert page.evaluate(REACHED), "what ComfyUI itself says of it is not covered"
     page.evaluate("document.querySelector('.pipemesh-mistake button').click()")
     assert sentence not in page.evaluate("document.body.innerText")
-    (errors,) = page.evaluate("Object.values(app.lastNodeErrors).map(node => node.errors.map(error => error.details))")
+    (errors,) = page.evaluate(
+        "Object.values(app.lastNodeErrors).map(node => node.errors.map(error => error.details))"
+    )
     assert len(errors) == 1 and errors[0].endswith(sentence)
 
 
@@ -296,7 +333,9 @@ def test_devices_are_chosen_from_a_list_of_those_that_are_there_and_the_list_is_
     page.until(f"{POOL}.widgets.some(widget => widget.name == 'pick')")
     choices = page.evaluate(f"{POOL}.widgets.find(widget => widget.name == 'pick').options.values")
     shown, everything, cpu = choices
-    assert shown == page.evaluate(f"{POOL}.widgets.find(widget => widget.name == 'pick').value"), "what is shown is one of the choices"
+    assert shown == page.evaluate(f"{POOL}.widgets.find(widget => widget.name == 'pick').value"), (
+        "what is shown is one of the choices"
+    )
     assert cpu.startswith("cpu · CPU, ") and cpu.endswith(" GiB")
     said = []
     for choice in (cpu, cpu, cpu, everything):
@@ -319,14 +358,21 @@ def test_a_workflow_saved_by_0_1_opens_unfolded_and_is_queued_as_it_was(server, 
     saved = json.loads((SAVED / f"{name}.json").read_text(encoding="utf-8"))
     page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
     (values,) = (node["widgets_values"] for node in saved["nodes"] if node["type"] == "PipeMeshPool")
-    inputs, names = page.evaluate(QUEUED), ("devices", "ulysses", "backend", "ring", "pipefusion", "patches", "warm_up", "stages")
+    inputs, names = (
+        page.evaluate(QUEUED),
+        ("devices", "ulysses", "backend", "ring", "pipefusion", "patches", "warm_up", "stages"),
+    )
     assert {name: inputs[name] for name in names[: len(values)]} == dict(zip(names, values, strict=False))
     assert inputs["layout"] == "by hand" and ["ulysses", inputs["ulysses"]] in page.evaluate(SHOWN)
     queued = page.evaluate("(async () => (await app.graphToPrompt()).output)()")
-    assert inputs_of(queued) == inputs_of(api_prompt(saved, server.get("/object_info"))), "what test_end_to_end_saved.py runs"
+    assert inputs_of(queued) == inputs_of(api_prompt(saved, server.get("/object_info"))), (
+        "what test_end_to_end_saved.py runs"
+    )
 
 
-@pytest.mark.parametrize(("layout", "opened"), [({}, "by hand"), ({"layout": "auto"}, "auto"), ({"layout": "by hand"}, "by hand")])
+@pytest.mark.parametrize(
+    ("layout", "opened"), [({}, "by hand"), ({"layout": "auto"}, "auto"), ({"layout": "by hand"}, "by hand")]
+)
 def test_a_prompt_opens_as_the_layout_that_it_runs_in_on_the_server(page, layout, opened):
     """One of 0.1 has no layout, and says its degrees."""
     prompt = reported("opened", seed=205)
@@ -338,7 +384,10 @@ def test_a_prompt_opens_as_the_layout_that_it_runs_in_on_the_server(page, layout
     assert queued["layout"] == opened
     assert {name: queued[name] for name in inputs} == inputs
     page.evaluate("void app.graph.add(LiteGraph.createNode('PipeMeshPool'))")
-    assert page.evaluate("app.graph.nodes.at(-1).widgets.find(widget => widget.name == 'layout').value") == "auto", "of a new node"
+    assert (
+        page.evaluate("app.graph.nodes.at(-1).widgets.find(widget => widget.name == 'layout').value")
+        == "auto"
+    ), "of a new node"
 
 
 def inputs_of(prompt):
@@ -352,7 +401,9 @@ EXAMPLES = Path(__file__).parents[1] / "example_workflows"
 def test_an_example_opens_with_every_node_and_link_and_is_queued_as_it_says(page, name):
     saved = json.loads((EXAMPLES / f"{name}.json").read_text(encoding="utf-8"))
     page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
-    assert page.evaluate("app.graph.nodes.map(node => node.type).sort()") == sorted(node["type"] for node in saved["nodes"])
+    assert page.evaluate("app.graph.nodes.map(node => node.type).sort()") == sorted(
+        node["type"] for node in saved["nodes"]
+    )
     assert page.evaluate("[...app.graph.links.values()].length") == len(saved["links"])
     queued = page.evaluate("(async () => (await app.graphToPrompt()).output)()")
     linked = sum(isinstance(value, list) for node in queued.values() for value in node["inputs"].values())

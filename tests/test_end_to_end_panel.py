@@ -24,7 +24,10 @@ pytestmark = pytest.mark.browser
 LOCALES = Path(__file__).parents[1] / "locales"
 PANEL = "document.querySelector('.pipemesh')"
 TEXT = f"{PANEL}.innerText"
-OPEN = "(tabs => tabs.activeSidebarTabId == 'pipemesh' || tabs.toggleSidebarTab('pipemesh'))(app.extensionManager.sidebarTab)"
+OPEN = (
+    "(tabs => tabs.activeSidebarTabId == 'pipemesh' ||"
+    " tabs.toggleSidebarTab('pipemesh'))(app.extensionManager.sidebarTab)"
+)
 SEEN = """(() => {
   const at = document.querySelector('.pipemesh').getBoundingClientRect()
   return [at.x, at.y, at.width, Math.min(at.height, window.innerHeight - at.y)]
@@ -37,8 +40,14 @@ SAYS = """(() => {
   const real = window.realFetch ??= window.fetch, said = JSON.stringify(%s)
   window.fetch = (path, ...rest) => String(path).includes('/pipemesh/status') ? Promise.resolve(new Response(said)) : real(path, ...rest)
 })()"""
-SHARES = "[...document.querySelectorAll('.pipemesh .bar > [class^=axis]')].map(one => parseFloat(one.style.width))"
-UNLIKE = Share("tokens", ("cuda:1", "30 %", "2.3", "cuda:0")), Share("stage", ("1", "2.3")), Share("group", ("cuda:1", "2.3"))
+SHARES = (
+    "[...document.querySelectorAll('.pipemesh .bar > [class^=axis]')].map(one => parseFloat(one.style.width))"
+)
+UNLIKE = (
+    Share("tokens", ("cuda:1", "30 %", "2.3", "cuda:0")),
+    Share("stage", ("1", "2.3")),
+    Share("group", ("cuda:1", "2.3")),
+)
 FITS = "document.querySelector('.pipemesh').scrollWidth <= document.querySelector('.pipemesh').clientWidth"
 LISTEN = """(() => {
   const api = window.comfyAPI.api.api, panel = document.querySelector('.pipemesh')
@@ -93,7 +102,9 @@ def shown(page, text):
 
 
 @pytest.mark.parametrize("layout", ["by hand", "auto"])
-def test_a_run_is_seen_to_go_on_from_the_click_until_its_first_step_and_then_in_the_panel(server, page, layout):
+def test_a_run_is_seen_to_go_on_from_the_click_until_its_first_step_and_then_in_the_panel(
+    server, page, layout
+):
     """Where workers have to start, and a layout to be chosen. That the cadence is kept whatever
     takes long is in test_waiting.py.
     """
@@ -114,7 +125,14 @@ def test_a_run_is_seen_to_go_on_from_the_click_until_its_first_step_and_then_in_
     assert page.evaluate("window.said.some(text => text.includes('About '))"), "how long it takes still"
     assert page.evaluate("window.said.some(text => text.includes('PipeMesh: '))"), "what is waited for"
     why = "2 ranks share the tokens" if layout == "by hand" else "Layout: "
-    for text in ("Nothing samples in a pool.", "s per step", "model.safetensors", "Rank 0 on cpu", "ready", why):
+    for text in (
+        "Nothing samples in a pool.",
+        "s per step",
+        "model.safetensors",
+        "Rank 0 on cpu",
+        "ready",
+        why,
+    ):
         shown(page, text)
 
 
@@ -129,7 +147,10 @@ def test_it_can_be_read_in_light_and_dark_and_fits_320_pixels(server, page, scre
     latent(server, graph("panel_shown", pixels=LARGE, seed=102))
     page.set("Comfy.ColorPalette", palette)
     shown(page, "timed here")
-    page.until(f"['Nothing samples in a pool.', '2 ranks share the tokens', 'ready', 'Models:'].every(one => {TEXT}.includes(one))")
+    page.until(
+        "['Nothing samples in a pool.', '2 ranks share the tokens', 'ready', 'Models:'].every(one =>"
+        f" {TEXT}.includes(one))"
+    )
     assert page.evaluate(CONTRAST) >= 4.5
     page.screenshot(screens / f"panel-{palette}.png", page.evaluate(SEEN))
     for width in (320, 240):
@@ -163,7 +184,10 @@ def test_why_a_layout_was_chosen_and_others_were_not_is_shown_in_every_language(
 def speak(page, language):
     """Without loading the page anew: what is open follows."""
     page.set("Comfy.Locale", language)
-    shown(page, json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["pipemesh"]["auto_off"])
+    shown(
+        page,
+        json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["pipemesh"]["auto_off"],
+    )
 
 
 def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page, screens):
@@ -171,7 +195,10 @@ def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page,
     made = example()
     pool, figures = made["pools"][0], made["last_runs"][0]["figures"]
     pool["shares"] = [asdict(share) for share in UNLIKE]
-    figures |= {"exchange_share": 0.15, "exchange_by_axis": {axis: 0.01 * number for number, axis in enumerate(AXES, 1)}}
+    figures |= {
+        "exchange_share": 0.15,
+        "exchange_by_axis": {axis: 0.01 * number for number, axis in enumerate(AXES, 1)},
+    }
     texts = json.loads((LOCALES / "en" / "main.json").read_text(encoding="utf-8"))["pipemesh"]
     page.evaluate(SAYS % json.dumps(made))
     try:
@@ -179,11 +206,16 @@ def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page,
             shown(page, filled(texts[f"share_{share.word}"], share.values))
         for axis, number in zip(AXES, range(1, 6), strict=True):
             shown(page, f"{texts[f'axis_{axis}']}\n{number}.0 %")
-        assert page.evaluate(SHARES) == pytest.approx([5, 4, 3, 2, 1], abs=0.1), "the bar has each, the largest first"
+        assert page.evaluate(SHARES) == pytest.approx([5, 4, 3, 2, 1], abs=0.1), (
+            "the bar has each, the largest first"
+        )
         shown(page, "Communication: 15 % of the time")
         for palette in ("light", "dark"):
             page.set("Comfy.ColorPalette", palette)
-            page.until(f"document.documentElement.classList.contains('dark-theme') == {json.dumps(palette == 'dark')}")
+            page.until(
+                "document.documentElement.classList.contains('dark-theme') =="
+                f" {json.dumps(palette == 'dark')}"
+            )
             page.evaluate(NARROW % 320)
             assert page.evaluate(FITS) and page.evaluate(CONTRAST) >= 4.5
             page.screenshot(screens / f"panel-unlike-{palette}.png", page.evaluate(SEEN))
@@ -210,7 +242,13 @@ def test_a_dead_worker_is_shown_and_started_again_from_there(server, page, scree
     os.kill(before[1], signal.SIGKILL)
     shown(page, "Rank 1 on cpu was killed")
     assert "failed" in [pool["state"] for pool in server.get("/pipemesh/status")["pools"]]
-    assert page.evaluate("[...document.querySelectorAll('.pipemesh .fault button')].filter(one => !one.ariaDisabled).length") == 3
+    assert (
+        page.evaluate(
+            "[...document.querySelectorAll('.pipemesh .fault button')].filter(one =>"
+            " !one.ariaDisabled).length"
+        )
+        == 3
+    )
     page.screenshot(screens / "panel-dead.png", page.evaluate(SEEN))
     page.evaluate(PRESS % json.dumps(button))
     page.until(f"!{TEXT}.includes('was killed')")
@@ -225,12 +263,17 @@ def test_layouts_that_are_not_running_are_gone(server, page):
         nodes["pool"]["inputs"] |= {"layout": "by hand", "ulysses": 2 // ring, "ring": ring}
         latent(server, nodes)
     shown(page, "ring 2 = 2 ranks")
-    assert page.evaluate("[...document.querySelectorAll('.pipemesh .card strong')].map(one => one.textContent)") == ["ring 2 = 2 ranks"]
+    assert page.evaluate(
+        "[...document.querySelectorAll('.pipemesh .card strong')].map(one => one.textContent)"
+    ) == ["ring 2 = 2 ranks"]
     server.post(f"/pipemesh/pools/{live_id(server)}/release", {})
     shown(page, "No pool is up")
 
 
-ENABLED = "[...document.querySelectorAll('.pipemesh button')].some(one => one.textContent == '%s' && !one.ariaDisabled)"
+ENABLED = (
+    "[...document.querySelectorAll('.pipemesh button')].some(one => one.textContent == '%s' &&"
+    " !one.ariaDisabled)"
+)
 
 
 def live_id(server):
@@ -245,7 +288,8 @@ COUNTED = """(() => {
 GETS = "window.asked.filter(([method, path]) => method == 'GET' && path.includes('/pipemesh/status')).length"
 POSTS = "window.asked.filter(([method, path]) => method == 'POST' && path.includes('/pipemesh/pools')).length"
 HIDDEN = (
-    "(Object.defineProperty(document, 'hidden', { value: %s, configurable: true }), document.dispatchEvent(new Event('visibilitychange')))"
+    "(Object.defineProperty(document, 'hidden', { value: %s, configurable: true }),"
+    " document.dispatchEvent(new Event('visibilitychange')))"
 )
 EVENT = "window.comfyAPI.api.api.dispatchEvent(new CustomEvent('status', { detail: null }))"
 CLOSE = "app.extensionManager.sidebarTab.toggleSidebarTab('pipemesh')"
@@ -289,13 +333,17 @@ def test_a_double_click_acts_once_and_a_refusal_without_a_sentence_is_one(server
     page.until(ENABLED % "Unload models")
     page.evaluate(COUNTED)
     try:
-        twice = "((one) => (one.click(), one.click()))([...document.querySelectorAll('.pipemesh button')].find(%s))"
+        twice = (
+            "((one) => (one.click(), one.click()))([...document.querySelectorAll('.pipemesh"
+            " button')].find(%s))"
+        )
         page.evaluate(twice % "one => one.textContent == 'Unload models'")
         page.until(f"!{TEXT}.includes('Models:')")
         assert page.evaluate(POSTS) == 1
         page.evaluate(
-            "(() => { const before = window.fetch; window.fetch = (path, ...rest) => rest[0]?.method == 'POST' "
-            "? Promise.resolve(new Response('', { status: window.code })) : before(path, ...rest) })()"
+            "(() => { const before = window.fetch; window.fetch = (path, ...rest) => rest[0]?.method =="
+            " 'POST' ? Promise.resolve(new Response('', { status: window.code })) : before(path, ...rest)"
+            " })()"
         )
         for code, sentence in (
             (403, "ComfyUI took this page for one of another address (HTTP 403)"),

@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 
 KEPT, EXAMPLES = Path(__file__).with_name("saved"), Path(__file__).parents[1] / "example_workflows"
 SAVED = {  # of 0.1 -> the layout that it says, and the same workflow as it is made today
-    "workflow_0_1": ("ulysses 2 = 2 ranks", EXAMPLES / "PipeMesh Flux text to image.json"),  # when the pool had three inputs
-    "workflow_0_1_stages": ("pipefusion 2 = 2 ranks", KEPT / "workflow_0_1_stages.json"),  # with eight, and the pack's own sampler
+    # When the pool had three inputs
+    "workflow_0_1": ("ulysses 2 = 2 ranks", EXAMPLES / "PipeMesh Flux text to image.json"),
+    # With eight, and the pack's own sampler
+    "workflow_0_1_stages": ("pipefusion 2 = 2 ranks", KEPT / "workflow_0_1_stages.json"),
 }
 WHOLE = 1.0  # denoise; a little less is the same to ComfyUI, but for what it keeps of a prompt before
 
@@ -58,7 +60,11 @@ def of_today(nodes):
 
 def without_the_pack(nodes):
     """Every MODEL comes as it is before PipeMesh Parallelize, and goes to a stock sampler."""
-    before = {key: node["inputs"]["model"] for key, node in nodes.items() if node["class_type"] == "PipeMeshParallelize"}
+    before = {
+        key: node["inputs"]["model"]
+        for key, node in nodes.items()
+        if node["class_type"] == "PipeMeshParallelize"
+    }
     for key in [*before, *(key for key, node in nodes.items() if node["class_type"] == "PipeMeshPool")]:
         del nodes[key]
     for node in nodes.values():
@@ -74,15 +80,22 @@ def test_every_workflow_that_is_kept_is_run():
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_a_workflow_that_0_1_saved_runs_in_its_layout_and_gives_the_latent_that_it_gives_today(server, sampled, name):
+def test_a_workflow_that_0_1_saved_runs_in_its_layout_and_gives_the_latent_that_it_gives_today(
+    server, sampled, name
+):
     file, (layout, today) = KEPT / f"{name}.json", SAVED[name]
     ours, run = sampled(file)
-    assert {pool["id"]: pool["layout"] for pool in server.get("/pipemesh/status")["pools"]}[run["pool"]] == layout
+    assert {pool["id"]: pool["layout"] for pool in server.get("/pipemesh/status")["pools"]}[
+        run["pool"]
+    ] == layout
     todays, another = sampled(today, of_today)
     assert another["pool"] == run["pool"] and torch.equal(ours, todays)
     in_patches = run["figures"]["in_patches"]
     if in_patches is not None:
-        assert in_patches == another["figures"]["in_patches"] | {"of_schedule": ANY, "lost_ms": ANY} and in_patches["patches"] == 4
+        assert (
+            in_patches == another["figures"]["in_patches"] | {"of_schedule": ANY, "lost_ms": ANY}
+            and in_patches["patches"] == 4
+        )
         return
     stock, in_no_pool = sampled(file, without_the_pack)
     assert in_no_pool is None and relative_error(ours, stock) <= BOUND

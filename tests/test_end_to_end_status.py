@@ -33,7 +33,9 @@ def ready_pool(server):
 
 def ask(server, method, path, headers=SCRIPT):
     """Code and JSON of the answer."""
-    request = Request(f"http://{server.address}{path}", b"" if method == "POST" else None, headers, method=method)
+    request = Request(
+        f"http://{server.address}{path}", b"" if method == "POST" else None, headers, method=method
+    )
     try:
         with urlopen(request) as answer:
             return answer.status, json.loads(answer.read())
@@ -49,12 +51,17 @@ def test_the_status_has_devices_pools_models_and_runs_and_every_name_is_in_the_r
     pool, run = ready_pool(server), now.last_runs[0]
     assert (run.pool, run.title, run.ended is not None) == (pool.id, "model.safetensors", True)
     assert run.figures.evaluations == live_pool(server)["last_run"]["evaluations"]
-    assert [(model.title, model.state) for model in pool.models if model.model == run.model] == [("model.safetensors", "ready")]
+    assert [(model.title, model.state) for model in pool.models if model.model == run.model] == [
+        ("model.safetensors", "ready")
+    ]
     assert now.devices[0].name == "cpu" and 0 < now.devices[0].free < now.devices[0].total
     assert now.current_run is None and not now.auto.on and not now.auto.unavailable
     known = (*fields(example()), *blanks(example()))
-    new = [name for name in fields(said) if not any(name == one or name.startswith(f"{one}/") for one in known)]
-    axes = {axis for name in new for axis in re.findall("/exchange_by_axis/(.*)", name)}  # of earlier runs, in pools of another layout
+    new = [
+        name for name in fields(said) if not any(name == one or name.startswith(f"{one}/") for one in known)
+    ]
+    # Of earlier runs, in pools of another layout
+    axes = {axis for name in new for axis in re.findall("/exchange_by_axis/(.*)", name)}
     assert len(new) == len(axes) and all(f"`{axis}`" in reference() for axis in axes), new
 
 
@@ -117,7 +124,9 @@ def test_amid_a_run_nothing_is_restarted_or_unloaded_and_the_status_tells_the_ru
         if event.type == "executing" and event.data.get("node") == "sampler":
             wait_for_phase(server, "computing")
             runs.append(status(server).current_run)
-            answers.extend(ask(server, "POST", f"/pipemesh/pools/{pool.id}/{act}") for act in ("restart", "unload"))
+            answers.extend(
+                ask(server, "POST", f"/pipemesh/pools/{pool.id}/{act}") for act in ("restart", "unload")
+            )
             server.interrupt()
 
     server.run(graph("asked_amid", pixels=LARGE, steps=20), on_event=look)
@@ -143,7 +152,11 @@ def test_looking_changes_nothing(server, act):
 
 def test_a_page_of_another_origin_gets_no_answer(server):
     before, pool = pids(server), ready_pool(server).id
-    paths = [("GET", "/pipemesh/status"), ("POST", f"/pipemesh/pools/{pool}/restart"), ("POST", f"/pipemesh/pools/{pool}/unload")]
+    paths = [
+        ("GET", "/pipemesh/status"),
+        ("POST", f"/pipemesh/pools/{pool}/restart"),
+        ("POST", f"/pipemesh/pools/{pool}/unload"),
+    ]
     for method, path in paths:
         for headers in (FOREIGN, {"Origin": FOREIGN["Origin"]}, {"Sec-Fetch-Site": "cross-site"}):
             code, said = ask(server, method, path, headers)
@@ -151,7 +164,9 @@ def test_a_page_of_another_origin_gets_no_answer(server):
     for _, path in paths[1:]:
         for headers in ({"Host": "192.168.1.5:8188", "Origin": FOREIGN["Origin"]}, {"Origin": "null"}):
             code, said = ask(server, "POST", path, headers | SCRIPT)
-            assert (code, list(said)) == (403, ["error"]) and said["error"].startswith(f"The page is of {headers['Origin']} and ")
+            assert (code, list(said)) == (403, ["error"]) and said["error"].startswith(
+                f"The page is of {headers['Origin']} and "
+            )
     assert ready_pool(server).models and pids(server) == before
 
 

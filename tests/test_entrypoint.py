@@ -17,7 +17,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
-LINUX = "PipeMesh runs on Linux, and this is {}: run ComfyUI on Linux, or remove this folder from custom_nodes."
+LINUX = (
+    "PipeMesh runs on Linux, and this is {}: run ComfyUI on Linux, or remove this folder from custom_nodes."
+)
 CALL = "PipeMesh needs {}, which this Python {} is built without: run ComfyUI with another Python."
 PIP = "PipeMesh needs {}, missing here: run `python -m pip install -r {}` with ComfyUI's python."
 OLD = "PipeMesh needs ComfyUI 0.30.0 or newer and this is {}: update ComfyUI."
@@ -51,7 +53,9 @@ def on(platform):
 
     def take(monkeypatch):
         monkeypatch.setattr(sys, "platform", platform)
-        without("os.memfd_create", "os.posix_fallocate", *(["fcntl"] if platform == "win32" else []))(monkeypatch)
+        without("os.memfd_create", "os.posix_fallocate", *(["fcntl"] if platform == "win32" else []))(
+            monkeypatch
+        )
 
     return take
 
@@ -64,12 +68,21 @@ LACKING = {
     "fcntl": (without("fcntl"), CALL.format("fcntl.ioctl", VERSION)),
     "torch.distributed": (
         lambda monkeypatch: monkeypatch.setattr("torch.distributed.is_available", lambda: False),
-        f"PipeMesh needs torch.distributed with gloo, which torch {torch.__version__} is built without: install a torch that has it.",
+        (
+            f"PipeMesh needs torch.distributed with gloo, which torch {torch.__version__} is built without:"
+            " install a torch that has it."
+        ),
     ),
     "greenlet": (without("greenlet"), PIP.format("greenlet", REQUIREMENTS)),
     "both requirements": (without("greenlet", "msgspec"), PIP.format("greenlet and msgspec", REQUIREMENTS)),
-    **{f"ComfyUI {version}": (partial(comfyui, version=version), OLD.format(version)) for version in ("0.29.9", "0.3.40", "0.4")},
-    "ComfyUI": (without("comfyui_version"), "PipeMesh runs inside ComfyUI: put this folder into ComfyUI's custom_nodes and start ComfyUI."),
+    **{
+        f"ComfyUI {version}": (partial(comfyui, version=version), OLD.format(version))
+        for version in ("0.29.9", "0.3.40", "0.4")
+    },
+    "ComfyUI": (
+        without("comfyui_version"),
+        "PipeMesh runs inside ComfyUI: put this folder into ComfyUI's custom_nodes and start ComfyUI.",
+    ),
 }
 
 
@@ -98,16 +111,23 @@ def loaded(monkeypatch, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("lacking", LACKING)
-def test_what_is_missing_is_one_sentence_in_the_log_and_nothing_of_comfyui_changes(loaded, monkeypatch, caplog, lacking, tmp_path):
+def test_what_is_missing_is_one_sentence_in_the_log_and_nothing_of_comfyui_changes(
+    loaded, monkeypatch, caplog, lacking, tmp_path
+):
     take, sentence = LACKING[lacking]
     with monkeypatch.context() as there:
         take(there)
         succeeded, has_changed, modules = loaded("pipemesh")
     assert [line for line in caplog.messages if "pipemesh" in line.lower()] == [
-        f"Error while calling comfy_entrypoint in {tmp_path / 'pipemesh'}: {sentence}".replace(str(ROOT), str(tmp_path / "pipemesh"))
+        f"Error while calling comfy_entrypoint in {tmp_path / 'pipemesh'}: {sentence}".replace(
+            str(ROOT), str(tmp_path / "pipemesh")
+        )
     ]
     assert not succeeded and not has_changed, "a page of its own, or nodes"
-    assert {name.rpartition(".")[2] for name in modules if "pipemesh" in name} == {str(tmp_path / "pipemesh"), "needs"}
+    assert {name.rpartition(".")[2] for name in modules if "pipemesh" in name} == {
+        str(tmp_path / "pipemesh"),
+        "needs",
+    }
 
 
 def test_a_comfyui_that_knows_no_extensions_is_told_in_its_log_all_the_same(loaded, monkeypatch, caplog):
@@ -121,7 +141,9 @@ def test_a_comfyui_that_knows_no_extensions_is_told_in_its_log_all_the_same(load
 def test_a_newer_comfyui_is_welcome_whatever_the_folder_is_called(monkeypatch, version, folder):
     comfyui(monkeypatch, version)
     name = f"/some where/custom_nodes/{folder}".replace(".", "_x_")
-    spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+    spec = importlib.util.spec_from_file_location(
+        name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
@@ -131,13 +153,27 @@ def test_a_newer_comfyui_is_welcome_whatever_the_folder_is_called(monkeypatch, v
 @pytest.mark.parametrize(
     ("variable", "value", "sentence"),
     [
-        ("PIPEMESH_STALL_S", "abc", "PIPEMESH_STALL_S is abc: set it to a number of seconds from 1 to 86400."),
+        (
+            "PIPEMESH_STALL_S",
+            "abc",
+            "PIPEMESH_STALL_S is abc: set it to a number of seconds from 1 to 86400.",
+        ),
         ("PIPEMESH_STALL_S", "0", "PIPEMESH_STALL_S is 0: set it to a number of seconds from 1 to 86400."),
-        ("PIPEMESH_STALL_S", "nan", "PIPEMESH_STALL_S is nan: set it to a number of seconds from 1 to 86400."),
-        ("PIPEMESH_LOST_S", "a minute", "PIPEMESH_LOST_S is a minute: set it to a number of seconds from 2 to 120."),
+        (
+            "PIPEMESH_STALL_S",
+            "nan",
+            "PIPEMESH_STALL_S is nan: set it to a number of seconds from 1 to 86400.",
+        ),
+        (
+            "PIPEMESH_LOST_S",
+            "a minute",
+            "PIPEMESH_LOST_S is a minute: set it to a number of seconds from 2 to 120.",
+        ),
     ],
 )
-def test_a_variable_that_cannot_be_read_is_told_when_a_pool_is_to_start_and_the_nodes_load(monkeypatch, caplog, variable, value, sentence):
+def test_a_variable_that_cannot_be_read_is_told_when_a_pool_is_to_start_and_the_nodes_load(
+    monkeypatch, caplog, variable, value, sentence
+):
     from pipemesh.nodes.extension import PipeMeshExtension
     from pipemesh.parallel_runtime.errors import LayoutError
 
@@ -176,6 +212,14 @@ def test_a_second_copy_of_the_pack_is_refused_with_both_folders_and_replaces_not
 def test_importing_the_pack_alone_touches_neither_torch_nor_comfyui(tmp_path):
     import subprocess
 
-    script = f"import sys; sys.path.insert(0, {str(ROOT.parent)!r}); import importlib; importlib.import_module({ROOT.name!r}); "
+    script = (
+        f"import sys; sys.path.insert(0, {str(ROOT.parent)!r}); import importlib;"
+        f" importlib.import_module({ROOT.name!r}); "
+    )
     script += "print([name for name in ('torch', 'comfy', 'aiohttp') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
+        ).stdout.strip()
+        == "[]"
+    )

@@ -33,7 +33,9 @@ def evaluated(pair, client):
 
     def evaluated(change, branch="first"):
         changed = {latent: change(arguments[latent]), **{name: arguments[name] for name in others}}
-        (output,) = client.evaluations.evaluate(client.runs.of(source.model), [Work(changed, (branch,))], never)
+        (output,) = client.evaluations.evaluate(
+            client.runs.of(source.model), [Work(changed, (branch,))], never
+        )
         return output
 
     yield evaluated
@@ -44,7 +46,9 @@ def evaluated(pair, client):
 def test_a_first_output_that_is_not_finite_is_an_error_that_names_the_layout(evaluated, before):
     for branch in before:
         evaluated(lambda x: x, branch)
-    with pytest.raises(ModelError, match=r"from ulysses 2 with whole weights has \d+ of \d+ numbers that are NaN or infinite"):
+    with pytest.raises(
+        ModelError, match=r"from ulysses 2 with whole weights has \d+ of \d+ numbers that are NaN or infinite"
+    ):
         evaluated(lambda x: x.sign() * 3e38)
     assert evaluated(lambda x: x).isfinite().all(), "the pool is usable"
 
@@ -68,7 +72,9 @@ def test_an_output_larger_than_the_latent_is_fetched(pair, client, requests):
     swapped = {name: arguments[name] for name in (timestep, x, *others)}
     requests.clear()
     for branch in ("first", "second"):
-        (output,) = client.evaluations.evaluate(client.runs.of(source.model), [Work(swapped, (branch,))], never)
+        (output,) = client.evaluations.evaluate(
+            client.runs.of(source.model), [Work(swapped, (branch,))], never
+        )
         assert relative_error(output, truth) <= BOUND
     assert requests == {"Forward": 2, "Fetch": 2}
     client.runs.end(source.model)

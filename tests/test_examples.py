@@ -29,17 +29,25 @@ def test_an_example_has_a_thumbnail_a_page_and_a_note_of_the_files_that_it_needs
     needed = [file for one in nodes for file in one["properties"].get("models", ())]
     assert needed
     for file in needed:
-        assert file["url"].endswith(f"/{file['name']}") and file["url"] in note and f"models/{file['directory']}" in note
+        assert (
+            file["url"].endswith(f"/{file['name']}")
+            and file["url"] in note
+            and f"models/{file['directory']}" in note
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_note_tells_of_no_input_of_the_pool_that_the_node_does_not_show(name):
     nodes = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["nodes"]
     (note,) = [one["widgets_values"][0] for one in nodes if one.get("title") == "Read me"]
-    folded = [one for one in nodes if one["type"] == "PipeMeshPool" and LAYOUT_AUTO in one["widgets_values"][8:9]]
+    folded = [
+        one for one in nodes if one["type"] == "PipeMeshPool" and LAYOUT_AUTO in one["widgets_values"][8:9]
+    ]
     told = set(re.findall(r"\*(\w+)\*", note)) & BY_HAND
     assert not (folded and told), told
 
 
 def test_there_is_an_example_for_each_kind_of_use_and_no_page_without_one():
-    assert PAGES.keys() == {"image.md", "video.md", "edit.md", "approximate.md", "auto.md"} and len(NAMES) == len(PAGES)
+    assert PAGES.keys() == {"image.md", "video.md", "edit.md", "approximate.md", "auto.md"} and len(
+        NAMES
+    ) == len(PAGES)

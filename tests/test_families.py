@@ -7,7 +7,15 @@ from functools import partial
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, Bench, Case, conditioning, empty_latent, relative_error, sample
+from pipemesh.launcher.commands.parity import (
+    BOUND,
+    Bench,
+    Case,
+    conditioning,
+    empty_latent,
+    relative_error,
+    sample,
+)
 from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes
 from pipemesh.parallel_runtime.comfy_bridge.in_place import require_unchanged
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
@@ -27,7 +35,10 @@ def bench(clients):
 
 def test_every_plan_is_tried_by_a_sample_of_its_family(bench):
     for family in FAMILIES:
-        tried = [plan_for(type(bench.stock(one.heads[0], one.name).model.diffusion_model)) for one in family.samples]
+        tried = [
+            plan_for(type(bench.stock(one.heads[0], one.name).model.diffusion_model))
+            for one in family.samples
+        ]
         assert all(plan in tried for plan in family.plans) and all(plan in family.plans for plan in tried)
     assert len(SAMPLES) == sum(len(family.samples) for family in FAMILIES), "two samples have the same name"
 
@@ -38,7 +49,9 @@ def test_a_samples_model_has_the_size_that_it_says(bench, name):
     sample_, heads = SAMPLES[name], SAMPLES[name].heads[0]
     size, model = sample_.tiny.size(heads), bench.stock(heads, name).model.diffusion_model
     assert isinstance(size, Size) and size.heads == heads
-    assert tuple(len(model.get_submodule(group.path)) for group in plan_for(type(model)).blocks) == size.blocks
+    assert (
+        tuple(len(model.get_submodule(group.path)) for group in plan_for(type(model)).blocks) == size.blocks
+    )
     assert len(sample_.latents) == 2
 
 
@@ -77,7 +90,16 @@ def test_wans_timestep_of_a_given_frame_matters_so_that_dropping_it_would_show(b
     noise, prompts = comfy.sample.prepare_noise(latent, 7), (conditioning(1, 13), conditioning(2, 7))
     with torch.inference_mode():
         plain = comfy.sample.sample(
-            bench.stock(5, case.family), noise, 4, 1.0, "euler", "simple", *prompts, latent, disable_pbar=True, seed=7
+            bench.stock(5, case.family),
+            noise,
+            4,
+            1.0,
+            "euler",
+            "simple",
+            *prompts,
+            latent,
+            disable_pbar=True,
+            seed=7,
         )
     assert relative_error(plain[:, :, 1:], bench.truth(case)[:, :, 1:]) > 1e-3
 
@@ -88,7 +110,11 @@ def test_sd3_control_residuals_are_sharded_with_their_tokens(bench):
 
     def with_control(model):
         def wrapper(apply_model, options):
-            return apply_model(options["input"], options["timestep"], **{**options["c"], "control": {"output": [residual, None]}})
+            return apply_model(
+                options["input"],
+                options["timestep"],
+                **{**options["c"], "control": {"output": [residual, None]}},
+            )
 
         clone = model.clone()
         clone.set_model_unet_function_wrapper(wrapper)
@@ -104,7 +130,9 @@ def test_sd3_control_residuals_are_sharded_with_their_tokens(bench):
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 3)], ids=["ulysses2", "ulysses3", "ring3"])
 @pytest.mark.parametrize("method", ["offset", "index", "uxo"])
 def test_reference_latents_are_sharded_exactly(bench, layout, method):
-    assert_same(partial(with_references, method=method, channels=16), bench.parallel(5, layout), bench.stock(5))
+    assert_same(
+        partial(with_references, method=method, channels=16), bench.parallel(5, layout), bench.stock(5)
+    )
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (2, 2)], ids=["ulysses2", "ulysses3", "2x2"])
@@ -134,7 +162,9 @@ def test_a_cancel_inside_a_forward_reaches_every_rank_of_the_grid(bench, clients
     latent = torch.zeros(1, 16, 64, 64)
     noise, prompt = comfy.sample.prepare_noise(latent, 7), conditioning(1, 13)
     with pytest.raises(mm.InterruptProcessingException), torch.inference_mode():
-        comfy.sample.sample(parallel, noise, 50, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True, seed=7)
+        comfy.sample.sample(
+            parallel, noise, 50, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True, seed=7
+        )
     monkeypatch.undo()
     assert bench.error(case) <= BOUND
     assert pool.ranks.pids == pids and pool.state == "ready"
@@ -166,11 +196,19 @@ def test_text_that_a_model_prepares_itself_is_prepared_with_its_weight_patches(b
     assert relative_error(sample(with_patched_text(parallel), case), truth) <= BOUND
     assert bench.error(case) <= BOUND
     module = bench.stock(5, "ltx2").model.diffusion_model
-    assert not any(getattr(one, "weight_function", None) for one in module.modules()), "the call left its patches"
+    assert not any(getattr(one, "weight_function", None) for one in module.modules()), (
+        "the call left its patches"
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [("wan-s2v", "audio_embed"), ("wan-humo", "audio_embed"), ("wan-dancer", "audio_embed"), ("pid", "lq_latent")]
+    ("name", "given"),
+    [
+        ("wan-s2v", "audio_embed"),
+        ("wan-humo", "audio_embed"),
+        ("wan-dancer", "audio_embed"),
+        ("pid", "lq_latent"),
+    ],
 )
 def test_what_tokens_move_to_matters_so_that_dropping_it_would_show(name, given):
     model = Model(Case(name, "ulysses1", "odd", 5, 1.0, False, "euler"))
@@ -184,7 +222,9 @@ def with_faces(plan=None):
     without them and with them.
     """
     model = Model(Case("wan-animate", "ulysses1", "odd", 5, 1.0, False, "euler"), plan)
-    model.module.motion_encoder.get_motion = lambda pictures: torch.nn.functional.pad(pictures.flatten(1), (0, 464))
+    model.module.motion_encoder.get_motion = lambda pictures: torch.nn.functional.pad(
+        pictures.flatten(1), (0, 464)
+    )
     faces = torch.randn(1, 3, 5, 4, 4, generator=torch.Generator().manual_seed(3))
     return model, model.asked[0], {**model.asked[0], "face_pixel_values": faces}
 

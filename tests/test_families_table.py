@@ -9,7 +9,15 @@ from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.launcher.commands import families
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import FAMILIES, NOT_YET, PLAIN, PLANS, SAMPLES, WITHOUT_PLAN, why_no_plan
+from pipemesh.parallel_runtime.families import (
+    FAMILIES,
+    NOT_YET,
+    PLAIN,
+    PLANS,
+    SAMPLES,
+    WITHOUT_PLAN,
+    why_no_plan,
+)
 from pipemesh.parallel_runtime.families.plan import Together
 
 from .conftest import COMFYUI
@@ -46,13 +54,21 @@ def test_a_plan_that_is_only_whole_says_why():
 def test_a_plan_whose_patches_are_bound_says_by_what():
     bound = replace(PLANS[0], together=Together(refiners=("first",), arguments=("ref_latents",)))
     row = families.row_of(bound, [PLAIN])
-    says = "approximate: step by step, because of the model's first, which looks at the whole image; whole with ref_latents"
+    says = (
+        "approximate: step by step, because of the model's first, which looks at the whole image; whole with"
+        " ref_latents"
+    )
     assert says in families.markdown([row], {})
 
 
 @pytest.mark.parametrize("option", ["--json", ""])
 def test_the_command_lists_families_and_those_on_one_gpu_with_the_reason(capsys, option):
-    assert families.main([option] if option else [], ComfyInstall(python="", comfyui=COMFYUI, version="", base="")) == 0
+    assert (
+        families.main(
+            [option] if option else [], ComfyInstall(python="", comfyui=COMFYUI, version="", base="")
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     if option:
         answer = json.loads(said)
@@ -70,9 +86,13 @@ def test_a_model_that_no_stage_can_hold_a_part_of_is_refused_before_anything_sta
     refused = {plan.family for plan in PLANS if plan.why_no_stages}
     sample = next(one for name, one in SAMPLES.items() if family_of(name) in refused)
     model = sample.form.random_model(sample.tiny.size(sample.heads[0]))
-    with pytest.raises(Refused, match=r"cannot be divided into stages, because its .* run among its other blocks"):
+    with pytest.raises(
+        Refused, match=r"cannot be divided into stages, because its .* run among its other blocks"
+    ):
         parallelize(model, client, 0.0, Patching(2))
 
 
 def family_of(name):
-    return next(family.plans[0].family for family in FAMILIES if name in [sample.name for sample in family.samples])
+    return next(
+        family.plans[0].family for family in FAMILIES if name in [sample.name for sample in family.samples]
+    )

@@ -5,7 +5,15 @@ from itertools import combinations
 import comfy.model_management as mm
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, PLAIN, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.launcher.commands.parity import (
+    BOUND,
+    PLAIN,
+    Case,
+    conditioning,
+    relative_error,
+    sample,
+    stock_model,
+)
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 from pipemesh.parallel_runtime.errors import ModelError, Refused
@@ -43,7 +51,9 @@ def test_easycache_works_before_or_after_and_skips_remote_calls(files, client, r
 
     truth = run(cached(load(files["model"])), steps=8)
     model = load(files["model"])
-    parallel = parallelize(cached(model), client, True) if cache_first else cached(parallelize(model, client, True))
+    parallel = (
+        parallelize(cached(model), client, True) if cache_first else cached(parallelize(model, client, True))
+    )
     requests.clear()
     assert relative_error(run(parallel, steps=8), truth) <= BOUND
     assert 0 < requests["Forward"] < 8
@@ -69,7 +79,9 @@ def test_lora_hooks_are_applied_per_cond_and_as_scheduled(pair, files, requests)
         assert relative_error(run(parallel, positive=conds(*schedule), cfg=2.0, steps=4), truths[-1]) <= BOUND
         assert requests["SetWeightPatches"] >= len(schedule), "the strength did not change in the ranks"
     plain = run(stock, cfg=2.0, steps=4)
-    assert min(relative_error(one, other) for one, other in combinations([plain, *truths], 2)) > 0.01, "a schedule does nothing"
+    assert min(relative_error(one, other) for one, other in combinations([plain, *truths], 2)) > 0.01, (
+        "a schedule does nothing"
+    )
     assert relative_error(run(parallel, cfg=2.0, steps=4), plain) <= BOUND
 
 
@@ -82,9 +94,18 @@ def test_a_second_parallel_model_for_the_negative_prompt_runs_in_the_pool_too(fi
         guider.set_conds(conditioning(1, 13), conditioning(2, 7))
         guider.set_cfg(3.0)
         noise = torch.randn(1, 16, 8, 10, generator=torch.Generator().manual_seed(2))
-        sigmas = comfy.samplers.calculate_sigmas(positive_model.get_model_object("model_sampling"), "simple", 3)
+        sigmas = comfy.samplers.calculate_sigmas(
+            positive_model.get_model_object("model_sampling"), "simple", 3
+        )
         with torch.inference_mode():
-            return guider.sample(noise, torch.zeros_like(noise), comfy.samplers.sampler_object("euler"), sigmas, disable_pbar=True, seed=2)
+            return guider.sample(
+                noise,
+                torch.zeros_like(noise),
+                comfy.samplers.sampler_object("euler"),
+                sigmas,
+                disable_pbar=True,
+                seed=2,
+            )
 
     truth = guided(load(files["model"]), load(files["other"]))
     first, second = (parallelize(load(files[name]), client, True) for name in ("model", "other"))
@@ -92,7 +113,9 @@ def test_a_second_parallel_model_for_the_negative_prompt_runs_in_the_pool_too(fi
     assert relative_error(guided(first, second), truth) <= BOUND
     assert requests["Forward"] == 6
     requests.clear()
-    assert relative_error(guided(load(files["model"]), second), truth) <= BOUND, "a stock positive with a parallel negative"
+    assert relative_error(guided(load(files["model"]), second), truth) <= BOUND, (
+        "a stock positive with a parallel negative"
+    )
     assert requests["Forward"] == 3
 
 
@@ -108,8 +131,16 @@ def block_replacement(args, extra):
     "add, name",
     [
         (lambda m: m.set_model_attn1_patch(attention_patch), "attention_patch"),
-        (lambda m: m.set_model_patch_replace(block_replacement, "dit", "double_block", 0), "block_replacement"),
-        (lambda m: m.model_options["transformer_options"].update(optimized_attention_override=attention_patch), "attention_patch"),
+        (
+            lambda m: m.set_model_patch_replace(block_replacement, "dit", "double_block", 0),
+            "block_replacement",
+        ),
+        (
+            lambda m: m.model_options["transformer_options"].update(
+                optimized_attention_override=attention_patch
+            ),
+            "attention_patch",
+        ),
     ],
     ids=["patch", "replacement", "attention-override"],
 )

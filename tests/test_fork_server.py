@@ -45,7 +45,9 @@ def run(server, tmp_path):
     def run(script: str, *arguments: str, fd: int = 0, env: dict[str, str] | None = None) -> Supervisor:
         file = tmp_path / f"{len(made)}.py"
         file.write_text(script)
-        command = Command((sys.executable, str(file), *arguments), dict(os.environ) if env is None else env, fd)
+        command = Command(
+            (sys.executable, str(file), *arguments), dict(os.environ) if env is None else env, fd
+        )
         made.append(Supervisor([command], server.start))
         made[-1].start()
         return made[-1]
@@ -60,7 +62,11 @@ def run(server, tmp_path):
     [
         ("print('fine')", 0, ["fine"]),
         ("import os; os.write(1, b'left'); os._exit(7)", 7, ["left"]),
-        ("import os, signal; print('said', flush=True); os.kill(os.getpid(), signal.SIGBUS)", -signal.SIGBUS, ["said"]),
+        (
+            "import os, signal; print('said', flush=True); os.kill(os.getpid(), signal.SIGBUS)",
+            -signal.SIGBUS,
+            ["said"],
+        ),
         ("def f():\n    raise ValueError('bad')\nf()", 1, ["    raise ValueError('bad')", "ValueError: bad"]),
         ("import sys; print('err', file=sys.stderr)", 0, ["err"]),
         ("raise SystemExit", 0, []),
@@ -76,7 +82,10 @@ def test_how_a_rank_ended_and_what_it_said_last_is_known(run, script, status, li
 
 def test_a_rank_is_a_fork_of_a_process_that_has_imported_once(server, run):
     supervisor = run(
-        "import json, os, sys; print(json.dumps(['decimal' in sys.modules, os.getppid(), os.getpid(), sys.argv]))", "{parent}", "{me}"
+        "import json, os, sys; print(json.dumps(['decimal' in sys.modules, os.getppid(), os.getpid(),"
+        " sys.argv]))",
+        "{parent}",
+        "{me}",
     )
     assert supervisor.exit_of(0, DEADLINE_S) == 0
     imported, parent, pid, argv = json.loads(supervisor.tail(0)[0])
@@ -86,7 +95,9 @@ def test_a_rank_is_a_fork_of_a_process_that_has_imported_once(server, run):
     assert argv[1:] == [str(parent), "{me}"]
 
 
-@pytest.mark.parametrize("fixed", [{}, {"FIXED": "env"}], ids=["of a server that stands", "of a server made for it"])
+@pytest.mark.parametrize(
+    "fixed", [{}, {"FIXED": "env"}], ids=["of a server that stands", "of a server made for it"]
+)
 def test_a_rank_has_its_own_environment_and_nothing_of_the_servers(server, run, monkeypatch, fixed):
     monkeypatch.setenv("OF_THE_UI", "1")
     assert run("").exit_of(0, DEADLINE_S) == 0
@@ -94,7 +105,8 @@ def test_a_rank_has_its_own_environment_and_nothing_of_the_servers(server, run, 
     supervisor = run("import json, os; print(json.dumps(dict(os.environ)))", env=env)
     assert supervisor.exit_of(0, DEADLINE_S) == 0
     assert json.loads(supervisor.tail(0)[0]) == env
-    assert "CUDA_VISIBLE_DEVICES" not in psutil.Process(server.pids[-1]).environ()  # it would see that GPU, and no other
+    # It would see that GPU, and no other
+    assert "CUDA_VISIBLE_DEVICES" not in psutil.Process(server.pids[-1]).environ()
 
 
 LISTING = """
@@ -163,7 +175,8 @@ def test_a_pool_says_that_its_ranks_could_not_be_forked_and_how_to_do_without():
     setup = replace(fake_setup(), start=server.start, argv=(shutil.which("false"), *fake_setup().argv[1:]))
     pool = WorkerPool(cpus(2), setup)
     sentence = (
-        r"^Rank [01] on cpu could not be forked \(why is in ComfyUI's log; with PIPEMESH_FORK=0 workers start without it\) while starting"
+        r"^Rank [01] on cpu could not be forked \(why is in ComfyUI's log; with PIPEMESH_FORK=0 workers start"
+        r" without it\) while starting"
     )
     with pytest.raises(PoolFailed, match=sentence):
         pool.start()
@@ -184,7 +197,10 @@ def has_imported_fractions(folder: Path, library: str) -> bool:
     return supervisor.tail(0) == ["True"]
 
 
-@pytest.mark.parametrize("broken", ["raise RuntimeError('no operator')", "raise OSError('libfoo.so: cannot open')", "import no_such"])
+@pytest.mark.parametrize(
+    "broken",
+    ["raise RuntimeError('no operator')", "raise OSError('libfoo.so: cannot open')", "import no_such"],
+)
 def test_a_library_that_cannot_be_imported_stops_no_rank(tmp_path, broken):
     """A rank that needs it says so itself, and one without it works."""
     (tmp_path / "broken_library.py").write_text(broken)
@@ -194,7 +210,9 @@ def test_a_library_that_cannot_be_imported_stops_no_rank(tmp_path, broken):
 
 def test_a_rank_has_the_packs_own_modules_from_the_start_and_none_of_comfyuis(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import sys; print(all(name in sys.modules for name in sys.argv[1:]), 'comfy' in sys.modules)")
+    script.write_text(
+        "import sys; print(all(name in sys.modules for name in sys.argv[1:]), 'comfy' in sys.modules)"
+    )
     server = ForkServer(preloaded=OWN)
     supervisor = Supervisor([Command((sys.executable, str(script), *OWN), dict(os.environ), 0)], server.start)
     supervisor.start()
@@ -214,7 +232,8 @@ def test_a_request_that_cannot_be_met_ends_one_rank_and_not_the_others(server, r
         socket.send_fds(ours._control, [request], [0])  # as where descriptors ran out on the way
     assert run("").exit_of(0, DEADLINE_S) == 0
     begun = time.monotonic()
-    while psutil.Process(ours.process.pid).num_fds() > held:  # it closes what it had of a rank after it has told of its end
+    # It closes what it had of a rank after it has told of its end
+    while psutil.Process(ours.process.pid).num_fds() > held:
         assert time.monotonic() < begun + DEADLINE_S, "descriptors of requests that could not be met are kept"
         time.sleep(0.01)
     assert not other.has_ended(0)
@@ -229,7 +248,10 @@ def test_a_process_that_holds_a_gpu_is_not_forked_and_says_so(tmp_path, capfd):
         assert os.devnull in open_files()
     (tmp_path / "opens_a_gpu.py").write_text('__import__("__main__").holds_a_gpu = lambda files: True')
     assert has_imported_fractions(tmp_path, "opens_a_gpu") is False
-    assert "[PipeMesh] importing opened a GPU in the process that workers are forked from" in capfd.readouterr().err
+    assert (
+        "[PipeMesh] importing opened a GPU in the process that workers are forked from"
+        in capfd.readouterr().err
+    )
 
 
 def test_ranks_share_the_memory_of_what_their_server_has_imported(setup):
@@ -269,7 +291,9 @@ for name in sys.argv[1:]:
 
 def test_what_a_fork_server_imports_asks_torch_for_no_device(tmp_path):
     """A process that has asked once cannot be forked: its ranks would not get their GPU."""
-    (tmp_path / "asks.py").write_text("import torch; print('imported', flush=True); torch.cuda.is_available()")
+    (tmp_path / "asks.py").write_text(
+        "import torch; print('imported', flush=True); torch.cuda.is_available()"
+    )
     command = [sys.executable, "-c", ASKS_NO_DEVICE, *PRELOADED, "asks"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SCRIPTS)])}
     asked = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=env)

@@ -21,7 +21,13 @@ import pytest
 from pipemesh.launcher.pool import fork_server
 from pipemesh.launcher.pool.fork_server import ForkServer
 from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.launcher.pool.supervisor import NEVER_STARTED, SERVER_ENDED, Command, Supervisor, process_of_its_own
+from pipemesh.launcher.pool.supervisor import (
+    NEVER_STARTED,
+    SERVER_ENDED,
+    Command,
+    Supervisor,
+    process_of_its_own,
+)
 from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside, is_alive
@@ -100,13 +106,23 @@ def test_a_killed_server_is_named_and_memory_is_not_blamed(server, caplog):
     before = set(threading.enumerate())
     pool = WorkerPool(cpus(2), setup_of(server, "*:Load=gated"))
     pool.start()
-    keeper = next(thread for thread in threading.enumerate() if thread.name == "pipemesh-fork-server" and thread not in before)
+    keeper = next(
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "pipemesh-fork-server" and thread not in before
+    )
     loading = inside(pool, "loading")
-    sentence = r"^Rank [01] on cpu ended with the process that workers are forked from \(why is in ComfyUI's log\) while loading: run again"
+    sentence = (
+        r"^Rank [01] on cpu ended with the process that workers are forked from \(why is in ComfyUI's log\)"
+        r" while loading: run again"
+    )
     with pytest.raises(PoolFailed, match=sentence):
         call(pool, "Load", lambda: loading() and bool(os.kill(server.pids[0], signal.SIGKILL)))
     keeper.join(DEADLINE_S)  # it writes the log, and may hear of the end after the pool has
-    assert caplog.messages == ["[PipeMesh] the process that workers are forked from was killed by signal 9; the next pool has another"]
+    assert caplog.messages == [
+        "[PipeMesh] the process that workers are forked from was killed by signal 9; the next pool has"
+        " another"
+    ]
 
 
 @pytest.fixture
@@ -116,7 +132,9 @@ def importing(tmp_path):
     (tmp_path / "slow_library.py").write_text(f"open({str(gate)!r}).read()")
     (tmp_path / "rank.py").write_text("import time; time.sleep(600)")
     server = ForkServer(preloaded=("slow_library",))
-    command = Command((sys.executable, str(tmp_path / "rank.py")), {**os.environ, "PYTHONPATH": str(tmp_path)}, 0)
+    command = Command(
+        (sys.executable, str(tmp_path / "rank.py")), {**os.environ, "PYTHONPATH": str(tmp_path)}, 0
+    )
     first = server.start(command)
     first.kill()
     first.wait()
@@ -165,7 +183,9 @@ def test_a_server_that_is_stopped_before_it_forks_is_ended(importing):
     supervisor.stop(0)
 
 
-def test_a_server_that_imports_for_too_long_is_replaced_by_the_next_pool_and_not_by_its_own(importing, monkeypatch):
+def test_a_server_that_imports_for_too_long_is_replaced_by_the_next_pool_and_not_by_its_own(
+    importing, monkeypatch
+):
     server, command, _ = importing
     old = server.pids
     monkeypatch.setattr(fork_server, "ANSWER_S", 0.0)
@@ -187,7 +207,9 @@ def test_a_server_that_forks_no_more_is_ended_and_the_next_ranks_have_another(tm
     gate = tmp_path / "gate"
     (tmp_path / "hanging_library.py").write_text(HANGS.format(gate=str(gate)))
     (tmp_path / "rank.py").write_text("import time; time.sleep(600)")
-    command = Command((sys.executable, str(tmp_path / "rank.py")), {**os.environ, "PYTHONPATH": str(tmp_path)}, 0)
+    command = Command(
+        (sys.executable, str(tmp_path / "rank.py")), {**os.environ, "PYTHONPATH": str(tmp_path)}, 0
+    )
     server = ForkServer(preloaded=("hanging_library",))
     first = server.start(command)
     assert first.pid
@@ -244,7 +266,9 @@ def ended_at_once(command: Command) -> subprocess.Popen:
 def test_a_rank_that_has_ended_before_its_first_message_is_named():
     """As where its server is killed in the moment of its start."""
     pool = WorkerPool(cpus(2), replace(fake_setup(), start=ended_at_once))
-    with pytest.raises(PoolFailed, match=r"^Rank [01] on cpu ended with exit status 1 while starting: run again"):
+    with pytest.raises(
+        PoolFailed, match=r"^Rank [01] on cpu ended with exit status 1 while starting: run again"
+    ):
         pool.start()
 
 

@@ -36,23 +36,32 @@ def calls_the_helper(family):
     """Whether code of the family's models calls it, or what that names of ComfyUI's: classes of
     blocks are defaults of arguments, too.
     """
-    own = [getattr(import_module(module), name) for module, _, name in (plan.models[0].partition(":") for plan in family.plans)]
+    own = [
+        getattr(import_module(module), name)
+        for module, _, name in (plan.models[0].partition(":") for plan in family.plans)
+    ]
     inits = [inspect.signature(kind.__init__) for one in own for kind in one.__mro__]
-    defaults = [one.default for init in inits for one in init.parameters.values() if isinstance(one.default, type)]
+    defaults = [
+        one.default for init in inits for one in init.parameters.values() if isinstance(one.default, type)
+    ]
     return ("comfy.ops", HELPER) in named_by([*own, *defaults], ("comfy.ldm.",)).places
 
 
 FUSED = [family.samples[0].name for family in FAMILIES if calls_the_helper(family)]
 PRODUCT = [
     (family, form, ranks, weights)
-    for family, form, ranks, weights in itertools.product(FUSED, INT8, ("2", "stages"), ("sharded", "offloaded"))
+    for family, form, ranks, weights in itertools.product(
+        FUSED, INT8, ("2", "stages"), ("sharded", "offloaded")
+    )
     if not (ranks == "stages" and family in WITHOUT_STAGES)
 ]
 
 
 def cover():
     """Each format, both ways to keep weights, over families and layouts in turn."""
-    ways = zip(itertools.cycle(FUSED), INT8, itertools.cycle(("sharded", "offloaded", "sharded")), strict=False)
+    ways = zip(
+        itertools.cycle(FUSED), INT8, itertools.cycle(("sharded", "offloaded", "sharded")), strict=False
+    )
     return [(family, form, "2", weights) for family, form, weights in ways]
 
 
@@ -61,7 +70,9 @@ def test_the_helper_is_where_the_families_that_call_it_are_looked_for():
 
 
 @pytest.mark.parametrize(("family", "form", "ranks", "weights"), PRODUCT if ALL else cover())
-def test_int8_weights_that_a_helper_computes_with_are_the_whole_ones(written, monkeypatch, family, form, ranks, weights):
+def test_int8_weights_that_a_helper_computes_with_are_the_whole_ones(
+    written, monkeypatch, family, form, ranks, weights
+):
     path = aligned(Path(written(family, form)))
     with monkeypatch.context() as patch:
         given = spied(patch)
@@ -98,7 +109,9 @@ def assert_equal(monkeypatch, layout, weights, path, calls, patches):
 # -- doubles of helpers that other versions of the host have, or will
 
 
-LUMINA = next(family.samples[0].name for family in FAMILIES if family.plans[0].models[0].startswith("comfy.ldm.lumina"))
+LUMINA = next(
+    family.samples[0].name for family in FAMILIES if family.plans[0].models[0].startswith("comfy.ldm.lumina")
+)
 own_forward = FeedForward.forward
 
 
@@ -134,13 +147,23 @@ def by_the_ranks_tokens(self, x):
 
 HELPERS = (one_at_a_time, all_at_once, by_the_ranks_tokens)
 KINDS = (("", torch.float32), ("", torch.float16), ("int8", torch.float32))
-IN_TURN = [(one_at_a_time, KINDS[1], "3"), (all_at_once, KINDS[2], "3"), (by_the_ranks_tokens, KINDS[0], "stages")]
+IN_TURN = [
+    (one_at_a_time, KINDS[1], "3"),
+    (all_at_once, KINDS[2], "3"),
+    (by_the_ranks_tokens, KINDS[0], "stages"),
+]
 
 
-@pytest.mark.parametrize(("helper", "kind", "ranks"), list(itertools.product(HELPERS, KINDS, ("3", "stages"))) if ALL else IN_TURN)
-def test_a_layer_whose_weights_are_cast_past_its_forward_has_its_turn(written, monkeypatch, helper, kind, ranks):
+@pytest.mark.parametrize(
+    ("helper", "kind", "ranks"), list(itertools.product(HELPERS, KINDS, ("3", "stages"))) if ALL else IN_TURN
+)
+def test_a_layer_whose_weights_are_cast_past_its_forward_has_its_turn(
+    written, monkeypatch, helper, kind, ranks
+):
     def half(path):
-        return from_state(SAMPLE_OF[LUMINA].form, size_of(LUMINA), comfy.utils.load_torch_file(path), torch.float16)
+        return from_state(
+            SAMPLE_OF[LUMINA].form, size_of(LUMINA), comfy.utils.load_torch_file(path), torch.float16
+        )
 
     form, dtype = kind
     path = aligned(Path(written(LUMINA, form)))

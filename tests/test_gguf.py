@@ -29,9 +29,13 @@ BOUND = 2e-5  # as parity's
 def pack(tmp_path_factory):
     """The pack's operations, imported from a folder as ComfyUI imports packs."""
     folder = tmp_path_factory.mktemp("custom_nodes") / "ComfyUI-GGUF"
-    shutil.copytree(Path(__file__).parent / "gguf_double", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(__file__).parent / "gguf_double", folder, ignore=shutil.ignore_patterns("__pycache__")
+    )
     (folder / "__init__.py").write_text("from . import ops\n")
-    spec = importlib.util.spec_from_file_location("gguf_double_pack", folder / "__init__.py", submodule_search_locations=[str(folder)])
+    spec = importlib.util.spec_from_file_location(
+        "gguf_double_pack", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -145,6 +149,8 @@ def test_operations_of_no_known_pack_are_refused_by_name(files):
     class Strange(comfy.ops.manual_cast):
         pass
 
-    model = comfy.sd.load_diffusion_model_state_dict(comfy.utils.load_torch_file(files["model"]), {"custom_operations": Strange})
+    model = comfy.sd.load_diffusion_model_state_dict(
+        comfy.utils.load_torch_file(files["model"]), {"custom_operations": Strange}
+    )
     with pytest.raises(Refused, match=r"operations of its own \(.*Strange\)"):
         describe_source(model)

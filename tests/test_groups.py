@@ -6,7 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.launcher.commands.parity import Case, conditioning, empty_latent, mask_values, sample, stock_model
+from pipemesh.launcher.commands.parity import (
+    Case,
+    conditioning,
+    empty_latent,
+    mask_values,
+    sample,
+    stock_model,
+)
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.run import Run
@@ -24,7 +31,9 @@ from .in_groups import in_groups
 from .models import run
 from .patched import advanced, custom, execute, pass_through
 
-BATCHES = st.lists(st.builds(Batch, st.integers(1, 3), st.integers(1, 5), st.floats(1, 1000)), min_size=1, max_size=4)
+BATCHES = st.lists(
+    st.builds(Batch, st.integers(1, 3), st.integers(1, 5), st.floats(1, 1000)), min_size=1, max_size=4
+)
 GROUPS = st.sampled_from([(1, (1,)), (2, (1, 2)), (3, (1,)), (4, (1, 2, 4)), (6, (1, 3, 6))])
 
 
@@ -38,7 +47,9 @@ def test_every_row_is_computed_once_by_a_group_that_there_is(batches, groups):
     rows = [(number, row) for number, start, end, _ in plan.shares for row in range(start, end)]
     assert rows == [(number, row) for number, batch in enumerate(batches) for row in range(batch.rows)]
     for number, start, end, _ in plan.shares:
-        assert start // batches[number].items == (end - 1) // batches[number].items, "a share is of one branch"
+        assert start // batches[number].items == (end - 1) // batches[number].items, (
+            "a share is of one branch"
+        )
 
 
 @settings(deadline=None)
@@ -47,7 +58,9 @@ def test_groups_finish_together_as_far_as_the_longest_piece_lets_them(batches, g
     count, widths = groups
     cost = cost_of(plan_branches(batches, count, widths), batches)
     total = sum(batch.rows * batch.weight for batch in batches)
-    assert cost <= total / count + max(batch.items * batch.weight for batch in batches) * (1 - 1 / count) + 1e-6
+    assert (
+        cost <= total / count + max(batch.items * batch.weight for batch in batches) * (1 - 1 / count) + 1e-6
+    )
     if count in widths:
         assert cost <= SEQUENCE_COST * total / count + 1e-6, "one sequence of all would be faster"
 
@@ -69,7 +82,10 @@ def test_a_batch_of_one_branch_is_cut_for_the_groups():
 
 def test_a_pipelines_branch_stays_in_its_group_and_new_ones_go_where_least_is_to_do():
     run = Run()
-    assert [run.group_of(branch, weight, 2) for branch, weight in (("a", 3), ("b", 1), ("c", 1), ("d", 2), ("a", 3))] == [0, 1, 1, 1, 0]
+    assert [
+        run.group_of(branch, weight, 2)
+        for branch, weight in (("a", 3), ("b", 1), ("c", 1), ("d", 2), ("a", 3))
+    ] == [0, 1, 1, 1, 0]
     run.restart(2)
     assert run.group_of("b", 1, 2) == 0
 
@@ -87,7 +103,11 @@ def evaluation(branches=2, items=3):
         "ref_latents": [torch.randn(rows, 2, 3), torch.randn(rows, 1)],
         "table": torch.randn(rows, 4),
         "control": {"input": [torch.randn(rows, 4), None]},
-        "transformer_options": {"cond_or_uncond": [1, 0], "sigmas": torch.arange(float(items)), "sample_sigmas": torch.zeros(rows)},
+        "transformer_options": {
+            "cond_or_uncond": [1, 0],
+            "sigmas": torch.arange(float(items)),
+            "sample_sigmas": torch.zeros(rows),
+        },
     }
 
 
@@ -96,14 +116,26 @@ def test_rows_are_taken_of_everything_along_the_batch_and_put_together_bit_for_b
     batch = batch_of(arguments, {"table"})
     assert batch[:2] == (2, 3)
     pieces = [take(arguments, start, end, batch, {"table"}) for start, end in batch.pieces(2)]
-    assert [list(piece) for piece in pieces] == [list(arguments)] * 4, "the first two change with every evaluation"
+    assert [list(piece) for piece in pieces] == [list(arguments)] * 4, (
+        "the first two change with every evaluation"
+    )
     for name in ("x", "timestep", "context"):
         assert torch.equal(put_together([piece[name] for piece in pieces]), arguments[name])
-    assert all(map(torch.equal, put_together([piece["ref_latents"] for piece in pieces]), arguments["ref_latents"]))
-    assert torch.equal(torch.cat([piece["control"]["input"][0] for piece in pieces]), arguments["control"]["input"][0])
+    assert all(
+        map(torch.equal, put_together([piece["ref_latents"] for piece in pieces]), arguments["ref_latents"])
+    )
+    assert torch.equal(
+        torch.cat([piece["control"]["input"][0] for piece in pieces]), arguments["control"]["input"][0]
+    )
     for piece in pieces:
-        assert piece["table"] is arguments["table"] and piece["y"] is arguments["y"] and piece["control"]["input"][1] is None
-        assert piece["transformer_options"]["sample_sigmas"] is arguments["transformer_options"]["sample_sigmas"]
+        assert (
+            piece["table"] is arguments["table"]
+            and piece["y"] is arguments["y"]
+            and piece["control"]["input"][1] is None
+        )
+        assert (
+            piece["transformer_options"]["sample_sigmas"] is arguments["transformer_options"]["sample_sigmas"]
+        )
     assert [piece["transformer_options"]["cond_or_uncond"] for piece in pieces] == [[1], [1], [0], [0]]
     assert [piece["transformer_options"]["sigmas"].tolist() for piece in pieces] == [[0, 1], [2], [0, 1], [2]]
 
@@ -111,7 +143,9 @@ def test_rows_are_taken_of_everything_along_the_batch_and_put_together_bit_for_b
 def test_an_evaluation_with_several_rows_of_a_tensor_for_each_image_stays_whole():
     arguments = evaluation()
     assert batch_of({**arguments, "frames": torch.zeros(12, 3)})[:2] == (1, 1)
-    assert batch_of({**arguments, "frames": torch.zeros(12, 3)}, {"frames"})[:2] == (2, 3), "ComfyUI does not batch it"
+    assert batch_of({**arguments, "frames": torch.zeros(12, 3)}, {"frames"})[:2] == (2, 3), (
+        "ComfyUI does not batch it"
+    )
     assert batch_of({**arguments, "frames": torch.zeros(7, 3)})[:2] == (2, 3), "no number for each image"
 
 
@@ -119,11 +153,23 @@ def test_an_evaluation_with_several_rows_of_a_tensor_for_each_image_stays_whole(
 
 
 def region(number, tokens, *area):
-    return [[tensor, {**extras, "area": area, "strength": 0.7}] for tensor, extras in conditioning(number, tokens)]
+    return [
+        [tensor, {**extras, "area": area, "strength": 0.7}] for tensor, extras in conditioning(number, tokens)
+    ]
 
 
 def skipping(model):
-    return execute("nodes_slg", "SkipLayerGuidanceDiT", model, 2.0, 0.0, 0.9, double_layers="1", single_layers="0", rescaling_scale=0.5)
+    return execute(
+        "nodes_slg",
+        "SkipLayerGuidanceDiT",
+        model,
+        2.0,
+        0.0,
+        0.9,
+        double_layers="1",
+        single_layers="0",
+        rescaling_scale=0.5,
+    )
 
 
 def guided(make, *args):
@@ -139,15 +185,30 @@ CASES = {  # sampling, and how often the groups compute how many rows of so many
     "batch of three": (partial(run, cfg=4.0, batch=3, **EQUAL), {((0,), 3, 16): 3, ((1,), 3, 16): 3}),
     "batch without cfg": (partial(run, batch=4), {((0,), 2, 13): 3, ((1,), 2, 13): 3}),
     "areas": (
-        partial(run, cfg=2.0, positive=conditioning(1, 13) + region(3, 9, 6, 5, 2, 3), negative=conditioning(2, 13)),
+        partial(
+            run,
+            cfg=2.0,
+            positive=conditioning(1, 13) + region(3, 9, 6, 5, 2, 3),
+            negative=conditioning(2, 13),
+        ),
         {((0,), 1, 13): 3, ((1,), 1, 13): 3, ((0, 1), 1, 9): 3},
     ),
     "DualCFG": (
-        guided(lambda model: custom("DualCFGGuider", model, THREE[0], THREE[1], conditioning(4, 50), 3.0, 2.0, "regular")),
+        guided(
+            lambda model: custom(
+                "DualCFGGuider", model, THREE[0], THREE[1], conditioning(4, 50), 3.0, 2.0, "regular"
+            )
+        ),
         {((0,), 1, 50): 3, ((1,), 1, 13): 6},
     ),
-    "PerpNeg": (guided(lambda model: execute("nodes_perpneg", "PerpNegGuider", model, *THREE, 4.0, 1.0)), {((0, 1), 1, 13): 9}),
-    "skipped layers": (lambda model: run(skipping(model), cfg=4.0, **EQUAL), {((0,), 1, 16): 3, ((1,), 1, 16): 3, ((0, 1), 1, 16): 3}),
+    "PerpNeg": (
+        guided(lambda model: execute("nodes_perpneg", "PerpNegGuider", model, *THREE, 4.0, 1.0)),
+        {((0, 1), 1, 13): 9},
+    ),
+    "skipped layers": (
+        lambda model: run(skipping(model), cfg=4.0, **EQUAL),
+        {((0,), 1, 16): 3, ((1,), 1, 16): 3, ((0, 1), 1, 16): 3},
+    ),
 }
 
 
@@ -164,7 +225,10 @@ def test_branches_and_images_go_to_groups_and_the_image_is_stocks_own(name, axis
 def from_latent(model, latent, family):
     """Sample as the KSampler node does."""
     prompts = [
-        [[text, extras | SAMPLES[family].extras(latent["samples"], side)] for text, extras in conditioning(number, 13)]
+        [
+            [text, extras | SAMPLES[family].extras(latent["samples"], side)]
+            for text, extras in conditioning(number, 13)
+        ]
         for side, number in enumerate((1, 2))
     ]
     with torch.inference_mode():
@@ -179,14 +243,21 @@ def test_every_image_of_a_batch_has_its_own_noise_and_mask_in_whatever_group_it_
     """
     one = empty_latent(Case(family, "ulysses1", "even", SAMPLES[family].heads[-1], 4.0, False, "euler"))
     generator = torch.Generator().manual_seed(3)
-    samples, mask = (torch.randn(4, *shape, generator=generator) for shape in (one.shape[1:], (1, *one.shape[2:])))
+    samples, mask = (
+        torch.randn(4, *shape, generator=generator) for shape in (one.shape[1:], (1, *one.shape[2:]))
+    )
     indices, mask = [5, 1, 1, 2], (mask > 0).float()
     samples[2], mask[2] = samples[1], mask[1]
     latent = {"samples": samples, "noise_mask": mask, "batch_index": indices}
     heads = SAMPLES[family].heads[-1]
-    stock, (ours, pool) = stock_model(heads, family=family), in_groups(Layout(**degrees), stock_model(heads, family=family))
+    stock, (ours, pool) = (
+        stock_model(heads, family=family),
+        in_groups(Layout(**degrees), stock_model(heads, family=family)),
+    )
     assert_same(partial(from_latent, latent=latent, family=family), ours, stock)
-    assert len({ranks for ranks, _, _ in pool.asked}) == Layout(**degrees).groups, "some group had nothing to do"
+    assert len({ranks for ranks, _, _ in pool.asked}) == Layout(**degrees).groups, (
+        "some group had nothing to do"
+    )
     images = from_latent(ours, latent, family)
     assert torch.equal(images[1], images[2]) and not torch.equal(images[0], images[1])
     kept = (mask == 0).expand_as(samples)
@@ -225,10 +296,15 @@ def test_the_prompts_and_images_of_every_family_go_to_groups(family, axis):
     """Two images, with all that its prompts carry; what ComfyUI batches is cut apart."""
     facts = SAMPLES[family]
     case = Case(family, "ulysses1", "odd", facts.heads[-1], 4.0, mask_values(facts)[-1], "euler")
-    stock, (ours, pool) = stock_model(case.heads, family=family), in_groups(Layout(**{axis: 2}), stock_model(case.heads, family=family))
+    stock, (ours, pool) = (
+        stock_model(case.heads, family=family),
+        in_groups(Layout(**{axis: 2}), stock_model(case.heads, family=family)),
+    )
     batch = images_at_once(stock, case)
     assert_same(partial(sample, case=case, steps=2, batch=batch), ours, stock)
-    assert {ranks for ranks, _, _ in pool.asked} == {(0,), (1,)} or batch == 1, "of one short video both groups may share the sequence"
+    assert {ranks for ranks, _, _ in pool.asked} == {(0,), (1,)} or batch == 1, (
+        "of one short video both groups may share the sequence"
+    )
 
 
 # -- a model that cannot be cut
@@ -254,5 +330,7 @@ def test_real_ranks_sample_a_unet(clients, axis, kind):
 
 
 def test_ranks_that_would_share_a_unets_forward_are_refused():
-    with pytest.raises(Refused, match=r"^UNetModel has no token plan .*: set ulysses, ring and pipefusion to 1 and share"):
+    with pytest.raises(
+        Refused, match=r"^UNetModel has no token plan .*: set ulysses, ring and pipefusion to 1 and share"
+    ):
         in_groups(Layout(ulysses=2, cfg=2), unet())

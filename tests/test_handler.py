@@ -41,13 +41,19 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-    ("layout", "done"), [(Layout(ulysses=2), "empty the GPU's cache"), (Layout(pipefusion=2), "give back")], ids=["sequence", "stages"]
+    ("layout", "done"),
+    [(Layout(ulysses=2), "empty the GPU's cache"), (Layout(pipefusion=2), "give back")],
+    ids=["sequence", "stages"],
 )
 def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layout, done):
     """A sequence's ranks on CPUs need it again at the next run, which would wait for the system."""
     memory, ended = Counted(), []
     handler = RequestHandler(
-        SimpleNamespace(rank=0, degrees=layout.degrees()), torch.device("cpu"), memory, ArenaIO(None, None), away=False
+        SimpleNamespace(rank=0, degrees=layout.degrees()),
+        torch.device("cpu"),
+        memory,
+        ArenaIO(None, None),
+        away=False,
     )
     handler.models["m"] = SimpleNamespace(end_run=lambda: ended.append("m"))
     handler.handle(EndRun(request=1, model="m"), [], None)
@@ -57,10 +63,18 @@ def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layou
 def test_what_weight_patches_took_for_a_moment_goes_back_to_the_system():
     """Whole layers were patched for the sake of a part of each."""
     memory, patched = Counted(), []
-    handler = RequestHandler(SimpleNamespace(rank=0, degrees=Layout().degrees()), torch.device("cpu"), memory, None, away=False)
-    handler.models["m"] = SimpleNamespace(sets=PatchedSets(), patch=lambda patches_id, *_: patched.append((patches_id, *memory.done)))
+    handler = RequestHandler(
+        SimpleNamespace(rank=0, degrees=Layout().degrees()), torch.device("cpu"), memory, None, away=False
+    )
+    handler.models["m"] = SimpleNamespace(
+        sets=PatchedSets(), patch=lambda patches_id, *_: patched.append((patches_id, *memory.done))
+    )
     payload = encode_tree({"patches": {}, "objects": {}}, None)
-    handler.handle(SetWeightPatches(request=1, model="m", patches_id="p", payload=payload), [SimpleNamespace(tensor=None)], None)
+    handler.handle(
+        SetWeightPatches(request=1, model="m", patches_id="p", payload=payload),
+        [SimpleNamespace(tensor=None)],
+        None,
+    )
     assert (patched, memory.done) == ([("p",)], ["give back"])
 
 
@@ -120,15 +134,22 @@ def test_ranks_are_told_how_many_are_on_their_device():
 
 def test_stages_on_one_device_ask_for_room_one_after_the_other():
     placement = place(
-        Layout(ulysses=2, pipefusion=2), "cuda:0,cuda:0,cuda:0,cuda:1", "gloo", (Device("cuda:0", "GPU-0"), Device("cuda:1", "GPU-1"))
+        Layout(ulysses=2, pipefusion=2),
+        "cuda:0,cuda:0,cuda:0,cuda:1",
+        "gloo",
+        (Device("cuda:0", "GPU-0"), Device("cuda:1", "GPU-1")),
     )
     assert [placement.sharers(rank) for rank in range(4)] == [2, 2, 1, 1]
 
 
-def test_under_highvram_a_rank_loads_no_whole_model_onto_its_gpu_before_a_stage_leaves_blocks_out(monkeypatch):
+def test_under_highvram_a_rank_loads_no_whole_model_onto_its_gpu_before_a_stage_leaves_blocks_out(
+    monkeypatch,
+):
     for name in ("unet_inital_load_device", "unet_offload_device", "MAX_PINNED_MEMORY"):
         monkeypatch.setattr(mm, name, getattr(mm, name))
-    monkeypatch.setattr(comfy.model_base.BaseModel, "load_model_weights", comfy.model_base.BaseModel.load_model_weights)
+    monkeypatch.setattr(
+        comfy.model_base.BaseModel, "load_model_weights", comfy.model_base.BaseModel.load_model_weights
+    )
     monkeypatch.setattr(sys, "path", [*sys.path])
     prepare("", {})
     monkeypatch.setattr(mm, "vram_state", mm.VRAMState.HIGH_VRAM)
@@ -140,7 +161,9 @@ def test_ranks_together_lock_half_of_what_comfyui_would(monkeypatch):
     """Each pins pages of the file that it brings to its GPU, and a pinned page is its own copy."""
     for name in ("unet_inital_load_device", "unet_offload_device", "MAX_PINNED_MEMORY"):
         monkeypatch.setattr(mm, name, getattr(mm, name))
-    monkeypatch.setattr(comfy.model_base.BaseModel, "load_model_weights", comfy.model_base.BaseModel.load_model_weights)
+    monkeypatch.setattr(
+        comfy.model_base.BaseModel, "load_model_weights", comfy.model_base.BaseModel.load_model_weights
+    )
     monkeypatch.setattr(sys, "path", [*sys.path])
     for most, of_each in ((80.0, 10.0), (-1, -1)):
         monkeypatch.setattr(mm, "MAX_PINNED_MEMORY", most)

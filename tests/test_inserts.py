@@ -45,30 +45,45 @@ def test_each_token_gets_what_its_own_frame_has(module, frames, each, more, rank
     more = more if isinstance(module, Injector) else 0
     counted = {"count": frames * each} if isinstance(module, Injector) else {}
     total, generator = frames * each + more, torch.Generator().manual_seed(seed)
-    x, sound, also = torch.randn(2, total, 4, generator=generator), *torch.randn(2, 2, 2 * frames, 4, generator=generator)
+    x, sound, also = (
+        torch.randn(2, total, 4, generator=generator),
+        *torch.randn(2, 2, 2 * frames, 4, generator=generator),
+    )
     also = also if isinstance(module, Injector) else None
     truth = module(x=x.clone(), sound=sound, also=also, **counted)
     start = patch.draw(st.integers(0, total - 1))
     active = {"img": (start, patch.draw(st.integers(1, total - start)))}
-    plan = Insert(path="", frames=Frames(stream="img", each={"sound": 2, "also": 2}, count="count" if counted else ""))
+    plan = Insert(
+        path="", frames=Frames(stream="img", each={"sound": 2, "also": 2}, count="count" if counted else "")
+    )
     for rank in range(ranks):
         rows = Shards({"img": total}, rank, ranks, active)
         inserted = Inserted(plan, binder(module), lambda rows=rows: rows)
-        entered = inserted.enter(module, (rows.slice(x, 1, ("img",)),), {"sound": sound, "also": also, **counted})
+        entered = inserted.enter(
+            module, (rows.slice(x, 1, ("img",)),), {"sound": sound, "also": also, **counted}
+        )
         assert entered is not None
-        assert entered[1]["sound"].shape[1] <= 2 * (rows.local["img"][1] // each + 2), "it computes frames of others"
+        assert entered[1]["sound"].shape[1] <= 2 * (rows.local["img"][1] // each + 2), (
+            "it computes frames of others"
+        )
         out = inserted.leave(module, (), module(**entered[1]))
         assert torch.allclose(out, rows.slice(truth, 1, ("img",)), atol=1e-6)
 
 
 def test_a_module_that_has_all_tokens_is_let_be():
-    inserted = Inserted(Insert(path="", frames=Frames(stream="img", each={"sound": 2})), binder(Within()), lambda: None)
+    inserted = Inserted(
+        Insert(path="", frames=Frames(stream="img", each={"sound": 2})), binder(Within()), lambda: None
+    )
     assert inserted.enter(Within(), (), {}) is None
     assert inserted.leave(Within(), (), torch.zeros(1, 2, 3)) is None
 
 
 def test_frames_of_unequal_size_are_refused():
     module, rows = Within(), Shards({"img": 7}, 0, 2)
-    inserted = Inserted(Insert(path="", frames=Frames(stream="img", each={"sound": 1})), binder(module), lambda: rows)
-    with pytest.raises(ModelError, match="7 tokens are no 2 frames of sound: this model cannot be split by its plan"):
+    inserted = Inserted(
+        Insert(path="", frames=Frames(stream="img", each={"sound": 1})), binder(module), lambda: rows
+    )
+    with pytest.raises(
+        ModelError, match="7 tokens are no 2 frames of sound: this model cannot be split by its plan"
+    ):
         inserted.enter(module, (torch.zeros(1, 4, 3), torch.zeros(1, 2, 3)), {})

@@ -91,7 +91,13 @@ EVALUATIONS = st.tuples(
     st.sampled_from([-1, -1, 0, 1]),
 )
 STEPS = st.lists(
-    st.one_of(EVALUATIONS, EVALUATIONS, st.tuples(st.just("end_run"), st.integers(0, 2)), st.tuples(st.just("begin_run"))), max_size=30
+    st.one_of(
+        EVALUATIONS,
+        EVALUATIONS,
+        st.tuples(st.just("end_run"), st.integers(0, 2)),
+        st.tuples(st.just("begin_run")),
+    ),
+    max_size=30,
 )
 
 
@@ -116,7 +122,8 @@ def test_prompts_that_follow_each_other_in_one_run_do_not_pile_up(nbytes):
     ends = Ends()
     for number in range(100):
         tree = encode_tree(
-            {"context": torch.full((nbytes // 4,), float(number))}, lambda path, tensor: ends.cache.put(("a",), path, tensor)
+            {"context": torch.full((nbytes // 4,), float(number))},
+            lambda path, tensor: ends.cache.put(("a",), path, tensor),
         )
         for rank in ends.ranks:
             rank.follow(ends.arena.nbytes)

@@ -61,7 +61,10 @@ class Ranks(Ledger):
         return super().answer(request)
 
 
-STEPS = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", "release"]), st.sampled_from(FAILURES), st.booleans()), max_size=40)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", "d", "release"]), st.sampled_from(FAILURES), st.booleans()),
+    max_size=40,
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -80,7 +83,9 @@ def test_what_the_ui_recalls_every_rank_has_whatever_failed_before(steps):
             pool.fails, pool.error = failure, OutOfMemory("full") if is_memory else ModelError("broken")
             known, computed = name in client.session.models["m"].sets, pool.computed
             with suppress(ModelError):
-                client.residency.set_weight_patches("m", name, {"k": [torch.zeros(4)]}, {}, {"k": SIZES[name]}, lambda: False, keeps=True)
+                client.residency.set_weight_patches(
+                    "m", name, {"k": [torch.zeros(4)]}, {}, {"k": SIZES[name]}, lambda: False, keeps=True
+                )
                 assert pool.computed == computed + (not known)
             kept = client.session.models["m"].sets
             assert sum(kept.values()) <= LIMIT and "d" not in kept
@@ -93,14 +98,18 @@ def test_a_set_that_a_rank_does_not_have_is_refused():
         PatchedSets().recall("set", lambda key, weight: None)
 
 
-def test_lora_hooks_that_take_turns_are_patched_once_each_while_there_is_memory_for_them(pair, files, client, requests, monkeypatch):
+def test_lora_hooks_that_take_turns_are_patched_once_each_while_there_is_memory_for_them(
+    pair, files, client, requests, monkeypatch
+):
     def hooked(seed, strength):
         hooks = comfy.hooks.create_hook_lora(comfy.utils.load_torch_file(files["lora"]), strength, 0.0)
         return [[tensor, {**extras, "hooks": hooks}] for tensor, extras in conditioning(seed, 13)]
 
     def patched(model, *strengths):
         requests.clear()
-        image = run(model, positive=hooked(1, strengths[0]), negative=hooked(2, strengths[1]), cfg=2.0, steps=3)
+        image = run(
+            model, positive=hooked(1, strengths[0]), negative=hooked(2, strengths[1]), cfg=2.0, steps=3
+        )
         return image, requests["SetWeightPatches"], requests["Adopt"]
 
     stock, parallel = pair

@@ -68,7 +68,9 @@ def aligned(file):
 
 def kept(model, clients, degrees, weights):
     patching = Patching(2, ALL_WARM) if degrees == "stages" else None
-    return parallelize(model, clients(*DEGREES[degrees]), holds_ui_device=0, patching=patching, weights=weights)
+    return parallelize(
+        model, clients(*DEGREES[degrees]), holds_ui_device=0, patching=patching, weights=weights
+    )
 
 
 @pytest.mark.parametrize(("family", "form", "degrees"), PRODUCT if ALL else COVER)
@@ -111,13 +113,19 @@ def half_of(real, stock):
     nbytes = sum(parameter.nbytes for parameter in stock.model.diffusion_model.parameters())
 
     def kept_in(self, names, layout, memory, parts=()):
-        return real(self, names, layout, [Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0) for _ in memory])
+        return real(
+            self, names, layout, [Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0) for _ in memory]
+        )
 
     return kept_in
 
 
 def with_file_lora(model, files, lora):
-    return comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(files["lora"]), 1.0, 0)[0] if lora else model
+    return (
+        comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(files["lora"]), 1.0, 0)[0]
+        if lora
+        else model
+    )
 
 
 META = torch.device("meta")
@@ -128,10 +136,14 @@ def on_device_within(path, lora, part):
     patcher = with_lora(loaded(path), lora, True)
     patches, patcher.patches = patcher.patches, {}
     model = patcher.model.diffusion_model
-    budget = int(part * sum(tensor.nbytes for parameter in model.parameters() for tensor in stored_tensors(parameter)))
+    budget = int(
+        part * sum(tensor.nbytes for parameter in model.parameters() for tensor in stored_tensors(parameter))
+    )
 
     def on_device():
-        tensors = {id(tensor): tensor for parameter in model.parameters() for tensor in stored_tensors(parameter)}
+        tensors = {
+            id(tensor): tensor for parameter in model.parameters() for tensor in stored_tensors(parameter)
+        }
         return sum(tensor.nbytes for tensor in tensors.values() if tensor.device == META)
 
     with torch.inference_mode():
@@ -153,7 +165,11 @@ def test_a_budget_is_never_passed(written, form, part):
 
 def test_a_budget_that_is_passed_is_found(written, monkeypatch):
     load = ModelPatcher.load
-    monkeypatch.setattr(ModelPatcher, "load", lambda self, *args, **more: load(self, *args, **{**more, "lowvram_model_memory": 1 << 40}))
+    monkeypatch.setattr(
+        ModelPatcher,
+        "load",
+        lambda self, *args, **more: load(self, *args, **{**more, "lowvram_model_memory": 1 << 40}),
+    )
     budget, *held = on_device_within(written(PLAIN), written(PLAIN, "lora"), 0.3)
     assert min(held) > budget
 
@@ -178,16 +194,36 @@ def asked(asked="auto", free=80, ranks=2, stages=1, held=0, names=None, size=FLU
     [
         ({}, "whole", "each rank needs 24.0 GiB, and 78.5 GiB are free"),
         ({"free": 24}, "sharded", "each rank needs 13.6 GiB, and 22.5 GiB are free"),
-        ({"free": 14, "held": 20}, "whole", "each rank needs 24.0 GiB, and 32.5 GiB are free without other models"),
-        ({"free": 14, "held": 4}, "sharded", "each rank needs 13.6 GiB, and 16.5 GiB are free without other models"),
+        (
+            {"free": 14, "held": 20},
+            "whole",
+            "each rank needs 24.0 GiB, and 32.5 GiB are free without other models",
+        ),
+        (
+            {"free": 14, "held": 4},
+            "sharded",
+            "each rank needs 13.6 GiB, and 16.5 GiB are free without other models",
+        ),
         ({"free": 10}, "offloaded", "each rank needs 13.6 GiB of weights, and 8.5 GiB are free"),
         ({"free": 24, "ranks": 1}, "offloaded", "each rank needs 24.0 GiB of weights, and 22.5 GiB are free"),
         ({"free": 24, "ranks": 1, "stages": 2}, "whole", "each rank needs 12.5 GiB, and 22.5 GiB are free"),
-        ({"free": 40, "names": ["cuda:0", "cuda:0"]}, "sharded", "each rank needs 13.6 GiB, and 18.5 GiB are free"),
-        ({"free": 0, "names": ["cpu", "cpu"]}, "whole", "ranks on the CPU map the checkpoint, one copy for all"),
+        (
+            {"free": 40, "names": ["cuda:0", "cuda:0"]},
+            "sharded",
+            "each rank needs 13.6 GiB, and 18.5 GiB are free",
+        ),
+        (
+            {"free": 0, "names": ["cpu", "cpu"]},
+            "whole",
+            "ranks on the CPU map the checkpoint, one copy for all",
+        ),
         ({"asked": "sharded"}, "sharded", "as chosen"),
         ({"asked": "sharded", "ranks": 1, "cfg": 2}, "whole", ALONE),
-        ({"free": 24, "ranks": 1, "cfg": 2}, "offloaded", "each rank needs 24.0 GiB of weights, and 22.5 GiB are free"),
+        (
+            {"free": 24, "ranks": 1, "cfg": 2},
+            "offloaded",
+            "each rank needs 24.0 GiB of weights, and 22.5 GiB are free",
+        ),
         ({"asked": "whole", "free": 1}, "whole", "as chosen"),
         ({"asked": "offloaded", "free": 11.5}, "offloaded", "as chosen"),
         ({"asked": "sharded", "ranks": 1}, "whole", ALONE),
@@ -222,10 +258,14 @@ def test_what_an_evaluation_needs_beside_the_weights_is_left_free(spare, kept):
     needed = beside_bytes(whole, layout, branches=1, batch=1)
     assert whole.activations.peak_bytes / 2 < needed < whole.activations.peak_bytes
     free = FLUX.whole(1) + needed + spare * GIB
-    keeping = WeightsWish("auto", FLUX, lambda: needed).kept_in(TWO_GPUS, layout, [Memory(free, 96 * GIB, 0)] * 2)
+    keeping = WeightsWish("auto", FLUX, lambda: needed).kept_in(
+        TWO_GPUS, layout, [Memory(free, 96 * GIB, 0)] * 2
+    )
     assert keeping.kept == kept
     assert keeping.leaves >= needed and keeping.nbytes + keeping.leaves <= free
-    chosen = WeightsWish("offloaded", FLUX, lambda: needed).kept_in(TWO_GPUS, layout, [Memory(free, 96 * GIB, 0)] * 2)
+    chosen = WeightsWish("offloaded", FLUX, lambda: needed).kept_in(
+        TWO_GPUS, layout, [Memory(free, 96 * GIB, 0)] * 2
+    )
     assert chosen.budget == free - needed
 
 
@@ -241,9 +281,13 @@ def test_what_an_evaluation_needs_beside_the_weights_is_left_free(spare, kept):
     ],
     ids=str,
 )
-def test_no_less_is_left_free_than_the_planner_counts_on_whether_groups_join_or_not(kept, layout, branches, batch):
+def test_no_less_is_left_free_than_the_planner_counts_on_whether_groups_join_or_not(
+    kept, layout, branches, batch
+):
     whole, box = counts("hunyuan 720p"), published_box(f"{layout.world_size}xH100-NVLink")
-    _, _, activations = fullest(costs_of(Job(whole=whole, branches=branches, batch=batch), layout, box, kept), kept)
+    _, _, activations = fullest(
+        costs_of(Job(whole=whole, branches=branches, batch=batch), layout, box, kept), kept
+    )
     assert beside_bytes(whole, layout, branches, batch) >= activations
 
 
@@ -255,7 +299,13 @@ def capped(monkeypatch, memory):
 
     def kept_in(self, names, layout, _, parts=()):
         made.append(
-            real(self, [f"cuda:{rank}" for rank, _ in enumerate(names)], layout, [Memory(memory, 1 << 40, 0) for _ in names], parts)
+            real(
+                self,
+                [f"cuda:{rank}" for rank, _ in enumerate(names)],
+                layout,
+                [Memory(memory, 1 << 40, 0) for _ in names],
+                parts,
+            )
         )
         return made[-1]
 
@@ -266,7 +316,9 @@ def capped(monkeypatch, memory):
 def needing(monkeypatch, pool, nbytes):
     """What an evaluation needs, by the pixels of its latent."""
     monkeypatch.setattr(beside, "beside_bytes", lambda whole, *_: nbytes(whole))
-    monkeypatch.setattr(pool.beside, "_counts", SimpleNamespace(of=lambda model, cond, shape, _: shape[-1] * shape[-2]))
+    monkeypatch.setattr(
+        pool.beside, "_counts", SimpleNamespace(of=lambda model, cond, shape, _: shape[-1] * shape[-2])
+    )
     pool.beside._more.clear()
     release_all(pool)
 
@@ -281,7 +333,9 @@ def test_a_run_that_needs_more_than_weights_leave_has_them_kept_anew(files, clie
         assert (made[-1].leaves, made[-1].budget, len(made)) == (left * GIB, (9 - left) * GIB, 2 * choices)
 
 
-def test_weights_that_left_too_little_leave_more_and_the_evaluation_is_computed(files, clients, monkeypatch, caplog):
+def test_weights_that_left_too_little_leave_more_and_the_evaluation_is_computed(
+    files, clients, monkeypatch, caplog
+):
     pool, made = clients(2), capped(monkeypatch, 6 * GIB)
     needing(monkeypatch, pool, lambda _: 0)
     submit, truth = Evaluations.submit, run(load(files["model"]))
@@ -313,6 +367,14 @@ def test_the_report_says_how_weights_are_kept_and_why(files, clients):
     keeping = clients(2).session.models[model.remote.model].weights
     assert keeping.kept == "whole"
     told = PoolFigures(
-        state="", layout="", grid="", backend="", ranks=(), weights=(KeptWeights("flux.safetensors", keeping.kept, keeping.why),)
+        state="",
+        layout="",
+        grid="",
+        backend="",
+        ranks=(),
+        weights=(KeptWeights("flux.safetensors", keeping.kept, keeping.why),),
     )
-    assert "  weights of flux.safetensors: whole, ranks on the CPU map the checkpoint, one copy for all" in held_text(told).splitlines()
+    assert (
+        "  weights of flux.safetensors: whole, ranks on the CPU map the checkpoint, one copy for all"
+        in held_text(told).splitlines()
+    )

@@ -63,10 +63,15 @@ def test_torchs_own_kernels_are_chosen_for_what_they_take(asked, kernel):
 
 
 @pytest.mark.parametrize(
-    ("capability", "threes", "twos"), [(TURING, False, False), (ADA, False, True), (HOPPER, True, True), (BLACKWELL, False, True)]
+    ("capability", "threes", "twos"),
+    [(TURING, False, False), (ADA, False, True), (HOPPER, True, True), (BLACKWELL, False, True)],
 )
 def test_flash_kernels_are_tried_only_on_gpus_that_run_them(capability, threes, twos):
-    for name, suits in (("flash-attn 3", threes), ("flash-attn 3 (yunchang)", threes), ("flash-attn 2", twos)):
+    for name, suits in (
+        ("flash-attn 3", threes),
+        ("flash-attn 3 (yunchang)", threes),
+        ("flash-attn 2", twos),
+    ):
         assert BY_NAME[name].suits(ask(capability=capability)) is suits
     assert not any(one.suits(ask(masked=True)) or one.suits(ask(torch.float32)) for one in PACKAGES)
 
@@ -93,7 +98,17 @@ def by_tokens(q, k, v, scale):
     return out.transpose(1, 2), lse
 
 
-def flash_2(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, return_attn_probs=False):
+def flash_2(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    return_attn_probs=False,
+):
     out, lse = by_tokens(q, k, v, softmax_scale)
     return (out, lse, None) if return_attn_probs else out
 
@@ -103,7 +118,9 @@ def flash_3(q, k, v, softmax_scale=None, causal=False):
     return by_tokens(q, k, v, softmax_scale)
 
 
-def through_yunchang(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax):
+def through_yunchang(
+    q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax
+):
     assert isinstance(softcap, float) and not causal and dropout_p == 0.0
     return by_tokens(q, k, v, softmax_scale)
 
@@ -130,7 +147,10 @@ class AttnType(Enum):
         return cls(name)
 
 
-YUNCHANGS = dict.fromkeys(("fa", "fa3", "aiter"), through_yunchang) | {"flashinfer": flashinfer, "sage_auto": sage}
+YUNCHANGS = dict.fromkeys(("fa", "fa3", "aiter"), through_yunchang) | {
+    "flashinfer": flashinfer,
+    "sage_auto": sage,
+}
 
 
 @pytest.fixture
@@ -140,10 +160,14 @@ def installed(monkeypatch):
     def install(kinds=YUNCHANGS, **modules):
         kernels = ModuleType("yunchang.kernels")
         kernels.AttnType = AttnType
-        kernels.select_flash_attn_impl = lambda kind, stage: kinds[kind.value] if stage == "fwd-only" else None
+        kernels.select_flash_attn_impl = lambda kind, stage: (
+            kinds[kind.value] if stage == "fwd-only" else None
+        )
         found = {"yunchang.kernels": kernels, **modules}
         monkeypatch.setattr(packages, "import_module", lambda name: found[name])
-        monkeypatch.setattr(packages, "find_spec", lambda name: True if name in (YUNCHANG, *modules) else None)
+        monkeypatch.setattr(
+            packages, "find_spec", lambda name: True if name in (YUNCHANG, *modules) else None
+        )
 
     return install
 
@@ -163,7 +187,9 @@ def on_hopper(monkeypatch):
 
     def asks(device, dims, host=""):
         halves = (torch.float16, torch.bfloat16)
-        return [ask(dtype, dim, masked, host=host) for dim in dims for dtype in halves for masked in (False, True)]
+        return [
+            ask(dtype, dim, masked, host=host) for dim in dims for dtype in halves for masked in (False, True)
+        ]
 
     monkeypatch.setattr(trial, "asks", asks)
     monkeypatch.setattr(trial, "RELEASED_DIMS", (64, 128))
@@ -176,14 +202,20 @@ def test_each_package_is_called_as_it_wants_it_and_found_right(installed, on_hop
     assert [usable.name for usable in found.order] == [name, EXPLICIT.name] and found.refused == ()
     q, k, v = (torch.randn(2, 3, count, 64, dtype=torch.bfloat16) for count in (5, 7, 7))
     for scale in (None, 0.3):
-        for ours, due in zip(found.order[0].kernel(q, k, v, None, scale), explicit(q, k, v, None, scale), strict=True):
+        for ours, due in zip(
+            found.order[0].kernel(q, k, v, None, scale), explicit(q, k, v, None, scale), strict=True
+        ):
             assert torch.allclose(ours, due, atol=1e-6)
 
 
 def test_a_package_is_not_imported_where_an_earlier_one_takes_all(installed, on_hopper):
     installed(**ALL_INSTALLED)
     found = tried(CPU, torchs=[EXPLICIT])
-    assert [usable.name for usable in found.order] == ["SageAttention (yunchang)", "flash-attn 3 (yunchang)", EXPLICIT.name]
+    assert [usable.name for usable in found.order] == [
+        "SageAttention (yunchang)",
+        "flash-attn 3 (yunchang)",
+        EXPLICIT.name,
+    ]
     assert found.choose(ask()).name == "flash-attn 3 (yunchang)"
     assert found.choose(ask(host="attention_sage")).name == "SageAttention (yunchang)"
     assert found.choose(ask(dim=40)) is EXPLICIT, "it was not tried for these"
@@ -208,7 +240,10 @@ def test_a_package_that_cannot_be_imported_is_named_with_the_error(installed, on
     monkeypatch.setattr(packages, "import_module", broken)
     found = tried(CPU, torchs=[EXPLICIT])
     assert found.order == (EXPLICIT,)
-    assert "flash-attn 2 is not used: it cannot be loaded (OSError: libcudart.so.12: cannot open shared object file)." in found.refused
+    assert (
+        "flash-attn 2 is not used: it cannot be loaded (OSError: libcudart.so.12: cannot open shared object"
+        " file)." in found.refused
+    )
 
 
 def test_yunchang_is_not_needed_for_flash_attn_alone(installed, on_hopper):
@@ -272,7 +307,9 @@ def test_so_is_one_of_torchs_own(what):
     assert [sentence.partition(" is ")[0] for sentence in found.refused] == ["torch's"]
 
 
-@pytest.mark.parametrize("what", [what for what in WRONG if what not in ("lse in half precision", "another out")])
+@pytest.mark.parametrize(
+    "what", [what for what in WRONG if what not in ("lse in half precision", "another out")]
+)
 def test_a_kernel_that_rounds_more_is_still_refused_for_all_but_its_rounding(on_hopper, what):
     wrong = Candidate("theirs", ("torch",), packages.suits_flash, lambda: WRONG[what], rounds_more=True)
     assert len(tried(CPU, [wrong], [EXPLICIT]).refused) == 1
@@ -285,7 +322,11 @@ def test_a_kernel_is_used_for_those_head_dims_alone_that_it_takes(on_hopper):
         return explicit(q, k, v, mask, scale)
 
     found = tried(CPU, [Candidate("theirs", ("torch",), packages.suits_flash, lambda: only_128)], [EXPLICIT])
-    assert (found.choose(ask()).name, found.choose(ask(dim=64)).name, found.refused) == ("theirs", EXPLICIT.name, ())
+    assert (found.choose(ask()).name, found.choose(ask(dim=64)).name, found.refused) == (
+        "theirs",
+        EXPLICIT.name,
+        (),
+    )
 
 
 def test_a_kernel_that_takes_nothing_is_refused_with_what_it_says(on_hopper):
@@ -301,7 +342,9 @@ def test_one_wrong_dtype_is_enough(on_hopper):
         out, lse = explicit(q, k, v, mask, scale)
         return out, lse * 2 if q.dtype == torch.float16 else lse
 
-    found = tried(CPU, [Candidate("theirs", ("torch",), packages.suits_flash, lambda: wrong_in_fp16)], [EXPLICIT])
+    found = tried(
+        CPU, [Candidate("theirs", ("torch",), packages.suits_flash, lambda: wrong_in_fp16)], [EXPLICIT]
+    )
     assert found.order == (EXPLICIT,) and len(found.refused) == 1
 
 
@@ -321,7 +364,9 @@ def test_attention_runs_on_the_kernel_that_was_chosen():
     marked = Usable("marked", lambda q, k, v, mask, scale: (q + 7, q[..., 0]), suits)
     kernels = TORCHS._replace(order=(marked, *TORCHS.order))
     assert torch.equal(attention_with_lse(q, q, q, None, None, kernels, "theirs")[0], q + 7)
-    assert torch.equal(attention_with_lse(q, q, q, None, None, kernels, "")[0], attention_with_lse(q, q, q, None)[0])
+    assert torch.equal(
+        attention_with_lse(q, q, q, None, None, kernels, "")[0], attention_with_lse(q, q, q, None)[0]
+    )
     assert asked[0] == Ask("cpu", torch.float32, 64, False, host="theirs")
 
 
@@ -341,7 +386,11 @@ def test_a_ring_attends_by_the_ranks_own_kernels_and_tells_them_how_the_host_att
         method = make_method(model, joint_model.PLAN, mesh, IdleRank([Part(1, 0)]), kernels=kernels)
         method.attach()
         method.begin(Part(1, 0))
-        method.evaluate(model, {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}, 1)
+        method.evaluate(
+            model,
+            {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in arguments.items()},
+            1,
+        )
     assert set(asked) == {("cuda", host)} and len(asked) >= 4
 
 
@@ -349,4 +398,6 @@ def test_ranks_around_a_ring_tell_which_kernel_they_use_and_others_have_none(cli
     for degrees, kernels in (((1, 2), [CPU_FLASH.name] * 2), ((2,), ["", ""])):
         clients(*degrees).sessions.open(lambda: False)
         pool = clients(*degrees).session.pool
-        assert [(one.kernel, one.refused_kernels) for one in pool.ready] == [(kernel, ()) for kernel in kernels]
+        assert [(one.kernel, one.refused_kernels) for one in pool.ready] == [
+            (kernel, ()) for kernel in kernels
+        ]

@@ -33,7 +33,10 @@ def test_both_lanes_run_at_once_and_one_that_fails_is_the_result(tmp_path, capfd
         *("== lane shared", "shared has ended", "== lane other", "other has ended"),
         "== the slowest tests of both lanes",
     ]
-    assert lines[-6:-4] == ["10.0s call shared", "10.0s call other"] and lines[-2:] == ["0.7s call shared", "0.7s call other"]
+    assert lines[-6:-4] == ["10.0s call shared", "10.0s call other"] and lines[-2:] == [
+        "0.7s call shared",
+        "0.7s call other",
+    ]
 
 
 @pytest.mark.parametrize(

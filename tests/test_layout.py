@@ -11,7 +11,10 @@ from pipemesh.parallel_runtime.layout import Layout, Split, clip_ranges, layouts
 from pipemesh.parallel_runtime.methods.shards import Shards
 
 
-@pytest.mark.parametrize(("degree", "equation"), [(1, "ulysses 1 = 1 rank"), (2, "ulysses 2 = 2 ranks"), (30, "ulysses 30 = 30 ranks")])
+@pytest.mark.parametrize(
+    ("degree", "equation"),
+    [(1, "ulysses 1 = 1 rank"), (2, "ulysses 2 = 2 ranks"), (30, "ulysses 30 = 30 ranks")],
+)
 def test_a_layout_prints_its_equation(degree, equation):
     layout = Layout(ulysses=degree)
     assert layout.world_size == degree
@@ -23,7 +26,10 @@ def test_a_grid_prints_its_equation_and_itself():
     layout = Layout(ulysses=2, ring=3)
     assert layout.equation() == "ulysses 2 x ring 3 = 6 ranks"
     assert layout.grid() == "ring 0:   0   1\nring 1:   2   3\nring 2:   4   5"
-    assert layout.grid(["a", "bb", "a", "a", "bb", "a"]).splitlines()[:2] == ["ring 0:   0 a    1 bb", "ring 1:   2 a    3 a"]
+    assert layout.grid(["a", "bb", "a", "a", "bb", "a"]).splitlines()[:2] == [
+        "ring 0:   0 a    1 bb",
+        "ring 1:   2 a    3 a",
+    ]
 
 
 def test_a_pipelines_grid_has_a_row_for_every_stage():
@@ -38,7 +44,10 @@ def test_groups_are_rows_of_the_grid():
     assert layout.coordinates(6) == {"ulysses": 0, "ring": 0, "pipefusion": 1, "cfg": 1, "data": 0}
     assert layout.group("cfg", 2) == (2, 6)
     assert layout.grid().splitlines()[::3] == ["branch 0 stage 0:   0   1", "branch 1 stage 1:   6   7"]
-    assert Layout(cfg=2, data=2).grid() == "data 0 branch 0:   0\ndata 0 branch 1:   1\ndata 1 branch 0:   2\ndata 1 branch 1:   3"
+    assert (
+        Layout(cfg=2, data=2).grid()
+        == "data 0 branch 0:   0\ndata 0 branch 1:   1\ndata 1 branch 0:   2\ndata 1 branch 1:   3"
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
@@ -87,7 +96,10 @@ def test_every_rank_has_a_place_of_its_own_and_its_groups_meet_only_there(ulysse
     across, along = layout.group("ulysses", rank), layout.group("ring", rank)
     assert (len(across), len(along)) == (ulysses, ring)
     assert set(across) & set(along) == {rank}
-    assert across.index(rank) == layout.coordinates(rank)["ulysses"] and along.index(rank) == layout.coordinates(rank)["ring"]
+    assert (
+        across.index(rank) == layout.coordinates(rank)["ulysses"]
+        and along.index(rank) == layout.coordinates(rank)["ring"]
+    )
 
 
 @pytest.mark.parametrize("degree", [0, -1])
@@ -103,7 +115,11 @@ TOTALS, PARTS = st.integers(0, 300), st.integers(1, 40)
 @given(TOTALS, PARTS)
 def test_a_split_covers_everything_once_in_order(total, parts):
     split = Split.even(total, parts)
-    covered = [row for start, size in zip(split.starts, split.sizes, strict=True) for row in range(start, start + size)]
+    covered = [
+        row
+        for start, size in zip(split.starts, split.sizes, strict=True)
+        for row in range(start, start + size)
+    ]
     assert covered == list(range(total))
     assert split.total == total
     assert len(split.sizes) == parts
@@ -153,7 +169,9 @@ def test_clipped_ranges_name_the_same_tokens_as_before(ranges, start, size, offs
 @given(st.integers(0, 60), PARTS, LISTS)
 def test_the_parts_of_a_split_share_out_every_range(total, parts, ranges):
     split = Split.even(total, parts)
-    clipped = [clip_ranges(ranges, start, size) for start, size in zip(split.starts, split.sizes, strict=True)]
+    clipped = [
+        clip_ranges(ranges, start, size) for start, size in zip(split.starts, split.sizes, strict=True)
+    ]
     rows = sum(end - begin for part in clipped for begin, end, _ in part)
     assert rows == sum(max(0, min(end, total) - begin) for begin, end, _ in ranges)
 

@@ -21,7 +21,16 @@ from pipemesh.launcher.pool.listener import SeldomLog, Unproved, accept
 from pipemesh.launcher.pool.rendezvous import store_key, version_conflict
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
 from pipemesh.parallel_runtime.wire.messages import Denied, FromMachine
-from pipemesh.parallel_runtime.wire.tcp import COMFYUI, LEADER, Hello, Link, SecretRefused, proof, prove, shake_hands
+from pipemesh.parallel_runtime.wire.tcp import (
+    COMFYUI,
+    LEADER,
+    Hello,
+    Link,
+    SecretRefused,
+    proof,
+    prove,
+    shake_hands,
+)
 
 from .fake_pools import DEADLINE_S, fake_setup
 
@@ -70,7 +79,10 @@ def shake(secret_here: str, secret_there: str, there: Hello = FAR) -> list[str |
 
 def test_both_sides_trust_the_same_secret_only_and_then_know_each_others_version():
     assert shake(SECRET, SECRET) == [FAR, NEAR]
-    assert shake(SECRET, SECRET + "?") == ["the other side closed the connection", "the other side holds another secret"]
+    assert shake(SECRET, SECRET + "?") == [
+        "the other side closed the connection",
+        "the other side holds another secret",
+    ]
 
 
 def test_a_proof_sent_back_to_its_sender_is_refused():
@@ -102,7 +114,11 @@ def test_what_versions_meet_by_never_changes():
 def test_a_hello_is_read_whatever_later_versions_add_to_it():
     later = msgspec.msgpack.encode({"type": "Hello", "version": "9.0", "machine": "far", "torch": "3.0"})
     assert msgspec.msgpack.decode(later, type=Hello) == Hello(version="9.0", machine="far")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(NEAR)) == {"type": "Hello", "version": VERSION, "machine": "near"}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(NEAR)) == {
+        "type": "Hello",
+        "version": VERSION,
+        "machine": "near",
+    }
 
 
 @pytest.mark.parametrize(
@@ -112,19 +128,26 @@ def test_a_hello_is_read_whatever_later_versions_add_to_it():
         (
             Hello(version="0.3.0", machine="far"),
             Hello(version="0.2.1", machine="near"),
-            "Machine far has PipeMesh 0.3.0 and ComfyUI's machine near has PipeMesh 0.2.1: install the same version of PipeMesh on both.",
+            (
+                "Machine far has PipeMesh 0.3.0 and ComfyUI's machine near has PipeMesh 0.2.1: install the"
+                " same version of PipeMesh on both."
+            ),
         ),
         (
             None,
             Hello(version="0.2.1", machine="near"),
-            "Machine far has a PipeMesh older than 0.2.0 and ComfyUI's machine near has PipeMesh 0.2.1: "
-            "install the same version of PipeMesh on both.",
+            (
+                "Machine far has a PipeMesh older than 0.2.0 and ComfyUI's machine near has PipeMesh 0.2.1: "
+                "install the same version of PipeMesh on both."
+            ),
         ),
         (
             Hello(version="0.3.0", machine="far"),
             None,
-            "Machine far has PipeMesh 0.3.0 and ComfyUI's machine has a PipeMesh older than 0.2.0: "
-            "install the same version of PipeMesh on both.",
+            (
+                "Machine far has PipeMesh 0.3.0 and ComfyUI's machine has a PipeMesh older than 0.2.0: "
+                "install the same version of PipeMesh on both."
+            ),
         ),
     ],
 )
@@ -138,14 +161,19 @@ def test_a_leader_turns_another_version_away_and_says_why_in_its_log(caplog):
         theirs = shake_hands(sock, SECRET, COMFYUI, Hello(version="0.9.0", machine="near"), DEADLINE_S)
         assert theirs == FAR
         assert sock.recv(1) == b""
-    assert re.search(rf"turned away: Machine far has PipeMesh {VERSION} and ComfyUI's machine near has PipeMesh 0\.9\.0: ", caplog.text)
+    assert re.search(
+        rf"turned away: Machine far has PipeMesh {VERSION} and ComfyUI's machine near has PipeMesh 0\.9\.0: ",
+        caplog.text,
+    )
 
 
 def test_a_comfyui_older_than_hello_is_told_in_a_message_that_it_knows():
     """Version 0.1 opens its pool at once, in a form of its own, and shows what it is denied."""
     with leader() as address, socket.create_connection(address) as sock:
         prove(sock, SECRET, COMFYUI, soon())
-        body = msgspec.msgpack.encode({"type": "Open", "host": "far", "degrees": {"ulysses": 2}, "devices": ["cpu", "far/cpu"]})
+        body = msgspec.msgpack.encode(
+            {"type": "Open", "host": "far", "degrees": {"ulysses": 2}, "devices": ["cpu", "far/cpu"]}
+        )
         sock.sendall(HEADER.pack(len(body), 0) + body)
         sock.settimeout(None)
         link = Link(sock, FromMachine)
@@ -199,7 +227,8 @@ def test_a_leader_that_has_no_descriptor_left_waits_for_one_and_goes_on(caplog):
     unproved.make_room = room.append
     accept(Listener(errno.EMFILE, errno.ECONNABORTED, errno.ENOBUFS), FAR, SETUP, unproved)
     assert len(room) == 2
-    said = [message for message in caplog.messages if "turned away" not in message]  # what an earlier test's threads still say
+    # What an earlier test's threads still say
+    said = [message for message in caplog.messages if "turned away" not in message]
     assert said == ["[PipeMesh] no connection can be taken (no): newcomers wait"]
     with pytest.raises(OSError, match="no"):  # what will not pass: torchrun starts it again
         accept(Listener(errno.EOPNOTSUPP), FAR, SETUP)

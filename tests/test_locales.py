@@ -57,7 +57,9 @@ def leaves(tree, path=""):
     """Path and text of everything a tree says."""
     if isinstance(tree, str):
         return {path: tree}
-    return {place: text for key, branch in tree.items() for place, text in leaves(branch, f"{path}/{key}").items()}
+    return {
+        place: text for key, branch in tree.items() for place, text in leaves(branch, f"{path}/{key}").items()
+    }
 
 
 def test_nodes_are_marked_as_experimental_until_the_table_of_what_ran_has_a_gpu():
@@ -65,10 +67,18 @@ def test_nodes_are_marked_as_experimental_until_the_table_of_what_ran_has_a_gpu(
     from pipemesh.nodes.pool import pool_nodes
     from pipemesh.nodes.report.node import report_node
 
-    table = (ROOT / "docs" / "CUDA.md").read_text(encoding="utf-8").partition("\n## What ran")[2].partition("\n\n`python3")[0]
+    table = (
+        (ROOT / "docs" / "CUDA.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## What ran")[2]
+        .partition("\n\n`python3")[0]
+    )
     ran = re.findall(r"^\| \d{4}-\d\d-\d\d \|", table, re.M)
     assert ran or "Nothing yet." in table
-    marked = {one.GET_SCHEMA().is_experimental for one in (*pool_nodes(None), *sampler_nodes(None), report_node(None))}
+    marked = {
+        one.GET_SCHEMA().is_experimental
+        for one in (*pool_nodes(None), *sampler_nodes(None), report_node(None))
+    }
     assert marked == {not ran}
 
 
@@ -88,31 +98,45 @@ def test_every_node_input_and_output_is_translated_and_nothing_that_is_not_there
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_no_text_holds_signs_that_the_frontend_would_interpret(language):
-    assert not {place: text for place, text in leaves(translation(language)).items() if VUE_I18N_SYNTAX & set(text)}
+    assert not {
+        place: text for place, text in leaves(translation(language)).items() if VUE_I18N_SYNTAX & set(text)
+    }
 
 
 @pytest.mark.parametrize("language", [language for language in LANGUAGES if language != "en"])
 def test_a_translation_is_one(nodes, language):
     """Tooltips and descriptions are in the language; names may stay as they are."""
     said, english = leaves(translation(language)), leaves(nodes)
-    assert not [place for place, text in said.items() if place.endswith(("/tooltip", "/description")) and text == english[place]]
+    assert not [
+        place
+        for place, text in said.items()
+        if place.endswith(("/tooltip", "/description")) and text == english[place]
+    ]
 
 
 @pytest.mark.parametrize("file", ["settings.json", "main.json"])
 def test_the_settings_are_translated_into_every_language_and_english_is_what_the_script_says(file):
-    said = {language: json.loads((LOCALES / language / file).read_text(encoding="utf-8")) for language in LANGUAGES}
+    said = {
+        language: json.loads((LOCALES / language / file).read_text(encoding="utf-8"))
+        for language in LANGUAGES
+    }
     for one in said.values():
         one.pop("pipemesh", None)
     assert {frozenset(leaves(one)) for one in said.values()} == {frozenset(leaves(said["en"]))}
     texts = [text for one in said.values() for text in leaves(one).values()]
-    assert len(set(texts) - {"PipeMesh"}) == len([text for text in texts if text != "PipeMesh"]), "one is not translated"
+    assert len(set(texts) - {"PipeMesh"}) == len([text for text in texts if text != "PipeMesh"]), (
+        "one is not translated"
+    )
     assert not [text for text in texts if VUE_I18N_SYNTAX & set(text)]
     script = JOINED.sub("", (ROOT / "web" / "auto.js").read_text(encoding="utf-8"))
     assert not [text for text in leaves(said["en"]).values() if f'"{text}"' not in script]
 
 
 def panel_texts():
-    return {language: json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["pipemesh"] for language in LANGUAGES}
+    return {
+        language: json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["pipemesh"]
+        for language in LANGUAGES
+    }
 
 
 def words_of_the_status():
@@ -174,7 +198,18 @@ def test_every_node_has_a_help_page_with_a_row_for_each_of_its_inputs(nodes):
 
 
 def test_every_message_that_a_help_page_explains_is_one_of_the_codes():
-    quoted = [words for page in HELP.values() for words in re.findall(r"^- \*\*(.+?)\.\*\*", page.partition("## Errors")[2], re.M)]
+    quoted = [
+        words
+        for page in HELP.values()
+        for words in re.findall(r"^- \*\*(.+?)\.\*\*", page.partition("## Errors")[2], re.M)
+    ]
     assert len(quoted) > 20
-    longest = [max((piece.strip() for piece in re.split(rf"{FILLED_IN.pattern}|'.*?'", words)), key=len) for words in quoted]
-    assert not [words for words in longest if " " in words and not any(half in sentences() for half in halves(words.split()))]
+    longest = [
+        max((piece.strip() for piece in re.split(rf"{FILLED_IN.pattern}|'.*?'", words)), key=len)
+        for words in quoted
+    ]
+    assert not [
+        words
+        for words in longest
+        if " " in words and not any(half in sentences() for half in halves(words.split()))
+    ]

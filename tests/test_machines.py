@@ -68,7 +68,18 @@ def torchrun(machines: TwoMachines, namespace: str, name: str, log: Path, has_st
         "PIPEMESH_SECRET": SECRET,
         "PIPEMESH_LOST_S": str(LOST_S),
     }
-    launch = ["ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run", *options, "--name", name]
+    launch = [
+        "ip",
+        "netns",
+        "exec",
+        namespace,
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *options,
+        "--name",
+        name,
+    ]
     with log.open("w") as output:
         return subprocess.Popen(launch, cwd=ROOT, env=env, stdout=output, stderr=output)
 
@@ -113,11 +124,15 @@ def handle(setup, machines, leaders):
 
 def started(handle: PoolHandle, machines: TwoMachines) -> WorkerPool:
     """Its pool, once the leaders have joined."""
-    open_store(machines.near_address, PORT, DEADLINE_S).wait([store_key("near"), store_key("far")], timedelta(seconds=DEADLINE_S))
+    open_store(machines.near_address, PORT, DEADLINE_S).wait(
+        [store_key("near"), store_key("far")], timedelta(seconds=DEADLINE_S)
+    )
     return handle.ensure()
 
 
-def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_next_run_is_right(machines, files, truths, handle):
+def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_next_run_is_right(
+    machines, files, truths, handle
+):
     plain, patched = truths
     first = started(handle, machines)
     client = RemotePool(handle, shares_weights=False)
@@ -133,19 +148,28 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     cancelling.join()
     assert handle.live() is first
     assert first.idle
-    assert [(rank, answer.cancelled) for rank, answer in said[-2:]] == [(1, True), (1, False)]  # of the evaluation, and of the run's end
+    # Of the evaluation, and of the run's end
+    assert [(rank, answer.cancelled) for rank, answer in said[-2:]] == [(1, True), (1, False)]
 
-    far_ranks = [os.pidfd_open(pid) for pid in machines.pids(machines.far) if forks(psutil.Process(pid).parent())]
+    far_ranks = [
+        os.pidfd_open(pid) for pid in machines.pids(machines.far) if forks(psutil.Process(pid).parent())
+    ]
     assert len(far_ranks) == 1
     cutting = Once(lambda: in_forward(first), lambda: machines.cable("down"))
     with pytest.raises(
-        PoolFailed, match=r"^Machine far was lost while computing \(rank 1 on far/cpu; Connection timed out\): see that it is up"
+        PoolFailed,
+        match=(
+            r"^Machine far was lost while computing \(rank 1 on far/cpu; Connection timed out\): see that it"
+            r" is up"
+        ),
     ):
         run(model, size=(128, 128), steps=20)
     cutting.join()
     since_cut_s = time.monotonic() - cutting.acted_at
     assert since_cut_s < 3 * LOST_S
-    with pytest.raises(PoolFailed, match=rf"^Machine far does not answer at {re.escape(machines.far_address)}:\d+ "):
+    with pytest.raises(
+        PoolFailed, match=rf"^Machine far does not answer at {re.escape(machines.far_address)}:\d+ "
+    ):
         run(model)
     for rank in far_ranks:  # on a machine that nobody can tell
         assert select.select([rank], [], [], DEADLINE_S)[0]

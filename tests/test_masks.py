@@ -39,7 +39,10 @@ def rank_major(totals, ranks):
     then of rank 1, and so on.
     """
     starts = [sum(totals[:index]) for index in range(len(totals))]
-    parts = [[start + rows for rows in torch.arange(total).tensor_split(ranks)] for start, total in zip(starts, totals, strict=True)]
+    parts = [
+        [start + rows for rows in torch.arange(total).tensor_split(ranks)]
+        for start, total in zip(starts, totals, strict=True)
+    ]
     return torch.cat([stream[rank] for rank in range(ranks) for stream in parts]).tolist()
 
 
@@ -51,7 +54,9 @@ def rank_major(totals, ranks):
     kind=st.sampled_from(["numbered", "bool"]),
     data=st.data(),
 )
-def test_a_part_of_a_mask_says_of_every_query_key_and_head_what_the_whole_says(totals, ranks, form, kind, data):
+def test_a_part_of_a_mask_says_of_every_query_key_and_head_what_the_whole_says(
+    totals, ranks, form, kind, data
+):
     total, batch = sum(totals), 2
 
     def cut(size):
@@ -64,7 +69,9 @@ def test_a_part_of_a_mask_says_of_every_query_key_and_head_what_the_whole_says(t
     joint = Shards(streams, 0, ranks).joint(tuple(streams))
     part = part_of_mask(permute_mask(mask, joint), rows, columns, heads, total, HEADS)
     order, whole = rank_major(totals, ranks), everywhere(mask, batch, HEADS, total, total)
-    here = everywhere(part, batch, heads.stop - heads.start, rows.stop - rows.start, columns.stop - columns.start)
+    here = everywhere(
+        part, batch, heads.stop - heads.start, rows.stop - rows.start, columns.stop - columns.start
+    )
     for head, h in enumerate(range(HEADS)[heads]):
         for query, q in enumerate(order[rows]):
             for key, k in enumerate(order[columns]):
@@ -82,7 +89,9 @@ def bench(clients):
 def masked(model, mask):
     clone = model.clone()
     clone.set_model_unet_function_wrapper(
-        lambda apply_model, options: apply_model(options["input"], options["timestep"], **{**options["c"], "attention_mask": mask})
+        lambda apply_model, options: apply_model(
+            options["input"], options["timestep"], **{**options["c"], "attention_mask": mask}
+        )
     )
     return run(clone)
 
@@ -91,7 +100,9 @@ TOKENS = 13 + 4 * 5
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["ulysses2", "ring2"])
-@pytest.mark.parametrize(("form", "kind"), [("B1LL", "bool"), ("BHLL", "additive"), ("BHLL", "bool"), ("B11L", "additive")])
+@pytest.mark.parametrize(
+    ("form", "kind"), [("B1LL", "bool"), ("BHLL", "additive"), ("BHLL", "bool"), ("B11L", "additive")]
+)
 def test_masks_of_every_form_are_exact_through_two_ranks(bench, layout, form, kind):
     """The host turns a boolean mask of a prompt into numbers before its model sees it, and so do
     the ranks.

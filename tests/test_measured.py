@@ -8,7 +8,15 @@ from pipemesh.benchmarks import plan as bench
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.cost import predict
 from pipemesh.parallel_runtime.planner.job import Job
-from pipemesh.parallel_runtime.planner.measured import Speeds, Timed, link_of, read, speeds_of, this_machine, write
+from pipemesh.parallel_runtime.planner.measured import (
+    Speeds,
+    Timed,
+    link_of,
+    read,
+    speeds_of,
+    this_machine,
+    write,
+)
 from pipemesh.parallel_runtime.planner.published import published_box
 
 from .planned import attention_alone, counts
@@ -18,7 +26,10 @@ SPEEDS = Speeds(matmul=2e12, attention=5e11, beside_s=1e-3, memory=1e11, merge=1
 
 def test_speeds_are_those_that_the_times_were_made_of():
     for beside_s in (1e-4, 0.0):
-        made = [Timed(a, b, 7, a / 2e12 + b / 5e11 + 7 * beside_s) for a, b in ((1e8, 1e6), (1e9, 1e8), (4e9, 1e9), (9e9, 6e9))]
+        made = [
+            Timed(a, b, 7, a / 2e12 + b / 5e11 + 7 * beside_s)
+            for a, b in ((1e8, 1e6), (1e9, 1e8), (4e9, 1e9), (9e9, 6e9))
+        ]
         assert speeds_of(made) == pytest.approx((2e12, 5e11, beside_s), rel=1e-6, abs=1e-9)
 
 
@@ -40,7 +51,9 @@ def test_a_box_of_measured_speeds_takes_the_measured_times():
     whole = counts("flux 1024")
     timed = Timed.of(whole, 1.0)
     alone = predict(Job(whole=whole), Layout(), SPEEDS.box(1, 2))[0]
-    assert alone.seconds == pytest.approx(timed.matmul_flops / 2e12 + timed.attention_flops / 5e11 + timed.blocks * 1e-3)
+    assert alone.seconds == pytest.approx(
+        timed.matmul_flops / 2e12 + timed.attention_flops / 5e11 + timed.blocks * 1e-3
+    )
     one = Job(whole=attention_alone(1024))
     sent = [predict(one, Layout(ulysses=2), SPEEDS.box(2, size))[0].parts["ulysses"] for size in (2, 4)]
     assert sent[1] - 2e-4 == pytest.approx(2 * (sent[0] - 2e-4))  # two exchanges, whose latency stays
@@ -50,7 +63,9 @@ def test_counts_come_back_from_the_ranks_as_they_were():
     whole = counts("flux 1024")
     (back,) = bench.wholes_of({"m": json.loads(json.dumps({"1024": asdict(whole)}))})["m"].values()
     for layout in (Layout(), Layout(ulysses=2), Layout(pipefusion=2)):
-        before, after = (predict(Job(whole=one), layout, published_box("2xH100-PCIe")) for one in (whole, back))
+        before, after = (
+            predict(Job(whole=one), layout, published_box("2xH100-PCIe")) for one in (whole, back)
+        )
         assert before == after != []
 
 
@@ -73,7 +88,9 @@ def test_speeds_of_another_torch_or_of_other_cores_are_not_this_machines(monkeyp
     other = this_machine()
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0})
     assert here != other != this_machine() and other.endswith("torch 0.1")
-    monkeypatch.setattr("pathlib.Path.read_text", lambda *_, **__: "processor\t: 0\nmodel name\t: A Processor 9000\n")
+    monkeypatch.setattr(
+        "pathlib.Path.read_text", lambda *_, **__: "processor\t: 0\nmodel name\t: A Processor 9000\n"
+    )
     assert this_machine().startswith("A Processor 9000, 1 cores")
 
 
@@ -82,7 +99,9 @@ def test_the_bench_holds_predictions_to_what_was_achieved():
     that follows from them costs what the fastest would have saved.
     """
     one = attention_alone(512)
-    twice = {name: getattr(one, name) * 2 for name in ("block_flops", "block_weight_bytes", "attended_by_block")}
+    twice = {
+        name: getattr(one, name) * 2 for name in ("block_flops", "block_weight_bytes", "attended_by_block")
+    }
     whole = replace(one, **twice, shareable=one.shareable._replace(blocks=[0, 0]))
     wholes = {"model": dict.fromkeys((*bench.SIDES, *bench.CALIBRATED), whole)}
     flops = Timed.of(whole, 1.0).attention_flops
@@ -91,14 +110,23 @@ def test_the_bench_holds_predictions_to_what_was_achieved():
     rounds |= {"model attention": 1e-9, "model attention in parts": 1e-9}
     for side in bench.SIDES:
         rounds |= {f"model {side} ulysses 2": flops / 2e9, f"model {side} ring 2": flops / 2e9}
-        rounds |= {f"model {side} pipefusion 2": flops / 1e9 * (1 + 3 / 2 + 1 / 6) / 4}  # one whole, three in three patches, and drained
+        # One whole, three in three patches, and drained
+        rounds |= {f"model {side} pipefusion 2": flops / 1e9 * (1 + 3 / 2 + 1 / 6) / 4}
     slower = rounds | {"model attention in parts": 1e-9 + bench.MERGE_BYTES * 256 * 32 * 128 / 1e8}
     assert bench.speeds([slower], wholes["model"], "model", "both").merge == pytest.approx(1e8)
     exact = bench.summed_up(bench.cases([rounds], wholes))
     assert exact == pytest.approx({"mean_error": 0, "largest_error": 0, "regret": 0}, abs=1e-3)
-    slow = rounds | {f"model {side} {layout.product()}": flops / 0.5e9 for side in bench.SIDES for layout in bench.SEQUENCES}
+    slow = rounds | {
+        f"model {side} {layout.product()}": flops / 0.5e9
+        for side in bench.SIDES
+        for layout in bench.SEQUENCES
+    }
     off = bench.summed_up(bench.cases([slow], wholes))
     assert off == pytest.approx({"mean_error": 0.75 / 3, "largest_error": 0.75, "regret": 1.0}, abs=1e-3)
     found = {figure.metric: figure for figure in bench.figures([slow], wholes)}
-    assert {metric for metric, figure in found.items() if not figure.is_met} == {"mean_error", "largest_error", "regret"}
+    assert {metric for metric, figure in found.items() if not figure.is_met} == {
+        "mean_error",
+        "largest_error",
+        "regret",
+    }
     assert found["ring 2"].estimate.value == pytest.approx(0.25, abs=1e-3)

@@ -18,7 +18,16 @@ from pipemesh.parallel_runtime.comm.in_step import KnownSteps
 from pipemesh.parallel_runtime.comm.mesh import Axis, Mesh
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, NoRoom, Refused
-from pipemesh.parallel_runtime.families.plan import Along, Blocks, Frames, Insert, Leave, Prefix, Ranges, TokenPlan
+from pipemesh.parallel_runtime.families.plan import (
+    Along,
+    Blocks,
+    Frames,
+    Insert,
+    Leave,
+    Prefix,
+    Ranges,
+    TokenPlan,
+)
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.fit import require_fit
@@ -35,7 +44,8 @@ from .joint_model import CONDS, IMAGE, PLAN, Model
 from .models import IdleRank
 
 NUMBER = 1  # of every request here
-PREFIX = Prefix(stream="prompt", counted_by="mask", kept_in="mask", forget="forward")  # names that the joint model has
+# Names that the joint model has
+PREFIX = Prefix(stream="prompt", counted_by="mask", kept_in="mask", forget="forward")
 TURNED = replace(PLAN, positions=("rope",))
 PATCHES = [astuple(patch) for patch in TokenGrid((IMAGE, 1), (1, 1)).cut(3)]
 
@@ -92,13 +102,21 @@ def make(request, monkeypatch):
     """Makes a model and its method: of one of two ranks that share a sequence, or of one stage.
     Messages come from no rank.
     """
-    monkeypatch.setattr(stage_link, "dist", SimpleNamespace(irecv=arrived, isend=lambda _buffer, _rank: SimpleNamespace(wait=lambda: None)))
+    monkeypatch.setattr(
+        stage_link,
+        "dist",
+        SimpleNamespace(irecv=arrived, isend=lambda _buffer, _rank: SimpleNamespace(wait=lambda: None)),
+    )
 
     def make():
         if request.param in STAGES:
             stage, count, within = STAGES[request.param]
             before, after = stage - 1 if stage else None, stage + 1 if stage + 1 < count else None
-            mesh = mesh_of(Layout(pipefusion=count, **within), StageLink(before, after, via_cpu=True), stage * prod(within.values()))
+            mesh = mesh_of(
+                Layout(pipefusion=count, **within),
+                StageLink(before, after, via_cpu=True),
+                stage * prod(within.values()),
+            )
         else:
             mesh = mesh_of(Layout(**{request.param: 2}))
         model, rank = Turned(3), Foreseeing()
@@ -113,8 +131,13 @@ def made(make):
 
 
 def mesh_of(layout, link=None, rank=0):
-    axes = {name: Axis(layout.coordinates(rank)[name], layout.group(name, rank), None) for name in layout.degrees()}
-    return Mesh(rank, layout.degrees(), axes, standin(Layout(ulysses=layout.ulysses, ring=layout.ring), 0), link)
+    axes = {
+        name: Axis(layout.coordinates(rank)[name], layout.group(name, rank), None)
+        for name in layout.degrees()
+    }
+    return Mesh(
+        rank, layout.degrees(), axes, standin(Layout(ulysses=layout.ulysses, ring=layout.ring), 0), link
+    )
 
 
 def evaluate(made, part):
@@ -135,7 +158,8 @@ def whole_run(made, run):
 def traces_on(model):
     """Whatever a method could leave on a model."""
     return [
-        (name, sorted(vars(module)), len(module._forward_pre_hooks), len(module._forward_hooks)) for name, module in model.named_modules()
+        (name, sorted(vars(module)), len(module._forward_pre_hooks), len(module._forward_hooks))
+        for name, module in model.named_modules()
     ]
 
 
@@ -183,7 +207,9 @@ def begin_the_next(method):
     method._comm.free_buffers()
 
 
-@pytest.mark.parametrize("end", [lambda method: method.end_run(), begin_the_next], ids=["told", "by the next run"])
+@pytest.mark.parametrize(
+    "end", [lambda method: method.end_run(), begin_the_next], ids=["told", "by the next run"]
+)
 def test_nothing_is_kept_beyond_a_run(made, end):
     method = made.method
     method.attach()
@@ -249,10 +275,20 @@ def with_blocks(**changed):
         (with_blocks(ranges=(Ranges(arg="spans", streams=("img",)),)), "blocks(spans=)"),
         (replace(PLAN, positions=("rope",)), "rope"),
         (replace(PLAN, leave=Leave(path="tail", stream="img")), "tail"),
-        (replace(PLAN, leave=Leave(path="head", stream="img", along=(Along(arg="e", dim=1, streams=("img",)),))), "head(e=)"),
+        (
+            replace(
+                PLAN, leave=Leave(path="head", stream="img", along=(Along(arg="e", dim=1, streams=("img",)),))
+            ),
+            "head(e=)",
+        ),
         (replace(PLAN, leave=Leave(path="head", stream="img", instead="tail")), "tail"),
         (with_blocks(inserts=(Insert(path="gates.*"),)), "gates.*"),
-        (with_blocks(inserts=(Insert(path="blocks.*.qkv", frames=Frames(stream="img", each={}, tokens="x")),)), "blocks.*.qkv(x=)"),
+        (
+            with_blocks(
+                inserts=(Insert(path="blocks.*.qkv", frames=Frames(stream="img", each={}, tokens="x")),)
+            ),
+            "blocks.*.qkv(x=)",
+        ),
         (with_blocks(prefix=replace(PREFIX, forget="drop")), "drop"),
         (with_blocks(prefix=replace(PREFIX, counted_by="past")), "past"),
         (with_blocks(prefix=replace(PREFIX, kept_in="kv")), "blocks(kv=)"),
@@ -261,10 +297,15 @@ def with_blocks(**changed):
 )
 def test_a_plan_that_names_what_the_host_renamed_is_refused_by_name(plan, name):
     require_fit(Model(2), PLAN)
-    for check, layout in ((SequenceParallel.check, Layout(ulysses=2)), (PipeFusion.check, Layout(pipefusion=2))):
+    for check, layout in (
+        (SequenceParallel.check, Layout(ulysses=2)),
+        (PipeFusion.check, Layout(pipefusion=2)),
+    ):
         with pytest.raises(Refused) as refused:
             check(Model(2), plan, layout)
-        assert str(refused.value).startswith(f"Model of this ComfyUI has no {name}, which the joint plan names: ")
+        assert str(refused.value).startswith(
+            f"Model of this ComfyUI has no {name}, which the joint plan names: "
+        )
 
 
 def test_a_layout_that_a_method_cannot_run_is_refused():
@@ -357,7 +398,9 @@ class OneOfTwo:
 
     def leave(self, rows, out_BlC):
         start, _ = rows.local["img"]
-        return torch.nn.functional.pad(out_BlC, (0, 0, start, rows.all_tokens["img"] - start - out_BlC.shape[1]))
+        return torch.nn.functional.pad(
+            out_BlC, (0, 0, start, rows.all_tokens["img"] - start - out_BlC.shape[1])
+        )
 
 
 def test_behind_joined_blocks_the_leaving_stream_is_whole_and_the_others_stay_local():
@@ -388,7 +431,9 @@ def test_an_argument_of_several_tensors_or_of_the_models_own_kind_is_cut_as_one_
     cut = rows.along(given, own)
     assert cut["rows"].tolist() == [[1, 1, 2]]
     assert rows.along(given, own) is cut, "made once for all blocks"
-    assert torch.equal(rows.along(frames.view(1, 3).repeat(1, 2), own), torch.tensor([[2, 0, 1]])), "as a tensor it needs no more"
+    assert torch.equal(rows.along(frames.view(1, 3).repeat(1, 2), own), torch.tensor([[2, 0, 1]])), (
+        "as a tensor it needs no more"
+    )
 
 
 def test_blocks_that_run_among_others_are_cut_where_they_are_given_all_tokens():
@@ -401,7 +446,11 @@ def test_blocks_that_run_among_others_are_cut_where_they_are_given_all_tokens():
 
 def test_no_stage_holds_a_part_of_a_model_that_keeps_its_prompt():
     with pytest.raises(
-        Refused, match=r"^Model cannot be divided into stages, because it keeps the keys and values of the prompt.*set pipefusion to 1"
+        Refused,
+        match=(
+            r"^Model cannot be divided into stages, because it keeps the keys and values of the prompt.*set"
+            r" pipefusion to 1"
+        ),
     ):
         PipeFusion.check(Model(4), with_blocks(prefix=PREFIX), Layout(pipefusion=2))
 
@@ -409,6 +458,10 @@ def test_no_stage_holds_a_part_of_a_model_that_keeps_its_prompt():
 def test_no_stage_holds_a_part_of_a_model_whose_blocks_run_among_others():
     plan = replace(PLAN, blocks=tuple(replace(group, interleaved=True) for group in PLAN.blocks))
     with pytest.raises(
-        Refused, match=r"^Model cannot be divided into stages, because its .*blocks run among its other blocks.*set pipefusion to 1"
+        Refused,
+        match=(
+            r"^Model cannot be divided into stages, because its .*blocks run among its other blocks.*set"
+            r" pipefusion to 1"
+        ),
     ):
         PipeFusion.check(Model(4), plan, Layout(pipefusion=2))

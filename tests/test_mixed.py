@@ -55,7 +55,9 @@ FLUX = counts("flux 1024")
 
 @settings(deadline=None)
 @given(st.integers(0, 200), st.lists(SPEED, min_size=1, max_size=6), st.integers(0, 1))
-def test_a_weighted_split_covers_everything_and_leaves_no_part_empty_where_there_is_enough(total, weights, least):
+def test_a_weighted_split_covers_everything_and_leaves_no_part_empty_where_there_is_enough(
+    total, weights, least
+):
     split = Split.by(weights, total, len(weights), least)
     assert (split.total, len(split.sizes)) == (total, len(weights))
     assert min(split.sizes) >= (least if total >= least * len(weights) else 0)
@@ -69,7 +71,9 @@ def test_no_other_split_has_a_smaller_largest_part_for_its_weight(total, weights
 
     least = least if total >= least * len(weights) else 0
     ways = (sizes for sizes in product(range(least, total + 1), repeat=len(weights)) if sum(sizes) == total)
-    assert longest(Split.by(weights, total, len(weights), least).sizes) == pytest.approx(min(map(longest, ways)))
+    assert longest(Split.by(weights, total, len(weights), least).sizes) == pytest.approx(
+        min(map(longest, ways))
+    )
 
 
 @given(st.integers(0, 300), st.integers(1, 9), SPEED, st.integers(0, 1))
@@ -93,9 +97,9 @@ def test_devices_that_are_about_alike_or_not_known_share_evenly():
     assert relative((1.0, 1e6)) == (1, 100)
 
 
-LAYOUTS = st.builds(Layout, ulysses=st.integers(1, 3), ring=st.integers(1, 3), cfg=st.integers(1, 2)) | st.builds(
-    Layout, ulysses=st.integers(1, 2), pipefusion=st.integers(2, 3), data=st.integers(1, 2)
-)
+LAYOUTS = st.builds(
+    Layout, ulysses=st.integers(1, 3), ring=st.integers(1, 3), cfg=st.integers(1, 2)
+) | st.builds(Layout, ulysses=st.integers(1, 2), pipefusion=st.integers(2, 3), data=st.integers(1, 2))
 
 
 @given(LAYOUTS, st.data())
@@ -104,11 +108,23 @@ def test_ranks_of_a_sequence_agree_on_its_shares_and_equal_ones_share_evenly(lay
     size = layout.ulysses * layout.ring
     for rank in range(layout.world_size):
         shares = shares_of(layout.degrees(), rank, speeds)
-        assert shares == shares_of(layout.degrees(), rank - rank % size, speeds), "of another rank of its stage"
-        assert shares == shares_of(layout.degrees(), layout.group("pipefusion", rank)[0], speeds), "of another stage"
+        assert shares == shares_of(layout.degrees(), rank - rank % size, speeds), (
+            "of another rank of its stage"
+        )
+        assert shares == shares_of(layout.degrees(), layout.group("pipefusion", rank)[0], speeds), (
+            "of another stage"
+        )
         assert (len(shares.tokens) or size, len(shares.heads) or layout.ulysses) == (size, layout.ulysses)
-        assert shares_of(layout.degrees(), rank, ()) == shares_of(layout.degrees(), rank, (70,) * layout.world_size) == EVEN
-    assert stage_speeds(layout.degrees(), (70,) * layout.world_size) == group_speeds((70,) * layout.world_size, layout.groups) == ()
+        assert (
+            shares_of(layout.degrees(), rank, ())
+            == shares_of(layout.degrees(), rank, (70,) * layout.world_size)
+            == EVEN
+        )
+    assert (
+        stage_speeds(layout.degrees(), (70,) * layout.world_size)
+        == group_speeds((70,) * layout.world_size, layout.groups)
+        == ()
+    )
 
 
 def test_tokens_heads_stages_and_groups_follow_the_speeds():
@@ -120,7 +136,9 @@ def test_tokens_heads_stages_and_groups_follow_the_speeds():
     stages = stage_speeds(Layout(ulysses=2, pipefusion=2).degrees(), (100, 100, 50, 50))
     assert stages[0] == pytest.approx(2 * stages[1])
     assert group_speeds((100, 50, 40, 40), 2) == (150, 80)
-    assert shares_of(Layout(cfg=2, ulysses=2).degrees(), 3, (100, 100, 50, 50)) == EVEN, "the ranks of a group are alike"
+    assert shares_of(Layout(cfg=2, ulysses=2).degrees(), 3, (100, 100, 50, 50)) == EVEN, (
+        "the ranks of a group are alike"
+    )
 
 
 COSTS = st.lists(st.integers(1, 9).map(float), min_size=2, max_size=7)
@@ -130,7 +148,9 @@ COSTS = st.lists(st.integers(1, 9).map(float), min_size=2, max_size=7)
 @given(COSTS, st.lists(SPEED, min_size=2, max_size=2))
 def test_no_other_way_to_share_blocks_out_over_unlike_stages_is_faster(costs, speeds):
     made = share_out(costs, 2, speeds)
-    ways = [[Stage(*ends, len(costs)) for ends in pairwise((0, way, len(costs)))] for way in range(1, len(costs))]
+    ways = [
+        [Stage(*ends, len(costs)) for ends in pairwise((0, way, len(costs)))] for way in range(1, len(costs))
+    ]
     assert slowest(costs, made, speeds) == min(slowest(costs, way, speeds) for way in ways)
 
 
@@ -147,7 +167,9 @@ def test_what_blocks_took_on_a_slower_stage_is_not_taken_for_their_cost():
 
 # -- groups
 
-BATCHES = st.lists(st.builds(Batch, st.integers(1, 3), st.integers(1, 5), st.floats(1, 1000)), min_size=1, max_size=4)
+BATCHES = st.lists(
+    st.builds(Batch, st.integers(1, 3), st.integers(1, 5), st.floats(1, 1000)), min_size=1, max_size=4
+)
 GROUPS = st.sampled_from([(2, (1, 2)), (3, (1,)), (4, (1, 2, 4))])
 
 
@@ -160,9 +182,14 @@ def test_unlike_groups_compute_every_row_once_and_finish_together(batches, group
     rows = [(number, row) for number, start, end, _ in plan.shares for row in range(start, end)]
     assert rows == [(number, row) for number, batch in enumerate(batches) for row in range(batch.rows)]
     assert {share.group for share in plan.shares} <= set(range(count // plan.width))
-    total, longest = sum(batch.rows * batch.weight for batch in batches), max(batch.items * batch.weight for batch in batches)
+    total, longest = (
+        sum(batch.rows * batch.weight for batch in batches),
+        max(batch.items * batch.weight for batch in batches),
+    )
     cost = cost_of(plan, batches, speeds)
-    assert cost <= total / count + longest + 1e-6, "they finish together, as far as the longest piece lets them"
+    assert cost <= total / count + longest + 1e-6, (
+        "they finish together, as far as the longest piece lets them"
+    )
     if count in widths:
         assert cost <= SEQUENCE_COST * total / count + 1e-6, "one sequence of all would be faster"
 
@@ -190,14 +217,19 @@ def test_a_placement_knows_how_fast_its_devices_are_by_their_titles():
     assert place(Layout(ulysses=2), "cuda:2,cuda:1", "auto", gpus(*TITLES)).speeds == (43, 100)
     alike, strange = ["NVIDIA L40"] * 2, ["NVIDIA L40", "Strange GPU"]
     assert place(Layout(ulysses=2), "auto", "auto", gpus(*alike)).speeds == ()
-    assert place(Layout(ulysses=2), "auto", "auto", gpus(*strange)).speeds == (), "how fast that one is nobody knows"
+    assert place(Layout(ulysses=2), "auto", "auto", gpus(*strange)).speeds == (), (
+        "how fast that one is nobody knows"
+    )
     assert place(Layout(ulysses=2), "cpu", "gloo", ()).speeds == ()
 
 
 def test_measured_speeds_count_before_published_ones_where_all_were_measured(tmp_path):
     pair = gpus("NVIDIA L40S", "Strange GPU")
     assert place(Layout(ulysses=2), "auto", "auto", pair).speeds == ()
-    ready = [SimpleNamespace(device_name="NVIDIA L40S", flops_per_s=2e14), SimpleNamespace(device_name="Strange GPU", flops_per_s=1e14)]
+    ready = [
+        SimpleNamespace(device_name="NVIDIA L40S", flops_per_s=2e14),
+        SimpleNamespace(device_name="Strange GPU", flops_per_s=1e14),
+    ]
     file = tmp_path / "speeds.json"
     chooser = Planning(StepTimes(), Counts(nobody), file)
     chooser.keep_speeds(SimpleNamespace(ready=ready))
@@ -205,12 +237,25 @@ def test_measured_speeds_count_before_published_ones_where_all_were_measured(tmp
     later = Planning(StepTimes(), Counts(nobody), file)
     assert place(Layout(ulysses=2), "auto", "auto", later.with_speeds(pair)).speeds == (100, 50)
     later.keep_speeds(SimpleNamespace(ready=[SimpleNamespace(device_name="NVIDIA L40S", flops_per_s=3e14)]))
-    assert Planning(StepTimes(), Counts(nobody), file).with_speeds(pair) == later.with_speeds(pair), "they stay, and so does the image"
-    timed = [Seen("NVIDIA L40S", 48 << 30, flops_per_s=2e14), Seen("NVIDIA L40", 48 << 30, flops_per_s=1.5e14)]
+    assert Planning(StepTimes(), Counts(nobody), file).with_speeds(pair) == later.with_speeds(pair), (
+        "they stay, and so does the image"
+    )
+    timed = [
+        Seen("NVIDIA L40S", 48 << 30, flops_per_s=2e14),
+        Seen("NVIDIA L40", 48 << 30, flops_per_s=1.5e14),
+    ]
     fast, slow = box_here(timed).box.devices
-    assert slow.matmul_flops_per_s == slow.attention_flops_per_s == pytest.approx(0.75 * fast.matmul_flops_per_s)
-    hot, cool = box_here([Seen("NVIDIA H100 80GB HBM3", 80 << 30, flops_per_s=one) for one in (2e14, 1.5e14)]).box.devices
-    assert cool.attention_flops_per_s == pytest.approx(0.75 * hot.attention_flops_per_s) != pytest.approx(cool.matmul_flops_per_s)
+    assert (
+        slow.matmul_flops_per_s == slow.attention_flops_per_s == pytest.approx(0.75 * fast.matmul_flops_per_s)
+    )
+    hot, cool = box_here(
+        [Seen("NVIDIA H100 80GB HBM3", 80 << 30, flops_per_s=one) for one in (2e14, 1.5e14)]
+    ).box.devices
+    assert (
+        cool.attention_flops_per_s
+        == pytest.approx(0.75 * hot.attention_flops_per_s)
+        != pytest.approx(cool.matmul_flops_per_s)
+    )
 
 
 def test_only_ranks_with_unlike_gpus_of_their_own_time_them():
@@ -225,7 +270,9 @@ def test_the_report_says_what_slower_devices_take_and_why():
     def said(placement):
         return [share.english for share in unlike_shares(placement)]
 
-    pair = place(Layout(ulysses=2), "auto", "auto", gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090"))
+    pair = place(
+        Layout(ulysses=2), "auto", "auto", gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
+    )
     assert said(pair) == ["cuda:1 takes 30 % of the tokens, as it is 2.3x slower than cuda:0"]
     assert not said(place(Layout(ulysses=2), "cpu", "gloo", ()))
     stages = place(Layout(pipefusion=2), "cuda:1,cuda:0", "auto", pair.devices)
@@ -249,14 +296,18 @@ def test_a_box_of_unlike_devices_is_written_with_a_plus():
     mixed = published_box("1xRTX4090+2xA6000-PCIe")
     assert [device.name for device in mixed.devices] == ["RTX4090", "A6000", "A6000"]
     alone = {kind: published_box(f"3x{kind}-PCIe") for kind in ("RTX4090", "A6000")}
-    assert mixed.levels == alone["RTX4090"].levels != alone["A6000"].levels, "not all of them reach their peers"
+    assert mixed.levels == alone["RTX4090"].levels != alone["A6000"].levels, (
+        "not all of them reach their peers"
+    )
     here = box_here([Seen("NVIDIA GeForce RTX 4090", 24 << 30), Seen("NVIDIA RTX A6000", 48 << 30)])
     assert (here.known, here.box.name) == ("published", "1xRTX4090+1xA6000-PCIe")
     unknown = box_here([Seen("NVIDIA GeForce RTX 4090", 24 << 30), Seen("Strange GPU", 48 << 30)]).box.devices
     assert unknown[0].matmul_flops_per_s == unknown[1].matmul_flops_per_s
 
 
-@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2), Layout(data=2)], ids=Layout.equation)
+@pytest.mark.parametrize(
+    "layout", [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2), Layout(data=2)], ids=Layout.equation
+)
 def test_a_pair_of_unlike_devices_takes_what_both_can_do(layout):
     """Half as fast again as the faster one, but for what each computes whole, and whole heads."""
     pair = replace(box(2), devices=(*box(1).devices, *box(1, flops=0.5e12).devices))
@@ -273,12 +324,19 @@ def test_a_faster_group_needs_room_for_the_images_that_it_gets():
     alone = predict(replace(job, batch=1), Layout(), box(1))[0].memory_bytes
 
     def on(*memory):
-        devices = [replace(box(1, flops=flops).devices[0], memory_bytes=one) for flops, one in zip((1e12, 0.3e12), memory, strict=True)]
+        devices = [
+            replace(box(1, flops=flops).devices[0], memory_bytes=one)
+            for flops, one in zip((1e12, 0.3e12), memory, strict=True)
+        ]
         return predict(job, Layout(data=2), replace(box(2), devices=tuple(devices)))
 
     (enough,) = on(alone + 2 * FLUX.activations.peak_bytes, alone)
     assert enough.memory_bytes == alone + 2 * FLUX.activations.peak_bytes
-    assert on(alone + 2 * FLUX.activations.peak_bytes - 1, alone) == on(alone + 2 * FLUX.activations.peak_bytes, alone - 1) == []
+    assert (
+        on(alone + 2 * FLUX.activations.peak_bytes - 1, alone)
+        == on(alone + 2 * FLUX.activations.peak_bytes, alone - 1)
+        == []
+    )
     assert predict(job, Layout(data=2), box(2))[0].memory_bytes == alone + FLUX.activations.peak_bytes
 
 
@@ -292,7 +350,9 @@ def test_unlike_ranks_exchange_the_bytes_that_the_formula_says(ulysses, ring, to
         for message in each(layout, attended, speeds):
             sent[message.source] += message.nbytes * (message.source != message.target)
     shares = [shares_of(layout.degrees(), rank, speeds) for rank in range(layout.world_size)]
-    assert sent == [expected.exchanged_bytes(layout, rank, attended, shares[rank]) for rank in range(layout.world_size)]
+    assert sent == [
+        expected.exchanged_bytes(layout, rank, attended, shares[rank]) for rank in range(layout.world_size)
+    ]
 
 
 # -- computed
@@ -311,31 +371,43 @@ CASES = list(product(EXACT, UNLIKE)) if ALL else list(zip(FAMILIES, UNLIKE, stri
 def test_a_family_computes_on_unlike_devices_what_it_does_on_one(family, of, monkeypatch):
     (layout, speeds), sample = of, SAMPLES[family]
     stock = stock_model(sample.heads[-1], family=family)
-    forward, (asked, *_) = asked_of(stock, Case(family, "ulysses1", "odd", sample.heads[-1], 1.0, bool(sample.masks), "euler"))
+    forward, (asked, *_) = asked_of(
+        stock, Case(family, "ulysses1", "odd", sample.heads[-1], 1.0, bool(sample.masks), "euler")
+    )
     with torch.inference_mode():
         truth = forward(**asked)
     (ours,) = evaluated_in_ranks(layout, stock, [asked], monkeypatch, speeds)
-    for one, other in zip(*(out if isinstance(out, (tuple, list)) else [out] for out in (ours, truth)), strict=True):
+    for one, other in zip(
+        *(out if isinstance(out, (tuple, list)) else [out] for out in (ours, truth)), strict=True
+    ):
         assert relative_error(one, other) <= BOUND
 
 
 def test_every_rank_is_told_how_fast_all_of_them_are(started):
-    pool = started(replace(place(Layout(pipefusion=2), "cpu", "gloo", ()), speeds=(30, 100)), "*:Start=say-speeds")
+    pool = started(
+        replace(place(Layout(pipefusion=2), "cpu", "gloo", ()), speeds=(30, 100)), "*:Start=say-speeds"
+    )
     assert [ready.device_name for ready in pool.ready] == ["30 100"] * 2
 
 
 @pytest.mark.skipif(not ALL, reason="workers of their own; one process shows the same")
-@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2), Layout(cfg=2)], ids=Layout.equation)
+@pytest.mark.parametrize(
+    "layout", [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2), Layout(cfg=2)], ids=Layout.equation
+)
 def test_workers_share_by_the_speeds_that_they_are_told_and_the_image_is_stocks_own(layout, setup, files):
     def taken(speeds):
         """The bytes of the rank that sends most in an evaluation, and the weights of each."""
         handle = PoolHandle(replace(place(layout, "cpu", "gloo", ()), speeds=speeds), setup)
         pool, stock = RemotePool(handle, shares_weights=False), load(files["model"])
         try:
-            ours = parallelize(load(files["model"]), pool, 0.0, Patching(3, ALL_WARM) if layout.pipefusion > 1 else None)
+            ours = parallelize(
+                load(files["model"]), pool, 0.0, Patching(3, ALL_WARM) if layout.pipefusion > 1 else None
+            )
             assert_same(lambda model: run(model, cfg=3.0), ours, stock)
             assert_same(run, ours, stock)
-            return pool.last_run.evaluations[-1].sent_bytes, [memory.model for memory in pool.session.pool.memory]
+            return pool.last_run.evaluations[-1].sent_bytes, [
+                memory.model for memory in pool.session.pool.memory
+            ]
         finally:
             handle.close()
 
@@ -353,7 +425,9 @@ def test_the_bench_holds_the_pair_to_one_that_waits_for_nothing():
     slow = {figure.metric: figure for figure in bench.figures([{**rounds[0], "mixed": 2.3}] * 3, 1 / 3)}
     assert not slow["of_ideal"].is_met
     shared = bench.of_ideal([{**rounds[0], "both": 4.0, "mixed": 2.4}])
-    assert shared == pytest.approx(1.0), "cores of which both at once do 1.5 times as much as one: half of the time both compute"
+    assert shared == pytest.approx(1.0), (
+        "cores of which both at once do 1.5 times as much as one: half of the time both compute"
+    )
 
 
 def test_a_slowed_rank_sleeps_as_long_as_a_slower_device_would_go_on(monkeypatch):
@@ -378,14 +452,22 @@ def test_stages_that_have_no_room_by_speed_are_even_where_that_has():
     assert wish.kept_in(names, layout, memory, (100.0, 30.0)).kept == "offloaded"
     keeping, sizes = wish.cut_for(names, layout, memory, (), (100.0, 30.0))
     assert (keeping.kept, sizes) == ("whole", (16, 16))
-    assert wish.cut_for(names, layout, memory, (), (60.0, 50.0))[1] == wish.cut_for(names, layout, memory, (), ())[1] == ()
+    assert (
+        wish.cut_for(names, layout, memory, (), (60.0, 50.0))[1]
+        == wish.cut_for(names, layout, memory, (), ())[1]
+        == ()
+    )
     assert wish.cut_for(names, layout, memory, (10, 22), (100.0, 30.0))[1] == (10, 22)
 
 
 def test_comfyui_makes_room_for_the_part_that_a_faster_device_takes():
     pair = gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
-    assert Choice(place(Layout(ulysses=2), "auto", "auto", pair)).computed_on("cuda:0") == pytest.approx(0.7, abs=0.01)
-    assert Choice(place(Layout(pipefusion=2), "auto", "auto", pair)).held_on("cuda:0") == pytest.approx(0.7, abs=0.01)
+    assert Choice(place(Layout(ulysses=2), "auto", "auto", pair)).computed_on("cuda:0") == pytest.approx(
+        0.7, abs=0.01
+    )
+    assert Choice(place(Layout(pipefusion=2), "auto", "auto", pair)).held_on("cuda:0") == pytest.approx(
+        0.7, abs=0.01
+    )
     assert Choice(place(Layout(cfg=2), "auto", "auto", pair)).computed_on("cuda:0") == 0.5
 
 

@@ -54,7 +54,11 @@ def test_every_sampler_is_stock_when_warm_and_runs_free_if_it_acts_on_each_pixel
     assert torch.equal(run(patched().model, **options), truth)
     assert torch.equal(torch.get_rng_state(), state)
     free = name != "dpm_adaptive"
-    assert patched().mode == FREE if free else patched().modes.pop() == "single-timeline, because of the sampler dpm_adaptive"
+    assert (
+        patched().mode == FREE
+        if free
+        else patched().modes.pop() == "single-timeline, because of the sampler dpm_adaptive"
+    )
     stale = patched(warm_up=1)
     ours, in_step = run(stale.model, **options), run(together(stale.model), **options)
     assert (stale.modes.pop(0) == FREE) == free and stale.mode.startswith("single-timeline")
@@ -72,14 +76,25 @@ def test_samplers_that_draw_from_torchs_own_generator_draw_as_stock_does(options
     assert patched().mode == FREE
     monkeypatch.setattr(timelines.RandomState, "restore", lambda self: None)
     mixed = advanced(patched().model, sampler=sampler)[0]["samples"]
-    assert patched().mode == FREE and relative_error(mixed, truth) > 100 * BOUND, "the timelines' random numbers are not kept apart"
+    assert patched().mode == FREE and relative_error(mixed, truth) > 100 * BOUND, (
+        "the timelines' random numbers are not kept apart"
+    )
 
 
 # -- what runs free
 
-MASK = {"latent": latent(), "noise_mask": torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(2)).round()}
-RANGES = [[tensor, {**extras, "start_percent": n / 2, "end_percent": (n + 1) / 2}] for n in (0, 1) for tensor, extras in conditioning(n, 9)]
-COMBINED = [[tensor, {**extras, "strength": 0.3 + n}] for n in (0, 1) for tensor, extras in conditioning(n, 9)]
+MASK = {
+    "latent": latent(),
+    "noise_mask": torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(2)).round(),
+}
+RANGES = [
+    [tensor, {**extras, "start_percent": n / 2, "end_percent": (n + 1) / 2}]
+    for n in (0, 1)
+    for tensor, extras in conditioning(n, 9)
+]
+COMBINED = [
+    [tensor, {**extras, "strength": 0.3 + n}] for n in (0, 1) for tensor, extras in conditioning(n, 9)
+]
 
 
 @pytest.mark.parametrize(
@@ -121,13 +136,18 @@ def test_a_plain_workflow_runs_free_and_is_stock_when_warm(options):
     assert relative_error(run(stock(), size=SIZE, steps=4), truth) > 0.001, "the options do nothing"
     assert torch.equal(run(patched().model, **options), truth)
     assert patched().mode == FREE
-    free, in_step = run(patched(warm_up=1).model, **options), run(together(patched(warm_up=1).model), **options)
+    free, in_step = (
+        run(patched(warm_up=1).model, **options),
+        run(together(patched(warm_up=1).model), **options),
+    )
     assert patched(warm_up=1).modes.pop(0) == FREE and patched(warm_up=1).mode.startswith("single-timeline")
     assert relative_error(free, in_step) <= BOUND
     assert relative_error(free, truth) > 100 * BOUND, "nothing was stale"
 
 
-@pytest.mark.parametrize("size, patches", [((14, 6), 4), ((9, 6), 4), ((8, 11), 3), ((7, 7), 2), ((6, 6), 9), ((1, 8), 2)], ids=str)
+@pytest.mark.parametrize(
+    "size, patches", [((14, 6), 4), ((9, 6), 4), ((8, 11), 3), ((7, 7), 2), ((6, 6), 9), ((1, 8), 2)], ids=str
+)
 def test_heights_need_not_divide_by_the_number_of_patches(size, patches):
     options = {"size": size, "steps": 4, "cfg": 2.0}
     ours = patched(patches)
@@ -163,7 +183,9 @@ def test_every_other_sample_runs_free_and_is_stock_when_warm(name):
     """
     case = Case(name, "ulysses1", "odd", SAMPLES[name].heads[0], 4.0, False, "euler")
     warm = Patched(stock_model(case.heads, family=name))
-    assert torch.equal(sample(warm.model, case, steps=2), sample(stock_model(case.heads, family=name), case, steps=2))
+    assert torch.equal(
+        sample(warm.model, case, steps=2), sample(stock_model(case.heads, family=name), case, steps=2)
+    )
     together, facts = plan_for(type(warm.model.model.diffusion_model)).together, SAMPLES[name]
     extras = facts.extras(parity.empty_latent(case))
     refers = {"reference_latents", "concat_latent_image"} & extras.keys()
@@ -172,9 +194,15 @@ def test_every_other_sample_runs_free_and_is_stock_when_warm(name):
     elif refers and together.arguments:
         assert warm.mode == f"all of them at once, because of {both_sides(*together.arguments)}"
     elif together.refiners:
-        assert warm.mode == f"single-timeline, because of the model's {together.refiners[0]}, which looks at the whole image"
+        assert (
+            warm.mode
+            == f"single-timeline, because of the model's {together.refiners[0]}, which looks at the whole"
+            " image"
+        )
     else:
-        before = [f"single-timeline, because of {both_sides(name)}" for name in ("reference_latent", "ref_latent")]
+        before = [
+            f"single-timeline, because of {both_sides(name)}" for name in ("reference_latent", "ref_latent")
+        ]
         assert warm.mode in (FREE, *before)
 
 
@@ -186,12 +214,24 @@ def both_sides(name):
 def test_frames_that_stand_behind_a_videos_own_run_free(key):
     frame = latent(size=(1, 5, 6))
     prompts = [
-        [[text, {**extras, key: [frame] if key == "context_latents" else frame}] for text, extras in conditioning(n, 9)] for n in (1, 2)
+        [
+            [text, {**extras, key: [frame] if key == "context_latents" else frame}]
+            for text, extras in conditioning(n, 9)
+        ]
+        for n in (1, 2)
     ]
-    options = {"latent": torch.zeros(1, 16, 3, 5, 6), "positive": prompts[0], "negative": prompts[1], "cfg": 2.0, "steps": 4}
+    options = {
+        "latent": torch.zeros(1, 16, 3, 5, 6),
+        "positive": prompts[0],
+        "negative": prompts[1],
+        "cfg": 2.0,
+        "steps": 4,
+    }
     plain = stock_model(5, family=VIDEO)
     truth = run(plain, **options)
-    assert relative_error(run(plain, **{**options, "positive": conditioning(1, 9)}), truth) > 0.001, "the frame does nothing"
+    assert relative_error(run(plain, **{**options, "positive": conditioning(1, 9)}), truth) > 0.001, (
+        "the frame does nothing"
+    )
     warm, stale = (Patched(stock_model(5, family=VIDEO), warm_up=warm_up) for warm_up in (ALL_WARM, 1))
     assert torch.equal(run(warm.model, **options), truth)
     assert warm.mode == FREE
@@ -204,13 +244,21 @@ def basic_guider(model):
 
 
 def dual_guider(style, model):
-    return custom("DualCFGGuider", model, conditioning(1, 13), conditioning(3, 9), conditioning(2, 7), 3.0, 2.0, style)
+    return custom(
+        "DualCFGGuider", model, conditioning(1, 13), conditioning(3, 9), conditioning(2, 7), 3.0, 2.0, style
+    )
 
 
 def referenced(method, model):
-    prompts = (execute("nodes_edit_model", "ReferenceLatent", conditioning(n, 9 + n), {"samples": latent(n, (6, 8))}) for n in (1, 2))
+    prompts = (
+        execute("nodes_edit_model", "ReferenceLatent", conditioning(n, 9 + n), {"samples": latent(n, (6, 8))})
+        for n in (1, 2)
+    )
     if method is not None:
-        prompts = (execute("nodes_flux", "FluxKontextMultiReferenceLatentMethod", prompt, method) for prompt in prompts)
+        prompts = (
+            execute("nodes_flux", "FluxKontextMultiReferenceLatentMethod", prompt, method)
+            for prompt in prompts
+        )
     return custom("CFGGuider", model, *prompts, 3.0)
 
 
@@ -233,7 +281,9 @@ def test_stock_guiders_run_free_as_a_server_loads_them(guider):
     [
         lambda model: execute("nodes_model_advanced", "ModelSamplingFlux", model, 1.3, 0.7, 1024, 1024),
         lambda model: execute("nodes_model_advanced", "ModelSamplingSD3", model, 5.0),
-        lambda model: execute("nodes_model_advanced", "ModelSamplingDiscrete", model, "img_to_img_flow", False),
+        lambda model: execute(
+            "nodes_model_advanced", "ModelSamplingDiscrete", model, "img_to_img_flow", False
+        ),
     ],
     ids=["ModelSamplingFlux", "ModelSamplingSD3", "ModelSamplingDiscrete"],
 )
@@ -262,7 +312,9 @@ def free_as_stock(guider=None, sampler=None, patch=lambda model: model):
         return advanced(model, guider(model) if guider else None, sampler(model) if sampler else None)
 
     truths = sampled(stock())
-    assert relative_error(advanced(stock())[0]["samples"], truths[0]["samples"]) > 0.001, "the node does nothing"
+    assert relative_error(advanced(stock())[0]["samples"], truths[0]["samples"]) > 0.001, (
+        "the node does nothing"
+    )
     for ours, truth in zip(sampled(patched().model), truths, strict=True):
         assert torch.equal(ours["samples"], truth["samples"])
     assert patched().mode == FREE
@@ -282,9 +334,14 @@ class StandInVae:
 
 def test_an_inpainting_model_with_its_conditioning_runs_free():
     generator = torch.Generator().manual_seed(4)
-    pixels, mask = torch.rand(1, SIZE[0] * 8, SIZE[1] * 8, 3, generator=generator), torch.zeros(1, SIZE[0] * 8, SIZE[1] * 8)
+    pixels, mask = (
+        torch.rand(1, SIZE[0] * 8, SIZE[1] * 8, 3, generator=generator),
+        torch.zeros(1, SIZE[0] * 8, SIZE[1] * 8),
+    )
     mask[:, 30:80, 20:60] = 1.0
-    positive, negative, image = execute("", "InpaintModelConditioning", conditioning(1, 13), conditioning(2, 7), pixels, StandInVae(), mask)
+    positive, negative, image = execute(
+        "", "InpaintModelConditioning", conditioning(1, 13), conditioning(2, 7), pixels, StandInVae(), mask
+    )
 
     def sampled(model):
         return advanced(model, custom("CFGGuider", model, positive, negative, 3.0), image=image)
@@ -343,15 +400,25 @@ def with_foreign_sampling(model):
     return clone
 
 
-REGION = [[tensor, {**extras, "area": (6, 5, 2, 3), "strength": 0.7}] for tensor, extras in conditioning(3, 9)]
+REGION = [
+    [tensor, {**extras, "area": (6, 5, 2, 3), "strength": 0.7}] for tensor, extras in conditioning(3, 9)
+]
 
 
 @pytest.mark.parametrize(
     "patch, options, words",
     [
-        (lambda m: execute("nodes_model_advanced", "RescaleCFG", m, 0.7), {}, "sampler_cfg_function .*rescale_cfg"),
+        (
+            lambda m: execute("nodes_model_advanced", "RescaleCFG", m, 0.7),
+            {},
+            "sampler_cfg_function .*rescale_cfg",
+        ),
         (lambda m: execute("nodes_cfg", "CFGZeroStar", m), {}, "sampler_post_cfg_function .*cfg_zero_star"),
-        (lambda m: execute("nodes_easycache", "EasyCache", m, 0.5, 0.1, 0.95, False), {"steps": 8}, "easycache"),
+        (
+            lambda m: execute("nodes_easycache", "EasyCache", m, 0.5, 0.1, 0.95, False),
+            {"steps": 8},
+            "easycache",
+        ),
         (with_post_cfg, {}, "sampler_post_cfg_function .*test_modes.foreign_post_cfg"),
         (lambda m: m, {"positive": conditioning(1, 13) + REGION}, "area on the positive conditioning"),
         (with_prepare_state, {}, "on_prepare_state callback .*foreign_prepare_state"),
@@ -374,7 +441,9 @@ def named(mode, words):
 
 
 def test_all_that_keeps_patches_together_is_named_at_once():
-    run(execute("nodes_model_advanced", "RescaleCFG", with_post_cfg(patched().model), 0.7), size=SIZE, cfg=3.0)
+    run(
+        execute("nodes_model_advanced", "RescaleCFG", with_post_cfg(patched().model), 0.7), size=SIZE, cfg=3.0
+    )
     named(patched().mode, "foreign_post_cfg.* and .*rescale_cfg")
 
 
@@ -392,14 +461,31 @@ def control_net():
     import comfy.ldm.flux.controlnet
     import comfy.ops
 
-    net = comfy.ldm.flux.controlnet.ControlNetFlux(dtype=torch.float32, operations=comfy.ops.disable_weight_init, **guided_config(SMALL))
-    net.load_state_dict({name: random_tensor(name, tuple(tensor.shape), 3, torch.float32) for name, tensor in net.state_dict().items()})
+    net = comfy.ldm.flux.controlnet.ControlNetFlux(
+        dtype=torch.float32, operations=comfy.ops.disable_weight_init, **guided_config(SMALL)
+    )
+    net.load_state_dict(
+        {
+            name: random_tensor(name, tuple(tensor.shape), 3, torch.float32)
+            for name, tensor in net.state_dict().items()
+        }
+    )
     return comfy.controlnet.ControlNet(net, load_device=torch.device("cpu"), extra_conds=["y", "guidance"])
 
 
 def test_a_controlnet_is_named_and_stock_when_warm():
     image = torch.rand(1, 12 * 8, 10 * 8, 3, generator=torch.Generator().manual_seed(5))
-    prompts = execute("", "ControlNetApplyAdvanced", conditioning(1, 13), conditioning(2, 7), control_net(), image, 0.8, 0.0, 1.0)
+    prompts = execute(
+        "",
+        "ControlNetApplyAdvanced",
+        conditioning(1, 13),
+        conditioning(2, 7),
+        control_net(),
+        image,
+        0.8,
+        0.0,
+        1.0,
+    )
     options = {"size": (12, 10), "steps": 4, "cfg": 3.0}
     truth = run(stock(), positive=prompts[0], negative=prompts[1], **options)
     assert relative_error(run(stock(), **options), truth) > 0.01, "the ControlNet does nothing"
@@ -413,7 +499,19 @@ def test_context_windows_are_named_and_stock_when_warm():
     ours = Patched(stock_model(case.heads, family=case.family))
 
     def windowed(model):
-        return execute("nodes_context_windows", "ContextWindowsManual", model, 2, 1, "standard_static", 1, False, "pyramid", 2, False)
+        return execute(
+            "nodes_context_windows",
+            "ContextWindowsManual",
+            model,
+            2,
+            1,
+            "standard_static",
+            1,
+            False,
+            "pyramid",
+            2,
+            False,
+        )
 
     plain = stock_model(case.heads, family=case.family)
     truth = sample(windowed(plain), case)
@@ -428,7 +526,19 @@ def test_what_is_kept_of_one_window_or_region_is_not_seen_by_another(monkeypatch
     """
 
     def windowed(model):
-        made = execute("nodes_context_windows", "ContextWindowsManual", model, 2, 1, "standard_static", 1, False, "pyramid", 2, False)
+        made = execute(
+            "nodes_context_windows",
+            "ContextWindowsManual",
+            model,
+            2,
+            1,
+            "standard_static",
+            1,
+            False,
+            "pyramid",
+            2,
+            False,
+        )
         return run(made, steps=1, latent=torch.zeros(1, 16, 5, 8, 6))
 
     stale = Patched(stock_model(5, family=VIDEO), warm_up=1)
@@ -437,9 +547,11 @@ def test_what_is_kept_of_one_window_or_region_is_not_seen_by_another(monkeypatch
     options = {"size": SIZE, "steps": 1, "cfg": 3.0, "positive": conditioning(1, 13) + REGION}
     assert torch.equal(run(patched(warm_up=1).model, **options), run(stock(), **options))
     patched(warm_up=1).modes.clear()
-    monkeypatch.setattr("pipemesh.parallel_runtime.client.patchwise.has_foreign_code", lambda *_: False)  # nor do calls have numbers
+    # Nor do calls have numbers
+    monkeypatch.setattr("pipemesh.parallel_runtime.client.patchwise.has_foreign_code", lambda *_: False)
     monkeypatch.setattr(
-        "pipemesh.parallel_runtime.client.in_process.branch_of", lambda options: branch_of({**options, "context_window": None})
+        "pipemesh.parallel_runtime.client.in_process.branch_of",
+        lambda options: branch_of({**options, "context_window": None}),
     )
     assert relative_error(windowed(stale.model), truth) > 100 * BOUND
 
@@ -460,7 +572,10 @@ def test_samplers_of_other_packs_are_named_even_under_a_stock_name(monkeypatch):
         return comfy.samplers.ksampler("euler")
 
     for sampler in (added(), replaced()):
-        assert torch.equal(advanced(patched().model, sampler=sampler)[0]["samples"], advanced(stock(), sampler=sampler)[0]["samples"])
+        assert torch.equal(
+            advanced(patched().model, sampler=sampler)[0]["samples"],
+            advanced(stock(), sampler=sampler)[0]["samples"],
+        )
         named(patched().mode, "the sampler foreign")
 
 

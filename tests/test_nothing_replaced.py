@@ -37,7 +37,9 @@ def replacing(source: str) -> Iterator[tuple[str, int]]:
     theirs = bound(tree)
     for function in [one for one in ast.walk(tree) if isinstance(one, FUNCTION)]:
         known = aliases(function, theirs)
-        yield from ((function.name, node.lineno) for node in ast.walk(function) if is_replacement(node, known))
+        yield from (
+            (function.name, node.lineno) for node in ast.walk(function) if is_replacement(node, known)
+        )
     for node in tree.body:
         if not isinstance(node, (*FUNCTION.__args__, ast.ClassDef)):
             yield from (("module", one.lineno) for one in ast.walk(node) if is_replacement(one, theirs))
@@ -48,8 +50,16 @@ def bound(tree: ast.AST) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names if alias.name.partition(".")[0] in HOST}
-        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] in HOST:
+            found |= {
+                (alias.asname or alias.name).partition(".")[0]
+                for alias in node.names
+                if alias.name.partition(".")[0] in HOST
+            }
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").partition(".")[0] in HOST
+        ):
             found |= {alias.asname or alias.name for alias in node.names}
     return found
 
@@ -58,7 +68,11 @@ def aliases(function: ast.AST, theirs: set[str]) -> set[str]:
     """Those, and what a function names anew of them, such as a class of a module."""
     known = set(theirs)
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Attribute, ast.Name)) and root_of(node.value) in known:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, (ast.Attribute, ast.Name))
+            and root_of(node.value) in known
+        ):
             known |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return known
 
@@ -72,18 +86,27 @@ def root_of(node: ast.AST) -> str:
 def is_replacement(node: ast.AST, theirs: set[str]) -> bool:
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)):
         targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else [node.target]
-        flat = [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        flat = [
+            one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])
+        ]
         return any(isinstance(one, (ast.Attribute, ast.Subscript)) and holder(one) in theirs for one in flat)
     if not isinstance(node, ast.Call) or not node.args:
         return False
     is_setting = isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr")
-    return is_setting and any(isinstance(one, ast.Name) and one.id in theirs for one in ast.walk(node.args[0]))
+    return is_setting and any(
+        isinstance(one, ast.Name) and one.id in theirs for one in ast.walk(node.args[0])
+    )
 
 
 def holder(target: ast.AST) -> str:
     """The name that a target hangs on; also of ``vars(module)["name"]``."""
     inner = target.value if isinstance(target, ast.Subscript) else target
-    if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "vars" and inner.args:
+    if (
+        isinstance(inner, ast.Call)
+        and isinstance(inner.func, ast.Name)
+        and inner.func.id == "vars"
+        and inner.args
+    ):
         return root_of(inner.args[0])
     return root_of(target)
 
@@ -121,7 +144,10 @@ def test_a_file_that_comfyui_imports_replaces_nothing_of_comfyuis_or_torchs(path
 
 def test_every_seam_is_needed():
     for path, name in SEAMS:
-        assert name in {function for function, _ in replacing((ROOT / path).read_text(encoding="utf-8"))}, (path, name)
+        assert name in {function for function, _ in replacing((ROOT / path).read_text(encoding="utf-8"))}, (
+            path,
+            name,
+        )
 
 
 def test_the_files_that_replace_functions_are_not_among_those_that_comfyui_imports():
@@ -137,7 +163,10 @@ REPLACING = [
     "import torch\ndef f():\n    torch.cuda.Event, a = None, 1",
     "import comfy.model_management as mm\ndef f():\n    mm.unet_dtype = None",
     "def f():\n    import comfy.samplers\n    setattr(comfy.samplers, 'sample', None)",
-    "import comfy.samplers\ndef f():\n    guider = comfy.samplers.CFGGuider\n    setattr(guider, 'sample', None)",
+    (
+        "import comfy.samplers\ndef f():\n    guider = comfy.samplers.CFGGuider\n    setattr(guider,"
+        " 'sample', None)"
+    ),
     "from comfy.model_base import BaseModel\ndef f():\n    BaseModel.load_model_weights = None",
     "import comfy.ops\ndef f():\n    vars(comfy.ops)['cast_bias_weight'] = None",
     "import comfy.ops\ndef f():\n    del comfy.ops.cast_bias_weight",

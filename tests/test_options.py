@@ -27,11 +27,17 @@ def their_function(*_args):
     [
         (
             object(),
-            r"The option theirs \(builtins\.object\) of this MODEL is no plain data and cannot be sent to the pool: remove",
+            (
+                r"The option theirs \(builtins\.object\) of this MODEL is no plain data and cannot be sent to"
+                r" the pool: remove"
+            ),
         ),
         ({"of": [1, torch.device("cpu")]}, r"The option theirs/of/1 \(torch\.device\) of this MODEL"),
         (their_function, r"The option theirs \(.*\.their_function\) of this MODEL"),
-        (frozenset((1, their_function)), r"The option an item of theirs \(.*\.their_function\) of this MODEL"),
+        (
+            frozenset((1, their_function)),
+            r"The option an item of theirs \(.*\.their_function\) of this MODEL",
+        ),
     ],
 )
 def test_an_option_that_no_rank_can_read_is_refused_by_name_and_the_pool_goes_on(pair, value, says):
@@ -63,4 +69,7 @@ def test_ltx_spatio_temporal_guidance_computes_what_stock_computes(client):
     stock = stock_model(case.heads, family=case.family)
     truth = sample(guided(stock), case)
     assert relative_error(truth, sample(stock, case)) > 0.1, "the node does nothing"
-    assert relative_error(sample(guided(parallelize(stock, client, holds_ui_device=False)), case), truth) <= BOUND
+    assert (
+        relative_error(sample(guided(parallelize(stock, client, holds_ui_device=False)), case), truth)
+        <= BOUND
+    )

@@ -34,12 +34,18 @@ def test_a_rank_that_runs_out_of_memory_leaves_the_pool_alive_and_the_next_run_r
     of, client = case(), broken("runs_out_of_memory", *layout)
     patching = Patching(3) if len(layout) > 2 else None
     model = wrap(parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=patching))
-    right, bound = (truths.patched(of, 3), truths.bound(of)) if patching else (sample(truths.stock_model(PLAIN), of), BOUND)
+    right, bound = (
+        (truths.patched(of, 3), truths.bound(of))
+        if patching
+        else (sample(truths.stock_model(PLAIN), of), BOUND)
+    )
     client.sessions.open(lambda: False)
     pool, ranks = client.session.pool, prod(layout)
     for number in range(TIMES):
         client.runs._ids = count(2 * number + 1, 2)
-        with pytest.raises(OutOfMemory, match=rf"^Rank {number % ranks} on cpu ran out of memory while computing \("):
+        with pytest.raises(
+            OutOfMemory, match=rf"^Rank {number % ranks} on cpu ran out of memory while computing \("
+        ):
             sample(model, of)
         client.runs._ids = count(2 * number + 2, 2)
         assert relative_error(sample(model, of), right) <= bound

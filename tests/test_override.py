@@ -20,7 +20,9 @@ from .collectives import World
 from .joint_model import HEADS
 from .test_patches import Model, is_wrong, odd
 
-SAMPLE = next(one for family in FAMILIES for one in family.samples if family.plans[0].blocks[0].without_options)
+SAMPLE = next(
+    one for family in FAMILIES for one in family.samples if family.plans[0].blocks[0].without_options
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,9 @@ def test_without_the_word_a_patch_does_not_see_the_others():
     assert is_wrong(Model(case, replace(plan, blocks=(replace(group, without_options=""),))))
 
 
-def host_attention(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **_more):
+def host_attention(
+    q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **_more
+):
     return joint_model.attention(q, k, v, heads, mask, skip_reshape, skip_output_reshape)
 
 
@@ -64,7 +68,9 @@ class ByPosition(joint_model.Block):
         x = torch.cat((txt, img), 1)
         attend = options.get("optimized_attention_override", lambda attention, *args: attention(*args))
         qkv = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return (x + attend(host_attention, *qkv, HEADS, mask, *self.more)).split([txt.shape[1], img.shape[1]], 1)
+        return (x + attend(host_attention, *qkv, HEADS, mask, *self.more)).split(
+            [txt.shape[1], img.shape[1]], 1
+        )
 
 
 @pytest.fixture
@@ -83,7 +89,9 @@ def evaluated(make, model, monkeypatch):
         own = deepcopy(model)
         method = make(own, joint_model.PLAN, mesh)
         method.attach()
-        outputs[mesh.rank] = method.evaluate(own.forward, asked, 1, *([None] if isinstance(method, PatchForward) else []))
+        outputs[mesh.rank] = method.evaluate(
+            own.forward, asked, 1, *([None] if isinstance(method, PatchForward) else [])
+        )
 
     with torch.inference_mode():
         World(Layout(ulysses=2), "gloo", monkeypatch).run(work, lambda ready: ready[0])
@@ -92,12 +100,20 @@ def evaluated(make, model, monkeypatch):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda model, plan, mesh: SequenceParallel(model, plan, mesh.sequence), lambda model, plan, mesh: PatchForward(model, plan)],
+    [
+        lambda model, plan, mesh: SequenceParallel(model, plan, mesh.sequence),
+        lambda model, plan, mesh: PatchForward(model, plan),
+    ],
     ids=["usp", "patches"],
 )
 def test_what_attention_gets_by_position_counts_and_what_nobody_knows_raises(by_position, make, monkeypatch):
     truth = by_position(**joint_model.CONDS[0])
     assert (evaluated(make, by_position, monkeypatch) - truth).abs().max() <= 1e-5
     monkeypatch.setattr(ByPosition, "more", (None, True, False, "new"))
-    with pytest.raises(ModelError, match=r"Attention is given 4 arguments by position behind its mask, where 3 are known \(attn_precision"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"Attention is given 4 arguments by position behind its mask, where 3 are known \(attn_precision"
+        ),
+    ):
         evaluated(make, by_position, monkeypatch)

@@ -119,13 +119,17 @@ def pack(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("raise RuntimeError('the top level of a pack runs in no rank')")
     file = folder / "nodes" / "optimization.py"
     file.write_text(KJNODES)
-    (folder / "nodes" / "settings.py").write_text("from safetensors.torch import load_file as spread\n\nGAIN = 1.0\n")
+    (folder / "nodes" / "settings.py").write_text(
+        "from safetensors.torch import load_file as spread\n\nGAIN = 1.0\n"
+    )
     for place in (folder, folder / "nodes"):
         package = types.ModuleType(str(folder) + ".nodes" * (place != folder))
         package.__path__ = [str(place)]
         monkeypatch.setitem(sys.modules, package.__name__, package)
     for part in ("settings", "optimization"):
-        spec = importlib.util.spec_from_file_location(f"{folder}.nodes.{part}", folder / "nodes" / f"{part}.py")
+        spec = importlib.util.spec_from_file_location(
+            f"{folder}.nodes.{part}", folder / "nodes" / f"{part}.py"
+        )
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         spec.loader.exec_module(module)
@@ -159,7 +163,9 @@ SET = (set_in_module, set_in_another_module, set_on_class, added_to_a_table, set
 
 
 @pytest.mark.parametrize("set_", SET)
-def test_what_nodes_set_in_a_packs_modules_is_the_ranks_too_and_refused_while_the_model_samples(pack, monkeypatch, set_):
+def test_what_nodes_set_in_a_packs_modules_is_the_ranks_too_and_refused_while_the_model_samples(
+    pack, monkeypatch, set_
+):
     stock = stock_model(WAN.heads[-1], family=WAN.name)
     forward, asked = asked_of(stock, Case(WAN.name, "ulysses1", "odd", WAN.heads[-1], 1.0, False, "euler"))
     patcher = replaced(stock, pack)
@@ -179,7 +185,9 @@ def test_what_nodes_set_in_a_packs_modules_is_the_ranks_too_and_refused_while_th
         set_(pack)
         after = truth()
     assert relative_error(before, after) > 100 * BOUND, "the value does nothing"
-    with pytest.raises(Refused, match=r"was changed while the model samples, and a patch in the pool reads it"):
+    with pytest.raises(
+        Refused, match=r"was changed while the model samples, and a patch in the pool reads it"
+    ):
         sent.require_unchanged()
     for _ in range(2):
         (ours,) = evaluated_in_ranks(Layout(ulysses=2), patcher, asked[:1], monkeypatch)
@@ -199,7 +207,9 @@ def test_models_that_a_rank_holds_at_once_compute_each_with_what_its_own_nodes_s
         for pack.SCALE in (1.5, 0.6):
             patcher = replaced(stock_model(WAN.heads[-1], family=WAN.name), pack)
             sent = Crossed(patcher).sent
-            resident = ResidentModel(patcher.clone(), CPU, mesh, rank, SimpleNamespace(stages=(), weights="whole", budget=0))
+            resident = ResidentModel(
+                patcher.clone(), CPU, mesh, rank, SimpleNamespace(stages=(), weights="whole", budget=0)
+            )
             resident.patch("set", {}, across(sent.objects), None, None, rank)
             residents.append((resident, across(crossing_options(asked[0]["transformer_options"], sent))))
         for rank.at, (resident, options) in enumerate([residents[0], residents[1], residents[0]]):
@@ -234,7 +244,10 @@ def test_a_file_that_was_edited_after_it_was_imported_is_named_for_functions_and
     before, after = EDITS[edit]
     pack.FILE.write_text(KJNODES.replace(before, after, 1))
     for one in (patcher, instance):
-        with pytest.raises(Refused, match=r"optimization.py was edited after ComfyUI imported it \(.* differs\): restart ComfyUI"):
+        with pytest.raises(
+            Refused,
+            match=r"optimization.py was edited after ComfyUI imported it \(.* differs\): restart ComfyUI",
+        ):
             Crossed(one)
 
 
@@ -265,7 +278,9 @@ def test_methods_of_a_pack_that_was_opted_in_run_on_the_ranks_own_rows(pack, mon
 
 
 @pytest.mark.parametrize(
-    ("layout", "patching"), [(Layout(cfg=2), None), (Layout(cfg=2, pipefusion=2), Patching(2, 9999))], ids=["groups", "pipelines"]
+    ("layout", "patching"),
+    [(Layout(cfg=2), None), (Layout(cfg=2, pipefusion=2), Patching(2, 9999))],
+    ids=["groups", "pipelines"],
 )
 def test_what_comfyui_batched_stays_together_for_code_that_may_look_at_the_batch(pack, layout, patching):
     """KJNodes guides the first half of a batch, which is the positive prompt's, and all of one."""
@@ -277,7 +292,9 @@ def test_what_comfyui_batched_stays_together_for_code_that_may_look_at_the_batch
     pool.asked.clear()
     here = run(replaced(ours, pack), cfg=4.0, latent=latent, **prompts)
     assert {rows for _group, rows, _tokens in pool.asked} == {2}
-    truth = run(replaced(stock_model(WAN.heads[-1], family=WAN.name), pack), cfg=4.0, latent=latent, **prompts)
+    truth = run(
+        replaced(stock_model(WAN.heads[-1], family=WAN.name), pack), cfg=4.0, latent=latent, **prompts
+    )
     assert relative_error(here, truth) <= BOUND
 
 
@@ -299,7 +316,10 @@ def test_a_patch_of_a_pack_of_which_nothing_is_known_is_given_all_tokens(pack, a
 def test_a_pack_that_was_not_opted_in_is_named(pack, monkeypatch):
     monkeypatch.delenv("PIPEMESH_PATCH_PACKS")
     stock = stock_model(WAN.heads[-1], family=WAN.name)
-    with pytest.raises(Refused, match=r"wrapped_attention.*PIPEMESH_PATCH_PACKS.*optimization\.py is neither.*remove the node"):
+    with pytest.raises(
+        Refused,
+        match=r"wrapped_attention.*PIPEMESH_PATCH_PACKS.*optimization\.py is neither.*remove the node",
+    ):
         Crossed(replaced(stock, pack))
 
 
@@ -324,4 +344,9 @@ def test_objects_are_made_without_their_constructors_and_shared_ones_stay_shared
     other = torch.nn.Sequential(torch.nn.Linear(2, 2))
     again = PutTogether(other, apart.models, CPU).put(taken)
     assert opened == [1] and type(again).__name__ == "NotMadeAgain"
-    assert again.self is again and again.numbers == {1, 2} and again.twice[0] is again.twice[1] and again.layer is other[0]
+    assert (
+        again.self is again
+        and again.numbers == {1, 2}
+        and again.twice[0] is again.twice[1]
+        and again.layer is other[0]
+    )

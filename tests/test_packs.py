@@ -19,13 +19,22 @@ from .models import VIDEO, write_lora, write_model
 from .served import graph, latent
 
 GGUF, KJNODES = PACKS / "ComfyUI-GGUF", PACKS / "ComfyUI-KJNodes"
-ARCHITECTURE = {name: next(family for family in FAMILIES if SAMPLES[name] in family.samples).plans[0].family for name in (PLAIN, VIDEO)}
-LAYOUTS = {"ulysses": {"ulysses": 2}, "ring": {"ulysses": 1, "ring": 2}, "pipefusion": {"ulysses": 1, "pipefusion": 2, "warm_up": 10000}}
+ARCHITECTURE = {
+    name: next(family for family in FAMILIES if SAMPLES[name] in family.samples).plans[0].family
+    for name in (PLAIN, VIDEO)
+}
+LAYOUTS = {
+    "ulysses": {"ulysses": 2},
+    "ring": {"ulysses": 1, "ring": 2},
+    "pipefusion": {"ulysses": 1, "pipefusion": 2, "warm_up": 10000},
+}
 NAG = ("WanVideoNAG", {"conditioning": ["positive", 0], "nag_scale": 11.0, "nag_alpha": 0.25, "nag_tau": 2.5})
 CHUNKED = ("WanChunkFeedForward", {"chunks": 2, "dim_threshold": 1024})
 WIDE = 1024  # pixels: tokens beyond the threshold
 
-pytestmark = pytest.mark.skipif(not (GGUF.is_dir() and KJNODES.is_dir()), reason="set PIPEMESH_TEST_PACKS to a folder with other packs")
+pytestmark = pytest.mark.skipif(
+    not (GGUF.is_dir() and KJNODES.is_dir()), reason="set PIPEMESH_TEST_PACKS to a folder with other packs"
+)
 
 
 def write_gguf(source, target, architecture, kind):
@@ -36,7 +45,9 @@ def write_gguf(source, target, architecture, kind):
     for name, weight in load_file(source).items():
         if weight.dim() == 2 and min(weight.shape) >= 128:
             quantised = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(name, gguf.quants.quantize(weight.float().numpy(), quantised), raw_dtype=quantised)
+            writer.add_tensor(
+                name, gguf.quants.quantize(weight.float().numpy(), quantised), raw_dtype=quantised
+            )
         else:
             writer.add_tensor(name, weight.float().numpy())
     writer.write_header_to_file()
@@ -49,13 +60,19 @@ def write_gguf(source, target, architecture, kind):
 def server(host, tmp_path_factory):
     made = tmp_path_factory.mktemp("models")
     write_model(made / f"{PLAIN}.safetensors", blocks=(2, 2))
-    random_files.write_model(made / f"{VIDEO}.safetensors", SAMPLES[VIDEO].form, Size(heads=2, head_dim=128, blocks=(2,), text_dim=4096))
+    random_files.write_model(
+        made / f"{VIDEO}.safetensors",
+        SAMPLES[VIDEO].form,
+        Size(heads=2, head_dim=128, blocks=(2,), text_dim=4096),
+    )
     write_lora(made / "lora.safetensors", made / f"{PLAIN}.safetensors", rank=4)
     for name, architecture in ARCHITECTURE.items() if importlib.util.find_spec("gguf") else ():
         for kind in ("Q8_0", "Q4_0"):
             write_gguf(made / f"{name}.safetensors", made / f"{name}-{kind}.gguf", architecture, kind)
     packs = {**CUSTOM_NODES, "ComfyUI-GGUF": GGUF, "comfyui-kjnodes": KJNODES}
-    server = ComfyServer(host, env={"OMP_NUM_THREADS": "1", "PIPEMESH_PATCH_PACKS": "comfyui-kjnodes"}, custom_nodes=packs)
+    server = ComfyServer(
+        host, env={"OMP_NUM_THREADS": "1", "PIPEMESH_PATCH_PACKS": "comfyui-kjnodes"}, custom_nodes=packs
+    )
     for file in made.iterdir():
         folder = server.models / ("loras" if file.stem == "lora" else "diffusion_models")
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +91,9 @@ def sampled(server, runs=count()):  # noqa: B008
         nodes = graph(f"run{next(runs)}", parallel=layout is not None, **options)
         nodes["unet"] = loader
         if VIDEO in loader["inputs"]["unet_name"]:
-            nodes["empty"] = node("EmptyHunyuanLatentVideo", width=pixels, height=pixels, length=1, batch_size=1)
+            nodes["empty"] = node(
+                "EmptyHunyuanLatentVideo", width=pixels, height=pixels, length=1, batch_size=1
+            )
             for prompt in ("positive", "negative"):
                 nodes[prompt]["inputs"]["context_dim"] = 4096
         if layout is not None:
@@ -88,7 +107,9 @@ def plain(name):
     return node("UNETLoader", unet_name=f"{name}.safetensors", weight_dtype="default")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="pip install gguf, which ComfyUI-GGUF needs")
+@pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None, reason="pip install gguf, which ComfyUI-GGUF needs"
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 @pytest.mark.parametrize("name, lora", [(PLAIN, None), (PLAIN, 0.7), (VIDEO, None)])
@@ -104,5 +125,7 @@ def test_weights_of_gguf_files_are_dequantised_as_by_the_pack(sampled, name, lor
 def test_patches_of_kjnodes_inside_blocks_run_in_the_ranks(sampled, patch, pixels, layout):
     stock = sampled(plain(VIDEO), pixels=pixels, between=[patch])
     if patch is NAG:
-        assert relative_error(stock, sampled(plain(VIDEO), pixels=pixels)) > 100 * BOUND, "the patch does nothing"
+        assert relative_error(stock, sampled(plain(VIDEO), pixels=pixels)) > 100 * BOUND, (
+            "the patch does nothing"
+        )
     assert relative_error(sampled(plain(VIDEO), layout, pixels=pixels, between=[patch]), stock) <= BOUND

@@ -71,19 +71,33 @@ def test_the_cover_holds_every_pair_of_values_of_two_axes_of_the_representatives
     names = [field.name for field in fields(Case)]
 
     def pairs(cases):
-        return {frozenset([(a, getattr(case, a)), (b, getattr(case, b))]) for case in cases for a, b in combinations(names, 2)}
+        return {
+            frozenset([(a, getattr(case, a)), (b, getattr(case, b))])
+            for case in cases
+            for a, b in combinations(names, 2)
+        }
 
     covered = [case for case in cover() if case.family in REPRESENTATIVES]
-    product = [case for case in full_product() if case.family in REPRESENTATIVES and case.method not in ("ulysses4", "ring4")]
+    product = [
+        case
+        for case in full_product()
+        if case.family in REPRESENTATIVES and case.method not in ("ulysses4", "ring4")
+    ]
     assert pairs(covered) == pairs(product)
     for name in (one.name for one in SAMPLES.values() if len(one.heads) > 1):
-        assert pairs(case for case in covered if case.family == name) == pairs(case for case in product if case.family == name)
+        assert pairs(case for case in covered if case.family == name) == pairs(
+            case for case in product if case.family == name
+        )
     assert len(covered) < len(product) / 8
 
 
 def test_every_other_sample_has_an_uneven_split_and_a_ring_in_the_cover():
     """With what its plan alone can get wrong: prompts of two lengths in one run, and masks."""
-    product, covered, others = set(full_product()), cover(), [one for one in SAMPLES.values() if not one.stands_for]
+    product, covered, others = (
+        set(full_product()),
+        cover(),
+        [one for one in SAMPLES.values() if not one.stands_for],
+    )
     for one in others:
         odd, even = (case for case in covered if case.family == one.name)
         assert {odd, even} <= product
@@ -150,7 +164,9 @@ def test_fewer_text_tokens_than_ranks_are_exact_too(bench, text_tokens, layout):
         mask = attention_mask(5, text_tokens + 3)
         positive, negative = conditioning(1, text_tokens, mask, (3, 1)), conditioning(2, 1)
         with torch.inference_mode():
-            return comfy.sample.sample(model, noise, 3, 2.0, "euler", "simple", positive, negative, latent, disable_pbar=True, seed=3)
+            return comfy.sample.sample(
+                model, noise, 3, 2.0, "euler", "simple", positive, negative, latent, disable_pbar=True, seed=3
+            )
 
     assert_same(run, bench.parallel(5, layout), bench.stock(5))
 
@@ -171,8 +187,16 @@ def test_the_command_fails_on_every_error_that_is_not_within_the_bound(monkeypat
 def test_the_command_holds_a_sensitive_model_to_stocks_own_sensitivity_and_says_so(monkeypatch, capsys):
     monkeypatch.setattr(Bench, "error", lambda self, case: 2 * BOUND)
     monkeypatch.setattr(Bench, "bound", lambda self, case: 3 * BOUND)
-    assert parity.main(["--family", OTHER, "--method", "ring2"], ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])) == 0
-    assert all(line.startswith("ok ") and "stock's own sensitivity allows 6e-05" in line for line in capsys.readouterr().out.splitlines())
+    assert (
+        parity.main(
+            ["--family", OTHER, "--method", "ring2"], ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
+        )
+        == 0
+    )
+    assert all(
+        line.startswith("ok ") and "stock's own sensitivity allows 6e-05" in line
+        for line in capsys.readouterr().out.splitlines()
+    )
 
 
 def test_the_command_samples_with_stock_and_with_a_pool_of_its_own(monkeypatch, capsys):
@@ -187,8 +211,14 @@ def test_the_command_samples_with_stock_and_with_a_pool_of_its_own(monkeypatch, 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--method", "ulysses2", "--ranks", "4"], "no case has --method ulysses2 --ranks 4: choose of --method ulysses1 (--ranks 1), "),
-        (["--bf16", "--family", OTHER], f"--bf16 measures {PLAIN} alone, not --family {OTHER}: choose --family {PLAIN}"),
+        (
+            ["--method", "ulysses2", "--ranks", "4"],
+            "no case has --method ulysses2 --ranks 4: choose of --method ulysses1 (--ranks 1), ",
+        ),
+        (
+            ["--bf16", "--family", OTHER],
+            f"--bf16 measures {PLAIN} alone, not --family {OTHER}: choose --family {PLAIN}",
+        ),
     ],
 )
 def test_options_that_select_nothing_are_refused_with_what_can_be_chosen(capsys, argv, says):

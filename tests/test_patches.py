@@ -69,7 +69,9 @@ class Model:
         if isinstance(latent, list):
             raise ValueError("several latents have no patches")
         grid = TokenGrid.of(latent.shape, self.plan.patch_size_of(self.module))
-        outputs = [self.method.evaluate(self.forward, arguments, "cond", patch) for patch in grid.cut(patches)]
+        outputs = [
+            self.method.evaluate(self.forward, arguments, "cond", patch) for patch in grid.cut(patches)
+        ]
         return assembled(outputs, self.plan.leaves_behind_blocks)
 
 
@@ -107,7 +109,9 @@ def words_of(family):
             without = []
             for kind in ("along", "ranges"):
                 words = getattr(group, kind)
-                without += [(word, {kind: tuple(other for other in words if other is not word)}) for word in words]
+                without += [
+                    (word, {kind: tuple(other for other in words if other is not word)}) for word in words
+                ]
             if getattr(group, SLICED.arg, ()):
                 without.append((SLICED, {SLICED.arg: ()}))
             if inserts := getattr(group, "inserts", ()):
@@ -123,18 +127,35 @@ def chosen(words):
     """
     seen = set()
     for family, (word, plan, less) in words:
-        kind = id(word) if ALL else (type(word), *(name for name in ("repeated", "masks_keys", "after") if getattr(word, name, None)))
+        kind = (
+            id(word)
+            if ALL
+            else (
+                type(word),
+                *(name for name in ("repeated", "masks_keys", "after") if getattr(word, name, None)),
+            )
+        )
         if kind not in seen:
             seen.add(kind)
             named = word.path if isinstance(word, Insert) else word.arg
             yield pytest.param(family, plan, less, id=f"{family.plans[0].family}-{named}")
 
 
-@pytest.mark.parametrize(("family", "plan", "less"), [*chosen((family, word) for family in FAMILIES for word in words_of(family))])
-def test_every_word_of_a_plan_is_needed_for_a_patch_or_a_shard_to_equal_the_serial_forward(family, plan, less, monkeypatch):
-    cases = [replace(odd(one), mask=mask) for one in family.samples for mask in {False, one.masks is not None}]
+@pytest.mark.parametrize(
+    ("family", "plan", "less"), [*chosen((family, word) for family in FAMILIES for word in words_of(family))]
+)
+def test_every_word_of_a_plan_is_needed_for_a_patch_or_a_shard_to_equal_the_serial_forward(
+    family, plan, less, monkeypatch
+):
+    cases = [
+        replace(odd(one), mask=mask) for one in family.samples for mask in {False, one.masks is not None}
+    ]
     cases = [case for case in cases if planned(case) is plan]
-    lacks = [insert.path for group, other in zip(plan.blocks, less.blocks, strict=True) for insert in group.inserts[len(other.inserts) :]]
+    lacks = [
+        insert.path
+        for group, other in zip(plan.blocks, less.blocks, strict=True)
+        for insert in group.inserts[len(other.inserts) :]
+    ]
     if lacks and not any(runs(Model(case), lacks) for case in cases):
         pytest.skip("its sample leaves these modules out: test_families.py runs them")
     if plan.together.always and any(is_wrong(Model(case)) for case in cases):  # no patch of it can be right
@@ -230,7 +251,11 @@ GRIDS = st.builds(
 def test_patches_are_whole_lines_one_after_another_none_is_empty_and_none_is_waited_for(grid, patches, ahead):
     """``ahead``: tokens of text that are computed with the first one."""
     made, width = grid.cut(patches, ahead), grid.counts[-1]
-    assert made[0].start == 0 and made[0].first and [patch.last for patch in made] == [False] * (len(made) - 1) + [True]
+    assert (
+        made[0].start == 0
+        and made[0].first
+        and [patch.last for patch in made] == [False] * (len(made) - 1) + [True]
+    )
     assert all(after.start == before.start + before.size for before, after in pairwise(made))
     assert sum(patch.size for patch in made) == grid.tokens
     assert all(patch.size and patch.size % width == 0 for patch in made)
@@ -238,7 +263,9 @@ def test_patches_are_whole_lines_one_after_another_none_is_empty_and_none_is_wai
         assert max(patch.size for patch in made) - min(patch.size for patch in made) <= width
     extra = round(ahead / width)
     most = max(-(-(grid.lines + extra) // len(made)), 1 + extra)
-    assert [made[0].size // width + extra <= most, *(patch.size // width <= most for patch in made[1:])] == [True] * len(made)
+    assert [made[0].size // width + extra <= most, *(patch.size // width <= most for patch in made[1:])] == [
+        True
+    ] * len(made)
     assert len({patch.size for patch in made[1:]}) <= 2
     assert len(made) == min(grid.lines, patches)
 

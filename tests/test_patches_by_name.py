@@ -31,18 +31,26 @@ def test_blocks_are_left_out_as_in_stock(family):
     model = stock.model.diffusion_model
     forward, (asked, *_) = asked_of(stock, Case(name, "ulysses1", "odd", heads, 1.0, False, "euler"))
     among = any(group.interleaved for group in plan.blocks)  # then the first one is refused
-    blocks = {(kind, index): skip for kind in ("double_block", "single_block") for index in (1 if among else 0, 2, 99)}
+    blocks = {
+        (kind, index): skip
+        for kind in ("double_block", "single_block")
+        for index in (1 if among else 0, 2, 99)
+    }
     options = {**asked["transformer_options"], "patches_replace": {"dit": blocks}}
     method = PatchForward(model, plan)
     if plan.prefix is not None:
         with pytest.raises(Refused, match=r"^No block of .* can be left out in the pool"):
-            method.evaluate(forward, {**asked, "transformer_options": {LEFT_OUT: [("double_block", 1)]}}, "cond", None)
+            method.evaluate(
+                forward, {**asked, "transformer_options": {LEFT_OUT: [("double_block", 1)]}}, "cond", None
+            )
         return
     with torch.inference_mode():
         plain, truth = forward(**asked), forward(**{**asked, "transformer_options": options})
         method.attach()
         ours, again = (
-            method.evaluate(forward, {**asked, "transformer_options": restored(crossing_options(crossing))}, "cond", None)
+            method.evaluate(
+                forward, {**asked, "transformer_options": restored(crossing_options(crossing))}, "cond", None
+            )
             for crossing in (options, asked["transformer_options"])
         )
     assert (relative_error(in_one(truth), in_one(plain)) > 100 * BOUND) == bool(kinds_of(model, plan))
@@ -50,7 +58,9 @@ def test_blocks_are_left_out_as_in_stock(family):
     assert relative_error(in_one(again), in_one(plain)) <= BOUND, "they were left out for good"
     if among:
         with pytest.raises(Refused, match=r"The first block of .* cannot be left out"):
-            method.evaluate(forward, {**asked, "transformer_options": {LEFT_OUT: [("double_block", 0)]}}, "cond", None)
+            method.evaluate(
+                forward, {**asked, "transformer_options": {LEFT_OUT: [("double_block", 0)]}}, "cond", None
+            )
 
 
 def in_one(output):
@@ -59,11 +69,25 @@ def in_one(output):
 
 def guided(model, simple):
     if simple:
-        return execute("nodes_slg", "SkipLayerGuidanceDiTSimple", model, 0.0, 0.9, double_layers="0", single_layers="1")
-    return execute("nodes_slg", "SkipLayerGuidanceDiT", model, 2.0, 0.0, 0.9, double_layers="1", single_layers="0", rescaling_scale=0.5)
+        return execute(
+            "nodes_slg", "SkipLayerGuidanceDiTSimple", model, 0.0, 0.9, double_layers="0", single_layers="1"
+        )
+    return execute(
+        "nodes_slg",
+        "SkipLayerGuidanceDiT",
+        model,
+        2.0,
+        0.0,
+        0.9,
+        double_layers="1",
+        single_layers="0",
+        rescaling_scale=0.5,
+    )
 
 
-@pytest.mark.parametrize("degrees, simple", [((2, 1, 1), False), ((1, 2, 1), True), ((1, 1, 2), False), ((1, 1, 2), True)])
+@pytest.mark.parametrize(
+    "degrees, simple", [((2, 1, 1), False), ((1, 2, 1), True), ((1, 1, 2), False), ((1, 1, 2), True)]
+)
 def test_skip_layer_guidance_is_as_in_stock(files, clients, degrees, simple):
     stock = load(files["model"])
     modes = []
@@ -73,7 +97,9 @@ def test_skip_layer_guidance_is_as_in_stock(files, clients, degrees, simple):
     assert relative_error(truth, run(stock, cfg=3.0)) > 0.05, "the node does nothing"
     assert relative_error(run(guided(parallel, simple), cfg=3.0), truth) <= BOUND
     if patching is not None:
-        assert modes == [mode for mode in modes if mode.startswith("single-timeline, because of sampler_")] != []
+        assert (
+            modes == [mode for mode in modes if mode.startswith("single-timeline, because of sampler_")] != []
+        )
         patched = parallelize(load(files["model"]), clients(*degrees), 0.0, Patching(3, 1))
         first = run(guided(stock, simple), cfg=3.0, steps=1)
         assert relative_error(run(guided(patched, simple), cfg=3.0, steps=1), first) <= BOUND, (
@@ -126,7 +152,9 @@ def test_an_attention_backend_runs_in_the_pool_or_is_refused_by_the_name_that_ra
     assert relative_error(run(with_override(parallel, chosen)), run(with_override(stock, chosen))) <= BOUND
     registered = attention.wrap_attn(halved)
     monkeypatch.setitem(attention.REGISTERED_ATTENTION_FUNCTIONS, "halved", registered)
-    with pytest.raises((Refused, ModelError), match=r"no attention function halved \(.*sub_quad.*\): install"):
+    with pytest.raises(
+        (Refused, ModelError), match=r"no attention function halved \(.*sub_quad.*\): install"
+    ):
         run(with_override(parallel, as_comfyui_chooses(registered)))
     assert relative_error(run(parallel), run(stock)) <= BOUND
 
@@ -196,7 +224,9 @@ def test_settings_of_torch_are_the_ranks_for_the_evaluation(pair, client, matmul
 
     def submit(self, request, *args):
         if type(request).__name__ == "Forward":
-            sent.append(decode_tree(request.arguments, lambda ref: None)["transformer_options"][SETTINGS][name])
+            sent.append(
+                decode_tree(request.arguments, lambda ref: None)["transformer_options"][SETTINGS][name]
+            )
         return real(self, request, *args)
 
     monkeypatch.setattr(type(pool), "submit", submit)

@@ -93,7 +93,9 @@ def sample_for(code, **config):
 
 def diffsynth(model, shape, strength=0.7):
     nodes, transformer = nodes_of(MODEL_PATCHES), model.model.diffusion_model
-    net = nodes.QwenImageBlockWiseControlNet(len(transformer.transformer_blocks), dim=transformer.inner_dim, operations=OPERATIONS)
+    net = nodes.QwenImageBlockWiseControlNet(
+        len(transformer.transformer_blocks), dim=transformer.inner_dim, operations=OPERATIONS
+    )
     apply = nodes.QwenImageDiffsynthControlnet().diffsynth_controlnet
     return apply(model, model_patch(net), ImageVae(), pixels((10, 12)), strength)[0]
 
@@ -121,7 +123,11 @@ def uni3c(model, shape):
         add_channels=7, mid_channels=16, operations=OPERATIONS,
     )  # fmt: skip
     video = pixels(shape, 4 * (shape[2] - 1) + 1)
-    return nodes_of(MODEL_PATCHES).WanUni3CControlnetApply().apply_patch(model, model_patch(net), Vae(True), video, 0.7, 0.0, 1.0)[0]
+    return (
+        nodes_of(MODEL_PATCHES)
+        .WanUni3CControlnetApply()
+        .apply_patch(model, model_patch(net), Vae(True), video, 0.7, 0.0, 1.0)[0]
+    )
 
 
 def anima_lllite(model, shape):
@@ -137,17 +143,25 @@ def anima_lllite(model, shape):
             state[f"lllite_dit_blocks_{block}_{target}.down.weight"] = torch.empty(6, dim)
             state[f"lllite_dit_blocks_{block}_{target}.cond_to_film.weight"] = torch.empty(12, 12)
     net = lllite.AnimaLLLite(state, {}, operations=OPERATIONS)
-    return nodes_of(MODEL_PATCHES).AnimaLLLiteApply().apply_patch(model, model_patch(net), pixels(shape), 2.0, 0.0, 1.0)[0]
+    return (
+        nodes_of(MODEL_PATCHES)
+        .AnimaLLLiteApply()
+        .apply_patch(model, model_patch(net), pixels(shape), 2.0, 0.0, 1.0)[0]
+    )
 
 
 def infinite_talk(model, shape, speakers=1):
     """As the node WanInfiniteTalkToVideo attaches it, which wants an audio encoder's output."""
     dim, (frames, height, width) = model.model.diffusion_model.dim, shape[2:]
     net = torch.nn.Module()
-    net.blocks = torch.nn.ModuleList(multitalk.WanMultiTalkAttentionBlock(dim, 24, operations=OPERATIONS) for _ in range(5))
+    net.blocks = torch.nn.ModuleList(
+        multitalk.WanMultiTalkAttentionBlock(dim, 24, operations=OPERATIONS) for _ in range(5)
+    )
     generator = torch.Generator().manual_seed(6)
     made = model.clone()
-    made.model_options["transformer_options"]["audio_embeds"] = torch.randn(1, frames, 4 * speakers, 24, generator=generator)
+    made.model_options["transformer_options"]["audio_embeds"] = torch.randn(
+        1, frames, 4 * speakers, 24, generator=generator
+    )
     made.set_model_patch(multitalk.MultiTalkCrossAttnPatch(model_patch(net), 2.0), "attn2_patch")
     if speakers > 1:
         tokens = -(-height // 2) * -(-width // 2)
@@ -193,7 +207,9 @@ ATTACHED = [
     Attached(uni3c, WAN, False),
     Attached(infinite_talk, WAN, False),
     Attached(two_speakers, WAN, False),
-    Attached(control_of_few_layers, sample_for(f"{NODES}:ZImageControlPatch", z_image_modulation=True), False),
+    Attached(
+        control_of_few_layers, sample_for(f"{NODES}:ZImageControlPatch", z_image_modulation=True), False
+    ),
     Attached(references_kept, next(one for one in FAMILIES[0].samples if one.prompt_extras), False),
 ]
 
@@ -208,7 +224,11 @@ class Patched:
         self.case = Case(name, "ulysses1", tokens, heads, 1.0, False, "euler")
         with torch.inference_mode():
             self.patcher = attached.attach(self.stock, self.shape)
-            encode_images(self.stock.model.diffusion_model, self.patcher.model_options["transformer_options"], self.shape)
+            encode_images(
+                self.stock.model.diffusion_model,
+                self.patcher.model_options["transformer_options"],
+                self.shape,
+            )
         self.forward, self.asked = asked_of(self.patcher, self.case)
 
     @torch.inference_mode()
@@ -219,7 +239,10 @@ class Patched:
 
     @torch.inference_mode()
     def without(self):
-        bare = [{**one, "transformer_options": {**one["transformer_options"], "patches": {}}} for one in self.asked]
+        bare = [
+            {**one, "transformer_options": {**one["transformer_options"], "patches": {}}}
+            for one in self.asked
+        ]
         return [self.forward(**one) for one in bare]
 
 
@@ -229,7 +252,11 @@ def patched(request):
 
 
 LAYOUTS = (Layout(ulysses=2), Layout(ring=3))
-CASES = [(one, layout) for place, one in enumerate(ATTACHED) for layout in (LAYOUTS if ALL else LAYOUTS[place % 2 :][:1])]
+CASES = [
+    (one, layout)
+    for place, one in enumerate(ATTACHED)
+    for layout in (LAYOUTS if ALL else LAYOUTS[place % 2 :][:1])
+]
 
 
 @pytest.mark.parametrize(("patched", "layout"), CASES, ids=str, indirect=["patched"])
@@ -252,8 +279,13 @@ def test_a_patch_of_pipefusion_computes_it_as_stock_does(patched):
     with torch.inference_mode():
         arguments = crossed.arguments(model.asked[0])
         method.evaluate(model.forward, arguments, "cond", None)
-        grid = TokenGrid.of(next(iter(arguments.values())).shape, plan.patch_size_of(model.stock.model.diffusion_model))
-        outputs = [method.evaluate(model.forward, crossed.arguments(model.asked[0]), "cond", patch) for patch in grid.cut(3)]
+        grid = TokenGrid.of(
+            next(iter(arguments.values())).shape, plan.patch_size_of(model.stock.model.diffusion_model)
+        )
+        outputs = [
+            method.evaluate(model.forward, crossed.arguments(model.asked[0]), "cond", patch)
+            for patch in grid.cut(3)
+        ]
     method.detach()
     assert relative_error(assembled(outputs, plan.leaves_behind_blocks), truth) <= BOUND
 
@@ -268,12 +300,21 @@ def test_it_runs_in_a_pool(clients, degrees):
     for strength, expected in ((0.7, truth), (0.3, None)):
         made = attached.attach(parallel, model.shape, strength)
         ours = sample(made, model.case, steps=2)
-        expected = sample(attached.attach(model.stock, model.shape, strength), model.case, steps=2) if expected is None else expected
+        expected = (
+            sample(attached.attach(model.stock, model.shape, strength), model.case, steps=2)
+            if expected is None
+            else expected
+        )
         assert relative_error(ours, expected) <= BOUND
-    assert relative_error(sample(parallel, model.case, steps=2), sample(model.stock, model.case, steps=2)) <= BOUND, "it stays"
+    assert (
+        relative_error(sample(parallel, model.case, steps=2), sample(model.stock, model.case, steps=2))
+        <= BOUND
+    ), "it stays"
     said = [mode.partition(" (")[0] for mode in modes]
     patched, alone = ("single-timeline, because of patches", "free-running") if patching else ("", "")
-    assert [mode.startswith(patched) for mode in said[:2]] + [mode.startswith(alone) for mode in said[2:]] == [True] * 3 * bool(patching)
+    assert [mode.startswith(patched) for mode in said[:2]] + [
+        mode.startswith(alone) for mode in said[2:]
+    ] == [True] * 3 * bool(patching)
 
 
 def test_what_needs_all_tokens_keeps_the_evaluations_of_a_pipeline_whole(clients):
@@ -286,7 +327,11 @@ def test_what_needs_all_tokens_keeps_the_evaluations_of_a_pipeline_whole(clients
 
 def test_tensors_lie_in_memory_as_they_did():
     """A convolution of an image that lies otherwise adds up in another order."""
-    tensors = [torch.arange(120.0).reshape(2, 3, 4, 5).movedim(-1, 1), torch.arange(4.0).view(4, 1).expand(4, 3), torch.tensor(1.0)]
+    tensors = [
+        torch.arange(120.0).reshape(2, 3, 4, 5).movedim(-1, 1),
+        torch.arange(4.0).view(4, 1).expand(4, 3),
+        torch.tensor(1.0),
+    ]
     apart = TakenApart(torch.nn.Sequential())
     again = PutTogether(torch.nn.Sequential(), apart.models, CPU).put(apart.take(tensors, "patch"))
     assert all(torch.equal(one, other) for one, other in zip(again, tensors, strict=True))

@@ -45,7 +45,9 @@ def test_every_name_and_place_is_that_of_comfyui_s_own_map(model, numbered):
 
     sources = comfy.utils.flux_to_diffusers(FORM.config(SIZE))
     for name, tensor in diffusers_weights(numbered, model.hidden_size).items():
-        key, place, change, *_ = (*sources[name], None) if isinstance(sources[name], tuple) else (sources[name], None, None)
+        key, place, change, *_ = (
+            (*sources[name], None) if isinstance(sources[name], tuple) else (sources[name], None, None)
+        )
         expected = numbered[key].narrow(*place) if place else numbered[key]
         assert torch.equal(tensor, change(expected) if change else expected), name
 
@@ -76,11 +78,15 @@ def test_the_extra_is_what_the_sentence_installs():
 
 
 def test_the_figures_are_those_of_the_definition(monkeypatch):
-    rounds = [{"ours": 0.5, "theirs": 0.625, "theirs_placed": 0.5, "ours_alone": 0.8, "theirs_alone": 1.0}] * 3
+    rounds = [
+        {"ours": 0.5, "theirs": 0.625, "theirs_placed": 0.5, "ours_alone": 0.8, "theirs_alone": 1.0}
+    ] * 3
     answer = {"rounds": rounds, "max_difference": 1e-6, "serial_difference": 3e-5}
     monkeypatch.setattr(peers, "require_diffusers", lambda: None)
     monkeypatch.setattr(peers, "run", lambda *_, **__: [answer, {**answer, "max_difference": 1e6}])
-    figures = {figure.metric: figure for figure in peers.bench(Options(host=None)) if figure.case == "ulysses2_1024"}
+    figures = {
+        figure.metric: figure for figure in peers.bench(Options(host=None)) if figure.case == "ulysses2_1024"
+    }
     assert {metric: figure.estimate.value for metric, figure in figures.items()} == {
         "time_ratio": pytest.approx(0.8),
         "placed_time_ratio": pytest.approx(1.0),
@@ -117,6 +123,8 @@ def test_two_ranks_of_either_give_the_same():
     from pipemesh.benchmarks.lockstep import run
     from pipemesh.launcher.comfyui.find import ComfyInstall
 
-    first, _ = run(ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]), 2, "peers:measure", tokens=128, rounds=1)
+    first, _ = run(
+        ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]), 2, "peers:measure", tokens=128, rounds=1
+    )
     assert set(first["rounds"][0]) == {"ours", "theirs", "theirs_placed", "ours_alone", "theirs_alone"}
     assert first["max_difference"] < 2e-5 and first["serial_difference"] < 2e-5

@@ -60,7 +60,10 @@ def test_a_caption_reads_back_as_its_scene():
         ("a red ring at the centre on a wet ground", '"wet" is no ground'),
         ("a red ring at the centre", "ends in no ground"),
         ("two rings on a dark ground", "names no object"),
-        ("a red ring at the centre and a blue ring at the centre on a dark ground", "two objects at one place"),
+        (
+            "a red ring at the centre and a blue ring at the centre on a dark ground",
+            "two objects at one place",
+        ),
         (" and ".join(["a red ring at the centre"] * 3) + " on a dark ground", "has 3 objects"),
     ],
 )
@@ -70,7 +73,10 @@ def test_a_caption_that_the_set_does_not_know_is_refused_by_its_word(caption, sa
 
 
 def test_each_object_is_drawn_in_its_colour_at_its_place_and_nothing_elsewhere():
-    scenes = [Scene((Thing(colour, 0, place),), 1) for colour, place in itertools.product(range(len(COLOURS)), range(len(PLACES)))]
+    scenes = [
+        Scene((Thing(colour, 0, place),), 1)
+        for colour, place in itertools.product(range(len(COLOURS)), range(len(PLACES)))
+    ]
     for scene, picture in zip(scenes, draw(scenes, 0), strict=True):
         for place, (x, y) in enumerate(CENTRES.values()):
             seen = (picture[:, y, x] * 255).round().int().tolist()
@@ -115,7 +121,9 @@ def test_comfyui_detects_the_autoencoder_and_computes_what_it_computes(pictures)
     latent = vae.encode(shown.movedim(1, -1))
     expected = projection.encode(shown)
     torch.testing.assert_close(comfy.latent_formats.Flux().process_in(latent), expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(vae.decode(latent).movedim(-1, 1), decoder(expected).clamp(0, 1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        vae.decode(latent).movedim(-1, 1), decoder(expected).clamp(0, 1), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_a_short_training_run_learns_and_goes_on_where_it_stopped(pictures, tmp_path):
@@ -129,9 +137,13 @@ def test_a_short_training_run_learns_and_goes_on_where_it_stopped(pictures, tmp_
     straight, records = trained(tmp_path, RECIPE)
     first, last = records[0], records[-1]
     assert last["transformer_loss"] < 0.85 * first["transformer_loss"]
-    assert (straight.transformer.iteration, straight.decoder.iteration) == (75, 4), "neither ends before its iterations"
+    assert (straight.transformer.iteration, straight.decoder.iteration) == (75, 4), (
+        "neither ends before its iterations"
+    )
     files = write_files(straight, tmp_path, tmp_path / "out")
-    assert [file.name for file in files] == [MODEL, VAE, "loss.png"] and sorted((tmp_path / "out").iterdir()) == sorted(files)
+    assert [file.name for file in files] == [MODEL, VAE, "loss.png"] and sorted(
+        (tmp_path / "out").iterdir()
+    ) == sorted(files)
 
     cut = replace(RECIPE, decoder_iterations=0, iterations=6)
     whole, _ = trained(tmp_path / "whole", cut)
@@ -153,8 +165,12 @@ def test_threads_share_a_batch_out_whatever_their_number(threads):
 def test_records_that_a_crash_left_behind_the_checkpoint_are_not_drawn(pictures, tmp_path):
     training = Training(pictures, SMALL, RECIPE)
     training.transformer.iteration = training.decoder.iteration = 50
-    records = [{"iteration": number, "decoder_iteration": number, "transformer_loss": 1.0} for number in (25, 50, 75)]
-    (tmp_path / LOG).write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"iteration": 100, "dec')
+    records = [
+        {"iteration": number, "decoder_iteration": number, "transformer_loss": 1.0} for number in (25, 50, 75)
+    ]
+    (tmp_path / LOG).write_text(
+        "".join(f"{json.dumps(record)}\n" for record in records) + '{"iteration": 100, "dec'
+    )
     assert not list(run(training, tmp_path, 3600, lambda: True))
     assert read_log(tmp_path) == records[:2]
 
@@ -221,9 +237,13 @@ def test_stock_comfyui_draws_the_captions_with_the_trained_files(trained_model):
     how = (10, 3.0, "euler", "simple")
     for seed, scene in enumerate(scenes):
         tokens = conditioning(scene)[None]
-        positive, negative = ([[each, {"pooled_output": each.flatten(1)}]] for each in (tokens, torch.zeros_like(tokens)))
+        positive, negative = (
+            [[each, {"pooled_output": each.flatten(1)}]] for each in (tokens, torch.zeros_like(tokens))
+        )
         noise = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(seed))
-        latent = comfy.sample.sample(model, noise, *how, positive, negative, torch.zeros_like(noise), disable_pbar=True)
+        latent = comfy.sample.sample(
+            model, noise, *how, positive, negative, torch.zeros_like(noise), disable_pbar=True
+        )
         mine = sampled(network, tokens, 16, seed, steps=10)
         torch.testing.assert_close((latent - SHIFT) * SCALE, mine, atol=2e-2, rtol=2e-2)
         picture = vae.decode(latent)[0] * 255
@@ -247,14 +267,18 @@ def test_distances_of_pictures_are_what_their_names_say():
 
 
 def test_a_sheet_has_a_row_for_each_method_and_a_column_for_each_caption():
-    stock = [showcase.Drawn(Image.new("RGB", (SIDE, SIDE), colour), (0.2, 0.4, 0.4)) for colour in ("red", "blue")]
+    stock = [
+        showcase.Drawn(Image.new("RGB", (SIDE, SIDE), colour), (0.2, 0.4, 0.4)) for colour in ("red", "blue")
+    ]
     ours = [showcase.Drawn(one.picture, (0.1, 0.2, 0.2)) for one in stock[::-1]]
     assert showcase.decibels(stock, stock) == [99, 99]
     assert max(showcase.decibels(ours, stock)) < 10
     one, two = (showcase.sheet({"stock": stock, **more}) for more in ({}, {"other": ours}))
     pen = ImageDraw.Draw(one)
     lines = [showcase.lines_of(pen, caption, SIDE * showcase.SCALE) for caption in showcase.CAPTIONS]
-    assert [" ".join(each.split()) for each in lines] == list(showcase.CAPTIONS), "no word of a caption is lost"
+    assert [" ".join(each.split()) for each in lines] == list(showcase.CAPTIONS), (
+        "no word of a caption is lost"
+    )
     assert all(pen.multiline_textbbox((0, 6), each)[3] <= showcase.HEADER for each in lines)
     assert two.width == one.width > 2 * 2 * SIDE and two.height > one.height + 2 * SIDE
     assert showcase.label("stock", stock, stock) == "stock: 400 ms per step"
@@ -277,6 +301,9 @@ def test_the_trained_files_are_small_and_what_their_card_says():
             about, weights = stored.metadata(), [stored.get_tensor(name) for name in stored.keys()]
         size = file.stat().st_size / 1e6
         assert f"`{file.name}`" in card and f"| {size:.1f} MB |" in card
-        assert f"{int(about['iterations']):,} iterations" in card and f"{about['decoder_iterations']} of 12 crops" in card
+        assert (
+            f"{int(about['iterations']):,} iterations" in card
+            and f"{about['decoder_iterations']} of 12 crops" in card
+        )
         if file.name == MODEL:
             assert f"{sum(weight.numel() for weight in weights) / 1e6:.2f} M parameters" in card

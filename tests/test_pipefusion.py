@@ -8,7 +8,15 @@ from math import prod
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BF16_BOUNDS, BOUND, conditioning, relative_error, rms, sample, stock_model
+from pipemesh.launcher.commands.parity import (
+    BF16_BOUNDS,
+    BOUND,
+    conditioning,
+    relative_error,
+    rms,
+    sample,
+    stock_model,
+)
 from pipemesh.parallel_runtime.client import conditioning as conditioning_cache
 from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.in_process import reference
@@ -36,10 +44,18 @@ LAYOUTS = sorted(  # degrees of pipefusion, ulysses and ring: fewer ranks first
     ),
     key=lambda degrees: (prod(degrees), degrees),
 )
-REFUSED = {sample.name for family in REGISTRY for sample in family.samples if any(plan.why_no_stages for plan in family.plans)}
-OTHERS = [name for name in SAMPLES if ALL and name not in {*REPRESENTATIVES, *REFUSED}]  # without ALL: test_patches.py
+REFUSED = {
+    sample.name
+    for family in REGISTRY
+    for sample in family.samples
+    if any(plan.why_no_stages for plan in family.plans)
+}
+# Without ALL: test_patches.py
+OTHERS = [name for name in SAMPLES if ALL and name not in {*REPRESENTATIVES, *REFUSED}]
 FAMILIES = [*REPRESENTATIVES, *OTHERS]
-PIPELINES = [  # every family in two stages, those of up to four ranks in turn; all of them where the environment asks for it
+# Every family in two stages, those of up to four ranks in turn; all of them where the environment
+# asks for it
+PIPELINES = [
     pytest.param(family, layout, id="{}-pipefusion{}-ulysses{}-ring{}".format(family, *layout))
     for place, layout in enumerate(LAYOUTS)
     for number, family in enumerate(FAMILIES)
@@ -73,7 +89,9 @@ def inputs_of(pipeline, truths, of, layout=(2, 1)):
 
 
 @pytest.mark.parametrize("family, layout", PIPELINES)
-def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages(pipeline, truths, family, layout):
+def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages(
+    pipeline, truths, family, layout
+):
     """Asynchronously, and then with the same inputs for every evaluation, where stale keys and
     values are fresh ones: each must equal the serial forward.
     """
@@ -83,10 +101,12 @@ def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages
     assert relative_error(sample(model, of), truths.patched(of, patches)) <= truths.bound(of)
     together = plan_for(type(model.model.diffusion_model)).together
     if any(evaluation.part.patch for evaluation in model.remote.pool.last_run.evaluations):
-        assert relative_error(truths.patched(of, patches), truths.stock(of)) > 100 * BOUND  # it is asynchronous
+        # It is asynchronous
+        assert relative_error(truths.patched(of, patches), truths.stock(of)) > 100 * BOUND
     else:
         assert together.always or together.arguments, "whole without a reason"
-    of = case(family, cfg=1.0, tokens="odd" if layout[0] == 2 else "even")  # even: as many lines as the most patches
+    # Even: as many lines as the most patches
+    of = case(family, cfg=1.0, tokens="odd" if layout[0] == 2 else "even")
     arguments, branch, truth = inputs_of(pipeline, truths, of, layout)
     for patches in patches_of(layout):
         constant = pipeline(family, layout, patches).remote.sampling
@@ -105,7 +125,9 @@ def joined(output):
 def test_the_number_of_stages_and_who_shares_their_tokens_do_not_change_the_result(pipeline, truths):
     of = case(tokens="even")
     for layout in ((2, 1), (3, 1), (4, 1), (2, 2), (2, 1, 2)):
-        assert relative_error(sample(pipeline(PLAIN, layout, 4), of), truths.patched(of, 4)) <= truths.bound(of)
+        assert relative_error(sample(pipeline(PLAIN, layout, 4), of), truths.patched(of, 4)) <= truths.bound(
+            of
+        )
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 1, 2)], ids=str)
@@ -122,19 +144,25 @@ def test_control_residuals_reach_the_blocks_of_every_stage(pipeline, truths, lay
         }
         clone = model.clone()
         clone.set_model_unet_function_wrapper(
-            lambda apply_model, options: apply_model(options["input"], options["timestep"], **{**options["c"], "control": control})
+            lambda apply_model, options: apply_model(
+                options["input"], options["timestep"], **{**options["c"], "control": control}
+            )
         )
         return clone
 
     of = case()
     stock = sample(with_control(truths.stock_model(PLAIN)), of)
     assert relative_error(stock, truths.stock(of)) > 100 * BOUND
-    assert relative_error(sample(with_control(pipeline(PLAIN, layout, 4, ALL_WARM)), of), stock) <= truths.bound(of)
+    assert relative_error(
+        sample(with_control(pipeline(PLAIN, layout, 4, ALL_WARM)), of), stock
+    ) <= truths.bound(of)
     patched = sample(with_control(truths.own_model(PLAIN, 4)), of)
     assert relative_error(sample(with_control(pipeline(PLAIN, layout, 4)), of), patched) <= truths.bound(of)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS if ALL else ["heun", "dpm_fast", "sa_solver_pece", "ddim", *ADAPTIVE])
+@pytest.mark.parametrize(
+    "sampler", SAMPLERS if ALL else ["heun", "dpm_fast", "sa_solver_pece", "ddim", *ADAPTIVE]
+)
 def test_every_sampler_through_two_stages_is_the_reference_and_stock_when_warm(pipeline, truths, sampler):
     warm, stale = (pipeline(PLAIN, (2, 1), 3, warm_up) for warm_up in (ALL_WARM, 1))
     if sampler in ADAPTIVE:
@@ -178,7 +206,9 @@ def test_in_bf16_a_pipeline_is_as_far_from_the_truth_as_one_process(clients, tru
     of, (stages, ulysses) = case(), layout
     rounded = stock_model(HEADS, torch.bfloat16)
     assert rounded.model.get_dtype_inference() == torch.bfloat16
-    ours = sample(parallelize(rounded, clients(ulysses, 1, stages), holds_ui_device=False, patching=Patching(4)), of)
+    ours = sample(
+        parallelize(rounded, clients(ulysses, 1, stages), holds_ui_device=False, patching=Patching(4)), of
+    )
     truth = truths.patched(of, 4)
     least, most = BF16_BOUNDS
     assert least <= rms(ours - truth) / rms(truths.rounded(of, 4) - truth) <= most
@@ -199,7 +229,9 @@ def with_patched_weights(model, strength=1.0):
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (2, 2), (3, 1)] if ALL else [(2, 1), (2, 2)], ids=str)
-def test_weight_patches_reach_every_stage_and_a_change_of_strength_reloads_nothing(pipeline, clients, truths, layout):
+def test_weight_patches_reach_every_stage_and_a_change_of_strength_reloads_nothing(
+    pipeline, clients, truths, layout
+):
     of, warm = case(), pipeline(PLAIN, layout, 4, ALL_WARM)
     sample(warm, of)
     client = clients(layout[1], 1, layout[0])
@@ -231,13 +263,17 @@ def test_the_next_patch_comes_in_while_one_is_computed(broken_pipeline, truths):
 @pytest.mark.parametrize("family", [PLAIN, VIDEO])
 def test_masks_and_more_patches_than_lines_change_nothing_of_that(pipeline, truths, family):
     of = case(family, mask=family == PLAIN)
-    assert relative_error(sample(pipeline(family, (2, 1), 50), of), truths.patched(of, 50)) <= truths.bound(of)
+    assert relative_error(sample(pipeline(family, (2, 1), 50), of), truths.patched(of, 50)) <= truths.bound(
+        of
+    )
 
 
 def test_a_mask_reaches_every_stage(pipeline, truths):
     of = case(mask=True)
     for layout in ((2, 1), (2, 2), (2, 1, 2)):
-        assert relative_error(sample(pipeline(PLAIN, layout, 3, ALL_WARM), of), truths.stock(of)) <= truths.bound(of)
+        assert relative_error(
+            sample(pipeline(PLAIN, layout, 3, ALL_WARM), of), truths.stock(of)
+        ) <= truths.bound(of)
 
 
 @pytest.mark.parametrize("family", [PLAIN, ATTENDS_TWICE, VIDEO])
@@ -304,16 +340,22 @@ def test_single_timeline_through_a_pipeline_is_the_reference_too(pipeline, truth
 
 
 def test_a_nodes_tiles_through_a_pipeline_see_what_is_their_own(pipeline, truths):
-    ours, own = (run(tiling(model), **TILED) for model in (pipeline(PLAIN, (2, 1), 3), truths.own_model(PLAIN, 3)))
+    ours, own = (
+        run(tiling(model), **TILED) for model in (pipeline(PLAIN, (2, 1), 3), truths.own_model(PLAIN, 3))
+    )
     truth = run(tiling(truths.stock_model(PLAIN)), **TILED)
-    assert relative_error(ours, own) <= bound(lambda model: run(tiling(model), **TILED), truths.stock_model(PLAIN), truth)
+    assert relative_error(ours, own) <= bound(
+        lambda model: run(tiling(model), **TILED), truths.stock_model(PLAIN), truth
+    )
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
 def test_conditioning_is_looked_at_once_for_all_patches_of_an_evaluation(pipeline, monkeypatch, wrap):
     seen, compared = Counter(), []
     put, same = ConditioningCache.put, conditioning_cache.same
-    monkeypatch.setattr(ConditioningCache, "put", lambda self, *args: seen.update([args[:2]]) or put(self, *args))
+    monkeypatch.setattr(
+        ConditioningCache, "put", lambda self, *args: seen.update([args[:2]]) or put(self, *args)
+    )
     monkeypatch.setattr(conditioning_cache, "same", lambda *args: compared.append(args) or same(*args))
     run(wrap(pipeline(PLAIN, (2, 1), 4)), steps=5, cfg=3.0, size=(13, 10))
     assert len({branch for branch, _ in seen}) == 2 and set(seen.values()) == {5}
@@ -321,7 +363,9 @@ def test_conditioning_is_looked_at_once_for_all_patches_of_an_evaluation(pipelin
 
 
 def test_more_stages_than_blocks_are_refused_and_the_pool_goes_on(clients):
-    shallow = parallelize(stock_model(3, family=ATTENDS_TWICE), clients(1, 1, 4), holds_ui_device=False, patching=Patching(4))
+    shallow = parallelize(
+        stock_model(3, family=ATTENDS_TWICE), clients(1, 1, 4), holds_ui_device=False, patching=Patching(4)
+    )
     with pytest.raises(Refused, match=r"^pipefusion 4, and the model has 3 blocks: lower the degree"):
         sample(shallow, case(ATTENDS_TWICE))
     assert clients(1, 1, 4).session.pool.idle
@@ -335,9 +379,14 @@ def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pi
     assert min(costs[:2]) > sum(costs[2:])
     again = sample(model, of)
     assert (
-        client.session.loads == 2 and sum(client.session.models[name].stages) == len(costs) and client.session.models[name].stages[0] == 1
+        client.session.loads == 2
+        and sum(client.session.models[name].stages) == len(costs)
+        and client.session.models[name].stages[0] == 1
     )
-    assert client.session.pool.memory[0].model < held[0].model and client.session.pool.memory[1].model > held[1].model
+    assert (
+        client.session.pool.memory[0].model < held[0].model
+        and client.session.pool.memory[1].model > held[1].model
+    )
     assert relative_error(again, truths.patched(of, 3)) <= truths.bound(of) and torch.equal(first, again)
     sample(model, of)
     assert client.session.loads == 2
@@ -346,19 +395,29 @@ def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pi
 def test_stages_may_be_cut_as_the_user_says(clients, truths):
     client, of, held = clients(1, 1, 2), case(), []
     for number, stages in enumerate([(1, 3), (3, 1)]):
-        model = parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3, stages=stages))
+        model = parallelize(
+            truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3, stages=stages)
+        )
         for _ in range(2):
             loads = client.session.loads if client.session else 0
             assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
-        assert client.session.models[model.remote.source.model].stages == stages and client.session.loads == loads, number
+        assert (
+            client.session.models[model.remote.source.model].stages == stages
+            and client.session.loads == loads
+        ), number
         held.append([memory.model for memory in client.session.pool.memory])
     assert held[0][0] < held[1][0] and held[0][1] > held[1][1]
 
 
 def test_stages_that_are_not_the_models_blocks_are_refused_with_the_sum_and_the_pool_goes_on(clients, truths):
     client = clients(1, 1, 2)
-    model = parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3, stages=(4, 9)))
-    with pytest.raises(Refused, match=r"^stages 4,9 share out 13 blocks, and the model has 4: make the numbers add up to 4, or leave"):
+    model = parallelize(
+        truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3, stages=(4, 9))
+    )
+    with pytest.raises(
+        Refused,
+        match=r"^stages 4,9 share out 13 blocks, and the model has 4: make the numbers add up to 4, or leave",
+    ):
         sample(model, case())
     assert client.session.pool.idle
 

@@ -23,7 +23,9 @@ def clients(setup):
         yield client
 
 
-def test_a_cancel_with_patches_of_both_prompts_in_flight_leaves_a_warm_pool_that_is_right(pipeline, truths, clients, monkeypatch):
+def test_a_cancel_with_patches_of_both_prompts_in_flight_leaves_a_warm_pool_that_is_right(
+    pipeline, truths, clients, monkeypatch
+):
     import comfy.model_management as mm
 
     model, of = pipeline(PLAIN, (2, 1), 3), case()
@@ -31,16 +33,22 @@ def test_a_cancel_with_patches_of_both_prompts_in_flight_leaves_a_warm_pool_that
     client = clients(1, 1, 2)
     pool, pids = client.session.pool, client.session.pool.ranks.pids
     flying, abandon = [], client.evaluations.abandon
-    monkeypatch.setattr(client.evaluations, "abandon", lambda: (flying.append(len(client.session.tickets)), abandon()))
+    monkeypatch.setattr(
+        client.evaluations, "abandon", lambda: (flying.append(len(client.session.tickets)), abandon())
+    )
     with pytest.raises(mm.InterruptProcessingException):
         with_callback(model, of, mm.interrupt_current_processing)
     mm.interrupt_current_processing(False)
     assert max(flying) > 3, "of both prompts, of which each has three; a quick rank may have answered one"
-    assert client.session.pool is pool and pool.ranks.pids == pids and pool.idle and not client.session.tickets
+    assert (
+        client.session.pool is pool and pool.ranks.pids == pids and pool.idle and not client.session.tickets
+    )
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
 
 
-def test_stages_leave_the_patches_that_were_cancelled_before_they_came_to_them(broken_pipeline, truths, monkeypatch):
+def test_stages_leave_the_patches_that_were_cancelled_before_they_came_to_them(
+    broken_pipeline, truths, monkeypatch
+):
     import comfy.model_management as mm
 
     (model, client), of = broken_pipeline("slow_stage"), case()
@@ -62,12 +70,16 @@ def test_stages_leave_the_patches_that_were_cancelled_before_they_came_to_them(b
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
 
 
-FREE, SINGLE = (pytest.param(wrap, id=name) for wrap, name in ((lambda model: model, "free"), (together, "single")))
+FREE, SINGLE = (
+    pytest.param(wrap, id=name) for wrap, name in ((lambda model: model, "free"), (together, "single"))
+)
 
 
 @pytest.mark.parametrize("number", [1, 9, 2] if ALL else [1, 9])
 @pytest.mark.parametrize("wrap", [FREE, SINGLE] if ALL else [FREE])
-def test_a_cancel_at_any_evaluation_of_three_stages_leaves_the_pool_warm(pipeline, truths, clients, monkeypatch, wrap, number):
+def test_a_cancel_at_any_evaluation_of_three_stages_leaves_the_pool_warm(
+    pipeline, truths, clients, monkeypatch, wrap, number
+):
     import comfy.model_management as mm
 
     model, of, client = wrap(pipeline(PLAIN, (3, 1), 4)), case(), clients(1, 1, 3)
@@ -111,7 +123,10 @@ def doomed(setup):
 def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(doomed, truths, rank):
     import psutil
 
-    model, of = parallelize(truths.stock_model(PLAIN), doomed, holds_ui_device=False, patching=Patching(3)), case()
+    model, of = (
+        parallelize(truths.stock_model(PLAIN), doomed, holds_ui_device=False, patching=Patching(3)),
+        case(),
+    )
     with pytest.raises(PoolFailed, match=f"^Rank {rank} on cpu was killed"):
         with_callback(model, of, lambda: psutil.Process(doomed.session.pool.ranks.pids[rank]).kill())
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
@@ -120,7 +135,11 @@ def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(doome
 @pytest.mark.parametrize(
     ("mutation", "error", "words"),
     [
-        ("falls_over", ModelError, r"failed while computing: ZeroDivisionError: made\. .*; the workers are ready for the next run\."),
+        (
+            "falls_over",
+            ModelError,
+            r"failed while computing: ZeroDivisionError: made\. .*; the workers are ready for the next run\.",
+        ),
         ("cannot_read_its_input", OutOfMemory, r"ran out of memory while computing .*"),
         (
             "has_no_memory_left",
@@ -129,7 +148,9 @@ def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(doome
         ),
     ],
 )
-def test_a_stage_that_fails_before_its_message_came_takes_it_all_the_same(broken_pipeline, mutation, error, words):
+def test_a_stage_that_fails_before_its_message_came_takes_it_all_the_same(
+    broken_pipeline, mutation, error, words
+):
     """Else the next patch would find the message of this one."""
     model, client = broken_pipeline(mutation)
     client.sessions.open(lambda: False)
@@ -162,7 +183,9 @@ def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipelin
     model, client = broken_pipeline("hangs_before_it_sends", ulysses=ulysses)
     client.sessions.open(lambda: False)
     client.session.pool._conversation.stall_s = 2.0
-    with pytest.raises(PoolFailed, match=r"^Rank 0 on cpu made no progress for 2 s while computing: run again"):
+    with pytest.raises(
+        PoolFailed, match=r"^Rank 0 on cpu made no progress for 2 s while computing: run again"
+    ):
         sample(model, case())
 
 
@@ -177,19 +200,26 @@ def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline,
 
 def test_too_little_memory_for_keys_and_values_is_refused_with_figures_and_the_pool_goes_on(broken_pipeline):
     model, client = broken_pipeline("no_memory")
-    with pytest.raises(Refused, match=r"needs [\d.]+ MiB for the keys and values of its blocks and 0\.0 MiB are free: add ranks"):
+    with pytest.raises(
+        Refused,
+        match=r"needs [\d.]+ MiB for the keys and values of its blocks and 0\.0 MiB are free: add ranks",
+    ):
         sample(model, case())
     assert client.session.pool.idle
 
 
-def test_a_stage_without_room_ends_the_others_at_once_and_the_pool_goes_on_however_slow_they_are(broken_pipeline, monkeypatch):
+def test_a_stage_without_room_ends_the_others_at_once_and_the_pool_goes_on_however_slow_they_are(
+    broken_pipeline, monkeypatch
+):
     monkeypatch.setattr("pipemesh.launcher.pool.verdict.OTHERS_WAIT_S", 0.0)
     model, client = broken_pipeline("no_memory_before_a_slow_stage")
     for _ in range(2):
         with pytest.raises(Refused, match=r"^Rank 0 needs [\d.]+ MiB for the keys and values"):
             sample(model, case())
         pool = client.session.pool
-        assert pool.idle and pool.arena.board.cancelled_request == pool.next_request() - 2, "the last one was to forget the run"
+        assert pool.idle and pool.arena.board.cancelled_request == pool.next_request() - 2, (
+            "the last one was to forget the run"
+        )
     assert client.session.pool is pool
 
 
@@ -208,11 +238,15 @@ def test_another_model_makes_room_for_keys_and_values_and_the_run_begins_again(b
     pool, run = client.session.pool, client.last_run.evaluations[-1].part.run
     model = parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3))
     assert relative_error(churned(wrap(model)), churned(truths.own_model(PLAIN, 3))) <= BOUND
-    assert {one.part.run for one in client.last_run.evaluations} == {run + 2}, "what was kept of the first attempt is void"
+    assert {one.part.run for one in client.last_run.evaluations} == {run + 2}, (
+        "what was kept of the first attempt is void"
+    )
     assert client.session.pool is pool and not client.residency.holds(other.remote.source.model)
 
 
-def test_one_rank_of_a_stage_that_has_too_little_memory_takes_the_others_with_it_and_the_pool_goes_on(broken_pipeline):
+def test_one_rank_of_a_stage_that_has_too_little_memory_takes_the_others_with_it_and_the_pool_goes_on(
+    broken_pipeline,
+):
     model, client = broken_pipeline("no_memory_on_rank_1", ulysses=2)
     for _ in range(2):
         with pytest.raises(Refused, match=r"^Rank 1 needs [\d.]+ MiB for the keys and values"):

@@ -26,7 +26,9 @@ def planned(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("options", [[], ["--cfg"], ["--approximate", "--warm-up", "2"], ["--batch", "3", "--evaluations", "9"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--cfg"], ["--approximate", "--warm-up", "2"], ["--batch", "3", "--evaluations", "9"]]
+)
 def test_scripts_find_the_layouts_their_times_and_the_best_of_each_number_of_gpus(planned, options):
     told = json.loads(planned("--json", *options))
     allows = "--approximate" in options
@@ -44,11 +46,18 @@ def test_scripts_find_the_layouts_their_times_and_the_best_of_each_number_of_gpu
     assert told["verdict"].startswith(f"Fastest: {made.best.layout.equation()}")
     assert [row["equation"] for row in told["layouts"]] == [row.layout.equation() for row in made.rows]
     for row, due in zip(told["layouts"], made.rows, strict=True):
-        assert row["ms"] == pytest.approx(1e3 * due.prediction.seconds) == pytest.approx(sum(row["ms_by_cause"].values()))
+        assert (
+            row["ms"]
+            == pytest.approx(1e3 * due.prediction.seconds)
+            == pytest.approx(sum(row["ms_by_cause"].values()))
+        )
         assert row["why_not"] == due.why and row["is_approximate"] == (row["layout"]["pipefusion"] > 1)
     for size, best in told["best_of"].items():
         alone = plan(job, published_box("8xL40-PCIe").first(int(size)), allows_approximate=allows).best
-        assert (best["equation"], best["ms"]) == (alone.layout.equation(), pytest.approx(1e3 * alone.prediction.seconds))
+        assert (best["equation"], best["ms"]) == (
+            alone.layout.equation(),
+            pytest.approx(1e3 * alone.prediction.seconds),
+        )
         assert best["why_not"] == ""
     assert [*told["best_of"]] == ["1", "2", "4", "8"]
     assert any(row["is_approximate"] for row in told["best_of"].values()) == allows
@@ -56,7 +65,10 @@ def test_scripts_find_the_layouts_their_times_and_the_best_of_each_number_of_gpu
 
 def test_people_read_the_fastest_the_best_of_each_number_of_gpus_and_why_others_lose(planned):
     lines = planned().splitlines()
-    assert lines[0] == f"{MODEL}, 1024x1024, {FLUX.flops / 1e12:.1f} TFLOP per evaluation of a branch, on 8xL40-PCIe"
+    assert (
+        lines[0]
+        == f"{MODEL}, 1024x1024, {FLUX.flops / 1e12:.1f} TFLOP per evaluation of a branch, on 8xL40-PCIe"
+    )
     assert lines[1].startswith("Fastest: ") and lines[1].endswith(" times as fast as one GPU.")
     assert [line.split(":")[0].strip() for line in lines[3:7]] == ["1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]
     assert "the fastest" in lines[9] and lines[-1].endswith("more: --all")

@@ -35,7 +35,8 @@ def test_all_messages_between_two_groups_share_the_way_between_them():
     levels = (Level(ranks=2, bytes_per_s=5, latency_s=3),)
     two = box(4, port=10, latency=1, levels=levels)
     assert two.seconds([Message(0, 1, 20)]) == pytest.approx(1 + 2)
-    assert two.seconds([Message(0, 1, 20), Message(1, 0, 20)]) == pytest.approx(1 + 2)  # each way has its own bandwidth
+    # Each way has its own bandwidth
+    assert two.seconds([Message(0, 1, 20), Message(1, 0, 20)]) == pytest.approx(1 + 2)
     assert two.seconds([Message(0, 2, 20)]) == pytest.approx(3 + 4)
     assert two.seconds([Message(0, 2, 20), Message(1, 3, 20)]) == pytest.approx(3 + 8)
     assert two.seconds([Message(0, 2, 20), Message(2, 0, 20)]) == pytest.approx(3 + 4)
@@ -45,9 +46,14 @@ def test_all_messages_between_two_groups_share_the_way_between_them():
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.integers(1, 9))
 def test_the_messages_of_a_rank_are_the_bytes_that_the_dry_run_is_held_to(ulysses, ring, tokens, heads):
-    layout, attended = Layout(ulysses=ulysses, ring=ring), Attended(tokens * ulysses * ring, heads, 8)  # what a ring passes on is even then
+    # What a ring passes on is even then
+    layout, attended = Layout(ulysses=ulysses, ring=ring), Attended(tokens * ulysses * ring, heads, 8)
     sent = [0] * layout.world_size
-    for each, times in ((messages.heads_for_tokens, 1), (messages.tokens_for_heads, 1), (messages.ring_step, ring - 1)):
+    for each, times in (
+        (messages.heads_for_tokens, 1),
+        (messages.tokens_for_heads, 1),
+        (messages.ring_step, ring - 1),
+    ):
         for message in each(layout, attended):
             sent[message.source] += times * message.nbytes * (message.source != message.target)
     assert sent == [expected.sequence_bytes(layout, rank, attended) for rank in range(layout.world_size)]
@@ -56,7 +62,9 @@ def test_the_messages_of_a_rank_are_the_bytes_that_the_dry_run_is_held_to(ulysse
 # -- time
 
 
-@pytest.mark.parametrize("layout", [Layout(ulysses=4), Layout(ring=4), Layout(ulysses=2, ring=2)], ids=Layout.equation)
+@pytest.mark.parametrize(
+    "layout", [Layout(ulysses=4), Layout(ring=4), Layout(ulysses=2, ring=2)], ids=Layout.equation
+)
 def test_ranks_of_a_sequence_on_perfect_links_share_the_time_of_one(layout):
     alone, shared = of(Layout(), box(1)).seconds, of(layout, box(4)).seconds
     assert alone == pytest.approx(FLUX.flops / 1e12)
@@ -74,7 +82,11 @@ def test_a_pipeline_on_perfect_links_takes_what_the_paper_says(evaluations, warm
 
 
 def test_heads_that_do_not_divide_are_imbalance_and_even_ones_are_not():
-    assert of(Layout(ulysses=5), box(5)).parts["imbalance"] > 0 == of(Layout(ulysses=4), box(4)).parts["imbalance"]
+    assert (
+        of(Layout(ulysses=5), box(5)).parts["imbalance"]
+        > 0
+        == of(Layout(ulysses=4), box(4)).parts["imbalance"]
+    )
 
 
 def test_a_ring_waits_only_for_what_its_attention_does_not_cover():
@@ -89,7 +101,9 @@ def test_a_ring_waits_for_all_that_its_own_cores_move_and_for_its_merges():
     travels = of(layout, dataclasses.replace(fast, overlaps=False), job).parts["ring"]
     assert travels == pytest.approx(expected.passed_bytes(layout, 0, job.whole.attended[0]) / 1e9, rel=1e-3)
     merging = [dataclasses.replace(measured, merge_bytes_per_s=speed) for speed in (1e9, 2e9)]
-    once, twice = (of(layout, dataclasses.replace(box(2), devices=(one,) * 2), job).parts["ring"] for one in merging)
+    once, twice = (
+        of(layout, dataclasses.replace(box(2), devices=(one,) * 2), job).parts["ring"] for one in merging
+    )
     assert once == pytest.approx(2 * twice) and once > 1e-3
 
 
@@ -97,11 +111,16 @@ def test_where_ranks_own_cores_move_messages_weights_and_patches_wait_for_them_t
     overlapping = box(2, port=1e9, flops=1e12)
     cores = dataclasses.replace(overlapping, overlaps=False)
     sharded = dataclasses.replace(JOB, keeps=("sharded",))
-    covered, waits = (of(Layout(ulysses=2), there, sharded).parts["weights"] for there in (overlapping, cores))
+    covered, waits = (
+        of(Layout(ulysses=2), there, sharded).parts["weights"] for there in (overlapping, cores)
+    )
     assert covered == 0 and waits == pytest.approx(sum(FLUX.block_weight_bytes) / 2 / 1e9, rel=0.05)
 
     def lost(there):
-        slow, fast = (dataclasses.replace(there, levels=(Level(ranks=1, bytes_per_s=port, latency_s=0.0),)) for port in (1e9, 1e15))
+        slow, fast = (
+            dataclasses.replace(there, levels=(Level(ranks=1, bytes_per_s=port, latency_s=0.0),))
+            for port in (1e9, 1e15)
+        )
         return of(Layout(pipefusion=2), slow).seconds - of(Layout(pipefusion=2), fast).seconds
 
     onwards = of(Layout(pipefusion=2), cores).sent_bytes["pipefusion"] / 1e9
@@ -109,7 +128,9 @@ def test_where_ranks_own_cores_move_messages_weights_and_patches_wait_for_them_t
 
 
 def test_what_blocks_take_beside_computing_comes_with_every_patch_and_is_shared_by_stages_alone():
-    slow = dataclasses.replace(box(2).devices[0], beside_s=1.0, matmul_flops_per_s=1e30, attention_flops_per_s=1e30)
+    slow = dataclasses.replace(
+        box(2).devices[0], beside_s=1.0, matmul_flops_per_s=1e30, attention_flops_per_s=1e30
+    )
     there, blocks = dataclasses.replace(box(2), devices=(slow,) * 2), len(FLUX.block_flops)
     seconds = [of(layout, there).seconds for layout in (Layout(), Layout(ulysses=2))]
     assert seconds == pytest.approx([blocks, blocks], rel=1e-6)
@@ -118,8 +139,12 @@ def test_what_blocks_take_beside_computing_comes_with_every_patch_and_is_shared_
 
 
 def test_a_kernel_takes_no_less_than_its_start():
-    slow = dataclasses.replace(box(4).devices[0], block_s=1.0, matmul_flops_per_s=1e20, attention_flops_per_s=1e20)
-    assert of(Layout(ulysses=4), dataclasses.replace(box(4), devices=(slow,) * 4)).seconds == pytest.approx(len(FLUX.block_flops), rel=0.01)
+    slow = dataclasses.replace(
+        box(4).devices[0], block_s=1.0, matmul_flops_per_s=1e20, attention_flops_per_s=1e20
+    )
+    assert of(Layout(ulysses=4), dataclasses.replace(box(4), devices=(slow,) * 4)).seconds == pytest.approx(
+        len(FLUX.block_flops), rel=0.01
+    )
 
 
 def test_processors_idle_where_there_is_little_for_them_and_only_then():
@@ -131,19 +156,30 @@ def test_processors_idle_where_there_is_little_for_them_and_only_then():
     def gain(layout, whole, processors):
         ranks = layout.world_size
         boxes = [
-            dataclasses.replace(box(size), devices=(dataclasses.replace(device, processors=processors),) * size) for size in (1, ranks)
+            dataclasses.replace(
+                box(size), devices=(dataclasses.replace(device, processors=processors),) * size
+            )
+            for size in (1, ranks)
         ]
-        alone, shared = (of(one, a_box, Job(whole=whole)).seconds for one, a_box in zip((Layout(), layout), boxes, strict=True))
+        alone, shared = (
+            of(one, a_box, Job(whole=whole)).seconds
+            for one, a_box in zip((Layout(), layout), boxes, strict=True)
+        )
         return alone / shared
 
     for layout in (Layout(ulysses=8), Layout(ring=8), Layout(pipefusion=8)):
-        small, large = (gain(layout, counts(model), 132) / gain(layout, counts(model), 0) for model in ("flux 1024", "flux 2048"))
+        small, large = (
+            gain(layout, counts(model), 132) / gain(layout, counts(model), 0)
+            for model in ("flux 1024", "flux 2048")
+        )
         assert small < large < 1, "larger images leave fewer idle"
 
 
 def test_attention_has_the_speed_of_its_kernels_where_that_is_known():
     long, short = (counts("hunyuan 720p"), counts("flux 1024"))
-    fast, slow = (dataclasses.replace(box(1).devices[0], attention_flops_per_s=speed) for speed in (1e12, 0.5e12))
+    fast, slow = (
+        dataclasses.replace(box(1).devices[0], attention_flops_per_s=speed) for speed in (1e12, 0.5e12)
+    )
     longer = [
         of(Layout(), dataclasses.replace(box(1), devices=(slow,)), Job(whole=whole)).seconds
         / of(Layout(), dataclasses.replace(box(1), devices=(fast,)), Job(whole=whole)).seconds
@@ -151,7 +187,10 @@ def test_attention_has_the_speed_of_its_kernels_where_that_is_known():
     ]
     assert 1.1 < longer[1] < 1.3 < 1.8 < longer[0] < 2, "a long video is nearly all attention"
     h100, l40 = (published_box(f"1x{name}-PCIe").devices[0] for name in ("H100", "L40"))
-    assert h100.attention_flops_per_s < h100.matmul_flops_per_s and l40.attention_flops_per_s == l40.matmul_flops_per_s
+    assert (
+        h100.attention_flops_per_s < h100.matmul_flops_per_s
+        and l40.attention_flops_per_s == l40.matmul_flops_per_s
+    )
 
 
 def test_what_kernels_move_between_products_takes_time_through_the_cache_where_it_has_room():
@@ -166,7 +205,9 @@ def test_what_kernels_move_between_products_takes_time_through_the_cache_where_i
 
     computed = seconds(Layout(), is_compiled=True)
     assert seconds(Layout()) == pytest.approx(computed + 3 * 150 + 400)
-    assert seconds(Layout(ulysses=2)) == pytest.approx(computed / 2 + 3 * 7.5 + 200), "half of the rows have room"
+    assert seconds(Layout(ulysses=2)) == pytest.approx(computed / 2 + 3 * 7.5 + 200), (
+        "half of the rows have room"
+    )
 
 
 def test_a_video_is_decoded_in_tiles_that_overlap():
@@ -187,8 +228,14 @@ def test_weights_that_fit_no_device_are_shared_out_or_left_in_main_memory():
     assert alone.kept == "offloaded" and alone.memory_bytes <= 20 * GIB
     assert alone.parts["weights"] == pytest.approx((FLUX.weight_bytes - alone.weight_bytes) / 1e9)
     shared = of(Layout(ulysses=4), box(4, memory=20 * GIB))
-    assert shared.kept == "sharded" and shared.weight_bytes == expected.sharded_bytes(FLUX, Layout(ulysses=4), None)
-    assert of(Layout(), box(1, memory=40 * GIB)).kept == of(Layout(ulysses=4), box(4, memory=40 * GIB)).kept == "whole"
+    assert shared.kept == "sharded" and shared.weight_bytes == expected.sharded_bytes(
+        FLUX, Layout(ulysses=4), None
+    )
+    assert (
+        of(Layout(), box(1, memory=40 * GIB)).kept
+        == of(Layout(ulysses=4), box(4, memory=40 * GIB)).kept
+        == "whole"
+    )
     assert of(Layout(pipefusion=2), box(2, memory=20 * GIB)).kept == "whole"
 
 
@@ -196,7 +243,10 @@ def test_a_pipeline_keeps_keys_and_values_of_its_own_blocks_for_each_branch():
     """FLUX.1 at 1024 x 1024 keeps 2.67 GiB of image tokens per branch, before it is divided by
     stages (arXiv 2405.14430); here the text's are kept too.
     """
-    sizes = [of(Layout(pipefusion=2), box(2), Job(whole=FLUX, branches=branches)).memory_bytes for branches in (1, 2)]
+    sizes = [
+        of(Layout(pipefusion=2), box(2), Job(whole=FLUX, branches=branches)).memory_bytes
+        for branches in (1, 2)
+    ]
     assert 1.3 * GIB < sizes[1] - sizes[0] < 1.3 * 2.67 * GIB * 4608 / 4096
 
 
@@ -227,7 +277,9 @@ def test_every_loser_says_how_much_it_loses_and_to_what():
     made = plan(JOB, published_box("8xL40-PCIe"))
     assert [row.why for row in made.rows].count("") == 1
     assert all(row.why.startswith("approximate") or " ms more " in row.why for row in made.rows if row.why)
-    assert next(row for row in made.rows if row.layout == Layout(ring=8)).why.endswith("for ring messages and merges")
+    assert next(row for row in made.rows if row.layout == Layout(ring=8)).why.endswith(
+        "for ring messages and merges"
+    )
     seconds = [row.prediction.seconds for row in made.rows[1:] if row.prediction]
     assert seconds == sorted(seconds)
 
@@ -255,10 +307,18 @@ def test_branches_and_images_in_groups_of_their_own_need_no_messages():
 @pytest.mark.parametrize("devices", [box(4), box(4, port=1e9, flops=1e13)], ids=["fast links", "slow links"])
 @pytest.mark.parametrize(
     ("layout", "branches", "batch"),
-    [(Layout(cfg=2), 3, 1), (Layout(cfg=2), 1, 1), (Layout(ring=2, cfg=2), 3, 1), (Layout(cfg=2, data=2), 3, 2), (Layout(data=2), 1, 3)],
+    [
+        (Layout(cfg=2), 3, 1),
+        (Layout(cfg=2), 1, 1),
+        (Layout(ring=2, cfg=2), 3, 1),
+        (Layout(cfg=2, data=2), 3, 2),
+        (Layout(data=2), 1, 3),
+    ],
     ids=str,
 )
-def test_groups_of_which_some_would_wait_share_a_sequence_as_they_do_in_a_run(layout, branches, batch, devices):
+def test_groups_of_which_some_would_wait_share_a_sequence_as_they_do_in_a_run(
+    layout, branches, batch, devices
+):
     """Whatever the links are: a run does not look at them."""
     job = Job(whole=FLUX, branches=branches, batch=batch)
     width = plan_branches([Batch(1, batch, 1.0)] * branches, layout.groups, layout.widths).width
@@ -274,7 +334,8 @@ def test_groups_stay_apart_where_each_gathers_its_weights_and_where_the_forward_
         (Layout(cfg=2), Job(whole=unet, branches=3)),
     ):
         (apart,) = predict(job, layout, box(4))
-        assert apart.parts["imbalance"] == pytest.approx(apart.parts["compute"] / 3)  # two in turn where there are 1.5 in the mean
+        # Two in turn where there are 1.5 in the mean
+        assert apart.parts["imbalance"] == pytest.approx(apart.parts["compute"] / 3)
 
 
 # -- boxes
@@ -289,7 +350,10 @@ def test_every_published_device_and_link_makes_a_box_and_names_its_source():
             assert [level.ranks for level in made.levels] == ([1, 8] if link == "NVLink" else [1, 4, 8])
     of_several = ("devices", "network", "decoders")
     groups = [group for key, group in figures().items() if key not in of_several]
-    assert all("source" in group for group in [*groups, *(one for key in of_several for one in figures()[key].values())])
+    assert all(
+        "source" in group
+        for group in [*groups, *(one for key in of_several for one in figures()[key].values())]
+    )
 
 
 @pytest.mark.parametrize(

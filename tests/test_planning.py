@@ -82,7 +82,10 @@ def test_what_a_guider_is_about_to_sample_is_known_before_it_begins():
 
 
 def test_prompts_and_images_go_to_groups_and_one_alone_is_shared_by_all_ranks():
-    layouts = [planning().choose(unet().model, OPEN, asked(branches, batch), ()).layout for branches, batch in ((2, 1), (1, 2), (1, 1))]
+    layouts = [
+        planning().choose(unet().model, OPEN, asked(branches, batch), ()).layout
+        for branches, batch in ((2, 1), (1, 2), (1, 1))
+    ]
     assert layouts[0] in (Layout(cfg=2), Layout(data=2)) and layouts[1] == Layout(data=2)
     assert layouts[2].world_size == 2 and layouts[2].groups == 1
 
@@ -107,7 +110,11 @@ def slow_links(monkeypatch):
     slow = replace(box_here([Seen("NVIDIA L40", 48 << 30)] * 2), box=box(2, port=1e9, flops=1e14))
     monkeypatch.setattr(Planning, "_here", lambda *_: replace(slow, known="published"))
     devices = tuple(Device(f"cuda:{index}") for index in range(2))
-    return Choice(Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl"), allows_approximate=True, is_open=True)
+    return Choice(
+        Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl"),
+        allows_approximate=True,
+        is_open=True,
+    )
 
 
 def test_stages_are_chosen_where_they_may_be_and_the_model_has_some(slow_links):
@@ -131,13 +138,18 @@ def test_a_warm_up_lasts_as_long_as_the_models_blocks_were_measured_to_need_it(s
         return planning(speeds=tmp_path / "speeds.json").choose(model.model, slow_links, lambda: asked, ())
 
     by_rule = chosen()
-    assert by_rule.warm_up.evaluations == 2 and "the first 2 are whole (warm-up): one in 20" in plan_text(plan_figures(by_rule))
+    assert by_rule.warm_up.evaluations == 2 and "the first 2 are whole (warm-up): one in 20" in plan_text(
+        plan_figures(by_rule)
+    )
     stored = tmp_path / FOLDER / f"model-{digest_of(tmp_path / 'model.safetensors')}-euler-20.json"
     stored.parent.mkdir()
     stored.write_text(json.dumps({"changes": {"blocks.0": [0.9] * 3 + [0.1] * 16}}))
     measured = chosen()
     assert placed(slow_links, measured).patching.warm_up == 8, "four evaluations of twenty"
-    assert "the first 8 are whole (warm-up): until its blocks change little, as measured over 20" in plan_text(plan_figures(measured))
+    assert (
+        "the first 8 are whole (warm-up): until its blocks change little, as measured over 20"
+        in plan_text(plan_figures(measured))
+    )
     assert measured.seconds > by_rule.seconds, "a longer one is predicted as slower"
     (tmp_path / "model.safetensors").write_bytes(b"others!")
     assert chosen().warm_up == by_rule.warm_up, "another model under that name"
@@ -153,9 +165,16 @@ def test_ranks_that_are_up_stay_unless_another_layout_saves_more_than_its_start(
     slow = box(2, flops=1e12, port=1e6)
     assert with_running(job, slow, plan(job, slow, sizes=(2,)), Layout(ulysses=2)).best.layout.groups == 2
     saved = round(10 / (predicted(job, fast, Layout(ulysses=2)) - made.best.prediction.seconds))
-    for times, is_wanted_again, stays in ((0.9, False, True), (1.5, False, False), (1.5, True, True), (2.1, True, False)):
+    for times, is_wanted_again, stays in (
+        (0.9, False, True),
+        (1.5, False, False),
+        (1.5, True, True),
+        (2.1, True, False),
+    ):
         longer = replace(job, evaluations=round(times * saved))
-        chosen = with_running(longer, fast, plan(longer, fast, sizes=(2,)), Layout(ulysses=2), is_wanted_again=is_wanted_again)
+        chosen = with_running(
+            longer, fast, plan(longer, fast, sizes=(2,)), Layout(ulysses=2), is_wanted_again=is_wanted_again
+        )
         assert (chosen.best.layout == Layout(ulysses=2)) is stays
     alone = Job(whole=FLUX, evaluations=1000)
     kept = with_running(alone, fast, plan(alone, fast, sizes=(2,)), Layout(cfg=2))
@@ -170,7 +189,10 @@ def test_running_groups_are_taken_to_keep_weights_as_they_would(branches):
     assert made.best.prediction.kept == "sharded"
     due = min((one.seconds for one in predict(job, Layout(cfg=2), small)), default=None)
     chosen = with_running(job, small, made, Layout(cfg=2)).best
-    assert chosen.layout != Layout(cfg=2) or (chosen.prediction.kept, chosen.prediction.seconds) == ("offloaded", due)
+    assert chosen.layout != Layout(cfg=2) or (chosen.prediction.kept, chosen.prediction.seconds) == (
+        "offloaded",
+        due,
+    )
 
 
 def predicted(job, a_box, layout):
@@ -201,7 +223,9 @@ def test_a_notice_of_a_layout_that_was_chosen_does_not_advise_to_connect_one_poo
     other = place(Layout(ulysses=2), "cpu", "auto", ())
     for old, new in ((other, taken), (taken, other)):
         tell_of_restart(notices, chooser.has_chosen, old, new)
-    assert told[0].endswith("set layout of PipeMesh Pool to by hand.") and told[1].endswith("connect one pool to all samplers.")
+    assert told[0].endswith("set layout of PipeMesh Pool to by hand.") and told[1].endswith(
+        "connect one pool to all samplers."
+    )
 
 
 # -- the devices
@@ -229,15 +253,23 @@ def test_how_the_speeds_of_a_box_are_known_is_said():
     assert (linked.known, linked.box.name) == ("published", "2xH100-NVLink")
     assert box_here([Seen("NVIDIA H100 PCIe", 80 << 30)] * 2).box.name == "2xH100-PCIe"
     staged = box_here([Seen("NVIDIA RTX A6000", 48 << 30)] * 2, staged=True)
-    assert staged.box.levels[0].bytes_per_s < box_here([Seen("NVIDIA RTX A6000", 48 << 30)] * 2).box.levels[0].bytes_per_s
+    assert (
+        staged.box.levels[0].bytes_per_s
+        < box_here([Seen("NVIDIA RTX A6000", 48 << 30)] * 2).box.levels[0].bytes_per_s
+    )
     strange = box_here([Seen("Strange GPU", 8 << 30)] * 2)
-    assert strange.known == "plain" and f"no figures of Strange GPU are known, and those of {PLAIN_GPU}" in strange.said
+    assert (
+        strange.known == "plain"
+        and f"no figures of Strange GPU are known, and those of {PLAIN_GPU}" in strange.said
+    )
     assert strange.box.devices[0].memory_bytes == 8 << 30
     assert box_here([Seen("CPU", 1, cores=1)] * 2).known == "plain"
     measured = Speeds(matmul=1e9, attention=1e9, beside_s=0.0, memory=1e9, merge=1e9, latency_s=0.0, link=1e9)
     both = box_here([Seen("CPU", 1, cores=1)] * 2, measured=measured)
     assert (both.known, both.alone) == ("measured", None)
-    alone = box_here([Seen("CPU", 1, cores=1)] * 2, measured=measured, alone=replace(measured, matmul=3e9)).alone
+    alone = box_here(
+        [Seen("CPU", 1, cores=1)] * 2, measured=measured, alone=replace(measured, matmul=3e9)
+    ).alone
     assert (len(alone.devices), alone.devices[0].matmul_flops_per_s) == (1, 3e9)
 
 
@@ -245,8 +277,15 @@ def test_one_rank_has_all_cores_and_is_predicted_by_what_it_does_on_them(tmp_pat
     """Of two ranks each is half as fast as one on both cores, so one without messages is faster."""
     half = Speeds(matmul=1e9, attention=1e9, beside_s=0.0, memory=1e9, merge=1e9, latency_s=1e-3, link=1e6)
     file = tmp_path / "speeds.json"
-    for name, alone, best in (("all", {"x on all cores": replace(half, matmul=2e9, attention=2e9)}, 1), ("none", {}, 2)):
-        write(file, this_machine(), {"x both": replace(half, latency_s=0.0, link=1e15) if not alone else half, **alone})
+    for name, alone, best in (
+        ("all", {"x on all cores": replace(half, matmul=2e9, attention=2e9)}, 1),
+        ("none", {}, 2),
+    ):
+        write(
+            file,
+            this_machine(),
+            {"x both": replace(half, latency_s=0.0, link=1e15) if not alone else half, **alone},
+        )
         chosen = planning(speeds=file).choose(stock_model(5).model, OPEN, asked(), ())
         assert (chosen.layout.world_size, chosen.why) == (best, "by speeds measured on this machine"), name
 
@@ -256,13 +295,18 @@ def test_memory_is_what_is_free_and_what_models_hold_that_would_make_room(monkey
     pair = Placement(layout=Layout(ulysses=3), devices=tuple(map(Device, names)), backend="gloo")
     room = room_on_devices([(pair, [Memory(10, 80, 3), Memory(10, 80, 4), Memory(7, 80, 2)])])
     assert room == {"cuda:0": 17 + 2 * RESERVED, "cuda:1": 9 + RESERVED}
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _name: SimpleNamespace(name="NVIDIA L40", total_memory=48 << 30))
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties",
+        lambda _name: SimpleNamespace(name="NVIDIA L40", total_memory=48 << 30),
+    )
     assert [one.memory_bytes for one in seen(pair, {})] == [24 << 30, 24 << 30, 48 << 30]
     assert [one.memory_bytes - RESERVED for one in seen(pair, room)] == [8, 8, 9]
 
 
 def test_the_way_to_keep_weights_is_part_of_the_choice_where_whole_ones_have_no_room(monkeypatch):
-    monkeypatch.setattr(Planning, "_here", lambda *_: Here(box(2, memory=16 << 30), "published", "by figures"))
+    monkeypatch.setattr(
+        Planning, "_here", lambda *_: Here(box(2, memory=16 << 30), "published", "by figures")
+    )
     model, open_auto = stock_model(5).model, replace(OPEN, weights="auto")
     chosen = planning().choose(model, open_auto, asked(), ())
     assert chosen.kept == placed(open_auto, chosen).weights == "sharded"
@@ -270,12 +314,18 @@ def test_the_way_to_keep_weights_is_part_of_the_choice_where_whole_ones_have_no_
     offloaded = planning().choose(model, replace(OPEN, weights="offloaded"), asked(), ())
     assert offloaded.kept == "offloaded"
     monkeypatch.setattr(Planning, "_here", lambda *_: Here(box(2), "published", "by figures"))
-    assert placed(open_auto, planning().choose(model, open_auto, asked(), ())).weights == "auto", "the ranks see what is free"
+    assert placed(open_auto, planning().choose(model, open_auto, asked(), ())).weights == "auto", (
+        "the ranks see what is free"
+    )
 
 
 def test_where_the_planner_itself_finds_one_device_faster_stock_runs(auto, monkeypatch):
     """Links so slow that no layout of two ranks gains anything."""
-    monkeypatch.setattr(Planning, "_here", lambda *_: Here(box(2, port=1e3, latency=1.0), "published", "by figures of slow links"))
+    monkeypatch.setattr(
+        Planning,
+        "_here",
+        lambda *_: Here(box(2, port=1e3, latency=1.0), "published", "by figures of slow links"),
+    )
     runtime, stock = PoolsHere(stock_model(5)), run(stock_model(5))
     made = auto(runtime)
     made.switch.fixed = True
@@ -335,7 +385,9 @@ def test_each_sampling_has_the_layout_that_is_chosen_for_it_and_the_image_is_sto
         return run(one, cfg=4.0)
 
     assert_same(sampled, ours, stock)
-    here, pool = runtime.pools[Layout(cfg=2)] if Layout(cfg=2) in runtime.pools else runtime.pools[Layout(data=2)]
+    here, pool = (
+        runtime.pools[Layout(cfg=2)] if Layout(cfg=2) in runtime.pools else runtime.pools[Layout(data=2)]
+    )
     assert {ranks for ranks, _, _ in here.asked} == {(0,), (1,)}
     figures = plan_figures(runtime.planning.of(pool.last_run), pool.last_run)
     assert figures.predicted_ms > 0 < figures.achieved_ms and figures.losers
@@ -351,7 +403,9 @@ def test_where_one_gpu_is_faster_auto_mode_says_so_and_samples_there(auto):
     made = auto(runtime)
     made.switch.fixed = True
     run(stock_model(5))
-    assert [notice.text for notice in made._notices.latest()] == [f"On one GPU: One GPU is faster here than several, {one.why}."]
+    assert [notice.text for notice in made._notices.latest()] == [
+        f"On one GPU: One GPU is faster here than several, {one.why}."
+    ]
     assert not any(here.asked for here, _ in runtime.pools.values())
     with pytest.raises(Refused, match="UNetModel has no token plan"):
         require_several(one, unet(), OPEN)
@@ -366,12 +420,20 @@ def test_the_report_says_why_a_layout_was_chosen_and_why_others_were_not():
     ran = Run(evaluations=[Evaluation(0.5, 0.0, 0.0, 0)], branches={"a": 0, "b": 1})
     said = plan_text(plan_figures(planned, ran)).splitlines()
     assert said[0] == f"Layout chosen: {made.best.layout.equation()}, by published figures of 4xL40-PCIe"
-    assert said[2].startswith("  predicted per evaluation: ") and said[2].endswith("4.00 times as fast as one device")
+    assert said[2].startswith("  predicted per evaluation: ") and said[2].endswith(
+        "4.00 times as fast as one device"
+    )
     assert said[3] == "  achieved: 500.0 ms", "groups compute both prompts at once"
     assert " ms more " in said[4] and said[-1].startswith("  and ")
     heads = plan_heads(plan_figures(planned, ran))
-    assert heads[0].endswith(" ms, achieved 500.0 ms") and heads[1] == f"not {said[4].strip()}" and len(heads) == 3
-    assert plan_heads(None) == plan_heads(plan_figures(Planned(Layout(ulysses=2), "links are not known"))) == ()
+    assert (
+        heads[0].endswith(" ms, achieved 500.0 ms")
+        and heads[1] == f"not {said[4].strip()}"
+        and len(heads) == 3
+    )
+    assert (
+        plan_heads(None) == plan_heads(plan_figures(Planned(Layout(ulysses=2), "links are not known"))) == ()
+    )
     apart = replace(planned, layout=Layout(ulysses=4))
     assert plan_figures(apart, ran).achieved_ms == 1000.0
     assert plan_text(plan_figures(Planned(Layout(ulysses=2), "links are not known"))) == (
@@ -382,7 +444,9 @@ def test_the_report_says_why_a_layout_was_chosen_and_why_others_were_not():
 def test_why_others_lose_is_told_in_words_that_every_language_has_a_text_for():
     made = plan(Job(whole=FLUX, branches=2), box(4, flops=1e13, memory=25e9))
     figures = plan_figures(Planned(made.best.layout, "", plan=made))
-    assert [one.english for one in figures.losers] == [f"{row.layout.product()}: {row.why}" for row in made.rows if row.why]
+    assert [one.english for one in figures.losers] == [
+        f"{row.layout.product()}: {row.why}" for row in made.rows if row.why
+    ]
     assert {"approximate"} < {one.word for one in figures.losers} <= LOST.keys()
     assert asdict(figures)["losers"][0].keys() == {"layout", "predicted_ms", "word", "values"}
     assert all((one.predicted_ms is None) == (one.word == "memory") for one in figures.losers)
@@ -392,7 +456,9 @@ def test_where_ranks_cannot_be_timed_one_gpu_takes_what_the_planner_predicts_and
     """NCCL's messages run beside the clock that ranks look at."""
     made = plan(Job(whole=FLUX), box(2, flops=1e13))
     planned = Planned(Layout(ulysses=2), "", plan=made, known="published")
-    ran = Run(evaluations=[Evaluation(seconds, 0.0, 0.0, 0) for seconds in (9.0, 0.5, 0.5)], branches={"a": 0})
+    ran = Run(
+        evaluations=[Evaluation(seconds, 0.0, 0.0, 0) for seconds in (9.0, 0.5, 0.5)], branches={"a": 0}
+    )
     runs = SimpleNamespace(recent=[ran], once=lambda _run, _what, sum_up: sum_up())
     devices = tuple(Device(f"cuda:{index}") for index in range(2))
     pools = {Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl"): SimpleNamespace(runs=runs)}

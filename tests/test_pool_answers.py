@@ -19,7 +19,18 @@ from pipemesh.launcher.pool.watch import Watch
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 
-from .fake_pools import DEADLINE_S, assert_over, call, cpus, failing, fake_setup, handled, is_alive, submitted, through
+from .fake_pools import (
+    DEADLINE_S,
+    assert_over,
+    call,
+    cpus,
+    failing,
+    fake_setup,
+    handled,
+    is_alive,
+    submitted,
+    through,
+)
 from .fake_worker import LESS_MEMORY
 
 
@@ -75,8 +86,10 @@ def failing_start(ranks: int, *rules: str, argv: tuple[str, ...] = (), **setting
 
 def test_a_rank_that_dies_at_start_is_named_with_its_last_lines():
     lines = "\n".join(f"  line {number}" for number in range(8, 20))
-    assert failing_start(2, "1:Start=die") == (
-        "Rank 1 on cpu ended with exit status 3 while importing: run again, a fresh pool will be started.\n"
+    assert (
+        failing_start(2, "1:Start=die")
+        == "Rank 1 on cpu ended with exit status 3 while importing: run again, a fresh pool will be"
+        " started.\n"
         f"Last lines of rank 1:\n{lines}\n  the last thing I saw"
     )
 
@@ -85,28 +98,38 @@ def test_ranks_that_die_before_they_hear_a_word_show_their_last_lines():
     """Whether the first word still reached the socket or not."""
     sentence = failing_start(2, "*:*=die-unheard")
     assert re.fullmatch(
-        r"Rank [01] on cpu ended with exit status 4 while starting: run again, a fresh pool will be started\.\n"
+        r"Rank [01] on cpu ended with exit status 4 while starting: run again, a fresh pool will be"
+        r" started\.\n"
         r"Last lines of rank [01]:\n  no library of that name",
         sentence,
     )
 
 
 def test_a_worker_that_cannot_be_started_at_all_is_one_sentence():
-    assert failing_start(2, argv=("/no/such/python",)) == (
-        "The worker processes could not be started ([Errno 2] No such file or directory: '/no/such/python'): "
+    assert (
+        failing_start(2, argv=("/no/such/python",))
+        == "The worker processes could not be started ([Errno 2] No such file or directory:"
+        " '/no/such/python'): "
         "free memory or processes and run again."
     )
 
 
 def test_a_rank_that_hangs_at_start_is_named():
-    assert failing_start(2, "1:Start=hang", stall_s=2.5).startswith("Rank 1 on cpu made no progress for 2.5 s while importing: run again")
+    assert failing_start(2, "1:Start=hang", stall_s=2.5).startswith(
+        "Rank 1 on cpu made no progress for 2.5 s while importing: run again"
+    )
 
 
-@pytest.mark.parametrize(("kind", "phase"), [("Load", "loading"), ("SetWeightPatches", "patching"), ("Forward", "computing")])
+@pytest.mark.parametrize(
+    ("kind", "phase"), [("Load", "loading"), ("SetWeightPatches", "patching"), ("Forward", "computing")]
+)
 def test_a_rank_that_dies_is_named_with_device_phase_and_last_lines(kind, phase):
     sentence = failing(2, f"1:{kind}=die", "0:Forward=hang", kind=kind)
     first, second, *lines = sentence.split("\n")
-    assert first == f"Rank 1 on cpu ended with exit status 3 while {phase}: run again, a fresh pool will be started."
+    assert (
+        first
+        == f"Rank 1 on cpu ended with exit status 3 while {phase}: run again, a fresh pool will be started."
+    )
     assert second == "Last lines of rank 1:"
     assert lines == [*(f"  line {number}" for number in range(8, 20)), "  the last thing I saw"]
 
@@ -124,18 +147,24 @@ def test_a_rank_that_dies_between_requests_is_named_at_the_next(started):
     ("number", "cause"),
     [
         (signal.SIGKILL, "was killed (signal 9; the system does this when memory runs out)"),
-        (signal.SIGBUS, "was killed (signal 7; its checkpoint was cut short on disk, or shared memory ran out)"),
+        (
+            signal.SIGBUS,
+            "was killed (signal 7; its checkpoint was cut short on disk, or shared memory ran out)",
+        ),
         (signal.SIGSEGV, "ended with signal 11"),
     ],
 )
 def test_a_rank_that_was_killed_says_what_kills_ranks(number, cause):
-    assert failing(1, f"0:Forward=kill-{number:d}", kind="Forward") == (
-        f"Rank 0 on cpu {cause} while computing: run again, a fresh pool will be started."
+    assert (
+        failing(1, f"0:Forward=kill-{number:d}", kind="Forward")
+        == f"Rank 0 on cpu {cause} while computing: run again, a fresh pool will be started."
     )
 
 
 def test_a_rank_that_closes_its_connection_but_lives_is_ended():
-    assert failing(2, "1:Load=leave", kind="Load").startswith("Rank 1 on cpu closed its connection while loading: run again")
+    assert failing(2, "1:Load=leave", kind="Load").startswith(
+        "Rank 1 on cpu closed its connection while loading: run again"
+    )
 
 
 def test_a_rank_whose_child_outlives_it_is_noticed_and_reaped():
@@ -147,13 +176,16 @@ def test_a_rank_whose_child_outlives_it_is_noticed_and_reaped():
 
 def test_a_rank_that_speaks_another_schema_is_named_with_the_next_move():
     assert failing(2, "1:Load=garbage", kind="Load").startswith(
-        "Rank 1 on cpu sent a message this version of PipeMesh does not know (Invalid value 'Nonsense' - at `$.type`): restart ComfyUI."
+        "Rank 1 on cpu sent a message this version of PipeMesh does not know (Invalid value 'Nonsense' - at"
+        " `$.type`): restart ComfyUI."
     )
 
 
 def test_a_rank_that_neither_answers_nor_ticks_is_named():
-    assert failing(2, "1:Load=hang", kind="Load", stall_s=0.5) == (
-        "Rank 1 on cpu made no progress for 0.5 s while loading: run again, a fresh pool will be started (PIPEMESH_STALL_S sets the limit)."
+    assert (
+        failing(2, "1:Load=hang", kind="Load", stall_s=0.5)
+        == "Rank 1 on cpu made no progress for 0.5 s while loading: run again, a fresh pool will be started"
+        " (PIPEMESH_STALL_S sets the limit)."
     )
 
 
@@ -168,7 +200,9 @@ def test_the_rank_that_is_behind_is_named_where_others_wait_for_it():
 def test_a_rank_that_fell_behind_in_an_earlier_request_is_not_blamed_for_it():
     """Rank 0 ticked less in Load; in Forward it is rank 1 that hangs."""
     rules = "1:Load=slow", "0:Forward=tick-then-hang", "1:Forward=hang"
-    assert failing(2, *rules, kind="Forward", stall_s=0.5, first="Load").startswith("Rank 1 on cpu made no progress")
+    assert failing(2, *rules, kind="Forward", stall_s=0.5, first="Load").startswith(
+        "Rank 1 on cpu made no progress"
+    )
 
 
 def test_a_slow_rank_that_ticks_is_never_judged_stalled(started):
@@ -219,7 +253,10 @@ def test_an_error_in_every_rank_keeps_the_pool_ready(started, kind, phase):
     pool = started(2, f"*:{kind}=error")
     with pytest.raises(
         ModelError,
-        match=rf"^Rank 0 on cpu failed while {phase}: RuntimeError: shapes do not match\. Check what is connected",
+        match=(
+            rf"^Rank 0 on cpu failed while {phase}: RuntimeError: shapes do not match\. Check what is"
+            r" connected"
+        ),
     ):
         call(pool, kind)
     assert pool.state == "ready"
@@ -227,13 +264,14 @@ def test_an_error_in_every_rank_keeps_the_pool_ready(started, kind, phase):
 
 
 MEMORY_SENTENCE = (
-    "Rank {rank} on cpu ran out of memory while computing (3.0 MiB of 4.0 MiB free, 1.0 MiB held by models; {cause}): "
-    "use more ranks, a smaller image or batch, or free memory."
+    "Rank {rank} on cpu ran out of memory while computing (3.0 MiB of 4.0 MiB free, 1.0 MiB held by models;"
+    " {cause}): use more ranks, a smaller image or batch, or free memory."
 )
 
 
 @pytest.mark.parametrize(
-    ("deed", "cause"), [("memory", "can't allocate memory: you tried to allocate 7 bytes."), ("memory-silent", "no details")]
+    ("deed", "cause"),
+    [("memory", "can't allocate memory: you tried to allocate 7 bytes."), ("memory-silent", "no details")],
 )
 def test_every_rank_out_of_memory_keeps_the_pool_ready(started, deed, cause):
     pool = started(2, f"*:Forward={deed}")
@@ -245,8 +283,10 @@ def test_every_rank_out_of_memory_keeps_the_pool_ready(started, deed, cause):
 
 
 def test_one_rank_that_leaves_others_waiting_takes_the_pool_with_it(brief):
-    assert failing(3, "*:Forward=hang", "1:Forward=uneven-error", kind="Forward") == (
-        "Rank 1 on cpu failed while computing: RuntimeError: shapes do not match. Run again, a fresh pool will be started."
+    assert (
+        failing(3, "*:Forward=hang", "1:Forward=uneven-error", kind="Forward")
+        == "Rank 1 on cpu failed while computing: RuntimeError: shapes do not match. Run again, a fresh pool"
+        " will be started."
     )
 
 
@@ -282,13 +322,16 @@ def test_a_model_that_does_not_fit_one_rank_keeps_the_pool_under_nccl_too(starte
 def test_one_rank_out_of_memory_that_leaves_others_waiting_takes_the_pool_with_it(brief):
     sentence = failing(2, "0:Forward=hang", "1:Forward=uneven-memory", kind="Forward")
     cause = "can't allocate memory: you tried to allocate 7 bytes."
-    assert sentence.split("\n")[0] == f"{MEMORY_SENTENCE.format(rank=1, cause=cause)} Run again, a fresh pool will be started."
+    assert (
+        sentence.split("\n")[0]
+        == f"{MEMORY_SENTENCE.format(rank=1, cause=cause)} Run again, a fresh pool will be started."
+    )
 
 
 def test_memory_is_named_before_the_errors_it_causes_in_other_ranks(brief):
-    assert failing(3, "*:Forward=uneven-error", "1:Forward=hang", "2:Forward=uneven-memory", kind="Forward").startswith(
-        "Rank 2 on cpu ran out of memory"
-    )
+    assert failing(
+        3, "*:Forward=uneven-error", "1:Forward=hang", "2:Forward=uneven-memory", kind="Forward"
+    ).startswith("Rank 2 on cpu ran out of memory")
 
 
 def test_a_rank_that_dies_is_named_before_the_errors_it_causes_in_other_ranks():
@@ -304,7 +347,10 @@ def test_ranks_may_disagree_about_what_they_do_alone(started):
     pool = started(2, "1:Load=error")
     with pytest.raises(
         ModelError,
-        match=r"^Rank 1 on cpu failed while loading: RuntimeError: shapes do not match\. Check what is connected",
+        match=(
+            r"^Rank 1 on cpu failed while loading: RuntimeError: shapes do not match\. Check what is"
+            r" connected"
+        ),
     ):
         call(pool, "Load")
     assert pool.state == "ready"
@@ -313,7 +359,9 @@ def test_ranks_may_disagree_about_what_they_do_alone(started):
 
 def test_ranks_that_disagree_about_a_forward_are_not_used_again():
     sentence = failing(2, "1:Forward=uneven-error", kind="Forward")
-    assert sentence.startswith("Rank 1 on cpu failed while computing: RuntimeError: shapes do not match. Run again")
+    assert sentence.startswith(
+        "Rank 1 on cpu failed while computing: RuntimeError: shapes do not match. Run again"
+    )
 
 
 # -- processes
@@ -343,26 +391,40 @@ def test_a_cpu_rank_keeps_its_memory_between_layers_and_a_gpu_rank_is_left_alone
 def test_between_hosts_gloo_and_nccl_take_the_interface_between_them_and_nccl_the_users():
     away = rank_environment(Device("cuda:0", "GPU-0"), "nccl", {}, "eth7")
     assert (away["GLOO_SOCKET_IFNAME"], away["NCCL_SOCKET_IFNAME"]) == ("eth7", "eth7")
-    assert rank_environment(Device("cuda:0", "GPU-0"), "nccl", {"NCCL_SOCKET_IFNAME": "ib0"}, "eth7")["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert (
+        rank_environment(Device("cuda:0", "GPU-0"), "nccl", {"NCCL_SOCKET_IFNAME": "ib0"}, "eth7")[
+            "NCCL_SOCKET_IFNAME"
+        ]
+        == "ib0"
+    )
 
 
 def test_on_one_host_ranks_listen_on_loopback_alone_whatever_the_user_has_set():
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     for backend in ("nccl", "gloo"):
-        gpu = rank_environment(Device("cuda:0", "GPU-0"), backend, {"PATH": "/bin", "NCCL_SOCKET_IFNAME": "eth0"})
+        gpu = rank_environment(
+            Device("cuda:0", "GPU-0"), backend, {"PATH": "/bin", "NCCL_SOCKET_IFNAME": "eth0"}
+        )
         assert gpu == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "GPU-0", **loopback}
     cpu = rank_environment(Device("cpu"), "gloo", {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1"})
     assert cpu == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "", **loopback, **KEEP_MEMORY}
 
 
 def run_supervised(*scripts: str) -> Supervisor:
-    supervisor = Supervisor([Command((sys.executable, "-c", script, "{fd}", "{parent}"), dict(os.environ), 0) for script in scripts])
+    supervisor = Supervisor(
+        [
+            Command((sys.executable, "-c", script, "{fd}", "{parent}"), dict(os.environ), 0)
+            for script in scripts
+        ]
+    )
     supervisor.start()
     return supervisor
 
 
 def test_the_last_lines_of_a_rank_are_kept():
-    supervisor = run_supervised("for n in range(100): print('line', n)\nprint('no newline', end='')", "print('caf\\xe9')")
+    supervisor = run_supervised(
+        "for n in range(100): print('line', n)\nprint('no newline', end='')", "print('caf\\xe9')"
+    )
     assert [supervisor.exit_of(rank, DEADLINE_S) for rank in (0, 1)] == [0, 0]
     assert supervisor.tail(0) == [*(f"line {number}" for number in range(100 - LOG_LINES, 100)), "no newline"]
     assert supervisor.tail(1) == ["café"]
@@ -379,7 +441,9 @@ def test_a_progress_bar_is_one_line_not_all_its_states():
 
 def test_braces_in_a_path_are_left_alone():
     script = "import sys; print(sys.argv[1:])"
-    supervisor = Supervisor([Command((sys.executable, "-c", script, "{fd}", "/home/{me}/{}", "{parent}"), dict(os.environ), 0)])
+    supervisor = Supervisor(
+        [Command((sys.executable, "-c", script, "{fd}", "/home/{me}/{}", "{parent}"), dict(os.environ), 0)]
+    )
     supervisor.start()
     assert supervisor.exit_of(0, DEADLINE_S) == 0
     assert supervisor.tail(0) == [str(["0", "/home/{me}/{}", str(os.getpid())])]

@@ -90,7 +90,17 @@ def picture(model, size=(40, 40), steps=1, after_step=None):
         noise = comfy.sample.prepare_noise(latent, 7)
         prompts = conditioning(1, 13), conditioning(2, 7)
         return comfy.sample.sample(
-            model, noise, steps, 1.0, "euler", "simple", *prompts, latent, disable_pbar=True, seed=7, callback=after_step
+            model,
+            noise,
+            steps,
+            1.0,
+            "euler",
+            "simple",
+            *prompts,
+            latent,
+            disable_pbar=True,
+            seed=7,
+            callback=after_step,
         )
 
 
@@ -114,7 +124,9 @@ def kill(pool: WorkerPool, rank: int) -> None:
 
 def in_forward(pool: WorkerPool, rank: int, ticks: int = 6) -> bool:
     """Some blocks deep: every request starts the counter at a multiple of 2^32."""
-    return pool.arena.board.phase(rank) == "computing" and pool.arena.board.progress(rank) % (1 << 32) >= ticks
+    return (
+        pool.arena.board.phase(rank) == "computing" and pool.arena.board.progress(rank) % (1 << 32) >= ticks
+    )
 
 
 KILLED = (
@@ -123,7 +135,9 @@ KILLED = (
 )
 
 
-def test_ranks_killed_at_start_and_while_loading_are_named_and_the_next_run_is_right(monkeypatch, handle, parallel, truth):
+def test_ranks_killed_at_start_and_while_loading_are_named_and_the_next_run_is_right(
+    monkeypatch, handle, parallel, truth
+):
     """The first load of a fresh rank takes a second: time enough to kill it there."""
     start = WorkerPool.start
 
@@ -133,7 +147,9 @@ def test_ranks_killed_at_start_and_while_loading_are_named_and_the_next_run_is_r
             kill(pool, 1)
         return False
 
-    monkeypatch.setattr(WorkerPool, "start", lambda pool, _interrupted: start(pool, lambda: interrupted(pool)))
+    monkeypatch.setattr(
+        WorkerPool, "start", lambda pool, _interrupted: start(pool, lambda: interrupted(pool))
+    )
     with pytest.raises(PoolFailed, match=KILLED.format("importing")):
         picture(parallel)
     monkeypatch.undo()
@@ -176,7 +192,10 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_is_right(handl
 def test_shared_memory_that_runs_out_is_one_sentence_and_the_same_pool_goes_on(handle, parallel, truth):
     assert is_right(parallel, truth)
     pool = handle.live()
-    sentence = r"^Shared memory is full: [\d.]+ MiB more could not be reserved \(File too large\); close other programs, "
+    sentence = (
+        r"^Shared memory is full: [\d.]+ MiB more could not be reserved \(File too large\); close other"
+        r" programs, "
+    )
     with largest_file(pool.arena.nbytes), pytest.raises(SharedMemoryFull, match=sentence):
         picture(parallel, (1024, 1024))
     assert handle.live() is pool
@@ -198,7 +217,8 @@ def confined(pids: list[int], room: int):
 
 
 OUT_OF_MEMORY = (
-    r"^Rank {} on cpu ran out of memory while computing \([\d.]+ MiB of [\d.]+ MiB free, [\d.]+ MiB held by models; {}\): "
+    r"^Rank {} on cpu ran out of memory while computing \([\d.]+ MiB of [\d.]+ MiB free, [\d.]+ MiB held by"
+    r" models; {}\): "
     r"use more ranks, a smaller image or batch, or free memory\."
 )
 
@@ -230,12 +250,17 @@ def test_one_rank_out_of_memory_inside_a_forward_is_named_and_the_same_pool_goes
     assert is_right(parallel, truth)
 
 
-def test_a_checkpoint_that_is_cut_short_under_a_rank_is_named_and_not_loaded_again(tmp_path, client, parallel, truth):
+def test_a_checkpoint_that_is_cut_short_under_a_rank_is_named_and_not_loaded_again(
+    tmp_path, client, parallel, truth
+):
     path = write_model(tmp_path / "cut.safetensors", heads=1, blocks=(1, 1))
     model = parallelize(load(path), client, holds_ui_device=False)
     picture(model)
     size = path.stat().st_size
-    sentence = f"^The checkpoint {path} changed on disk since it was loaded \\({size} bytes of .* then, 5000 of .* now\\): "
+    sentence = (
+        f"^The checkpoint {path} changed on disk since it was loaded \\({size} bytes of .* then, 5000 of .*"
+        " now\\): "
+    )
     with pytest.raises(Refused, match=sentence):
         picture(model, steps=2, after_step=lambda *_: os.truncate(path, 5000))
     with pytest.raises(Refused, match=sentence):
@@ -263,18 +288,23 @@ def test_the_rank_that_hangs_inside_a_forward_is_named_not_the_one_that_waits_fo
             return True
         here = board.progress(1)
         stopped.resume()
-        while board.progress(1) == here and pool.state == "busy":  # else it is stopped again before it has come any further
+        # Else it is stopped again before it has come any further
+        while board.progress(1) == here and pool.state == "busy":
             time.sleep(0.001)
         return False
 
     once = Once(stopped_while_computing, lambda: None)
-    with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu made no progress for 2 s while computing: run again"):
+    with pytest.raises(
+        PoolFailed, match=r"^Rank 1 on cpu made no progress for 2 s while computing: run again"
+    ):
         picture(parallel, (96, 96), steps=8)
     once.join()
     assert not is_alive(stopped.pid)
 
 
-def test_after_all_of_this_nothing_is_left_in_the_ui_but_the_lease_of_the_models_file(handle, parallel, truth, before, checkpoint):
+def test_after_all_of_this_nothing_is_left_in_the_ui_but_the_lease_of_the_models_file(
+    handle, parallel, truth, before, checkpoint
+):
     assert is_right(parallel, truth)
     assert Holdings.now().since(before).children
     handle.close()
@@ -300,7 +330,10 @@ def own(tmp_path, clients):
 def test_a_checkpoint_that_is_gone_is_named_and_put_back_is_right(own):
     path, model, truth = own
     path.rename(path.with_suffix(".away"))
-    with pytest.raises(Refused, match=f"^The checkpoint {path} is missing: put it back or choose another in the loader node\\.$"):
+    with pytest.raises(
+        Refused,
+        match=f"^The checkpoint {path} is missing: put it back or choose another in the loader node\\.$",
+    ):
         picture(model)
     path.with_suffix(".away").rename(path)
     assert is_right(model, truth)
@@ -309,7 +342,8 @@ def test_a_checkpoint_that_is_gone_is_named_and_put_back_is_right(own):
 def changed(path, found: str) -> str:
     size = path.stat().st_size
     return (
-        f"^The checkpoint {path} changed on disk since it was loaded \\({size} bytes of .* then, {found} of .* now\\): "
+        f"^The checkpoint {path} changed on disk since it was loaded \\({size} bytes of .* then, {found} of"
+        " .* now\\): "
         r"unload models and execution cache in ComfyUI's menu and run again\.$"
     )
 
@@ -376,5 +410,8 @@ def test_a_checkpoint_that_is_gone_before_its_model_is_parallelized_is_named(own
     path, _, _ = own
     stock = load(path)
     path.unlink()
-    with pytest.raises(ModelError, match=f"^The checkpoint {path} is missing: put it back or choose another in the loader node\\.$"):
+    with pytest.raises(
+        ModelError,
+        match=f"^The checkpoint {path} is missing: put it back or choose another in the loader node\\.$",
+    ):
         parallelize(stock, clients(2), holds_ui_device=False)

@@ -49,7 +49,12 @@ class SlowPool:
     idle = True
 
     def __init__(self, placement: Placement, setup):
-        self.name, self.said, self.go, self.has_begun = placement.layout.equation(), setup.said, setup.go, setup.has_begun
+        self.name, self.said, self.go, self.has_begun = (
+            placement.layout.equation(),
+            setup.said,
+            setup.go,
+            setup.has_begun,
+        )
         self.is_alive, self.state = False, "starting"
 
     def start(self, interrupted):
@@ -154,8 +159,12 @@ def killed(keeper: PoolKeeper) -> None:
     handles.kill_all(keeper._handles, keeper._starts)
 
 
-@pytest.mark.parametrize(("kind", "rule", "phase"), [("Forward", "hang", "computing"), ("Load", "gated", "loading")])
-def test_at_the_end_of_comfyui_ranks_are_ended_first_and_who_waits_for_them_is_cancelled(threads, kind, rule, phase):
+@pytest.mark.parametrize(
+    ("kind", "rule", "phase"), [("Forward", "hang", "computing"), ("Load", "gated", "loading")]
+)
+def test_at_the_end_of_comfyui_ranks_are_ended_first_and_who_waits_for_them_is_cancelled(
+    threads, kind, rule, phase
+):
     keeper = PoolKeeper(fake_setup(f"*:{kind}={rule}"))
     pool = keeper.handle(cpus(2)).ensure()
     pids, at_work = pool.ranks.pids, threading.Event()
@@ -165,7 +174,9 @@ def test_at_the_end_of_comfyui_ranks_are_ended_first_and_who_waits_for_them_is_c
     killed(keeper)
     threads.join()
     (error,) = threads.ended
-    assert isinstance(error, RunCancelled), "no failure: auto mode would start another pool, and ComfyUI would show a traceback"
+    assert isinstance(error, RunCancelled), (
+        "no failure: auto mode would start another pool, and ComfyUI would show a traceback"
+    )
     assert not any(map(is_alive, pids)) and pool.state == "closed"
     with pytest.raises(RunCancelled, match=r"^ComfyUI ends\.$"):
         keeper.handle(cpus(1)).ensure()

@@ -11,20 +11,47 @@ from pipemesh.parallel_runtime.errors import LayoutError
 
 from .fake_pools import fake_setup
 
-INPUTS = {"devices": "cpu", "ulysses": 1, "ring": 1, "pipefusion": 2, "backend": "auto", "patches": 0, "warm_up": 1, "stages": ""}
+INPUTS = {
+    "devices": "cpu",
+    "ulysses": 1,
+    "ring": 1,
+    "pipefusion": 2,
+    "backend": "auto",
+    "patches": 0,
+    "warm_up": 1,
+    "stages": "",
+}
 REFUSED = [
     (
         {"devices": "cpu,cpu,cpu"},
-        "pipefusion 2 = 2 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank, or choose pipefusion 3 or ulysses 3.",
+        (
+            "pipefusion 2 = 2 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank, or choose"
+            " pipefusion 3 or ulysses 3."
+        ),
     ),
     (
         {"devices": "cpu,cpu", "ring": 2},
-        "ring 2 x pipefusion 2 = 4 ranks, 2 devices listed (cpu, cpu): list one device per rank, or choose ring 2 or pipefusion 2.",
+        (
+            "ring 2 x pipefusion 2 = 4 ranks, 2 devices listed (cpu, cpu): list one device per rank, or"
+            " choose ring 2 or pipefusion 2."
+        ),
     ),
-    ({"pipefusion": 4, "patches": 2}, "patches 2, pipefusion 4: some stages would always wait, choose at least as many patches as stages."),
-    ({"stages": "9,10,3"}, "stages 9,10,3 are 3, pipefusion 2: write one number of blocks for each stage, or nothing."),
+    (
+        {"pipefusion": 4, "patches": 2},
+        "patches 2, pipefusion 4: some stages would always wait, choose at least as many patches as stages.",
+    ),
+    (
+        {"stages": "9,10,3"},
+        "stages 9,10,3 are 3, pipefusion 2: write one number of blocks for each stage, or nothing.",
+    ),
     *(
-        ({"stages": text}, f"stages {text!r} is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing.")
+        (
+            {"stages": text},
+            (
+                f"stages {text!r} is no list of block counts: write how many blocks each stage gets, as in"
+                " 20,37, or nothing."
+            ),
+        )
         for text in ("9,", "half,half", "0,19", "-1,20", "9.5,9.5")
     ),
     ({"ulysses": 33, "pipefusion": 1}, "ulysses 33 is out of range: choose 1 to 32."),
@@ -42,7 +69,10 @@ UNLIKE = [  # what only a link can bring
     ({"warm_up": -3}, "warm_up -3 is out of range: choose 1 to 10000."),
     ({"backend": 1}, "backend 1 is not known: choose auto, nccl or gloo."),
     ({"stages": 20}, "stages 20 is no text: connect text, or type it in."),
-    ({"stages": "9" * 5000 + ",1"}, "is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing."),
+    (
+        {"stages": "9" * 5000 + ",1"},
+        "is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing.",
+    ),
 ]
 
 
@@ -84,7 +114,10 @@ def complaints(node, monkeypatch):
         monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, name, one)
 
     def validated(class_type="PipeMeshPool", **inputs):
-        prompt = {"1": {"class_type": class_type, "inputs": dict(inputs)}, "2": {"class_type": "Source", "inputs": {}}}
+        prompt = {
+            "1": {"class_type": class_type, "inputs": dict(inputs)},
+            "2": {"class_type": "Source", "inputs": {}},
+        }
         valid, errors, _ = asyncio.run(execution.validate_inputs("id", prompt, "1", {}))
         assert valid == (not errors)
         return {f"{error['message']}: {error['details']}".rpartition(" - ")[2] for error in errors}
@@ -118,19 +151,31 @@ def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_
     runtime, inputs = Runtime(fake_setup()), PoolSettings.inputs()
     assert OTHERS.keys() == inputs.keys() - {"layout"}
     plain = runtime.choose(layout="auto", devices="cpu")
-    count = {name for name, value in OTHERS.items() if runtime.choose(**{"layout": "auto", "devices": "cpu", name: value}) != plain}
+    count = {
+        name
+        for name, value in OTHERS.items()
+        if runtime.choose(**{"layout": "auto", "devices": "cpu", name: value}) != plain
+    }
     said = inputs["layout"].tooltip.partition(" count")[0]
     assert {name for name in OTHERS if name in said.replace("devices work together", "")} == count
     page = (Path(__file__).parents[1] / "docs" / "PIPEFUSION.md").read_text(encoding="utf-8")
     off = page.partition("It is off until")[2].partition(".")[0]
-    assert "`layout` to `by hand`" in off and runtime.choose(layout="auto", devices="cpu", pipefusion=2).patching is None
+    assert (
+        "`layout` to `by hand`" in off
+        and runtime.choose(layout="auto", devices="cpu", pipefusion=2).patching is None
+    )
 
 
 SAMPLED = {"steps": 4, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
 SOCKETS = {
     "PipeMeshParallelize": {"model": LINK},
     "PipeMeshReport": {"latent": LINK},
-    "PipeMeshKSampler": {**dict.fromkeys(("model", "positive", "negative", "latent_image"), LINK), **SAMPLED, "seed": 1, "denoise": 1.0},
+    "PipeMeshKSampler": {
+        **dict.fromkeys(("model", "positive", "negative", "latent_image"), LINK),
+        **SAMPLED,
+        "seed": 1,
+        "denoise": 1.0,
+    },
     "PipeMeshKSamplerAdvanced": {
         **dict.fromkeys(("model", "positive", "negative", "latent_image"), LINK),
         **SAMPLED,
@@ -149,7 +194,9 @@ def test_a_value_in_place_of_a_link_is_refused_when_queued_with_one_sentence(com
     assert complaints(class_type, **inputs, pool=LINK) == complaints(class_type, **inputs) == set()
     move = "and takes a link alone: connect"
     for value in ("cuda:0,cuda:1", 2, {"ulysses": 2}):
-        assert complaints(class_type, **inputs, pool=value) == {f"pool is {value!r}, {move} pool of PipeMesh Pool."}
+        assert complaints(class_type, **inputs, pool=value) == {
+            f"pool is {value!r}, {move} pool of PipeMesh Pool."
+        }
     socket = next(iter(inputs))
     (sentence,) = complaints(class_type, **{**inputs, socket: "a name"})
     assert sentence.startswith(f"{socket} is 'a name', {move} {socket} of ")
@@ -171,7 +218,9 @@ def test_comfyui_checks_warm_up_itself(complaints):
     assert complaints(**INPUTS | {"warm_up": 0}) == {"Value 0 smaller than min of 1: warm_up"}
 
 
-@pytest.mark.parametrize("linked", [*([name] for name in INPUTS), [*INPUTS]], ids=lambda names: "+".join(names))
+@pytest.mark.parametrize(
+    "linked", [*([name] for name in INPUTS), [*INPUTS]], ids=lambda names: "+".join(names)
+)
 def test_linked_inputs_are_queued(complaints, linked):
     assert complaints(**INPUTS | dict.fromkeys(linked, LINK)) == set()
 
@@ -210,4 +259,6 @@ def test_a_new_input_comes_after_those_that_saved_workflows_have_values_for():
     saved = ["devices", "ulysses", "ring", "pipefusion", "backend", "patches", "warm_up", "stages"]
     inputs = PoolSettings.inputs()
     assert list(inputs)[: len(saved)] == saved
-    assert all(takes.optional for name, takes in inputs.items() if name not in saved), "prompts that scripts send lack them"
+    assert all(takes.optional for name, takes in inputs.items() if name not in saved), (
+        "prompts that scripts send lack them"
+    )

@@ -127,8 +127,13 @@ def misled(model) -> None:
     latent = torch.zeros(1, 16, 8, 8)
     noise, prompt = comfy.sample.prepare_noise(latent, 1), conditioning(1, 5)
     prompt[0][0] = prompt[0][0][..., :-1]
-    with torch.inference_mode(), pytest.raises(ModelError, match=r"^Rank 0 on cpu failed while computing: RuntimeError"):
-        comfy.sample.sample(model, noise, 1, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True)
+    with (
+        torch.inference_mode(),
+        pytest.raises(ModelError, match=r"^Rank 0 on cpu failed while computing: RuntimeError"),
+    ):
+        comfy.sample.sample(
+            model, noise, 1, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True
+        )
 
 
 def interrupted(model) -> None:
@@ -168,7 +173,12 @@ def test_a_hundred_runs_leave_nothing_in_the_ui_and_nothing_in_the_ranks(clients
         one_run(number)
     pool = client.session.pool
     pids = pool.ranks.pids
-    before, arena, ranks, memory = Holdings.now(), pool.arena.nbytes, ranks_hold(pids), resident([*pids, os.getpid()])
+    before, arena, ranks, memory = (
+        Holdings.now(),
+        pool.arena.nbytes,
+        ranks_hold(pids),
+        resident([*pids, os.getpid()]),
+    )
     for number in range(40, 240 if ALL else 100):
         one_run(number)
     assert client.session.pool is pool
@@ -235,7 +245,9 @@ class Ui:
 
     def __init__(self, comfyui: str, argv: tuple[str, ...] = (), forked: bool = True, stuck: bool = False):
         arguments = [sys.executable, "-c", UI, json.dumps([str(ROOT), comfyui, argv, forked, stuck])]
-        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self.process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
         self.below: list[psutil.Process] = []  # its ranks, and the process that they are forked from
 
     def said(self):
@@ -264,7 +276,11 @@ def assert_gone(ranks: list[psutil.Process]) -> None:
     for rank in alive:
         rank.kill()
     assert not alive
-    names = [name for name in os.listdir("/dev/shm") if "pipemesh" in name or any(str(rank.pid) in name for rank in ranks)]
+    names = [
+        name
+        for name in os.listdir("/dev/shm")
+        if "pipemesh" in name or any(str(rank.pid) in name for rank in ranks)
+    ]
     assert not names
 
 
@@ -281,7 +297,10 @@ def side_by_side(setup):
 
 def test_two_instances_side_by_side_both_compute_right_at_once(side_by_side):
     assert len({process.pid for ui in side_by_side for process in ui.below}) == 2 * (2 + 1)
-    cases = [Case(PLAIN, "ulysses2", "odd", 5, 4.0, False, "euler"), Case(PLAIN, "ulysses2", "even", 12, 1.0, False, "heun")]
+    cases = [
+        Case(PLAIN, "ulysses2", "odd", 5, 4.0, False, "euler"),
+        Case(PLAIN, "ulysses2", "even", 12, 1.0, False, "heun"),
+    ]
     for ui, case in zip(side_by_side, cases, strict=True):
         ui.ask(case)
         ui.ask(cases[0])
@@ -307,14 +326,22 @@ def test_the_ranks_of_an_instance_that_is_killed_while_it_computes_die_with_it(s
     assert_gone(ui.below)
 
 
-ENDS = {"killed": (signal.SIGKILL, ["*:Start=deaf"]), "terminated": (signal.SIGTERM, ["*:Start=deaf"]), "Ctrl-C": (signal.SIGINT, [])}
+ENDS = {
+    "killed": (signal.SIGKILL, ["*:Start=deaf"]),
+    "terminated": (signal.SIGTERM, ["*:Start=deaf"]),
+    "Ctrl-C": (signal.SIGINT, []),
+}
 ENDS |= {"left": (None, [])}
 
 
 @pytest.mark.parametrize(
     ("forked", "number", "rules"),
     [pytest.param(True, *end, id=f"forked-{name}") for name, end in ENDS.items()]
-    + [pytest.param(False, *end, id=f"programs-{name}") for name, end in ENDS.items() if ALL or name in ("killed", "left")],
+    + [
+        pytest.param(False, *end, id=f"programs-{name}")
+        for name, end in ENDS.items()
+        if ALL or name in ("killed", "left")
+    ],
 )
 def test_ranks_end_with_the_ui_however_it_ends(setup, number, rules, forked):
     """Those that never look at their socket too: the kernel ends them."""

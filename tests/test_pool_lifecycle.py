@@ -15,7 +15,19 @@ from pipemesh.launcher.pool.pool import STATES, WorkerPool
 from pipemesh.parallel_runtime.errors import LayoutError, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 
-from .fake_pools import DEADLINE_S, call, cpus, failing, fake_setup, gate, handled, inside, is_alive, opens, submitted
+from .fake_pools import (
+    DEADLINE_S,
+    call,
+    cpus,
+    failing,
+    fake_setup,
+    gate,
+    handled,
+    inside,
+    is_alive,
+    opens,
+    submitted,
+)
 
 
 @pytest.fixture
@@ -48,7 +60,9 @@ def history(monkeypatch):
     """Every state entered, in order."""
     entered = []
     enter = WorkerPool._enter
-    monkeypatch.setattr(WorkerPool, "_enter", lambda pool, state: (entered.append(state), enter(pool, state))[1])
+    monkeypatch.setattr(
+        WorkerPool, "_enter", lambda pool, state: (entered.append(state), enter(pool, state))[1]
+    )
     return entered
 
 
@@ -59,7 +73,9 @@ def test_a_pool_is_starting_then_ready_then_closed(started, history):
     pool.start()
     assert len(set(pool.ranks.pids)) == 2
     assert all(map(is_alive, pool.ranks.pids))
-    assert [(memory.free, memory.total, memory.model) for memory in pool.memory] == [(3 << 20, 4 << 20, 1 << 20)] * 2
+    assert [(memory.free, memory.total, memory.model) for memory in pool.memory] == [
+        (3 << 20, 4 << 20, 1 << 20)
+    ] * 2
     replies = call(pool, "Load")
     assert [reply.request for reply in replies] == [1, 1]
     pids = pool.ranks.pids
@@ -108,7 +124,9 @@ def test_a_group_that_fails_alike_leaves_the_other_and_the_pool_alone(started):
 
 
 def test_more_ranks_than_the_board_has_lines_for_are_refused_with_the_equation():
-    with pytest.raises(LayoutError, match=r"^ulysses 64 = 64 ranks, at most 63 in one pool: lower the degrees\.$"):
+    with pytest.raises(
+        LayoutError, match=r"^ulysses 64 = 64 ranks, at most 63 in one pool: lower the degrees\.$"
+    ):
         cpus(64)
 
 
@@ -367,7 +385,12 @@ def test_a_pool_that_needs_a_device_closes_the_one_that_holds_it(keeper):
 
 def gpus(*indices: int) -> Placement:
     names = ",".join(f"cuda:{index}" for index in indices)
-    return place(Layout(ulysses=len(indices)), names, "gloo", tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(4)))
+    return place(
+        Layout(ulysses=len(indices)),
+        names,
+        "gloo",
+        tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(4)),
+    )
 
 
 def test_pools_on_different_devices_live_side_by_side(keeper):

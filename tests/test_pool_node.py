@@ -49,7 +49,9 @@ def test_a_linked_warm_up_of_none_is_refused_when_the_node_runs(node):
 
 def test_without_stages_patches_and_warm_up_mean_nothing(node):
     chosen = STAGES | {"pipefusion": 1, "patches": 5, "warm_up": 9}
-    assert node.validate_inputs(**{name: value for name, value in chosen.items() if name != "warm_up"}) is True
+    assert (
+        node.validate_inputs(**{name: value for name, value in chosen.items() if name != "warm_up"}) is True
+    )
     assert node.execute(**chosen).result[0].patching is None
 
 
@@ -117,7 +119,9 @@ def test_every_run_says_how_it_is_sampled_and_the_last_one_is_kept(runtime, file
     modes = ["free-running", "single-timeline, because of the sampler dpm_adaptive"]
     texts = [f"PipeMesh samples in patches, {mode}." for mode in modes]
     assert runtime.said == texts
-    assert [message for message in caplog.messages if "samples in patches" in message] == [f"[PipeMesh] {text}" for text in texts]
+    assert [message for message in caplog.messages if "samples in patches" in message] == [
+        f"[PipeMesh] {text}" for text in texts
+    ]
     assert only_pool(runtime)["last_run"]["in_patches"]["mode"] == modes[1]
 
 
@@ -132,8 +136,13 @@ def test_weight_hooks_are_named_sampled_in_patches_all_the_same_and_stock_when_w
     model = load(files["model"])
     truth = run(model, positive=hooked(), cfg=2.0)
     for warm_up, whole in ((100, None), (1, 2)):
-        ours = run(runtime.parallelize(model, runtime.choose(**STAGES, warm_up=warm_up)), positive=hooked(), cfg=2.0)
-        assert runtime.said.pop() == "PipeMesh samples in patches, single-timeline, because of hooks on the positive conditioning."
+        ours = run(
+            runtime.parallelize(model, runtime.choose(**STAGES, warm_up=warm_up)), positive=hooked(), cfg=2.0
+        )
+        assert (
+            runtime.said.pop()
+            == "PipeMesh samples in patches, single-timeline, because of hooks on the positive conditioning."
+        )
         in_patches = only_pool(runtime)["last_run"]["in_patches"]
         if whole is None:
             assert relative_error(ours, truth) <= BOUND
@@ -166,11 +175,15 @@ def test_an_empty_latent_is_refused_before_a_pool_starts(files, setup, pipefusio
     from pipemesh.nodes.runtime import Runtime
 
     runtime = Runtime(setup)
-    model = runtime.parallelize(load(files["model"]), runtime.choose(**STAGES | {"ulysses": 3 - pipefusion, "pipefusion": pipefusion}))
+    model = runtime.parallelize(
+        load(files["model"]), runtime.choose(**STAGES | {"ulysses": 3 - pipefusion, "pipefusion": pipefusion})
+    )
     with pytest.raises(Refused) as caught:
         run(model, latent=torch.zeros(*shape))
-    assert str(caught.value) == (
-        f"The latent is empty ({' x '.join(map(str, shape))}): connect one with at least one image of at least one pixel."
+    assert (
+        str(caught.value)
+        == f"The latent is empty ({' x '.join(map(str, shape))}): connect one with at least one image of at"
+        " least one pixel."
     )
     assert only_pool(runtime)["state"] == "closed"
 
@@ -189,7 +202,9 @@ def test_an_empty_latent_is_refused_before_a_pool_starts(files, setup, pipefusio
         (Layout(ulysses=2, pipefusion=2), ("cuda:1", "cuda:1", "cuda:0", "cuda:0"), (1, 4), 0.8, 1.0),
     ],
 )
-def test_whichever_ranks_compute_on_the_uis_device_their_part_is_counted(layout, names, stages, part, computed):
+def test_whichever_ranks_compute_on_the_uis_device_their_part_is_counted(
+    layout, names, stages, part, computed
+):
     from pipemesh.nodes.settings import Choice
 
     placement = Placement(layout=layout, devices=tuple(map(Device, names)), backend="gloo")
@@ -212,16 +227,27 @@ def test_auto_takes_every_device_and_no_other_input_counts(node):
     for devices, ranks in {"auto": 2, "cpu": 2, "cpu, cpu ,cpu": 3}.items():
         assert node.validate_inputs(**by_hand | {"devices": devices, "layout": "auto"}) is True
         (choice,) = node.execute(**by_hand | {"devices": devices, "layout": "auto"}).result
-        assert (choice.placement.layout, len(choice.placement.devices), choice.patching) == (Layout(ulysses=ranks), ranks, None)
+        assert (choice.placement.layout, len(choice.placement.devices), choice.patching) == (
+            Layout(ulysses=ranks),
+            ranks,
+            None,
+        )
 
 
 def test_auto_takes_all_gpus(node, monkeypatch):
     gpus = tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(3))
     monkeypatch.setattr("pipemesh.nodes.runtime.visible_gpus", lambda cpu_only: gpus)
     (choice,) = node.execute(**STAGES, layout="auto").result
-    assert (choice.placement.layout, choice.placement.backend) == (Layout(ulysses=2), "gloo"), "cpu was chosen"
+    assert (choice.placement.layout, choice.placement.backend) == (
+        Layout(ulysses=2),
+        "gloo",
+    ), "cpu was chosen"
     (choice,) = node.execute(**STAGES | {"devices": "auto"}, layout="auto").result
-    assert (choice.placement.layout, choice.placement.devices, choice.placement.backend) == (Layout(ulysses=3), gpus, "nccl")
+    assert (choice.placement.layout, choice.placement.devices, choice.placement.backend) == (
+        Layout(ulysses=3),
+        gpus,
+        "nccl",
+    )
     (choice,) = node.execute(devices="auto", ulysses=2, backend="auto").result
     assert choice.placement.devices == gpus[:2], "without a layout, the degrees count"
 
@@ -230,7 +256,9 @@ def test_auto_takes_all_gpus(node, monkeypatch):
 def elsewhere(monkeypatch, request):
     """ComfyUI computes on a device of another maker."""
     monkeypatch.setattr("comfy.model_management.get_torch_device", lambda: torch.device(request.param))
-    monkeypatch.setattr("comfy.model_management.get_torch_device_name", lambda device: f"{device} of another maker")
+    monkeypatch.setattr(
+        "comfy.model_management.get_torch_device_name", lambda device: f"{device} of another maker"
+    )
     sizes = {"get_total_memory": 2, "get_free_memory": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(f"comfy.model_management.{name}", lambda device, size=size: size)
@@ -244,7 +272,9 @@ NO_RANKS = (
 
 
 @pytest.mark.parametrize("elsewhere", ["xpu:0", "privateuseone:0", "mps"], indirect=True)
-def test_where_no_rank_computes_a_pool_is_refused_in_a_sentence_that_the_page_and_the_log_have_too(elsewhere, node, files, caplog):
+def test_where_no_rank_computes_a_pool_is_refused_in_a_sentence_that_the_page_and_the_log_have_too(
+    elsewhere, node, files, caplog
+):
     from pipemesh.nodes.auto.sampling import Auto
     from pipemesh.nodes.auto.switch import Switch
     from pipemesh.nodes.pool import pool_nodes
@@ -280,7 +310,9 @@ def test_with_one_gpu_the_model_stays_itself_no_worker_starts_and_a_notice_says_
         monkeypatch.setattr("pipemesh.nodes.runtime.visible_gpus", lambda cpu_only, seen=seen: seen)
         (made,) = pool_nodes(runtime)[1].execute(model).result
         assert (made is model, not runtime.pools()) == (is_itself, is_itself)
-    assert [one.text for one in runtime.notices.latest()] == ["On one GPU: There is one GPU here, and nothing to share an image with."]
+    assert [one.text for one in runtime.notices.latest()] == [
+        "On one GPU: There is one GPU here, and nothing to share an image with."
+    ]
 
 
 def test_a_linked_layout_is_queued_whatever_the_degrees_are(node):
@@ -297,10 +329,16 @@ def test_a_workflow_saved_by_0_1_means_what_it_meant(node):
     info = {"PipeMeshPool": node.GET_NODE_INFO_V1()}
     (queued,) = api_prompt(saved | {"nodes": [pool], "links": []}, info).values()
     (choice,) = node.execute(**queued["inputs"]).result
-    assert (choice.placement.layout, choice.patching, choice.allows_approximate) == (Layout(ulysses=3), None, False)
+    assert (choice.placement.layout, choice.patching, choice.allows_approximate) == (
+        Layout(ulysses=3),
+        None,
+        False,
+    )
 
 
-def test_a_layout_that_is_chosen_may_be_approximate_where_that_is_allowed_and_one_by_hand_is_what_it_says(node):
+def test_a_layout_that_is_chosen_may_be_approximate_where_that_is_allowed_and_one_by_hand_is_what_it_says(
+    node,
+):
     def allowed(**chosen):
         return node.execute(**STAGES | chosen).result[0].allows_approximate
 

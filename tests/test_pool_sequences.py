@@ -21,7 +21,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from pipemesh.launcher.pool import conversation, verdict
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused, RunCancelled
+from pipemesh.parallel_runtime.errors import (
+    ModelError,
+    OutOfMemory,
+    PipeMeshError,
+    PoolFailed,
+    Refused,
+    RunCancelled,
+)
 
 from .conftest import ALL
 from .fake_pools import DEADLINE_S, cpus, fake_setup, gate, handled, is_alive, opens, stages, submitted
@@ -33,7 +40,16 @@ DEEDS = (*["answer"] * 4, *["gated"] * 2, "cancellable", *REJECTS, *FATAL)
 GROUPS = ((0, 1), (0, 1), (0, 1), (0,), (1,))
 KINDS = ("Load", "Forward", "Forward", "Forward", "Release")
 THEN = ("collect", "collect", "cancel", "")
-OTHER_ACTS = ("ensure", "ensure", "settle", "settle", "abandon", "kill", "close", "submit_what_no_message_takes")
+OTHER_ACTS = (
+    "ensure",
+    "ensure",
+    "settle",
+    "settle",
+    "abandon",
+    "kill",
+    "close",
+    "submit_what_no_message_takes",
+)
 MOST_ON_THEIR_WAY = 4
 any_of = st.sampled_from
 STALL_S = 15.0  # only reached where a test fails
@@ -117,7 +133,9 @@ class Sequences(RuleBasedStateMachine):
         """As at the start of a run: the live pool once nothing is outstanding, or a fresh one."""
         if self.on_its_way:
             return
-        is_kept = self.pool.state == "ready" and not self.any_does(*FATAL, *REJECTS) and not self.has_lost_a_rank()
+        is_kept = (
+            self.pool.state == "ready" and not self.any_does(*FATAL, *REJECTS) and not self.has_lost_a_rank()
+        )
         self.settle()
         pool, error = self.attempt(self.handle.ensure)
         assert error is None and pool.state == "ready"
@@ -126,7 +144,12 @@ class Sequences(RuleBasedStateMachine):
         self.left.clear()
         gate(pool).fill_(0)
 
-    @rule(kind=any_of(KINDS), group=any_of(GROUPS), deeds=st.tuples(any_of(DEEDS), any_of(DEEDS)), then=any_of(THEN))
+    @rule(
+        kind=any_of(KINDS),
+        group=any_of(GROUPS),
+        deeds=st.tuples(any_of(DEEDS), any_of(DEEDS)),
+        then=any_of(THEN),
+    )
     def submit(self, kind, group, deeds, then):
         if self.is_over and then:
             self.ensure()

@@ -16,7 +16,19 @@ from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.session import Sessions
 from pipemesh.parallel_runtime.errors import ModelError, PipeMeshError, RunCancelled
 
-from .fake_pools import DEADLINE_S, call, cpus, fake_setup, gate, handled, inside, opens, stages, submitted, through
+from .fake_pools import (
+    DEADLINE_S,
+    call,
+    cpus,
+    fake_setup,
+    gate,
+    handled,
+    inside,
+    opens,
+    stages,
+    submitted,
+    through,
+)
 
 NEVER_S = 100 * DEADLINE_S  # as good as no limit: what waits for it is ended by the test
 
@@ -80,7 +92,10 @@ def ends(pool: WorkerPool, act: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("placement", [cpus(2), stages(2)], ids=["whole", "in patches"])
-@pytest.mark.parametrize(("act", "kind"), [(call, "unwritable Load"), (call, "unwritable Forward"), (through, "unwritable Forward")])
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [(call, "unwritable Load"), (call, "unwritable Forward"), (through, "unwritable Forward")],
+)
 def test_a_request_that_cannot_be_written_leaves_the_pool_ready(started, placement, act, kind):
     """Integers of more than 64 bits cannot: the ranks hear nothing of it."""
     pool = started(placement)
@@ -103,10 +118,14 @@ def test_a_patch_that_cannot_be_written_leaves_those_before_it_on_their_way(star
 # -- Stop, with a rank that hangs
 
 
-@pytest.mark.parametrize("rules", [("0:Forward=cancellable", "1:Forward=hang"), ("*:Forward=hang",)], ids=["one hangs", "all hang"])
+@pytest.mark.parametrize(
+    "rules", [("0:Forward=cancellable", "1:Forward=hang"), ("*:Forward=hang",)], ids=["one hangs", "all hang"]
+)
 @pytest.mark.parametrize("stopped", [True, False], ids=["stop", "an error in the UI"])
 @pytest.mark.usefixtures("brief", "found_out")
-def test_stages_that_hang_are_not_waited_for_when_patches_are_abandoned_and_the_next_run_has_a_fresh_pool(handle, rules, stopped):
+def test_stages_that_hang_are_not_waited_for_when_patches_are_abandoned_and_the_next_run_has_a_fresh_pool(
+    handle, rules, stopped
+):
     handle = handle(stages(2), *rules)
     pool = handle.ensure()
     first, _second = submitted(pool), submitted(pool)
@@ -118,7 +137,9 @@ def test_stages_that_hang_are_not_waited_for_when_patches_are_abandoned_and_the_
     assert handled(handle.ensure()) == ["Start Release"] * 2
 
 
-@pytest.mark.parametrize("rules", [("0:Forward=cancellable", "1:Forward=hang"), ("*:Forward=hang",)], ids=["one hangs", "all hang"])
+@pytest.mark.parametrize(
+    "rules", [("0:Forward=cancellable", "1:Forward=hang"), ("*:Forward=hang",)], ids=["one hangs", "all hang"]
+)
 @pytest.mark.usefixtures("brief", "found_out")
 def test_the_run_after_one_that_was_stopped_while_a_rank_hung_has_a_fresh_pool(handle, rules, caplog):
     handle = handle(cpus(2), *rules)
@@ -128,7 +149,10 @@ def test_the_run_after_one_that_was_stopped_while_a_rank_hung_has_a_fresh_pool(h
     said = []
     assert ends(pool, lambda: said.extend(handled(next_pool(handle))))
     assert said == ["Start Release"] * 2
-    assert re.search(r"What was cancelled ended with: Rank [01] on cpu made no progress for 0\.4 s while computing", caplog.text)
+    assert re.search(
+        r"What was cancelled ended with: Rank [01] on cpu made no progress for 0\.4 s while computing",
+        caplog.text,
+    )
 
 
 @pytest.mark.usefixtures("brief")
@@ -187,7 +211,10 @@ def test_a_deadline_for_leaving_is_that_of_one_stop_and_not_of_what_follows(hand
 def test_a_group_that_is_slow_is_left_alone_where_another_fails(handle):
     handle = handle(cpus(2))
     pool = handle.ensure()
-    slow, failing = submitted(pool, group=(0,), rules="0:Forward=gated"), submitted(pool, group=(1,), rules="1:Forward=error")
+    slow, failing = (
+        submitted(pool, group=(0,), rules="0:Forward=gated"),
+        submitted(pool, group=(1,), rules="1:Forward=error"),
+    )
     with pytest.raises(ModelError, match="Rank 1"):
         pool.collect(failing)
     gate(pool).fill_(1)

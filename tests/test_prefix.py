@@ -17,7 +17,9 @@ from .joint_model import HEADS, WIDTH, attention
 from .models import IdleRank
 
 PROMPT = 5
-LAYOUTS = [Layout(ulysses=ulysses, ring=ring) for ulysses, ring in ((2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))]
+LAYOUTS = [
+    Layout(ulysses=ulysses, ring=ring) for ulysses, ring in ((2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
+]
 PLAN = TokenPlan(
     family="prompted",
     models=(),
@@ -46,7 +48,10 @@ class Block(torch.nn.Module):
             k, v, first = torch.cat((kept[0], k), 1), torch.cat((kept[1], v), 1), 0
         attend = options.get("optimized_attention_override", lambda attention, *args: attention(*args))
         alone = [attention(q[:, :first], k[:, :first], v[:, :first], HEADS)] if first else []
-        return x + torch.cat([*alone, attend(attention, q[:, first:], k, v, HEADS)], 1), (k[:, :ahead], v[:, :ahead])
+        return x + torch.cat([*alone, attend(attention, q[:, first:], k, v, HEADS)], 1), (
+            k[:, :ahead],
+            v[:, :ahead],
+        )
 
 
 class Prompted(torch.nn.Module):
@@ -115,7 +120,9 @@ def test_keys_that_no_plan_speaks_of_are_refused(monkeypatch):
         model.kept = tuple((torch.zeros(1, PROMPT, WIDTH),) * 2 for _ in model.blocks)
         method = make_method(model, unaware, mesh, IdleRank())
         method.attach()
-        with pytest.raises(ModelError, match=r"^7 rows attend to 12 others: this model needs another plan\.$"):
+        with pytest.raises(
+            ModelError, match=r"^7 rows attend to 12 others: this model needs another plan\.$"
+        ):
             method.evaluate(model, arguments(1, 14), 1)
 
     with torch.inference_mode():

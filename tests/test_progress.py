@@ -49,7 +49,10 @@ def test_the_start_of_workers_is_told_and_its_end(told, pool):
 
 @pytest.mark.parametrize(
     ("kind", "act", "done"),
-    [("Load", "loading the model", "the model is loaded"), ("SetWeightPatches", "patching weights", "weights are patched")],
+    [
+        ("Load", "loading the model", "the model is loaded"),
+        ("SetWeightPatches", "patching weights", "weights are patched"),
+    ],
 )
 def test_what_takes_its_time_is_told_with_how_many_are_ready(told, pool, kind, act, done):
     made = pool(f"1:{kind}=gated")
@@ -91,7 +94,10 @@ def test_what_was_stopped_and_is_still_computed_is_waited_for_openly(told, pool,
     with pytest.raises(RunCancelled):
         call(made, "Forward", inside(made, "computing"))
     call(made, "Release", lambda: len(told) > 0 and opens(made)())
-    assert "PipeMesh: waiting for what was stopped, 0 of 2 ready" in told and told[-1] == "PipeMesh: workers are ready"
+    assert (
+        "PipeMesh: waiting for what was stopped, 0 of 2 ready" in told
+        and told[-1] == "PipeMesh: workers are ready"
+    )
 
 
 def test_a_line_is_told_once():

@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from pipemesh.benchmarks import distribution, quality
 from pipemesh.benchmarks.curves import HEIGHT, TOP, Panel, draw_panels
 from pipemesh.benchmarks.figures import Options, exactly
-from pipemesh.benchmarks.quality import AT_GOAL, BATCH, FIRST, SAMPLERS, STEPS, WITH_GOALS, Cell, Pictures, batches, cells, rounds
+from pipemesh.benchmarks.quality import (
+    AT_GOAL,
+    BATCH,
+    FIRST,
+    SAMPLERS,
+    STEPS,
+    WITH_GOALS,
+    Cell,
+    Pictures,
+    batches,
+    cells,
+    rounds,
+)
 from pipemesh.launcher.comfyui.install import LaunchError
 from pipemesh.launcher.pictures.scenes import draw
 
@@ -34,7 +46,9 @@ def test_the_whole_product_has_few_pictures_before_any_cell_has_more():
     counts = [count for _, count in asked[len(WITH_GOALS) :]]
     assert counts == sorted(counts) and set(counts) == {*FIRST, 64}
     product = {cell for cell, count in asked if count == FIRST[0]}
-    assert Counter((cell.sampler, cell.steps) for cell in product)["heun", 4] == 9, "seven evaluations: four may be warm-up"
+    assert Counter((cell.sampler, cell.steps) for cell in product)["heun", 4] == 9, (
+        "seven evaluations: four may be warm-up"
+    )
     assert len(product) == 9 * len(SAMPLERS) * len(STEPS) - 3 * 3 and product & set(WITH_GOALS) == {AT_GOAL}
     assert [count for cell, count in rounds(("patches=8", "warm-up=4", "steps=8", "heun"), 5)] == [5]
     assert list(cells(["patches=4", "steps=28", "euler", "warm-up=2"])) == [AT_GOAL]
@@ -44,7 +58,14 @@ def test_the_points_of_a_panel_are_of_as_many_pictures(monkeypatch):
     drawn = []
     monkeypatch.setattr(quality, "draw_panels", lambda title, rows, xs: drawn.append((title, rows)))
     others = [Cell(4, warm_up, 28, "euler") for warm_up in (1, 4)]
-    quality.curves({(AT_GOAL, 64): 53.0, **{(cell, 8): 50.0 for cell in others}, (AT_GOAL, 8): 51.0, (quality.DEFAULT, 64): 1.0})
+    quality.curves(
+        {
+            (AT_GOAL, 64): 53.0,
+            **{(cell, 8): 50.0 for cell in others},
+            (AT_GOAL, 8): 51.0,
+            (quality.DEFAULT, 64): 1.0,
+        }
+    )
     [(title, rows)] = drawn
     assert "n = 8 pictures" in title and rows[0][3].lines["4 patches"] == {1: 50.0, 2: 51.0, 4: 50.0}
     quality.curves({})
@@ -53,7 +74,12 @@ def test_the_points_of_a_panel_are_of_as_many_pictures(monkeypatch):
 def test_an_exact_method_a_pipeline_of_ranks_and_a_longer_warm_up_have_goals_of_their_own():
     ulysses, loop, stages = quality.DEFAULTS
     early, late = (Cell(4, warm_up, 28, "heun") for warm_up in (1, 4))
-    found = {(loop, 2): [52.0, 52.2], (stages, 2): [52.0, 51.0], (ulysses, 2): [60.0, 99.0], (early, 2): [50.0, 51.0]}
+    found = {
+        (loop, 2): [52.0, 52.2],
+        (stages, 2): [52.0, 51.0],
+        (ulysses, 2): [60.0, 99.0],
+        (early, 2): [50.0, 51.0],
+    }
 
     def is_met(cell):
         return quality.goal_of(cell, 2, found).is_met(exactly(quality.mean(found[cell, 2])))
@@ -68,7 +94,9 @@ def test_an_exact_method_a_pipeline_of_ranks_and_a_longer_warm_up_have_goals_of_
 
 
 def test_cells_that_are_not_there_are_named():
-    with pytest.raises(LaunchError, match=r"^No cell of quality has all of the words patches=5: its cells read patches=4 "):
+    with pytest.raises(
+        LaunchError, match=r"^No cell of quality has all of the words patches=5: its cells read patches=4 "
+    ):
         next(quality.bench(Options(host=None, only=("patches=5",))))
 
 
@@ -95,19 +123,29 @@ def pictures(monkeypatch, tmp_path):
     return lambda prompts: (Pictures(prompts, tmp_path, None), sampled)
 
 
-def test_a_cell_is_measured_against_stock_and_another_run_samples_nothing_again(pictures, tmp_path, monkeypatch):
+def test_a_cell_is_measured_against_stock_and_another_run_samples_nothing_again(
+    pictures, tmp_path, monkeypatch
+):
     rightly = {"place": 1.0, "all": 1.0}
     monkeypatch.setattr(quality, "trained_classifier", lambda: None)
     monkeypatch.setattr("pipemesh.launcher.pictures.classifier.accuracy", lambda *_: rightly)
     only = str(QUICK).split()
     made, sampled = pictures(2)
     figures = list(quality.measured(made, only, tmp_path))
-    assert {(figure.case, figure.metric) for figure in figures} >= {(f"{QUICK} n=2", "psnr"), (f"{QUICK} n=2", "ssim")}
-    assert {figure.case for figure in figures if figure.metric == "all right"} == {f"{QUICK} n=2", "stock steps=4 euler n=2"}
+    assert {(figure.case, figure.metric) for figure in figures} >= {
+        (f"{QUICK} n=2", "psnr"),
+        (f"{QUICK} n=2", "ssim"),
+    }
+    assert {figure.case for figure in figures if figure.metric == "all right"} == {
+        f"{QUICK} n=2",
+        "stock steps=4 euler n=2",
+    }
     assert 30 < next(figure.estimate.value for figure in figures if figure.metric == "psnr") < quality.EQUAL
     assert (tmp_path / quality.CURVES).exists() and len(sampled) == 2
     again = list(quality.measured(pictures(2)[0], only, tmp_path))
-    assert len(sampled) == 2 and [figure.estimate for figure in again] == [figure.estimate for figure in figures]
+    assert len(sampled) == 2 and [figure.estimate for figure in again] == [
+        figure.estimate for figure in figures
+    ]
 
 
 def test_the_autoencoders_features_are_what_its_encoder_makes(pictures):
@@ -120,7 +158,9 @@ def test_the_autoencoders_features_are_what_its_encoder_makes(pictures):
 def test_the_goal_of_the_distance_is_stocks_own_over_all_pictures(monkeypatch):
     monkeypatch.setattr(distribution, "FEW", 2)
     monkeypatch.setattr(distribution, "DRAWN", 8)
-    monkeypatch.setattr(Pictures, "_sample", lambda self, cell, batch: torch.rand(batch.stop - batch.start, 3, 128, 128))
+    monkeypatch.setattr(
+        Pictures, "_sample", lambda self, cell, batch: torch.rand(batch.stop - batch.start, 3, 128, 128)
+    )
     figures = list(distribution.bench(Options(host=None, prompts=3)))
     assert [figure.case.rpartition(" ")[2] for figure in figures] == ["n=2"] * 3 + ["n=3"] * 3
     stock, ours, other = figures[3:]

@@ -31,7 +31,8 @@ from .conftest import ALL
 from .models import run
 from .pipelines import ALL_WARM
 
-BOUNDS = (0.8, 1.2)  # our distance from the fp32 truth over stock's; far below 1, the ranks would not quantise
+# Our distance from the fp32 truth over stock's; far below 1, the ranks would not quantise
+BOUNDS = (0.8, 1.2)
 LAYOUTS = {"ulysses": (2,), "ring": (1, 2), "pipefusion": (1, 1, 2)}
 SAMPLE_OF = {family.samples[0].name: family.samples[0] for family in FAMILIES}
 HEADS = 8  # of models without a file: their layers are as wide then as those that are quantised
@@ -59,9 +60,17 @@ def written(tmp_path_factory):
         path, sample = folder / f"{family}-{form}.safetensors", SAMPLE_OF[family]
         if form == "lora":
             layers = {name: tensor for name, tensor in load_file(file(family)).items() if tensor.dim() == 2}
-            return str(write_lora(path, file(family), tuple(name.removesuffix(".weight") for name in layers), size=0.2))
+            return str(
+                write_lora(
+                    path, file(family), tuple(name.removesuffix(".weight") for name in layers), size=0.2
+                )
+            )
         if sample.form.file is not None:
-            return str(write_quantised(path, file(family), form) if form else write_model(path, sample.form, size_of(family)))
+            return str(
+                write_quantised(path, file(family), form)
+                if form
+                else write_model(path, sample.form, size_of(family))
+            )
         transformer = sample.form.random_model(size_of(family)).model.diffusion_model
         if form:
             return str(write_quantised(path, file(family), form, taken_by(transformer, form)))
@@ -73,7 +82,12 @@ def written(tmp_path_factory):
 
 def text(seed, tokens, dim):
     generator = torch.Generator().manual_seed(seed)
-    return [[torch.randn(1, tokens, dim, generator=generator), {"pooled_output": torch.randn(1, 32, generator=generator)}]]
+    return [
+        [
+            torch.randn(1, tokens, dim, generator=generator),
+            {"pooled_output": torch.randn(1, 32, generator=generator)},
+        ]
+    ]
 
 
 def sampled(model, family):
@@ -104,7 +118,12 @@ def loaded(path):
     plain = form in FORMATS and not FORMATS[form].algorithm
     if SAMPLE_OF[family].form.file is not None:
         return comfy.sd.load_diffusion_model(path, {"dtype": FORMATS[form].dtype} if plain else {})
-    return from_state(SAMPLE_OF[family].form, size_of(family), comfy.utils.load_torch_file(path), FORMATS[form].dtype if plain else None)
+    return from_state(
+        SAMPLE_OF[family].form,
+        size_of(family),
+        comfy.utils.load_torch_file(path),
+        FORMATS[form].dtype if plain else None,
+    )
 
 
 def from_state(form, size, state, dtype):
@@ -116,11 +135,17 @@ def from_state(form, size, state, dtype):
     config.set_inference_dtype(dtype or torch.float32, None if dtype is None else torch.float32)
     model = config.get_model(state, "")
     model.load_model_weights(state, "")
-    return comfy.model_patcher.ModelPatcher(model, load_device=torch.device("cpu"), offload_device=torch.device("cpu"))
+    return comfy.model_patcher.ModelPatcher(
+        model, load_device=torch.device("cpu"), offload_device=torch.device("cpu")
+    )
 
 
 def with_lora(model, file, lora):
-    return comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(file), 1.0, 0)[0] if lora else model
+    return (
+        comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(file), 1.0, 0)[0]
+        if lora
+        else model
+    )
 
 
 def in_pool(model, clients, layout):
@@ -128,7 +153,9 @@ def in_pool(model, clients, layout):
     return parallelize(model, clients(*LAYOUTS[layout]), holds_ui_device=0, patching=patching)
 
 
-WITHOUT_STAGES = {family.samples[0].name for family in FAMILIES if any(plan.why_no_stages for plan in family.plans)}
+WITHOUT_STAGES = {
+    family.samples[0].name for family in FAMILIES if any(plan.why_no_stages for plan in family.plans)
+}
 PRODUCT = [
     (form, family, lora, layout)
     for form, family, lora, layout in itertools.product(FORMATS, SAMPLE_OF, (False, True), LAYOUTS)
@@ -146,21 +173,37 @@ def cover():
     """Every format with and without a LoRA; the families that have files, and the layouts, in
     turn. And one whose text ComfyUI prepares with quantised weights.
     """
-    families, layouts = [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None], list(LAYOUTS)
+    families, layouts = (
+        [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None],
+        list(LAYOUTS),
+    )
     turns = [(number, form, lora) for number, form in enumerate(FORMATS) for lora in (False, True)]
     return [
-        (form, families[(number + lora) % len(families)], lora, layouts[(number + 2 * lora) % len(layouts)]) for number, form, lora in turns
-    ] + [("fp8_scaled", next(family.samples[0].name for family in FAMILIES if prepares_text(family.plans[0])), False, "ulysses")]
+        (form, families[(number + lora) % len(families)], lora, layouts[(number + 2 * lora) % len(layouts)])
+        for number, form, lora in turns
+    ] + [
+        (
+            "fp8_scaled",
+            next(family.samples[0].name for family in FAMILIES if prepares_text(family.plans[0])),
+            False,
+            "ulysses",
+        )
+    ]
 
 
 @pytest.mark.parametrize(("form", "family", "lora", "layout"), PRODUCT if ALL else cover())
-def test_quantised_weights_are_as_far_from_the_truth_as_stocks(written, stock, clients, form, family, lora, layout):
+def test_quantised_weights_are_as_far_from_the_truth_as_stocks(
+    written, stock, clients, form, family, lora, layout
+):
     truth = stock(family, "", lora)
     try:
         rounded = stock(family, form, lora)
     except NoCapableBackendError as error:
         pytest.skip(f"by stock neither: {error}")
-    ours = sampled(with_lora(in_pool(loaded(written(family, form)), clients, layout), written(family, "lora"), lora), family)
+    ours = sampled(
+        with_lora(in_pool(loaded(written(family, form)), clients, layout), written(family, "lora"), lora),
+        family,
+    )
     distance = rms(rounded - truth)
     assert distance > 1e-3 * rms(truth), "nothing is quantised"  # fp32 rounds a thousand times finer
     assert BOUNDS[0] <= rms(ours - truth) / distance <= BOUNDS[1]
@@ -193,10 +236,14 @@ def test_the_uis_quantised_weights_lie_on_the_checkpoints_pages(written, form):
     weights = describe_source(model).weights
     weights.compare(model)
     assert not weights.changed
-    assert describe_source(model).attributes.changed(model.model) == {}, "what the loader notes counts as changed by a node"
+    assert describe_source(model).attributes.changed(model.model) == {}, (
+        "what the loader notes counts as changed by a node"
+    )
     of_quantised = [slot for slot in slots(model.model.diffusion_model) if slot.holder is not None]
     assert all(
-        torch.equal(slot.tensor.view(torch.uint8), before[slot.name].view(torch.uint8)) for slot in of_quantised if slot.tensor.dim()
+        torch.equal(slot.tensor.view(torch.uint8), before[slot.name].view(torch.uint8))
+        for slot in of_quantised
+        if slot.tensor.dim()
     )
     data = [slot for slot in of_quantised if slot.name == slot.owner]
     assert data and all(is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes) for slot in data)
@@ -223,7 +270,9 @@ def test_a_quantised_weight_that_a_node_changed_in_place_reaches_the_ranks(writt
 
 def test_a_quantised_model_without_a_file_is_sent(written, clients, near):
     with torch.inference_mode():
-        model = comfy.sd.load_diffusion_model_state_dict(comfy.utils.load_torch_file(written(PLAIN, "int8_convrot")))
+        model = comfy.sd.load_diffusion_model_state_dict(
+            comfy.utils.load_torch_file(written(PLAIN, "int8_convrot"))
+        )
     assert model.cached_patcher_init is None
     parallel = in_pool(model, clients, "ulysses")
     assert near(sampled(parallel, PLAIN), "int8_convrot", False)
@@ -231,11 +280,19 @@ def test_a_quantised_model_without_a_file_is_sent(written, clients, near):
 
 
 @pytest.mark.parametrize("form", ["", "int8"])
-def test_a_lora_that_widens_the_first_layer_takes_the_image_that_it_was_made_for(written, clients, tmp_path, form):
+def test_a_lora_that_widens_the_first_layer_takes_the_image_that_it_was_made_for(
+    written, clients, tmp_path, form
+):
     """As the control LoRAs of released models do."""
     lora = {
-        "diffusion_model.img_in.lora_down.weight": torch.randn(4, 128, generator=torch.Generator().manual_seed(1)) / 11,
-        "diffusion_model.img_in.lora_up.weight": torch.randn(256, 4, generator=torch.Generator().manual_seed(2)) / 2,
+        "diffusion_model.img_in.lora_down.weight": torch.randn(
+            4, 128, generator=torch.Generator().manual_seed(1)
+        )
+        / 11,
+        "diffusion_model.img_in.lora_up.weight": torch.randn(
+            256, 4, generator=torch.Generator().manual_seed(2)
+        )
+        / 2,
         "diffusion_model.img_in.reshape_weight": torch.tensor([256, 128]),
     }
     file = str(tmp_path / "control.safetensors")
@@ -244,7 +301,10 @@ def test_a_lora_that_widens_the_first_layer_takes_the_image_that_it_was_made_for
 
     def controlled(model, image):
         prompts = [
-            [[tensor, {**extras, "concat_latent_image": image}] for tensor, extras in text(seed, 13, size_of(PLAIN).text_dim)]
+            [
+                [tensor, {**extras, "concat_latent_image": image}]
+                for tensor, extras in text(seed, 13, size_of(PLAIN).text_dim)
+            ]
             for seed in (1, 2)
         ]
         patched = with_lora(model, file, True)

@@ -50,7 +50,9 @@ def test_comfyui_detects_the_file(patcher, file):
     assert {name: config[name] for name in expected} == expected
     assert patcher.cached_patcher_init[1][0] == str(file)
     named = patcher.model.model_config.process_unet_state_dict(FORM.file.shapes(expected))
-    assert {name: tuple(tensor.shape) for name, tensor in patcher.model.diffusion_model.state_dict().items()} == named
+    assert {
+        name: tuple(tensor.shape) for name, tensor in patcher.model.diffusion_model.state_dict().items()
+    } == named
 
 
 def test_the_output_is_of_scale_one(patcher, forward):
@@ -66,7 +68,9 @@ def test_every_block_matters(patcher, forward, monkeypatch):
     for index, block in enumerate([*model.double_blocks, *model.single_blocks]):
         double = index < len(model.double_blocks)
         with monkeypatch.context() as patch:
-            patch.setattr(block, "forward", (lambda img, txt, **_: (img, txt)) if double else (lambda x, **_: x))
+            patch.setattr(
+                block, "forward", (lambda img, txt, **_: (img, txt)) if double else (lambda x, **_: x)
+            )
             assert (forward(patcher.model) - output).std() > 0.05, f"block {index} could be left out"
 
 
@@ -125,7 +129,9 @@ def test_guidance_makes_it_the_guided_form(tmp_path, forward):
 
 def test_a_head_size_that_no_file_can_have_is_refused(tmp_path):
     with pytest.raises(ValueError, match="heads of 16, but ComfyUI reads a file's heads as 128 wide"):
-        random_files.write_model(tmp_path / "odd.safetensors", FORM, Size(heads=2, head_dim=16, blocks=(1, 1)))
+        random_files.write_model(
+            tmp_path / "odd.safetensors", FORM, Size(heads=2, head_dim=16, blocks=(1, 1))
+        )
 
 
 def test_a_form_without_a_file_form_is_refused(tmp_path):

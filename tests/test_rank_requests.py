@@ -29,7 +29,9 @@ class Rank:
     def __init__(self):
         self._arena = Arena()
         mesh = connect(Layout().degrees(), 0, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
-        self.handler = RequestHandler(mesh, CPU, DeviceMemory(CPU, 0), ArenaIO(self._arena.segment, CPU), away=False)
+        self.handler = RequestHandler(
+            mesh, CPU, DeviceMemory(CPU, 0), ArenaIO(self._arena.segment, CPU), away=False
+        )
 
     def ask(self, kind, model, tree=None, **fields):
         if tree is None:
@@ -49,7 +51,15 @@ class Rank:
 
     def evaluate(self, model, patches_id):
         arena_bytes = self._arena.nbytes
-        return self.ask(Forward, model, patches_id=patches_id, arguments=b"", arena_bytes=arena_bytes, out=OUT, part=Part(1, 0))
+        return self.ask(
+            Forward,
+            model,
+            patches_id=patches_id,
+            arguments=b"",
+            arena_bytes=arena_bytes,
+            out=OUT,
+            part=Part(1, 0),
+        )
 
     def close(self):
         self._arena.close()

@@ -15,8 +15,17 @@ def test_every_variable_has_its_place():
         "PIPEMESH_FORK": "0",
     }
     setup = rank_setup_from(environ, "/opt/ComfyUI", {"cpu": True})
-    assert (setup.comfyui, setup.comfy_args, setup.stall_s, setup.lost_s) == ("/opt/ComfyUI", {"cpu": True}, 7.0, 2.5)
-    assert (setup.rendezvous, setup.secret, setup.start) == ("10.0.0.1:29400", "correct horse", process_of_its_own)
+    assert (setup.comfyui, setup.comfy_args, setup.stall_s, setup.lost_s) == (
+        "/opt/ComfyUI",
+        {"cpu": True},
+        7.0,
+        2.5,
+    )
+    assert (setup.rendezvous, setup.secret, setup.start) == (
+        "10.0.0.1:29400",
+        "correct horse",
+        process_of_its_own,
+    )
     assert "correct horse" not in repr(setup)
 
 
@@ -34,7 +43,9 @@ def test_without_them_there_are_defaults(environ):
     ],
 )
 def test_a_number_of_seconds_that_cannot_be_kept_is_refused(variable, value, allowed):
-    with pytest.raises(LayoutError, match=rf"^{variable} is {value}: set it to a number of seconds from {allowed}\.$"):
+    with pytest.raises(
+        LayoutError, match=rf"^{variable} is {value}: set it to a number of seconds from {allowed}\.$"
+    ):
         rank_setup_from({variable: value}, "")
 
 

@@ -44,10 +44,17 @@ def test_what_was_stored_of_a_model_is_found_by_its_content_wherever_its_file_li
     file, moved, other = (tmp_path / f"{name}.safetensors" for name in ("model", "moved", "model2"))
     file.write_bytes(bytes(3 << 20))
     other.write_bytes(bytes((3 << 20) - 1) + b"1")
-    stored = redundancy.store(Redundancy({"one": [0.4, 0.1]}), file, redundancy.parse([str(file), "--steps", "3"]))
+    stored = redundancy.store(
+        Redundancy({"one": [0.4, 0.1]}), file, redundancy.parse([str(file), "--steps", "3"])
+    )
     file.rename(moved)
     assert read(stored.parent, str(moved)) == [Redundancy({"one": [0.4, 0.1]})]
-    assert read(stored.parent, str(other)) == read(stored.parent, "") == read(tmp_path / "nowhere", str(moved)) == []
+    assert (
+        read(stored.parent, str(other))
+        == read(stored.parent, "")
+        == read(tmp_path / "nowhere", str(moved))
+        == []
+    )
     stored.write_text("{}")
     assert read(stored.parent, str(moved)) == []
     assert digest_of(other) != digest_of(moved)
@@ -58,7 +65,10 @@ def test_each_block_of_the_trained_model_has_a_change_for_every_evaluation_but_t
 
     model = comfy.sd.load_diffusion_model(str(ASSETS / MODEL))
     positive, negative = redundancy.conds_of(model, True)
-    few = [[[each[0][0][:1], {"pooled_output": each[0][1]["pooled_output"][:1]}]] for each in (positive, negative)]
+    few = [
+        [[each[0][0][:1], {"pooled_output": each[0][1]["pooled_output"][:1]}]]
+        for each in (positive, negative)
+    ]
     found = redundancy.measured(model, (few[0], few[1]), 4, "euler", 64)
     assert len(found.changes) == 6 and found.evaluations == 4
     assert all(0 < value < 2 for values in found.changes.values() for value in values)
@@ -106,7 +116,9 @@ def test_what_cannot_be_measured_is_named_in_a_sentence(wrong_file, name, option
 
 
 def test_a_model_whose_text_is_of_another_form_and_a_run_of_one_step_are_refused(capsys):
-    of = lambda **config: SimpleNamespace(model=SimpleNamespace(model_config=SimpleNamespace(unet_config=config)))  # noqa: E731
+    def of(**config):
+        return SimpleNamespace(model=SimpleNamespace(model_config=SimpleNamespace(unet_config=config)))
+
     for config in ({}, {"context_in_dim": 8}, {"context_in_dim": 8, "vec_in_dim": None}):
         with pytest.raises(LaunchError, match="SimpleNamespace takes other text than this command makes"):
             redundancy.conds_of(of(**config), False)
@@ -121,8 +133,14 @@ def test_noise_has_the_form_of_the_models_latents(monkeypatch):
 
     shapes = []
     monkeypatch.setattr(redundancy, "changes_of", lambda model: nullcontext({"one": [0.1]}))
-    monkeypatch.setattr(comfy.sample, "sample", lambda model, noise, *how, **options: shapes.append((noise.shape, how[-1].shape)))
+    monkeypatch.setattr(
+        comfy.sample,
+        "sample",
+        lambda model, noise, *how, **options: shapes.append((noise.shape, how[-1].shape)),
+    )
     for form in (comfy.latent_formats.Flux, comfy.latent_formats.HunyuanVideo, comfy.latent_formats.SDXL):
-        model = SimpleNamespace(model=SimpleNamespace(diffusion_model=None), get_model_object=lambda name, form=form: form())
+        model = SimpleNamespace(
+            model=SimpleNamespace(diffusion_model=None), get_model_object=lambda name, form=form: form()
+        )
         redundancy.measured(model, ([[torch.zeros(2, 3, 8), {}]], []), 2, "euler", 64)
     assert shapes == [(shape, shape) for shape in ((2, 16, 8, 8), (2, 16, 1, 8, 8), (2, 4, 8, 8))]

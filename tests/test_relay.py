@@ -33,7 +33,15 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
-from pipemesh.parallel_runtime.wire.messages import ForRanks, Forward, FromMachine, Load, Open, Release, ToMachine
+from pipemesh.parallel_runtime.wire.messages import (
+    ForRanks,
+    Forward,
+    FromMachine,
+    Load,
+    Open,
+    Release,
+    ToMachine,
+)
 from pipemesh.parallel_runtime.wire.segment import Segment, pack
 from pipemesh.parallel_runtime.wire.tcp import LEADER, PARCEL, PIECE_BYTES, Hello, Link, prove, read_before
 
@@ -55,11 +63,15 @@ class Far:
     """A leader named ``far`` in this process, with fake ranks."""
 
     def __init__(self, store, *rules, secret=SECRET, name="far", version=VERSION):
-        self.setup = replace(fake_setup(*rules), rendezvous=f"127.0.0.1:{store.port}", secret=SECRET, lost_s=2.0)
+        self.setup = replace(
+            fake_setup(*rules), rendezvous=f"127.0.0.1:{store.port}", secret=SECRET, lost_s=2.0
+        )
         self._listener = socket.create_server(("127.0.0.1", 0))
         store.set(store_key(name), "{}:{}".format(*self._listener.getsockname()))
         leader = threading.Thread(
-            target=accept, args=(self._listener, Hello(version=version, machine=name), replace(self.setup, secret=secret)), daemon=True
+            target=accept,
+            args=(self._listener, Hello(version=version, machine=name), replace(self.setup, secret=secret)),
+            daemon=True,
         )
         leader.start()
 
@@ -98,7 +110,9 @@ def running(far, placement=None):
 
 def far_pids():
     """Fake ranks are children of this process on either side."""
-    return [child.pid for child in psutil.Process().children() if "fake_worker.py" in " ".join(child.cmdline())]
+    return [
+        child.pid for child in psutil.Process().children() if "fake_worker.py" in " ".join(child.cmdline())
+    ]
 
 
 # -- what passes through
@@ -118,7 +132,11 @@ def test_a_far_ranks_phase_is_seen_on_the_board(leader):
     """At once what it was asked, and its own count within a second."""
     with running(leader("1:Load=hang", "2:Load=gated")) as pool, pytest.raises(RunCancelled):
         board = pool.arena.board
-        call(pool, "Load", lambda: board.phase(1) == board.phase(2) == "loading" and board.progress(2) % (1 << 32) > 0)
+        call(
+            pool,
+            "Load",
+            lambda: board.phase(1) == board.phase(2) == "loading" and board.progress(2) % (1 << 32) > 0,
+        )
 
 
 def ends():
@@ -167,7 +185,9 @@ def test_parcels_that_came_are_given_back_when_the_next_is_cut_off():
 
 
 def forward(arena_bytes: int) -> Forward:
-    return Forward(request=5, model="m", patches_id="", arguments=b"", arena_bytes=arena_bytes, out=OUT, part=Part(1, 0))
+    return Forward(
+        request=5, model="m", patches_id="", arguments=b"", arena_bytes=arena_bytes, out=OUT, part=Part(1, 0)
+    )
 
 
 def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
@@ -192,7 +212,9 @@ def test_a_far_machine_without_room_for_a_model_says_so_and_reads_on(leader):
         segment = Segment.create("model", 2 << 20)
         with (
             largest_file(1 << 20),
-            pytest.raises(ModelError, match=r"^Rank 1 on far/cpu failed while receiving: Shared memory is full: "),
+            pytest.raises(
+                ModelError, match=r"^Rank 1 on far/cpu failed while receiving: Shared memory is full: "
+            ),
         ):
             pool.ask(Load(request=pool.next_request(), model="m", source=b""), [segment.fd])
         assert handled(pool) == ["Start Load Release", "Start Release"]
@@ -221,7 +243,11 @@ def test_another_secret_is_refused_and_nothing_is_started(leader):
     far = leader(secret="another secret, quite as long")
     pool = WorkerPool(spread(), far.setup)
     with pytest.raises(
-        PoolFailed, match=r"^Machine far at 127\.0\.0\.1:\d+ refused the exchange of secrets .*: set the same PIPEMESH_SECRET"
+        PoolFailed,
+        match=(
+            r"^Machine far at 127\.0\.0\.1:\d+ refused the exchange of secrets .*: set the same"
+            r" PIPEMESH_SECRET"
+        ),
     ):
         pool.start()
     assert (pool.state, far_pids()) == ("failed", [])
@@ -231,7 +257,12 @@ def test_another_version_is_named_with_both_machines_and_nothing_is_started(lead
     """Before anything is said whose form may differ between them."""
     pool = WorkerPool(spread(), leader(version="9.0.0").setup)
     near = re.escape(f"ComfyUI's machine {socket.gethostname()} has PipeMesh {VERSION}")
-    with pytest.raises(PoolFailed, match=rf"^Machine far has PipeMesh 9\.0\.0 and {near}: install the same version of PipeMesh on both\.$"):
+    with pytest.raises(
+        PoolFailed,
+        match=(
+            rf"^Machine far has PipeMesh 9\.0\.0 and {near}: install the same version of PipeMesh on both\.$"
+        ),
+    ):
         pool.start()
     assert (pool.state, far_pids()) == ("failed", [])
 
@@ -254,7 +285,12 @@ def test_a_version_that_does_not_say_which_it_is_gets_a_sentence_too(leader, sto
         store.set(store_key("far"), "{}:{}".format(*listener.getsockname()))
         theirs = threading.Thread(target=old_leader, args=(listener,))
         theirs.start()
-        with pytest.raises(PoolFailed, match=r"^Machine far has a PipeMesh older than 0\.2\.0 and ComfyUI's machine .*: install the same"):
+        with pytest.raises(
+            PoolFailed,
+            match=(
+                r"^Machine far has a PipeMesh older than 0\.2\.0 and ComfyUI's machine .*: install the same"
+            ),
+        ):
             WorkerPool(spread(), setup).start()
         theirs.join()
 
@@ -267,7 +303,10 @@ def test_a_message_that_a_leader_does_not_know_is_told_with_the_next_move(leader
     machine._link._sock.sendall(HEADER.pack(len(body), 0) + body)
     with pytest.raises(
         MachineMissing,
-        match=rf"^Machine far cannot start its ranks: Its PipeMesh {VERSION} was sent what it does not know \(.*\): install the same",
+        match=(
+            rf"^Machine far cannot start its ranks: Its PipeMesh {VERSION} was sent what it does not know"
+            r" \(.*\): install the same"
+        ),
     ):
         machine.pump()
     machine.close()
@@ -290,7 +329,10 @@ def test_a_machine_that_has_not_joined_is_told_the_command(leader):
     far = leader()
     with pytest.raises(
         MachineMissing,
-        match=r"^Machine other has not joined .*: run there, in the checkout: TORCH\S+ torchrun .* -m launcher node --name other$",
+        match=(
+            r"^Machine other has not joined .*: run there, in the checkout: TORCH\S+ torchrun .* -m launcher"
+            r" node --name other$"
+        ),
     ):
         join("other", (1,), far.setup, Arena().board)
 
@@ -306,14 +348,23 @@ def test_a_rendezvous_that_is_not_there_is_named():
     setup = replace(fake_setup(), rendezvous="127.0.0.1:9", secret=SECRET, lost_s=0.5)
     with pytest.raises(
         MachineMissing,
-        match=r"^Nothing answers at the rendezvous 127\.0\.0\.1:9 .*: run on every machine, in the checkout: .* -m launcher node$",
+        match=(
+            r"^Nothing answers at the rendezvous 127\.0\.0\.1:9 .*: run on every machine, in the checkout: .*"
+            r" -m launcher node$"
+        ),
     ):
         join("far", (1,), setup, Arena().board)
 
 
 def test_a_gpu_that_a_machine_has_not_is_named():
     opening = Open(
-        machine="far", degrees={"ulysses": 2}, devices=("cuda:0", "far/cuda:3"), backend="nccl", meeting="m", comfy_args=b"", arena_bytes=0
+        machine="far",
+        degrees={"ulysses": 2},
+        devices=("cuda:0", "far/cuda:3"),
+        backend="nccl",
+        meeting="m",
+        comfy_args=b"",
+        arena_bytes=0,
     )
     with pytest.raises(LayoutError, match=r"^It has no cuda:3: choose from cpu"):
         placement_here(opening)
@@ -322,7 +373,9 @@ def test_a_gpu_that_a_machine_has_not_is_named():
 def test_what_another_machine_has_not_is_named_in_comfyui(leader):
     placement = place(Layout(ulysses=2), "cuda:0,far/cuda:99", "nccl", (Device("cuda:0", "GPU-none"),))
     pool = WorkerPool(placement, leader().setup)
-    with pytest.raises(PoolFailed, match=r"^Machine far cannot start its ranks: It has no cuda:99: choose from cpu"):
+    with pytest.raises(
+        PoolFailed, match=r"^Machine far cannot start its ranks: It has no cuda:99: choose from cpu"
+    ):
         pool.start()
     assert (pool.state, far_pids()) == ("failed", [])
 
@@ -330,7 +383,8 @@ def test_what_another_machine_has_not_is_named_in_comfyui(leader):
 def test_a_far_rank_that_dies_is_named_with_its_last_lines(leader):
     with running(leader("2:Load=die")) as pool:
         with pytest.raises(
-            PoolFailed, match=r"^Rank 2 on far/cpu ended with exit status 3 while loading: .*\nLast lines of rank 2:"
+            PoolFailed,
+            match=r"^Rank 2 on far/cpu ended with exit status 3 while loading: .*\nLast lines of rank 2:",
         ) as caught:
             call(pool, "Load")
         assert "the last thing I saw" in str(caught.value)
@@ -338,7 +392,12 @@ def test_a_far_rank_that_dies_is_named_with_its_last_lines(leader):
 
 def test_a_far_rank_that_dies_is_named_not_the_one_here_that_fails_for_it(leader):
     far = leader("0:Forward=uneven-error", "1:Forward=slow-then-die")
-    with running(far) as pool, pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu ended with exit status 3 while computing: run again"):
+    with (
+        running(far) as pool,
+        pytest.raises(
+            PoolFailed, match=r"^Rank 1 on far/cpu ended with exit status 3 while computing: run again"
+        ),
+    ):
         call(pool, "Forward")
 
 
@@ -352,14 +411,22 @@ def test_a_far_machine_that_rejects_what_all_reject_goes_on(leader):
 def test_a_far_rank_that_hangs_is_named(leader):
     with running(leader("1:Load=hang")) as pool:
         pool._conversation.stall_s = 0.5
-        with pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu made no progress for 0\.5 s while loading: .*\n.*\n  \(on machine far\)"):
+        with pytest.raises(
+            PoolFailed,
+            match=(
+                r"^Rank 1 on far/cpu made no progress for 0\.5 s while loading: .*\n.*\n  \(on machine far\)"
+            ),
+        ):
             call(pool, "Load")
 
 
 def test_machines_that_do_not_reach_each_other_are_told_what_to_open(leader):
     far = leader("1:Start=joining-hang")
     pool = WorkerPool(spread("cpu,far/cpu"), replace(far.setup, stall_s=3.0))
-    with pytest.raises(PoolFailed, match=r"^Rank 1 on far/cpu made no progress for 3 s while joining: see that every port is open"):
+    with pytest.raises(
+        PoolFailed,
+        match=r"^Rank 1 on far/cpu made no progress for 3 s while joining: see that every port is open",
+    ):
         pool.start()
 
 
@@ -372,7 +439,11 @@ def test_a_leader_that_ends_in_mid_run_is_named(leader):
             return False
 
         with pytest.raises(
-            PoolFailed, match=r"^Machine far was lost while loading \(rank 1 on far/cpu, rank 2 on far/cpu; it closed the connection\): see"
+            PoolFailed,
+            match=(
+                r"^Machine far was lost while loading \(rank 1 on far/cpu, rank 2 on far/cpu; it closed the"
+                r" connection\): see"
+            ),
         ):
             call(pool, "Load", lose)
 
@@ -401,7 +472,11 @@ def test_cancel_while_tensors_are_on_their_way_ends_the_pool_and_the_next_run_ha
     segment = Segment.create("parcel", 3 * PIECE_BYTES)
     asked = []
     with pytest.raises(RunCancelled, match=r"^The run was cancelled\.$"):
-        first.ask(Load(request=1, model="m", source=b""), [segment.fd], lambda: asked.append(first.state) or asked.count("busy") == 3)
+        first.ask(
+            Load(request=1, model="m", source=b""),
+            [segment.fd],
+            lambda: asked.append(first.state) or asked.count("busy") == 3,
+        )
     assert (first.state, first.ranks._machines[0].fileno()) == ("closed", -1)
     assert handled(handle.ensure()) == ["Start Release"] * 2
     handle.close()

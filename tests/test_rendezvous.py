@@ -34,9 +34,24 @@ SECRET = "correct horse battery staple"
 @pytest.mark.parametrize(
     ("rendezvous", "secret", "sentence"),
     [
-        ("", SECRET, "Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: start with PIPEMESH_RDZV=ADDRESS:PORT"),
-        ("somewhere", SECRET, "Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is somewhere: start with"),
-        ("10.0.0.1:29400", "short", "PIPEMESH_SECRET has 5 characters and machines trust each other by it: start with the same"),
+        (
+            "",
+            SECRET,
+            (
+                "Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: start with"
+                " PIPEMESH_RDZV=ADDRESS:PORT"
+            ),
+        ),
+        (
+            "somewhere",
+            SECRET,
+            "Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is somewhere: start with",
+        ),
+        (
+            "10.0.0.1:29400",
+            "short",
+            "PIPEMESH_SECRET has 5 characters and machines trust each other by it: start with the same",
+        ),
     ],
 )
 def test_a_setup_that_cannot_reach_other_machines_is_refused(rendezvous, secret, sentence):
@@ -54,7 +69,10 @@ def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            LaunchError, match=rf"^Nothing can listen at 127\.0\.0\.1:{port} \(.*in use.*\): give another --port, or none\.$"
+            LaunchError,
+            match=(
+                rf"^Nothing can listen at 127\.0\.0\.1:{port} \(.*in use.*\): give another --port, or none\.$"
+            ),
         ):
             listen("127.0.0.1", port)
 
@@ -71,28 +89,41 @@ def test_pools_meet_under_names_of_their_own():
 
 def test_the_manual_gives_the_command_that_errors_name():
     """To every machine the same, so none is named in it."""
-    manual = " ".join((ROOT / "docs" / "MULTI_NODE.md").read_text(encoding="utf-8").replace("\\\n", "").split())
+    manual = " ".join(
+        (ROOT / "docs" / "MULTI_NODE.md").read_text(encoding="utf-8").replace("\\\n", "").split()
+    )
     assert NODE_COMMAND.format(nodes=2, rendezvous="$PIPEMESH_RDZV") + " ```" in manual
-    assert node_command("$PIPEMESH_RDZV") == NODE_COMMAND.format(nodes="MACHINES", rendezvous="$PIPEMESH_RDZV")
+    assert node_command("$PIPEMESH_RDZV") == NODE_COMMAND.format(
+        nodes="MACHINES", rendezvous="$PIPEMESH_RDZV"
+    )
     for flag in re.findall(r"\S+=\w+(?= )", NODE_COMMAND):
         assert manual.count(flag) >= 2, f"{flag} is not in the command for Slurm"
 
 
 def test_the_manuals_script_for_slurm_is_a_script():
-    (script,) = re.findall(r"```\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "MULTI_NODE.md").read_text(encoding="utf-8"), re.DOTALL)
+    (script,) = re.findall(
+        r"```\n(#!/bin/bash\n.*?)```",
+        (ROOT / "docs" / "MULTI_NODE.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_a_name_stays_with_its_machine():
     """Its leader may come back at another port."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps one at its endpoint
+    # As torchrun keeps one at its endpoint
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert find(store, "taken") == ""
     for known in ("10.0.0.2:1000", "10.0.0.2:2000", "10.0.0.2:2000"):
         register(store, "taken", known)
         assert find(store, "taken") == known
     with pytest.raises(
-        LaunchError, match=r"^taken is the machine at 10\.0\.0\.2 already: give this one another --name, or start torchrun anew"
+        LaunchError,
+        match=(
+            r"^taken is the machine at 10\.0\.0\.2 already: give this one another --name, or start torchrun"
+            r" anew"
+        ),
     ):
         register(store, "taken", "10.0.0.3:2000")
     assert find(store, "taken") == "10.0.0.2:2000"
@@ -104,6 +135,8 @@ def test_node_is_started_by_torchrun(monkeypatch):
         node_main(["--name", "n"], None)
     with pytest.raises(LaunchError, match=r"^'a/b' cannot be named in a list of devices: give a --name"):
         node_main(["--name", "a/b"], None)
-    with pytest.raises(LaunchError, match=r"^`node` is started by torchrun: .*10\.0\.0\.1:29400 -m launcher node$"):
+    with pytest.raises(
+        LaunchError, match=r"^`node` is started by torchrun: .*10\.0\.0\.1:29400 -m launcher node$"
+    ):
         require_torchrun({"PIPEMESH_RDZV": "10.0.0.1:29400"})
     require_torchrun({"TORCHELASTIC_RUN_ID": "none"})

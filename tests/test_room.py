@@ -54,7 +54,9 @@ class Patcher:
 @pytest.fixture
 def held(monkeypatch):
     """Makes the host hold these, and nothing else; each gives 1000 bytes back where it goes."""
-    monkeypatch.setattr(mm, "get_free_memory", lambda *args, **kwargs: (0, 0) if kwargs.get("torch_free_too") else 0)
+    monkeypatch.setattr(
+        mm, "get_free_memory", lambda *args, **kwargs: (0, 0) if kwargs.get("torch_free_too") else 0
+    )
     monkeypatch.setattr(mm, "soft_empty_cache", lambda *args: None)
 
     def hold(*patchers):
@@ -63,7 +65,11 @@ def held(monkeypatch):
             one.real_model = lambda patcher=patcher: patcher.model
             one.model_finalizer = SimpleNamespace(detach=lambda: None)
         monkeypatch.setattr(mm, "current_loaded_models", loaded)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 * sum(patcher.unloaded for patcher in patchers), 10000))
+        monkeypatch.setattr(
+            torch.cuda,
+            "mem_get_info",
+            lambda device: (1000 * sum(patcher.unloaded for patcher in patchers), 10000),
+        )
 
     return hold
 
@@ -83,7 +89,13 @@ def frees(guider):
 
 
 def test_the_host_unloads_what_the_run_does_not_use_and_nothing_else(held):
-    encoder, control, sampled, elsewhere, wrapped = Patcher(), Patcher(), sampled_on(), Patcher(OTHER_GPU), Patcher()
+    encoder, control, sampled, elsewhere, wrapped = (
+        Patcher(),
+        Patcher(),
+        sampled_on(),
+        Patcher(OTHER_GPU),
+        Patcher(),
+    )
     sampled.model_patches_models = lambda: [wrapped.clone()]
     held(encoder, control, sampled, elsewhere, wrapped)
     guider = guider_of(sampled, control.clone())
@@ -132,7 +144,9 @@ def test_the_run_begins_again_from_the_same_random_numbers_and_the_host_is_asked
     held(encoder, sampled)
     began, drawn = [], []
     others = ["another model of the pool"]
-    engine = SimpleNamespace(make_room=lambda: bool(others and others.pop()), begin_run=lambda: began.append("anew"))
+    engine = SimpleNamespace(
+        make_room=lambda: bool(others and others.pop()), begin_run=lambda: began.append("anew")
+    )
     patchwise = Patchwise(engine, 2, PLANS[0], patches=3, warm_up=1)
 
     def run(enough=3):

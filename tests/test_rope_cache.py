@@ -72,7 +72,12 @@ def test_what_is_forgotten_is_made_anew_and_a_detached_module_is_as_it_was(twice
 
 
 @pytest.mark.parametrize(
-    "family", [family.samples[0].name for family in FAMILIES if family.plans[0].positions and family.samples[0].stands_for]
+    "family",
+    [
+        family.samples[0].name
+        for family in FAMILIES
+        if family.plans[0].positions and family.samples[0].stands_for
+    ],
 )
 def test_a_stage_embeds_positions_once_in_a_run_and_anew_in_the_next(family, monkeypatch):
     case = Case(family, "ulysses1", "odd", 4, 1.0, False, "euler")
@@ -85,7 +90,11 @@ def test_a_stage_embeds_positions_once_in_a_run_and_anew_in_the_next(family, mon
     (path,) = plan.positions
     embedder, made = model.get_submodule(path), []
     real = type(embedder).forward
-    monkeypatch.setattr(type(embedder), "forward", lambda self, ids: (self is embedder and made.append(ids)) or real(self, ids))
+    monkeypatch.setattr(
+        type(embedder),
+        "forward",
+        lambda self, ids: (self is embedder and made.append(ids)) or real(self, ids),
+    )
     blocks = len(list(blocks_of(model, plan)))
     link = StageLink(None, None, via_cpu=True)
     stage = PipeFusion(model, plan, Stage(0, blocks, blocks), standin(Layout(), 0), link, IdleRank())
@@ -101,7 +110,10 @@ def test_a_stage_embeds_positions_once_in_a_run_and_anew_in_the_next(family, mon
         with torch.inference_mode():
             whole = evaluate(Part(run, 0))
             parts = [evaluate(Part(run, 0, astuple(patch))) for patch in grid.cut(3)]
-        assert relative_error(whole, truth) < 1e-6 and relative_error(assembled(parts, plan.leaves_behind_blocks), truth) < 1e-5
+        assert (
+            relative_error(whole, truth) < 1e-6
+            and relative_error(assembled(parts, plan.leaves_behind_blocks), truth) < 1e-5
+        )
         assert len(made) == run
     stage.detach()
     assert "forward" not in vars(model.get_submodule(path))

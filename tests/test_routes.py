@@ -34,13 +34,18 @@ def answered_to(setup, **headers):
         return handle, RemotePool(handle, shares_weights=True)
 
     request = make_mocked_request(
-        "POST", "/", {name.replace("_", "-"): value for name, value in headers.items()}, match_info={"id": "5f0c2a91"}
+        "POST",
+        "/",
+        {name.replace("_", "-"): value for name, value in headers.items()},
+        match_info={"id": "5f0c2a91"},
     )
     return asyncio.run(answer(act, request)), bool(asked)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8188", "192.168.1.5:8188", "comfy.lan"])
-@pytest.mark.parametrize("origin", ["https://example.org", "null", "http://192.168.1.5:9999", "http://[", "file://", ""])
+@pytest.mark.parametrize(
+    "origin", ["https://example.org", "null", "http://192.168.1.5:9999", "http://[", "file://", ""]
+)
 def test_a_page_of_another_origin_does_nothing_on_any_address(setup, host, origin):
     assert posted(setup, Host=host, Origin=origin, **JSON) == (403, False)
 
@@ -48,7 +53,10 @@ def test_a_page_of_another_origin_does_nothing_on_any_address(setup, host, origi
 def test_a_page_behind_a_proxy_that_hides_the_host_is_told_what_to_change(setup):
     answered, _ = answered_to(setup, Host="127.0.0.1:8188", Origin="https://studio.lan", **JSON)
     sentence = json.loads(answered.body)["error"]
-    assert sentence.startswith("The page is of https://studio.lan and ComfyUI of 127.0.0.1:8188: open 127.0.0.1:8188, or have the proxy ")
+    assert sentence.startswith(
+        "The page is of https://studio.lan and ComfyUI of 127.0.0.1:8188: open 127.0.0.1:8188, or have the"
+        " proxy "
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +74,10 @@ def test_comfyuis_own_page_may_act(setup, host, origin):
 
 
 def test_without_an_origin_only_what_a_form_of_another_page_cannot_send_may_act(setup):
-    assert posted(setup, Host="192.168.1.5:8188", Content_Type="application/json; charset=utf-8") == (200, True)
+    assert posted(setup, Host="192.168.1.5:8188", Content_Type="application/json; charset=utf-8") == (
+        200,
+        True,
+    )
     for kind in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data"):
         assert posted(setup, Host="192.168.1.5:8188", Content_Type=kind) == (415, False)
     assert posted(setup, Host="192.168.1.5:8188") == (415, False)
@@ -83,7 +94,9 @@ def test_the_documents_list_every_route_and_its_method(document):
 
 @pytest.mark.parametrize("origin", ["http://{}", "http://other.example", "null", "https://{}"])
 @pytest.mark.parametrize("host", ["127.0.0.1:8188", "localhost:8188", "stranger.example:8188"])
-def test_what_comfyui_itself_refuses_to_a_page_is_refused_and_a_name_of_a_strangers_is_no_worse(setup, monkeypatch, host, origin):
+def test_what_comfyui_itself_refuses_to_a_page_is_refused_and_a_name_of_a_strangers_is_no_worse(
+    setup, monkeypatch, host, origin
+):
     """A stranger's name that leads to loopback, as by DNS rebinding, passes for both."""
     import server
 
@@ -92,7 +105,9 @@ def test_what_comfyui_itself_refuses_to_a_page_is_refused_and_a_name_of_a_strang
 
     monkeypatch.setattr(server, "is_loopback", lambda host: True)
     headers = {"Host": host, "Origin": origin.format(host)}
-    theirs = asyncio.run(server.create_origin_only_middleware()(make_mocked_request("POST", "/prompt", headers), through)).status
+    theirs = asyncio.run(
+        server.create_origin_only_middleware()(make_mocked_request("POST", "/prompt", headers), through)
+    ).status
     ours, has_acted = posted(setup, **headers, **JSON)
     assert has_acted == (ours == 200)
     assert ours == theirs or (ours, theirs) == (403, 200)

@@ -19,7 +19,16 @@ from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
 from pipemesh.parallel_runtime.planner.dry_run import TURN, joined
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import Channel
-from pipemesh.parallel_runtime.wire.messages import Close, Done, EndRun, Failed, Forward, FromRank, Memory, ToRank
+from pipemesh.parallel_runtime.wire.messages import (
+    Close,
+    Done,
+    EndRun,
+    Failed,
+    Forward,
+    FromRank,
+    Memory,
+    ToRank,
+)
 from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
@@ -90,15 +99,25 @@ class Rank:
         ours, theirs = socket.socketpair()
         self.ui, channel = Channel(ours, FromRank), Channel(theirs, ToRank)
         self.loop = RankLoop(channel, self.arena.board, mesh.rank, NoMemory(), DEVICE)
-        self.handler = RequestHandler(mesh, DEVICE, NoMemory(), ArenaIO(self.arena.segment, DEVICE), away=False)
+        self.handler = RequestHandler(
+            mesh, DEVICE, NoMemory(), ArenaIO(self.arena.segment, DEVICE), away=False
+        )
         self.send, channel.send = channel.send, self._sent
         with dry_device(mode), DEVICE:
             model = Model(4)
         stages = () if clocked or mesh.link is None else (2, 2)
         self.method = make_method(model, PLAN, mesh, self.loop, stages)
         self.method.attach()
-        held = {"method": self.method, "patches_id": "", "evaluate": self._evaluate, "end_run": self.method.end_run, "model": model}
-        self.handler.models["m"] = SimpleNamespace(**held, begin=lambda part, *expected: self.method.begin(part, Expected(*expected)))
+        held = {
+            "method": self.method,
+            "patches_id": "",
+            "evaluate": self._evaluate,
+            "end_run": self.method.end_run,
+            "model": model,
+        }
+        self.handler.models["m"] = SimpleNamespace(
+            **held, begin=lambda part, *expected: self.method.begin(part, Expected(*expected))
+        )
         self._model = model
 
     def _sent(self, message, fds=()):
@@ -118,7 +137,14 @@ class Rank:
         tree = encode_tree(inputs(5), lambda path, tensor: frame.put(tensor))
         for number, part in enumerate(parts, 1):
             out = frame.blank(1 << 16)
-            forward = {"model": "m", "patches_id": "", "arguments": tree, "arena_bytes": self.arena.nbytes, "out": out, "part": part}
+            forward = {
+                "model": "m",
+                "patches_id": "",
+                "arguments": tree,
+                "arena_bytes": self.arena.nbytes,
+                "out": out,
+                "part": part,
+            }
             self.ui.send(Forward(request=TURN * number, **forward))
 
     def answers(self):
@@ -167,12 +193,16 @@ def test_from_reading_the_inputs_to_the_answer_no_call_waits_for_the_gpu(served,
         made, counts, gpu = served(layout, rank, parts)
         assert counts.waits == {} and gpu.early <= 1, "for the last answer"
         said = made.answers()
-        assert [(type(one), one.request) for one in said] == [(Done, TURN * number) for number in range(1, len(parts) + 1)], said
+        assert [(type(one), one.request) for one in said] == [
+            (Done, TURN * number) for number in range(1, len(parts) + 1)
+        ], said
         assert all(bool(one.output) == (rank == layout.writer) for one in said)
 
 
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(pipefusion=2)], ids=Layout.equation)
-def test_the_next_one_is_enqueued_before_the_gpu_has_come_to_the_end_of_the_last_and_no_more_than_that(served, monkeypatch, layout):
+def test_the_next_one_is_enqueued_before_the_gpu_has_come_to_the_end_of_the_last_and_no_more_than_that(
+    served, monkeypatch, layout
+):
     monkeypatch.setattr(Reached, "is_over", lambda self: False)  # a GPU that is slower than this process
     made, _, _ = served(layout, layout.writer, parts_of(layout))
     done = dict(zip(made.log, range(len(made.log)), strict=True))
@@ -182,7 +212,9 @@ def test_the_next_one_is_enqueued_before_the_gpu_has_come_to_the_end_of_the_last
         if ("enqueues", number + 1) in done:
             assert done["enqueues", number + 1] < done["answered", TURN * number], "it ran ahead"
         if ("enqueues", number + AHEAD) in done:
-            assert done["enqueues", number + AHEAD] > done["answered", TURN * number], "a cancel would wait for them all"
+            assert done["enqueues", number + AHEAD] > done["answered", TURN * number], (
+                "a cancel would wait for them all"
+            )
 
 
 @pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=Layout.equation)
@@ -220,7 +252,9 @@ def test_what_the_gpu_has_computed_is_answered_while_the_next_one_is_enqueued(se
     made, _, _ = served(layout, layout.writer, parts_of(layout), prepare=prepare)
     for number in range(1, len(parts_of(layout))):
         place = made.log.index(("enqueues", number + 1))
-        assert made.log[place + 1 : place + 3] == [("answered", TURN * number), ("enqueued", number + 1)], made.log
+        assert made.log[place + 1 : place + 3] == [("answered", TURN * number), ("enqueued", number + 1)], (
+            made.log
+        )
 
 
 def test_a_request_of_another_kind_waits_until_the_gpu_has_computed_all(served, monkeypatch):
@@ -228,7 +262,13 @@ def test_a_request_of_another_kind_waits_until_the_gpu_has_computed_all(served, 
     layout = Layout(ulysses=2)
     made, _, _ = served(layout, 0, parts_of(layout), last=[EndRun(request=9999, model="m")])
     assert made.log[-1] == ("answered", 9999)
-    assert [number for what, number in made.log if what == "answered"] == [TURN, 2 * TURN, 3 * TURN, 4 * TURN, 9999]
+    assert [number for what, number in made.log if what == "answered"] == [
+        TURN,
+        2 * TURN,
+        3 * TURN,
+        4 * TURN,
+        9999,
+    ]
 
 
 def test_an_error_that_the_gpu_tells_late_is_answered_to_the_request_that_it_is_of(served):
@@ -248,7 +288,9 @@ def test_an_error_that_the_gpu_tells_late_is_answered_to_the_request_that_it_is_
     made, _, _ = served(layout, layout.writer, parts_of(layout)[:3], prepare=prepare)
     said = made.answers()
     assert [type(one) for one in said] == [Done, Failed, Done]
-    assert (said[1].request, said[1].messages_done) == (2 * TURN, "all") and "illegal memory access" in said[1].text
+    assert (said[1].request, said[1].messages_done) == (2 * TURN, "all") and "illegal memory access" in said[
+        1
+    ].text
 
 
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(pipefusion=2)], ids=Layout.equation)
@@ -268,7 +310,9 @@ def test_an_error_that_the_gpu_tells_when_it_is_looked_at_is_an_answer(served, l
     parts = parts_of(layout)[:3]
     made, _, _ = served(layout, layout.writer, parts, prepare=prepare)
     said = made.answers()
-    assert [one.request for one in said] == [TURN * number for number in range(1, len(parts) + 1)], "one answer each, in order"
+    assert [one.request for one in said] == [TURN * number for number in range(1, len(parts) + 1)], (
+        "one answer each, in order"
+    )
     assert isinstance(said[0], Failed) and "illegal memory access" in said[0].text
 
 

@@ -26,7 +26,10 @@ def as_saved(whole, like):
     made = {field.name: getattr(whole, field.name) for field in fields(whole)}
     shareable = {**whole.shareable._asdict(), "blocks": runs(whole.shareable.blocks)}
     made |= {key: runs(made[key]) for key in LISTS}
-    made |= {"shareable": {key: shareable[key] for key in like["shareable"]}, "activations": whole.activations._asdict()}
+    made |= {
+        "shareable": {key: shareable[key] for key in like["shareable"]},
+        "activations": whole.activations._asdict(),
+    }
     return json.loads(json.dumps({key: made[key] for key in like}))
 
 
@@ -44,5 +47,9 @@ def test_the_counts_that_predictions_are_tested_with_are_what_the_dry_run_counts
         whole = DryModel(sample, asked, tuple(entry["extent"])).whole()
         today[name] = {**entry, "whole": as_saved(whole, entry["whole"])}
     file = tmp_path / "counts.json"
-    file.write_text("{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in today.items()) + "\n}\n")
+    file.write_text(
+        "{\n"
+        + ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in today.items())
+        + "\n}\n"
+    )
     assert today == saved(), f"today's counts are in {file}"

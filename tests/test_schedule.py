@@ -41,17 +41,23 @@ def test_fewer_patches_than_stages_wait_for_their_own_output():
 
 def test_one_timeline_drains_after_each_evaluation():
     order = patches(9, 4)
-    assert held_to_schedule(run(order, 2, one_timeline=True), one_timeline=True).ideal_s == pytest.approx(2 + 9 * 5)
+    assert held_to_schedule(run(order, 2, one_timeline=True), one_timeline=True).ideal_s == pytest.approx(
+        2 + 9 * 5
+    )
     assert held_to_schedule(run(order, 2, one_timeline=True)).share == pytest.approx((2 + 36 + 1) / (2 + 45))
 
 
 def test_a_step_needs_the_outputs_of_both_branches():
-    order = [(0, None), (1, None)] + [(branch, patch) for _ in range(2) for patch in (0, 10) for branch in (0, 1)]
+    order = [(0, None), (1, None)] + [
+        (branch, patch) for _ in range(2) for patch in (0, 10) for branch in (0, 1)
+    ]
     needs = needed_outputs([Submission(*one, 0.0, ()) for one in order], one_timeline=False)
     assert needs == [[], [], [0, 1], [0, 1], [0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
 
 
-@pytest.mark.parametrize(("cause", "delay"), [("sampler", "sampler"), ("hand-over", "hand_over"), ("stage", "between")])
+@pytest.mark.parametrize(
+    ("cause", "delay"), [("sampler", "sampler"), ("hand-over", "hand_over"), ("stage", "between")]
+)
 def test_what_is_lost_is_told_by_its_cause(cause, delay):
     submissions = run(patches(9, 2), 2, **{delay: 0.25})
     held = held_to_schedule(submissions)

@@ -38,7 +38,9 @@ def test_a_notice_of_one_gpu_is_the_last_line_on_its_node_though_a_wait_was_show
     lines, waiting = [], SimpleNamespace(end=lambda: lines.append("of the wait"))
     monkeypatch.setattr(extension, "show_notice", lambda notice: lines.append(notice.text))
     for one_gpu in (True, False):
-        extension.show_after(waiting, Notice(at=0.0, text="a notice", node="3", prompt="a prompt", one_gpu=one_gpu))
+        extension.show_after(
+            waiting, Notice(at=0.0, text="a notice", node="3", prompt="a prompt", one_gpu=one_gpu)
+        )
     assert lines == ["of the wait", "a notice", "a notice"], "others wait on"
 
 

@@ -42,17 +42,25 @@ def named(desk: Desk, archive: Path):
     return desk.ensure()
 
 
-def test_an_archive_is_installed_once_beside_the_first_host_and_says_what_it_costs(desk: Desk, tmp_path: Path) -> None:
+def test_an_archive_is_installed_once_beside_the_first_host_and_says_what_it_costs(
+    desk: Desk, tmp_path: Path
+) -> None:
     archive = write_archive(tmp_path / "new.tar.xz")
     made = named(desk, archive)
     assert desk.commands.ran == STEPS
     assert "About 0.4 GB" in desk.screen[0] and desk.first.base in desk.screen[0]
-    assert made.version == "0.33.0" and made.comfyui != desk.first.comfyui and made.python != desk.first.python
-    assert named(desk, archive.rename(tmp_path / "other name.tar.xz")) == made, "the content counts, not the name"
+    assert (
+        made.version == "0.33.0" and made.comfyui != desk.first.comfyui and made.python != desk.first.python
+    )
+    assert named(desk, archive.rename(tmp_path / "other name.tar.xz")) == made, (
+        "the content counts, not the name"
+    )
     assert desk.commands.ran == STEPS
 
 
-def test_its_environment_finds_its_own_packages_first_and_those_of_the_first_host_then(desk: Desk, tmp_path: Path) -> None:
+def test_its_environment_finds_its_own_packages_first_and_those_of_the_first_host_then(
+    desk: Desk, tmp_path: Path
+) -> None:
     made = named(desk, write_archive(tmp_path / "new.tar.xz"))
     (venv,) = (command for command in desk.commands.commands if "--without-pip" in command)
     own, below = beside.site_packages(Path(venv[-1])), beside.site_packages(Path(desk.first.base) / "venv")
@@ -60,10 +68,15 @@ def test_its_environment_finds_its_own_packages_first_and_those_of_the_first_hos
         folder.mkdir(parents=True, exist_ok=True)
         for module in modules:
             (folder / f"{module}.py").write_text("")
-    code = f"import site; site.addsitedir({str(own)!r}); import both, one; print(both.__file__); print(one.__file__)"
+    code = (
+        f"import site; site.addsitedir({str(own)!r}); import both, one; print(both.__file__);"
+        " print(one.__file__)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(own / "both.py"), str(below / "one.py")]
-    (call,) = (command for command in desk.commands.commands if made.python in command and "install" in command)
+    (call,) = (
+        command for command in desk.commands.commands if made.python in command and "install" in command
+    )
     assert {*install.TORCH_PINS, str(Path(made.comfyui) / "requirements.txt")} <= set(call)
 
 
@@ -99,14 +112,18 @@ def test_a_half_done_install_is_made_again(desk: Desk, tmp_path: Path, step: str
         ({"more": "/escaped.py"}, "leads out of the folder"),
     ],
 )
-def test_a_wrong_archive_is_one_sentence(desk: Desk, tmp_path: Path, options: dict[str, str], says: str) -> None:
+def test_a_wrong_archive_is_one_sentence(
+    desk: Desk, tmp_path: Path, options: dict[str, str], says: str
+) -> None:
     desk.env["PIPEMESH_COMFYUI"] = str(write_archive(tmp_path / "wrong.tar.xz", **options))
     message = desk.refusal()
     assert says in message and "wrong.tar.xz" in message
     assert "install" not in desk.commands.ran
 
 
-def test_an_archive_with_another_digest_than_the_one_asked_for_is_one_sentence(desk: Desk, tmp_path: Path) -> None:
+def test_an_archive_with_another_digest_than_the_one_asked_for_is_one_sentence(
+    desk: Desk, tmp_path: Path
+) -> None:
     archive = write_archive(tmp_path / "new.tar.xz")
     tools, digest = install.Tools(run=desk.commands, env=desk.env), beside.sha256_of(archive)
     with pytest.raises(install.LaunchError, match=f"has the sha256 {digest}, not {'0' * 64}"):
@@ -116,7 +133,9 @@ def test_an_archive_with_another_digest_than_the_one_asked_for_is_one_sentence(d
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", "torn"])
-def test_a_file_that_is_no_whole_archive_is_one_sentence(desk: Desk, tmp_path: Path, content: bytes | str) -> None:
+def test_a_file_that_is_no_whole_archive_is_one_sentence(
+    desk: Desk, tmp_path: Path, content: bytes | str
+) -> None:
     archive = write_archive(tmp_path / "wrong.tar.xz")
     archive.write_bytes(archive.read_bytes()[:200] if isinstance(content, str) else content)
     desk.env["PIPEMESH_COMFYUI"] = str(archive)

@@ -29,7 +29,12 @@ from .test_quantised import SAMPLE_OF, WITHOUT_STAGES, loaded, sampled, size_of,
 
 __all__ = ["written"]  # a fixture
 CPU = torch.device("cpu")
-LAYOUTS = {"2": Layout(ulysses=2), "3": Layout(ring=3), "4": Layout(ulysses=2, ring=2), "stages": Layout(ring=2, pipefusion=2)}
+LAYOUTS = {
+    "2": Layout(ulysses=2),
+    "3": Layout(ring=3),
+    "4": Layout(ulysses=2, ring=2),
+    "stages": Layout(ring=2, pipefusion=2),
+}
 PRODUCT = [
     (family, form, ranks)
     for family, form, ranks in itertools.product(SAMPLE_OF, ("", "fp8_scaled"), LAYOUTS)
@@ -90,7 +95,9 @@ def computed(monkeypatch, layout, weights, path, calls, patches):
                 resident.patch("", {}, {}, None, None, rank)
             resident.method.begin(part)
             out = resident.evaluate(dict(calls[part.branch]), rank.at + 1)
-            outputs[mesh.rank, rank.at] = None if out is None else torch.cat([one.flatten() for one in tensors_of(out)])
+            outputs[mesh.rank, rank.at] = (
+                None if out is None else torch.cat([one.flatten() for one in tensors_of(out)])
+            )
         resident.end_run()
 
     with torch.inference_mode():
@@ -128,7 +135,9 @@ def in_turn(monkeypatch, layout, weights, paths, calls):
             resident = residents[(part.run - 1) % 2]
             resident.method.begin(part)
             out = resident.evaluate(dict(calls[part.branch]), rank.at + 1)
-            outputs[mesh.rank, rank.at] = torch.cat([one.flatten() for one in tensors_of(out)]) if layout.writes(mesh.rank) else None
+            outputs[mesh.rank, rank.at] = (
+                torch.cat([one.flatten() for one in tensors_of(out)]) if layout.writes(mesh.rank) else None
+            )
             if part.branch == len(calls) - 1:
                 resident.end_run()
 

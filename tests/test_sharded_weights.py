@@ -134,7 +134,9 @@ def due(layout, rank, weights):
     """The bytes that a rank sends of its parts of the layers that it computes."""
     parts = {id(layer): layer.part.nbytes for layer, _ in weights._sharded.values()}
     used = [
-        nbytes for name, nbytes in parts.items() if layout.pipefusion == 1 or rank >= layout.world_size // 2 or name != id_of_head(weights)
+        nbytes
+        for name, nbytes in parts.items()
+        if layout.pipefusion == 1 or rank >= layout.world_size // 2 or name != id_of_head(weights)
     ]
     return (layout.ulysses * layout.ring - 1) * sum(used)
 
@@ -187,7 +189,9 @@ def during(model, weights):
     """The weight as the layer has it while it computes."""
     seen, options = [], {"transformer_options": {}}
     weights.turns.attach()
-    handle = model.blocks[1].qkv.register_forward_pre_hook(lambda *_: seen.append(model.blocks[1].qkv.weight.clone()))
+    handle = model.blocks[1].qkv.register_forward_pre_hook(
+        lambda *_: seen.append(model.blocks[1].qkv.weight.clone())
+    )
     with torch.inference_mode():
         model(**{**CONDS[1], **options})
     handle.remove()
@@ -201,8 +205,14 @@ def test_outside_of_its_turn_a_layers_weight_says_what_it_is_and_is_an_error_whe
     assert torch.equal(during(model, weights), before)
     after = model.blocks[1].qkv.weight
     assert (after.shape, after.dtype, after.device) == (before.shape, before.dtype, before.device)
-    assert [one.shape for one in model.state_dict().values()] == [one.shape for one in Model(3).state_dict().values()]
-    for read in (lambda: after + 1, lambda: torch.nn.functional.linear(torch.zeros(1, after.shape[1]), after), lambda: after[0]):
+    assert [one.shape for one in model.state_dict().values()] == [
+        one.shape for one in Model(3).state_dict().values()
+    ]
+    for read in (
+        lambda: after + 1,
+        lambda: torch.nn.functional.linear(torch.zeros(1, after.shape[1]), after),
+        lambda: after[0],
+    ):
         with pytest.raises(Refused, match=r"^blocks\.1\.qkv\.weight was read outside of its layer's forward"):
             read()
 
@@ -228,8 +238,14 @@ def test_a_parameter_of_two_modules_stays_whole():
     model.blocks[1].qkv.weight = model.blocks[0].qkv.weight
     weights = ShardedWeights(model, CPU, SimpleNamespace(rank=0, size=1, via_cpu=False), lambda nbytes: None)
     assert model.blocks[0].qkv.weight is model.blocks[1].qkv.weight
-    assert not isinstance(model.blocks[0].qkv.weight, Placeholder) and isinstance(model.blocks[0].qkv.bias, Placeholder)
-    assert weights.has(NAME) and weights.has("diffusion_model.blocks.1.qkv.bias") and not weights.has("diffusion_model.blocks.7.qkv.bias")
+    assert not isinstance(model.blocks[0].qkv.weight, Placeholder) and isinstance(
+        model.blocks[0].qkv.bias, Placeholder
+    )
+    assert (
+        weights.has(NAME)
+        and weights.has("diffusion_model.blocks.1.qkv.bias")
+        and not weights.has("diffusion_model.blocks.7.qkv.bias")
+    )
 
 
 @pytest.fixture
@@ -240,7 +256,11 @@ def turns(alone, monkeypatch):
     model, weights = alone
     weights.turns.room_bytes *= 2
     happened, start = [], ShardGather.start
-    monkeypatch.setattr(ShardGather, "start", lambda self, model, layer, *more: happened.append(layer) or start(self, model, layer, *more))
+    monkeypatch.setattr(
+        ShardGather,
+        "start",
+        lambda self, model, layer, *more: happened.append(layer) or start(self, model, layer, *more),
+    )
     weights.turns.attach()
     layers = [*(block.qkv for block in model.blocks), model.head]
     for index, layer in enumerate(layers):
@@ -350,7 +370,10 @@ def test_large_tensors_that_no_layer_has_stay_in_main_memory_and_change_no_bit(m
     weights.turns.attach()
     assert torch.equal(model(numbers), before)
     assert weights.nbytes < sum(tensor.nbytes for tensor in kept.values())
-    assert all(tensor.nbytes >= LEAST_BYTES and tensor.nbytes * OF_MODEL > bytes_of(model) for tensor in kept.values())
+    assert all(
+        tensor.nbytes >= LEAST_BYTES and tensor.nbytes * OF_MODEL > bytes_of(model)
+        for tensor in kept.values()
+    )
 
 
 @torch.inference_mode()

@@ -35,13 +35,20 @@ def local(rows, marks, streams):
 
 
 @settings(deadline=None)
-@given(rows=shards(), first=st.integers(0, 20), streams=st.sampled_from([STREAMS, ("img",)]), open_end=st.booleans())
+@given(
+    rows=shards(),
+    first=st.integers(0, 20),
+    streams=st.sampled_from([STREAMS, ("img",)]),
+    open_end=st.booleans(),
+)
 def test_ranges_over_one_stream_or_several_mark_the_rows_that_they_marked(rows, first, streams, open_end):
     total = sum(rows.all_tokens[stream] for stream in streams)
     first = min(first, total)
     ranges = [(0, first, 1), (first, None if open_end else total, 2)]
     own = rows.cut(ranges, Ranges(arg="dims", streams=streams))
-    assert marked(own, len(local(rows, marked(ranges, total), streams))).tolist() == local(rows, marked(ranges, total), streams)
+    assert marked(own, len(local(rows, marked(ranges, total), streams))).tolist() == local(
+        rows, marked(ranges, total), streams
+    )
 
 
 @settings(deadline=None)
@@ -60,8 +67,13 @@ def test_rows_of_a_range_are_cut_with_their_tokens(rows, first, streams):
 @pytest.mark.parametrize(("knows", "count"), [(False, 4), (True, 3)])
 def test_rows_of_a_range_that_the_plan_does_not_know_are_refused(knows, count):
     rows = Shards({"img": 5}, 0, 2)
-    with pytest.raises(ModelError, match=f"segments has {count} rows for a range of 4 tokens: this model cannot be split by its plan"):
-        rows.cut([(0, 1, 0), (1, 5, torch.zeros(count))], Ranges(arg="segments", streams=("img",), rows=knows))
+    with pytest.raises(
+        ModelError,
+        match=f"segments has {count} rows for a range of 4 tokens: this model cannot be split by its plan",
+    ):
+        rows.cut(
+            [(0, 1, 0), (1, 5, torch.zeros(count))], Ranges(arg="segments", streams=("img",), rows=knows)
+        )
 
 
 @settings(deadline=None)
@@ -82,7 +94,9 @@ def test_attention_gets_the_whole_mask_for_one_that_a_block_makes_of_its_own_row
     own = rows.cut(given_, item)
     made = torch.cat((own, own.new_zeros(2, rows.local["img"][1])), 1).unsqueeze(1)
     whole = rows.key_mask(given_, item, made)
-    assert torch.equal(whole, torch.cat((given_, given_.new_zeros(2, rows.all_tokens["img"])), 1).unsqueeze(1))
+    assert torch.equal(
+        whole, torch.cat((given_, given_.new_zeros(2, rows.all_tokens["img"])), 1).unsqueeze(1)
+    )
     assert rows.key_mask(given_, item, made) is whole, "it is permuted anew for every block"
     assert permute_mask(whole, rows.joint(STREAMS)).shape == whole.shape
 

@@ -16,7 +16,9 @@ def test_every_weight_has_one_rank_and_the_loads_are_as_even_as_the_largest_weig
     given_to = [[ref.nbytes for owner, ref in shared.values() if owner == rank] for rank in range(ranks)]
     loads, largest = [sum(sizes) for sizes in given_to], max(sizes.values())
     assert max(loads) <= sum(loads) / ranks + largest
-    assert all(sum(sizes) - min(sizes) <= min(loads) for sizes in given_to if sizes), "the last one that a rank got is its smallest"
+    assert all(sum(sizes) - min(sizes) <= min(loads) for sizes in given_to if sizes), (
+        "the last one that a rank got is its smallest"
+    )
 
 
 @settings(deadline=None)

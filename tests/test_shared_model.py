@@ -23,7 +23,10 @@ def swapped(model, files):
     clone = model.clone()
     blocks = model.model.diffusion_model.single_blocks
     clone.add_object_patch(f"{PREFIX}single_blocks", torch.nn.ModuleList(reversed(blocks)))
-    clone.add_object_patch(f"{PREFIX}double_blocks.0", torch.nn.Identity() if isinstance(model, RemotePatcher) else _Swapped(model))
+    clone.add_object_patch(
+        f"{PREFIX}double_blocks.0",
+        torch.nn.Identity() if isinstance(model, RemotePatcher) else _Swapped(model),
+    )
     return run(clone, steps=STEPS)
 
 
@@ -32,7 +35,8 @@ class _Swapped(torch.nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.img_attn = model.model.diffusion_model.double_blocks[1].img_attn  # under a name of the file's, with another's weights
+        # Under a name of the file's, with another's weights
+        self.img_attn = model.model.diffusion_model.double_blocks[1].img_attn
         self.wrapped = model.model.diffusion_model.double_blocks[0]
 
     def forward(self, *args, **kwargs):
@@ -101,12 +105,23 @@ def state_of(model):
     """
     diffusion_model = model.model.diffusion_model
     modules = {name: id(module) for name, module in diffusion_model.named_modules()}
-    own = {name: sorted(key for key in vars(module) if "forward" in key) for name, module in diffusion_model.named_modules()}
-    return modules, own, {name: weight.detach().clone() for name, weight in diffusion_model.state_dict().items()}
+    own = {
+        name: sorted(key for key in vars(module) if "forward" in key)
+        for name, module in diffusion_model.named_modules()
+    }
+    return (
+        modules,
+        own,
+        {name: weight.detach().clone() for name, weight in diffusion_model.state_dict().items()},
+    )
 
 
 def same(one, other):
-    return one[:2] == other[:2] and one[2].keys() == other[2].keys() and all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+    return (
+        one[:2] == other[:2]
+        and one[2].keys() == other[2].keys()
+        and all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+    )
 
 
 def mapped(files, client):
@@ -123,7 +138,9 @@ def mapped(files, client):
     return stock, loaded, truth
 
 
-@pytest.mark.parametrize("end", [refused, refused_in_a_block, fails_to_load, cancelled_while_loading], ids=lambda end: end.__name__)
+@pytest.mark.parametrize(
+    "end", [refused, refused_in_a_block, fails_to_load, cancelled_while_loading], ids=lambda end: end.__name__
+)
 @pytest.mark.parametrize("before", BEFORE)
 def test_stock_computes_what_it_did_before(files, client, monkeypatch, before, end):
     stock, loaded, truth = mapped(files, client)
@@ -150,7 +167,9 @@ def test_stock_and_pool_compute_what_they_did_after_a_run_that_ended_well(files,
     assert torch.equal(run(stock, steps=STEPS), truth)
 
 
-def test_a_model_whose_modules_a_stock_run_has_swapped_is_the_loaders_again_once_a_pool_serves_it(files, client):
+def test_a_model_whose_modules_a_stock_run_has_swapped_is_the_loaders_again_once_a_pool_serves_it(
+    files, client
+):
     stock = load(files["model"])
     loaded, truth = state_of(stock), run(stock, steps=STEPS)
     swapped(stock, files)

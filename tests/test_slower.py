@@ -15,7 +15,11 @@ def of(step_s, spread=0.0, steps=9):
     ("runs", "one_gpu", "said"),
     [
         ([(3.7, None)] * 2, 2.4, "took 3.70 s a step in ulysses 2 = 2 ranks, where one GPU takes 2.40 s."),
-        ([(3.7, 0.65)] * 2, None, "took 3.70 s a step in ulysses 2 = 2 ranks, where one GPU is predicted to take 2.41 s."),
+        (
+            [(3.7, 0.65)] * 2,
+            None,
+            "took 3.70 s a step in ulysses 2 = 2 ranks, where one GPU is predicted to take 2.41 s.",
+        ),
         ([(3.7, 0.65)] * 2, 3.6, ""),  # what is timed counts more than what is predicted
         ([(3.7, 0.65)], None, ""),
         ([(3.7, 0.95)] * 2, None, ""),
@@ -40,7 +44,11 @@ def test_steps_that_differ_much_or_are_few_tell_less():
         made.note("spread", PAIR, of(3.0, spread=0.9), None)
         made.note("few", PAIR, of(3.0, steps=JUDGED - 1), None)
         made.note("known", PAIR, of(3.0), None)
-    assert [bool(made.why(kind, PAIR, of(2.0))) for kind in ("spread", "few", "known")] == [False, False, True]
+    assert [bool(made.why(kind, PAIR, of(2.0))) for kind in ("spread", "few", "known")] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_what_becomes_faster_is_forgotten_and_so_are_kinds_of_long_ago():

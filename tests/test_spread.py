@@ -66,7 +66,8 @@ def ranks_say(machines: str, body: str, folder: Path) -> list[list[str]]:
     command = [sys.executable, "-c", JOIN + body + LEAVE, str(ROOT), str(folder / "store")]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     started = [
-        subprocess.Popen([*command, str(rank), machines], env=env, stdout=subprocess.PIPE, text=True) for rank in range(len(machines))
+        subprocess.Popen([*command, str(rank), machines], env=env, stdout=subprocess.PIPE, text=True)
+        for rank in range(len(machines))
     ]
     return [process.communicate(timeout=60)[0].splitlines() for process in started]
 
@@ -76,7 +77,11 @@ def test_leaders_receive_what_rank_0_has_and_nobody_elses_arena_is_touched(tmp_p
     said = ranks_say("01102", OWN_ARENAS, tmp_path)
     for rank, leads in ((0, False), (1, True), (2, False), (3, False), (4, True)):
         both, one = f"[0, {rank}]" if leads else f"[{rank}]", 0 if leads else rank
-        assert said[rank] == [f"{rank} 0 {both} {one} {rank}", f"{rank} 1 {both} {one} {one}", f"{rank} 2 [{rank}] {rank} {rank}"]
+        assert said[rank] == [
+            f"{rank} 0 {both} {one} {rank}",
+            f"{rank} 1 {both} {one} {one}",
+            f"{rank} 2 [{rank}] {rank} {rank}",
+        ]
 
 
 def test_ranks_beside_a_leader_read_its_arena_when_it_is_filled(tmp_path):
@@ -86,7 +91,9 @@ def test_ranks_beside_a_leader_read_its_arena_when_it_is_filled(tmp_path):
 def test_conditioning_goes_once_and_what_changes_goes_every_time():
     arena = Arena()
     spread = []
-    machines = SimpleNamespace(away=True, spread=lambda pieces: spread.append([piece.numel() for piece in pieces]))
+    machines = SimpleNamespace(
+        away=True, spread=lambda pieces: spread.append([piece.numel() for piece in pieces])
+    )
     io = ArenaIO(arena.segment, torch.device("cpu"), machines)
     text, other = arena.put(torch.ones(6), version=1), arena.put(torch.ones(7), version=2)
     x, nothing = arena.put(torch.ones(5)), arena.put(torch.ones(0))
@@ -125,17 +132,27 @@ def test_on_another_machine_the_size_decides(tmp_path):
     file.write_bytes(b"12345")
     check_copy(str(file), 5)
     with pytest.raises(
-        Refused, match=r"^The checkpoint .* has 5 bytes on machine .* and 6 where ComfyUI runs: copy the same file to every machine\.$"
+        Refused,
+        match=(
+            r"^The checkpoint .* has 5 bytes on machine .* and 6 where ComfyUI runs: copy the same file to"
+            r" every machine\.$"
+        ),
     ):
         check_copy(str(file), 6)
     with pytest.raises(
-        Refused, match=r"^The checkpoint /none is missing on machine .*: put it back or choose another in the loader node\.$"
+        Refused,
+        match=(
+            r"^The checkpoint /none is missing on machine .*: put it back or choose another in the loader"
+            r" node\.$"
+        ),
     ):
         check_copy("/none", 6)
 
 
 def test_a_rank_calls_comfyuis_own_loaders_only():
-    with pytest.raises(Refused, match=r"^The model's loader os:system is not ComfyUI's own: use a stock loader\.$"):
+    with pytest.raises(
+        Refused, match=r"^The model's loader os:system is not ComfyUI's own: use a stock loader\.$"
+    ):
         call_factory("os:system", ("true",), None)
 
 
@@ -182,4 +199,6 @@ def test_ranks_on_gpus_make_groups_of_machines_without_those_that_are_not_in_the
     leaders = tuple(places.index(machine) for machine in dict.fromkeys(places))
     assert all((leaders in groups) is (rank in leaders) for rank, (groups, _) in enumerate(made))
     for members in {members for groups, _ in made for members in groups}:
-        assert len({groups[members] for rank, (groups, _) in enumerate(made) if rank in members}) == 1, members
+        assert len({groups[members] for rank, (groups, _) in enumerate(made) if rank in members}) == 1, (
+            members
+        )

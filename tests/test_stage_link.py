@@ -68,7 +68,11 @@ class StageRun(greenlet):
             hidden = torch.full((size,), float(number))
             if self.stage:
                 hidden = link.receive(number, size, torch.float32, torch.device("cpu"))
-            if self.stage and number + 1 in pipeline.early[self.stage] and Submitted(pipeline, number + 1).done:
+            if (
+                self.stage
+                and number + 1 in pipeline.early[self.stage]
+                and Submitted(pipeline, number + 1).done
+            ):
                 link.expect(pipeline.sizes[number + 1] + 1, torch.float32, torch.device("cpu"))
             hidden = hidden + 100 * (self.stage + 1)
             if self.stage < len(pipeline.early) - 1:
@@ -130,7 +134,9 @@ def over_a_network(pipeline, choose, chunk_bytes=CHUNK_BYTES):
 def test_no_stage_waits_for_ever_and_every_patch_comes_out_once_in_its_turn(pipeline, random, chunk_bytes):
     runs = over_a_network(pipeline, random.choice, chunk_bytes)
     added = 100 * sum(range(1, len(runs) + 1))
-    assert [hidden.tolist() for hidden in pipeline.came_out] == [[number + added] * size for number, size in enumerate(pipeline.sizes)]
+    assert [hidden.tolist() for hidden in pipeline.came_out] == [
+        [number + added] * size for number, size in enumerate(pipeline.sizes)
+    ]
     for run in runs[:-1]:
         assert run.link.sent_bytes == sum(4 * (size + 1) for size in pipeline.sizes)
         assert len(run.link._sends._sending) <= IN_FLIGHT
@@ -152,7 +158,11 @@ def test_a_message_that_is_never_sent_is_waited_for_for_ever(pipeline, random):
     """So the test above would see it."""
     lost, real = len(pipeline.sizes) - 1, StageLink.send
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageLink, "send", lambda link, number, hidden, **how: None if number == lost else real(link, number, hidden))
+        patch.setattr(
+            StageLink,
+            "send",
+            lambda link, number, hidden, **how: None if number == lost else real(link, number, hidden),
+        )
         with pytest.raises(AssertionError, match="every stage waits for another"):
             over_a_network(pipeline, random.choice)
 

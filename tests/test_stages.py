@@ -15,14 +15,21 @@ COSTS = st.lists(st.integers(1, 9).map(float), min_size=1, max_size=9)
 @given(COSTS, st.integers(1, 5))
 def test_no_other_way_to_share_blocks_out_has_a_faster_slowest_stage(costs, stages):
     if stages > len(costs):
-        with pytest.raises(LayoutError, match=f"pipefusion {stages}, and the model has {len(costs)} blocks?: lower the degree"):
+        with pytest.raises(
+            LayoutError,
+            match=f"pipefusion {stages}, and the model has {len(costs)} blocks?: lower the degree",
+        ):
             share_out(costs, stages)
         return
     made = share_out(costs, stages)
-    assert [made[0].first, made[-1].end] == [0, len(costs)] and all(one.end == other.first for one, other in pairwise(made))
+    assert [made[0].first, made[-1].end] == [0, len(costs)] and all(
+        one.end == other.first for one, other in pairwise(made)
+    )
     assert all(stage.end > stage.first for stage in made) and len(made) == stages
     ways = combinations(range(1, len(costs)), stages - 1)
-    best = min(slowest(costs, [Stage(*ends, len(costs)) for ends in pairwise((0, *way, len(costs)))]) for way in ways)
+    best = min(
+        slowest(costs, [Stage(*ends, len(costs)) for ends in pairwise((0, *way, len(costs)))]) for way in ways
+    )
     assert slowest(costs, made) == best
 
 

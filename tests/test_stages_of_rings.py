@@ -67,17 +67,29 @@ class PlaceHere:
     order=st.lists(st.integers(-1, 3), max_size=6),
     streams=st.sampled_from([STREAMS, ("img",)]),
 )
-def test_all_places_together_send_every_token_once_as_last_seen_and_keep_it_once(ulysses, ring, totals, cuts, order, streams):
+def test_all_places_together_send_every_token_once_as_last_seen_and_keep_it_once(
+    ulysses, ring, totals, cuts, order, streams
+):
     borders = [0, *sorted(cut for cut in cuts if cut < totals["img"]), totals["img"]]
     patches = [(begin, end - begin) for begin, end in pairwise(borders)]
-    last_seen, places, kept = {}, [PlaceHere() for _ in range(ring)], places_of(totals, None, ulysses, ring, streams)
+    last_seen, places, kept = (
+        {},
+        [PlaceHere() for _ in range(ring)],
+        places_of(totals, None, ulysses, ring, streams),
+    )
     for now, number in enumerate([-1, *order]):
-        fresh = places_of(totals, None if number < 0 else patches[number % len(patches)], ulysses, ring, streams)
+        fresh = places_of(
+            totals, None if number < 0 else patches[number % len(patches)], ulysses, ring, streams
+        )
         last_seen |= {token: now for ranges in fresh for token in tokens_of(ranges)}
-        sent = [place.begin(KeptRows(index, kept, fresh), fresh[index], now) for index, place in enumerate(places)]
+        sent = [
+            place.begin(KeptRows(index, kept, fresh), fresh[index], now) for index, place in enumerate(places)
+        ]
         assert sorted(row for rows in sent for row in rows) == sorted(last_seen.items())
         for place, own in zip(places, kept, strict=True):
-            assert [[token for token, _ in rows] for rows in sent] == [tokens_of(ranges) for ranges in place.rows.sent]
+            assert [[token for token, _ in rows] for rows in sent] == [
+                tokens_of(ranges) for ranges in place.rows.sent
+            ]
             for source, rows in enumerate(sent):
                 place.take(source, rows)
             assert place.buffer == [(token, last_seen[token]) for token in sorted(tokens_of(own))]
@@ -91,7 +103,9 @@ def inputs(at, part):
     """Other ones for every evaluation, so that what is stale is not fresh; with masks."""
     evaluation = 0 if part.patch is None else 1 + (at - len(WARM)) // (len(UNEVEN) * len(WARM))
     given, generator = CONDS[part.branch], torch.Generator().manual_seed(evaluation)
-    changed = {stream: given[stream] + torch.randn(given[stream].shape, generator=generator) for stream in STREAMS}
+    changed = {
+        stream: given[stream] + torch.randn(given[stream].shape, generator=generator) for stream in STREAMS
+    }
     tokens = sum(given[stream].shape[1] for stream in STREAMS)
     by_head = torch.randn(1, HEADS, tokens, tokens, generator=torch.Generator().manual_seed(9))
     return {**given, **changed, "mask": given["mask"] if part.branch == 0 else by_head}
@@ -104,13 +118,17 @@ def of_the_plain_loop():
     method.attach()
     with torch.inference_mode():
         return [
-            method.evaluate(model, inputs(at, part), part.branch, part.patch and Patch(*part.patch)) for at, part in enumerate(REQUESTS)
+            method.evaluate(model, inputs(at, part), part.branch, part.patch and Patch(*part.patch))
+            for at, part in enumerate(REQUESTS)
         ]
 
 
 def off_by(outputs, layout):
     """The largest difference from the plain loop in any output."""
-    return max(float((outputs[layout.writer, at] - truth).abs().max()) for at, truth in enumerate(of_the_plain_loop()))
+    return max(
+        float((outputs[layout.writer, at] - truth).abs().max())
+        for at, truth in enumerate(of_the_plain_loop())
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,17 +145,25 @@ def test_stages_compute_what_the_plain_loop_does_whoever_shares_their_tokens(tra
     assert off_by(outputs, layout) < 1e-5
     used = {axis for axis, degree in layout.degrees().items() if degree > 1}
     waited_for = {axis for mesh in world.meshes for axis in mesh.waited_s}
-    assert waited_for == used | ({"gather"} if used != {"pipefusion"} else set()), "each axis counts its own messages"
+    assert waited_for == used | ({"gather"} if used != {"pipefusion"} else set()), (
+        "each axis counts its own messages"
+    )
 
 
 def test_the_plain_loop_is_not_the_model_so_that_what_is_stale_matters():
     with torch.inference_mode():
         whole = Model(BLOCKS)(**inputs(len(REQUESTS) - 1, REQUESTS[-1]))
-    last = [out for out, part in zip(of_the_plain_loop(), REQUESTS, strict=True) if part.branch == REQUESTS[-1].branch][-len(UNEVEN) :]
+    last = [
+        out
+        for out, part in zip(of_the_plain_loop(), REQUESTS, strict=True)
+        if part.branch == REQUESTS[-1].branch
+    ][-len(UNEVEN) :]
     assert float((sum(last) - whole).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("layout", [Layout(ring=2, pipefusion=2), Layout(ulysses=2, ring=2, pipefusion=2)], ids=Layout.equation)
+@pytest.mark.parametrize(
+    "layout", [Layout(ring=2, pipefusion=2), Layout(ulysses=2, ring=2, pipefusion=2)], ids=Layout.equation
+)
 def test_a_place_that_takes_nothing_out_of_what_passes_is_found(traced, monkeypatch, layout):
     real = KeptRows.__init__
 
@@ -163,5 +189,7 @@ def test_the_places_of_a_ring_share_out_the_memory_of_keys_and_values(traced, mo
     traced(layout, "nccl", WARM, blocks=2 * layout.pipefusion)
     for branch in (0, 1):
         tokens = sum(CONDS[branch][stream].shape[1] for stream in STREAMS)
-        held = sum(buffer.shape[2] * buffer.shape[3] for (_, of, _), (_, buffer) in kept.items() if of == branch)
+        held = sum(
+            buffer.shape[2] * buffer.shape[3] for (_, of, _), (_, buffer) in kept.items() if of == branch
+        )
         assert held == 2 * layout.pipefusion * tokens * HEADS

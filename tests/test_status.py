@@ -44,7 +44,9 @@ def pool_of(runtime, **degrees):
 def ran(runtime, pool, number, *, ended=True, evaluations=50):
     """A run of so many evaluations, timed as one of a sampler's."""
     timed = Evaluation(0.1, 0.01, 0.01, 4, spans={0: Span(0, 0.1, 0.01), 1: Span(0, 0.1, 0.01)})
-    run = Run(number, "model", began_s=1000.0 + number, evaluations=Counted([timed] * evaluations), is_sampled=True)
+    run = Run(
+        number, "model", began_s=1000.0 + number, evaluations=Counted([timed] * evaluations), is_sampled=True
+    )
     run.ended_s = run.began_s + 5 if ended else 0.0
     pool.runs.recent.append(run)
     runtime.times._runs[run] = (("a kind", number), 0.1)
@@ -81,7 +83,10 @@ def test_no_more_runs_are_told_of_than_can_be_of_use_and_layouts_that_are_over_g
     assert [pool.layout for pool in status_of(runtime, AUTO).pools] == ["ulysses 2 = 2 ranks"]
     for number in range(1, MOST):
         ran(runtime, new, number)
-    assert [pool.layout for pool in status_of(runtime, AUTO).pools] == ["ulysses 2 = 2 ranks", "pipefusion 2 = 2 ranks"]
+    assert [pool.layout for pool in status_of(runtime, AUTO).pools] == [
+        "ulysses 2 = 2 ranks",
+        "pipefusion 2 = 2 ranks",
+    ]
     ran(runtime, new, MOST)
     said = status_of(runtime, AUTO)
     assert ([pool.layout for pool in said.pools], len(said.last_runs)) == (["pipefusion 2 = 2 ranks"], MOST)

@@ -19,7 +19,10 @@ def test_a_step_cache_skips_as_many_evaluations_of_stale_patches_as_stock_skips(
 
     def of(model, forward):
         clone = model.clone()
-        clone.add_object_patch("diffusion_model._forward", lambda *args, **kwargs: (counted.append(1), forward(*args, **kwargs))[1])
+        clone.add_object_patch(
+            "diffusion_model._forward",
+            lambda *args, **kwargs: (counted.append(1), forward(*args, **kwargs))[1],
+        )
         return clone
 
     plain = stock()
@@ -27,7 +30,9 @@ def test_a_step_cache_skips_as_many_evaluations_of_stale_patches_as_stock_skips(
     kept, stale = len(counted), patched(warm_up=1)
     assert 0 < kept < 8
     counted.clear()
-    ours = run(of(of_cache(name, stale.model), stale.model.object_patches["diffusion_model._forward"]), **options)
+    ours = run(
+        of(of_cache(name, stale.model), stale.model.object_patches["diffusion_model._forward"]), **options
+    )
     assert stale.mode.startswith("single-timeline") and len(counted) == kept
     assert relative_error(ours, truth) > 100 * BOUND, "nothing was stale"
 

@@ -11,7 +11,11 @@ from pipemesh.launcher.templates.graph import api_prompt
 from pipemesh.launcher.templates.workflow import GraphError
 
 IMAGE_LIST = {"input": {"required": {"image": ["IMAGE", {}]}}, "prefix": "image", "min": 1, "max": 3}
-LETTERS = {"input": {"required": {"value": ["FLOAT,INT", {"forceInput": True}]}}, "names": ["a", "b", "c"], "min": 1}
+LETTERS = {
+    "input": {"required": {"value": ["FLOAT,INT", {"forceInput": True}]}},
+    "names": ["a", "b", "c"],
+    "min": 1,
+}
 FORMATS = [
     {"key": "png", "inputs": {"required": {"depth": ["INT", {"default": 8}]}}},
     {
@@ -50,22 +54,44 @@ INFO = {
         name=["COMBO", {"options": ["euler", "heun"]}],
     ),
     "Patch": declared(["MODEL"], clip=["CLIP", {}], model=["MODEL", {}], amount=["FLOAT", {"default": 1.5}]),
-    "Noise": declared(["NOISE"], seed=["INT", {"control_after_generate": True}], forced=["INT", {"forceInput": True}], last=["STRING", {}]),
+    "Noise": declared(
+        ["NOISE"],
+        seed=["INT", {"control_after_generate": True}],
+        forced=["INT", {"forceInput": True}],
+        last=["STRING", {}],
+    ),
     "Seed": declared(["NOISE"], noise_seed=["INT", {}], last=["STRING", {}]),
-    "Picture": declared(["IMAGE"], {"scale": ["FLOAT", {"default": 2.0}]}, image=["COMBO", {"options": ["x.png"], "image_upload": True}]),
-    "LoadAudio": {**declared(["AUDIO"], audio=["COMBO", {"options": ["a.wav"], "audio_upload": True}]), "name": "LoadAudio"},
+    "Picture": declared(
+        ["IMAGE"],
+        {"scale": ["FLOAT", {"default": 2.0}]},
+        image=["COMBO", {"options": ["x.png"], "image_upload": True}],
+    ),
+    "LoadAudio": {
+        **declared(["AUDIO"], audio=["COMBO", {"options": ["a.wav"], "audio_upload": True}]),
+        "name": "LoadAudio",
+    },
     "Record": declared(["AUDIO"], audio=["AUDIO_RECORD", {}]),
     "Crop": declared(["IMAGE"], box=["BOUNDING_BOX", {}], after=["STRING", {"default": "z"}]),
-    "Compare": declared([], image=["IMAGE", {}], view=["IMAGECOMPARE", {}], after=["STRING", {"default": "z"}]),
+    "Compare": declared(
+        [], image=["IMAGE", {}], view=["IMAGECOMPARE", {}], after=["STRING", {"default": "z"}]
+    ),
     "Batch": declared(["IMAGE"], images=["COMFY_AUTOGROW_V3", {"template": IMAGE_LIST}]),
-    "Math": declared(["FLOAT", "INT"], text=["STRING", {"default": "a"}], values=["COMFY_AUTOGROW_V3", {"template": LETTERS}]),
+    "Math": declared(
+        ["FLOAT", "INT"],
+        text=["STRING", {"default": "a"}],
+        values=["COMFY_AUTOGROW_V3", {"template": LETTERS}],
+    ),
     "Switch": declared(
         ["COMFY_MATCHTYPE_V3"],
         switch=["BOOLEAN", {}],
         on_false=["COMFY_MATCHTYPE_V3", {"template": {"template_id": "t", "allowed_types": "*"}}],
         on_true=["COMFY_MATCHTYPE_V3", {"template": {"template_id": "t", "allowed_types": "*"}}],
     ),
-    "Save": declared([], format=["COMFY_DYNAMICCOMBO_V3", {"options": FORMATS}], filename_prefix=["STRING", {"default": "out"}]),
+    "Save": declared(
+        [],
+        format=["COMFY_DYNAMICCOMBO_V3", {"options": FORMATS}],
+        filename_prefix=["STRING", {"default": "out"}],
+    ),
     "CustomCombo": declared(["STRING", "INT"], choice=["COMBO", {"options": []}]),
     "Lists": declared([], many=["COMBO", {"options": ["p", "q"], "multi_select": {}}], color=["COLOR", {}]),
     "Decode": declared(["IMAGE"], samples=["LATENT", {}]),
@@ -80,13 +106,18 @@ OF_COMFYUI = ("LoadAudio", "CustomCombo")
 
 def node(id, type, values=(), *, mode=0, inputs=(), outputs=None, **properties):
     """``inputs``: names, or (name, type, name of its widget)."""
-    declared_outputs = INFO[type]["output"] if type in INFO else ["*"] if type in ("Reroute", "PrimitiveNode") else []
+    declared_outputs = (
+        INFO[type]["output"] if type in INFO else ["*"] if type in ("Reroute", "PrimitiveNode") else []
+    )
     return {
         "id": id,
         "type": type,
         "mode": mode,
         "inputs": [slot(one) for one in inputs],
-        "outputs": [{"name": "", "type": kind, "links": []} for kind in (declared_outputs if outputs is None else outputs)],
+        "outputs": [
+            {"name": "", "type": kind, "links": []}
+            for kind in (declared_outputs if outputs is None else outputs)
+        ],
         "widgets_values": values if isinstance(values, dict) else list(values),
         "properties": properties,
         **PLACE,
@@ -147,7 +178,12 @@ def subgraph(id, *nodes, links=(), inputs=(), outputs=()):
         "inputNode": {"id": -10, "bounding": [0, 0, 9, 9]},
         "outputNode": {"id": -20, "bounding": [0, 0, 9, 9]},
         "nodes": list(nodes),
-        "links": [dict(zip(("id", "origin_id", "origin_slot", "target_id", "target_slot", "type"), link, strict=True)) for link in made],
+        "links": [
+            dict(
+                zip(("id", "origin_id", "origin_slot", "target_id", "target_slot", "type"), link, strict=True)
+            )
+            for link in made
+        ],
         "inputs": [port(index, *one, -10, 1) for index, one in enumerate(inputs)],
         "outputs": [port(index, *one, -20, 3) for index, one in enumerate(outputs)],
     }
@@ -165,7 +201,9 @@ def convert(request, ours):
         return ours
     page = request.getfixturevalue("page")
     page.register({name: info for name, info in INFO.items() if name not in OF_COMFYUI})
-    return lambda workflow: {id: {key: node[key] for key in ("class_type", "inputs")} for id, node in page.prompt(workflow).items()}
+    return lambda workflow: {
+        id: {key: node[key] for key in ("class_type", "inputs")} for id, node in page.prompt(workflow).items()
+    }
 
 
 def inputs_of(convert, *nodes, id="1", **more):
@@ -177,14 +215,20 @@ LOADER = ("Loader", ["second"])
 
 def with_sampler(convert, *nodes, links):
     """The sampler's inputs in the prompt; it is node 9."""
-    return inputs_of(convert, node(1, *LOADER), *nodes, node(9, "Sampler", [5, "fixed", 4, "heun"]), links=links, id="9")
+    return inputs_of(
+        convert, node(1, *LOADER), *nodes, node(9, "Sampler", [5, "fixed", 4, "heun"]), links=links, id="9"
+    )
 
 
 # -- values
 
 
 def test_values_go_to_widgets_in_their_order_and_control_widgets_take_one_too(convert):
-    assert inputs_of(convert, node(1, "Sampler", [5, "fixed", 4, "heun"])) == {"seed": 5, "steps": 4, "name": "heun"}
+    assert inputs_of(convert, node(1, "Sampler", [5, "fixed", 4, "heun"])) == {
+        "seed": 5,
+        "steps": 4,
+        "name": "heun",
+    }
 
 
 def test_what_a_file_does_not_say_is_the_default(convert):
@@ -197,10 +241,16 @@ def test_a_combo_without_a_value_has_its_first(convert):
 
 def test_values_can_be_saved_by_name(ours):
     """As the scripts of some packs do; the page alone knows nothing of it."""
-    assert inputs_of(ours, node(1, "Sampler", {"steps": 7, "unknown": 1})) == {"seed": 3, "steps": 7, "name": "euler"}
+    assert inputs_of(ours, node(1, "Sampler", {"steps": 7, "unknown": 1})) == {
+        "seed": 3,
+        "steps": 7,
+        "name": "euler",
+    }
 
 
-@pytest.mark.parametrize("values", [[5, "fixed", "x"], [5, "fixed", 77, "x"]], ids=["today", "with a place for the forced input"])
+@pytest.mark.parametrize(
+    "values", [[5, "fixed", "x"], [5, "fixed", 77, "x"]], ids=["today", "with a place for the forced input"]
+)
 def test_a_forced_input_has_no_widget_but_had_a_place_in_old_files(convert, values):
     assert inputs_of(convert, node(1, "Noise", values)) == {"seed": 5, "last": "x"}
 
@@ -218,7 +268,10 @@ def test_buttons_and_players_are_not_in_the_prompt(convert):
 def test_a_box_takes_five_places_and_a_comparison_none(convert):
     box = {"x": 1, "y": 2, "width": 3, "height": 4}
     assert inputs_of(convert, node(1, "Crop", [box, 1, 2, 3, 4, "end"])) == {"box": box, "after": "end"}
-    assert inputs_of(convert, node(1, "Compare", ["end"])) == {"view": {"__value__": ["", ""]}, "after": "end"}
+    assert inputs_of(convert, node(1, "Compare", ["end"])) == {
+        "view": {"__value__": ["", ""]},
+        "after": "end",
+    }
 
 
 def test_a_list_is_no_link(convert):
@@ -226,14 +279,28 @@ def test_a_list_is_no_link(convert):
 
 
 def test_the_chosen_option_brings_its_own_inputs(convert):
-    assert inputs_of(convert, node(1, "Save", ["png", 16, "name"])) == {"format": "png", "format.depth": 16, "filename_prefix": "name"}
+    assert inputs_of(convert, node(1, "Save", ["png", 16, "name"])) == {
+        "format": "png",
+        "format.depth": 16,
+        "filename_prefix": "name",
+    }
     sound = node(2, "Record", ["", ""])
-    found = inputs_of(convert, node(1, "Save", ["video", "h264", 18, "name"]), sound, links=[(2, 0, 1, "format.audio")])
-    assert found == {"format": "video", "format.codec": "h264", "format.codec.crf": 18, "format.audio": ["2", 0], "filename_prefix": "name"}
+    found = inputs_of(
+        convert, node(1, "Save", ["video", "h264", 18, "name"]), sound, links=[(2, 0, 1, "format.audio")]
+    )
+    assert found == {
+        "format": "video",
+        "format.codec": "h264",
+        "format.codec.crf": 18,
+        "format.audio": ["2", 0],
+        "filename_prefix": "name",
+    }
 
 
 def test_inputs_of_an_option_that_is_not_chosen_are_gone_links_too(convert):
-    found = inputs_of(convert, node(1, "Save", ["png", 16, "name"]), node(2, "Record"), links=[(2, 0, 1, "format.audio")])
+    found = inputs_of(
+        convert, node(1, "Save", ["png", 16, "name"]), node(2, "Record"), links=[(2, 0, 1, "format.audio")]
+    )
     assert found == {"format": "png", "format.depth": 16, "filename_prefix": "name"}
 
 
@@ -243,7 +310,9 @@ def test_groups_grow_with_their_links(convert):
     assert inputs_of(convert, node(1, "Batch"), *pictures, links=links) == {
         f"images.image{index}": [str(index + 2), 0] for index in range(3)
     }
-    found = inputs_of(convert, node(1, "Math", ["a+b"]), node(2, "Number", [4]), links=[(2, 0, 1, "values.b")])
+    found = inputs_of(
+        convert, node(1, "Math", ["a+b"]), node(2, "Number", [4]), links=[(2, 0, 1, "values.b")]
+    )
     assert found == {"text": "a+b", "values.b": ["2", 0]}
 
 
@@ -258,7 +327,10 @@ def test_a_choice_of_nothing_is_left_out(convert):
 
 def test_an_input_that_the_class_has_no_more_is_kept_if_it_is_linked_and_no_widget(convert):
     old = node(1, "Number", [1], inputs=["gone", ("value_old", "INT", "value_old")])
-    assert inputs_of(convert, old, node(2, "Number"), links=[(2, 0, 1, "gone"), (2, 0, 1, "value_old")]) == {"value": 1, "gone": ["2", 0]}
+    assert inputs_of(convert, old, node(2, "Number"), links=[(2, 0, 1, "gone"), (2, 0, 1, "value_old")]) == {
+        "value": 1,
+        "gone": ["2", 0],
+    }
 
 
 @pytest.mark.parametrize(
@@ -286,13 +358,22 @@ def test_a_link_wins_over_the_widget(convert):
 
 def test_a_switch_is_a_node_like_any_other(convert):
     found = inputs_of(
-        convert, node(1, "Switch", [True]), node(2, *LOADER), node(3, *LOADER), links=[(2, 0, 1, "on_false"), (3, 0, 1, "on_true")]
+        convert,
+        node(1, "Switch", [True]),
+        node(2, *LOADER),
+        node(3, *LOADER),
+        links=[(2, 0, 1, "on_false"), (3, 0, 1, "on_true")],
     )
     assert found == {"switch": True, "on_false": ["2", 0], "on_true": ["3", 0]}
 
 
 def test_reroutes_notes_and_primitives_are_not_in_the_prompt(convert):
-    nodes = (node(2, "Reroute", inputs=[("", "*", "")]), node(3, "PrimitiveNode", [33, "fixed"]), node(4, "Note"), node(5, "MarkdownNote"))
+    nodes = (
+        node(2, "Reroute", inputs=[("", "*", "")]),
+        node(3, "PrimitiveNode", [33, "fixed"]),
+        node(4, "Note"),
+        node(5, "MarkdownNote"),
+    )
     widget = node(9, "Sampler", [5, "fixed", 4, "heun"], inputs=["model", ("steps", "INT", "steps")])
     links = [(1, 0, 2, ""), (2, 0, 9, "model"), (3, 0, 9, "steps")]
     prompt = convert(workflow(node(1, *LOADER), *nodes, widget, links=links))
@@ -301,7 +382,9 @@ def test_reroutes_notes_and_primitives_are_not_in_the_prompt(convert):
 
 
 def test_a_muted_node_gives_nothing(convert):
-    assert with_sampler(convert, node(2, "Patch", mode=2), links=[(1, 0, 2, "model"), (2, 0, 9, "model")]) == {
+    assert with_sampler(
+        convert, node(2, "Patch", mode=2), links=[(1, 0, 2, "model"), (2, 0, 9, "model")]
+    ) == {
         "seed": 5,
         "steps": 4,
         "name": "heun",
@@ -312,14 +395,23 @@ def test_a_muted_node_gives_nothing(convert):
 def test_a_bypassed_node_passes_on_the_input_of_its_outputs_type(convert, between):
     nodes = (
         node(2, "Patch", mode=4),
-        node(3, between, mode=0 if between == "Reroute" else 4, inputs=[("", "*", "")] if between == "Reroute" else ()),
+        node(
+            3,
+            between,
+            mode=0 if between == "Reroute" else 4,
+            inputs=[("", "*", "")] if between == "Reroute" else (),
+        ),
     )
     name = "" if between == "Reroute" else "model"
-    assert with_sampler(convert, *nodes, links=[(1, 0, 2, "model"), (2, 0, 3, name), (3, 0, 9, "model")])["model"] == ["1", 0]
+    assert with_sampler(convert, *nodes, links=[(1, 0, 2, "model"), (2, 0, 3, name), (3, 0, 9, "model")])[
+        "model"
+    ] == ["1", 0]
 
 
 def test_a_bypassed_node_without_such_an_input_gives_nothing(convert):
-    assert "positive" not in with_sampler(convert, node(2, "Text", mode=4), links=[(1, 1, 2, "clip"), (2, 0, 9, "positive")])
+    assert "positive" not in with_sampler(
+        convert, node(2, "Text", mode=4), links=[(1, 1, 2, "clip"), (2, 0, 9, "positive")]
+    )
 
 
 def foreign(mode=0):
@@ -332,7 +424,9 @@ def test_a_class_that_is_not_there_is_named(ours):
 
 
 def test_a_class_that_is_not_there_may_be_bypassed(convert):
-    assert with_sampler(convert, foreign(mode=4), links=[(1, 0, 2, "model"), (2, 0, 9, "model")])["model"] == ["1", 0]
+    assert with_sampler(convert, foreign(mode=4), links=[(1, 0, 2, "model"), (2, 0, 9, "model")])[
+        "model"
+    ] == ["1", 0]
 
 
 def test_what_cannot_become_a_prompt_is_said(ours):
@@ -357,13 +451,30 @@ def sampling(*, host_ids=(7,), promoted=("steps",), mode=0, **host):
     """A loader, and nodes of a subgraph that samples with it."""
     inner = subgraph(
         "sub",
-        node(20, "Sampler", [5, "fixed", 4, "heun"], inputs=["model", *((name, "INT", name) for name in promoted)]),
-        links=[(-10, 0, 20, "model"), *((-10, index, 20, name) for index, name in enumerate(promoted, 1)), (20, 0, -20, 0)],
+        node(
+            20,
+            "Sampler",
+            [5, "fixed", 4, "heun"],
+            inputs=["model", *((name, "INT", name) for name in promoted)],
+        ),
+        links=[
+            (-10, 0, 20, "model"),
+            *((-10, index, 20, name) for index, name in enumerate(promoted, 1)),
+            (20, 0, -20, 0),
+        ],
         inputs=[("model", "MODEL"), *((name, "INT") for name in promoted)],
         outputs=[("LATENT", "LATENT")],
     )
     hosts = [
-        node(id, "sub", host.get("values", ()), mode=mode, inputs=["model"], outputs=["LATENT"], **host.get("properties", {}))
+        node(
+            id,
+            "sub",
+            host.get("values", ()),
+            mode=mode,
+            inputs=["model"],
+            outputs=["LATENT"],
+            **host.get("properties", {}),
+        )
         for id in host_ids
     ]
     return workflow(
@@ -377,7 +488,10 @@ def sampling(*, host_ids=(7,), promoted=("steps",), mode=0, **host):
 
 def test_a_subgraph_is_laid_out_flat_and_its_promoted_value_holds(convert):
     prompt = convert(sampling(values=[11], more=[node(8, "Decode")], links=[(7, 0, 8, "samples")]))
-    assert prompt["7:20"] == {"class_type": "Sampler", "inputs": {"model": ["1", 0], "seed": 5, "steps": 11, "name": "heun"}}
+    assert prompt["7:20"] == {
+        "class_type": "Sampler",
+        "inputs": {"model": ["1", 0], "seed": 5, "steps": 11, "name": "heun"},
+    }
     assert prompt["8"]["inputs"] == {"samples": ["7:20", 0]}
     assert prompt.keys() == {"1", "7:20", "8"}
 
@@ -409,7 +523,9 @@ def test_a_nested_subgraph_has_both_ids_and_passes_values_on(convert):
         outputs=[("LATENT", "LATENT")],
     )
     nodes = (node(1, *LOADER), node(7, "outer", [12], outputs=["LATENT"]), node(8, "Decode"))
-    prompt = convert(workflow(*nodes, links=[(1, 0, 7, "model"), (7, 0, 8, "samples")], subgraphs=[outer, inner]))
+    prompt = convert(
+        workflow(*nodes, links=[(1, 0, 7, "model"), (7, 0, 8, "samples")], subgraphs=[outer, inner])
+    )
     assert prompt["7:30:20"]["inputs"] == {"model": ["1", 0], "seed": 5, "steps": 12, "name": "heun"}
     assert prompt["8"]["inputs"] == {"samples": ["7:30:20", 0]}
 
@@ -432,7 +548,9 @@ def test_a_subgraph_in_itself_is_refused(ours):
 
 
 def test_old_promoted_values_become_inputs(convert):
-    properties = {"proxyWidgets": [["20", "seed"], ["20", "name"], ["20", "control_after_generate"], ["99", "gone"]]}
+    properties = {
+        "proxyWidgets": [["20", "seed"], ["20", "name"], ["20", "control_after_generate"], ["99", "gone"]]
+    }
     prompt = convert(sampling(values=[77, "euler", "fixed"], properties=properties, promoted=()))
     assert prompt["7:20"]["inputs"] == {"model": ["1", 0], "seed": 77, "steps": 4, "name": "euler"}
 
@@ -449,7 +567,12 @@ def test_an_old_value_of_an_input_or_of_the_border_goes_there(convert):
 
 
 def test_a_value_that_an_earlier_loading_could_not_place_holds(convert):
-    entry = {"originalEntry": ["-1", "steps"], "reason": "missingSourceNode", "hostValue": 31, "attemptedAtVersion": 1}
+    entry = {
+        "originalEntry": ["-1", "steps"],
+        "reason": "missingSourceNode",
+        "hostValue": 31,
+        "attemptedAtVersion": 1,
+    }
     prompt = convert(sampling(values=[11], properties={"proxyWidgetErrorQuarantine": [entry]}))
     assert prompt["7:20"]["inputs"]["steps"] == 31
 
@@ -459,11 +582,15 @@ def test_an_old_promoted_widget_cuts_the_link_that_its_input_had_inside(convert)
     inner = made["definitions"]["subgraphs"][0]
     inner["nodes"].append(node(21, "Number", [9]))
     inner["nodes"][0]["inputs"].append({**slot(("seed", "INT", "seed")), "link": 50})
-    inner["links"].append({"id": 50, "origin_id": 21, "origin_slot": 0, "target_id": 20, "target_slot": 1, "type": "INT"})
+    inner["links"].append(
+        {"id": 50, "origin_id": 21, "origin_slot": 0, "target_id": 20, "target_slot": 1, "type": "INT"}
+    )
     assert convert(made)["7:20"]["inputs"]["seed"] == 5
 
 
-@pytest.mark.parametrize(("index", "seed"), [(2, 88), (1, 9)], ids=["as now", "as before the class had more inputs"])
+@pytest.mark.parametrize(
+    ("index", "seed"), [(2, 88), (1, 9)], ids=["as now", "as before the class had more inputs"]
+)
 def test_an_old_primitive_hands_its_links_to_an_input_if_they_lead_where_the_file_says(convert, index, seed):
     made = sampling(values=[88], properties={"proxyWidgets": [["21", "value"]]}, promoted=())
     inner = made["definitions"]["subgraphs"][0]
@@ -471,7 +598,9 @@ def test_an_old_primitive_hands_its_links_to_an_input_if_they_lead_where_the_fil
     primitive["outputs"][0].update(type="INT", links=[50])
     inner["nodes"].append(primitive)
     inner["nodes"][0]["inputs"].append({**slot(("seed", "INT", "seed")), "link": 50})
-    inner["links"].append({"id": 50, "origin_id": 21, "origin_slot": 0, "target_id": 20, "target_slot": index, "type": "INT"})
+    inner["links"].append(
+        {"id": 50, "origin_id": 21, "origin_slot": 0, "target_id": 20, "target_slot": index, "type": "INT"}
+    )
     assert convert(made)["7:20"]["inputs"]["seed"] == seed
 
 

@@ -38,7 +38,12 @@ class Server:
 
     def get(self, path):
         runs = sum(map(is_parallel, self.graphs))
-        return {"pools": [{"last_run": {"began": self.clock * runs, "evaluations": 7} if runs else None}, {"last_run": None}]}
+        return {
+            "pools": [
+                {"last_run": {"began": self.clock * runs, "evaluations": 7} if runs else None},
+                {"last_run": None},
+            ]
+        }
 
 
 @pytest.fixture
@@ -47,13 +52,18 @@ def outcome_of(tmp_path):
 
     def tried(answer):
         server = Server(tmp_path, answer)
-        return Tries(server, {**INFO, "Loader": INFO["Loader"]}, {"ulysses": 2}).outcome("a", graph()), server.graphs
+        return Tries(server, {**INFO, "Loader": INFO["Loader"]}, {"ulysses": 2}).outcome(
+            "a", graph()
+        ), server.graphs
 
     return tried
 
 
 def graph():
-    return {key: {**node, "class_type": "UNETLoader" if key == "model" else node["class_type"]} for key, node in GRAPH.items()}
+    return {
+        key: {**node, "class_type": "UNETLoader" if key == "model" else node["class_type"]}
+        for key, node in GRAPH.items()
+    }
 
 
 def is_parallel(graph):
@@ -80,12 +90,17 @@ def test_a_template_of_which_nothing_ran_in_the_pool_is_an_error(tmp_path):
     server.clock = 0.0
     tries = Tries(server, INFO, {"ulysses": 2})
     assert tries.outcome("first", graph()).result == "same"
-    assert (tries.outcome("second", graph()).result, tries.outcome("second", graph()).evaluations) == ("error", 0)
+    assert (tries.outcome("second", graph()).result, tries.outcome("second", graph()).evaluations) == (
+        "error",
+        0,
+    )
 
 
 def test_other_latents_of_weights_that_were_never_quantised_are_different(outcome_of):
     outcome, _graphs = outcome_of(lambda graph: TRUTH + 1e-4 * OTHER if is_parallel(graph) else TRUTH)
-    assert outcome.result == "different" and outcome.ratio is None and "of the latent's scale" in outcome.reason
+    assert (
+        outcome.result == "different" and outcome.ratio is None and "of the latent's scale" in outcome.reason
+    )
 
 
 @pytest.mark.parametrize(("ours", "result"), [(1.1, "same"), (1.3, "different")])
@@ -124,7 +139,8 @@ def test_a_template_whose_models_have_no_plan_runs_on_one_gpu(outcome_of):
 
 
 @pytest.mark.parametrize(
-    ("exception", "result"), [("pipemesh.Refused", "refused"), ("pipemesh.PoolFailed", "error"), ("TypeError", "error")]
+    ("exception", "result"),
+    [("pipemesh.Refused", "refused"), ("pipemesh.PoolFailed", "error"), ("TypeError", "error")],
 )
 def test_what_is_refused_is_told_from_what_fails(outcome_of, exception, result):
     error = RunError("failed", "second", "KSampler", "the patch X cannot run in the pool", exception)
@@ -132,7 +148,11 @@ def test_what_is_refused_is_told_from_what_fails(outcome_of, exception, result):
     assert outcome.result == result and "the patch X" in outcome.reason
 
 
-@pytest.mark.parametrize("given", [RunError("failed", "model", "UNETLoader", "no such file"), TRUTH * float("nan")], ids=["fails", "nan"])
+@pytest.mark.parametrize(
+    "given",
+    [RunError("failed", "model", "UNETLoader", "no such file"), TRUTH * float("nan")],
+    ids=["fails", "nan"],
+)
 def test_a_template_that_stock_cannot_run_is_an_error_of_stocks(outcome_of, given):
     outcome, graphs = outcome_of(lambda graph: given)
     assert outcome.result == "error" and outcome.reason.startswith("stock: ") and len(graphs) == 1

@@ -17,11 +17,23 @@ from .conftest import ALL
 INFO = {
     "Loader": {"input": {"required": {"unet_name": ["COMBO", {}]}}, "output": ["MODEL"]},
     "Patch": {"input": {"required": {"model": ["MODEL", {}]}}, "output": ["MODEL"]},
-    "Scheduler": {"input": {"required": {"model": ["MODEL", {}], "steps": ["INT", {}]}}, "output": ["SIGMAS"]},
+    "Scheduler": {
+        "input": {"required": {"model": ["MODEL", {}], "steps": ["INT", {}]}},
+        "output": ["SIGMAS"],
+    },
     "Guider": {"input": {"required": {"model": ["MODEL", {}]}}, "output": ["GUIDER"]},
-    "Custom": {"input": {"required": {"guider": ["GUIDER", {}], "sigmas": ["SIGMAS", {}]}}, "output": ["STRING", "LATENT"]},
-    "KSampler": {"input": {"required": {"model": ["MODEL", {}], "latent": ["LATENT", {}]}}, "output": ["LATENT"]},
-    "Empty": {"input": {"required": {"width": ["INT", {}]}, "optional": {"size": ["STRING", {}]}}, "output": ["LATENT"]},
+    "Custom": {
+        "input": {"required": {"guider": ["GUIDER", {}], "sigmas": ["SIGMAS", {}]}},
+        "output": ["STRING", "LATENT"],
+    },
+    "KSampler": {
+        "input": {"required": {"model": ["MODEL", {}], "latent": ["LATENT", {}]}},
+        "output": ["LATENT"],
+    },
+    "Empty": {
+        "input": {"required": {"width": ["INT", {}]}, "optional": {"size": ["STRING", {}]}},
+        "output": ["LATENT"],
+    },
     "Number": {"input": {"required": {"value": ["INT", {}]}}, "output": ["INT"]},
     "Decode": {"input": {"required": {"samples": ["LATENT", {}]}}, "output": ["IMAGE"]},
 }
@@ -50,7 +62,9 @@ def test_sizes_that_are_cut_stay_as_they_are_and_landscapes_stay_landscapes():
 
 def test_steps_cut_in_two_parts_keep_both_and_their_order():
     cuts = [cut.cut_steps(steps) for steps in range(10001)]
-    assert cuts == sorted(cuts) and all(0 < cut.cut_steps(steps // 2) < cut.cut_steps(steps) for steps in range(2, 10001))
+    assert cuts == sorted(cuts) and all(
+        0 < cut.cut_steps(steps // 2) < cut.cut_steps(steps) for steps in range(2, 10001)
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +83,10 @@ def test_an_input_is_cut_by_its_name(name, kind):
 
 
 def test_a_size_that_another_node_computes_is_cut_on_its_way_and_text_is_not():
-    graph = {"number": node("Number", value=4096), "empty": node("Empty", width=["number", 0], size=["number", 0])}
+    graph = {
+        "number": node("Number", value=4096),
+        "empty": node("Empty", width=["number", 0], size=["number", 0]),
+    }
     small = cut.cut(graph, partial(surgery.takes_number, INFO), partial(surgery.least, INFO))
     (between,) = set(small) - set(graph)
     assert small["empty"]["inputs"] == {"width": [between, 0], "size": ["number", 0]}
@@ -81,13 +98,21 @@ def test_parallelize_stands_before_what_samples_and_nothing_else_and_can_be_left
     assert "decode" not in small and small["sigmas"]["inputs"]["steps"] < 20
     parallel = surgery.parallelized(small, INFO, {"ulysses": 2}, {})
     before = {key: parallel[key]["inputs"]["model"] for key in ("sigmas", "guider", "second")}
-    assert before == {"sigmas": ["patch", 0], "guider": ["pipemesh parallelize patch 0", 0], "second": ["pipemesh parallelize model 0", 0]}
+    assert before == {
+        "sigmas": ["patch", 0],
+        "guider": ["pipemesh parallelize patch 0", 0],
+        "second": ["pipemesh parallelize model 0", 0],
+    }
     left_out = surgery.parallelized(small, INFO, {}, {("model", 0): "a UNet"})
-    assert left_out["second"]["inputs"]["model"] == ["model", 0] and left_out["guider"]["inputs"]["model"] != ["patch", 0]
+    assert left_out["second"]["inputs"]["model"] == ["model", 0] and left_out["guider"]["inputs"][
+        "model"
+    ] != ["patch", 0]
 
 
 def test_the_latent_of_every_sampler_is_recorded():
-    records = [one for one in surgery.recorded(GRAPH, INFO, "run1").values() if one["class_type"] == cut.RECORD_NODE]
+    records = [
+        one for one in surgery.recorded(GRAPH, INFO, "run1").values() if one["class_type"] == cut.RECORD_NODE
+    ]
     assert [one["inputs"] for one in records] == [
         {"samples": ["first", 1], "name": "run1-first"},
         {"samples": ["second", 0], "name": "run1-second"},
@@ -97,7 +122,9 @@ def test_the_latent_of_every_sampler_is_recorded():
 def test_latents_of_other_shapes_or_without_numbers_are_never_the_same():
     latent = torch.randn(1, 4, 2, 2)
     assert relative_error(latent, latent) == 0
-    assert relative_error(latent[:, :2], latent) == relative_error(latent * float("nan"), latent) == float("inf")
+    assert (
+        relative_error(latent[:, :2], latent) == relative_error(latent * float("nan"), latent) == float("inf")
+    )
 
 
 def test_a_line_says_the_result_and_its_reason():
@@ -118,7 +145,11 @@ def model_files(host):
 def test_every_model_file_of_a_template_stands_for_a_model(host):
     from pipemesh.launcher.templates.stand_ins import names
 
-    found = {names.known_whole(names.MODELS, name, "model").sample for name in model_files(host) if "sam3" not in name}
+    found = {
+        names.known_whole(names.MODELS, name, "model").sample
+        for name in model_files(host)
+        if "sam3" not in name
+    }
     assert len(found) > 30
 
 
@@ -156,7 +187,9 @@ def test_a_model_that_nobody_knows_is_an_error_that_names_it_and_never_another_m
         names.known_whole(names.MODELS, name, "model")
 
 
-@pytest.mark.parametrize("name", ["qwen_image_21_vae.safetensors", "wan2.3_vae.safetensors", "ltx-2.5-audio-vae-bf16.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["qwen_image_21_vae.safetensors", "wan2.3_vae.safetensors", "ltx-2.5-audio-vae-bf16.safetensors"]
+)
 def test_a_vae_that_nobody_knows_is_an_error_that_names_it(name):
     from pipemesh.launcher.templates.stand_ins import names, nodes
 

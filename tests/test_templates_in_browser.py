@@ -40,8 +40,13 @@ def compare(workflow, theirs, object_info):
             continue
         inputs, others = mine["inputs"], other["inputs"]
         for name in sorted({*inputs, *others}):
-            if (mine["class_type"], name) != DRAWN and json.dumps(inputs.get(name, "absent")) != json.dumps(others.get(name, "absent")):
-                yield f"{id} {mine['class_type']} {name}: {inputs.get(name, 'absent')!r}, the page {others.get(name, 'absent')!r}"
+            if (mine["class_type"], name) != DRAWN and json.dumps(inputs.get(name, "absent")) != json.dumps(
+                others.get(name, "absent")
+            ):
+                yield (
+                    f"{id} {mine['class_type']} {name}: {inputs.get(name, 'absent')!r}, the page"
+                    f" {others.get(name, 'absent')!r}"
+                )
 
 
 def foreign(workflow, object_info):

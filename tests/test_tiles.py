@@ -17,7 +17,10 @@ def test_a_tile_sees_its_own_neighbours_as_they_were_and_never_another_tile():
     stale = run(tiling(patched(warm_up=1).model, marked=True), **TILED)
     assert relative_error(stale, truth) > 100 * BOUND, "nothing was stale"
     assert torch.equal(run(tiling(patched(warm_up=1).model), **TILED), stale)
-    assert patched(warm_up=1).modes[0] == patched(warm_up=1).modes[-1] and "wrapper" in patched(warm_up=1).modes[0]
+    assert (
+        patched(warm_up=1).modes[0] == patched(warm_up=1).modes[-1]
+        and "wrapper" in patched(warm_up=1).modes[0]
+    )
     patched(warm_up=1).modes.clear()
     assert relative_error(run(tiling(patched(warm_up=ALL_WARM).model), **TILED), truth) <= BOUND
     patched(warm_up=ALL_WARM).modes.clear()
@@ -30,7 +33,12 @@ def test_a_tile_sees_its_own_neighbours_as_they_were_and_never_another_tile():
 )
 def test_tiles_are_whole_and_exact_and_it_is_told_where_they(order):
     ours = patched(warm_up=1)
-    assert relative_error(run(tiling(ours.model, order=order), **TILED), run(tiling(stock(), order=order), **TILED)) <= BOUND
+    assert (
+        relative_error(
+            run(tiling(ours.model, order=order), **TILED), run(tiling(stock(), order=order), **TILED)
+        )
+        <= BOUND
+    )
     assert len(ours.modes) == 2 and ours.modes[1].startswith(f"{ours.modes[0]}; whole where a latent")
     ours.modes.clear()
 
@@ -39,7 +47,10 @@ def test_tiles_are_whole_and_exact_and_it_is_told_where_they(order):
 def test_a_second_pass_on_the_same_latent_has_keys_and_values_of_its_own(sampler):
     def with_second_pass(model, marked):
         def wrapper(apply_model, call):
-            out, again = (apply_model(call["input"], call["timestep"], **of_tile(call["c"], marked and n)) for n in (1, 2))
+            out, again = (
+                apply_model(call["input"], call["timestep"], **of_tile(call["c"], marked and n))
+                for n in (1, 2)
+            )
             other = {**call["c"], "c_crossattn": -call["c"]["c_crossattn"]}
             return out + again - apply_model(call["input"], call["timestep"], **of_tile(other, marked and 3))
 
@@ -49,7 +60,9 @@ def test_a_second_pass_on_the_same_latent_has_keys_and_values_of_its_own(sampler
     ours = patched(warm_up=1)
     stale = run(with_second_pass(ours.model, True), **options)
     assert torch.equal(run(with_second_pass(ours.model, False), **options), stale)
-    assert relative_error(stale, run(with_second_pass(stock(), False), **options)) > 100 * BOUND, "nothing was stale"
+    assert relative_error(stale, run(with_second_pass(stock(), False), **options)) > 100 * BOUND, (
+        "nothing was stale"
+    )
     assert not any("; whole" in mode for mode in ours.modes)
     ours.modes.clear()
 
@@ -57,7 +70,9 @@ def test_a_second_pass_on_the_same_latent_has_keys_and_values_of_its_own(sampler
 @pytest.mark.parametrize("sampler", ["heun", "lcm"])
 def test_a_wrapper_that_calls_the_model_once_changes_nothing_whatever_the_sampler_does_to_its_latent(sampler):
     ours = patched(warm_up=1)
-    once = wrapped(ours.model, lambda apply_model, call: apply_model(call["input"], call["timestep"], **call["c"]))
+    once = wrapped(
+        ours.model, lambda apply_model, call: apply_model(call["input"], call["timestep"], **call["c"])
+    )
     options = {"size": (12, 10), "steps": 4, "cfg": 3.0, "negative": conditioning(2, 13), "sampler": sampler}
     assert relative_error(run(once, **options), run(ours.model, **options)) <= BOUND
     assert len(ours.modes) == 2, ours.modes
@@ -65,10 +80,16 @@ def test_a_wrapper_that_calls_the_model_once_changes_nothing_whatever_the_sample
 
 
 def test_a_step_of_a_sampler_is_near_and_other_noise_is_not():
-    noise, image, other = (torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    noise, image, other = (
+        torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
+    )
     assert 0 < NEAR < 1
     assert near(noise, 0.5 * noise + 0.5 * image) and near(torch.zeros(1, 4), torch.zeros(1, 4))
     assert not near(noise, other) and not near(noise, torch.stack((noise[0], other[1])))
     twice = torch.cat((torch.cat((noise, noise)) * 3, torch.zeros(4, 1, 8, 8)), 1)
     assert in_place(twice, noise) and in_place(noise.bfloat16(), noise)
-    assert not in_place(noise.roll(1, 3), noise) and not in_place(noise[..., :4], noise) and not in_place(twice.flip(0), noise)
+    assert (
+        not in_place(noise.roll(1, 3), noise)
+        and not in_place(noise[..., :4], noise)
+        and not in_place(twice.flip(0), noise)
+    )

@@ -28,7 +28,12 @@ from .patched import (  # noqa: F401
 
 def steps_seen(model, **options):
     seen = []
-    out = run(model, size=SIZE, callback=lambda step, x0, x, total: seen.append((step, total, x0.clone(), x.clone())), **options)
+    out = run(
+        model,
+        size=SIZE,
+        callback=lambda step, x0, x, total: seen.append((step, total, x0.clone(), x.clone())),
+        **options,
+    )
     return seen, out
 
 
@@ -51,8 +56,12 @@ def test_a_stale_step_is_told_with_each_patchs_own_pixels(monkeypatch):
     assert [entry[:2] for entry in free] == [(0, 4), (1, 4), (2, 4), (3, 4)]
     for told, own in zip(free, in_step, strict=True):
         assert relative_error(told[2], own[2]) <= BOUND and relative_error(told[3], own[3]) <= BOUND
-    assert relative_error(model.model.process_latent_out(free[-1][2]), out) <= BOUND, "the last x0 is the result"
-    monkeypatch.setattr(timelines.MergedCallback, "__init__", merges_wrongly(timelines.MergedCallback.__init__))
+    assert relative_error(model.model.process_latent_out(free[-1][2]), out) <= BOUND, (
+        "the last x0 is the result"
+    )
+    monkeypatch.setattr(
+        timelines.MergedCallback, "__init__", merges_wrongly(timelines.MergedCallback.__init__)
+    )
     wrong, _ = steps_seen(model, steps=4)
     assert relative_error(wrong[-1][2], in_step[-1][2]) > 100 * BOUND
     patched(warm_up=1).modes.clear()
@@ -68,7 +77,9 @@ def test_the_hosts_preview_keeps_the_last_x0_and_knows_which_node_runs():
 
     truth = advanced(stock())[1]["samples"]
     contexts = []
-    comfy.utils.set_progress_bar_global_hook(lambda *_args, **_kwargs: contexts.append(get_executing_context()))
+    comfy.utils.set_progress_bar_global_hook(
+        lambda *_args, **_kwargs: contexts.append(get_executing_context())
+    )
     try:
         with CurrentNodeContext("prompt", "17"):
             ours = advanced(patched().model)[1]["samples"]
@@ -152,7 +163,9 @@ def test_an_exception_in_a_callback_unwinds_every_timeline_and_the_next_run_is_r
 
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 @pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
-def test_an_engine_that_fails_abandons_what_is_in_flight_and_the_next_run_is_right(queue, wrap, cfg, monkeypatch):
+def test_an_engine_that_fails_abandons_what_is_in_flight_and_the_next_run_is_right(
+    queue, wrap, cfg, monkeypatch
+):
     ours, engine = queue
     model = wrap(ours.model)
     truth = run(model, size=SIZE, steps=4, cfg=cfg)
@@ -208,7 +221,9 @@ def never_entered_twice():
 
 def with_function_wrapper(model):
     clone = model.clone()
-    clone.set_model_unet_function_wrapper(lambda apply, kwargs: apply(kwargs["input"], kwargs["timestep"], **kwargs["c"]))
+    clone.set_model_unet_function_wrapper(
+        lambda apply, kwargs: apply(kwargs["input"], kwargs["timestep"], **kwargs["c"])
+    )
     return clone
 
 
@@ -230,7 +245,9 @@ def test_a_region_and_the_negative_that_the_host_makes_for_it_are_kept_apart(que
     ours, engine = queue
     whole = []
     submit = engine.submit
-    monkeypatch.setattr(engine, "submit", lambda args, branch, patch: whole.append(branch) or submit(args, branch, patch))
+    monkeypatch.setattr(
+        engine, "submit", lambda args, branch, patch: whole.append(branch) or submit(args, branch, patch)
+    )
     region = [[text, {**extras, "area": (6, 5, 2, 3)}] for text, extras in conditioning(3, 9)]
     run(ours.model, **TWO_PROMPTS, positive=conditioning(1, 13) + region)
     ids = {conds[0].split()[0] for conds in (branch.conds for branch in whole)}
@@ -289,10 +306,22 @@ def test_gradients_stay_off_for_every_timeline_and_are_as_before_afterwards(monk
 
     enabled = []
     evaluate = InOneProcess.submit
-    monkeypatch.setattr(InOneProcess, "submit", lambda *args: enabled.append(torch.is_grad_enabled()) or evaluate(*args))
+    monkeypatch.setattr(
+        InOneProcess, "submit", lambda *args: enabled.append(torch.is_grad_enabled()) or evaluate(*args)
+    )
     model = Patched(built(), 3, 1).model
     prompts, image = (conditioning(1, 13), conditioning(2, 7)), torch.zeros(1, 16, *SIZE)
-    comfy.sample.sample(model, comfy.sample.prepare_noise(image, 1), 3, 1.0, "euler", "simple", *prompts, image, disable_pbar=True)
+    comfy.sample.sample(
+        model,
+        comfy.sample.prepare_noise(image, 1),
+        3,
+        1.0,
+        "euler",
+        "simple",
+        *prompts,
+        image,
+        disable_pbar=True,
+    )
     still_on = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     assert still_on and not any(enabled)

@@ -22,7 +22,9 @@ SIZE = torch.zeros(1, 16, 8, 10)
 
 
 def guider(file="flux.safetensors", dtype="default", cfg=1.0, tokens=256, others=(), **cond):
-    patcher = SimpleNamespace(cached_patcher_init=(None, (file, dtype)), get_additional_models_with_key=lambda key: others)
+    patcher = SimpleNamespace(
+        cached_patcher_init=(None, (file, dtype)), get_additional_models_with_key=lambda key: others
+    )
     conds = {"positive": [{"cross_attn": torch.zeros(1, tokens, 8), **cond}]}
     return SimpleNamespace(model_patcher=patcher, cfg=cfg, original_conds=conds)
 
@@ -55,7 +57,9 @@ def times(clock):
     return StepTimes(clock=clock)
 
 
-def test_a_run_is_compared_with_one_gpu_for_the_same_model_and_size_and_the_first_step_does_not_count(times, clock):
+def test_a_run_is_compared_with_one_gpu_for_the_same_model_and_size_and_the_first_step_does_not_count(
+    times, clock
+):
     ours = Run()
     sampled(times, clock, 0.5, pool_run=ours)
     assert times.speed_of(ours) == Speed(0.5) and times.speed_of(ours).ratio is None
@@ -64,7 +68,14 @@ def test_a_run_is_compared_with_one_gpu_for_the_same_model_and_size_and_the_firs
     assert times.speed_of(ours).ratio == 3.0
 
 
-OTHERS = ({"file": "wan.safetensors"}, {"dtype": "fp8"}, {"cfg": 4.0}, {"tokens": 512}, {"control": "a net"}, {"others": ("a second GPU",)})
+OTHERS = (
+    {"file": "wan.safetensors"},
+    {"dtype": "fp8"},
+    {"cfg": 4.0},
+    {"tokens": 512},
+    {"control": "a net"},
+    {"others": ("a second GPU",)},
+)
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=repr)
@@ -106,18 +117,30 @@ def evaluated(began, seconds, *busy, waited=0.0, part=None):
 )
 def test_one_device_would_compute_what_all_ranks_did_and_wait_for_none(placement, expected):
     evaluations = [evaluated(number, 1.0, 0.8, 0.8, waited=0.2) for number in range(4)]
-    assert times_as_long(evaluations, placement) == (expected if expected is None else pytest.approx(expected))
+    assert times_as_long(evaluations, placement) == (
+        expected if expected is None else pytest.approx(expected)
+    )
 
 
 def test_the_samplers_own_time_is_the_same_on_one_device_and_a_first_evaluation_does_not_count():
     first, *others = [evaluated(10 * number, 5.0, 5.0, 5.0) for number in range(3)]
-    assert times_as_long([evaluated(-900, 900.0, 900.0, 900.0), first, *others], placed(ulysses=2)) == pytest.approx((10 + 30) / 25)
+    assert times_as_long(
+        [evaluated(-900, 900.0, 900.0, 900.0), first, *others], placed(ulysses=2)
+    ) == pytest.approx((10 + 30) / 25)
 
 
 def test_patches_that_overlap_are_added_up():
     part = Part(1, 0, (0, 10, False))
     patches = [
-        Evaluation(2.0, 0.0, 0.0, 0, began=began, part=part, spans={0: Span(began, began + 1, 0.0), 1: Span(began + 1, began + 2, 0.0)})
+        Evaluation(
+            2.0,
+            0.0,
+            0.0,
+            0,
+            began=began,
+            part=part,
+            spans={0: Span(began, began + 1, 0.0), 1: Span(began + 1, began + 2, 0.0)},
+        )
         for began in range(4)
     ]
     assert times_as_long(patches, placed(pipefusion=2)) == pytest.approx(8 / 5)
@@ -137,7 +160,10 @@ def test_no_more_kinds_are_remembered_than_can_be_of_use(times, clock):
 
 
 def test_the_callback_is_handed_over_as_the_other_was():
-    assert with_callback((1, 2, 3, 4, None, "theirs", True), {}, "ours") == ((1, 2, 3, 4, None, "ours", True), {})
+    assert with_callback((1, 2, 3, 4, None, "theirs", True), {}, "ours") == (
+        (1, 2, 3, 4, None, "ours", True),
+        {},
+    )
     assert with_callback((1, 2), {"callback": "theirs"}, "ours") == ((1, 2), {"callback": "ours"})
     assert with_callback((1, 2), {}, "ours") == ((1, 2), {"callback": "ours"})
 

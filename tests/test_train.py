@@ -34,7 +34,9 @@ def names(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_training_that_is_interrupted_is_saved_writes_no_model_and_goes_on(command, tmp_path, monkeypatch, capsys, number):
+def test_training_that_is_interrupted_is_saved_writes_no_model_and_goes_on(
+    command, tmp_path, monkeypatch, capsys, number
+):
     steps, step = [], train.Training.step
 
     def interrupted(training):
@@ -51,7 +53,9 @@ def test_training_that_is_interrupted_is_saved_writes_no_model_and_goes_on(comma
     assert command("--iterations", "4") == 0
     assert len(steps) == 5 and names(tmp_path / train.TRAINED) == sorted(TRAINED)
     assert "The demo draws with the files in" in capsys.readouterr().out
-    assert {file.name: file.stat().st_mtime_ns for file in ASSETS.iterdir()} == before, "the demo's own files are replaced by request only"
+    assert {file.name: file.stat().st_mtime_ns for file in ASSETS.iterdir()} == before, (
+        "the demo's own files are replaced by request only"
+    )
     assert command("--iterations", "9", "--only-export", "--export", str(tmp_path / "named")) == 0
     assert names(tmp_path / "named") == sorted(TRAINED) and len(steps) == 5
 
@@ -72,7 +76,9 @@ def test_a_second_interrupt_ends_it_at_once():
 def test_a_disk_without_room_is_named_before_anything_is_drawn(command, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 7 * 10**8, 3 * 10**8))
-    with pytest.raises(LaunchError, match=r" has 0\.3 GB free and training takes 1\.1: make room, or choose --folder\.$"):
+    with pytest.raises(
+        LaunchError, match=r" has 0\.3 GB free and training takes 1\.1: make room, or choose --folder\.$"
+    ):
         command("--pictures", "16384", "--side", "128")
     assert names(tmp_path) == []
     monkeypatch.setattr(picture_set, "draw", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -86,7 +92,9 @@ def test_a_checkpoint_of_another_model_and_none_at_all_are_named(command, tmp_pa
     with pytest.raises(LaunchError, match="train first, without --only-export"):
         command("--only-export")
     (tmp_path / CHECKPOINT).write_bytes(b"half")
-    with pytest.raises(LaunchError, match=r"is no checkpoint of this model \(.*\): remove it to begin anew\.$"):
+    with pytest.raises(
+        LaunchError, match=r"is no checkpoint of this model \(.*\): remove it to begin anew\.$"
+    ):
         command()
 
 

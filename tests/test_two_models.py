@@ -60,7 +60,9 @@ def guided(positive, negative, size=(8, 10), callback=None):
     sigmas = comfy.samplers.calculate_sigmas(positive.get_model_object("model_sampling"), "simple", 3)
     with torch.inference_mode():
         euler = comfy.samplers.sampler_object("euler")
-        return guider.sample(noise, torch.zeros_like(noise), euler, sigmas, callback=callback, disable_pbar=True, seed=2)
+        return guider.sample(
+            noise, torch.zeros_like(noise), euler, sigmas, callback=callback, disable_pbar=True, seed=2
+        )
 
 
 @pytest.mark.parametrize(("layout", "ways"), CASES, ids=str)
@@ -69,7 +71,10 @@ def test_two_models_at_once_are_stocks_however_each_keeps_its_weights(files, cli
     client, names = clients(**LAYOUTS[layout]), ("model", "other")
     release_all(client)
     stock = [load(files[name]) for name in names]
-    ours = [parallelize(load(files[name]), client, True, weights=way) for name, way in zip(names, ways, strict=True)]
+    ours = [
+        parallelize(load(files[name]), client, True, weights=way)
+        for name, way in zip(names, ways, strict=True)
+    ]
     truth, wider = guided(*stock), guided(*stock, size=(10, 10))
     with deadline(client):
         assert relative_error(guided(*ours), truth) <= BOUND

@@ -35,7 +35,9 @@ def notices(runtime):
     return [(notice.prompt, notice.node, notice.text, notice.count) for notice in runtime.notices.latest()]
 
 
-@pytest.mark.parametrize("chosen", [{"layout": "auto"}, {"ulysses": 2}, {"devices": "cpu,cpu", "ulysses": 2, "backend": "gloo"}])
+@pytest.mark.parametrize(
+    "chosen", [{"layout": "auto"}, {"ulysses": 2}, {"devices": "cpu,cpu", "ulysses": 2, "backend": "gloo"}]
+)
 def test_auto_mode_and_a_pool_of_the_same_layout_on_the_same_devices_share_their_workers(runtime, chosen):
     first = handle_of(runtime, runtime.choose(**chosen)).ensure()
     assert handle_of(runtime, runtime.default_choice()).ensure() is first
@@ -67,12 +69,17 @@ def test_the_wait_for_the_first_step_is_shown_while_a_layout_is_chosen(runtime, 
 def test_a_model_on_the_same_pool_by_another_choice_leaves_the_one_that_came_in_as_it_is(runtime):
     by_hand = runtime.parallelize(stock_model(5), runtime.choose(ulysses=2))
     left_open = runtime.parallelize(by_hand, runtime.default_choice())
-    assert runtime.planning.left_open(by_hand.remote) is None and runtime.planning.left_open(left_open.remote) is not None
+    assert (
+        runtime.planning.left_open(by_hand.remote) is None
+        and runtime.planning.left_open(left_open.remote) is not None
+    )
     assert runtime.parallelize(left_open, runtime.choose(ulysses=2)) is not left_open
     assert runtime.planning.left_open(left_open.remote) is not None
 
 
-def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_says_so_once_for_each_node(runtime):
+def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_says_so_once_for_each_node(
+    runtime,
+):
     chosen, auto = runtime.choose(pipefusion=2, ulysses=1), runtime.default_choice()
     for choice, node in ((chosen, "1"), (auto, "2"), (chosen, "3"), (auto, "2")):
         with CurrentNodeContext("prompt", node):
@@ -92,7 +99,10 @@ def test_more_ranks_than_cores_are_told_of(runtime, monkeypatch):
     assert not notices(runtime)
     runtime.choose(ulysses=3)
     (notice,) = runtime.notices.latest()
-    assert notice.text.startswith("ulysses 3 = 3 ranks on the CPU, which has 2 cores here") and not notice.one_gpu
+    assert (
+        notice.text.startswith("ulysses 3 = 3 ranks on the CPU, which has 2 cores here")
+        and not notice.one_gpu
+    )
 
 
 def test_a_notice_of_workers_started_anew_is_none_of_a_sampling_on_one_gpu(runtime):

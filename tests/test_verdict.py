@@ -31,7 +31,15 @@ def answer(said: Any) -> Done | Failed:
     if said == DONE:
         return Done(request=1, memory=MEMORY)
     kind, messages_done = said if isinstance(said, tuple) else (said, "all")
-    return Failed(request=1, kind=kind, phase="computing", text="that", trace="", memory=MEMORY, messages_done=messages_done)
+    return Failed(
+        request=1,
+        kind=kind,
+        phase="computing",
+        text="that",
+        trace="",
+        memory=MEMORY,
+        messages_done=messages_done,
+    )
 
 
 def request(meets: Meets, *said: Any, ranks: tuple[int, ...] = ()) -> InFlight:
@@ -64,7 +72,8 @@ TABLE = [
     (TOGETHER, [DONE, ERROR], {}, ModelError, 1),  # it went through the messages that others wait for
     (TOGETHER, [DONE, MEMORY_FULL], {}, OutOfMemory, 1),
     (TOGETHER, [DONE, (ERROR, "some")], {}, PoolFailed, 1),
-    (TOGETHER, [(ERROR, "some"), (ERROR, "some")], {}, PoolFailed, 0),  # messages may be left that only some have issued
+    # Messages may be left that only some have issued
+    (TOGETHER, [(ERROR, "some"), (ERROR, "some")], {}, PoolFailed, 0),
     (TOGETHER, [SILENT, ERROR], {}, PoolFailed, 1),
     (STAGED, [ERROR, DONE], {"stages": 2}, ModelError, 0),
     (STAGED, [REFUSED, DONE], {"stages": 2}, Refused, 0),
@@ -94,7 +103,12 @@ def test_only_the_ranks_that_were_asked_have_to_agree():
 
 @pytest.mark.parametrize(
     ("said", "error"),
-    [([ERROR, ERROR], None), ([ERROR, SILENT], PoolFailed), ([DONE, (ERROR, "some")], PoolFailed), ([DONE, ERROR], None)],
+    [
+        ([ERROR, ERROR], None),
+        ([ERROR, SILENT], PoolFailed),
+        ([DONE, (ERROR, "some")], PoolFailed),
+        ([DONE, ERROR], None),
+    ],
 )
 def test_what_a_cancelled_run_failed_with_is_told_only_where_the_pool_cannot_go_on(said, error):
     verdict = judge([request(STAGED, *said)], facts(stages=2), forgiven=True)
@@ -120,7 +134,9 @@ def test_the_others_are_waited_for_as_long_as_they_may_still_answer(failing, wai
     assert wait_after_failure(failing) == wait_s
 
 
-SAID = st.sampled_from([DONE, SILENT, ERROR, MEMORY_FULL, REFUSED, ROOM, (ERROR, "none"), (ERROR, "some"), (REFUSED, "none")])
+SAID = st.sampled_from(
+    [DONE, SILENT, ERROR, MEMORY_FULL, REFUSED, ROOM, (ERROR, "none"), (ERROR, "some"), (REFUSED, "none")]
+)
 
 
 @given(
@@ -147,13 +163,18 @@ def test_a_pool_never_goes_on_with_a_rank_that_owes_an_answer_or_a_message_left_
     ],
 )
 def test_a_death_is_one_sentence_with_its_cause_and_the_next_move(status, cause):
-    assert sentence_of_death("Rank 1 on cuda:1", "loading", status) == (
-        f"Rank 1 on cuda:1 {cause} while loading: run again, a fresh pool will be started."
+    assert (
+        sentence_of_death("Rank 1 on cuda:1", "loading", status)
+        == f"Rank 1 on cuda:1 {cause} while loading: run again, a fresh pool will be started."
     )
 
 
 def test_a_stall_names_the_limit_and_where_machines_meet_the_ports():
-    assert sentence_of_stall("Rank 1 on cpu", "computing", 2.0, over_machines=True) == (
-        "Rank 1 on cpu made no progress for 2 s while computing: run again, a fresh pool will be started (PIPEMESH_STALL_S sets the limit)."
+    assert (
+        sentence_of_stall("Rank 1 on cpu", "computing", 2.0, over_machines=True)
+        == "Rank 1 on cpu made no progress for 2 s while computing: run again, a fresh pool will be started"
+        " (PIPEMESH_STALL_S sets the limit)."
     )
-    assert "see that every port is open" in sentence_of_stall("Rank 1 on cpu", "joining", 2.0, over_machines=True)
+    assert "see that every port is open" in sentence_of_stall(
+        "Rank 1 on cpu", "joining", 2.0, over_machines=True
+    )

@@ -42,7 +42,9 @@ def test_what_a_sampler_may_be_asked_for_stays_exact(pair, options):
 
 def test_regional_prompts_with_areas_and_strengths_stay_exact(pair):
     stock, parallel = pair
-    region = [[tensor, {**extras, "area": (6, 5, 2, 3), "strength": 0.7}] for tensor, extras in conditioning(3, 9)]
+    region = [
+        [tensor, {**extras, "area": (6, 5, 2, 3), "strength": 0.7}] for tensor, extras in conditioning(3, 9)
+    ]
     regional = conditioning(1, 13) + region
     assert_same(partial(run, positive=regional, cfg=2.0), parallel, stock)
 
@@ -59,21 +61,29 @@ def test_conditioning_crosses_once_per_run_and_not_again_for_the_same_prompt(pai
     run(parallel, cfg=2.0, steps=4, positive=conditioning(11, 13), seed=8)
     assert client.session.conditioning.uploads == uploads
     run(parallel, cfg=2.0, steps=4, positive=conditioning(12, 13))
-    assert client.session.conditioning.uploads == uploads + 2  # the text and the pooled vector; guidance and the negative are known
+    # The text and the pooled vector; guidance and the negative are known
+    assert client.session.conditioning.uploads == uploads + 2
 
 
 def test_conditioning_in_ranks_is_told_with_their_memory_and_goes_at_the_runs_end(pair, client):
     """ComfyUI counts it where ranks are on its own device."""
     _stock, parallel = pair
     texts, seen = conditioning(21, 300), []
-    run(parallel, positive=texts, steps=2, callback=lambda *_: seen.append((parallel.loaded_size(), client.session.pool.memory)))
+    run(
+        parallel,
+        positive=texts,
+        steps=2,
+        callback=lambda *_: seen.append((parallel.loaded_size(), client.session.pool.memory)),
+    )
     size, memory = seen[-1]
     kept = [one.conditioning for one in memory]
     assert min(kept) > texts[0][0].nbytes and size == parallel.loaded_size() + max(kept)
     assert [one.conditioning for one in client.session.pool.memory] == [0, 0]
 
 
-def test_conditioning_that_changes_between_evaluations_of_one_branch_is_never_the_one_before(pair, client, requests, monkeypatch):
+def test_conditioning_that_changes_between_evaluations_of_one_branch_is_never_the_one_before(
+    pair, client, requests, monkeypatch
+):
     """A foreign pack may give one cond other content at every step. The ranks begin with the
     content they had and are called back.
     """
@@ -88,7 +98,8 @@ def test_conditioning_that_changes_between_evaluations_of_one_branch_is_never_th
     monkeypatch.setattr(Flux, "forward", fading)
     before = requests["Forward"]
     assert relative_error(run(parallel, cfg=3.0), run(stock, cfg=3.0)) <= BOUND
-    assert requests["Forward"] - before == 8  # 3 steps of two branches, and the first surprise of each cost a request more
+    # 3 steps of two branches, and the first surprise of each cost a request more
+    assert requests["Forward"] - before == 8
 
 
 def test_previews_and_progress_are_called_for_every_step(pair):
@@ -96,9 +107,23 @@ def test_previews_and_progress_are_called_for_every_step(pair):
     seen = {}
     for model in pair:
         seen[model] = []
-        run(model, steps=3, callback=lambda step, x0, x, total, model=model: seen[model].append((step, total, x0.clone())))
-    assert [entry[:2] for entry in seen[stock]] == [entry[:2] for entry in seen[parallel]] == [(0, 3), (1, 3), (2, 3)]
-    assert max(relative_error(ours[2], theirs[2]) for ours, theirs in zip(seen[parallel], seen[stock], strict=True)) <= BOUND
+        run(
+            model,
+            steps=3,
+            callback=lambda step, x0, x, total, model=model: seen[model].append((step, total, x0.clone())),
+        )
+    assert (
+        [entry[:2] for entry in seen[stock]]
+        == [entry[:2] for entry in seen[parallel]]
+        == [(0, 3), (1, 3), (2, 3)]
+    )
+    assert (
+        max(
+            relative_error(ours[2], theirs[2])
+            for ours, theirs in zip(seen[parallel], seen[stock], strict=True)
+        )
+        <= BOUND
+    )
 
 
 def test_a_cancel_between_steps_is_the_hosts_interrupt_and_the_next_run_is_right(pair, client):
@@ -158,9 +183,16 @@ handle.close()
 def test_the_ui_loads_no_weights_and_keeps_no_private_copy(tmp_path, files, setup):
     large = write_model(tmp_path / "large.safetensors", heads=4, blocks=(4, 4))
     root = Path(__file__).resolve().parent.parent
-    paths = {"root": str(root), "launcher": str(root / "launcher"), "small": files["model"], "large": str(large)}
+    paths = {
+        "root": str(root),
+        "launcher": str(root / "launcher"),
+        "small": files["model"],
+        "large": str(large),
+    }
     script = UI_MEMORY.format(comfyui=setup.comfyui, **paths)
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    answer = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[-1]
     grown, loaded = json.loads(answer)
     assert grown <= 0.05 * large.stat().st_size
     assert loaded == 0
@@ -180,7 +212,10 @@ def test_a_change_of_lora_strength_reapplies_patches_without_reloading(pair, fil
     run(parallel)
     requests.clear()
     for strength in (1.0, 0.5):
-        assert relative_error(run(with_lora(parallel, files, strength)), run(with_lora(stock, files, strength))) <= BOUND
+        assert (
+            relative_error(run(with_lora(parallel, files, strength)), run(with_lora(stock, files, strength)))
+            <= BOUND
+        )
     assert requests["SetWeightPatches"] == 2 and requests["Load"] == requests["Release"] == 0
 
 
@@ -210,7 +245,9 @@ def test_the_same_loader_output_serves_stock_and_pool_in_turn(files, client, req
     assert model.model.model_loaded_weight_memory > 0
     run(parallel)
     assert model.model.model_loaded_weight_memory == 0, "stock weights were left behind on the UI's device"
-    assert requests["Load"] <= 1 and requests["Release"] == 0, "switching between clones released the pool's copy"
+    assert requests["Load"] <= 1 and requests["Release"] == 0, (
+        "switching between clones released the pool's copy"
+    )
 
 
 def test_merged_models_are_exact(files, client):
@@ -230,7 +267,9 @@ def test_merged_models_are_exact(files, client):
 
 
 def test_two_models_stay_resident_and_switching_reloads_nothing(files, client, requests):
-    first, second = (parallelize(load(files[name]), client, holds_ui_device=True) for name in ("model", "other"))
+    first, second = (
+        parallelize(load(files[name]), client, holds_ui_device=True) for name in ("model", "other")
+    )
     truths = run(load(files["model"])), run(load(files["other"]))
     for model, truth in zip((first, second), truths, strict=True):
         assert relative_error(run(model), truth) <= BOUND
@@ -272,7 +311,9 @@ def test_free_reaches_the_pool_when_the_samplers_own_clone_is_gone(files, client
     truth = run(stock)
     mm.unload_all_models()
     for strength in (None, 0.7, 0.3):
-        parallel = parallelize(with_lora(stock, files, strength) if strength else stock, client, holds_ui_device=True)
+        parallel = parallelize(
+            with_lora(stock, files, strength) if strength else stock, client, holds_ui_device=True
+        )
         model = parallel.remote.source.model
         run(parallel)
         share = parallel.loaded_size()

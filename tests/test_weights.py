@@ -135,7 +135,10 @@ def test_weights_in_another_dtype_than_the_files_are_compared_as_the_loader_cast
 
 def test_the_transformer_of_a_whole_checkpoint_is_compared_under_its_own_names(tmp_path, files):
     path = tmp_path / "checkpoint.safetensors"
-    state = {f"model.diffusion_model.{name}": tensor for name, tensor in safetensors.torch.load_file(files["model"]).items()}
+    state = {
+        f"model.diffusion_model.{name}": tensor
+        for name, tensor in safetensors.torch.load_file(files["model"]).items()
+    }
     safetensors.torch.save_file({**state, "vae.decoder.conv_in.bias": torch.zeros(8)}, path)
     patcher = comfy.sd.load_checkpoint_guess_config(str(path), output_vae=False, output_clip=False)[0]
     weights = compared(patcher)
@@ -158,7 +161,9 @@ def test_a_checkpoint_that_cannot_be_mapped_is_compared_too(tmp_path, files):
 
 def test_weights_that_comfyui_computes_from_those_of_the_file_are_compared(patcher, monkeypatch):
     """As it splits one of PixelDiT's into two."""
-    monkeypatch.setattr(patcher.model.model_config, "process_unet_state_dict", lambda state: {**state, NAME: state[NAME] * 1})
+    monkeypatch.setattr(
+        patcher.model.model_config, "process_unet_state_dict", lambda state: {**state, NAME: state[NAME] * 1}
+    )
     weights = compared(patcher)
     assert not weights.changed
     with torch.inference_mode(parameter(patcher).is_inference()):
@@ -222,7 +227,11 @@ def test_a_change_is_found_when_the_checkpoint_is_gone(tmp_path):
     parameter(patcher).data[5, 5] += 1
     weights.compare(patcher)
     assert NAME in weights.changed
-    written = {slot.name for slot in slots(patcher.model.diffusion_model) if not is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes)}
+    written = {
+        slot.name
+        for slot in slots(patcher.model.diffusion_model)
+        if not is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes)
+    }
     assert weights.changed <= written, "only what lies on the page that was written to"
 
 

@@ -65,19 +65,32 @@ def tensors(draw) -> torch.Tensor:
 
 
 SCALARS = st.one_of(
-    *(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(allow_nan=False), st.text(max_size=8), st.binary(max_size=8)),
+    *(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(allow_nan=False),
+        st.text(max_size=8),
+        st.binary(max_size=8),
+    ),
 )
 ITEMS = st.recursive(
     st.one_of(SCALARS, st.sampled_from(DTYPES)),
     lambda inner: st.one_of(st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)),
     max_leaves=4,
 )
-LEAVES = st.one_of(SCALARS, st.sampled_from(DTYPES), tensors(), st.frozensets(ITEMS, max_size=4), st.sets(ITEMS, max_size=4))
+LEAVES = st.one_of(
+    SCALARS, st.sampled_from(DTYPES), tensors(), st.frozensets(ITEMS, max_size=4), st.sets(ITEMS, max_size=4)
+)
 KEYS = st.one_of(st.text(max_size=6), st.integers(-(2**63), 2**63 - 1))
 TREES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
-        *(st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(KEYS, inner, max_size=4)),
+        *(
+            st.lists(inner, max_size=4),
+            st.lists(inner, max_size=4).map(tuple),
+            st.dictionaries(KEYS, inner, max_size=4),
+        ),
     ),
     max_leaves=12,
 )
@@ -86,7 +99,11 @@ TREES = st.recursive(
 def same(one, other) -> bool:
     """Equal in content, in every type and to the bit."""
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and (one.shape, one.dtype, bits(one)) == (other.shape, other.dtype, bits(other))
+        return isinstance(other, torch.Tensor) and (one.shape, one.dtype, bits(one)) == (
+            other.shape,
+            other.dtype,
+            bits(other),
+        )
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)):
@@ -104,7 +121,10 @@ def test_a_tree_of_tensors_and_plain_data_crosses_unchanged(tree):
     arena = Arena(nbytes=BOARD_BYTES + (64 << 10))
     try:
         with arena.frame() as frame:
-            assert same(tree, decode_tree(encode_tree(tree, lambda _path, tensor: frame.put(tensor)), arena.segment.tensor))
+            assert same(
+                tree,
+                decode_tree(encode_tree(tree, lambda _path, tensor: frame.put(tensor)), arena.segment.tensor),
+            )
         assert is_plain(tree)
     finally:
         arena.close()
@@ -153,7 +173,11 @@ def test_equal_sets_are_equal_bytes():
 
 def test_tensors_are_offered_under_their_path():
     paths = []
-    tree = {"control": {"input": [torch.zeros(1), None, torch.zeros(1)]}, "x": torch.zeros(1), 7: (torch.zeros(1),)}
+    tree = {
+        "control": {"input": [torch.zeros(1), None, torch.zeros(1)]},
+        "x": torch.zeros(1),
+        7: (torch.zeros(1),),
+    }
     encode_tree(tree, lambda path, _tensor: paths.append(path) or TensorRef(0, (1,), "float32"))
     assert paths == ["control/input/0", "control/input/2", "x", "7/0"]
 
@@ -179,7 +203,10 @@ def test_a_foreign_extension_is_rejected(body, arena):
 
 
 def test_a_scalar_that_is_not_finite_crosses():
-    values = decode_tree(encode_tree([inf, -inf, float("nan")], lambda _path, _tensor: TensorRef(0, (), "uint8")), lambda ref: None)
+    values = decode_tree(
+        encode_tree([inf, -inf, float("nan")], lambda _path, _tensor: TensorRef(0, (), "uint8")),
+        lambda ref: None,
+    )
     assert values[:2] == [inf, -inf]
     assert values[2] != values[2]
 
@@ -188,7 +215,9 @@ def test_what_a_tree_was_read_from_is_let_go_at_once():
     """Not when the garbage collector comes by: it may be a segment that holds a whole model."""
     source = Foreign()
     source.get = lambda ref: torch.zeros(1)
-    body = encode_tree({"a": ([torch.zeros(1)], torch.float32)}, lambda _path, _tensor: TensorRef(0, (1,), "float32"))
+    body = encode_tree(
+        {"a": ([torch.zeros(1)], torch.float32)}, lambda _path, _tensor: TensorRef(0, (1,), "float32")
+    )
     gone = weakref.ref(source)
     gc.disable()
     try:
@@ -224,7 +253,9 @@ def framed(message: msgspec.Struct) -> bytes:
 
 
 def test_every_request_and_every_answer_passes_another_machine():
-    requests, answers = (set(get_args(get_type_hints(kind)[name])) for kind, name in ((ForRanks, "request"), (Said, "message")))
+    requests, answers = (
+        set(get_args(get_type_hints(kind)[name])) for kind, name in ((ForRanks, "request"), (Said, "message"))
+    )
     assert requests == set(get_args(Request)) == set(get_args(ToRank)) - {Start, Close}
     assert answers == set(get_args(FromRank))
 
@@ -232,7 +263,10 @@ def test_every_request_and_every_answer_passes_another_machine():
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=4), st.data())
 def test_messages_arrive_whole_however_the_bytes_are_cut(sizes, data):
-    messages = [Done(request=index + 1, memory=Memory(1, 2, 3), output=bytes(size)) for index, size in enumerate(sizes)]
+    messages = [
+        Done(request=index + 1, memory=Memory(1, 2, 3), output=bytes(size))
+        for index, size in enumerate(sizes)
+    ]
     stream = b"".join(map(framed, messages))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=6)))
     ours, theirs = socket.socketpair()
@@ -294,7 +328,15 @@ def test_descriptors_arrive_with_the_message_they_were_sent_with(ends):
         {"type": "Release", "request": 1, "model": "a message for ranks"},
         {"type": "Done", "request": "one", "memory": [1, 2, 3]},
         {"type": "Done", "request": 1, "memory": [1, 2]},
-        {"type": "Failed", "request": 1, "kind": "unheard of", "phase": "", "text": "", "trace": "", "memory": [1, 2, 3]},
+        {
+            "type": "Failed",
+            "request": 1,
+            "kind": "unheard of",
+            "phase": "",
+            "text": "",
+            "trace": "",
+            "memory": [1, 2, 3],
+        },
         [1, 2, 3],
     ],
 )
@@ -359,7 +401,9 @@ def test_a_closed_peer_is_told_to_the_writer(ends):
 
 def test_a_peer_that_dies_in_the_middle_of_a_message_closes_the_channel(ends):
     ui, _, raw = ends
-    raw.sendall(framed(Failed(request=1, kind="error", phase="", text="", trace="", memory=Memory(1, 2, 3)))[:-3])
+    raw.sendall(
+        framed(Failed(request=1, kind="error", phase="", text="", trace="", memory=Memory(1, 2, 3)))[:-3]
+    )
     raw.close()
     with pytest.raises(ChannelClosed):
         ui.receive()

@@ -67,7 +67,11 @@ class RunError:
     exception: str = ""
 
     def __str__(self) -> str:
-        return f"{self.class_type} (node {self.node}) {self.kind}: {self.message}" if self.node else f"{self.kind}: {self.message}"
+        return (
+            f"{self.class_type} (node {self.node}) {self.kind}: {self.message}"
+            if self.node
+            else f"{self.kind}: {self.message}"
+        )
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,9 @@ class ComfyApi:
         """The JSON of the answer, None if it is empty; raises urllib.error.HTTPError (with a code)
         or another OSError.
         """
-        request = urllib.request.Request(f"http://{self.address}{path}", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://{self.address}{path}", body, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=30) as answer:
             text = answer.read()
         return json.loads(text) if text else None
@@ -134,7 +140,9 @@ class ComfyApi:
     def history(self, prompt_id: str) -> Mapping[str, Any]:
         return self.get(f"/history/{prompt_id}")[prompt_id]
 
-    def run(self, graph: Graph, on_event: Callable[[Event], None] | None = None, timeout_s: float = 300.0) -> RunResult:
+    def run(
+        self, graph: Graph, on_event: Callable[[Event], None] | None = None, timeout_s: float = 300.0
+    ) -> RunResult:
         """Queues `graph` and waits for its end. An error of the graph is in the result; ServerError
         is for the server itself.
 
@@ -143,7 +151,9 @@ class ComfyApi:
         try:
             return asyncio.run(asyncio.wait_for(self._run(graph, on_event), timeout_s))
         except (asyncio.TimeoutError, TimeoutError) as error:
-            raise ServerError(f"the run did not end within {timeout_s:.0f} s; ComfyUI's last lines:\n{self.log_tail()}") from error
+            raise ServerError(
+                f"the run did not end within {timeout_s:.0f} s; ComfyUI's last lines:\n{self.log_tail()}"
+            ) from error
 
     async def _run(self, graph: Graph, on_event: Callable[[Event], None] | None) -> RunResult:
         client_id = uuid.uuid4().hex
@@ -165,13 +175,23 @@ class ComfyApi:
             outputs=self.history(prompt_id)["outputs"],
             previews=[event.image for event in events if event.type == "preview"],
             ticks=[_tick(event) for event in events if event.type == "progress"],
-            error=next((_failure(event) for event in events if event.type in ("execution_error", "execution_interrupted")), None),
+            error=next(
+                (
+                    _failure(event)
+                    for event in events
+                    if event.type in ("execution_error", "execution_interrupted")
+                ),
+                None,
+            ),
             duration_s=events[-1].at_s - started_s,
             events=events,
         )
 
     async def _events_of(
-        self, ws: aiohttp.ClientWebSocketResponse[bool], prompt_id: str, on_event: Callable[[Event], None] | None
+        self,
+        ws: aiohttp.ClientWebSocketResponse[bool],
+        prompt_id: str,
+        on_event: Callable[[Event], None] | None,
     ) -> list[Event]:
         """Every event of this prompt, up to and with its last."""
         events: list[Event] = []
@@ -221,5 +241,12 @@ def _refusal(answer: Mapping[str, Any]) -> RunError:
     """The first complaint about a node, else about the graph."""
     for node, complaint in answer["node_errors"].items():
         for error in complaint["errors"]:
-            return RunError("refused", node, complaint["class_type"], f"{error['message']}: {error['details']}".strip(": "))
-    return RunError("refused", "", "", f"{answer['error']['message']}: {answer['error']['details']}".strip(": "))
+            return RunError(
+                "refused",
+                node,
+                complaint["class_type"],
+                f"{error['message']}: {error['details']}".strip(": "),
+            )
+    return RunError(
+        "refused", "", "", f"{answer['error']['message']}: {answer['error']['details']}".strip(": ")
+    )

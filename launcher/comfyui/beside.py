@@ -40,9 +40,14 @@ def ensure_from_archive(archive: Path, root: Path, tools: Tools, sha256: str = "
     try:
         digest = sha256_of(archive)
     except OSError as error:
-        raise LaunchError(f"{archive} cannot be read ({error.strerror or error}): name an archive of ComfyUI's tree.") from error
+        raise LaunchError(
+            f"{archive} cannot be read ({error.strerror or error}): name an archive of ComfyUI's tree."
+        ) from error
     if sha256 and digest != sha256.lower():
-        raise LaunchError(f"{archive} has the sha256 {digest}, not {sha256}: download it again, or ask whoever gave you the digest.")
+        raise LaunchError(
+            f"{archive} has the sha256 {digest}, not {sha256}: download it again, or ask whoever gave you the"
+            " digest."
+        )
     first = ensure_installed(root, tools)
     requirements = pack_requirements(root)
 
@@ -80,10 +85,15 @@ def unpack_comfyui(worker: Worker, archive: Path) -> None:
     partial = worker.install.scratch / "ComfyUI"
     worker.unpack(archive, "", partial)
     if not all((partial / name).is_file() for name in ("main.py", "requirements.txt", "comfyui_version.py")):
-        raise LaunchError(f"{archive} holds no ComfyUI: take an archive of ComfyUI's tree, with its main.py in the one folder at its top.")
+        raise LaunchError(
+            f"{archive} holds no ComfyUI: take an archive of ComfyUI's tree, with its main.py in the one"
+            " folder at its top."
+        )
     version = comfyui_version(partial)
     if numbers(version) < numbers(COMFYUI_VERSION):
-        raise LaunchError(f"{archive} holds ComfyUI {version or 'too old to tell'}: take {COMFYUI_VERSION} or newer.")
+        raise LaunchError(
+            f"{archive} holds ComfyUI {version or 'too old to tell'}: take {COMFYUI_VERSION} or newer."
+        )
     os.replace(partial, worker.install.comfyui)
 
 
@@ -100,7 +110,11 @@ def make_venv_over(worker: Worker, first: Install) -> None:
 
 
 def site_packages(venv: Path) -> Path:
-    return venv / ("Lib/site-packages" if os.name == "nt" else f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages")
+    return venv / (
+        "Lib/site-packages"
+        if os.name == "nt"
+        else f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    )
 
 
 def numbers(version: str) -> tuple[int, ...]:

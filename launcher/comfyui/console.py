@@ -20,7 +20,13 @@ class Console:
     shows at most every 15 s).
     """
 
-    def __init__(self, write: Callable[[str], object], *, terminal: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        write: Callable[[str], object],
+        *,
+        terminal: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.write = write
         self.terminal = terminal
         self.clock = clock
@@ -49,7 +55,9 @@ def stderr_console() -> Console:
     return Console(write, terminal=sys.stderr.isatty())
 
 
-def run_logged(command: Sequence[str], log: Path, live: Callable[[str], None], env: Mapping[str, str], keep_open: int) -> int:
+def run_logged(
+    command: Sequence[str], log: Path, live: Callable[[str], None], env: Mapping[str, str], keep_open: int
+) -> int:
     """Runs `command`, its output into `log`; `live` gets the last line at every line and every
     second. Returns the exit status.
 

@@ -17,7 +17,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .beside import ensure_from_archive, numbers
-from .install import COMFYUI_VERSION, Install, LaunchError, Tools, comfyui_version, ensure_installed, install_of, venv_python
+from .install import (
+    COMFYUI_VERSION,
+    Install,
+    LaunchError,
+    Tools,
+    comfyui_version,
+    ensure_installed,
+    install_of,
+    venv_python,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK_NAME = "pipemesh"
@@ -48,13 +57,22 @@ class ComfyInstall:
 def missing_modules(python: str, modules: Sequence[str]) -> tuple[str, ...] | None:
     """Those of `modules` that this python does not find; None where it does not run at all."""
     try:
-        found = subprocess.run([python, "-c", FIND_MODULES, *modules], capture_output=True, text=True, timeout=60, check=True, cwd=os.sep)
+        found = subprocess.run(
+            [python, "-c", FIND_MODULES, *modules],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            cwd=os.sep,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return tuple(found.stdout.split())
 
 
-def ensure_comfyui(root: Path = ROOT, tools: Tools | None = None, missing: MissingModules = missing_modules) -> ComfyInstall:
+def ensure_comfyui(
+    root: Path = ROOT, tools: Tools | None = None, missing: MissingModules = missing_modules
+) -> ComfyInstall:
     """The ComfyUI of the checkout `root`: the user's own where there is one, else the cached one,
     of an archive where PIPEMESH_COMFYUI names a file, installed first where it is missing. Raises
     LaunchError.
@@ -71,7 +89,9 @@ def ensure_comfyui(root: Path = ROOT, tools: Tools | None = None, missing: Missi
 
 def is_installed(root: Path, env: Mapping[str, str]) -> bool:
     """True if there is a ComfyUI, so that `ensure_comfyui` installs nothing large."""
-    return install_of(root, env).is_complete or (named_archive(env) is None and find_own(root, env) is not None)
+    return install_of(root, env).is_complete or (
+        named_archive(env) is None and find_own(root, env) is not None
+    )
 
 
 def named_archive(env: Mapping[str, str]) -> Path | None:
@@ -85,7 +105,9 @@ def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
     if env.get("PIPEMESH_COMFYUI"):
         own = Path(env["PIPEMESH_COMFYUI"]).expanduser().absolute()
         if not (own / "main.py").exists():
-            raise LaunchError(f"PIPEMESH_COMFYUI={own} holds no ComfyUI: point it to the folder that has ComfyUI's main.py.")
+            raise LaunchError(
+                f"PIPEMESH_COMFYUI={own} holds no ComfyUI: point it to the folder that has ComfyUI's main.py."
+            )
         return own
     around = root.parent.parent
     return around if root.parent.name == "custom_nodes" and comfyui_version(around) else None
@@ -97,7 +119,10 @@ def own_comfyui(comfyui: Path, root: Path, env: Mapping[str, str], missing: Miss
     """
     version = comfyui_version(comfyui)
     if numbers(version) < numbers(COMFYUI_VERSION):
-        raise LaunchError(f"ComfyUI in {comfyui} is {version or 'too old to tell'}: update it to {COMFYUI_VERSION} or newer.")
+        raise LaunchError(
+            f"ComfyUI in {comfyui} is {version or 'too old to tell'}: update it to {COMFYUI_VERSION} or"
+            " newer."
+        )
     candidates = own_pythons(comfyui, env)
     for python in candidates:
         lacking = missing(python, ("torch", *_module_names(root)))
@@ -105,7 +130,9 @@ def own_comfyui(comfyui: Path, root: Path, env: Mapping[str, str], missing: Miss
             return ComfyInstall(python, str(comfyui), version, base="")
         if lacking and "torch" not in lacking:
             command = shlex.join([python, "-m", "pip", "install", "-r", str(root / "requirements.txt")])
-            raise LaunchError(f"{python} of ComfyUI in {comfyui} has no {' and no '.join(lacking)}: run {command}")
+            raise LaunchError(
+                f"{python} of ComfyUI in {comfyui} has no {' and no '.join(lacking)}: run {command}"
+            )
     raise LaunchError(
         f"No Python with torch was found for ComfyUI in {comfyui} (looked at {', '.join(candidates)}): "
         "set PIPEMESH_PYTHON to the python that runs it."
@@ -127,12 +154,18 @@ def own_pythons(comfyui: Path, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def cached_comfyui(install: Install) -> ComfyInstall:
-    return ComfyInstall(str(install.python), str(install.comfyui), comfyui_version(install.comfyui), str(install.base))
+    return ComfyInstall(
+        str(install.python), str(install.comfyui), comfyui_version(install.comfyui), str(install.base)
+    )
 
 
 def _module_names(root: Path) -> tuple[str, ...]:
     lines = (root / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    return tuple(re.split(r"[^\w.-]", line.strip())[0].replace("-", "_") for line in lines if line.strip() and not line.startswith("#"))
+    return tuple(
+        re.split(r"[^\w.-]", line.strip())[0].replace("-", "_")
+        for line in lines
+        if line.strip() and not line.startswith("#")
+    )
 
 
 def link_checkout(comfyui: Path, root: Path) -> str:
@@ -149,27 +182,43 @@ def link_checkout(comfyui: Path, root: Path) -> str:
         done += f" It led to {before}, which {'is another checkout' if before.exists() else 'is gone'}."
         link.unlink()
     elif link.exists():
-        raise LaunchError(f"{link} is in the way and is no link: move it elsewhere, then run this command again.")
+        raise LaunchError(
+            f"{link} is in the way and is no link: move it elsewhere, then run this command again."
+        )
     try:
         link.symlink_to(root, target_is_directory=True)
     except OSError as error:
-        raise LaunchError(f"{link} cannot be made ({error.strerror or error}): link or copy {root} there by hand.") from error
+        raise LaunchError(
+            f"{link} cannot be made ({error.strerror or error}): link or copy {root} there by hand."
+        ) from error
     return done
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launcher host", description="Finds or installs the ComfyUI that the commands run on.")
-    parser.add_argument("--link", action="store_true", help="link this checkout into your own ComfyUI's custom_nodes too")
-    parser.add_argument("--json", action="store_true", help="print where ComfyUI is as JSON, and link nothing")
+    parser = argparse.ArgumentParser(
+        prog="python -m launcher host", description="Finds or installs the ComfyUI that the commands run on."
+    )
     parser.add_argument(
-        "--from", dest="archive", type=Path, metavar="ARCHIVE", help="install the ComfyUI of this tar archive beside the first"
+        "--link", action="store_true", help="link this checkout into your own ComfyUI's custom_nodes too"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print where ComfyUI is as JSON, and link nothing"
+    )
+    parser.add_argument(
+        "--from",
+        dest="archive",
+        type=Path,
+        metavar="ARCHIVE",
+        help="install the ComfyUI of this tar archive beside the first",
     )
     parser.add_argument("--sha256", default="", metavar="HEX", help="the digest that the archive must have")
     options = parser.parse_args(argv)
     if options.sha256 and not options.archive:
         parser.error("--sha256 is the digest of an archive: name it with --from")
     if options.archive:
-        host = cached_comfyui(ensure_from_archive(options.archive.expanduser().absolute(), ROOT, Tools(), options.sha256))
+        host = cached_comfyui(
+            ensure_from_archive(options.archive.expanduser().absolute(), ROOT, Tools(), options.sha256)
+        )
     else:
         host = ensure_comfyui()
     if options.json:
@@ -180,11 +229,14 @@ def main(argv: Sequence[str]) -> int:
         print(link_checkout(Path(host.comfyui), ROOT))
     else:
         print("Nothing was linked into your own ComfyUI; add --link to do so.")
-    print(f"\nStart it with (add --cpu where there is no GPU):\n  {shlex.join([host.python, str(Path(host.comfyui) / 'main.py')])}")
+    print(
+        "\nStart it with (add --cpu where there is no GPU):\n "
+        f" {shlex.join([host.python, str(Path(host.comfyui) / 'main.py')])}"
+    )
     if others := other_installs(host):
         print(
-            "\nOther ComfyUIs in this cache, for other requirements or of archives; delete those that no checkout needs:\n  "
-            + "\n  ".join(others)
+            "\nOther ComfyUIs in this cache, for other requirements or of archives; delete those that no"
+            " checkout needs:\n  " + "\n  ".join(others)
         )
     return 0
 
@@ -192,7 +244,15 @@ def main(argv: Sequence[str]) -> int:
 def other_installs(host: ComfyInstall) -> tuple[str, ...]:
     """The folders of the other ComfyUIs in this cache, without the one that `host` lies over."""
     base = Path(host.base)
-    return tuple(sorted(str(path) for path in base.parent.iterdir() if path.is_dir() and not is_part_of(base, path))) if host.base else ()
+    return (
+        tuple(
+            sorted(
+                str(path) for path in base.parent.iterdir() if path.is_dir() and not is_part_of(base, path)
+            )
+        )
+        if host.base
+        else ()
+    )
 
 
 def is_part_of(base: Path, other: Path) -> bool:

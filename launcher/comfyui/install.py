@@ -31,11 +31,19 @@ NEEDED_BYTES = 10 * 10**9  # 6 GB stay; pip's downloads need the rest while it i
 REGISTRY = Path(__file__).with_name("registry.py")
 SCHEMA = "1"
 STAMP = "complete"
-LEAKING_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV")
+LEAKING_VARIABLES = (
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PIP_USER",
+    "PIP_TARGET",
+    "PIP_PREFIX",
+    "PIP_REQUIRE_VIRTUALENV",
+)
 
 NO_SPACE = re.compile(r"No space left on device|\[Errno 28\]|not enough space on the disk", re.I)
 NO_NETWORK = re.compile(
-    r"NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Max retries exceeded|name ?resolution|Could not resolve host"
+    r"NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Max retries exceeded|name"
+    r" ?resolution|Could not resolve host"
     r"|Connection (refused|reset|broken|aborted)|Network is unreachable|timed out",
     re.I,
 )
@@ -79,9 +87,14 @@ def pack_requirements(root: Path) -> tuple[str, ...]:
     3.11 only.
     """
     ours = [line.strip() for line in (root / "requirements.txt").read_text(encoding="utf-8").splitlines()]
-    extra = re.search(r"^test = \[(.*?)^\]", (root / "pyproject.toml").read_text(encoding="utf-8"), re.S | re.M)
+    extra = re.search(
+        r"^test = \[(.*?)^\]", (root / "pyproject.toml").read_text(encoding="utf-8"), re.S | re.M
+    )
     assert extra, "pyproject.toml has no `test = [...]` extra"
-    return (*(line for line in ours if line and not line.startswith("#")), *re.findall(r'"([^"]+)"', extra[1]))
+    return (
+        *(line for line in ours if line and not line.startswith("#")),
+        *re.findall(r'"([^"]+)"', extra[1]),
+    )
 
 
 def install_key(requirements: Sequence[str]) -> str:
@@ -146,7 +159,10 @@ def ensure_installed(root: Path, tools: Tools) -> Install:
         return (
             ("a Python environment", worker.make_venv),
             (f"ComfyUI {COMFYUI_VERSION}", worker.fetch_comfyui),
-            ("torch, ComfyUI's requirements and ours (the long one)", lambda: worker.install_packages(requirements)),
+            (
+                "torch, ComfyUI's requirements and ours (the long one)",
+                lambda: worker.install_packages(requirements),
+            ),
             ("a look whether it all imports", worker.check),
             ("compiling ComfyUI's modules", worker.compile),
         )
@@ -155,8 +171,10 @@ def ensure_installed(root: Path, tools: Tools) -> Install:
         install,
         Recipe(
             title="ComfyUI",
-            costs="About 6 GB and 3 minutes, once; every checkout with the same requirements shares it. Your own ComfyUI is used instead\n"
-            "when PIPEMESH_COMFYUI names its folder.",
+            costs=(
+                "About 6 GB and 3 minutes, once; every checkout with the same requirements shares it. Your"
+                " own ComfyUI is used instead\nwhen PIPEMESH_COMFYUI names its folder."
+            ),
             needed_bytes=NEEDED_BYTES,
             steps=steps,
             stamp=(COMFYUI_SDIST, *TORCH_PINS, *requirements),
@@ -188,7 +206,10 @@ def ensure_complete(install: Install, recipe: Recipe, tools: Tools) -> Install:
 
 def _install(install: Install, recipe: Recipe, tools: Tools, lock: int) -> None:
     started = install.base.exists()
-    tools.console.say(f"{'Repairing an unfinished install' if started else f'Installing {recipe.title}'} in {install.base}\n{recipe.costs}")
+    tools.console.say(
+        f"{'Repairing an unfinished install' if started else f'Installing {recipe.title}'} in"
+        f" {install.base}\n{recipe.costs}"
+    )
     _clear(install.base)
     if tools.free_bytes(install.base.parent) < recipe.needed_bytes:
         raise _disk_full(install, tools, recipe.needed_bytes)
@@ -236,11 +257,19 @@ class Worker:
 
     def install_packages(self, requirements: Sequence[str]) -> None:
         """Installs all in one call, so that the torch pins hold against everything else."""
-        self.must(*self._pip("install"), *TORCH_PINS, "-r", str(self.install.comfyui / "requirements.txt"), *requirements)
+        self.must(
+            *self._pip("install"),
+            *TORCH_PINS,
+            "-r",
+            str(self.install.comfyui / "requirements.txt"),
+            *requirements,
+        )
 
     def check(self) -> None:
         self.must(
-            str(self.install.python), "-c", "import torch, torchvision, torchaudio, transformers, aiohttp, greenlet, msgspec, safetensors"
+            str(self.install.python),
+            "-c",
+            "import torch, torchvision, torchaudio, transformers, aiohttp, greenlet, msgspec, safetensors",
         )
 
     def compile(self) -> None:
@@ -250,7 +279,15 @@ class Worker:
         self.try_(str(self.install.python), "-m", "compileall", "-q", "-j", "0", str(self.install.comfyui))
 
     def _pip(self, command: str) -> tuple[str, ...]:
-        return (str(self.install.python), "-m", "pip", command, "--disable-pip-version-check", "--progress-bar", "off")
+        return (
+            str(self.install.python),
+            "-m",
+            "pip",
+            command,
+            "--disable-pip-version-check",
+            "--progress-bar",
+            "off",
+        )
 
     def must(self, *command: str) -> None:
         if self.try_(*command) != 0:
@@ -277,27 +314,36 @@ class Worker:
             )
         if NO_NETWORK.search(output):
             return LaunchError(
-                "The Python package registry did not answer: check the network and pip's index and proxy settings, "
-                f"then run this command again {see}."
+                "The Python package registry did not answer: check the network and pip's index and proxy"
+                f" settings, then run this command again {see}."
             )
         if match := NO_ARCHIVE.search(output):
-            return LaunchError(f"{match[1]}: point PIPEMESH_COMFYUI to the folder of a ComfyUI of your own {see}.")
+            return LaunchError(
+                f"{match[1]}: point PIPEMESH_COMFYUI to the folder of a ComfyUI of your own {see}."
+            )
         if match := NO_MATCH.search(output):
-            python = f"Python {sys.version_info.major}.{sys.version_info.minor} on {sys.platform} {platform.machine()}"
+            python = (
+                f"Python {sys.version_info.major}.{sys.version_info.minor} on {sys.platform}"
+                f" {platform.machine()}"
+            )
             return LaunchError(
                 f"The package registry has no {match[1]} for {python}: run this command with another Python "
                 f"(3.10 to 3.13), or point PIPEMESH_COMFYUI to a ComfyUI of your own {see}."
             )
         last = output.strip().rpartition("\n")[2]
-        return LaunchError(f"The install stopped with `{last}`: mend that and run this command again; it starts afresh {see}.")
+        return LaunchError(
+            f"The install stopped with `{last}`: mend that and run this command again; it starts afresh"
+            f" {see}."
+        )
 
 
 def _disk_full(install: Install, tools: Tools, needed_bytes: int) -> LaunchError:
     free = tools.free_bytes(install.base.parent) / 1e9
     see = f" (log: {install.log})" if install.log.exists() else ""
     return LaunchError(
-        f"The disk of {install.base.parent} is too full: ComfyUI needs {needed_bytes / 1e9:.0f} GB while it installs and "
-        f"{free:.1f} GB are free; free some, or point PIPEMESH_CACHE to a folder on a larger disk{see}."
+        f"The disk of {install.base.parent} is too full: ComfyUI needs {needed_bytes / 1e9:.0f} GB while it"
+        f" installs and {free:.1f} GB are free; free some, or point PIPEMESH_CACHE to a folder on a larger"
+        f" disk{see}."
     )
 
 

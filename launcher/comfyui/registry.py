@@ -44,7 +44,9 @@ class Anchors(HTMLParser):
 def settings_in(listed: str) -> dict[str, str]:
     """pip's settings from the lines of `pip config list`."""
     found: dict[str, str] = {}
-    lines = [match.groups() for match in re.finditer(r"^(global|download|:env:)\.([\w-]+)=(.*)$", listed, re.M)]
+    lines = [
+        match.groups() for match in re.finditer(r"^(global|download|:env:)\.([\w-]+)=(.*)$", listed, re.M)
+    ]
     for section in SECTIONS:
         found |= {name: ast.literal_eval(value) for where, name, value in lines if where == section}
     return found
@@ -97,7 +99,9 @@ def opener_of(settings: Mapping[str, str], addresses: Iterable[str]) -> urllib.r
         parts = urlsplit(address)
         if parts.username is not None:
             host = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/"
-            passwords.add_password(None, host, unquote(parts.username), unquote(parts.password or ""), is_authenticated=True)
+            passwords.add_password(
+                None, host, unquote(parts.username), unquote(parts.password or ""), is_authenticated=True
+            )
     return urllib.request.build_opener(
         urllib.request.ProxyHandler(proxies),
         urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=settings.get("cert") or None)),
@@ -110,7 +114,10 @@ def download(name: str, file: str, sha256: str, folder: Path, settings: Mapping[
     status. What was tried is printed.
     """
     wanted = tuple(places(settings, name))
-    opener, timeout_s = opener_of(settings, wanted), float(settings.get("default-timeout") or settings.get("timeout") or 60)
+    opener, timeout_s = (
+        opener_of(settings, wanted),
+        float(settings.get("default-timeout") or settings.get("timeout") or 60),
+    )
     for place in wanted:
         try:
             for address in links_to(place, file, opener, timeout_s):
@@ -144,7 +151,9 @@ def shown(address: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     _, name, file, sha256, _, folder = argv
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    ).stdout
     return download(name, file, sha256, Path(folder), settings_in(listed))
 
 

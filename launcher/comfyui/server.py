@@ -93,12 +93,30 @@ class ComfyServer(ComfyApi):
                 link.symlink_to(target, target_is_directory=True)
         port = _free_port()
         self.address = f"127.0.0.1:{port}"
-        command = [self._host.python, str(Path(self._host.comfyui) / "main.py"), "--listen", "127.0.0.1", "--port", str(port)]
-        command += ["--base-directory", str(self.base), "--database-url", "sqlite:///:memory:", "--disable-auto-launch"]
+        command = [
+            self._host.python,
+            str(Path(self._host.comfyui) / "main.py"),
+            "--listen",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
+        command += [
+            "--base-directory",
+            str(self.base),
+            "--database-url",
+            "sqlite:///:memory:",
+            "--disable-auto-launch",
+        ]
         command += ["--preview-method", "latent2rgb", *self._args]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, cwd=self._host.comfyui, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                command,
+                cwd=self._host.comfyui,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         self._await_ready()
 
@@ -123,11 +141,17 @@ class ComfyServer(ComfyApi):
             except OSError:
                 pass
             try:
-                code = self._running.wait(0.1)  # the pause between two attempts ends early if the process does
+                # The pause between two attempts ends early if the process does
+                code = self._running.wait(0.1)
             except subprocess.TimeoutExpired:
                 continue
-            raise ServerError(f"ComfyUI exited with {code} while starting; its last lines:\n{self.log_tail()}")
-        raise ServerError(f"ComfyUI did not answer within {self._start_timeout_s:.0f} s of its start; its last lines:\n{self.log_tail()}")
+            raise ServerError(
+                f"ComfyUI exited with {code} while starting; its last lines:\n{self.log_tail()}"
+            )
+        raise ServerError(
+            f"ComfyUI did not answer within {self._start_timeout_s:.0f} s of its start; its last"
+            f" lines:\n{self.log_tail()}"
+        )
 
     def log_tail(self) -> str:
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])

@@ -46,7 +46,8 @@ CAPACITY_WORKER = """
 import sys, time, torch
 torch.set_num_threads(1)
 tokens, hidden, heads, blocks = map(int, sys.argv[1:])
-x, up, down = torch.randn(tokens, hidden), torch.randn(hidden, 6 * hidden), torch.randn(6 * hidden, hidden) / (6 * hidden)
+x, up = torch.randn(tokens, hidden), torch.randn(hidden, 6 * hidden)
+down = torch.randn(6 * hidden, hidden) / (6 * hidden)
 for _ in sys.stdin:
     start = time.perf_counter()
     for _ in range(blocks):
@@ -111,26 +112,49 @@ class Round:
 
 def main(argv: list[str], host: ComfyInstall) -> int:
     options = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the `with` blocks below, so ComfyUI does not outlive the demo
+    # Leaves the `with` blocks below, so ComfyUI does not outlive the demo
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     work, out, ranks = Workload(), options.keep.absolute(), options.ranks
     out.mkdir(parents=True, exist_ok=True)
     on_cpu = torch.cuda.device_count() < ranks
     if on_cpu:
-        print(f"Fewer GPUs than ranks here ({torch.cuda.device_count()} of {ranks}), so one CPU core stands for one GPU.")
-    with tempfile.TemporaryDirectory(prefix="pipemesh-demo-") as folder, Capacity(host.python, ranks if on_cpu else 0, work) as capacity:
-        server = ComfyServer(host, base=Path(folder), log=out / "comfyui.log", cpu=on_cpu, env=ONE_THREAD, args=["--force-fp32"])
+        print(
+            f"Fewer GPUs than ranks here ({torch.cuda.device_count()} of {ranks}), so one CPU core stands for"
+            " one GPU."
+        )
+    with (
+        tempfile.TemporaryDirectory(prefix="pipemesh-demo-") as folder,
+        Capacity(host.python, ranks if on_cpu else 0, work) as capacity,
+    ):
+        server = ComfyServer(
+            host,
+            base=Path(folder),
+            log=out / "comfyui.log",
+            cpu=on_cpu,
+            env=ONE_THREAD,
+            args=["--force-fp32"],
+        )
         write_models(server.models, work)
         say("Starting ComfyUI")
         with server:
-            rounds = [sample_round(server, seed, work, options.steps, pool_inputs(ranks, on_cpu), capacity) for seed in SEEDS]
+            rounds = [
+                sample_round(server, seed, work, options.steps, pool_inputs(ranks, on_cpu), capacity)
+                for seed in SEEDS
+            ]
             last_run = pool_report(server)
             drawn = draw_captions(server, out / CAPTIONS, ranks, on_cpu)
     difference = max(one.difference for one in rounds)
     print(table(rounds[1:], ranks, capacity.value, difference, last_run))
-    for path in [*write_pictures(out, compared(rounds[-1], drawn, ranks)), *([out / CAPTIONS] if drawn else [])]:
+    for path in [
+        *write_pictures(out, compared(rounds[-1], drawn, ranks)),
+        *([out / CAPTIONS] if drawn else []),
+    ]:
         print(f"  {path}")
     if not difference <= BOUND:
-        raise LaunchError(f"the latents differ by {difference:.1e} of their scale, more than {BOUND:.0e}: report it with {server.log}.")
+        raise LaunchError(
+            f"the latents differ by {difference:.1e} of their scale, more than {BOUND:.0e}: report it with"
+            f" {server.log}."
+        )
     return 0
 
 
@@ -145,12 +169,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(
         prog="python3 -m launcher demo",
-        description="Run one stock workflow on stock ComfyUI and on a pool of ranks, and show both side by side.",
+        description=(
+            "Run one stock workflow on stock ComfyUI and on a pool of ranks, and show both side by side."
+        ),
     )
-    parser.add_argument("--ranks", type=at_least(2), default=2, help="processes that share one image (default 2)")
+    parser.add_argument(
+        "--ranks", type=at_least(2), default=2, help="processes that share one image (default 2)"
+    )
     parser.add_argument("--steps", type=at_least(2), default=6, help="sampling steps of a run (default 6)")
     parser.add_argument(
-        "--keep", type=Path, default=Path("demo-output"), metavar="DIR", help="for pictures and log (default ./demo-output)"
+        "--keep",
+        type=Path,
+        default=Path("demo-output"),
+        metavar="DIR",
+        help="for pictures and log (default ./demo-output)",
     )
     return parser.parse_args(argv)
 
@@ -160,7 +192,10 @@ def say(text: str) -> None:
 
 
 def write_models(folder: Path, work: Workload) -> None:
-    say(f"Writing a random {SAMPLE.name} model of {work.parameters / 1e6:.0f} M parameters in {sum(work.size.blocks)} blocks")
+    say(
+        f"Writing a random {SAMPLE.name} model of {work.parameters / 1e6:.0f} M parameters in"
+        f" {sum(work.size.blocks)} blocks"
+    )
     model = write_model(folder / "diffusion_models" / "demo_model.safetensors", work.form, work.size)
     write_lora(folder / "loras" / "demo_lora.safetensors", model, work.file.lora_targets)
 
@@ -169,7 +204,9 @@ def pool_inputs(ranks: int, on_cpu: bool) -> dict[str, Any]:
     return {"devices": "cpu" if on_cpu else "auto", "ulysses": ranks, "backend": "auto"}
 
 
-def draw_captions(server: ComfyServer, file: Path, ranks: int, on_cpu: bool) -> dict[str, list[showcase.Drawn]]:
+def draw_captions(
+    server: ComfyServer, file: Path, ranks: int, on_cpu: bool
+) -> dict[str, list[showcase.Drawn]]:
     """Draw captions by the trained model, stock, under Ulysses and under PipeFusion; none where it
     is not there.
     """
@@ -198,10 +235,14 @@ def workflow(work: Workload, steps: int, seed: int, name: str, pool: dict[str, A
     links = {"model": ["lora" if pool is None else "parallel", 0], "latent_image": ["empty", 0]}
     graph = {
         "model": node("UNETLoader", unet_name="demo_model.safetensors", weight_dtype="default"),
-        "lora": node("LoraLoaderModelOnly", model=["model", 0], lora_name="demo_lora.safetensors", strength_model=1.0),
+        "lora": node(
+            "LoraLoaderModelOnly", model=["model", 0], lora_name="demo_lora.safetensors", strength_model=1.0
+        ),
         "prompt": node("PipeMeshDemoConditioning", seed=0, **prompt),
         "empty": node("EmptyLatentImage", width=work.pixels, height=work.pixels, batch_size=1),
-        "sampler": node("KSampler", seed=seed, positive=["prompt", 0], negative=["prompt", 0], **sampling, **links),
+        "sampler": node(
+            "KSampler", seed=seed, positive=["prompt", 0], negative=["prompt", 0], **sampling, **links
+        ),
         "save": node("PipeMeshDemoSaveLatent", samples=["sampler", 0], name=name),
     }
     if pool is not None:
@@ -214,7 +255,9 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": class_type, "inputs": inputs}
 
 
-def sample_round(server: ComfyServer, seed: int, work: Workload, steps: int, pool: dict[str, Any], capacity: Capacity) -> Round:
+def sample_round(
+    server: ComfyServer, seed: int, work: Workload, steps: int, pool: dict[str, Any], capacity: Capacity
+) -> Round:
     purpose = "to load and warm up" if seed == SEEDS[0] else "measured"
     say(f"Round {seed} of {len(SEEDS)}, {purpose}: {steps} steps by stock ComfyUI, {steps} by the pool")
     stock = sample(server, f"stock_{seed}", workflow(work, steps, seed, f"stock_{seed}", None))
@@ -227,10 +270,14 @@ def sample_round(server: ComfyServer, seed: int, work: Workload, steps: int, poo
 def sample(server: ComfyServer, name: str, graph: Graph) -> Sampled:
     result = server.run(graph)
     if result.error is not None:
-        raise LaunchError(f"the run {name} ended: {result.error}\nThe last lines of {server.log}:\n{server.log_tail()}")
+        raise LaunchError(
+            f"the run {name} ended: {result.error}\nThe last lines of {server.log}:\n{server.log_tail()}"
+        )
     if not result.previews:
         raise LaunchError(f"ComfyUI sent no preview of the run {name}: see {server.log}.")
-    steps_s = [after.at_s - before.at_s for before, after in zip(result.ticks, result.ticks[1:], strict=False)]
+    steps_s = [
+        after.at_s - before.at_s for before, after in zip(result.ticks, result.ticks[1:], strict=False)
+    ]
     latent = load_file(server.output / f"{name}.safetensors")["latent"]
     preview = Image.open(BytesIO(result.previews[-1])).convert("RGB")
     size = (latent.shape[-1] * 8, latent.shape[-2] * 8)
@@ -258,13 +305,21 @@ class Capacity:
 
     def __init__(self, python: str, ranks: int, work: Workload):
         self._ranks = ranks
-        self._command = [python, "-c", CAPACITY_WORKER, *map(str, (work.tokens, work.size.hidden, work.size.heads, CAPACITY_BLOCKS))]
+        self._command = [
+            python,
+            "-c",
+            CAPACITY_WORKER,
+            *map(str, (work.tokens, work.size.hidden, work.size.heads, CAPACITY_BLOCKS)),
+        ]
         self._workers: list[subprocess.Popen[str]] = []
         self._rounds: list[tuple[float, float]] = []
 
     def __enter__(self) -> Capacity:
         self._workers = [
-            subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) for _ in range(self._ranks)
+            subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            )
+            for _ in range(self._ranks)
         ]
         if self._workers:
             self._slowest_s(self._ranks)
@@ -293,7 +348,9 @@ class Capacity:
         return max(float(answer.readline()) for _, answer in asked)
 
 
-def table(rounds: Sequence[Round], ranks: int, capacity: float | None, difference: float, last_run: dict[str, Any]) -> str:
+def table(
+    rounds: Sequence[Round], ranks: int, capacity: float | None, difference: float, last_run: dict[str, Any]
+) -> str:
     stock_s = statistics.median(step for one in rounds for step in one.stock.steps_s)
     pool_s = statistics.median(step for one in rounds for step in one.pool.steps_s)
     hop, sent = last_run.get("hop_ms_p50"), last_run.get("bytes_per_evaluation")
@@ -308,11 +365,20 @@ def table(rounds: Sequence[Round], ranks: int, capacity: float | None, differenc
     ]
     lines = [f"  {name:30}{left:>12}{right:>12}" for name, left, right in rows]
     notes = [
-        f"The capacity is what {ranks} unrelated processes get done at once against one alone: no lasting speed-up can be larger.",
-        f"Differences up to {BOUND:.0e} are float rounding. The hop is what the way to the pool and back adds to the ranks' own time.",
+        (
+            f"The capacity is what {ranks} unrelated processes get done at once against one alone: no lasting"
+            " speed-up can be larger."
+        ),
+        (
+            f"Differences up to {BOUND:.0e} are float rounding. The hop is what the way to the pool and back"
+            " adds to the ranks' own time."
+        ),
     ]
     if capacity is not None and capacity < 0.75 * ranks:
-        notes.append(f"Other programs are busy here, or there are fewer than {ranks} free cores: run it again on a quiet machine.")
+        notes.append(
+            f"Other programs are busy here, or there are fewer than {ranks} free cores: run it again on a"
+            " quiet machine."
+        )
     return "\n".join(["", *lines, "", *notes, ""])
 
 
@@ -322,9 +388,17 @@ def compared(one: Round, drawn: Mapping[str, Sequence[showcase.Drawn]], ranks: i
     """
     if not drawn:
         stock, pool = one.stock.preview, one.pool.preview
-        difference = difference_image(one.stock.latent, one.pool.latent).resize(stock.size, Image.Resampling.NEAREST)
-        return {"stock: noise, as the model is random": stock, f"{ranks} ranks": pool, f"difference, white is {BOUND:.0e}": difference}
-    stock, pool = (pictures[0].picture.resize(SHOWN, Image.Resampling.LANCZOS) for pictures in list(drawn.values())[:2])
+        difference = difference_image(one.stock.latent, one.pool.latent).resize(
+            stock.size, Image.Resampling.NEAREST
+        )
+        return {
+            "stock: noise, as the model is random": stock,
+            f"{ranks} ranks": pool,
+            f"difference, white is {BOUND:.0e}": difference,
+        }
+    stock, pool = (
+        pictures[0].picture.resize(SHOWN, Image.Resampling.LANCZOS) for pictures in list(drawn.values())[:2]
+    )
     difference = ImageChops.difference(stock, pool).convert("L").point([0] + 255 * [255])
     return {"stock": stock, f"{ranks} ranks": pool, "difference, white is any": difference}
 

@@ -103,7 +103,8 @@ class Finding:
 NO_COMFYUI = Finding(
     "blocked",
     "There is no ComfyUI for the commands yet, so that nothing was asked of torch.",
-    "run `python3 -m launcher host`, which installs one (6 GB, 3 minutes), or point PIPEMESH_COMFYUI to yours; then ask again",
+    "run `python3 -m launcher host`, which installs one (6 GB, 3 minutes), or point PIPEMESH_COMFYUI to"
+    " yours; then ask again",
 )
 
 
@@ -128,7 +129,8 @@ def about_torch(facts: Facts) -> tuple[Finding, ...]:
             Finding(
                 "blocked",
                 f"torch does not import: {torch.error}.",
-                f"reinstall it for {facts.executable}, or run `python3 -m launcher host` without PIPEMESH_COMFYUI for a fresh one",
+                f"reinstall it for {facts.executable}, or run `python3 -m launcher host` without"
+                " PIPEMESH_COMFYUI for a fresh one",
             ),
         )
     if "gloo" not in torch.backends:
@@ -150,14 +152,23 @@ def about_packages(facts: Facts) -> tuple[Finding, ...]:
     )
     if facts.torch.gpus and not facts.has("flash-attn"):
         text = "flash-attn is not installed: a ring's attention runs on torch's own kernels."
-        return (*found, Finding("limited", text, f"{facts.executable} -m pip install flash-attn yunchang, if you want it"))
+        return (
+            *found,
+            Finding(
+                "limited", text, f"{facts.executable} -m pip install flash-attn yunchang, if you want it"
+            ),
+        )
     return found
 
 
 def about_kernels(facts: Facts) -> tuple[Finding, ...]:
     """Kernels that compute something else than attention, or another log-sum-exp."""
     return tuple(
-        Finding("limited", f"{one.device}: {sentence}", f"install another version of it; until then {one.name} is used")
+        Finding(
+            "limited",
+            f"{one.device}: {sentence}",
+            f"install another version of it; until then {one.name} is used",
+        )
         for one in facts.kernels
         for sentence in one.refused
     )
@@ -168,11 +179,26 @@ def about_devices(facts: Facts) -> tuple[Finding, ...]:
     count = len(torch.gpus)
     if count == 0 and driver:
         text = f"There is a GPU driver ({driver}), but this torch ({torch.build}) sees no GPU."
-        return (Finding("limited", text, "install the torch build for it, and see that CUDA_VISIBLE_DEVICES does not hide it"),)
+        return (
+            Finding(
+                "limited",
+                text,
+                "install the torch build for it, and see that CUDA_VISIBLE_DEVICES does not hide it",
+            ),
+        )
     if count == 0:
-        return (Finding("limited", "No GPU: the ranks run on the CPU over gloo, to try and to test.", "use a machine with GPUs for speed"),)
+        return (
+            Finding(
+                "limited",
+                "No GPU: the ranks run on the CPU over gloo, to try and to test.",
+                "use a machine with GPUs for speed",
+            ),
+        )
     if count == 1:
-        text = "One GPU: several ranks can share it over gloo (through CPU memory), to test; nothing gets faster."
+        text = (
+            "One GPU: several ranks can share it over gloo (through CPU memory), to test; nothing gets"
+            " faster."
+        )
         return (Finding("limited", text, "add a GPU for speed"),)
     if "nccl" not in torch.backends:
         text = f"{count} GPUs, one rank each, over gloo: without NCCL every exchange goes through CPU memory."
@@ -185,7 +211,10 @@ def about_devices(facts: Facts) -> tuple[Finding, ...]:
         return (works,)
     pairs = ", ".join(f"{a}-{b}" for a, b in torch.pairs_without_peer_access)
     text = f"GPUs without peer access to each other: {pairs}; what they exchange goes through CPU memory."
-    return (works, Finding("limited", text, "put GPUs of one switch or NVLink bridge into a pool, where you can choose"))
+    return (
+        works,
+        Finding("limited", text, "put GPUs of one switch or NVLink bridge into a pool, where you can choose"),
+    )
 
 
 def about_sharing(facts: Facts) -> tuple[Finding, ...]:
@@ -197,10 +226,20 @@ def about_sharing(facts: Facts) -> tuple[Finding, ...]:
             text = f"GPU {index} is in the compute mode {gpu.mode}: while ComfyUI uses it, no rank can."
             found.append(Finding("blocked", text, f"nvidia-smi -i {index} -c DEFAULT, as root"))
         if is_mig(gpu.name):
-            text = f"GPU {index} is an instance of a divided GPU (MIG): a process sees one alone, so that ranks can only share it."
-            found.append(Finding("limited", text, "switch MIG off (nvidia-smi -mig 0), or use GPUs that are not divided"))
+            text = (
+                f"GPU {index} is an instance of a divided GPU (MIG): a process sees one alone, so that ranks"
+                " can only share it."
+            )
+            found.append(
+                Finding(
+                    "limited", text, "switch MIG off (nvidia-smi -mig 0), or use GPUs that are not divided"
+                )
+            )
     if gpus and facts.machine.gpu_driver == "WSL":
-        text = "This is WSL: GPUs have no peer access and little pinned memory there, so that exchanges go through CPU memory."
+        text = (
+            "This is WSL: GPUs have no peer access and little pinned memory there, so that exchanges go"
+            " through CPU memory."
+        )
         found.append(Finding("limited", text, "run on Linux itself for speed"))
     return tuple(found)
 
@@ -209,7 +248,13 @@ def about_cores(facts: Facts) -> tuple[Finding, ...]:
     if not facts.torch.version or facts.torch.gpus:
         return ()
     if facts.machine.cores == 1:
-        return (Finding("limited", "One core: two ranks on the CPU take turns, so the demo shows no speed-up.", "use two cores or more"),)
+        return (
+            Finding(
+                "limited",
+                "One core: two ranks on the CPU take turns, so the demo shows no speed-up.",
+                "use two cores or more",
+            ),
+        )
     return (Finding("works", f"Up to {facts.machine.cores} ranks on the CPU over gloo, one core each."),)
 
 
@@ -219,12 +264,27 @@ def about_memory(facts: Facts) -> tuple[Finding, ...]:
     if machine.memfd:
         found.append(Finding("works", "Shared memory between the UI and the ranks: memfd."))
     else:
-        found.append(Finding("blocked", "No memfd here: the UI and the ranks cannot share memory.", "run on Linux, and allow memfd_create"))
-    if len(facts.torch.gpus) > 1 and machine.shm_free_bytes is not None and machine.shm_free_bytes < ROOMY_SHM_BYTES:
-        text = f"/dev/shm has {gib(machine.shm_free_bytes)} free, and NCCL's exchanges within a machine use it."
+        found.append(
+            Finding(
+                "blocked",
+                "No memfd here: the UI and the ranks cannot share memory.",
+                "run on Linux, and allow memfd_create",
+            )
+        )
+    if (
+        len(facts.torch.gpus) > 1
+        and machine.shm_free_bytes is not None
+        and machine.shm_free_bytes < ROOMY_SHM_BYTES
+    ):
+        text = (
+            f"/dev/shm has {gib(machine.shm_free_bytes)} free, and NCCL's exchanges within a machine use it."
+        )
         found.append(Finding("limited", text, "make it 1 GiB or more (Docker: --shm-size=1g, or --ipc=host)"))
     if machine.memory_available_bytes is not None and machine.memory_available_bytes < ROOMY_MEMORY_BYTES:
-        text = f"{gib(machine.memory_available_bytes)} of memory are available: a model may not fit beside ComfyUI."
+        text = (
+            f"{gib(machine.memory_available_bytes)} of memory are available: a model may not fit beside"
+            " ComfyUI."
+        )
         found.append(Finding("limited", text, "close other programs, or add memory"))
     return tuple(found)
 
@@ -237,7 +297,11 @@ def report(facts: Facts, found: Sequence[Finding]) -> str:
     """The page."""
     machine, torch, comfyui = facts.machine, facts.torch, facts.comfyui
     optional = ", ".join(f"{package.name} {package.version or 'not found'}" for package in facts.packages)
-    memory = "unknown" if machine.memory_available_bytes is None else f"{gib(machine.memory_available_bytes)} available"
+    memory = (
+        "unknown"
+        if machine.memory_available_bytes is None
+        else f"{gib(machine.memory_available_bytes)} available"
+    )
     shm = "none" if machine.shm_free_bytes is None else f"{gib(machine.shm_free_bytes)} free"
     lines = [
         f"Python    {facts.python}  {facts.executable}",
@@ -252,7 +316,14 @@ def report(facts: Facts, found: Sequence[Finding]) -> str:
         lines.append(f"{MARKS[finding.level]}  {finding.text}")
         if finding.remedy:
             lines.append(f"      -> {finding.remedy}")
-    lines += ["", "PipeMesh can run here." if can_run(found) else "PipeMesh cannot run here until what is marked STOP is mended."]
+    lines += [
+        "",
+        (
+            "PipeMesh can run here."
+            if can_run(found)
+            else "PipeMesh cannot run here until what is marked STOP is mended."
+        ),
+    ]
     return "\n".join(lines)
 
 
@@ -260,8 +331,14 @@ def lines_about(comfyui: ComfyInstall | None, torch: Torch) -> list[str]:
     if comfyui is None:
         return ["ComfyUI   none yet"]
     return [
-        f"ComfyUI   {comfyui.version}  {comfyui.comfyui} ({'installed by PipeMesh' if comfyui.base else 'your own'})",
-        f"torch     {torch.version or 'does not import'} ({torch.build}), backends: {', '.join(torch.backends) or 'none'}",
+        (
+            f"ComfyUI   {comfyui.version}  {comfyui.comfyui}"
+            f" ({'installed by PipeMesh' if comfyui.base else 'your own'})"
+        ),
+        (
+            f"torch     {torch.version or 'does not import'} ({torch.build}), backends:"
+            f" {', '.join(torch.backends) or 'none'}"
+        ),
         *(f"GPU {index}     {gpu.name}, {gib(gpu.memory_bytes)}" for index, gpu in enumerate(torch.gpus)),
         *([] if torch.gpus else ["GPU       none"]),
     ]
@@ -286,7 +363,11 @@ def gather(host: ComfyInstall | None) -> Facts:
         ),
         torch=torch,
         comfyui=host,
-        packages=tuple(Package(name, package_version(name)) for name in (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES) if host is not None),
+        packages=tuple(
+            Package(name, package_version(name))
+            for name in (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES)
+            if host is not None
+        ),
         kernels=try_kernels(torch),
     )
 
@@ -317,9 +398,20 @@ def ask_torch() -> Torch:
     pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
     return Torch(
         version=torch.__version__,
-        build=f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
-        backends=tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)),
-        gpus=tuple(Gpu(device.name, device.total_memory, modes.get(str(getattr(device, "uuid", "")), SHARED)) for device in properties),
+        build=(
+            f"ROCm {torch.version.hip}"
+            if torch.version.hip
+            else f"CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "CPU"
+        ),
+        backends=tuple(
+            name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)
+        ),
+        gpus=tuple(
+            Gpu(device.name, device.total_memory, modes.get(str(getattr(device, "uuid", "")), SHARED))
+            for device in properties
+        ),
         pairs_without_peer_access=tuple((a, b) for a, b in pairs if not cuda.can_device_access_peer(a, b)),
     )
 
@@ -366,13 +458,23 @@ def memory_available_bytes() -> int | None:
 
 
 def main(argv: Sequence[str], host: ComfyInstall | None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launcher doctor", description="What works here, what does not, and the remedy.")
+    parser = argparse.ArgumentParser(
+        prog="python -m launcher doctor", description="What works here, what does not, and the remedy."
+    )
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     options = parser.parse_args(argv)
     facts = gather(host)
     found = findings(facts)
     if options.json:
-        print(json.dumps({"facts": asdict(facts), "findings": [asdict(finding) for finding in found], "works": can_run(found)}))
+        print(
+            json.dumps(
+                {
+                    "facts": asdict(facts),
+                    "findings": [asdict(finding) for finding in found],
+                    "works": can_run(found),
+                }
+            )
+        )
     else:
         print(report(facts, found))
     return 0 if can_run(found) else 1

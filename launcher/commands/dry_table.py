@@ -10,7 +10,10 @@ from typing import Any
 
 from ...parallel_runtime.layout import Layout
 
-HEAD = ("| Model and request | Layout | Weights, GiB | TFLOP | Sent, MiB | Peak, GiB |", "|---|---|---|---|---|---|")
+HEAD = (
+    "| Model and request | Layout | Weights, GiB | TFLOP | Sent, MiB | Peak, GiB |",
+    "|---|---|---|---|---|---|",
+)
 GIB, MIB = 1 << 30, 1 << 20
 
 Record = Mapping[str, Any]  # as ``dryrun --json`` has them
@@ -30,7 +33,9 @@ def rows(records: Sequence[Record]) -> dict[tuple[str, str], tuple[str, ...]]:
     """(model and request, layout) -> figures, where all ranks of the layout are among ``records``
     and keep their weights whole.
     """
-    kept = [one for one in records if one["title"] and "flops" in one and one.get("weights", "whole") == "whole"]
+    kept = [
+        one for one in records if one["title"] and "flops" in one and one.get("weights", "whole") == "whole"
+    ]
     found: dict[tuple[str, str], tuple[str, ...]] = {}
     for _, same in groupby(kept, key=lambda one: (one["model"], one["equation"])):
         ranks = list(same)
@@ -56,7 +61,12 @@ def figures(ranks: Sequence[Record]) -> tuple[str, ...]:
     tera = max(one["flops"] for one in ranks) / 1e12
     sent = max(sum(one["sent_bytes"].values()) for one in ranks)
     weights, peak = (max(one[name] for one in ranks) / GIB for name in ("weight_bytes", "peak_bytes"))
-    return f"{weights:.1f}", f"{tera:.2f}" if tera < 100 else f"{tera:.0f}", f"{sent / MIB:.0f}", f"{peak:.2f}"
+    return (
+        f"{weights:.1f}",
+        f"{tera:.2f}" if tera < 100 else f"{tera:.0f}",
+        f"{sent / MIB:.0f}",
+        f"{peak:.2f}",
+    )
 
 
 def title_of(record: Record) -> str:
@@ -65,4 +75,6 @@ def title_of(record: Record) -> str:
 
 
 def layout_of(record: Record) -> str:
-    return " x ".join(f"{axis} {degree}" for axis, degree in record["layout"].items() if degree > 1) or "one GPU"
+    return (
+        " x ".join(f"{axis} {degree}" for axis, degree in record["layout"].items() if degree > 1) or "one GPU"
+    )

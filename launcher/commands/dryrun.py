@@ -23,7 +23,9 @@ from . import dry_table
 if TYPE_CHECKING:
     from ..comfyui.find import ComfyInstall
 
-MODELS: dict[str, tuple[Sample, Released]] = {one.name: (sample, one) for sample in SAMPLES.values() for one in sample.form.released}
+MODELS: dict[str, tuple[Sample, Released]] = {
+    one.name: (sample, one) for sample in SAMPLES.values() for one in sample.form.released
+}
 WORLD_SIZES = (2, 4, 8)
 ROW = "{:22}{:24}{:>5}{:>9}{:>9}{:>9}{:>10}{:>8}{:>8}  {}"
 HEAD = ROW.format("model", "layout", "rank", "weights", "sharded", "TFLOP", "sent MiB", "peak", "kept", "")
@@ -47,16 +49,25 @@ def layouts(world_size: int) -> list[Layout]:
     if world_size < 4:
         return alone
     half = world_size // 2
-    return [*alone, Layout(ulysses=half, ring=2), Layout(ulysses=2, pipefusion=half), Layout(ring=2, pipefusion=half)]
+    return [
+        *alone,
+        Layout(ulysses=half, ring=2),
+        Layout(ulysses=2, pipefusion=half),
+        Layout(ring=2, pipefusion=half),
+    ]
 
 
 def parsed_layout(text: str) -> Layout:
     """``ulysses=2,ring=2`` -> the layout."""
     try:
-        return Layout(**{axis: int(degree) for axis, _, degree in (part.partition("=") for part in text.split(","))})
+        return Layout(
+            **{axis: int(degree) for axis, _, degree in (part.partition("=") for part in text.split(","))}
+        )
     except (TypeError, ValueError, LayoutError) as error:
         axes = ", ".join(Layout().degrees())
-        raise argparse.ArgumentTypeError(f"{text!r} is no layout ({error}): write AXIS=DEGREE,AXIS=DEGREE with {axes}") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no layout ({error}): write AXIS=DEGREE,AXIS=DEGREE with {axes}"
+        ) from error
 
 
 def parsed_size(text: str) -> tuple[int, int, int]:
@@ -74,7 +85,11 @@ def cover() -> Iterator[Chosen]:
     one model also with its weights shared out, and some rows of the documents' table.
     """
     kinds = (layouts(2)[2], layouts(8)[0], layouts(4)[3], layouts(8)[4], layouts(2)[1], layouts(4)[5])
-    models = [[one for sample in family.samples for one in sample.form.released] for family in FAMILIES if can_be_cut(family)]
+    models = [
+        [one for sample in family.samples for one in sample.form.released]
+        for family in FAMILIES
+        if can_be_cut(family)
+    ]
     quick = sorted((min(of_family, key=blocks_of) for of_family in models if of_family), key=blocks_of)
     tried: dict[str, list[Layout]] = {}
     for number, layout in enumerate(kinds):
@@ -157,7 +172,13 @@ def row(record: dict[str, Any]) -> str:
 
     sent = f"{sum(record['sent_bytes'].values()) / (1 << 20):.1f}" if "sent_bytes" in record else ""
     weights = [number("weight_bytes", 1 << 30), number("sharded_weight_bytes", 1 << 30)]
-    figures = [*weights, number("flops", 1e12), sent, number("peak_bytes", 1 << 30), number("kept_bytes", 1 << 30)]
+    figures = [
+        *weights,
+        number("flops", 1e12),
+        sent,
+        number("peak_bytes", 1 << 30),
+        number("kept_bytes", 1 << 30),
+    ]
     said = f"refused: {record['refused']}" if "refused" in record else "; ".join(record["misses"])
     return ROW.format(record["model"], record["equation"], record["rank"], *figures, said).rstrip()
 
@@ -165,16 +186,44 @@ def row(record: dict[str, Any]) -> str:
 def main(argv: list[str], host: ComfyInstall) -> int:
     parser = argparse.ArgumentParser(
         prog="python3 -m launcher dryrun",
-        description="Show what each rank of a layout computes, holds and sends in one evaluation, on GPUs that are not there.",
+        description=(
+            "Show what each rank of a layout computes, holds and sends in one evaluation, on GPUs that are"
+            " not there."
+        ),
     )
     parser.add_argument("--family", choices=MODELS, metavar="F", help=", ".join(MODELS))
-    parser.add_argument("--layout", type=parsed_layout, action="append", help="such as ulysses=4,ring=2; several times for several")
-    parser.add_argument("--size", type=parsed_size, metavar="WxHxFRAMES", help="in pixels (default: what is usual for the model)")
-    parser.add_argument("--patches", type=int, default=0, help="of a pipeline (default: one more than stages)")
-    parser.add_argument("--weights", choices=("whole", "sharded"), default="whole", help="how ranks keep them (default: whole)")
-    parser.add_argument("--all", action="store_true", help=f"every model and method on {', '.join(map(str, WORLD_SIZES))} ranks")
+    parser.add_argument(
+        "--layout",
+        type=parsed_layout,
+        action="append",
+        help="such as ulysses=4,ring=2; several times for several",
+    )
+    parser.add_argument(
+        "--size",
+        type=parsed_size,
+        metavar="WxHxFRAMES",
+        help="in pixels (default: what is usual for the model)",
+    )
+    parser.add_argument(
+        "--patches", type=int, default=0, help="of a pipeline (default: one more than stages)"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("whole", "sharded"),
+        default="whole",
+        help="how ranks keep them (default: whole)",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help=f"every model and method on {', '.join(map(str, WORLD_SIZES))} ranks",
+    )
     parser.add_argument("--cover", action="store_true", help="only those that the tests run")
-    parser.add_argument("--table", action="store_true", help="print the table of docs/CUDA.md, of --family alone or of all its models")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print the table of docs/CUDA.md, of --family alone or of all its models",
+    )
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args(argv)
     if not (options.family or options.all or options.cover or options.table):
@@ -190,7 +239,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     print_to = sys.stderr if options.table else sys.stdout
     if not options.json:
         print(HEAD.rstrip(), flush=True, file=print_to)
-    for name, reason in [item for family in FAMILIES for item in family.unreleased.items()] if options.all else ():
+    for name, reason in (
+        [item for family in FAMILIES for item in family.unreleased.items()] if options.all else ()
+    ):
         print(f"left out: {name.partition(':')[2]}, {reason}", file=sys.stderr)
     found = []
     for one in chosen(options):

@@ -44,7 +44,18 @@ class Asked:
         prompts = [conditioning(number, tokens) for number, tokens in zip((1, 2), self.texts, strict=True)]
         with torch.inference_mode():
             noise = comfy.sample.prepare_noise(latent, SEED)
-            return comfy.sample.sample(model, noise, STEPS, self.cfg, "euler", "simple", *prompts, latent, disable_pbar=True, seed=SEED)
+            return comfy.sample.sample(
+                model,
+                noise,
+                STEPS,
+                self.cfg,
+                "euler",
+                "simple",
+                *prompts,
+                latent,
+                disable_pbar=True,
+                seed=SEED,
+            )
 
 
 def asked() -> list[Asked]:
@@ -68,7 +79,9 @@ def compared(layouts: Sequence[Layout], host: ComfyInstall) -> Iterator[dict[str
 
     setup = RankSetup(comfyui=host.comfyui, comfy_args={"cpu": True})
     stock, in_patches = stock_model(), reference(stock_model(), PATCHES, 1)
-    truths = {(STOCK, one): one(stock) for one in asked()} | {(PLAIN_LOOP, one): one(in_patches) for one in asked()}
+    truths = {(STOCK, one): one(stock) for one in asked()} | {
+        (PLAIN_LOOP, one): one(in_patches) for one in asked()
+    }
     bounds = {one: bound(one, stock, truths[STOCK, one]) for one in asked()}
     for layout in layouts:
         handle = PoolHandle(place(layout, "cpu", "gloo", ()), setup)
@@ -78,19 +91,40 @@ def compared(layouts: Sequence[Layout], host: ComfyInstall) -> Iterator[dict[str
                 ours = parallelize(stock, pool, 0.0, Patching(PATCHES, warm_up) if pipelined else None)
                 for one in asked():
                     error = relative_error(one(ours), truths[truth, one])
-                    yield {**record_of(layout, truth, one), "error": error, "bound": bounds[one], "ok": error <= bounds[one]}
+                    yield {
+                        **record_of(layout, truth, one),
+                        "error": error,
+                        "bound": bounds[one],
+                        "ok": error <= bounds[one],
+                    }
         finally:
             handle.close()
 
 
 def record_of(layout: Layout, truth: str, one: Asked) -> dict[str, Any]:
-    return {"layout": layout.product(), "held_to": truth, "cfg": one.cfg, "texts": list(one.texts), "batch": one.batch}
+    return {
+        "layout": layout.product(),
+        "held_to": truth,
+        "cfg": one.cfg,
+        "texts": list(one.texts),
+        "batch": one.batch,
+    }
 
 
 def main(ranks: Sequence[int], host: ComfyInstall, as_json: bool) -> int:
     bad = 0
     for record in compared([layout for number in ranks for layout in layouts_of(number)], host):
         bad += not record["ok"]
-        what = f"{record['layout']}, cfg {record['cfg']:g}, texts {record['texts']}, batch {record['batch']}, held to {record['held_to']}"
-        print(json.dumps(record) if as_json else f"{'ok ' if record['ok'] else 'BAD'} {record['error']:.2g} {what}", flush=True)
+        what = (
+            f"{record['layout']}, cfg {record['cfg']:g}, texts {record['texts']}, batch {record['batch']},"
+            f" held to {record['held_to']}"
+        )
+        print(
+            (
+                json.dumps(record)
+                if as_json
+                else f"{'ok ' if record['ok'] else 'BAD'} {record['error']:.2g} {what}"
+            ),
+            flush=True,
+        )
     return 1 if bad else 0

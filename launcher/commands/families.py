@@ -45,7 +45,11 @@ class Row:
 
 def rows() -> list[Row]:
     """One for each plan, in the registry's order."""
-    return [row_of(plan, [sample.name for sample in family.samples]) for family in FAMILIES for plan in family.plans]
+    return [
+        row_of(plan, [sample.name for sample in family.samples])
+        for family in FAMILIES
+        for plan in family.plans
+    ]
 
 
 def row_of(plan: TokenPlan, samples: Sequence[str]) -> Row:
@@ -60,7 +64,10 @@ def under_pipefusion(plan: TokenPlan) -> tuple[str, str]:
     together = plan.together
     if together.always:
         return "whole", together.always
-    notes = [f"step by step, because of the model's {path}, which looks at the whole image" for path in together.refiners]
+    notes = [
+        f"step by step, because of the model's {path}, which looks at the whole image"
+        for path in together.refiners
+    ]
     return "approximate", "; ".join([*notes, *(f"whole with {name}" for name in together.arguments)])
 
 
@@ -74,7 +81,11 @@ def transformers(comfyui: Path) -> list[str]:
         for alias in node.names
     }
     values = [
-        keyword.value for node in ast.walk(tree) if isinstance(node, ast.Call) for keyword in node.keywords if keyword.arg == "unet_model"
+        keyword.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg == "unet_model"
     ]
     values += [
         default
@@ -105,14 +116,19 @@ def at_published_size() -> list[str]:
     names = [one.name for family in FAMILIES for sample in family.samples for one in sample.form.released]
     text = "Released models of every family, by the names that `dryrun --family` and `plan --family` take"
     listed = ", ".join(f"`{name}`" for name in names)
-    return textwrap.wrap(f"{text} ([CUDA.md](CUDA.md), [PLANNER.md](PLANNER.md)): {listed}.", 100, break_on_hyphens=False)
+    return textwrap.wrap(
+        f"{text} ([CUDA.md](CUDA.md), [PLANNER.md](PLANNER.md)): {listed}.", 100, break_on_hyphens=False
+    )
 
 
 def markdown(table: Sequence[Row], others: Mapping[str, str]) -> str:
     lines = ["| Family | ComfyUI's classes | Ulysses, ring, both | PipeFusion |", "|---|---|---|---|"]
     for row in table:
         pipefusion = ": ".join(filter(None, (row.pipefusion, row.why)))
-        lines.append(f"| {row.family} | {', '.join(f'`{model}`' for model in row.models)} | {row.sequence} | {pipefusion} |")
+        lines.append(
+            f"| {row.family} | {', '.join(f'`{model}`' for model in row.models)} | {row.sequence} |"
+            f" {pipefusion} |"
+        )
     lines += ["", "## At published size", "", *at_published_size()]
     lines += ["", "## A whole image on each GPU", ""]
     lines += ["With `cfg` and `data` alone, one rank for each prompt and image at a time: exact.", ""]
@@ -120,25 +136,33 @@ def markdown(table: Sequence[Row], others: Mapping[str, str]) -> str:
     lines += [f"| `{name.partition(':')[2]}` | {why} |" for name, why in in_groups().items()]
     lines += ["", "## On one GPU", "", "| ComfyUI's class | Why |", "|---|---|"]
     lines += [
-        f"| `{name.partition(':')[2]}` | {why} |" for name, why in sorted(others.items(), key=lambda item: (item[1] == NOT_YET, item[0]))
+        f"| `{name.partition(':')[2]}` | {why} |"
+        for name, why in sorted(others.items(), key=lambda item: (item[1] == NOT_YET, item[0]))
     ]
     return HEAD + "\n".join(lines) + "\n"
 
 
 def main(argv: list[str], host: ComfyInstall) -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m launcher families", description="Which model families run in parallel, and how.")
+    parser = argparse.ArgumentParser(
+        prog="python3 -m launcher families", description="Which model families run in parallel, and how."
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one object")
     form.add_argument("--markdown", action="store_true", help="docs/FAMILIES.md")
     options = parser.parse_args(argv)
     table, others = rows(), on_one_gpu(Path(host.comfyui))
     if options.json:
-        print(json.dumps({"families": [asdict(row) for row in table], "in_groups": in_groups(), "one_gpu": others}))
+        print(
+            json.dumps(
+                {"families": [asdict(row) for row in table], "in_groups": in_groups(), "one_gpu": others}
+            )
+        )
     elif options.markdown:
         print(markdown(table, others), end="")
     else:
         for row in table:
-            print(f"{row.family:16}{row.sequence:8}{row.pipefusion:13}{', '.join(row.models)}{'; ' + row.why if row.why else ''}")
+            why = f"; {row.why}" if row.why else ""
+            print(f"{row.family:16}{row.sequence:8}{row.pipefusion:13}{', '.join(row.models)}{why}")
         for name, why in in_groups().items():
             print(f"{'-':16}{'cfg and data':21}{name.partition(':')[2]}; {why}")
         for name, why in others.items():

@@ -24,14 +24,21 @@ log = logging.getLogger("pipemesh")
 
 
 def main(argv: list[str], host: ComfyInstall) -> int:
-    parser = argparse.ArgumentParser(prog="torchrun ... -m launcher node", description="Lends this machine to a ComfyUI on another.")
+    parser = argparse.ArgumentParser(
+        prog="torchrun ... -m launcher node", description="Lends this machine to a ComfyUI on another."
+    )
     parser.add_argument(
-        "--name", default=socket.gethostname(), help="as in the pool's devices: NAME/cuda:0 (default: what the machine calls itself)"
+        "--name",
+        default=socket.gethostname(),
+        help="as in the pool's devices: NAME/cuda:0 (default: what the machine calls itself)",
     )
     parser.add_argument("--port", type=int, default=0, help="to listen on, for a firewall (default: any)")
     options = parser.parse_args(argv)
     if not ELSEWHERE.fullmatch(f"{options.name}/cpu"):
-        raise LaunchError(f"{options.name!r} cannot be named in a list of devices: give a --name of letters, digits, dots and dashes.")
+        raise LaunchError(
+            f"{options.name!r} cannot be named in a list of devices: give a --name of letters, digits, dots"
+            " and dashes."
+        )
     require_torchrun(os.environ)
     die_with_parent(os.getppid())  # torchrun, which may be killed
     setup = rank_setup_from(os.environ, host.comfyui)
@@ -41,11 +48,16 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         store = open_store(address, port, STORE_TIMEOUT_S)
         own_address = own_address_towards(address, port)
     except (RuntimeError, OSError) as error:
-        raise LaunchError(f"Nothing answers at the rendezvous {setup.rendezvous} ({error}): see that it is torchrun's endpoint.") from error
+        raise LaunchError(
+            f"Nothing answers at the rendezvous {setup.rendezvous} ({error}): see that it is torchrun's"
+            " endpoint."
+        ) from error
     listener = listen(own_address, options.port)
     known = "{}:{}".format(*listener.getsockname())
     register(store, options.name, known)
-    log.info("[PipeMesh] %s at %s waits for a ComfyUI that meets at %s", options.name, known, setup.rendezvous)
+    log.info(
+        "[PipeMesh] %s at %s waits for a ComfyUI that meets at %s", options.name, known, setup.rendezvous
+    )
     accept(listener, own_hello(options.name), setup)
     return 0
 
@@ -53,7 +65,10 @@ def main(argv: list[str], host: ComfyInstall) -> int:
 def require_torchrun(environ: Mapping[str, str]) -> None:
     """Raises LaunchError with the command that starts it."""
     if "TORCHELASTIC_RUN_ID" not in environ:
-        raise LaunchError(f"`node` is started by torchrun: {node_command(environ.get(RENDEZVOUS_VARIABLE) or 'ADDRESS:PORT')}")
+        raise LaunchError(
+            "`node` is started by torchrun:"
+            f" {node_command(environ.get(RENDEZVOUS_VARIABLE) or 'ADDRESS:PORT')}"
+        )
 
 
 def own_address_towards(address: str, port: int) -> str:
@@ -68,4 +83,6 @@ def listen(address: str, port: int) -> socket.socket:
     try:
         return socket.create_server((address, port))
     except OSError as error:
-        raise LaunchError(f"Nothing can listen at {address}:{port} ({error.strerror}): give another --port, or none.") from error
+        raise LaunchError(
+            f"Nothing can listen at {address}:{port} ({error.strerror}): give another --port, or none."
+        ) from error

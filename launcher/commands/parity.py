@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ..comfyui.find import ComfyInstall
 
 BOUND = 2e-5  # of the output's scale, fp32: 3e-7 of reordering grows to at most 8.7e-6 over a run
-BF16_BOUNDS = (0.8, 1.2)  # our distance from fp32 over stock bf16's; far below 1, the ranks would not compute in bf16
+# Our distance from fp32 over stock bf16's; far below 1, the ranks would not compute in bf16
+BF16_BOUNDS = (0.8, 1.2)
 STEPS = 4
 TEXT_DIM, POOLED_DIM = 64, 32  # of the samples' tiny sizes
 
@@ -56,7 +57,8 @@ class Case:
 
     def __str__(self) -> str:
         mask = "mask" if self.mask else "nomask"
-        return f"{self.family}-{self.method}-{self.tokens}-{self.heads}heads-cfg{self.cfg:g}-{mask}-{self.sampler}"
+        size = f"{self.tokens}-{self.heads}heads"
+        return f"{self.family}-{self.method}-{size}-cfg{self.cfg:g}-{mask}-{self.sampler}"
 
 
 METHODS: Mapping[str, tuple[int, int]] = {
@@ -71,7 +73,8 @@ METHODS: Mapping[str, tuple[int, int]] = {
 }
 SAMPLERS = ("euler", "heun", "dpmpp_2m_sde", "uni_pc")
 TOKENS, CFGS = ("even", "odd"), (1.0, 4.0)
-COVERED = tuple(method for method in METHODS if method not in ("ulysses4", "ring4"))  # four ranks on two cores: 2x2 has both axes
+# Four ranks on two cores: 2x2 has both axes
+COVERED = tuple(method for method in METHODS if method not in ("ulysses4", "ring4"))
 RINGS = ("2x2", "ring2", "ring3")
 
 
@@ -93,9 +96,14 @@ def cover() -> list[Case]:
     several head counts, and of all others together. Of every other sample two cases.
     """
     cases = [case for case in full_product() if case.method in COVERED and case.family in REPRESENTATIVES]
-    halves = [[case for case in cases if (len(SAMPLES[case.family].heads) > 1) == several] for several in (True, False)]
+    halves = [
+        [case for case in cases if (len(SAMPLES[case.family].heads) > 1) == several]
+        for several in (True, False)
+    ]
     others = [sample for name, sample in SAMPLES.items() if name not in REPRESENTATIVES]
-    return [case for half in halves for case in cover_of(half)] + [case for pair in map(two_cases, others, cycle(RINGS)) for case in pair]
+    return [case for half in halves for case in cover_of(half)] + [
+        case for pair in map(two_cases, others, cycle(RINGS)) for case in pair
+    ]
 
 
 def two_cases(sample: Sample, ring: str) -> tuple[Case, Case]:
@@ -136,7 +144,9 @@ def empty_latent(case: Case, batch: int = 1) -> Any:
     return NestedTensor([torch.zeros(batch * one[0], *one[1:]) for one in shape])
 
 
-def attention_masks(masks: Masks, texts: tuple[int, int], latent: torch.Tensor) -> tuple[list[torch.Tensor], tuple[int, int]]:
+def attention_masks(
+    masks: Masks, texts: tuple[int, int], latent: torch.Tensor
+) -> tuple[list[torch.Tensor], tuple[int, int]]:
     """Make a mask for each prompt, over its text and image tokens, and the image's token grid."""
     if masks.open:
         return [torch.ones(1, text, dtype=torch.long) for text in texts], (0, 0)
@@ -146,7 +156,9 @@ def attention_masks(masks: Masks, texts: tuple[int, int], latent: torch.Tensor) 
     return [attention_mask(7 + text, (masks.text or text) + grid[0] * grid[1]) for text in texts], grid
 
 
-def conditioning(seed: int, tokens: int, mask: torch.Tensor | None = None, image: tuple[int, int] = (0, 0)) -> list:
+def conditioning(
+    seed: int, tokens: int, mask: torch.Tensor | None = None, image: tuple[int, int] = (0, 0)
+) -> list:
     """Make a random prompt. ``mask`` covers text and image tokens; ComfyUI takes it only together
     with the token grid of the ``image``.
     """
@@ -174,25 +186,48 @@ def text_mask(seed: int, tokens: int) -> torch.Tensor:
     return mask.index_fill(1, torch.tensor([0]), 1)
 
 
-def sample(model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS, batch: int = 1) -> torch.Tensor:
+def sample(
+    model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS, batch: int = 1
+) -> torch.Tensor:
     """Sample a case on a MODEL as ComfyUI's KSampler does. Several latents come back in one row."""
     import comfy.sample
 
     facts, latent = SAMPLES[case.family], empty_latent(case, batch)
     texts = (16, 24) if case.tokens == "even" else (13, 7)
-    masks, grid = attention_masks(facts.masks, texts, latent) if facts.masks and (case.mask or facts.masks.open) else ([None, None], (0, 0))
-    prompts = [conditioning(number, n, mask, grid) for number, n, mask in zip((1, 2), texts, masks, strict=True)]
-    prompts = [[[text, {**extras, **facts.extras(latent, side)}] for text, extras in prompt] for side, prompt in enumerate(prompts)]
+    masks, grid = (
+        attention_masks(facts.masks, texts, latent)
+        if facts.masks and (case.mask or facts.masks.open)
+        else ([None, None], (0, 0))
+    )
+    prompts = [
+        conditioning(number, n, mask, grid) for number, n, mask in zip((1, 2), texts, masks, strict=True)
+    ]
+    prompts = [
+        [[text, {**extras, **facts.extras(latent, side)}] for text, extras in prompt]
+        for side, prompt in enumerate(prompts)
+    ]
     options = {"noise_mask": facts.noise_mask(latent)} if facts.noise_mask is not None else {}
     with torch.inference_mode():
         noise = comfy.sample.prepare_noise(latent, seed)
         samples = comfy.sample.sample(
-            model, noise, steps, case.cfg, case.sampler, "simple", *prompts, latent, disable_pbar=True, seed=seed, **options
+            model,
+            noise,
+            steps,
+            case.cfg,
+            case.sampler,
+            "simple",
+            *prompts,
+            latent,
+            disable_pbar=True,
+            seed=seed,
+            **options,
         )
     return torch.cat([one.flatten() for one in samples.unbind()]) if samples.is_nested else samples
 
 
-def stock_model(heads: int, dtype: torch.dtype = torch.float32, seed: int = 0, family: str = PLAIN) -> ModelPatcher:
+def stock_model(
+    heads: int, dtype: torch.dtype = torch.float32, seed: int = 0, family: str = PLAIN
+) -> ModelPatcher:
     """Build a stock MODEL of a sample, with random weights and no file behind it."""
     facts = SAMPLES[family]
     return facts.form.random_model(facts.tiny.size(heads), seed, dtype)
@@ -208,10 +243,18 @@ class Bench:
         self.stock = cache(lambda heads, family=PLAIN: stock_model(heads, family=family))
         self.stock_bf16 = cache(lambda heads, family=PLAIN: stock_model(heads, torch.bfloat16, family=family))
         self.truth = cache(lambda case: sample(self.stock(case.heads, case.family), case))
-        self._bound = cache(lambda case: bound(partial(sample, case=case), self.stock(case.heads, case.family), self.truth(case)))
+        self._bound = cache(
+            lambda case: bound(
+                partial(sample, case=case), self.stock(case.heads, case.family), self.truth(case)
+            )
+        )
         self._rounded = cache(lambda case: sample(self.stock_bf16(case.heads, case.family), case))
-        self.parallel = cache(lambda heads, layout, family=PLAIN: self._parallel(self.stock(heads, family), layout))
-        self._parallel_bf16 = cache(lambda heads, layout, family: self._parallel(self.stock_bf16(heads, family), layout))
+        self.parallel = cache(
+            lambda heads, layout, family=PLAIN: self._parallel(self.stock(heads, family), layout)
+        )
+        self._parallel_bf16 = cache(
+            lambda heads, layout, family: self._parallel(self.stock_bf16(heads, family), layout)
+        )
 
     def _parallel(self, stock: Any, layout: tuple[int, int]) -> Any:
         from ...parallel_runtime.client.remote_patcher import parallelize
@@ -232,7 +275,10 @@ class Bench:
         truth, rounded = self.truth(same), self._rounded(same)
         stock_distance = rms(rounded - truth)
         assert self.stock_bf16(case.heads, case.family).model.get_dtype_inference() == torch.bfloat16
-        return rms(sample(self._parallel_bf16(case.heads, case.layout, case.family), case) - truth) / stock_distance
+        return (
+            rms(sample(self._parallel_bf16(case.heads, case.layout, case.family), case) - truth)
+            / stock_distance
+        )
 
 
 def rms(tensor: torch.Tensor) -> float:
@@ -242,26 +288,55 @@ def rms(tensor: torch.Tensor) -> float:
 def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     """Parse the options and select their cases. Exits with a sentence where there are none."""
     in_bf16 = [sample.name for sample in SAMPLES.values() if sample.bf16]
-    parser = argparse.ArgumentParser(prog="python3 -m launcher parity", description="Compare stock ComfyUI with the pool at the same seed.")
+    parser = argparse.ArgumentParser(
+        prog="python3 -m launcher parity", description="Compare stock ComfyUI with the pool at the same seed."
+    )
     parser.add_argument("--family", choices=SAMPLES)
     parser.add_argument("--method", choices=METHODS)
-    parser.add_argument("--ranks", type=int, choices=sorted({ulysses * ring for ulysses, ring in METHODS.values()}))
+    parser.add_argument(
+        "--ranks", type=int, choices=sorted({ulysses * ring for ulysses, ring in METHODS.values()})
+    )
     parser.add_argument("--cover", action="store_true", help="only the cover that the tests run")
-    parser.add_argument("--bf16", action="store_true", help=f"in bf16 ({', '.join(in_bf16)}): distance from the fp32 truth over stock's")
-    parser.add_argument("--layouts", type=int, nargs="+", metavar="RANKS", help="every layout of so many ranks instead, on one family")
+    parser.add_argument(
+        "--bf16",
+        action="store_true",
+        help=f"in bf16 ({', '.join(in_bf16)}): distance from the fp32 truth over stock's",
+    )
+    parser.add_argument(
+        "--layouts",
+        type=int,
+        nargs="+",
+        metavar="RANKS",
+        help="every layout of so many ranks instead, on one family",
+    )
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args(argv)
     families = in_bf16 if options.bf16 else list(SAMPLES)
     if options.family and options.family not in families:
         only = " or ".join(families)
-        parser.error(f"--bf16 measures {only} alone, not --family {options.family}: choose --family {only} or leave one of the two out")
+        parser.error(
+            f"--bf16 measures {only} alone, not --family {options.family}: choose --family {only} or leave"
+            " one of the two out"
+        )
     families = [options.family] if options.family else families
     of_family = [case for case in (cover() if options.cover else full_product()) if case.family in families]
-    cases = [case for case in of_family if options.ranks in (None, case.ranks) and options.method in (None, case.method)]
+    cases = [
+        case
+        for case in of_family
+        if options.ranks in (None, case.ranks) and options.method in (None, case.method)
+    ]
     if not cases:
-        there = dict.fromkeys(f"--method {case.method} (--ranks {case.ranks})" for case in sorted(of_family, key=by_method))
-        what = " ".join(f"--{name} {getattr(options, name)}" for name in ("family", "method", "ranks") if getattr(options, name))
-        parser.error(f"no case {'of the cover ' if options.cover else ''}has {what}: choose of {', '.join(there)}")
+        there = dict.fromkeys(
+            f"--method {case.method} (--ranks {case.ranks})" for case in sorted(of_family, key=by_method)
+        )
+        what = " ".join(
+            f"--{name} {getattr(options, name)}"
+            for name in ("family", "method", "ranks")
+            if getattr(options, name)
+        )
+        parser.error(
+            f"no case {'of the cover ' if options.cover else ''}has {what}: choose of {', '.join(there)}"
+        )
     return options, sorted(cases, key=by_method)
 
 
@@ -289,7 +364,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
 
     @cache
     def clients(ulysses: int, ring: int) -> RemotePool:
-        return RemotePool(keeper.handle(place(Layout(ulysses=ulysses, ring=ring), "cpu", "gloo", ())), shares_weights=True)
+        return RemotePool(
+            keeper.handle(place(Layout(ulysses=ulysses, ring=ring), "cpu", "gloo", ())), shares_weights=True
+        )
 
     bench = Bench(clients)
     figure, (least, most) = (bench.bf16_ratio, BF16_BOUNDS) if options.bf16 else (bench.error, (0.0, BOUND))

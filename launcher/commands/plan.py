@@ -46,7 +46,12 @@ def counted(model: str, extent: tuple[int, int, int] | None) -> tuple[Whole, tup
 def record(plan: Plan, row: Row) -> dict[str, Any]:
     """Return a row as ``--json`` has it."""
     one, speedup = row.prediction, plan.speedup(row)
-    head = {"layout": row.layout.degrees(), "equation": row.layout.equation(), "why_not": row.why, "is_approximate": row.is_approximate}
+    head = {
+        "layout": row.layout.degrees(),
+        "equation": row.layout.equation(),
+        "why_not": row.why,
+        "is_approximate": row.is_approximate,
+    }
     if one is None:
         return head
     return {
@@ -84,7 +89,9 @@ def whole_run(plan: Plan, job: Job, seconds: float) -> str:
     """Say what decoding adds to the evaluations of a run, on whatever number of GPUs."""
     alone, best = plan.alone(), plan.best
     said = f"Decoding takes about {seconds:.0f} s more, on one GPU"
-    evaluation = [row.prediction.seconds for row in (alone, best) if row is not None and row.prediction is not None]
+    evaluation = [
+        row.prediction.seconds for row in (alone, best) if row is not None and row.prediction is not None
+    ]
     if len(evaluation) < 2:
         return f"{said}."
     one, several = (job.evaluations * own + seconds for own in evaluation)
@@ -95,18 +102,33 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     names = known_models()
     parser = argparse.ArgumentParser(
         prog="python3 -m launcher plan",
-        description="Predict what every layout of a box would take for a job, and say which is the fastest and why others lose.",
+        description=(
+            "Predict what every layout of a box would take for a job, and say which is the fastest and why"
+            " others lose."
+        ),
     )
     parser.add_argument("--family", choices=names, metavar="F", required=True, help=", ".join(names))
-    parser.add_argument("--size", type=parsed_size, metavar="WxH", help="in pixels (default: what is usual for the model)")
-    parser.add_argument("--frames", type=int, default=0, help="of a video (default: what is usual for the model)")
-    parser.add_argument("--box", required=True, help="such as 8xL40-PCIe, 8xA100-NVLink, 1xRTX4090+1xRTX3090-PCIe, 2x8xL40-PCIe-100G")
+    parser.add_argument(
+        "--size", type=parsed_size, metavar="WxH", help="in pixels (default: what is usual for the model)"
+    )
+    parser.add_argument(
+        "--frames", type=int, default=0, help="of a video (default: what is usual for the model)"
+    )
+    parser.add_argument(
+        "--box",
+        required=True,
+        help="such as 8xL40-PCIe, 8xA100-NVLink, 1xRTX4090+1xRTX3090-PCIe, 2x8xL40-PCIe-100G",
+    )
     parser.add_argument("--cfg", action="store_true", help="two branches in each evaluation")
     parser.add_argument("--batch", type=int, default=1, help="images or videos at once")
     parser.add_argument("--evaluations", type=int, default=28, help="of a run (default 28)")
-    parser.add_argument("--approximate", action="store_true", help="choose pipefusion too, whose images differ a little")
+    parser.add_argument(
+        "--approximate", action="store_true", help="choose pipefusion too, whose images differ a little"
+    )
     parser.add_argument("--warm-up", type=int, default=1, help="of pipefusion: whole evaluations (default 1)")
-    parser.add_argument("--patches", type=int, default=0, help="of pipefusion (default: one more than stages)")
+    parser.add_argument(
+        "--patches", type=int, default=0, help="of pipefusion (default: one more than stages)"
+    )
     parser.add_argument("--all", action="store_true", help=f"print every layout, not the first {SHOWN}")
     parser.add_argument("--json", action="store_true", help="one object")
     options = parser.parse_args(argv)
@@ -114,7 +136,10 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: choose 1 or more")
     if options.patches and options.patches < 2:
-        parser.error(f"--patches {options.patches}: choose 2 or more, as many as stages at least, or 0 for one more than stages")
+        parser.error(
+            f"--patches {options.patches}: choose 2 or more, as many as stages at least, or 0 for one more"
+            " than stages"
+        )
     from ...parallel_runtime.planner.choose import plan
     from ...parallel_runtime.planner.decoding import decoding_s
     from ...parallel_runtime.planner.job import Job
@@ -149,7 +174,13 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     if options.json:
         rows = [record(found, row) for row in found.rows]
         sizes = {str(size): record(found, row) if row else None for size, row in best.items()}
-        head = {"model": model, "extent": extent, "box": box.name, "tflops": whole.flops / 1e12, "verdict": verdict(found)}
+        head = {
+            "model": model,
+            "extent": extent,
+            "box": box.name,
+            "tflops": whole.flops / 1e12,
+            "verdict": verdict(found),
+        }
         print(json.dumps({**head, "decoding_s": seconds, "best_of": sizes, "layouts": rows}))
         return 0
     frames_text = f", {extent[2]} frames" if extent[2] > 1 else ""
@@ -159,7 +190,10 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         print(f"  {whole_run(found, job, options.batch * seconds)}\n")
     for size, row in best.items():
         if row is not None and row.prediction is not None:
-            print(f"  {size} GPU{'s' * (size > 1):1}: {row.layout.equation()}, {1e3 * row.prediction.seconds:.1f} ms per evaluation")
+            print(
+                f"  {size} GPU{'s' * (size > 1):1}: {row.layout.equation()},"
+                f" {1e3 * row.prediction.seconds:.1f} ms per evaluation"
+            )
     print(f"\n{HEAD}")
     for row in found.rows if options.all else found.rows[:SHOWN]:
         print(line(found, row))

@@ -34,7 +34,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     options = parse(argv)
     file = ASSETS / MODEL if options.model == DEMO else Path(options.model)
     if not file.is_file():
-        raise LaunchError(f'There is no file {file}: name a diffusion model, or "{DEMO}" for the trained one.')
+        raise LaunchError(
+            f'There is no file {file}: name a diffusion model, or "{DEMO}" for the trained one.'
+        )
 
     import comfy.cli_args
 
@@ -42,9 +44,13 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     import comfy.samplers
 
     if options.sampler not in comfy.samplers.SAMPLER_NAMES:
-        raise LaunchError(f"ComfyUI has no sampler {options.sampler}: choose {', '.join(comfy.samplers.SAMPLER_NAMES)}.")
+        raise LaunchError(
+            f"ComfyUI has no sampler {options.sampler}: choose {', '.join(comfy.samplers.SAMPLER_NAMES)}."
+        )
     model = loaded(file)
-    found = measured(model, conds_of(model, options.model == DEMO), options.steps, options.sampler, options.side)
+    found = measured(
+        model, conds_of(model, options.model == DEMO), options.steps, options.sampler, options.side
+    )
     stored = store(found, file, options)
     if options.json:
         print(json.dumps(json.loads(stored.read_text())))
@@ -57,10 +63,13 @@ def main(argv: list[str], host: ComfyInstall) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python3 -m launcher redundancy", description="Measure how much a model's blocks change from one evaluation to the next."
+        prog="python3 -m launcher redundancy",
+        description="Measure how much a model's blocks change from one evaluation to the next.",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help=f'a file of a model with tokens and one pooled vector as text, or "{DEMO}" for the trained one'
+        "model",
+        metavar="MODEL",
+        help=f'a file of a model with tokens and one pooled vector as text, or "{DEMO}" for the trained one',
     )
     parser.add_argument("--steps", type=int, default=20, help="of the run (default 20)")
     parser.add_argument("--sampler", default="euler", help="of ComfyUI's (default euler)")
@@ -79,7 +88,9 @@ def loaded(file: Path) -> Any:
     try:
         return comfy.sd.load_diffusion_model(str(file))
     except (RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
-        raise LaunchError(f"ComfyUI reads no diffusion model from {file}: {str(error).splitlines()[0]}") from error
+        raise LaunchError(
+            f"ComfyUI reads no diffusion model from {file}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def conds_of(model: Any, is_demo: bool) -> tuple[Any, Any]:
@@ -89,13 +100,23 @@ def conds_of(model: Any, is_demo: bool) -> tuple[Any, Any]:
     if is_demo:
         tokens = torch.stack([conditioning(scene) for scene in scenes_by_chance(SEED, PROMPTS)])
         empty = torch.zeros_like(tokens)
-        return [[tokens, {"pooled_output": tokens.flatten(1)}]], [[empty, {"pooled_output": empty.flatten(1)}]]
+        return [[tokens, {"pooled_output": tokens.flatten(1)}]], [
+            [empty, {"pooled_output": empty.flatten(1)}]
+        ]
     config = model.model.model_config.unet_config
     if not (config.get("context_in_dim") and config.get("vec_in_dim")):
-        raise LaunchError(f"{type(model.model).__name__} takes other text than this command makes: it makes tokens and one pooled vector.")
+        raise LaunchError(
+            f"{type(model.model).__name__} takes other text than this command makes: it makes tokens and one"
+            " pooled vector."
+        )
     chance = torch.Generator().manual_seed(SEED)
-    text, pooled = (torch.randn(1, *shape, generator=chance) for shape in ((64, config["context_in_dim"]), (config["vec_in_dim"],)))
-    return [[text, {"pooled_output": pooled}]], [[torch.zeros_like(text), {"pooled_output": torch.zeros_like(pooled)}]]
+    text, pooled = (
+        torch.randn(1, *shape, generator=chance)
+        for shape in ((64, config["context_in_dim"]), (config["vec_in_dim"],))
+    )
+    return [[text, {"pooled_output": pooled}]], [
+        [torch.zeros_like(text), {"pooled_output": torch.zeros_like(pooled)}]
+    ]
 
 
 def measured(model: Any, conds: tuple[Any, Any], steps: int, sampler: str, side: int) -> Redundancy:
@@ -103,7 +124,9 @@ def measured(model: Any, conds: tuple[Any, Any], steps: int, sampler: str, side:
     import comfy.sample
 
     positive, negative = conds
-    empty = comfy.sample.fix_empty_latent_channels(model, torch.zeros(len(positive[0][0]), 16, side // 8, side // 8))
+    empty = comfy.sample.fix_empty_latent_channels(
+        model, torch.zeros(len(positive[0][0]), 16, side // 8, side // 8)
+    )
     noise = torch.randn(empty.shape, generator=torch.Generator().manual_seed(SEED))
     with changes_of(model.model.diffusion_model) as changes, torch.inference_mode():
         how = (steps, 3.0, sampler, "simple", positive, negative, empty)
@@ -144,9 +167,19 @@ def changes_of(model: torch.nn.Module) -> Iterator[Mapping[str, Sequence[float]]
 def table(found: Redundancy) -> str:
     """A row for each block, a column for each evaluation from the second on; in per cent."""
     width = max(map(len, found.changes))
-    lines = [f"{'change in %':{width}}" + "".join(f"{number:5}" for number in range(2, found.evaluations + 1))]
+    lines = [
+        f"{'change in %':{width}}" + "".join(f"{number:5}" for number in range(2, found.evaluations + 1))
+    ]
     rows = {**found.changes, "mean": found.by_evaluation}
-    return "\n".join([*lines, *(f"{name:{width}}" + "".join(f"{100 * value:5.0f}" for value in values) for name, values in rows.items())])
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"{name:{width}}" + "".join(f"{100 * value:5.0f}" for value in values)
+                for name, values in rows.items()
+            ),
+        ]
+    )
 
 
 def heat_map(found: Redundancy) -> Image.Image:
@@ -175,7 +208,12 @@ def store(found: Redundancy, file: Path, options: argparse.Namespace) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     stored = folder / f"{file.stem}-{digest_of(file)}-{options.sampler}-{options.steps}.json"
     heat_map(found).save(stored.with_suffix(".png"))
-    about = {"model": file.name, "sampler": options.sampler, "steps": options.steps, "warm_up": warm_up_for(found)}
+    about = {
+        "model": file.name,
+        "sampler": options.sampler,
+        "steps": options.steps,
+        "warm_up": warm_up_for(found),
+    }
     part = stored.with_suffix(".part")
     part.write_text(json.dumps({**about, "changes": found.changes}), encoding="utf-8")
     part.replace(stored)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # of an evaluation's scale: its rms error when ranks share its tokens
+# Of an evaluation's scale: its rms error when ranks share its tokens
+ROUNDING = 4 * torch.finfo(torch.float32).eps
 FACTOR = 5.0  # CPUs differ from each other, and orders from other orders
 
 Run = Callable[[Any], torch.Tensor]
@@ -31,7 +32,9 @@ def rounded(model: Any, seed: int = 0) -> Any:
 
     def evaluate(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         denoised = executor(x, *args, **kwargs)
-        return denoised + ROUNDING * (x - denoised).std() * torch.randn(x.shape, generator=generator).to(x.device)
+        return denoised + ROUNDING * (x - denoised).std() * torch.randn(x.shape, generator=generator).to(
+            x.device
+        )
 
     return wrapped(model, evaluate)
 

@@ -39,11 +39,15 @@ def pool_inputs(method: str, ranks: int) -> dict[str, Any]:
     return {"devices": "cpu", "backend": "auto", "ulysses": 1, method: ranks, "warm_up": WHOLE}
 
 
-def tried(host: ComfyInstall, chosen: list[Template], pool: dict[str, Any], folder: Path, log: Path) -> Iterator[Outcome]:
+def tried(
+    host: ComfyInstall, chosen: list[Template], pool: dict[str, Any], folder: Path, log: Path
+) -> Iterator[Outcome]:
     """Try each template on a server that is started again where it died."""
     left = list(chosen)
     while left:
-        with ComfyServer(host, base=folder, log=log, env=ONE_THREAD, custom_nodes=PACKS, api_nodes=True) as server:
+        with ComfyServer(
+            host, base=folder, log=log, env=ONE_THREAD, custom_nodes=PACKS, api_nodes=True
+        ) as server:
             tries = Tries(server, server.get("/object_info"), pool)
             while left:
                 template = left.pop(0)
@@ -64,16 +68,26 @@ def outcome_of(tries: Tries, template: Template) -> Outcome:
 
 
 def main(argv: list[str], host: ComfyInstall) -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m launcher templates", description=(__doc__ or "").partition("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python3 -m launcher templates", description=(__doc__ or "").partition("\n\n")[0]
+    )
     parser.add_argument(
-        "--name", action="append", default=[], metavar="GLOB", help="only templates whose name fits; several times for several"
+        "--name",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="only templates whose name fits; several times for several",
     )
     parser.add_argument("--method", choices=METHODS, default="ulysses", help="default ulysses")
     parser.add_argument("--ranks", type=int, default=2, help="processes that share one image (default 2)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="for ComfyUI's log")
     parser.add_argument("--json", action="store_true", help="one object per line, as they come")
     options = parser.parse_args(argv)
-    chosen = [one for one in templates(host) if not options.name or any(fnmatch(one.name, pattern) for pattern in options.name)]
+    chosen = [
+        one
+        for one in templates(host)
+        if not options.name or any(fnmatch(one.name, pattern) for pattern in options.name)
+    ]
     if not chosen:
         raise LaunchError(f"No template's name fits {', '.join(options.name)}: leave --name out for all.")
     results: Counter[str] = Counter()
@@ -87,5 +101,12 @@ def main(argv: list[str], host: ComfyInstall) -> int:
 
 
 def line_of(outcome: Outcome) -> str:
-    figure = "" if outcome.error is None else f" {outcome.error:.1e}" + (f" ({outcome.ratio:.2f} x)" if outcome.ratio is not None else "")
-    return f"{outcome.result:9} {outcome.name}{figure}  {outcome.seconds:.0f} s{'  ' * bool(outcome.reason)}{outcome.reason}"
+    figure = (
+        ""
+        if outcome.error is None
+        else f" {outcome.error:.1e}" + (f" ({outcome.ratio:.2f} x)" if outcome.ratio is not None else "")
+    )
+    return (
+        f"{outcome.result:9} {outcome.name}{figure}  {outcome.seconds:.0f}"
+        f" s{'  ' * bool(outcome.reason)}{outcome.reason}"
+    )

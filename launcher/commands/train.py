@@ -42,7 +42,8 @@ LEAST_SIDE, SIDES = 64, 16  # pixels: of the decoder's crops, and of a token
 def main(argv: list[str], host: ComfyInstall) -> int:
     options = parse(argv)
     torch.set_num_threads(1)
-    at_end = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a set that is half drawn leaves no file
+    # A set that is half drawn leaves no file
+    at_end = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     torch.set_flush_denormal(True)
     try:
         return train(options)
@@ -73,17 +74,29 @@ def train(options: argparse.Namespace) -> int:
         say(f"Going on from iteration {training.transformer.iteration} of {checkpoint}")
     began = time.monotonic()
     if not options.only_export:
-        for record in run(training, folder, options.save_every * 60, stop_at(options.until), lambda made: draw_samples(made, folder)):
+        for record in run(
+            training,
+            folder,
+            options.save_every * 60,
+            stop_at(options.until),
+            lambda made: draw_samples(made, folder),
+        ):
             show(record, time.monotonic() - began)
         print()
     if not training.is_done and not options.only_export:
-        print(f"Stopped at iteration {training.transformer.iteration} of {recipe.iterations}: the same command goes on from there.")
+        print(
+            f"Stopped at iteration {training.transformer.iteration} of {recipe.iterations}: the same command"
+            " goes on from there."
+        )
         print("With --only-export it writes the model as it is now.")
         return 0
     for file in write_files(training, folder, options.export or folder / TRAINED):
         print(f"  {file}")
     if options.export is None:
-        print(f"The demo draws with the files in {ASSETS}: --only-export --export assets puts these in their place.")
+        print(
+            f"The demo draws with the files in {ASSETS}: --only-export --export assets puts these in their"
+            " place."
+        )
     return 0
 
 
@@ -94,14 +107,19 @@ def require_room(folder: Path, drawn: Path, options: argparse.Namespace) -> None
     needed += 0 if drawn.exists() else options.pictures * 3 * options.side**2
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise LaunchError(f"{folder} has {free / 1e9:.1f} GB free and training takes {needed / 1e9:.1f}: make room, or choose --folder.")
+        raise LaunchError(
+            f"{folder} has {free / 1e9:.1f} GB free and training takes {needed / 1e9:.1f}: make room, or"
+            " choose --folder."
+        )
 
 
 def go_on_from(training: Training, checkpoint: Path) -> None:
     try:
         training.load(checkpoint)
     except (SafetensorError, KeyError, RuntimeError, TypeError) as error:
-        raise LaunchError(f"{checkpoint} is no checkpoint of this model ({error}): remove it to begin anew.") from error
+        raise LaunchError(
+            f"{checkpoint} is no checkpoint of this model ({error}): remove it to begin anew."
+        ) from error
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -110,21 +128,46 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description="Train the demo's small model. It goes on where it stopped.",
     )
     recipe = Recipe()
-    parser.add_argument("--folder", type=Path, default=cache_folder(os.environ) / "training", help="for the set, checkpoints and the log")
-    parser.add_argument("--iterations", type=int, default=recipe.iterations, help=f"of the transformer (default {recipe.iterations})")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=cache_folder(os.environ) / "training",
+        help="for the set, checkpoints and the log",
+    )
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        default=recipe.iterations,
+        help=f"of the transformer (default {recipe.iterations})",
+    )
     decoders = f"of the decoder (default {recipe.decoder_iterations})"
-    parser.add_argument("--decoder-iterations", type=int, default=recipe.decoder_iterations, metavar="N", help=decoders)
+    parser.add_argument(
+        "--decoder-iterations", type=int, default=recipe.decoder_iterations, metavar="N", help=decoders
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="of training in all, if that is less")
-    parser.add_argument("--until", type=time_of_day, metavar="HH:MM", help="a time of the day, UTC, to stop at; run it again to go on")
+    parser.add_argument(
+        "--until",
+        type=time_of_day,
+        metavar="HH:MM",
+        help="a time of the day, UTC, to stop at; run it again to go on",
+    )
     parser.add_argument("--pictures", type=int, default=16384, help="size of the set (default 16384)")
     parser.add_argument("--side", type=int, default=SIDE, help=f"of a picture, in pixels (default {SIDE})")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, noise and the order of pictures (default 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, noise and the order of pictures (default 0)"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="that share a batch")
-    parser.add_argument("--save-every", type=float, default=4.0, metavar="MINUTES", help="between checkpoints (default 4)")
+    parser.add_argument(
+        "--save-every", type=float, default=4.0, metavar="MINUTES", help="between checkpoints (default 4)"
+    )
     exported = f"for the two files (default `{TRAINED}` in the folder); assets replaces the demo's"
     parser.add_argument("--export", type=Path, metavar="FOLDER", help=exported)
-    parser.add_argument("--only-export", action="store_true", help="write the two files of the last checkpoint, done or not")
-    parser.add_argument("--fp32", action="store_true", help="compute in fp32; bf16 takes half the time where the CPU has it")
+    parser.add_argument(
+        "--only-export", action="store_true", help="write the two files of the last checkpoint, done or not"
+    )
+    parser.add_argument(
+        "--fp32", action="store_true", help="compute in fp32; bf16 takes half the time where the CPU has it"
+    )
     options = parser.parse_args(argv)
     least = {"iterations": 1, "decoder_iterations": 0, "pictures": 1, "threads": 1, "seed": 0}
     for name, fewest in least.items():
@@ -173,7 +216,11 @@ def draw_samples(training: Training, folder: Path) -> None:
     transformer, decoder = training.transformer, training.decoder
     tokens = torch.stack([conditioning(scene) for scene in scenes])
     side = training.pictures.pictures.shape[-1] // CELL
-    with transformer.as_averaged(), decoder.as_averaged(), torch.autocast("cpu", torch.bfloat16, enabled=training.recipe.bfloat16):
+    with (
+        transformer.as_averaged(),
+        decoder.as_averaged(),
+        torch.autocast("cpu", torch.bfloat16, enabled=training.recipe.bfloat16),
+    ):
         latents = sampled(transformer.network, tokens, side, SAMPLE_SEED)
         pictures = decoder.network(latents).float()
     rows = [torch.cat(list(row), dim=2) for row in pictures.clamp(0, 1).split(8)]
@@ -185,8 +232,15 @@ def draw_samples(training: Training, folder: Path) -> None:
 def show(record: dict[str, float], elapsed_s: float) -> None:
     done = int(record["progress"] * 30)
     bar = "#" * done + "." * (30 - done)
-    losses = "  ".join(f"{name.removesuffix('_loss')} {value:.4f}" for name, value in record.items() if name.endswith("_loss"))
-    line = f"{bar} {record['progress']:6.1%}  iteration {record['iteration']}  {losses}  {elapsed_s / 60:.0f} min"
+    losses = "  ".join(
+        f"{name.removesuffix('_loss')} {value:.4f}"
+        for name, value in record.items()
+        if name.endswith("_loss")
+    )
+    line = (
+        f"{bar} {record['progress']:6.1%}  iteration {record['iteration']}  {losses} "
+        f" {elapsed_s / 60:.0f} min"
+    )
     print(f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
 
 

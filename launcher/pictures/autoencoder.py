@@ -64,7 +64,11 @@ def encoder_weights(projection: Projection) -> dict[str, torch.Tensor]:
     the components pass the ReLU as a positive and a negative half. The last channel is always 1.
     """
     one = WIDTH - 1
-    weights = {f"{index}.conv.{layer}.{name}": tensor for index in ENCODER_BLOCKS for layer, name, tensor in zeros_of_block()}
+    weights = {
+        f"{index}.conv.{layer}.{name}": tensor
+        for index in ENCODER_BLOCKS
+        for layer, name, tensor in zeros_of_block()
+    }
     weights["0.weight"], weights["0.bias"] = torch.zeros(WIDTH, 3, 3, 3), torch.zeros(WIDTH)
     weights["0.weight"][range(3), range(3), 1, 1] = 1.0
     weights["0.bias"][one] = 1.0
@@ -73,10 +77,16 @@ def encoder_weights(projection: Projection) -> dict[str, torch.Tensor]:
     for step, index in enumerate(DOWN[:2]):
         channels = 3 * 4**step
         for corner, (row, column) in enumerate(corners):
-            weights[f"{index}.weight"][range(corner * channels, (corner + 1) * channels), range(channels), 1 + row, 1 + column] = 1.0
+            weights[f"{index}.weight"][
+                range(corner * channels, (corner + 1) * channels), range(channels), 1 + row, 1 + column
+            ] = 1.0
         weights[f"{index}.weight"][one, one, 1, 1] = 1.0
     # (K, C, y2 y1 y0, x2 x1 x0) -> (K, (y1, x1), (y0, x0), C) for each (y2, x2)
-    cells = projection.weight.view(CHANNELS, 3, 2, 2, 2, 2, 2, 2).permute(2, 5, 0, 3, 6, 4, 7, 1).reshape(2, 2, CHANNELS, 48)
+    cells = (
+        projection.weight.view(CHANNELS, 3, 2, 2, 2, 2, 2, 2)
+        .permute(2, 5, 0, 3, 6, 4, 7, 1)
+        .reshape(2, 2, CHANNELS, 48)
+    )
     last, half = weights[f"{DOWN[2]}.weight"], slice(CHANNELS, 2 * CHANNELS)
     for row, column in corners:
         last[:CHANNELS, :48, 1 + row, 1 + column] = cells[row, column]
@@ -90,7 +100,10 @@ def encoder_weights(projection: Projection) -> dict[str, torch.Tensor]:
 
 def zeros_of_block() -> list[tuple[int, str, torch.Tensor]]:
     layers = ((layer, name) for layer in (0, 2, 4) for name in ("weight", "bias"))
-    return [(layer, name, torch.zeros(WIDTH, WIDTH, 3, 3) if name == "weight" else torch.zeros(WIDTH)) for layer, name in layers]
+    return [
+        (layer, name, torch.zeros(WIDTH, WIDTH, 3, 3) if name == "weight" else torch.zeros(WIDTH))
+        for layer, name in layers
+    ]
 
 
 def conv(before: int, after: int, bias: bool = True) -> nn.Conv2d:
@@ -107,7 +120,9 @@ class Soft(nn.Module):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv = nn.Sequential(conv(WIDTH, WIDTH), nn.ReLU(), conv(WIDTH, WIDTH), nn.ReLU(), conv(WIDTH, WIDTH))
+        self.conv = nn.Sequential(
+            conv(WIDTH, WIDTH), nn.ReLU(), conv(WIDTH, WIDTH), nn.ReLU(), conv(WIDTH, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.relu(self.conv(x) + x)

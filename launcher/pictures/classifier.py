@@ -29,7 +29,9 @@ class Classifier(nn.Module):
             for before, after in pairwise(sizes)
             for layer in (nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU())
         ]
-        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(2 * width * (SIDE // 8) ** 2, len(PLACES) * ANSWERS))
+        self.layers = nn.Sequential(
+            *layers, nn.Flatten(), nn.Linear(2 * width * (SIDE // 8) ** 2, len(PLACES) * ANSWERS)
+        )
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
         small = functional.interpolate(pictures, (SIDE, SIDE), mode="area")
@@ -43,11 +45,17 @@ def targets(scenes: Sequence[Scene]) -> tuple[torch.Tensor, torch.Tensor, torch.
     shapes = colours.clone()
     for row, scene in enumerate(scenes):
         for thing in scene.things:
-            there[row, thing.place], colours[row, thing.place], shapes[row, thing.place] = 1, thing.colour, thing.shape
+            there[row, thing.place], colours[row, thing.place], shapes[row, thing.place] = (
+                1,
+                thing.colour,
+                thing.shape,
+            )
     return there, colours, shapes
 
 
-def train_classifier(pictures: torch.Tensor, scenes: Sequence[Scene], steps: int = 400, batch: int = 32, seed: int = 0) -> Classifier:
+def train_classifier(
+    pictures: torch.Tensor, scenes: Sequence[Scene], steps: int = 400, batch: int = 32, seed: int = 0
+) -> Classifier:
     """``pictures`` (N, 3, S, S) as bytes."""
     torch.manual_seed(seed)
     net, known = Classifier(), targets(scenes)
@@ -65,7 +73,9 @@ def train_classifier(pictures: torch.Tensor, scenes: Sequence[Scene], steps: int
     return net.eval()
 
 
-def loss_of(answers: torch.Tensor, there: torch.Tensor, colours: torch.Tensor, shapes: torch.Tensor) -> torch.Tensor:
+def loss_of(
+    answers: torch.Tensor, there: torch.Tensor, colours: torch.Tensor, shapes: torch.Tensor
+) -> torch.Tensor:
     is_there, colour, shape = answers.split((1, len(COLOURS), len(SHAPES)), dim=-1)
     loss = functional.binary_cross_entropy_with_logits(is_there[..., 0], there)
     loss = loss + functional.cross_entropy(colour.flatten(0, 1), colours.flatten(), ignore_index=NOTHING)

@@ -24,7 +24,10 @@ def trained_files() -> tuple[Path, Path]:
     found = ASSETS / MODEL, ASSETS / VAE
     for file in found:
         if not file.exists():
-            raise LaunchError(f"There is no {file}: `python3 -m launcher train --export assets` makes it, and the repository has it.")
+            raise LaunchError(
+                f"There is no {file}: `python3 -m launcher train --export assets` makes it, and the"
+                " repository has it."
+            )
     return found
 
 
@@ -35,13 +38,22 @@ def write_files(training: Training, log: Path, folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     model, vae, curve = folder / MODEL, folder / VAE, folder / "loss.png"
-    trained = {"iterations": str(training.transformer.iteration), "decoder_iterations": str(training.decoder.iteration)}
+    trained = {
+        "iterations": str(training.transformer.iteration),
+        "decoder_iterations": str(training.decoder.iteration),
+    }
     with whole(model) as part:
         save_file(in_bfloat16(training.transformer.averaged_weights()), part, {"format": "pt", **trained})
-    decoder = {f"taesd_decoder.{name}": tensor for name, tensor in training.decoder.averaged_weights().items()}
+    decoder = {
+        f"taesd_decoder.{name}": tensor for name, tensor in training.decoder.averaged_weights().items()
+    }
     scales = {"vae_scale": torch.tensor(SCALE), "vae_shift": torch.tensor(SHIFT)}
     with whole(vae) as part:
-        save_file({**in_bfloat16({**encoder_weights(training.projection), **decoder}), **scales}, part, {"format": "pt", **trained})
+        save_file(
+            {**in_bfloat16({**encoder_weights(training.projection), **decoder}), **scales},
+            part,
+            {"format": "pt", **trained},
+        )
     draw_curve(read_log(log), "transformer_loss").save(curve)
     return [model, vae, curve]
 

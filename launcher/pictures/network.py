@@ -102,7 +102,9 @@ class DoubleBlock(nn.Module):
         self.img_attn, self.txt_attn = Attention(hidden, heads), Attention(hidden, heads)
         self.img_mlp, self.txt_mlp = mlp(hidden), mlp(hidden)
 
-    def forward(self, img: torch.Tensor, txt: torch.Tensor, vec: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, img: torch.Tensor, txt: torch.Tensor, vec: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         img_mod, txt_mod = self.img_mod(vec), self.txt_mod(vec)
         of_txt = self.txt_attn.queries_keys_values(modulated(txt, *txt_mod[:2]))
         of_img = self.img_attn.queries_keys_values(modulated(img, *img_mod[:2]))
@@ -130,7 +132,9 @@ class SingleBlock(nn.Module):
         shift, scale, gate = self.modulation(vec)
         qkv, wide = self.linear1(modulated(x, shift, scale)).split((3 * self.hidden, 4 * self.hidden), dim=-1)
         attended = attend(split_qkv(qkv, self.heads, self.norm), positions)
-        return x + self.linear2(torch.cat((attended, functional.gelu(wide, approximate="tanh")), dim=-1)) * gate
+        return (
+            x + self.linear2(torch.cat((attended, functional.gelu(wide, approximate="tanh")), dim=-1)) * gate
+        )
 
 
 class LastLayer(nn.Module):
@@ -154,8 +158,12 @@ class Network(nn.Module):
         self.time_in = Embedder(TIME_CHANNELS, width.hidden)
         self.vector_in = Embedder(width.tokens * width.text, width.hidden)
         self.txt_in = nn.Linear(width.text, width.hidden)
-        self.double_blocks = nn.ModuleList([DoubleBlock(width.hidden, width.heads) for _ in range(width.double_blocks)])
-        self.single_blocks = nn.ModuleList([SingleBlock(width.hidden, width.heads) for _ in range(width.single_blocks)])
+        self.double_blocks = nn.ModuleList(
+            [DoubleBlock(width.hidden, width.heads) for _ in range(width.double_blocks)]
+        )
+        self.single_blocks = nn.ModuleList(
+            [SingleBlock(width.hidden, width.heads) for _ in range(width.single_blocks)]
+        )
         self.final_layer = LastLayer(width.hidden, channels)
 
     def forward(self, latent: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -174,7 +182,9 @@ class Network(nn.Module):
 
 
 def mlp(hidden: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(approximate="tanh"), nn.Linear(4 * hidden, hidden))
+    return nn.Sequential(
+        nn.Linear(hidden, 4 * hidden), nn.GELU(approximate="tanh"), nn.Linear(4 * hidden, hidden)
+    )
 
 
 def zeroed(layer: nn.Linear) -> nn.Linear:
@@ -211,7 +221,10 @@ def rotations(text: int, height: int, width: int) -> torch.Tensor:
     ids = torch.zeros(text + height * width, len(AXES), dtype=torch.float64)
     ids[text:, 1] = torch.arange(height).repeat_interleave(width)
     ids[text:, 2] = torch.arange(width).repeat(height)
-    angles = [ids[:, axis, None] / 10000 ** (torch.arange(0, size, 2, dtype=torch.float64) / size) for axis, size in enumerate(AXES)]
+    angles = [
+        ids[:, axis, None] / 10000 ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+        for axis, size in enumerate(AXES)
+    ]
     turned = torch.cat(angles, dim=-1)
     return torch.stack((turned.cos(), turned.sin())).float()
 

@@ -28,14 +28,18 @@ class PictureSet:
         return len(self.scenes)
 
 
-def picture_set(folder: Path, count: int, side: int, seed: int = 0, progress: Callable[[int], None] = lambda done: None) -> PictureSet:
+def picture_set(
+    folder: Path, count: int, side: int, seed: int = 0, progress: Callable[[int], None] = lambda done: None
+) -> PictureSet:
     """Map the set of this size, drawn first where it is missing."""
     file = set_file(folder, count, side, seed)
     scenes = scenes_by_chance(seed, count)
     if not file.exists():
         write(file, scenes, side, seed, progress)
     mapped = torch.from_file(str(file), shared=True, size=count * 3 * side * side, dtype=torch.uint8)
-    return PictureSet(mapped.view(count, 3, side, side), scenes, torch.stack([conditioning(scene) for scene in scenes]))
+    return PictureSet(
+        mapped.view(count, 3, side, side), scenes, torch.stack([conditioning(scene) for scene in scenes])
+    )
 
 
 def set_file(folder: Path, count: int, side: int, seed: int = 0) -> Path:

@@ -23,7 +23,13 @@ RGB = {
     "purple": (158, 60, 196),
     "white": (250, 250, 250),
 }
-CENTRES = {"top left": (34, 34), "top right": (94, 34), "bottom left": (34, 94), "bottom right": (94, 94), "centre": (64, 64)}
+CENTRES = {
+    "top left": (34, 34),
+    "top right": (94, 34),
+    "bottom left": (34, 94),
+    "bottom right": (94, 94),
+    "centre": (64, 64),
+}
 RADIUS, RADIUS_CHANGE, SHIFT = 25.0, 2.0, 3.0
 CORNERS = 4  # the first places; two objects stand in corners only
 STRIPE = 16
@@ -62,7 +68,10 @@ def draw(scenes: Sequence[Scene], seed: int, side: int = SIDE) -> torch.Tensor:
         centre = centres[[thing.place for thing in things]] + jitter[drawn, :2] * SHIFT
         radius = (RADIUS + jitter[drawn, 2] * RADIUS_CHANGE).view(-1, 1, 1)
         inside_px = -distances(
-            torch.tensor([thing.shape for thing in things]), x - centre[:, 0].view(-1, 1, 1), y - centre[:, 1].view(-1, 1, 1), radius
+            torch.tensor([thing.shape for thing in things]),
+            x - centre[:, 0].view(-1, 1, 1),
+            y - centre[:, 1].view(-1, 1, 1),
+            radius,
         )
         cover = (inside_px / pixel + 0.5).clamp(0, 1).unsqueeze(1)
         colour = rgb[[thing.colour for thing in things]].view(-1, 3, 1, 1)
@@ -74,7 +83,12 @@ def grounds(kinds: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> torch.Tens
     light, dark = (torch.tensor(tone).view(1, 3, 1, 1) / 255 for tone in (LIGHT, DARK))
     side = y.shape[1]
     plain = torch.zeros(1, side, side)
-    shares = {"light": plain, "dark": plain + 1, "shaded": y / SIDE + plain, "striped": (y // (STRIPE / 2) % 2) * 0.6 + plain}
+    shares = {
+        "light": plain,
+        "dark": plain + 1,
+        "shaded": y / SIDE + plain,
+        "striped": (y // (STRIPE / 2) % 2) * 0.6 + plain,
+    }
     share = torch.cat([shares[name] for name in GROUNDS])[kinds].unsqueeze(1)
     return light + (dark - light) * share
 

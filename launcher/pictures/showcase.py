@@ -90,15 +90,24 @@ def draw_all(server: ComfyServer, pools: Mapping[str, Mapping[str, Any] | None])
 def draw(server: ComfyServer, caption: str, pool: Mapping[str, Any] | None) -> Drawn:
     result = server.run(graph(caption, "showcase", pool))
     if result.error is not None:
-        raise LaunchError(f'the picture "{caption}" was not drawn: {result.error}\nThe last lines of {server.log}:\n{server.log_tail()}')
+        raise LaunchError(
+            f'the picture "{caption}" was not drawn: {result.error}\nThe last lines of'
+            f" {server.log}:\n{server.log_tail()}"
+        )
     (image,) = result.outputs["save"]["images"]
-    steps_s = [after.at_s - before.at_s for before, after in pairwise(tick for tick in result.ticks if tick.node == "sampler")]
+    steps_s = [
+        after.at_s - before.at_s
+        for before, after in pairwise(tick for tick in result.ticks if tick.node == "sampler")
+    ]
     return Drawn(Image.open(server.output / image["subfolder"] / image["filename"]).convert("RGB"), steps_s)
 
 
 def decibels(pictures: Sequence[Drawn], of: Sequence[Drawn]) -> list[float]:
     """The PSNR of each; one that is infinite counts as 99."""
-    ours, stock = (torch.stack([torch.from_numpy(numpy.array(one.picture)) for one in each]).float() / 255 for each in (pictures, of))
+    ours, stock = (
+        torch.stack([torch.from_numpy(numpy.array(one.picture)) for one in each]).float() / 255
+        for each in (pictures, of)
+    )
     return psnr(ours, stock).clamp(max=99).tolist()
 
 
@@ -134,8 +143,12 @@ def sheet(drawn: Mapping[str, Sequence[Drawn]]) -> Image.Image:
         for column, (one, value) in enumerate(zip(pictures, decibels(pictures, stock), strict=True)):
             left = MARGIN + column * (side + MARGIN)
             if pictures is not stock:
-                pen.text((left, top + LABEL - 2), "equal" if value == 99 else f"{value:.1f} dB", fill="#555555")
-            picture.paste(one.picture.resize((side, side), Image.Resampling.LANCZOS), (left, top + 2 * LABEL - 4))
+                pen.text(
+                    (left, top + LABEL - 2), "equal" if value == 99 else f"{value:.1f} dB", fill="#555555"
+                )
+            picture.paste(
+                one.picture.resize((side, side), Image.Resampling.LANCZOS), (left, top + 2 * LABEL - 4)
+            )
     return picture
 
 
@@ -152,7 +165,10 @@ def lines_of(pen: ImageDraw.ImageDraw, text: str, width: int) -> str:
 
 
 def show(
-    server: ComfyServer, pools: Mapping[str, Mapping[str, Any] | None], file: Path, say: Callable[[str], None] = print
+    server: ComfyServer,
+    pools: Mapping[str, Mapping[str, Any] | None],
+    file: Path,
+    say: Callable[[str], None] = print,
 ) -> dict[str, list[Drawn]]:
     """Draws each caption under each pool, says how near and how fast they are, and saves them side
     by side.
@@ -161,6 +177,9 @@ def show(
     stock = next(iter(drawn.values()))
     for name, pictures in drawn.items():
         say(f"  {label(name, pictures, stock)}")
-    say(f"  over {len(CAPTIONS)} captions of {SIDE} x {SIDE} pixels, too few tokens to gain time by; PSNR 99 is equal")
+    say(
+        f"  over {len(CAPTIONS)} captions of {SIDE} x {SIDE} pixels, too few tokens to gain time by; PSNR 99"
+        " is equal"
+    )
     sheet(drawn).save(file)
     return drawn

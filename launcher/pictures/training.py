@@ -31,7 +31,8 @@ from .whole import whole
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
 FITTED_ON = 512  # pictures, for the projection
 WARM_UP = 200  # iterations in which the rate rises
-DECAY_FROM, LEAST = 0.65, 0.03  # share of the training after which the rate falls, and to which share of itself
+# Share of the training after which the rate falls, and to which share of itself
+DECAY_FROM, LEAST = 0.65, 0.03
 AVERAGE, DECODER_AVERAGE = 0.998, 0.99
 DECODER_RATE = 1e-3
 DECODER_SHARE = 0.15  # of the time, while the transformer is trained
@@ -64,7 +65,9 @@ class Trainee:
         self.names = [name for name, _ in network.named_parameters()]
         self.parameters = list(network.parameters())
         self.averaged = [parameter.detach().clone() for parameter in self.parameters]
-        self.optimiser = torch.optim.AdamW(self.parameters, rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+        self.optimiser = torch.optim.AdamW(
+            self.parameters, rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+        )
 
     def step(self, gradients: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
         """Follow the mean of these gradients, one of each part of the batch."""
@@ -96,12 +99,18 @@ class Trainee:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything a checkpoint needs; made anew by ``restore``."""
-        found = {f"weight.{name}": parameter.detach() for name, parameter in zip(self.names, self.parameters, strict=True)}
+        found = {
+            f"weight.{name}": parameter.detach()
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+        }
         found |= {f"average.{name}": tensor for name, tensor in self.averaged_weights().items()}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             for key, tensor in self.optimiser.state.get(parameter, {}).items():
                 found[f"{key}.{name}"] = tensor
-        found["iteration"], found["seconds"] = torch.tensor(self.iteration), torch.tensor(self.seconds, dtype=torch.float64)
+        found["iteration"], found["seconds"] = (
+            torch.tensor(self.iteration),
+            torch.tensor(self.seconds, dtype=torch.float64),
+        )
         return found
 
     @torch.no_grad()
@@ -111,7 +120,9 @@ class Trainee:
             parameter.copy_(tensors[f"weight.{name}"])
             averaged.copy_(tensors[f"average.{name}"])
             if f"exp_avg.{name}" in tensors:
-                moments = {key: laid_out_as(parameter, tensors[f"{key}.{name}"]) for key in ("exp_avg", "exp_avg_sq")}
+                moments = {
+                    key: laid_out_as(parameter, tensors[f"{key}.{name}"]) for key in ("exp_avg", "exp_avg_sq")
+                }
                 self.optimiser.state[parameter] = {"step": tensors[f"step.{name}"].clone(), **moments}
 
 
@@ -146,25 +157,37 @@ class Training:
 
     @property
     def is_decoders_turn(self) -> bool:
-        return not self.is_decoder_done and (self.progress >= 1 or self.decoder.seconds <= DECODER_SHARE * self.seconds)
+        return not self.is_decoder_done and (
+            self.progress >= 1 or self.decoder.seconds <= DECODER_SHARE * self.seconds
+        )
 
     def step(self) -> tuple[str, float]:
         """Train whichever is due by one batch; return its name and its loss."""
         began = time.perf_counter()
-        name, trainee = ("decoder", self.decoder) if self.is_decoders_turn else ("transformer", self.transformer)
+        name, trainee = (
+            ("decoder", self.decoder) if self.is_decoders_turn else ("transformer", self.transformer)
+        )
         losses = self._decoder_losses() if trainee is self.decoder else self._transformer_losses()
-        values, gradients = zip(*self._threads.map(lambda loss: self._gradients(trainee, loss), losses), strict=True)
+        values, gradients = zip(
+            *self._threads.map(lambda loss: self._gradients(trainee, loss), losses), strict=True
+        )
         trainee.step(gradients, self._rate(trainee))
         trainee.seconds += time.perf_counter() - began
         return name, sum(values) / len(values)
 
-    def _gradients(self, trainee: Trainee, loss: Callable[[], torch.Tensor]) -> tuple[float, Sequence[torch.Tensor]]:
+    def _gradients(
+        self, trainee: Trainee, loss: Callable[[], torch.Tensor]
+    ) -> tuple[float, Sequence[torch.Tensor]]:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.bfloat16):
             value = loss()
         return value.item(), torch.autograd.grad(value, trainee.parameters)
 
     def _rate(self, trainee: Trainee) -> float:
-        share = self.progress if trainee is self.transformer else trainee.iteration / self.recipe.decoder_iterations
+        share = (
+            self.progress
+            if trainee is self.transformer
+            else trainee.iteration / self.recipe.decoder_iterations
+        )
         warm = min(1.0, (trainee.iteration + 1) / WARM_UP)
         return warm * max(LEAST, min(1.0, (1 - share) / (1 - DECAY_FROM)))
 
@@ -201,7 +224,11 @@ class Training:
         return shared_out(loss, count, self.recipe.threads)
 
     def save(self, file: Path) -> None:
-        tensors = {f"{name}.{key}": tensor.contiguous() for name, trainee in self._trainees for key, tensor in trainee.tensors().items()}
+        tensors = {
+            f"{name}.{key}": tensor.contiguous()
+            for name, trainee in self._trainees
+            for key, tensor in trainee.tensors().items()
+        }
         tensors |= {"projection.weight": self.projection.weight, "projection.bias": self.projection.bias}
         tensors["generator"] = self.generator.get_state()
         with whole(file) as part:
@@ -213,9 +240,17 @@ class Training:
             about = stored.metadata()
         kept, seed = float(about["kept"]), int(about.get("seed", 0))
         if seed != self.seed:
-            raise LaunchError(f"{file} was begun with seed {seed}, not {self.seed}: give that one, or another folder.")
+            raise LaunchError(
+                f"{file} was begun with seed {seed}, not {self.seed}: give that one, or another folder."
+            )
         for name, trainee in self._trainees:
-            trainee.restore({key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")})
+            trainee.restore(
+                {
+                    key.removeprefix(f"{name}."): tensor
+                    for key, tensor in tensors.items()
+                    if key.startswith(f"{name}.")
+                }
+            )
         self.projection = Projection(tensors["projection.weight"], tensors["projection.bias"], kept)
         self.generator.set_state(tensors["generator"])
 
@@ -224,7 +259,9 @@ class Training:
         return ("transformer", self.transformer), ("decoder", self.decoder)
 
 
-def shared_out(loss: Callable[[slice], torch.Tensor], count: int, threads: int) -> list[Callable[[], torch.Tensor]]:
+def shared_out(
+    loss: Callable[[slice], torch.Tensor], count: int, threads: int
+) -> list[Callable[[], torch.Tensor]]:
     """Return the loss of a part of the batch for each thread, or for each picture where those are
     fewer; their mean is the loss of the whole batch, and so are their gradients.
     """
@@ -260,7 +297,9 @@ def shifted(times: torch.Tensor, shift: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def sampled(network: nn.Module, tokens: torch.Tensor, side: int, seed: int, steps: int = 20, cfg: float = 3.0) -> torch.Tensor:
+def sampled(
+    network: nn.Module, tokens: torch.Tensor, side: int, seed: int, steps: int = 20, cfg: float = 3.0
+) -> torch.Tensor:
     """Sample latents by Euler's method, to look at while training; the demo samples in ComfyUI."""
     count = len(tokens)
     latent = torch.randn(count, CHANNELS, side, side, generator=torch.Generator().manual_seed(seed))
@@ -285,8 +324,15 @@ def run(
     crash, leave the log.
     """
     last_saved, losses = time.monotonic(), {"transformer": [], "decoder": []}
-    reached = {f"{prefix}iteration": trainee.iteration for prefix, trainee in (("", training.transformer), ("decoder_", training.decoder))}
-    kept = [record for record in read_log(folder) if all(record.get(name, 0) <= number for name, number in reached.items())]
+    reached = {
+        f"{prefix}iteration": trainee.iteration
+        for prefix, trainee in (("", training.transformer), ("decoder_", training.decoder))
+    }
+    kept = [
+        record
+        for record in read_log(folder)
+        if all(record.get(name, 0) <= number for name, number in reached.items())
+    ]
     with whole(folder / LOG) as part:
         part.write_text("".join(f"{json.dumps(record)}\n" for record in kept))
     with (folder / LOG).open("a") as log:
@@ -295,7 +341,10 @@ def run(
             losses[name].append(loss)
             if max(map(len, losses.values())) == RECORDED:
                 means = {name: sum(values) / len(values) for name, values in losses.items() if values}
-                record = {"iteration": training.transformer.iteration, "decoder_iteration": training.decoder.iteration}
+                record = {
+                    "iteration": training.transformer.iteration,
+                    "decoder_iteration": training.decoder.iteration,
+                }
                 record |= {"seconds": round(training.seconds, 1), "progress": round(training.progress, 4)}
                 record |= {f"{name}_loss": round(mean, 5) for name, mean in means.items()}
                 print(json.dumps(record), file=log, flush=True)

@@ -22,7 +22,8 @@ from .watch import Watch
 
 POLL_S = 0.05
 CANCEL_WAIT_S = 10.0  # for ranks to leave what was cancelled; after that the next run waits for them
-LEAVE_STALLS_AFTER = 0.2  # of the limit for hangs: ranks that were told to leave have that long without progress
+# Of the limit for hangs: ranks that were told to leave have that long without progress
+LEAVE_STALLS_AFTER = 0.2
 
 
 class Conversation:
@@ -36,7 +37,8 @@ class Conversation:
         self._facts = facts
         self._in_flight: dict[int, InFlight] = {}  # by request, in the order of submission
         self._leave_by = math.inf  # when ranks that were told to leave what is in flight should have
-        self._watch = Watch(board.progress)  # of what is in flight: a Stop, or a second one, does not begin it anew
+        # Of what is in flight: a Stop, or a second one, does not begin it anew
+        self._watch = Watch(board.progress)
 
     @property
     def is_over(self) -> bool:
@@ -57,7 +59,9 @@ class Conversation:
             self._progress.begin(title)
         self._in_flight[number] = InFlight(number, tuple(group), meets)
 
-    def submit(self, request: Request, group: Sequence[int], fds: Sequence[int], interrupted: Callable[[], bool]) -> None:
+    def submit(
+        self, request: Request, group: Sequence[int], fds: Sequence[int], interrupted: Callable[[], bool]
+    ) -> None:
         """Sends ``request`` to the ranks of ``group``. Raises RunCancelled where a cancel cuts what
         goes to another machine: that ends the ranks. Any other error leaves all as it was.
         """
@@ -121,7 +125,14 @@ class Conversation:
                 self._in_flight.pop(one.number, None)
         self._progress.end()
 
-    def _listen(self, wanted: Sequence[InFlight], interrupted: Callable[[], bool], *, leave: bool, until: float = math.inf) -> bool:
+    def _listen(
+        self,
+        wanted: Sequence[InFlight],
+        interrupted: Callable[[], bool],
+        *,
+        leave: bool,
+        until: float = math.inf,
+    ) -> bool:
         """Takes answers until all ``wanted`` are there, and after a failure until no connected
         request owes one.
 
@@ -141,7 +152,9 @@ class Conversation:
                     self._cancel()
             if is_silent:
                 owing = owing_ranks(self._in_flight.values())
-                self._progress.look([self._board.phase(rank) for rank in owing], is_wanted=any(one.awaited for one in wanted))
+                self._progress.look(
+                    [self._board.phase(rank) for rank in owing], is_wanted=any(one.awaited for one in wanted)
+                )
                 if until == math.inf:  # else the wait ends by itself
                     self._fail_if_stalled(owing)
             if not cancelled and interrupted():
@@ -158,7 +171,9 @@ class Conversation:
         rank = self._watch.stalled_rank(owing, stall_s)
         if rank is not None:
             phase, over_machines = self._board.phase(rank), self._ranks.spans_machines
-            raise Lost(sentence_of_stall(self._facts.where(rank), phase, stall_s, over_machines=over_machines), rank)
+            raise Lost(
+                sentence_of_stall(self._facts.where(rank), phase, stall_s, over_machines=over_machines), rank
+            )
 
     def _take_answers(self) -> bool:
         """Waits for answers, ``POLL_S`` at most; returns whether there were some."""

@@ -42,7 +42,12 @@ class Counter:
     """
 
     def __init__(
-        self, setup: RankSetup, device: Callable[[], Device], script: str = SCRIPT, limit_s: float = LIMIT_S, idle_s: float = IDLE_S
+        self,
+        setup: RankSetup,
+        device: Callable[[], Device],
+        script: str = SCRIPT,
+        limit_s: float = LIMIT_S,
+        idle_s: float = IDLE_S,
     ):
         self._start = lambda: CountingProcess(setup, device(), script)
         self._queue = Queue(limit_s, idle_s)
@@ -86,7 +91,9 @@ class Queue:
             if self._serving is None:
                 self._serving = Serving(start, self._limit_s)
                 try:
-                    threading.Thread(target=self._serve, args=(self._serving,), name="pipemesh-counter", daemon=True).start()
+                    threading.Thread(
+                        target=self._serve, args=(self._serving,), name="pipemesh-counter", daemon=True
+                    ).start()
                 except RuntimeError as error:  # the system has no thread left
                     self._leave(self._serving, f"could not be started ({error})")
         return future
@@ -177,7 +184,9 @@ class CountingProcess:
             self._channel = Channel(ours, FromCounter)
             with theirs:
                 argv = (setup.argv[0], script, "{fd}", "{parent}")
-                self._supervisor = Supervisor([Command(argv, environment(device), theirs.fileno())], setup.start)
+                self._supervisor = Supervisor(
+                    [Command(argv, environment(device), theirs.fileno())], setup.start
+                )
                 self._supervisor.start()
             undo.callback(self._supervisor.stop, 0)
             with contextlib.suppress(ChannelClosed):  # it has ended: the next question finds that
@@ -229,7 +238,11 @@ def how(status: int | None) -> str:
     if status is None:
         return "closed its connection"
     if status in (NEVER_STARTED, SERVER_ENDED):
-        return "could not be forked" if status == NEVER_STARTED else "ended with the process that workers are forked from"
+        return (
+            "could not be forked"
+            if status == NEVER_STARTED
+            else "ended with the process that workers are forked from"
+        )
     return f"was killed (signal {-status})" if status < 0 else f"ended with exit status {status}"
 
 

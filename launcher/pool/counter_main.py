@@ -12,7 +12,8 @@ def main() -> None:
     from worker_main import die_with_parent, make_importable  # of this script's folder
 
     die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group: the UI decides when it ends
+    # Ctrl-C goes to the whole terminal group: the UI decides when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     make_importable()
     from pipemesh.parallel_runtime.planner.counting import run
     from pipemesh.parallel_runtime.wire.channel import Channel

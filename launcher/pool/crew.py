@@ -45,7 +45,9 @@ class Net:
     interface: str
 
 
-def rank_environment(device: Device, backend: str, environ: dict[str, str], interface: str = "") -> dict[str, str]:
+def rank_environment(
+    device: Device, backend: str, environ: dict[str, str], interface: str = ""
+) -> dict[str, str]:
     """Returns a rank's environment: that of the starting process, less what breaks a rank
     (allocator choices, other launchers' ranks, hidden GPUs). ``interface``: the one that leads to
     other machines; without one, what ranks open to each other is for this machine alone.
@@ -55,7 +57,11 @@ def rank_environment(device: Device, backend: str, environ: dict[str, str], inte
     ends.
     """
     scrubbed = {*ALLOCATOR_VARIABLES, *LAUNCHER_VARIABLES, SECRET_VARIABLE, CUDA_VARIABLE, HIP_VARIABLE}
-    env = {key: value for key, value in environ.items() if key not in scrubbed and not key.startswith(LAUNCHER_PREFIXES)}
+    env = {
+        key: value
+        for key, value in environ.items()
+        if key not in scrubbed and not key.startswith(LAUNCHER_PREFIXES)
+    }
     if not device.is_gpu:
         env = {**KEEP_MEMORY, **env}
     env[device.variable] = device.address if device.is_gpu else ""
@@ -94,7 +100,8 @@ class Crew:
             self._supervisor = Supervisor(commands, self._setup.start)
             self._supervisor.start()
             for rank, channel in self.channels.items():
-                with contextlib.suppress(ChannelClosed):  # it has ended: that is told, with its rank, when its channel is read
+                # It has ended: that is told, with its rank, when its channel is read
+                with contextlib.suppress(ChannelClosed):
                     channel.send(self._first_message(rank, arena.nbytes, net), [arena.fd, store])
         finally:
             os.close(store)
@@ -103,7 +110,9 @@ class Crew:
 
     def _command(self, rank: int, sock: socket.socket, net: Net | None) -> Command:
         interface = net.interface if net else ""
-        env = rank_environment(self._placement.devices[rank], self._placement.backend, dict(os.environ), interface)
+        env = rank_environment(
+            self._placement.devices[rank], self._placement.backend, dict(os.environ), interface
+        )
         return Command(self._setup.argv, env, sock.fileno())
 
     def _first_message(self, rank: int, arena_bytes: int, net: Net | None) -> Start:
@@ -117,7 +126,9 @@ class Crew:
             cores=self._placement.cores(rank),
             timeout_s=COLLECTIVE_TIMEOUT_S,
             comfyui=self._setup.comfyui,
-            comfy_args=encode_tree({**self._setup.comfy_args, **({} if device.is_gpu else {"cpu": True})}, no_tensor),
+            comfy_args=encode_tree(
+                {**self._setup.comfy_args, **({} if device.is_gpu else {"cpu": True})}, no_tensor
+            ),
             arena_bytes=arena_bytes,
             log_level=logging.WARNING if log.getEffectiveLevel() >= logging.INFO else logging.DEBUG,
             machines=self._placement.machines,

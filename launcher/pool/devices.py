@@ -16,7 +16,8 @@ from ...parallel_runtime.wire.arena import MAX_RANKS
 from .gpu_modes import is_mig
 
 Backend = Literal["gloo", "nccl"]
-CUDA_VARIABLE, HIP_VARIABLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"  # HIP reads the first too, where the second is not set
+# HIP reads the first too, where the second is not set
+CUDA_VARIABLE, HIP_VARIABLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 KINDS = ("cpu", "cuda")  # of devices that ranks compute on; AMD's GPUs are ``cuda`` too
 ELSEWHERE = re.compile(r"[\w.-]+/(cpu|cuda:\d+)")
 
@@ -65,7 +66,10 @@ class Placement:
         same time, and stages one after the other.
         """
         own = self.layout.coordinates(rank)["pipefusion"], self.devices[rank]
-        return sum((self.layout.coordinates(other)["pipefusion"], device) == own for other, device in enumerate(self.devices))
+        return sum(
+            (self.layout.coordinates(other)["pipefusion"], device) == own
+            for other, device in enumerate(self.devices)
+        )
 
     @property
     def times_devices(self) -> bool:
@@ -114,7 +118,8 @@ class Placement:
         and no more than OMP_NUM_THREADS.
         """
         share = len(share_of_cores(own_cores(), 0, len(self.ranks_on(self.devices[rank].machine))))
-        limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP takes one number per level of nesting
+        # OpenMP takes one number per level of nesting
+        limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
         return min(share, int(limit)) if limit.isdigit() and int(limit) else share
 
 
@@ -144,16 +149,25 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...], o
     known |= {name: Device(name) for name in names if ELSEWHERE.fullmatch(name)}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise LayoutError(f"Device {unknown[0]} is not here: choose from {', '.join(known)}, or node1/cuda:0 of machine node1.")
+        raise LayoutError(
+            f"Device {unknown[0]} is not here: choose from {', '.join(known)}, or node1/cuda:0 of machine"
+            " node1."
+        )
     devices = tuple(known[name] for name in names)
     if devices[0].machine:
-        raise LayoutError(f"Rank 0 hands the result to ComfyUI and {names[0]} is on another machine: list a device of this one first.")
+        raise LayoutError(
+            f"Rank 0 hands the result to ComfyUI and {names[0]} is on another machine: list a device of this"
+            " one first."
+        )
     if layout.pipefusion > 1 and any(device.machine for device in devices):
-        raise LayoutError(f"{layout.equation()} over several machines: stages share one machine, list devices of this one only.")
+        raise LayoutError(
+            f"{layout.equation()} over several machines: stages share one machine, list devices of this one"
+            " only."
+        )
     if layout.groups > 1 and any(device.machine for device in devices):
         raise LayoutError(
-            f"{layout.equation()} over several machines: groups of cfg and data share one machine, list devices of this one only, "
-            f"or choose {layout.joined(layout.groups).product()}."
+            f"{layout.equation()} over several machines: groups of cfg and data share one machine, list"
+            f" devices of this one only, or choose {layout.joined(layout.groups).product()}."
         )
     if len({device.is_gpu for device in devices}) > 1:
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
@@ -166,7 +180,12 @@ def on_devices(layout: Layout, devices: tuple[Device, ...], backend: str = "auto
     """Returns a layout on these devices, one per rank. Raises LayoutError where ``backend`` cannot
     be used there.
     """
-    return Placement(layout=layout, devices=devices, backend=choose_backend(layout, backend, devices), speeds=speeds_of(devices))
+    return Placement(
+        layout=layout,
+        devices=devices,
+        backend=choose_backend(layout, backend, devices),
+        speeds=speeds_of(devices),
+    )
 
 
 def speeds_of(devices: Sequence[Device]) -> tuple[int, ...]:
@@ -197,12 +216,17 @@ def names_of(layout: Layout, wanted: str, gpus: tuple[Device, ...], own: str) ->
         names = [gpu.name for gpu in gpus[:size]] if gpus else ["cpu"]
         if gpus and len(names) < size:
             here = count(len(gpus), "GPU")
-            raise LayoutError(f"{layout.equation()}, {here}: choose {nearest(len(gpus))}, or list devices to share (backend gloo).")
+            raise LayoutError(
+                f"{layout.equation()}, {here}: choose {nearest(len(gpus))}, or list devices to share (backend"
+                " gloo)."
+            )
     if names == ["cpu"]:
         names = ["cpu"] * size
     if len(names) != size:
         listed = f"{count(len(names), 'device')} listed ({', '.join(names)})"
-        raise LayoutError(f"{layout.equation()}, {listed}: list one device per rank, or choose {nearest(len(names))}.")
+        raise LayoutError(
+            f"{layout.equation()}, {listed}: list one device per rank, or choose {nearest(len(names))}."
+        )
     return names
 
 
@@ -220,12 +244,19 @@ def choose_backend(layout: Layout, wanted: str, devices: tuple[Device, ...]) -> 
     if not on_gpus:
         raise LayoutError("Backend nccl needs GPUs and the ranks are on the CPU: choose auto or gloo.")
     if distinct < size:
-        raise LayoutError(f"Backend nccl needs {count(size, 'GPU')} for {layout.equation()}, {distinct} listed: choose gloo to share one.")
+        raise LayoutError(
+            f"Backend nccl needs {count(size, 'GPU')} for {layout.equation()}, {distinct} listed: choose gloo"
+            " to share one."
+        )
     return "nccl"
 
 
 def own_cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
 
 
 def count(number: int, noun: str) -> str:
@@ -245,11 +276,20 @@ def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
     indices = range(torch.cuda.device_count())
     titles = [torch.cuda.get_device_properties(index).name for index in indices]
     if torch.version.hip is not None:
-        seen = [one.strip() for one in (os.environ.get(HIP_VARIABLE) or os.environ.get(CUDA_VARIABLE) or "").split(",") if one.strip()]
+        seen = [
+            one.strip()
+            for one in (os.environ.get(HIP_VARIABLE) or os.environ.get(CUDA_VARIABLE) or "").split(",")
+            if one.strip()
+        ]
         addresses = seen or [str(index) for index in indices]
-        return tuple(Device(f"cuda:{index}", addresses[index], HIP_VARIABLE, titles[index]) for index in indices)
+        return tuple(
+            Device(f"cuda:{index}", addresses[index], HIP_VARIABLE, titles[index]) for index in indices
+        )
     uuids = [torch.cuda.get_device_properties(index).uuid for index in indices]
-    return tuple(Device(f"cuda:{index}", cuda_address(titles[index], uuids[index]), title=titles[index]) for index in indices)
+    return tuple(
+        Device(f"cuda:{index}", cuda_address(titles[index], uuids[index]), title=titles[index])
+        for index in indices
+    )
 
 
 def cuda_address(title: str, uuid: object) -> str:

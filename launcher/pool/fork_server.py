@@ -98,14 +98,20 @@ def end(servers: dict[tuple, ServerProcess]) -> None:
 def launch(command: Command, preloaded: Sequence[str]) -> ServerProcess:
     """Starts a server for ranks such as this one. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES // 4)  # the system doubles it; what is longer is refused here
+    # The system doubles it; what is longer is refused here
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES // 4)
     ours.settimeout(ANSWER_S)
     script = str(Path(__file__).with_name("fork_server_main.py"))
     argv = [command.argv[0], script, str(theirs.fileno()), str(os.getpid()), *preloaded]
     env = {name: value for name, value in command.env.items() if name not in GPUS}
     started: Future[subprocess.Popen] = Future()
     expected = threading.Event()
-    keeper = threading.Thread(target=keep, args=(argv, env, theirs.fileno(), started, expected), name="pipemesh-fork-server", daemon=True)
+    keeper = threading.Thread(
+        target=keep,
+        args=(argv, env, theirs.fileno(), started, expected),
+        name="pipemesh-fork-server",
+        daemon=True,
+    )
     with theirs:
         try:
             start_thread(keeper)
@@ -123,7 +129,13 @@ def start_thread(thread: threading.Thread) -> None:
         raise OSError(errno.EAGAIN, str(error)) from error
 
 
-def keep(argv: list[str], env: dict[str, str], control: int, started: Future[subprocess.Popen], expected: threading.Event) -> None:
+def keep(
+    argv: list[str],
+    env: dict[str, str],
+    control: int,
+    started: Future[subprocess.Popen],
+    expected: threading.Event,
+) -> None:
     """Starts a process and waits until it ends, in a thread of its own. The kernel ends a process
     with the thread that started it, so this thread lasts as long. An end that is not ``expected``
     is told in the log.
@@ -146,7 +158,13 @@ class ServerProcess:
     ``env``: the environment that it was started with. ``expected`` is set before it is ended.
     """
 
-    def __init__(self, process: subprocess.Popen, control: socket.socket, env: dict[str, str], expected: threading.Event):
+    def __init__(
+        self,
+        process: subprocess.Popen,
+        control: socket.socket,
+        env: dict[str, str],
+        expected: threading.Event,
+    ):
         self.process = process
         self.has_forked = False
         self.is_deaf = False  # a request could not be sent to it
@@ -182,7 +200,11 @@ class ServerProcess:
         report, their_report = os.pipe()
         forked = Forked(self, output, report)
         try:
-            socket.send_fds(self._control, [json.dumps(request).encode()], [command.fd, their_output.fileno(), their_report])
+            socket.send_fds(
+                self._control,
+                [json.dumps(request).encode()],
+                [command.fd, their_output.fileno(), their_report],
+            )
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
             self.is_deaf = True
         except OSError:
@@ -201,7 +223,10 @@ class ServerProcess:
         late = self.has_forked and time.monotonic() - owing_since > ANSWER_S
         if late or state_of(self.process.pid) == STOPPED:
             if not self._expected.is_set():
-                log.warning("[PipeMesh] the process that workers are forked from does not answer and is ended; the next pool has another")
+                log.warning(
+                    "[PipeMesh] the process that workers are forked from does not answer and is ended; the"
+                    " next pool has another"
+                )
             self._expected.set()
             self.process.kill()
 
@@ -219,7 +244,12 @@ def state_of(pid: int) -> str:
     for. Empty where there is none.
     """
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()[0]
+        )
     except OSError:
         return ""
 

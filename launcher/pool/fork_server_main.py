@@ -24,7 +24,8 @@ GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
+    # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     from worker_main import die_with_parent, make_importable  # of this script's folder
 
     make_importable()
@@ -33,14 +34,20 @@ def main() -> None:
     if modules and (not preload(modules) or holds_a_gpu(open_files())):
         cause = "importing opened a GPU" if holds_a_gpu(open_files()) else "a library could not be imported"
         print(
-            f"[PipeMesh] {cause} in the process that workers are forked from: they import for themselves and start more slowly",
+            f"[PipeMesh] {cause} in the process that workers are forked from: they import for themselves and"
+            " start more slowly",
             file=sys.stderr,
         )
         sys.stderr.flush()
-        os.execv(sys.executable, [sys.executable, *sys.argv[:3]])  # afresh, with nothing imported: every rank imports for itself
+        # Afresh, with nothing imported: every rank imports for itself
+        os.execv(sys.executable, [sys.executable, *sys.argv[:3]])
     if holds_a_gpu(open_files()):
-        sys.exit("PipeMesh cannot fork workers here, as Python holds a GPU from its start: set PIPEMESH_FORK=0 in ComfyUI's environment.")
-    gc.freeze()  # a collection in a rank would touch, and so copy, every page that it shares with this process
+        sys.exit(
+            "PipeMesh cannot fork workers here, as Python holds a GPU from its start: set PIPEMESH_FORK=0 in"
+            " ComfyUI's environment."
+        )
+    # A collection in a rank would touch, and so copy, every page that it shares with this process
+    gc.freeze()
     Server(socket.socket(fileno=int(control))).serve()
     os._exit(0)  # the kernel ends the ranks that are left: this is their parent
 
@@ -103,7 +110,11 @@ class Server:
                     return
                 try:
                     self._fork(json.loads(data), *fds)
-                except (OSError, TypeError, ValueError) as error:  # no process or descriptor is left: that rank's end, not this one's
+                except (
+                    OSError,
+                    TypeError,
+                    ValueError,
+                ) as error:  # no process or descriptor is left: that rank's end, not this one's
                     with contextlib.suppress(OSError):
                         print(f"PipeMesh could not fork a worker: {error}", file=sys.stderr)
                 finally:
@@ -149,7 +160,9 @@ def become(request: dict, channel: int, output: int) -> None:
         for stream in (1, 2):
             os.dup2(output, stream)
         os.close(output)
-        sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, errors="backslashreplace", closefd=False) for stream in (1, 2))
+        sys.stdout, sys.stderr = (
+            os.fdopen(stream, "w", buffering=1, errors="backslashreplace", closefd=False) for stream in (1, 2)
+        )
         os.environ.update(request["set"])
         for name in request["unset"]:
             os.environ.pop(name, None)

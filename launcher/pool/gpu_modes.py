@@ -13,7 +13,9 @@ SHARED = "default"  # the mode in which several processes may use a GPU
 def ask_driver() -> str:
     """What the driver answers; empty where there is none, or it does not answer."""
     try:
-        return subprocess.run(QUERY, capture_output=True, text=True, timeout=ANSWERS_WITHIN_S, check=True).stdout
+        return subprocess.run(
+            QUERY, capture_output=True, text=True, timeout=ANSWERS_WITHIN_S, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -21,7 +23,9 @@ def ask_driver() -> str:
 def modes_in(answer: str) -> Mapping[str, str]:
     """The compute mode, in small letters, of each GPU by its UUID."""
     lines = [line.split(",") for line in answer.splitlines()]
-    return {parts[0].strip().removeprefix("GPU-"): parts[1].strip().lower() for parts in lines if len(parts) == 2}
+    return {
+        parts[0].strip().removeprefix("GPU-"): parts[1].strip().lower() for parts in lines if len(parts) == 2
+    }
 
 
 def is_mig(name: str) -> bool:

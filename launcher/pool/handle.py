@@ -145,7 +145,9 @@ class PoolKeeper:
         known = self._handles.get(placement)
         if known is not None:
             return known
-        return self._handles.setdefault(placement, PoolHandle(placement, self._setup, self._make_room, self._started, self._starts))
+        return self._handles.setdefault(
+            placement, PoolHandle(placement, self._setup, self._make_room, self._started, self._starts)
+        )
 
     def handles(self) -> list[PoolHandle]:
         return list(self._handles.values())

@@ -17,7 +17,19 @@ from ...parallel_runtime.errors import LayoutError, SharedMemoryFull
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.wire.arena import Board
 from ...parallel_runtime.wire.channel import ChannelClosed, close_all
-from ...parallel_runtime.wire.messages import Beat, Close, Denied, Ended, Failed, Fetch, Forward, Memory, Open, Request, Said
+from ...parallel_runtime.wire.messages import (
+    Beat,
+    Close,
+    Denied,
+    Ended,
+    Failed,
+    Fetch,
+    Forward,
+    Memory,
+    Open,
+    Request,
+    Said,
+)
 from ...parallel_runtime.wire.segment import Segment, TensorRef
 from ...parallel_runtime.wire.tcp import Link
 from ...parallel_runtime.wire.tree import decode_tree
@@ -48,7 +60,9 @@ class LentRanks:
             try:
                 self._serve()
             except msgspec.DecodeError as error:
-                self._link.send(Denied(f"Its PipeMesh {VERSION} was sent what it does not know ({error}): {SAME_VERSION}"))
+                self._link.send(
+                    Denied(f"Its PipeMesh {VERSION} was sent what it does not know ({error}): {SAME_VERSION}")
+                )
             except (LayoutError, MachineMissing, SharedMemoryFull, OSError) as error:
                 if isinstance(error, ChannelClosed):
                     raise
@@ -57,7 +71,9 @@ class LentRanks:
     def _serve(self) -> None:
         opening, _fds = self._link.receive()
         if not isinstance(opening, Open):
-            raise LayoutError(f"It was sent {type(opening).__name__} before a pool was opened: {SAME_VERSION}")
+            raise LayoutError(
+                f"It was sent {type(opening).__name__} before a pool was opened: {SAME_VERSION}"
+            )
         placement = placement_here(opening)
         setup = replace(self._setup, comfy_args=decode_tree(opening.comfy_args, _no_tensors))
         crew = Crew(placement, opening.machine, setup)
@@ -104,7 +120,9 @@ class LentRanks:
                 close_all(fds)
         return False
 
-    def _request(self, crew: Crew, arena: Segment, group: Sequence[int], message: Request, fds: list[int]) -> None:
+    def _request(
+        self, crew: Crew, arena: Segment, group: Sequence[int], message: Request, fds: list[int]
+    ) -> None:
         """Passes a request on to the ranks of ``group`` that are here."""
         ranks = [rank for rank in crew.ranks if rank in group]
         self._owing |= dict.fromkeys(ranks, message.request)
@@ -140,7 +158,9 @@ class LentRanks:
         self._last_beat = time.monotonic()
 
 
-def send_all(crew: Crew, message: Request | Close, fds: Sequence[int] = (), ranks: Sequence[int] | None = None) -> None:
+def send_all(
+    crew: Crew, message: Request | Close, fds: Sequence[int] = (), ranks: Sequence[int] | None = None
+) -> None:
     """Sends a message to ``ranks`` of the crew, by default to all."""
     for channel in [channel for rank, channel in crew.channels.items() if ranks is None or rank in ranks]:
         with contextlib.suppress(ChannelClosed):  # its end is told when its channel is read
@@ -148,7 +168,9 @@ def send_all(crew: Crew, message: Request | Close, fds: Sequence[int] = (), rank
 
 
 def shared_memory_full(request: int, error: SharedMemoryFull) -> Failed:
-    return Failed(request=request, kind="error", phase="receiving", text=str(error), trace="", memory=Memory(0, 0, 0))
+    return Failed(
+        request=request, kind="error", phase="receiving", text=str(error), trace="", memory=Memory(0, 0, 0)
+    )
 
 
 def placement_here(opening: Open) -> Placement:
@@ -161,8 +183,16 @@ def placement_here(opening: Open) -> Placement:
     lacking = [device.local_name for device in mine if device.is_gpu and device.local_name not in gpus]
     if lacking:
         raise LayoutError(f"It has no {lacking[0]}: choose from {', '.join(['cpu', *gpus])}.")
-    devices = [replace(gpus.get(device.local_name, device), name=device.name) if device in mine else device for device in devices]
-    return Placement(layout=Layout(**opening.degrees), devices=tuple(devices), backend=opening.backend, speeds=opening.speeds)
+    devices = [
+        replace(gpus.get(device.local_name, device), name=device.name) if device in mine else device
+        for device in devices
+    ]
+    return Placement(
+        layout=Layout(**opening.degrees),
+        devices=tuple(devices),
+        backend=opening.backend,
+        speeds=opening.speeds,
+    )
 
 
 def _no_tensors(_ref: TensorRef) -> torch.Tensor:

@@ -82,7 +82,9 @@ class SeldomLog:
                 self._left_out += 1
                 return
             left_out, self._left_out, self._last = self._left_out, 0, now
-        log.warning("[PipeMesh] %s%s", text, f" ({left_out} more such lines were left out)" if left_out else "")
+        log.warning(
+            "[PipeMesh] %s%s", text, f" ({left_out} more such lines were left out)" if left_out else ""
+        )
 
 
 def accept(listener: socket.socket, own: Hello, setup: RankSetup, unproved: Unproved | None = None) -> None:
@@ -109,7 +111,12 @@ def accept(listener: socket.socket, own: Hello, setup: RankSetup, unproved: Unpr
             waits = True
             unproved.make_room(RETRY_S)
             continue
-        thread = threading.Thread(target=serve, args=(sock, peer, own, setup, unproved, strangers), name="pipemesh-lent", daemon=True)
+        thread = threading.Thread(
+            target=serve,
+            args=(sock, peer, own, setup, unproved, strangers),
+            name="pipemesh-lent",
+            daemon=True,
+        )
         try:
             thread.start()
         except RuntimeError as error:  # no thread is left
@@ -117,7 +124,9 @@ def accept(listener: socket.socket, own: Hello, setup: RankSetup, unproved: Unpr
             sock.close()
 
 
-def serve(sock: socket.socket, peer: str, own: Hello, setup: RankSetup, unproved: Unproved, strangers: SeldomLog) -> None:
+def serve(
+    sock: socket.socket, peer: str, own: Hello, setup: RankSetup, unproved: Unproved, strangers: SeldomLog
+) -> None:
     """Serves one connection to its end, in a thread of its own."""
     with contextlib.closing(sock):
         try:

@@ -123,7 +123,10 @@ class WorkerPool:
             except (MachineMissing, LayoutError) as error:
                 raise self._fail(Lost(str(error))) from error
             except OSError as error:
-                sentence = f"The worker processes could not be started ({error}): free memory or processes and run again."
+                sentence = (
+                    f"The worker processes could not be started ({error}): free memory or processes and run"
+                    " again."
+                )
                 raise self._fail(Lost(sentence)) from error
             except BaseException:
                 self.close()
@@ -166,7 +169,9 @@ class WorkerPool:
 
     # -- requests
 
-    def ask(self, request: Request, fds: Sequence[int] = (), interrupted: Callable[[], bool] = never) -> list[Done]:
+    def ask(
+        self, request: Request, fds: Sequence[int] = (), interrupted: Callable[[], bool] = never
+    ) -> list[Done]:
         """Submits ``request`` to every rank, once nothing cancelled is outstanding, and collects
         the answers, in rank order. Raises what ``submit`` and ``collect`` raise.
         """
@@ -176,7 +181,13 @@ class WorkerPool:
             self.submit(request, self.facts.everyone, fds, interrupted)
             return list(self.collect(request.request, interrupted).values())
 
-    def submit(self, request: Request, group: Sequence[int], fds: Sequence[int] = (), interrupted: Callable[[], bool] = never) -> None:
+    def submit(
+        self,
+        request: Request,
+        group: Sequence[int],
+        fds: Sequence[int] = (),
+        interrupted: Callable[[], bool] = never,
+    ) -> None:
         """Sends ``request`` to the ranks of ``group`` without waiting; each answers after what was
         sent to it before. ``collect`` follows, or ``abandon``.
 
@@ -208,7 +219,9 @@ class WorkerPool:
         """
         with Opened(self) as conversation:
             answers = conversation.collect(number, interrupted)
-            self.memory = [answers[rank].memory if rank in answers else known for rank, known in enumerate(self.memory)]
+            self.memory = [
+                answers[rank].memory if rank in answers else known for rank, known in enumerate(self.memory)
+            ]
             return answers
 
     def abandon(self) -> None:

@@ -93,7 +93,11 @@ class Progress:
         ready = self._ranks - len(phases)
         text = f"PipeMesh: {self._named(act)}, {ready} of {self._ranks} ready"
         done, total = self._counted() if act in (LOADING, PATCHING) else (0, 0)
-        self._say(Told(text, done, total, amount_text(act, done, total)) if total else Told(text, ready, self._ranks))
+        self._say(
+            Told(text, done, total, amount_text(act, done, total))
+            if total
+            else Told(text, ready, self._ranks)
+        )
 
     def end(self) -> None:
         """Says that what was waited for is done, if a line was told of it."""

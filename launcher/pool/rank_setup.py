@@ -19,7 +19,8 @@ from .supervisor import Command, Process, process_of_its_own
 FORK_VARIABLE, STALL_VARIABLE = "PIPEMESH_FORK", "PIPEMESH_STALL_S"
 RENDEZVOUS_VARIABLE, SECRET_VARIABLE, LOST_VARIABLE = "PIPEMESH_RDZV", "PIPEMESH_SECRET", "PIPEMESH_LOST_S"
 DEFAULT_STALL_S, DEFAULT_LOST_S = 300.0, 5.0
-COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # hangs are judged by progress counters; a collective's own clock would end slow, healthy runs
+# Hangs are judged by progress counters; a collective's own clock would end slow, healthy runs
+COLLECTIVE_TIMEOUT_S = 24 * 3600.0
 STALL_S_RANGE = (1.0, COLLECTIVE_TIMEOUT_S)
 LOST_S_RANGE = (2.0, 120.0)  # the kernel counts up to 127 unanswered probes, one a second
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
@@ -46,12 +47,19 @@ class RankSetup:
     rendezvous: str = ""
     secret: str = field(default="", repr=False)
     lost_s: float = DEFAULT_LOST_S
-    argv: tuple[str, ...] = (sys.executable, str(Path(__file__).with_name("worker_main.py")), "{fd}", "{parent}")
+    argv: tuple[str, ...] = (
+        sys.executable,
+        str(Path(__file__).with_name("worker_main.py")),
+        "{fd}",
+        "{parent}",
+    )
     start: Callable[[Command], Process] = field(default_factory=lambda: start_as(os.environ))
     tell: Callable[[Told], None] = lambda told: None
 
 
-def rank_setup_from(environ: Mapping[str, str], comfyui: str, comfy_args: dict[str, Any] | None = None) -> RankSetup:
+def rank_setup_from(
+    environ: Mapping[str, str], comfyui: str, comfy_args: dict[str, Any] | None = None
+) -> RankSetup:
     """Returns the setup that the PIPEMESH_ variables ask for. Raises LayoutError, which names the
     variable that cannot be read.
     """

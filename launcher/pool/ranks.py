@@ -77,7 +77,9 @@ class Ranks:
             for machine in self._machines:
                 machine.open(self._placement, self._setup, net.meeting.name, self._arena.nbytes)
 
-    def send(self, request: Request, group: Sequence[int], fds: Sequence[int], check: Callable[[], None]) -> None:
+    def send(
+        self, request: Request, group: Sequence[int], fds: Sequence[int], check: Callable[[], None]
+    ) -> None:
         """Sends ``request`` to the ranks of ``group``, over the network first, once for each
         machine.
 
@@ -100,7 +102,9 @@ class Ranks:
         except ChannelClosed as error:
             raise self._gone(source, error) from None
         except OSError as error:
-            name = f"Machine {source.name}" if isinstance(source, RemoteMachine) else self._facts.where(source)
+            name = (
+                f"Machine {source.name}" if isinstance(source, RemoteMachine) else self._facts.where(source)
+            )
             raise Lost(f"{name} could not be reached ({error}): run again to start a fresh pool.") from error
 
     def listen(self, wait_s: float) -> list[tuple[int, Any]]:
@@ -118,28 +122,39 @@ class Ranks:
         all of its ranks.
         """
         try:
-            return source.pump() if isinstance(source, RemoteMachine) else [(source, message) for message in self._crew.pump(source)]
+            return (
+                source.pump()
+                if isinstance(source, RemoteMachine)
+                else [(source, message) for message in self._crew.pump(source)]
+            )
         except ChannelClosed as error:
             raise self._gone(source, error) from None
         except MachineMissing as error:
             raise Lost(str(error)) from error
         except msgspec.DecodeError as error:
             rank = source.ranks[0] if isinstance(source, RemoteMachine) else source
-            sentence = f"{self._facts.where(rank)} sent a message this version of PipeMesh does not know ({error}): restart ComfyUI."
+            sentence = (
+                f"{self._facts.where(rank)} sent a message this version of PipeMesh does not know ({error}):"
+                " restart ComfyUI."
+            )
             raise Lost(sentence, rank) from error
 
     def has_lost_one(self, idle: bool) -> bool:
         """True if a rank's process has ended, or a machine is gone. While ``idle``, a machine says
         nothing unasked but that.
         """
-        return any(map(self._crew.has_ended, self._crew.ranks)) or (idle and any(machine.has_news() for machine in self._machines))
+        return any(map(self._crew.has_ended, self._crew.ranks)) or (
+            idle and any(machine.has_news() for machine in self._machines)
+        )
 
     def loss(self) -> str:
         """Says which rank of this machine has ended; empty where none has. Waits for nothing."""
         rank = next(filter(self._crew.has_ended, self._crew.ranks), None)
         if rank is None:
             return ""
-        sentence = sentence_of_death(self._facts.where(rank), self._arena.board.phase(rank), self._crew.exit_of(rank, 0))
+        sentence = sentence_of_death(
+            self._facts.where(rank), self._arena.board.phase(rank), self._crew.exit_of(rank, 0)
+        )
         return sentence + self.last_lines(rank)
 
     def last_lines(self, rank: int) -> str:
@@ -179,7 +194,9 @@ class Ranks:
         if not isinstance(source, RemoteMachine):
             return self._died(source)
         there = {rank: self._placement.devices[rank].name for rank in source.ranks}
-        return Lost(sentence_of_lost_machine(source.name, self._arena.board.phase(source.ranks[0]), there, error))
+        return Lost(
+            sentence_of_lost_machine(source.name, self._arena.board.phase(source.ranks[0]), there, error)
+        )
 
     def _died(self, rank: int) -> Lost:
         status = self._side_of(rank).exit_of(rank, wait_s=DEATH_WAIT_S)

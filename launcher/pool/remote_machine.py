@@ -11,13 +11,31 @@ from typing import Any
 
 from ...parallel_runtime.wire.arena import Board
 from ...parallel_runtime.wire.channel import ChannelClosed
-from ...parallel_runtime.wire.messages import PHASE, Beat, Close, Denied, Ended, ForRanks, FromMachine, Open, Request
+from ...parallel_runtime.wire.messages import (
+    PHASE,
+    Beat,
+    Close,
+    Denied,
+    Ended,
+    ForRanks,
+    FromMachine,
+    Open,
+    Request,
+)
 from ...parallel_runtime.wire.tcp import COMFYUI, Link, SecretRefused, notice_loss, shake_hands
 from ...parallel_runtime.wire.tree import encode_tree
 from .crew import no_tensor
 from .devices import Placement
 from .rank_setup import SECRET_VARIABLE, RankSetup
-from .rendezvous import MachineMissing, check_rendezvous, find, node_command, open_store, own_hello, version_conflict
+from .rendezvous import (
+    MachineMissing,
+    check_rendezvous,
+    find,
+    node_command,
+    open_store,
+    own_hello,
+    version_conflict,
+)
 
 FINISH_S = 5.0
 
@@ -35,7 +53,8 @@ def join(name: str, ranks: tuple[int, ...], setup: RankSetup, board: Board) -> R
         sock = socket.create_connection((where, int(port)), timeout=setup.lost_s)
     except OSError as error:
         raise MachineMissing(
-            f"Machine {name} does not answer at {known} ({error}): see that the network reaches it, or {command}"
+            f"Machine {name} does not answer at {known} ({error}): see that the network reaches it, or"
+            f" {command}"
         ) from error
     try:
         trust(sock, name, known, setup)
@@ -67,7 +86,10 @@ def trust(sock: socket.socket, name: str, known: str, setup: RankSetup) -> None:
         theirs = shake_hands(sock, setup.secret, COMFYUI, own, setup.lost_s)
     except OSError as error:
         kind = "refused" if isinstance(error, SecretRefused) else "did not finish"
-        sentence = f"Machine {name} at {known} {kind} the exchange of secrets ({error}): set the same {SECRET_VARIABLE} on every machine."
+        sentence = (
+            f"Machine {name} at {known} {kind} the exchange of secrets ({error}): set the same"
+            f" {SECRET_VARIABLE} on every machine."
+        )
         raise MachineMissing(sentence) from error
     if conflict := version_conflict(name, theirs, own):
         raise MachineMissing(conflict)
@@ -104,9 +126,13 @@ class RemoteMachine:
         try:
             self._link.send(opening)
         except ChannelClosed as error:
-            raise MachineMissing(f"Machine {self.name} was lost before its ranks could start ({error}): run again.") from error
+            raise MachineMissing(
+                f"Machine {self.name} was lost before its ranks could start ({error}): run again."
+            ) from error
 
-    def send(self, request: Request, group: Sequence[int], fds: Sequence[int], before_piece: Callable[[], None]) -> None:
+    def send(
+        self, request: Request, group: Sequence[int], fds: Sequence[int], before_piece: Callable[[], None]
+    ) -> None:
         """Sends a request once for all ranks of ``group``, which are there. The board says at once
         what they were asked, because their next message may never come.
         """

@@ -43,8 +43,9 @@ def check_rendezvous(setup: RankSetup, name: str) -> tuple[str, int]:
     address, _, port = setup.rendezvous.rpartition(":")
     if not (address and port.isdigit()):
         raise LayoutError(
-            f"Machine {name} is met at torchrun's rendezvous, and {RENDEZVOUS_VARIABLE} is {setup.rendezvous or 'not set'}: "
-            f"start with {RENDEZVOUS_VARIABLE}=ADDRESS:PORT, the --rdzv-endpoint (docs/MULTI_NODE.md)."
+            f"Machine {name} is met at torchrun's rendezvous, and {RENDEZVOUS_VARIABLE} is"
+            f" {setup.rendezvous or 'not set'}: start with {RENDEZVOUS_VARIABLE}=ADDRESS:PORT, the"
+            " --rdzv-endpoint (docs/MULTI_NODE.md)."
         )
     if len(setup.secret) < SHORTEST_SECRET:
         raise LayoutError(
@@ -118,7 +119,8 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     raise MachineMissing(
-        f"No network interface here has {address} as its first address: set GLOO_SOCKET_IFNAME to the one between the machines."
+        f"No network interface here has {address} as its first address: set GLOO_SOCKET_IFNAME to the one"
+        " between the machines."
     )
 
 
@@ -127,7 +129,9 @@ def net_for(setup: RankSetup, own_address: str, meeting: str) -> Net:
     ``own_address``: by which this machine speaks to them. Raises MachineMissing, LayoutError.
     """
     address, port = check_rendezvous(setup, own_address)
-    return Net(Meeting(address, port, meeting), os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(own_address))
+    return Net(
+        Meeting(address, port, meeting), os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(own_address)
+    )
 
 
 # -- the version of both ends
@@ -144,7 +148,10 @@ def version_conflict(name: str, leader: Hello | None, comfyui: Hello | None) -> 
     if leader and comfyui and leader.version == comfyui.version:
         return ""
     machine = f"ComfyUI's machine {comfyui.machine}" if comfyui else "ComfyUI's machine"
-    return f"Machine {name} has {title(leader)} and {machine} has {title(comfyui)}: install the same version of PipeMesh on both."
+    return (
+        f"Machine {name} has {title(leader)} and {machine} has {title(comfyui)}: install the same version of"
+        " PipeMesh on both."
+    )
 
 
 def title(hello: Hello | None) -> str:

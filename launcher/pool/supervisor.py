@@ -19,7 +19,8 @@ from typing import Protocol
 
 LOG_LINES = 12
 LINE_CHARS = 2000
-NEVER_STARTED, SERVER_ENDED = 256, 257  # exit statuses that no process has: not forked; killed with the process it was forked from
+# Exit statuses that no process has: not forked; killed with the process it was forked from
+NEVER_STARTED, SERVER_ENDED = 256, 257
 REAP_S = 1.0
 log = logging.getLogger("pipemesh")
 

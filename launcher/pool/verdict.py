@@ -69,7 +69,9 @@ def connected(requests: Sequence[InFlight], failing: Sequence[InFlight]) -> list
     return [one for one in requests if ranks & {*one.group}]
 
 
-def judge(requests: Sequence[InFlight], facts: Facts, *, forgiven: bool = False) -> tuple[PipeMeshError, int] | None:
+def judge(
+    requests: Sequence[InFlight], facts: Facts, *, forgiven: bool = False
+) -> tuple[PipeMeshError, int] | None:
     """Returns the error to raise and the rank that it is about, or None. ``requests``: those in
     flight that are ``connected`` with failed ones.
 
@@ -92,7 +94,9 @@ def is_out_of_step(request: InFlight) -> bool:
     """Returns whether a rank may have left a message out, or on its way where the next request
     would find it.
     """
-    done = {answer.messages_done if isinstance(answer, Failed) else "all" for answer in request.answers.values()}
+    done = {
+        answer.messages_done if isinstance(answer, Failed) else "all" for answer in request.answers.values()
+    }
     return not (done <= {"all"} or (done == {"none"} and len(request.answers) == len(request.group)))
 
 
@@ -107,13 +111,17 @@ def error_of(rank: int, failure: Failed, facts: Facts, warm: bool) -> PipeMeshEr
         held = f"{mib(memory.model)} held by models{of_prompts}"
         cause = (failure.text.splitlines() or ["no details"])[0]  # a bare MemoryError has no text
         sentence = (
-            f"{facts.where(rank)} ran out of memory while {failure.phase} ({mib(memory.free)} of {mib(memory.total)} free, "
-            f"{held}; {cause}): use more ranks, a smaller image or batch, or free memory."
+            f"{facts.where(rank)} ran out of memory while {failure.phase} ({mib(memory.free)} of"
+            f" {mib(memory.total)} free, {held}; {cause}): use more ranks, a smaller image or batch, or free"
+            " memory."
         )
         if warm:
             return OutOfMemory(sentence)
     if warm:
-        return ModelError(f"{sentence.rstrip('.')}. Check what is connected to this node; the workers are ready for the next run.")
+        return ModelError(
+            f"{sentence.rstrip('.')}. Check what is connected to this node; the workers are ready for the"
+            " next run."
+        )
     return PoolFailed(f"{sentence.rstrip('.')}. Run again, a fresh pool will be started.")
 
 
@@ -135,7 +143,10 @@ def sentence_of_death(where: str, phase: str, status: int | None) -> str:
 
 
 def sentence_of_stall(where: str, phase: str, stall_s: float, *, over_machines: bool) -> str:
-    ports = "see that every port is open between the machines, or set GLOO_SOCKET_IFNAME to the interface between them; "
+    ports = (
+        "see that every port is open between the machines, or set GLOO_SOCKET_IFNAME to the interface between"
+        " them; "
+    )
     return (
         f"{where} made no progress for {stall_s:g} s while {phase}: "
         f"{ports if over_machines and phase == 'joining' else ''}{AGAIN} (PIPEMESH_STALL_S sets the limit)."
@@ -146,6 +157,6 @@ def sentence_of_lost_machine(name: str, phase: str, ranks: Mapping[int, str], wh
     """``ranks``: those that computed there, with their devices."""
     named = ", ".join(f"rank {rank} on {device}" for rank, device in ranks.items())
     return (
-        f"Machine {name} was lost while {phase} ({named}; {why}): see that it is up, that the network reaches it "
-        f"and that torchrun runs there, then {AGAIN}."
+        f"Machine {name} was lost while {phase} ({named}; {why}): see that it is up, that the network reaches"
+        f" it and that torchrun runs there, then {AGAIN}."
     )

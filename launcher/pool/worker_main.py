@@ -22,7 +22,8 @@ def die_with_parent(parent: int) -> None:
 def make_importable() -> None:
     """Has the pack importable as ``pipemesh``, and no library found in its folders."""
     root = Path(__file__).resolve().parents[2]
-    own = [str(root / "launcher"), str(root / "launcher" / "pool")]  # the folder of package.py, and this script's
+    # The folder of package.py, and this script's
+    own = [str(root / "launcher"), str(root / "launcher" / "pool")]
     sys.path.insert(0, own[0])
     from package import register_package
 
@@ -32,7 +33,8 @@ def make_importable() -> None:
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
+    # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     make_importable()
     from pipemesh.parallel_runtime.wire.channel import Channel
     from pipemesh.parallel_runtime.wire.messages import ToRank
@@ -41,7 +43,9 @@ def main() -> None:
     run(Channel(socket.socket(fileno=int(sys.argv[1])), ToRank))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # nothing of value is left, and tearing down an interpreter full of extensions takes longer than starting over
+    # Nothing of value is left, and tearing down an interpreter full of extensions takes longer than
+    # starting over
+    os._exit(0)
 
 
 if __name__ == "__main__":

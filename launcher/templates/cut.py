@@ -15,7 +15,11 @@ from typing import Any
 Graph = dict[str, dict[str, Any]]
 
 WIDE, SIDES, FRAMES = 800, (128, 192), 17
-CUT_NODE, RECORD_NODE, ROUNDED_NODE = "PipeMeshTemplateCut", "PipeMeshTemplateRecord", "PipeMeshTemplateRounded"
+CUT_NODE, RECORD_NODE, ROUNDED_NODE = (
+    "PipeMeshTemplateCut",
+    "PipeMeshTemplateRecord",
+    "PipeMeshTemplateRounded",
+)
 
 
 def cut_side(value: float) -> int:
@@ -57,7 +61,9 @@ KINDS: Mapping[str, Callable[[float], float]] = {
 NAMES: Mapping[str, re.Pattern[str]] = {
     kind: re.compile(pattern)
     for kind, pattern in {
-        "side": r"((target|latent|max|ref_max)_)?(width|height|size)|(longer|shorter|largest)_(size|edge)|resolution",
+        "side": (
+            r"((target|latent|max|ref_max)_)?(width|height|size)|(longer|shorter|largest)_(size|edge)|resolution"
+        ),
         "pixels": r"megapixels",
         "frames": r"length|frames_number|(video|num)_frames|segment_length|amount",
         "seconds": r"duration(_seconds)?",

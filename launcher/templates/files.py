@@ -23,7 +23,8 @@ from .workflow import Node, read
 
 PACKAGES = "comfyui_workflow_templates*"
 PURELIB = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-UNETS = re.compile(r"(?i)(v1-5|v2-1|dreamshaper|sd_?xl|svd|lotus)")  # names of files, up to Stable Diffusion 2 and XL
+# Names of files, up to Stable Diffusion 2 and XL
+UNETS = re.compile(r"(?i)(v1-5|v2-1|dreamshaper|sd_?xl|svd|lotus)")
 CARRY_MODELS = ("MODEL", "GUIDER")
 
 
@@ -75,7 +76,9 @@ def _loaders(flat: Flat, id: str) -> Iterator[Node]:
 
 def _holds_unet(loader: Node) -> bool:
     values = loader.saved.get("widgets_values")
-    return isinstance(values, list) and any(isinstance(value, str) and UNETS.match(Path(value).name) for value in values[:1])
+    return isinstance(values, list) and any(
+        isinstance(value, str) and UNETS.match(Path(value).name) for value in values[:1]
+    )
 
 
 def _is_decoded(flat: Flat, id: str) -> bool:
@@ -95,4 +98,8 @@ def _is_decoded(flat: Flat, id: str) -> bool:
 
 def _gets_latent(flat: Flat, id: str, slot: int, origin: str) -> bool:
     source = flat.source(id, slot) if flat.placed[id].node.inputs[slot].type in ("LATENT", "*") else None
-    return isinstance(source, Output) and source.id == origin and flat.placed[origin].node.outputs[source.slot] == "LATENT"
+    return (
+        isinstance(source, Output)
+        and source.id == origin
+        and flat.placed[origin].node.outputs[source.slot] == "LATENT"
+    )

@@ -30,9 +30,15 @@ def api_prompt(workflow: dict[str, Any], object_info: dict[str, Any]) -> dict[st
         for name, graph in read(workflow).items()
     }
     flat = flattened(_with_primitives(promoted(graphs)))
-    prompt = {id: _in_prompt(flat, id, object_info) for id, placed in flat.placed.items() if not flat.is_left_out(placed.node)}
+    prompt = {
+        id: _in_prompt(flat, id, object_info)
+        for id, placed in flat.placed.items()
+        if not flat.is_left_out(placed.node)
+    }
     for node in prompt.values():
-        node["inputs"] = {name: value for name, value in node["inputs"].items() if not _is_loose(value, prompt)}
+        node["inputs"] = {
+            name: value for name, value in node["inputs"].items() if not _is_loose(value, prompt)
+        }
     return prompt
 
 
@@ -48,7 +54,10 @@ def _is_loose(value: Any, prompt: Raw) -> bool:
 def _in_prompt(flat: Flat, id: str, object_info: Raw) -> dict[str, Any]:
     node = flat.placed[id].node
     if node.type not in object_info:
-        raise GraphError(f"Node {id} is a {node.type}, which this ComfyUI does not have: install the pack that has it, or bypass the node.")
+        raise GraphError(
+            f"Node {id} is a {node.type}, which this ComfyUI does not have: install the pack that has it, or"
+            " bypass the node."
+        )
     inputs = {widget.name: prompt_value(node, widget) for widget in node.widgets if widget.in_prompt}
     for index, slot in enumerate(node.inputs):
         found = flat.source(id, index)
@@ -117,7 +126,13 @@ class Flat:
     def is_virtual(self, node: Node) -> bool:
         return node.type in self.graphs or node.type in ONLY_IN_THE_FRONTEND
 
-    def source(self, id: str, slot: int, wanted: str | None = None, seen: frozenset[tuple[str, str, int]] = frozenset()) -> Source:
+    def source(
+        self,
+        id: str,
+        slot: int,
+        wanted: str | None = None,
+        seen: frozenset[tuple[str, str, int]] = frozenset(),
+    ) -> Source:
         """Where the input ``slot`` of a node gets its value, None for nowhere. ``wanted``: the type
         of the input at the end of the way.
         """
@@ -129,12 +144,17 @@ class Flat:
         link = self._link(placed, given.link)
         if placed.path and link.origin == INPUTS:
             return self._from_outside(placed, link, seen)
-        return self._from(placed.id_of(link.origin), link.origin_slot, given.type if wanted is None else wanted, seen)
+        return self._from(
+            placed.id_of(link.origin), link.origin_slot, given.type if wanted is None else wanted, seen
+        )
 
     def _link(self, placed: Placed, link: int) -> Link:
         found = self.graphs[placed.graph].links.get(link)
         if found is None:
-            raise GraphError(f"An input of node {placed.id_of(placed.node.id)} has link {link}, which the workflow does not have.")
+            raise GraphError(
+                f"An input of node {placed.id_of(placed.node.id)} has link {link}, which the workflow does"
+                " not have."
+            )
         return found
 
     def _from_outside(self, placed: Placed, link: Link, seen: frozenset[tuple[str, str, int]]) -> Source:
@@ -142,7 +162,9 @@ class Flat:
         around = ":".join(placed.path)
         host = self.placed[around].node
         if not 0 <= link.origin_slot < len(host.inputs):
-            raise GraphError(f"Node {around} has no input {link.origin_slot}, which is linked inside its subgraph.")
+            raise GraphError(
+                f"Node {around} has no input {link.origin_slot}, which is linked inside its subgraph."
+            )
         given = host.inputs[link.origin_slot]
         if given.link is not None:
             return self.source(around, link.origin_slot, seen=seen)
@@ -195,7 +217,9 @@ def flattened(graphs: Graphs) -> Flat:
     return Flat(graphs, placed)
 
 
-def _inside(graphs: Graphs, host: Node, path: tuple[str, ...], around: tuple[str, ...] = ()) -> Iterator[Placed]:
+def _inside(
+    graphs: Graphs, host: Node, path: tuple[str, ...], around: tuple[str, ...] = ()
+) -> Iterator[Placed]:
     if host.type not in graphs:
         return
     if host.type in around:

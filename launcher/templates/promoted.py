@@ -53,7 +53,10 @@ def _settled(graphs: Graphs, node: Node) -> Node:
     graph = graphs[node.type]
     links = {slot.name: slot.link for slot in saved_slots(node.saved)}
     sources = {port.name: _source_widget(graph, port) for port in graph.inputs}
-    inputs = tuple(Slot(port.name, port.type, links.get(port.name), port.name if sources[port.name] else "") for port in graph.inputs)
+    inputs = tuple(
+        Slot(port.name, port.type, links.get(port.name), port.name if sources[port.name] else "")
+        for port in graph.inputs
+    )
     widgets = tuple(replace(source, name=name) for name, source in sources.items() if source)
     values = node.saved.get("widgets_values")
     by_name = _quarantined(node)
@@ -86,7 +89,11 @@ def _quarantined(node: Node) -> Mapping[str, Any]:
 def _source_widget(graph: Graph, port: Port) -> Widget | None:
     """The widget whose value a port carries: that of the first input it leads to that has one."""
     for link in port.links:
-        if (target := graph.target(link)) and target[1].widget and (widget := target[0].widget(target[1].widget)):
+        if (
+            (target := graph.target(link))
+            and target[1].widget
+            and (widget := target[0].widget(target[1].widget))
+        ):
             return widget
     return None
 
@@ -146,7 +153,9 @@ def _entries(graphs: Graphs, host: Node) -> list[Entry]:
         if not _is_there(graphs, host.type, node, widget):
             while match := PREFIX.fullmatch(widget):
                 through, widget = [widget.split(":")[0].strip()], match[1]
-        entries.append(Entry(node, widget, through[0] if through else "", values[index] if index < len(values) else None))
+        entries.append(
+            Entry(node, widget, through[0] if through else "", values[index] if index < len(values) else None)
+        )
     return entries
 
 
@@ -162,7 +171,9 @@ def _is_there(graphs: Graphs, graph: str, node_id: str, widget: str) -> bool:
     return source is not None and _is_there(graphs, node.type, *source)
 
 
-def _plan(graphs: Graphs, host: Node, entry: Entry, entries: Sequence[Entry]) -> Port | tuple[Node, Slot] | str | None:
+def _plan(
+    graphs: Graphs, host: Node, entry: Entry, entries: Sequence[Entry]
+) -> Port | tuple[Node, Slot] | str | None:
     """What becomes of an entry: the port that it has already; the input inside that needs one; the
     links of a primitive; or nothing.
     """
@@ -186,10 +197,16 @@ def _slot_of(graphs: Graphs, node: Node, entry: Entry) -> Slot | None:
     if node.type in graphs:
         for slot, port in zip(node.inputs, graphs[node.type].inputs, strict=True):
             source = _source(graphs, graphs[node.type], port)
-            stands_for = source == (entry.through, entry.widget) if entry.through else entry.widget in (slot.name, (source or ("", ""))[1])
+            stands_for = (
+                source == (entry.through, entry.widget)
+                if entry.through
+                else entry.widget in (slot.name, (source or ("", ""))[1])
+            )
             if stands_for and slot.widget:
                 return slot
-    return next((slot for slot in node.inputs if slot.widget == entry.widget and node.widget(entry.widget)), None)
+    return next(
+        (slot for slot in node.inputs if slot.widget == entry.widget and node.widget(entry.widget)), None
+    )
 
 
 def _links_of(graph: Graph, node: Node) -> list[Link]:
@@ -218,7 +235,9 @@ def _taken_over(graphs: Graphs, name: str, primitive: str, widget: str) -> tuple
     return _with_node(graphs, name, replace(node, saved={**node.saved, "properties": properties})), port
 
 
-def _with_port(graphs: Graphs, name: str, wanted: str, targets: Sequence[tuple[Node, Slot]]) -> tuple[Graphs, str]:
+def _with_port(
+    graphs: Graphs, name: str, wanted: str, targets: Sequence[tuple[Node, Slot]]
+) -> tuple[Graphs, str]:
     """Gives a subgraph one more input, linked to those targets instead of what they were linked to,
     and every node of it the widget.
     """
@@ -235,8 +254,12 @@ def _with_port(graphs: Graphs, name: str, wanted: str, targets: Sequence[tuple[N
     for link, (target, slot) in enumerate(targets, first):
         node = nodes[target.id]
         links[link] = Link(link, INPUTS, len(graph.inputs), node.id, node.inputs.index(slot))
-        nodes[node.id] = replace(node, inputs=tuple(replace(old, link=link) if old == slot else old for old in node.inputs))
-    kept = tuple(replace(old, links=tuple(link for link in old.links if link not in cut)) for old in graph.inputs)
+        nodes[node.id] = replace(
+            node, inputs=tuple(replace(old, link=link) if old == slot else old for old in node.inputs)
+        )
+    kept = tuple(
+        replace(old, links=tuple(link for link in old.links if link not in cut)) for old in graph.inputs
+    )
     added = Port(port, targets[0][1].type, tuple(range(first, first + len(targets))))
     graph = replace(graph, nodes=nodes, links=links, inputs=(*kept, added))
     graphs = {**graphs, name: graph}
@@ -251,8 +274,11 @@ def _with_ports(graph: Graph, name: str, definition: Graph, sources: Mapping[str
         if node.type == name:
             links = {slot.name: slot.link for slot in node.inputs}
             inputs = tuple(
-                Slot(port.name, port.type, links.get(port.name), port.name if port.name in sources else "") for port in definition.inputs
+                Slot(port.name, port.type, links.get(port.name), port.name if port.name in sources else "")
+                for port in definition.inputs
             )
-            widgets = tuple(node.widget(port) or replace(source, name=port) for port, source in sources.items())
+            widgets = tuple(
+                node.widget(port) or replace(source, name=port) for port, source in sources.items()
+            )
             nodes[node.id] = replace(node, inputs=inputs, widgets=widgets)
     return replace(graph, nodes=nodes)

@@ -17,7 +17,19 @@ from ..comfyui.api import RunError
 from ..comfyui.server import ComfyServer
 from ..commands.rounding import FACTOR
 from .cut import Graph
-from .surgery import Link, exact, file_name, key_before, made_small, model_files, parallelized, recorded, rounded, sampled_models, samplers
+from .surgery import (
+    Link,
+    exact,
+    file_name,
+    key_before,
+    made_small,
+    model_files,
+    parallelized,
+    recorded,
+    rounded,
+    sampled_models,
+    samplers,
+)
 
 BOUND = 2e-5  # of a latent's scale in fp32, as in parity
 FARTHEST = 1.2  # quantised: our distance from the fp32 truth over stock's
@@ -66,7 +78,11 @@ class Tries:
         """Raises ServerError where the server is gone."""
         begun = time.perf_counter()
         small = made_small(graph, self.info)
-        facts: dict[str, Any] = {"name": name, "models": model_files(small), "samplers": len(samplers(small, self.info))}
+        facts: dict[str, Any] = {
+            "name": name,
+            "models": model_files(small),
+            "samplers": len(samplers(small, self.info)),
+        }
         try:
             facts |= self._compared(small)
         except Failed as failed:
@@ -82,12 +98,21 @@ class Tries:
             before = {run["began"] for run in self._last_runs()}
             ours = self._run(parallelized(graph, self.info, self.pool, left_out))
             if not isinstance(ours, RunError):
-                evaluations = sum(run["evaluations"] for run in self._last_runs() if run["began"] not in before)
-                judged = self._judged(graph, ours, stock) if evaluations else {"result": "error", "reason": "the pool did nothing"}
+                evaluations = sum(
+                    run["evaluations"] for run in self._last_runs() if run["began"] not in before
+                )
+                judged = (
+                    self._judged(graph, ours, stock)
+                    if evaluations
+                    else {"result": "error", "reason": "the pool did nothing"}
+                )
                 return {**judged, "one_gpu": list(left_out.values()), "evaluations": evaluations}
             link = next((link for link in wanted if ours.node == key_before(link)), None)
             if link is None or NO_PLAN not in ours.message:
-                return {"result": "refused" if ours.exception.endswith("Refused") else "error", "reason": str(ours)}
+                return {
+                    "result": "refused" if ours.exception.endswith("Refused") else "error",
+                    "reason": str(ours),
+                }
             left_out[link] = ours.message
         return {"result": "one GPU", "reason": "; ".join(dict.fromkeys(left_out.values()))}
 
@@ -98,7 +123,9 @@ class Tries:
         if worst <= BOUND:
             return facts
         truth = self._stock(exact(graph))
-        ours_off, stock_off = ({name: distance(run[name], truth[name]) for name in errors} for run in (ours, stock))
+        ours_off, stock_off = (
+            {name: distance(run[name], truth[name]) for name in errors} for run in (ours, stock)
+        )
         ratios = [ours_off[name] / (stock_off[name] or 1e-30) for name in errors if errors[name] > BOUND]
         reason = f"{worst:.1e} of the latent's scale"
         if max(stock_off.values()) > BOUND:  # something is quantised
@@ -110,10 +137,18 @@ class Tries:
             allowed = {name: FACTOR * relative_error(off[name], latent) for name, latent in stock.items()}
             reason += f", stock's own sensitivity to rounding allows {max(allowed.values()):.1e}"
             is_same = all(error <= max(BOUND, allowed[name]) for name, error in errors.items())
-        return {**facts, "result": "same" if is_same else "different", "reason": "" if is_same and "ratio" in facts else reason}
+        return {
+            **facts,
+            "result": "same" if is_same else "different",
+            "reason": "" if is_same and "ratio" in facts else reason,
+        }
 
     def _last_runs(self) -> list[dict[str, Any]]:
-        return [pool["last_run"] for pool in self.server.get("/pipemesh/report")["pools"] if pool["last_run"] is not None]
+        return [
+            pool["last_run"]
+            for pool in self.server.get("/pipemesh/report")["pools"]
+            if pool["last_run"] is not None
+        ]
 
     def _stock(self, graph: Graph) -> Latents:
         """Raises Failed."""
@@ -135,7 +170,9 @@ class Tries:
         for key in samplers(graph, self.info):
             file = self.server.output / f"{run}-{file_name(key)}"
             if not file.exists():
-                raise Failed(f"nothing was recorded behind node {key}: ComfyUI left its part of the graph out")
+                raise Failed(
+                    f"nothing was recorded behind node {key}: ComfyUI left its part of the graph out"
+                )
             latents |= {f"{key}/{part}": latent for part, latent in load_file(file).items()}
             file.unlink()
         return latents

@@ -99,7 +99,10 @@ def made_small(graph: Graph, info: Info) -> Graph:
 def recorded(graph: Graph, info: Info, run: str) -> Graph:
     """With a node behind each sampler that writes its latent into the file ``RUN-NODE``."""
     records = {
-        f"{RECORD} {key}": {"class_type": RECORD_NODE, "inputs": {"samples": [key, output], "name": f"{run}-{file_name(key)}"}}
+        f"{RECORD} {key}": {
+            "class_type": RECORD_NODE,
+            "inputs": {"samples": [key, output], "name": f"{run}-{file_name(key)}"},
+        }
         for key, output in samplers(graph, info).items()
     }
     return {**graph, **records}
@@ -111,7 +114,9 @@ def file_name(key: str) -> str:
 
 def parallelized(graph: Graph, info: Info, pool: Mapping[str, Any], left_out: Mapping[Link, str]) -> Graph:
     """With PipeMesh Parallelize before everything that samples, but for the links ``left_out``."""
-    made = _with_before_sampling(graph, info, PARALLEL, {"class_type": "PipeMeshParallelize", "inputs": {"pool": [POOL, 0]}}, left_out)
+    made = _with_before_sampling(
+        graph, info, PARALLEL, {"class_type": "PipeMeshParallelize", "inputs": {"pool": [POOL, 0]}}, left_out
+    )
     return {**made, POOL: {"class_type": "PipeMeshPool", "inputs": dict(pool)}}
 
 
@@ -120,7 +125,9 @@ def rounded(graph: Graph, info: Info) -> Graph:
     return _with_before_sampling(graph, info, "pipemesh rounded", {"class_type": ROUNDED_NODE, "inputs": {}})
 
 
-def _with_before_sampling(graph: Graph, info: Info, name: str, node: dict[str, Any], left_out: Container[Link] = ()) -> Graph:
+def _with_before_sampling(
+    graph: Graph, info: Info, name: str, node: dict[str, Any], left_out: Container[Link] = ()
+) -> Graph:
     """With a ``node`` from MODEL to MODEL, its ``model`` still to be linked, before everything that
     samples.
     """

@@ -62,17 +62,26 @@ def configured(node: Node, info: Raw) -> Node:
     parts = _all_parts(specs, take, linked)
     if node.type == CUSTOM_COMBO:
         parts += Parts(widgets=_custom_options(parts.widgets[0], values))
-    slots = [replace(slot, link=saved[slot.name].link) if slot.name in saved else slot for slot in parts.slots]
+    slots = [
+        replace(slot, link=saved[slot.name].link) if slot.name in saved else slot for slot in parts.slots
+    ]
     declared = {slot.name for slot in slots}
     groups = tuple(f"{spec.name}." for spec in specs if spec.type == DYNAMIC_COMBO)
     names = {widget.name for widget in parts.widgets}
     slots += [
         slot
         for slot in saved.values()
-        if slot.name not in declared and not slot.name.startswith(groups) and (not slot.widget or slot.widget in names)
+        if slot.name not in declared
+        and not slot.name.startswith(groups)
+        and (not slot.widget or slot.widget in names)
     ]
-    outputs = tuple("COMBO" if isinstance(output, list) else "*" if output == MATCH_TYPE else output for output in info.get("output") or ())
-    return replace(node, inputs=tuple(slots), widgets=parts.widgets, outputs=outputs + node.outputs[len(outputs) :])
+    outputs = tuple(
+        "COMBO" if isinstance(output, list) else "*" if output == MATCH_TYPE else output
+        for output in info.get("output") or ()
+    )
+    return replace(
+        node, inputs=tuple(slots), widgets=parts.widgets, outputs=outputs + node.outputs[len(outputs) :]
+    )
 
 
 def prompt_value(node: Node, widget: Widget) -> Any:
@@ -83,7 +92,10 @@ def prompt_value(node: Node, widget: Widget) -> Any:
     if isinstance(value, str) and widget.is_dynamic_prompt:
         return first_choice(value)
     if isinstance(value, str) and widget.name == "filename_prefix" and REPLACEMENT.search(value):
-        raise GraphError(f"The file name {value} of node {node.id} ({node.type}) is filled in by the browser: write it out.")
+        raise GraphError(
+            f"The file name {value} of node {node.id} ({node.type}) is filled in by the browser: write it"
+            " out."
+        )
     return boxed(value)
 
 
@@ -125,7 +137,9 @@ def _added(info: Raw, required: Raw) -> dict[str, Any]:
     if _options(required.get("audio")).get("audio_upload") is True:
         added["upload"] = ["UPLOAD"]
     for raw in required.values():
-        if (isinstance(raw[0], list) or raw[0] == "COMBO") and any(_options(raw).get(kind) is True for kind in UPLOADS):
+        if (isinstance(raw[0], list) or raw[0] == "COMBO") and any(
+            _options(raw).get(kind) is True for kind in UPLOADS
+        ):
             added["upload"] = ["UPLOAD"]
     return added
 
@@ -146,7 +160,10 @@ def _values(saved: Raw, info: Raw, specs: Iterable[Spec], linked: frozenset[str]
     forced: list[bool] = []
     for spec in specs:
         if spec.name in names or spec.options.get("forceInput"):
-            forced += [bool(spec.options.get("forceInput")), *([False] if spec.options.get("control_after_generate") else [])]
+            forced += [
+                bool(spec.options.get("forceInput")),
+                *([False] if spec.options.get("control_after_generate") else []),
+            ]
     if len(forced) != len(values):
         return values
     return [value for value, is_forced in zip(values, forced, strict=True) if not is_forced]
@@ -187,7 +204,9 @@ def _parts(spec: Spec, take: Take, linked: frozenset[str]) -> Parts:
     main, *beside = (take(widget) for widget in WIDGETS[spec.widget_type](spec))
     parts = Parts((Slot(spec.name, spec.type, widget=spec.name),), (main, *beside))
     if spec.type == DYNAMIC_COMBO:
-        chosen = next((option["inputs"] for option in spec.options["options"] if option["key"] == main.value), {})
+        chosen = next(
+            (option["inputs"] for option in spec.options["options"] if option["key"] == main.value), {}
+        )
         for kind in ("required", "optional"):
             for name, raw in (chosen.get(kind) or {}).items():
                 parts += _parts(_spec(f"{spec.name}.{name}", raw), take, linked)
@@ -206,7 +225,11 @@ def _sockets(spec: Spec, linked: frozenset[str]) -> Iterator[Slot]:
 def _grown(spec: Spec, linked: frozenset[str]) -> Iterator[Slot]:
     """One group of inputs more than is linked or asked for."""
     template = spec.options["template"]
-    elements = [_spec(name, raw) for kind in ("required", "optional") for name, raw in (template["input"].get(kind) or {}).items()]
+    elements = [
+        _spec(name, raw)
+        for kind in ("required", "optional")
+        for name, raw in (template["input"].get(kind) or {}).items()
+    ]
     names = template.get("names")
 
     def name_of(element: Spec, index: int) -> str:
@@ -234,7 +257,10 @@ def _custom_options(choice: Widget, values: list[Any] | Raw) -> tuple[Widget, ..
     else:
         options.append("")
     index = options.index(choice.value) if choice.value in options else -1
-    return (Widget("index", index), *(Widget(f"option{number}", option) for number, option in enumerate(options, 1)))
+    return (
+        Widget("index", index),
+        *(Widget(f"option{number}", option) for number, option in enumerate(options, 1)),
+    )
 
 
 # -- kinds of widgets: each gives those of an input, its own first
@@ -263,7 +289,12 @@ def _number(spec: Spec) -> tuple[Widget, ...]:
 def _control(spec: Spec) -> Widget:
     asked = spec.options.get("control_after_generate")
     choices = ("fixed", "increment", "decrement", "randomize")
-    return Widget(asked if isinstance(asked, str) else "control_after_generate", "randomize", in_prompt=False, choices=choices)
+    return Widget(
+        asked if isinstance(asked, str) else "control_after_generate",
+        "randomize",
+        in_prompt=False,
+        choices=choices,
+    )
 
 
 def _combo(spec: Spec) -> tuple[Widget, ...]:
@@ -271,8 +302,14 @@ def _combo(spec: Spec) -> tuple[Widget, ...]:
     if options.get("multi_select"):
         return (Widget(spec.name, []), *([_control(spec)] if options.get("control_after_generate") else []))
     choices = tuple(options.get("options") or ())
-    value = options.get("default") or (choices[0] if choices else "Loading..." if options.get("remote") else UNSET)
-    controls = (_control(spec), Widget("control_filter_list", "", in_prompt=False)) if options.get("control_after_generate") else ()
+    value = options.get("default") or (
+        choices[0] if choices else "Loading..." if options.get("remote") else UNSET
+    )
+    controls = (
+        (_control(spec), Widget("control_filter_list", "", in_prompt=False))
+        if options.get("control_after_generate")
+        else ()
+    )
     return (Widget(spec.name, value, choices=choices), *controls)
 
 
@@ -284,7 +321,10 @@ def _dynamic_combo(spec: Spec) -> tuple[Widget, ...]:
 def _box(spec: Spec) -> tuple[Widget, ...]:
     """The whole box, then a field for each of its sides."""
     (box,) = _default({"x": 0, "y": 0, "width": 512, "height": 512})(spec)
-    return (box, *(Widget(field, box.value[field], in_prompt=False) for field in ("x", "y", "width", "height")))
+    return (
+        box,
+        *(Widget(field, box.value[field], in_prompt=False) for field in ("x", "y", "width", "height")),
+    )
 
 
 def _recorder(spec: Spec) -> tuple[Widget, ...]:

@@ -75,7 +75,12 @@ class Node:
     def with_value(self, name: str, value: Any) -> Node:
         """Sets the first widget of that name, if there is one."""
         found = self.widget(name)
-        return replace(self, widgets=tuple(replace(widget, value=value) if widget is found else widget for widget in self.widgets))
+        return replace(
+            self,
+            widgets=tuple(
+                replace(widget, value=value) if widget is found else widget for widget in self.widgets
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,9 @@ Graphs = Mapping[str, Graph]  # ROOT and every subgraph, each after those that i
 def read(workflow: Raw) -> Graphs:
     """Raises GraphError where the file is no workflow."""
     if not isinstance(workflow.get("nodes"), list):
-        raise GraphError("The workflow has no list of nodes: save it from ComfyUI's menu, not as an API file.")
+        raise GraphError(
+            "The workflow has no list of nodes: save it from ComfyUI's menu, not as an API file."
+        )
     subgraphs = list(_definitions(workflow))
     ids = _own_ids(workflow, subgraphs)
     named = {subgraph["id"]: subgraph for subgraph in subgraphs}
@@ -158,7 +165,10 @@ def _inner_first(subgraphs: Mapping[str, Raw]) -> list[str]:
     """Every subgraph after those that it has nodes of; the file's order where they go in a
     circle.
     """
-    inside = {name: [node["type"] for node in graph.get("nodes") or () if node["type"] in subgraphs] for name, graph in subgraphs.items()}
+    inside = {
+        name: [node["type"] for node in graph.get("nodes") or () if node["type"] in subgraphs]
+        for name, graph in subgraphs.items()
+    }
     ordered = [name for name, inner in inside.items() if not inner]
     for done in ordered:  # grows meanwhile
         for name in subgraphs:
@@ -169,7 +179,9 @@ def _inner_first(subgraphs: Mapping[str, Raw]) -> list[str]:
     return ordered if len(ordered) == len(subgraphs) else list(subgraphs)
 
 
-def _graph(raw: Raw, ids: Mapping[str, str], subgraphs: Iterable[str], all_ids: Mapping[str, Mapping[str, str]]) -> Graph:
+def _graph(
+    raw: Raw, ids: Mapping[str, str], subgraphs: Iterable[str], all_ids: Mapping[str, Mapping[str, str]]
+) -> Graph:
     nodes = (_node(node, ids, all_ids.get(node["type"], {})) for node in raw["nodes"])
     links = (_link(link, ids) for link in raw.get("links") or () if link)
     return Graph(
@@ -184,7 +196,9 @@ def _node(raw: Raw, ids: Mapping[str, str], inner_ids: Mapping[str, str]) -> Nod
     """``inner_ids``: changes of ids in the subgraph that it is a node of."""
     properties = raw.get("properties") or {}
     if inner_ids and isinstance(properties.get("proxyWidgets"), list):
-        renamed = [[inner_ids.get(str(entry[0]), entry[0]), *entry[1:]] for entry in properties["proxyWidgets"]]
+        renamed = [
+            [inner_ids.get(str(entry[0]), entry[0]), *entry[1:]] for entry in properties["proxyWidgets"]
+        ]
         raw = {**raw, "properties": {**properties, "proxyWidgets": renamed}}
     given = str(raw["id"])
     return Node(

@@ -16,7 +16,8 @@ class LateFailures:
     again; and none for less, as a node may sample many times in one prompt.
     """
 
-    _kept: dict[Key, tuple[str, str]] = field(default_factory=dict)  # why, and the prompt that does without the pool
+    # Why, and the prompt that does without the pool
+    _kept: dict[Key, tuple[str, str]] = field(default_factory=dict)
 
     def note(self, kind: Key, why: str) -> None:
         self._kept.pop(kind, None)

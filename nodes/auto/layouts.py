@@ -41,7 +41,9 @@ def require_several(planned: Planned, model: ModelPatcher, choice: Choice) -> No
 
 
 @contextmanager
-def laid_out_anew(runtime: Runtime, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any) -> Iterator[None]:
+def laid_out_anew(
+    runtime: Runtime, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any
+) -> Iterator[None]:
     """Puts those of a guider's MODELs whose pool's layout was left open into the layout that is
     chosen for this sampling, and takes them out again.
     """
@@ -50,7 +52,10 @@ def laid_out_anew(runtime: Runtime, guider: Any, models: Mapping[str, ModelPatch
         choice = runtime.planning.left_open(model.remote) if isinstance(model, RemotePatcher) else None
         if choice is not None:
             by_choice.setdefault(choice, {})[name] = model
-    made = [in_chosen_layout(runtime, guider, several, choice, noise, sigmas) for choice, several in by_choice.items()]
+    made = [
+        in_chosen_layout(runtime, guider, several, choice, noise, sigmas)
+        for choice, several in by_choice.items()
+    ]
     with in_place_of(guider, {name: patcher for parallel, _ in made for name, patcher in parallel.items()}):
         yield
     for parallel, planned in made:
@@ -73,4 +78,6 @@ def in_place_of(guider: Any, models: Mapping[str, ModelPatcher]) -> Iterator[Non
     try:
         yield
     finally:
-        vars(guider).update({name: model for name, model in own.items() if getattr(guider, name) is models[name]})
+        vars(guider).update(
+            {name: model for name, model in own.items() if getattr(guider, name) is models[name]}
+        )

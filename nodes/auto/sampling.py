@@ -43,7 +43,8 @@ class Auto:
         self._notices = notices
         self._times = times or StepTimes()
         self._seam = GuiderSeam(self.sample, self.unseen, self._times)
-        self._lent: weakref.WeakKeyDictionary[BaseModel, Remote] = weakref.WeakKeyDictionary()  # in ranks for its sake
+        # In ranks for its sake
+        self._lent: weakref.WeakKeyDictionary[BaseModel, Remote] = weakref.WeakKeyDictionary()
         self._sampled: list[BaseModel] = []  # by guiders that run in the pool now
         self._given_up = ""  # the prompt in which the pool has failed
         self._late = LateFailures()
@@ -95,7 +96,9 @@ class Auto:
         finally:
             self._runtime.wait.end()
 
-    def _tried_in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any, run: Run) -> Any:
+    def _tried_in_pool(
+        self, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any, run: Run
+    ) -> Any:
         """What fails in the pool before its first step is done begins anew, from the same random
         numbers: where a worker died in a fresh pool, once, and else on one GPU, where ComfyUI's own
         errors come back. What fails later is raised as it is: to sample again would take as long
@@ -140,9 +143,14 @@ class Auto:
     def unseen(self, guider: Any) -> None:
         """Tells of a guider whose class samples without ``CFGGuider.sample``."""
         if self.switch.is_on() and not isinstance(guider.model_patcher, RemotePatcher):
-            self._notices.tell(f"On one GPU: {type(guider).__name__} has a sample method of its own, which PipeMesh does not know.")
+            self._notices.tell(
+                f"On one GPU: {type(guider).__name__} has a sample method of its own, which PipeMesh does not"
+                " know."
+            )
 
-    def _in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any, run: Run) -> Any:
+    def _in_pool(
+        self, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any, run: Run
+    ) -> Any:
         """Raises whatever goes wrong in the pool."""
         if not models:
             raise Refused(f"{type(guider).__name__} samples a model that is not of ComfyUI's kind.")
@@ -163,7 +171,9 @@ class Auto:
             output = run()
         note(self._runtime, parallel, planned)
         if sigmas is not None and sigmas.shape[-1] and last_runs(parallel) == before:
-            self._notices.tell(f"On one GPU: {type(guider).__name__} has sampled without the MODEL that it was given.")
+            self._notices.tell(
+                f"On one GPU: {type(guider).__name__} has sampled without the MODEL that it was given."
+            )
         return output
 
     def _tell(self, error: Exception, again: bool) -> None:
@@ -241,7 +251,11 @@ def reason_of(error: Exception) -> str:
     if not isinstance(error, PipeMeshError):
         return f"{type(error).__name__}: {sentence}"
     thing, colon, move = sentence.rpartition(": ")
-    return f"{thing}." if isinstance(error, (Refused, LayoutError)) and colon and move[:1].islower() else sentence
+    return (
+        f"{thing}."
+        if isinstance(error, (Refused, LayoutError)) and colon and move[:1].islower()
+        else sentence
+    )
 
 
 def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -28,7 +28,8 @@ NEEDED = (  # function of comfy.samplers, names that its code has to use
     ("sample", ("CFGGuider", "sample")),
 )
 
-ARGUMENTS = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")  # of CFGGuider.sample, the first ones
+# Of CFGGuider.sample, the first ones
+ARGUMENTS = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class GuiderSeam:
     the steps of every sampling.
     """
 
-    def __init__(self, sample: Callable[[Any, Any, Any, Run], Any], unseen: Callable[[Any], None], times: StepTimes):
+    def __init__(
+        self, sample: Callable[[Any, Any, Any, Run], Any], unseen: Callable[[Any], None], times: StepTimes
+    ):
         self._times = times
         self._sample = sample
         self._unseen = unseen
@@ -155,4 +158,7 @@ def require_known_arguments(path: str, method: Callable) -> None:
 
 
 def changed(what: str) -> HostChanged:
-    return HostChanged(f"Auto mode does not know this ComfyUI, which {what}: update PipeMesh, or put PipeMesh Parallelize into the graph.")
+    return HostChanged(
+        f"Auto mode does not know this ComfyUI, which {what}: update PipeMesh, or put PipeMesh Parallelize"
+        " into the graph."
+    )

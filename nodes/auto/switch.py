@@ -15,7 +15,8 @@ from pathlib import Path
 SETTING = "PipeMesh.Auto"
 VARIABLE = "PIPEMESH_AUTO"
 FILE = "comfy.settings.json"
-UNAVAILABLE = ("variable_on", "variable_off", "multi_user", "host")  # why the setting has no effect; texts are in locales/
+# Why the setting has no effect; texts are in locales/
+UNAVAILABLE = ("variable_on", "variable_off", "multi_user", "host")
 log = logging.getLogger("pipemesh")
 
 
@@ -40,9 +41,21 @@ class Switch:
         """
         if self.fixed is not None:
             why = "variable_on" if self.fixed else "variable_off"
-            return why, f"{VARIABLE}={int(self.fixed)} is set where ComfyUI was started, and counts more than the setting."
+            return (
+                why,
+                (
+                    f"{VARIABLE}={int(self.fixed)} is set where ComfyUI was started, and counts more than the"
+                    " setting."
+                ),
+            )
         if self._settings() is None:
-            return "multi_user", f"With --multi-user a prompt does not say whose it is, so the setting has no effect: set {VARIABLE}=1."
+            return (
+                "multi_user",
+                (
+                    "With --multi-user a prompt does not say whose it is, so the setting has no effect: set"
+                    f" {VARIABLE}=1."
+                ),
+            )
         return "", ""
 
     def is_on(self) -> bool:
@@ -52,7 +65,9 @@ class Switch:
         """Reads the setting. While ComfyUI writes the file, it is what it was."""
         file = self._settings()
         try:
-            self._last = file is not None and json.loads(file.read_text(encoding="utf-8")).get(SETTING) is True
+            self._last = (
+                file is not None and json.loads(file.read_text(encoding="utf-8")).get(SETTING) is True
+            )
         except FileNotFoundError:
             self._last = False
         except (OSError, ValueError, AttributeError):

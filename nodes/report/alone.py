@@ -25,7 +25,11 @@ def times_as_long(evaluations: Sequence[Evaluation], placement: Placement) -> fl
         return None
     sharers = {rank: placement.devices.count(device) for rank, device in enumerate(placement.devices)}
     speeds = placement.speeds or (1,) * len(sharers)
-    computed_s = sum(span.busy_s / sharers[rank] * speeds[rank] / speeds[0] for one in timed for rank, span in one.spans.items())
+    computed_s = sum(
+        span.busy_s / sharers[rank] * speeds[rank] / speeds[0]
+        for one in timed
+        for rank, span in one.spans.items()
+    )
     began, at_work_s, until = min(one.began for one in timed), 0.0, 0.0
     for one in sorted(timed, key=lambda one: one.began):
         ended = one.began + one.seconds

@@ -12,19 +12,32 @@ from .figures import KeptWeights, LastRun
 WAITED_FOR = 1.2  # a rank that computed so many times as long as the least busy one makes it wait
 MUCH = 0.2  # of a run that went into communication
 WHY = {
-    "ulysses": "{} ranks share the tokens of one image: the same image as on one GPU, and each rank holds the whole model",
+    "ulysses": (
+        "{} ranks share the tokens of one image: the same image as on one GPU, and each rank holds the whole"
+        " model"
+    ),
     "ring": "{} groups of ranks pass keys and values around: the same image as on one GPU",
-    "pipefusion": "{} stages share the model's blocks: each holds only its own, and the image differs a little from that of one GPU",
-    "cfg": "{} groups of ranks compute the prompts apart: the same image as on one GPU, and each group holds the whole model",
+    "pipefusion": (
+        "{} stages share the model's blocks: each holds only its own, and the image differs a little from"
+        " that of one GPU"
+    ),
+    "cfg": (
+        "{} groups of ranks compute the prompts apart: the same image as on one GPU, and each group holds the"
+        " whole model"
+    ),
     "data": "{} groups of ranks share the images of a batch: the same images as on one GPU",
     "alone": "one rank computes everything",
 }
 SLOWED = {
-    "communication": "communication took {} of the time: a faster link between the GPUs, or fewer of them, loses less",
+    "communication": (
+        "communication took {} of the time: a faster link between the GPUs, or fewer of them, loses less"
+    ),
     "imbalance": "the other ranks waited for rank {}",
     "single_timeline": "the patches waited for each other: {}",
     "sharded": "the weights of {} are gathered from all ranks at every evaluation",
-    "uncompiled": "the ranks did not compile {}: its weights are sharded; with weights whole, where they fit, they do",
+    "uncompiled": (
+        "the ranks did not compile {}: its weights are sharded; with weights whole, where they fit, they do"
+    ),
     "offloaded": "weights of {} come from main memory at every evaluation",
     "shared_device": "several ranks share {}",
 }
@@ -59,7 +72,11 @@ def slowed(devices: Sequence[str], kept: Sequence[KeptWeights], run: LastRun) ->
     if mode == "single-timeline" and reason:
         found.append(Cause("single_timeline", reason))
     found += [Cause(one.kept, one.model) for one in kept if one.kept in SLOWED]
-    found += [Cause("uncompiled", one.model) for one in kept if one.kept == "sharded" and one.model == run.to_compile]
+    found += [
+        Cause("uncompiled", one.model)
+        for one in kept
+        if one.kept == "sharded" and one.model == run.to_compile
+    ]
     gpus = [name for name in devices if not name.endswith("cpu")]
     found += [Cause("shared_device", name) for name in dict.fromkeys(gpus) if gpus.count(name) > 1]
     return tuple(found)

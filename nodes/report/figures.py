@@ -204,7 +204,9 @@ def plan_figures(planned: Planned | None, run: Run | None = None) -> PlanFigures
 
 
 def loser(row: Row, loss: Loss) -> Loser:
-    return Loser(row.layout.product(), in_ms(row.prediction and row.prediction.seconds), loss.word, loss.values)
+    return Loser(
+        row.layout.product(), in_ms(row.prediction and row.prediction.seconds), loss.word, loss.values
+    )
 
 
 def in_ms(seconds: float | None) -> float | None:
@@ -218,7 +220,9 @@ def achieved_s(run: Run, layout: Layout) -> float | None:
     timed, branches = list(run.evaluations), max(1, len(run.branches))
     parts = [(one, one.part) for one in timed if one.part is not None]
     if parts:
-        return branches * in_patches(run.began_s, run.mode, parts, False, layout.pipefusion).step_ms_mean / 1e3
+        return (
+            branches * in_patches(run.began_s, run.mode, parts, False, layout.pipefusion).step_ms_mean / 1e3
+        )
     if not timed:
         return None
     return median(one.seconds for one in timed) * (1 if layout.groups > 1 else branches)
@@ -239,10 +243,14 @@ def figures_of(run: Run, title: str, backend: str, stages: int) -> LastRun | Non
     evaluated nothing.
     """
     figures = last_run(run.began_s, run.mode, list(run.evaluations), backend, stages)
-    return figures and replace(figures, to_compile=title if any(one.compiles for one in list(run.evaluations)) else "")
+    return figures and replace(
+        figures, to_compile=title if any(one.compiles for one in list(run.evaluations)) else ""
+    )
 
 
-def last_run(began_s: float, mode: str, evaluations: Sequence[Evaluation], backend: str, stages: int = 1) -> LastRun | None:
+def last_run(
+    began_s: float, mode: str, evaluations: Sequence[Evaluation], backend: str, stages: int = 1
+) -> LastRun | None:
     """Sum up a run. None if it has evaluated nothing."""
     if not evaluations:
         return None
@@ -268,7 +276,9 @@ def whole(began_s: float, evaluations: Sequence[Evaluation], timed: bool) -> Las
     )
 
 
-def in_patches(began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, Part]], timed: bool, stages: int) -> LastRun:
+def in_patches(
+    began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, Part]], timed: bool, stages: int
+) -> LastRun:
     """Sum up what was submitted under pipefusion: patches, and whole evaluations. Patches overlap,
     so the time of an evaluation is a mean over the run.
     """
@@ -279,8 +289,15 @@ def in_patches(began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, 
     run_s = max(one.began + one.seconds for one, _ in submitted) - min(one.began for one, _ in submitted)
     return LastRun(
         began=began_s,
-        in_patches=InPatches(mode, max(by_branch.values(), default=0), whole, *of_schedule(mode, submitted, evaluations, timed, stages)),
-        busy=tuple(busy_shares([one.spans for one, part in submitted if part.patch is not None])) if timed else (),
+        in_patches=InPatches(
+            mode,
+            max(by_branch.values(), default=0),
+            whole,
+            *of_schedule(mode, submitted, evaluations, timed, stages),
+        ),
+        busy=tuple(busy_shares([one.spans for one, part in submitted if part.patch is not None]))
+        if timed
+        else (),
         evaluations=evaluations,
         step_ms_mean=1e3 * run_s / evaluations,
         exchange_by_axis=exchange_by_axis([one for one, _ in submitted], run_s) if timed else {},

@@ -28,14 +28,25 @@ def report_node(runtime: Runtime) -> type[io.ComfyNode]:
                 display_name="PipeMesh Report",
                 category=CATEGORY,
                 is_experimental=UNTRIED,
-                description="Shows what the pool did in its last run: layout, time per evaluation, communication, memory of every rank.",
+                description=(
+                    "Shows what the pool did in its last run: layout, time per evaluation, communication,"
+                    " memory of every rank."
+                ),
                 search_aliases=["multi gpu", "speed", "memory", "benchmark", "statistics"],
                 is_output_node=True,
                 inputs=[
                     io.Latent.Input(
-                        "latent", optional=True, tooltip="The sampler's LATENT, so that the report comes after the run. It is passed on."
+                        "latent",
+                        optional=True,
+                        tooltip=(
+                            "The sampler's LATENT, so that the report comes after the run. It is passed on."
+                        ),
                     ),
-                    Pool.Input("pool", optional=True, tooltip="Which pool to report on. Without it: the one that sampled last."),
+                    Pool.Input(
+                        "pool",
+                        optional=True,
+                        tooltip="Which pool to report on. Without it: the one that sampled last.",
+                    ),
                 ],
                 outputs=[
                     io.Latent.Output(tooltip="The latent, unchanged."),

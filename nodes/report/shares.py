@@ -49,7 +49,10 @@ def _of_tokens(placement: Placement) -> Iterator[Share]:
         tokens = shares_of(layout.degrees(), rank, speeds).tokens
         own, most = speeds[rank], max(speeds[first : first + size])
         if tokens and own < most and tokens[rank - first] * size < sum(tokens):
-            fastest, share = placement.devices[speeds.index(most, first)].name, _percent(tokens[rank - first], tokens)
+            fastest, share = (
+                placement.devices[speeds.index(most, first)].name,
+                _percent(tokens[rank - first], tokens),
+            )
             yield Share("tokens", (device.name, share, f"{most / own:.1f}", fastest))
 
 
@@ -64,7 +67,9 @@ def _of_groups(placement: Placement) -> Iterator[Share]:
     speeds = group_speeds(placement.speeds, placement.layout.groups)
     for group, speed in enumerate(speeds):
         if speed < max(speeds):
-            names = ", ".join(dict.fromkeys(placement.devices[rank].name for rank in placement.layout.members(group)))
+            names = ", ".join(
+                dict.fromkeys(placement.devices[rank].name for rank in placement.layout.members(group))
+            )
             yield Share("group", (names, f"{max(speeds) / speed:.1f}"))
 
 

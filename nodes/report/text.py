@@ -13,8 +13,8 @@ from .figures import InPatches, LastRun, PlanFigures, PoolFigures, RankFigures, 
 LONG = 20  # a value, such as a list
 SHOWN, SHOWN_IN_PICTURE = 6, 2  # layouts that were not chosen
 NO_POOL = (
-    "Nothing has been sampled by a pool yet: switch auto mode on in ComfyUI's settings, under PipeMesh, or put PipeMesh Parallelize "
-    "before the sampler; connect the sampler's LATENT to this node and run."
+    "Nothing has been sampled by a pool yet: switch auto mode on in ComfyUI's settings, under PipeMesh, or"
+    " put PipeMesh Parallelize before the sampler; connect the sampler's LATENT to this node and run."
 )
 
 
@@ -25,11 +25,27 @@ def report_text(report: Report, asked: Placement | None = None) -> str:
     pools, notice = report.pools, report.not_in_the_pool
     said = [f"Last sampling, node {notice.node}\n{notice.text}"] if notice else []
     if report.latest is None:
-        return said[0] if said else not_run_text(pools[-1]) if pools else unused_text(asked) if asked else NO_POOL
+        return (
+            said[0]
+            if said
+            else not_run_text(pools[-1])
+            if pools
+            else unused_text(asked)
+            if asked
+            else NO_POOL
+        )
     pool, run = report.latest
-    others = [f"Another pool: {other.layout}, {other.state}" for other in pools if other is not pool and other.state != "closed"]
-    head = "\n".join([f"{pool.layout}, {pool.backend}, {pool.state}", pool.grid, *(f"  {share}" for share in pool.shares)])
-    causes = [f"  {cause.english}" for cause in slowed([rank.device for rank in pool.ranks], pool.weights, run)]
+    others = [
+        f"Another pool: {other.layout}, {other.state}"
+        for other in pools
+        if other is not pool and other.state != "closed"
+    ]
+    head = "\n".join(
+        [f"{pool.layout}, {pool.backend}, {pool.state}", pool.grid, *(f"  {share}" for share in pool.shares)]
+    )
+    causes = [
+        f"  {cause.english}" for cause in slowed([rank.device for rank in pool.ranks], pool.weights, run)
+    ]
     why = ["\n".join(["What slowed it", *causes])] if causes else []
     speed = [speed_text(report.speed)] if report.speed is not None else []
     plan = [plan_text(report.plan)] if report.plan is not None else []
@@ -45,20 +61,29 @@ def speed_text(speed: Speed) -> str:
             "bypass PipeMesh Parallelize (Ctrl+B), or switch auto mode off, and run once."
         )
     how = "timed here" if speed.measured else "predicted, not timed"
-    return f"{speed.ratio:.2f} times as fast as one device: {speed.step_s:.2f} s per step, one device {speed.one_gpu_s:.2f} s ({how})"
+    return (
+        f"{speed.ratio:.2f} times as fast as one device: {speed.step_s:.2f} s per step, one device"
+        f" {speed.one_gpu_s:.2f} s ({how})"
+    )
 
 
 def plan_text(plan: PlanFigures) -> str:
     """Say which layout was chosen, why, and why others were not."""
     if plan.predicted_ms is None:
         return f"Layout taken: {plan.layout}; nothing was predicted: {plan.why}"
-    faster = "" if plan.speedup is None or plan.speedup == 1.0 else f", {plan.speedup:.2f} times as fast as one device"
+    faster = (
+        ""
+        if plan.speedup is None or plan.speedup == 1.0
+        else f", {plan.speedup:.2f} times as fast as one device"
+    )
     rows = [f"  predicted per evaluation: {plan.predicted_ms:.1f} ms{faster}"]
     if plan.achieved_ms is not None:
         rows.append(f"  achieved: {plan.achieved_ms:.1f} ms")
     losers = [f"  {loser.english}" for loser in plan.losers[:SHOWN]]
     more = [f"  and {len(plan.losers) - SHOWN} more"] if len(plan.losers) > SHOWN else []
-    return "\n".join([f"Layout chosen: {plan.layout}, {plan.why}", f"  for {plan.asked}", *rows, *losers, *more])
+    return "\n".join(
+        [f"Layout chosen: {plan.layout}, {plan.why}", f"  for {plan.asked}", *rows, *losers, *more]
+    )
 
 
 def plan_heads(plan: PlanFigures | None) -> tuple[str, ...]:
@@ -73,14 +98,18 @@ def plan_heads(plan: PlanFigures | None) -> tuple[str, ...]:
 def unused_text(pool: Placement) -> str:
     devices = ", ".join(dict.fromkeys(device.name for device in pool.devices))
     return (
-        f"The pool {pool.layout.equation()} on {devices} ({pool.backend}) has sampled nothing: connect the same PipeMesh Pool to the "
-        "PipeMesh Parallelize before the sampler, or leave this node's pool open to see the pool that sampled last."
+        f"The pool {pool.layout.equation()} on {devices} ({pool.backend}) has sampled nothing: connect the"
+        " same PipeMesh Pool to the PipeMesh Parallelize before the sampler, or leave this node's pool open"
+        " to see the pool that sampled last."
     )
 
 
 def not_run_text(pool: PoolFigures) -> str:
     state = "has no worker up" if pool.state == "closed" else f"is {pool.state}"
-    return f"The pool {pool.layout} {state} and has no run to report: run a sampler on it, its LATENT connected to this node."
+    return (
+        f"The pool {pool.layout} {state} and has no run to report: run a sampler on it, its LATENT connected"
+        " to this node."
+    )
 
 
 def run_text(run: LastRun) -> str:
@@ -98,7 +127,10 @@ def run_text(run: LastRun) -> str:
         return "\n".join([f"{title}, {sampled_text(run.in_patches)}", *aligned(rows)])
     rows = [
         ("time per evaluation", f"{run.step_ms_p50:.1f} ms"),
-        ("share of communication", "not measured with nccl" if run.exchange_share is None else f"{100 * run.exchange_share:.1f} %"),
+        (
+            "share of communication",
+            "not measured with nccl" if run.exchange_share is None else f"{100 * run.exchange_share:.1f} %",
+        ),
         *([("of it", by_axis_text(run.exchange_by_axis))] if run.exchange_by_axis else []),
         ("hop to the pool and back", f"{run.hop_ms_p50:.2f} ms"),
         sent,
@@ -110,12 +142,16 @@ def busy_text(shares: Sequence[float]) -> str:
     """Say in which share of the time each rank computed, and name the one that others wait for."""
     slowest = max(range(len(shares)), key=shares.__getitem__)
     text = ", ".join(f"{share:.0%}" for share in shares)
-    return f"{text}; the others wait for rank {slowest}" if shares[slowest] > WAITED_FOR * min(shares) else text
+    return (
+        f"{text}; the others wait for rank {slowest}" if shares[slowest] > WAITED_FOR * min(shares) else text
+    )
 
 
 def by_axis_text(shares: Mapping[str, float]) -> str:
     """Say in which share of the time a rank waited for messages of each axis, the largest first."""
-    return ", ".join(f"{axis} {100 * share:.1f} %" for axis, share in sorted(shares.items(), key=lambda one: -one[1]))
+    return ", ".join(
+        f"{axis} {100 * share:.1f} %" for axis, share in sorted(shares.items(), key=lambda one: -one[1])
+    )
 
 
 def schedule_rows(run: InPatches) -> list[tuple[str, str]]:
@@ -148,7 +184,11 @@ def kernel_lines(kernels: RingKernels) -> list[str]:
     if not kernels.names:
         return []
     names = dict.fromkeys(kernels.names)
-    text = kernels.names[0] if len(names) == 1 else ", ".join(f"rank {rank} {name}" for rank, name in enumerate(kernels.names))
+    text = (
+        kernels.names[0]
+        if len(names) == 1
+        else ", ".join(f"rank {rank} {name}" for rank, name in enumerate(kernels.names))
+    )
     return [f"  attention around the ring: {text}", *(f"  {sentence}" for sentence in kernels.refused)]
 
 
@@ -156,10 +196,14 @@ def memory_text(ranks: Sequence[RankFigures]) -> str:
     rows = [("rank", "device", "models", "free", "total")]
     for rank in ranks:
         held = rank.memory
-        model, free, total = (size_text(held.model), size_text(held.free), size_text(held.total)) if held else ("-", "-", "-")
+        model, free, total = (
+            (size_text(held.model), size_text(held.free), size_text(held.total)) if held else ("-", "-", "-")
+        )
         rows.append((str(rank.rank), rank.device, model, free, total))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    )
 
 
 def size_text(nbytes: int) -> str:

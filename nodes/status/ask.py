@@ -47,7 +47,9 @@ def status_of(runtime: Runtime, auto: Auto, busy: bool = False) -> Status:
 def pool_id(placement: Placement) -> str:
     """Name a pool by its layout and devices, in letters that fit an address."""
     names = [device.name for device in placement.devices]
-    return hashlib.blake2b(repr((placement.layout, names, placement.backend)).encode(), digest_size=4).hexdigest()
+    return hashlib.blake2b(
+        repr((placement.layout, names, placement.backend)).encode(), digest_size=4
+    ).hexdigest()
 
 
 def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
@@ -60,7 +62,9 @@ def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
         grid=placement.layout.grid([device.name for device in placement.devices]),
         backend=placement.backend,
         ranks=rank_figures(handle),
-        models=tuple(ModelStatus(name, title_of(pool, name), held.state.name.lower()) for name, held in models),
+        models=tuple(
+            ModelStatus(name, title_of(pool, name), held.state.name.lower()) for name, held in models
+        ),
         why=why_layout(placement.layout.degrees()),
         shares=unlike_shares(placement),
         fault=handle.fault,
@@ -78,7 +82,9 @@ def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run)
         ended=run.ended_s or None,
         figures=figures,
         speed=runtime.times.speed_of(run),
-        slowed=slowed([device.name for device in placement.devices], kept_weights(pool), figures) if figures else (),
+        slowed=slowed([device.name for device in placement.devices], kept_weights(pool), figures)
+        if figures
+        else (),
         plan=pool.runs.once(run, "plan", lambda: plan_figures(planned, run)) if planned else None,
         steps=step_status(pool, run, stepped),
     )
@@ -101,10 +107,15 @@ def device_statuses(ranks: list[RankFigures]) -> tuple[DeviceStatus, ...]:
     """
     gpus, own = visible_gpus(comfy.cli_args.args.cpu), comfy.model_management.get_torch_device()
     if not gpus:
-        total, free = comfy.model_management.get_total_memory(own), comfy.model_management.get_free_memory(own)
+        total, free = (
+            comfy.model_management.get_total_memory(own),
+            comfy.model_management.get_free_memory(own),
+        )
         title = "CPU" if own.type == "cpu" else comfy.model_management.get_torch_device_name(own)
         return (DeviceStatus(str(own), title, total, free),)
     free = {rank.device: rank.memory.free for rank in ranks if rank.memory is not None}
     free[str(own)] = int(comfy.model_management.get_free_memory(own))
     properties = {gpu.name: torch.cuda.get_device_properties(index) for index, gpu in enumerate(gpus)}
-    return tuple(DeviceStatus(name, one.name, one.total_memory, free.get(name)) for name, one in properties.items())
+    return tuple(
+        DeviceStatus(name, one.name, one.total_memory, free.get(name)) for name, one in properties.items()
+    )

@@ -58,7 +58,9 @@ class PoolControl:
         return self._runtime.turn.locked() or self._samples()
 
     def _samples(self) -> bool:
-        return self._is_executing() and any(is_at_work(handle, pool) for handle, pool in self._runtime.pools())
+        return self._is_executing() and any(
+            is_at_work(handle, pool) for handle, pool in self._runtime.pools()
+        )
 
     @contextmanager
     def _between_runs(self, identity: str) -> Iterator[tuple[PoolHandle, RemotePool]]:
@@ -80,4 +82,6 @@ class PoolControl:
 
 
 def is_at_work(handle: PoolHandle, pool: RemotePool) -> bool:
-    return handle.state in ("starting", "busy") or any(run.is_sampled and not run.ended_s for run in list(pool.runs.recent))
+    return handle.state in ("starting", "busy") or any(
+        run.is_sampled and not run.ended_s for run in list(pool.runs.recent)
+    )

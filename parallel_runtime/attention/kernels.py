@@ -139,7 +139,8 @@ def attention_with_lse(
     K) or (B, 1 or H, 1 or Q, K). ``host``: as ``Ask`` has it.
     """
     batch, heads, queries, _ = q.shape
-    if queries == 0 or k.shape[2] == 0 or heads == 0 or batch == 0:  # torch's CPU kernel dies of an empty dimension
+    # Torch's CPU kernel dies of an empty dimension
+    if queries == 0 or k.shape[2] == 0 or heads == 0 or batch == 0:
         return q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
     if mask is not None and mask.ndim == 3:  # hosts' (B, Q, K)
         mask = mask.unsqueeze(1)
@@ -166,17 +167,25 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return (AMPERE, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
-def cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
+def cpu_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> OutLse:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=mask, scale=scale
+    )
     return out, lse.float()
 
 
-def cuda_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
+def cuda_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> OutLse:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
     return out, lse[..., : q.shape[2]].float()
 
 
-def cuda_efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
+def cuda_efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> OutLse:
     bias = None if mask is None else aligned_bias(mask, q, k.shape[2])
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
     return out, lse[..., : q.shape[2]].float()
@@ -190,7 +199,9 @@ def aligned_bias(mask: torch.Tensor, q: torch.Tensor, keys: int) -> torch.Tensor
     return bias.copy_(mask).expand(*q.shape[:3], keys)
 
 
-def explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
+def explicit(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> OutLse:
     """Attend in fp32 where no fused kernel can. Holds all scores: (B, H, Q, K)."""
     scores = q.float() @ k.float().transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:

@@ -47,7 +47,9 @@ class Candidate(NamedTuple):
 def tokens_first(function: Any, call: Call) -> Kernel:
     """Return a kernel of a function that has tokens before heads."""
 
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None) -> OutLse:
+    def kernel(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+    ) -> OutLse:
         qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse = call(function, qkv, q.shape[-1] ** -0.5 if scale is None else scale)
         return out.transpose(1, 2), lse.float()
@@ -81,7 +83,8 @@ def by_sage(function: Any, qkv: Tensors, scale: float) -> OutLse:
 
 
 def by_flash(function: Any, qkv: Tensors, scale: float) -> OutLse:
-    wanted = {"return_attn_probs": True} if "return_attn_probs" in signature(function).parameters else {}  # 3 returned lse always, once
+    # 3 returned lse always, once
+    wanted = {"return_attn_probs": True} if "return_attn_probs" in signature(function).parameters else {}
     return function(*qkv, softmax_scale=scale, **wanted)[:2]
 
 
@@ -90,7 +93,9 @@ def selected(kind: str, call: Call = by_yunchang) -> Callable[[], Kernel]:
 
     def load() -> Kernel:
         kernels: Any = import_module(f"{YUNCHANG}.kernels")
-        return tokens_first(kernels.select_flash_attn_impl(kernels.AttnType.from_string(kind), stage="fwd-only"), call)
+        return tokens_first(
+            kernels.select_flash_attn_impl(kernels.AttnType.from_string(kind), stage="fwd-only"), call
+        )
 
     return load
 
@@ -117,11 +122,19 @@ def suits_sage(ask: Ask) -> bool:
 
 
 PACKAGES = (
-    Candidate("SageAttention (yunchang)", (YUNCHANG, "sageattention"), suits_sage, selected("sage_auto", by_sage), rounds_more=True),
+    Candidate(
+        "SageAttention (yunchang)",
+        (YUNCHANG, "sageattention"),
+        suits_sage,
+        selected("sage_auto", by_sage),
+        rounds_more=True,
+    ),
     Candidate("flash-attn 3 (yunchang)", (YUNCHANG, FLASH_3), suits_hopper, selected("fa3")),
     Candidate("flash-attn 3", (FLASH_3,), suits_hopper, of_flash(FLASH_3)),
     Candidate("AITER (yunchang)", (YUNCHANG, "aiter"), suits_flash, selected("aiter")),
     Candidate("flash-attn 2 (yunchang)", (YUNCHANG, FLASH_2), suits_flash, selected("fa")),
     Candidate("flash-attn 2", (FLASH_2,), suits_flash, of_flash(FLASH_2)),
-    Candidate("FlashInfer (yunchang)", (YUNCHANG, "flashinfer"), suits_flash, selected("flashinfer", one_by_one)),
+    Candidate(
+        "FlashInfer (yunchang)", (YUNCHANG, "flashinfer"), suits_flash, selected("flashinfer", one_by_one)
+    ),
 )

@@ -31,7 +31,8 @@ class Bounds(NamedTuple):
     lse: float
 
 
-EXACT = Bounds(0.06, 5e-3)  # of the same half-precision q, k and v; an lse in half precision would be off by 0.016
+# Of the same half-precision q, k and v; an lse in half precision would be off by 0.016
+EXACT = Bounds(0.06, 5e-3)
 ROUNDED = Bounds(0.4, 0.1)  # queries and keys in 8 bits
 
 
@@ -61,7 +62,10 @@ def difference(kernel: Kernel, device: torch.device, ask: Ask, scale: float | No
     """
     batch, heads, queries, keys = SIZES
     random = torch.Generator().manual_seed(ask.dim)
-    qkv = [torch.randn(batch, heads, count, ask.dim, generator=random).to(ask.dtype) for count in (queries, keys, keys)]
+    qkv = [
+        torch.randn(batch, heads, count, ask.dim, generator=random).to(ask.dtype)
+        for count in (queries, keys, keys)
+    ]
     mask = torch.randn(batch, 1, queries, keys, generator=random).to(ask.dtype) if ask.is_masked else None
     q, k, v = (t.to(device) for t in qkv)
     out, lse = (t.float().cpu() for t in kernel(q, k, v, None if mask is None else mask.to(device), scale))
@@ -73,7 +77,10 @@ def difference(kernel: Kernel, device: torch.device, ask: Ask, scale: float | No
     off = Bounds(float((out - due_out).abs().max() / due_out.std()), float((lse - due_lse).abs().max()))
     if off.out <= bounds.out and off.lse <= bounds.lse:  # False for NaN
         return ""
-    return f"its output is off by {off.out:.2g} (rounding: {bounds.out:g}) and its log-sum-exp by {off.lse:.2g} (rounding: {bounds.lse:g})"
+    return (
+        f"its output is off by {off.out:.2g} (rounding: {bounds.out:g}) and its log-sum-exp by {off.lse:.2g}"
+        f" (rounding: {bounds.lse:g})"
+    )
 
 
 def described(error: Exception) -> str:
@@ -83,10 +90,17 @@ def described(error: Exception) -> str:
 
 def asks(device: torch.device, dims: Iterable[int], host: str = "") -> list[Ask]:
     capability, dtypes = capability_of(device), (*HALVES, torch.float32)
-    return [Ask(device.type, dtype, dim, masked, capability, host) for dim in dims for dtype in dtypes for masked in (False, True)]
+    return [
+        Ask(device.type, dtype, dim, masked, capability, host)
+        for dim in dims
+        for dtype in dtypes
+        for masked in (False, True)
+    ]
 
 
-def tried(device: torch.device, packages: Sequence[Candidate] = PACKAGES, torchs: Sequence[Usable] = TORCHS.order) -> Kernels:
+def tried(
+    device: torch.device, packages: Sequence[Candidate] = PACKAGES, torchs: Sequence[Usable] = TORCHS.order
+) -> Kernels:
     """Try every kernel that suits the device and is installed; return those that are right, and a
     sentence for each that is not. A package is not imported where earlier ones take all that it
     suits.
@@ -95,7 +109,11 @@ def tried(device: torch.device, packages: Sequence[Candidate] = PACKAGES, torchs
     refused: list[str] = []
     for candidate in packages:
         host = SAGE_HOST if candidate.rounds_more else ""
-        due = [ask for ask in asks(device, RELEASED_DIMS, host) if candidate.suits(ask) and not any(other.suits(ask) for other in usable)]
+        due = [
+            ask
+            for ask in asks(device, RELEASED_DIMS, host)
+            if candidate.suits(ask) and not any(other.suits(ask) for other in usable)
+        ]
         if not due or not candidate.is_installed:
             continue
         found = taken(candidate, device, due)
@@ -127,7 +145,9 @@ def taken(candidate: Candidate, device: torch.device, due: Sequence[Ask]) -> Usa
     return fault.text if fault else Usable(candidate.name, kernel, only_for(candidate.suits, right))
 
 
-def only_for(suits: Callable[[Ask], bool], right: Collection[tuple[torch.dtype, int]]) -> Callable[[Ask], bool]:
+def only_for(
+    suits: Callable[[Ask], bool], right: Collection[tuple[torch.dtype, int]]
+) -> Callable[[Ask], bool]:
     return lambda ask: (ask.dtype, ask.dim) in right and suits(ask)
 
 

@@ -42,7 +42,9 @@ class Beside:
 
     def left_free(self, model: str, sampled: Sampled | None) -> int:
         """Returns the bytes to leave free on each device."""
-        return max(LEFT_FREE, self._more.get(model, 0), self._needed(model, sampled) if sampled is not None else 0)
+        return max(
+            LEFT_FREE, self._more.get(model, 0), self._needed(model, sampled) if sampled is not None else 0
+        )
 
     def with_room(self, model: str, attempt: Callable[[], T], *, again: bool) -> T:
         """Calls ``attempt``, an evaluation, and where the ranks run out of memory ``again`` after
@@ -55,7 +57,9 @@ class Beside:
                 if not self.leave_more(model):
                     raise
                 if not again:
-                    raise OutOfMemory(f"{error} The weights left it too little: run again, and they will leave more free.") from error
+                    raise OutOfMemory(
+                        f"{error} The weights left it too little: run again, and they will leave more free."
+                    ) from error
                 log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
 
     def leave_more(self, model: str) -> bool:
@@ -64,7 +68,11 @@ class Beside:
         """
         session = self._sessions.live
         held = session.models.get(model) if session is not None else None
-        if held is None or math.isinf(held.weights.leaves) or (held.weights.kept == "offloaded" and not held.weights.budget):
+        if (
+            held is None
+            or math.isinf(held.weights.leaves)
+            or (held.weights.kept == "offloaded" and not held.weights.budget)
+        ):
             return False
         more = int(held.weights.leaves + max(LEFT_FREE, held.weights.leaves // 4))
         if more <= self._more.get(model, 0):  # that was asked for, and brought no more
@@ -85,7 +93,11 @@ class Beside:
         try:
             whole = self._counts.of(model, rounded(longest(conds)), (1, *sampled.shape[1:]), is_up)
         except (NotCounted, RunCancelled) as error:  # who asks for room hears of Stop by itself
-            log.info("[PipeMesh] What an evaluation takes is not known (%s): %d MiB are left free for it.", error, LEFT_FREE >> 20)
+            log.info(
+                "[PipeMesh] What an evaluation takes is not known (%s): %d MiB are left free for it.",
+                error,
+                LEFT_FREE >> 20,
+            )
             return 0
         speeds = self._sessions.live.pool.facts.speeds if self._sessions.live is not None else ()
         return beside_bytes(whole, self._sessions.layout, len(conds), sampled.shape[0], speeds)

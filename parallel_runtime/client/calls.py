@@ -93,6 +93,11 @@ def in_place(latent: torch.Tensor, sampled: torch.Tensor) -> bool:
     if latent.shape[2:] != sampled.shape[2:] or latent.shape[1] < channels or latent.shape[0] % rows:
         return False
     a_BN = latent[:, :channels].flatten(1).float()
-    b_BN = sampled.to(latent.device).repeat(latent.shape[0] // rows, *[1] * (sampled.ndim - 1)).flatten(1).float()
+    b_BN = (
+        sampled.to(latent.device)
+        .repeat(latent.shape[0] // rows, *[1] * (sampled.ndim - 1))
+        .flatten(1)
+        .float()
+    )
     norms_B = a_BN.norm(dim=1) * b_BN.norm(dim=1)
     return bool(((a_BN * b_BN).sum(1) >= IN_PLACE * norms_B).all())

@@ -53,10 +53,12 @@ class ConditioningCache:
     def __init__(self, arena: Arena, limit_bytes: int = KEPT_CONDITIONING):
         self._arena = arena
         self._limit_bytes = limit_bytes
-        self._versions = count(time.monotonic_ns())  # no two records of a process give the same version to a rank
+        # No two records of a process give the same version to a rank
+        self._versions = count(time.monotonic_ns())
         self._entries: OrderedDict[tuple, Entry] = OrderedDict()
         self._recent: dict[tuple, list[Entry]] = {}
-        self._surprising: set[tuple] = set()  # keys whose tensor differed from the one sent last, once in this run
+        # Keys whose tensor differed from the one sent last, once in this run
+        self._surprising: set[tuple] = set()
         self.uploads = 0
 
     def assume(self, branch: tuple, name: str, tensor: torch.Tensor) -> tuple[TensorRef, Callable[[], bool]]:

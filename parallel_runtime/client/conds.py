@@ -11,7 +11,9 @@ import torch
 from .timelines import Asked, in_flight_together
 
 
-def side_by_side(executor: Any, asks: tuple, evaluate: Callable[[Sequence[Asked]], list[Any]]) -> list[torch.Tensor]:
+def side_by_side(
+    executor: Any, asks: tuple, evaluate: Callable[[Sequence[Asked]], list[Any]]
+) -> list[torch.Tensor]:
     """Does what ComfyUI's batch of conds does, each side by itself, and calls ``evaluate`` for the
     next evaluations of all sides. ``asks``: the arguments of a CALC_COND_BATCH wrapper.
     """

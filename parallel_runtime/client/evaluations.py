@@ -29,7 +29,8 @@ from .run import Run, measured
 from .session import Session, Sessions, Ticket, WrittenArguments
 
 CONTROL = "control"  # the argument that brings a ControlNet's residuals
-CHANGING = (CONTROL, "transformer_options", "a_timestep")  # with every evaluation; the last is of a second latent
+# With every evaluation; the last is of a second latent
+CHANGING = (CONTROL, "transformer_options", "a_timestep")
 
 
 Answers = Mapping[int, Done]  # by rank
@@ -64,8 +65,10 @@ class Evaluations:
         self._sessions = sessions
         self._residency = residency
         self._balance = balance
-        self._looked_at: WeakKeyDictionary[Run, set[tuple[int, int]]] = WeakKeyDictionary()  # branches whose first output was
-        self._growth: dict[str, int] = {}  # model -> how many times as large as its latent an output may be, where it was larger
+        # Branches whose first output was
+        self._looked_at: WeakKeyDictionary[Run, set[tuple[int, int]]] = WeakKeyDictionary()
+        # Model -> how many times as large as its latent an output may be, where it was larger
+        self._growth: dict[str, int] = {}
 
     @property
     def in_flight(self) -> bool:
@@ -84,7 +87,10 @@ class Evaluations:
 
         def attempt() -> list[tuple[Any, Answers]]:
             try:
-                tickets = [self.submit(run, work, Part(run.id, run.number_of(work.branch)), assume=True, began=began) for work in works]
+                tickets = [
+                    self.submit(run, work, Part(run.id, run.number_of(work.branch)), assume=True, began=began)
+                    for work in works
+                ]
                 if not all([ticket.written.is_right() for ticket in tickets]):
                     self._retract(tickets, interrupted)
                     return []
@@ -101,10 +107,14 @@ class Evaluations:
             answered: list[tuple[Any, Answers]] = []
             while not answered:
                 answered = self._residency.retry_with_room(run.model, attempt)
-        run.evaluations.append(measured(began, [replies for _, replies in answered], None, compiles(works[0].arguments)))
+        run.evaluations.append(
+            measured(began, [replies for _, replies in answered], None, compiles(works[0].arguments))
+        )
         return [output for output, _ in answered]
 
-    def submit(self, run: Run, work: Work, part: Part, *, assume: bool = False, began: float | None = None) -> Ticket:
+    def submit(
+        self, run: Run, work: Work, part: Part, *, assume: bool = False, began: float | None = None
+    ) -> Ticket:
         """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of
         submission, or ``abandon``. Call it where torch computes on ``one_thread``.
 
@@ -116,20 +126,36 @@ class Evaluations:
         arguments = work.arguments
         session = self._sessions.latest if self.in_flight else self._sessions.live
         if session is None:
-            raise PoolFailed("The pool was lost in the middle of a run: run again, a fresh one will be started.")
+            raise PoolFailed(
+                "The pool was lost in the middle of a run: run again, a fresh one will be started."
+            )
         began = time.perf_counter() if began is None else began
         latent = next(iter(arguments.values()))
         latents = latent if isinstance(latent, list) else [latent]
-        written = next((other.written for other in session.tickets if other.written.arguments is arguments), None)
+        written = next(
+            (other.written for other in session.tickets if other.written.arguments is arguments), None
+        )
         frame = Frame(session.pool.arena)
         try:
-            out = frame.blank(sum(aligned(one.numel() * 4) for one in latents) * self._growth.get(run.model, 1))
+            out = frame.blank(
+                sum(aligned(one.numel() * 4) for one in latents) * self._growth.get(run.model, 1)
+            )
             written = written or write(session, arguments, work.branch, assume)
         except BaseException:  # nobody else knows of the frame yet
             frame.release()
             raise
         ranks = work.ranks or session.pool.facts.everyone
-        ticket = Ticket(session.pool.next_request(), run, part, ranks, written, frame, out.nbytes, latents[0].device, began)
+        ticket = Ticket(
+            session.pool.next_request(),
+            run,
+            part,
+            ranks,
+            written,
+            frame,
+            out.nbytes,
+            latents[0].device,
+            began,
+        )
         session.tickets.append(ticket)
         request = Forward(
             request=ticket.number,
@@ -158,7 +184,9 @@ class Evaluations:
         output, replies = self._answered(ticket, interrupted)
         block_s = (reply.block_s for reply in replies.values())
         self._balance.learn(ticket.run.model, ticket.part, block_s, self._sessions.speeds_of_stages(replies))
-        ticket.run.evaluations.append(measured(ticket.began, [replies], ticket.part, compiles(ticket.written.arguments)))
+        ticket.run.evaluations.append(
+            measured(ticket.began, [replies], ticket.part, compiles(ticket.written.arguments))
+        )
         return output
 
     def _answered(self, ticket: Ticket, interrupted: Callable[[], bool]) -> tuple[Any, Answers]:
@@ -169,9 +197,13 @@ class Evaluations:
         if any(reply.cancelled for reply in replies.values()):
             raise RunCancelled("The run was cancelled.")
         session.confirm(ticket, replies.values())
-        rank, reply = next(((rank, reply) for rank, reply in replies.items() if reply.output or reply.needs_bytes), (0, None))
+        rank, reply = next(
+            ((rank, reply) for rank, reply in replies.items() if reply.output or reply.needs_bytes), (0, None)
+        )
         if reply is None:
-            raise PoolFailed("No rank returned an output: restart ComfyUI, and report it if it happens again.")
+            raise PoolFailed(
+                "No rank returned an output: restart ComfyUI, and report it if it happens again."
+            )
         if reply.needs_bytes:
             output = self._fetch(session, ticket, rank, reply.needs_bytes, interrupted)
         else:
@@ -180,12 +212,16 @@ class Evaluations:
         self._residency.release_leaving(session)
         return output, replies
 
-    def _fetch(self, session: Session, ticket: Ticket, rank: int, nbytes: int, interrupted: Callable[[], bool]) -> Any:
+    def _fetch(
+        self, session: Session, ticket: Ticket, rank: int, nbytes: int, interrupted: Callable[[], bool]
+    ) -> Any:
         """Has ``rank`` write its last output, which took more room than the latent, into a larger
         place. Returns it. Raises OutputTooLarge where the rank may have computed another since.
         """
         if session.pool.facts.stages > 1:
-            raise ModelError(f"The output takes {mib(nbytes)}, more than the latent that went in: set pipefusion to 1.")
+            raise ModelError(
+                f"The output takes {mib(nbytes)}, more than the latent that went in: set pipefusion to 1."
+            )
         if len(session.tickets) > 1:
             raise OutputTooLarge(-(-nbytes // ticket.out_bytes))
         with session.pool.arena.frame() as frame:
@@ -246,7 +282,11 @@ def chosen_in(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
     such as the numbers of blocks that leave out their attention. Not single numbers: some nodes
     count their calls in one, and no kind of evaluation would be known then.
     """
-    return [(name, frozen(value)) for name, value in sorted(options.items()) if isinstance(value, (bool, list, tuple, set, frozenset))]
+    return [
+        (name, frozen(value))
+        for name, value in sorted(options.items())
+        if isinstance(value, (bool, list, tuple, set, frozenset))
+    ]
 
 
 def frozen(value: Any) -> Hashable:
@@ -266,7 +306,9 @@ def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bo
     changing = {*list(arguments)[:2], *CHANGING}
     checks: list[Callable[[], bool]] = []
     places: dict[tuple, tuple[torch.Tensor, TensorRef]] = {}
-    kind: list[Any] = [(name, value) for name, value in arguments.items() if isinstance(value, (bool, int, str))]
+    kind: list[Any] = [
+        (name, value) for name, value in arguments.items() if isinstance(value, (bool, int, str))
+    ]
     kind += chosen_in(arguments.get("transformer_options", {}))
 
     def put(path: str, tensor: torch.Tensor) -> TensorRef:
@@ -279,13 +321,23 @@ def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bo
             checks.append(is_right)
             return ref
         key = identity(tensor)
-        known = next((other.written.places[key] for other in session.tickets if key in other.written.places), None)
-        places[key] = known or (tensor, session.conditioning.put(branch, path, tensor))  # the tensor keeps its address
+        known = next(
+            (other.written.places[key] for other in session.tickets if key in other.written.places), None
+        )
+        # The tensor keeps its address
+        places[key] = known or (tensor, session.conditioning.put(branch, path, tensor))
         return places[key][1]
 
     try:
         tree = encode_tree(arguments, put)
-        return WrittenArguments(arguments, tree, frame, places, lambda: all([is_right() for is_right in checks]), hash(tuple(kind)))
+        return WrittenArguments(
+            arguments,
+            tree,
+            frame,
+            places,
+            lambda: all([is_right() for is_right in checks]),
+            hash(tuple(kind)),
+        )
     except BaseException:
         frame.release()
         raise

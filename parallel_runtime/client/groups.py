@@ -68,7 +68,15 @@ class InGroups:
             (arguments, branch), batch = asked[number], batches[number]
             own = () if end - start == batch.rows else (start, end)
             rows = take(arguments, start, end, batch, constants)
-            works.append(Work(rows, (*branch.conds, *own), branch.weights, pool.layout.members(group, plan.width), plan.width))
+            works.append(
+                Work(
+                    rows,
+                    (*branch.conds, *own),
+                    branch.weights,
+                    pool.layout.members(group, plan.width),
+                    plan.width,
+                )
+            )
         outputs = pool.evaluations.evaluate(run, works, interrupted)
         pieces: list[list[Any]] = [[] for _ in asked]
         for share, output in zip(plan.shares, outputs, strict=True):

@@ -52,7 +52,9 @@ class InOneProcess:
         pass
 
 
-def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callable[[str], None] = lambda mode: None) -> ModelPatcher:
+def reference(
+    patcher: ModelPatcher, patches: int, warm_up: int, notice: Callable[[str], None] = lambda mode: None
+) -> ModelPatcher:
     """A clone that samples in patches. The model object is its own from now on: nothing else may
     sample with it.
     """
@@ -68,7 +70,9 @@ def reference(patcher: ModelPatcher, patches: int, warm_up: int, notice: Callabl
     def begin_run(sampled: ModelPatcher) -> None:
         of_nodes[:] = [InBlockPatches(model, plan, sampled.model_options["transformer_options"])]
         sent = of_nodes[0].objects
-        patches_here[:] = put_patches(patcher.model, sent[IN_BLOCK], sampled.load_device).patches if sent else []
+        patches_here[:] = (
+            put_patches(patcher.model, sent[IN_BLOCK], sampled.load_device).patches if sent else []
+        )
         sampling.begin_run()
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:

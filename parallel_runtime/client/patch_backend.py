@@ -25,7 +25,8 @@ class PipelineBackend:
         self._pool = pool
         self._model = model
         self._constants = constants
-        self._taken: tuple[Any, dict[tuple[int, int], dict[str, Any]]] = None, {}  # arguments, and some rows of them
+        # Arguments, and some rows of them
+        self._taken: tuple[Any, dict[tuple[int, int], dict[str, Any]]] = None, {}
         self._load: int | None = None  # of the model's loads, the one that this run's K/V buffers belong to
 
     def begin_run(self) -> None:
@@ -47,9 +48,13 @@ class PipelineBackend:
         batch = self._constants.batch_of(arguments) if layout.groups > 1 else Batch(1, 1, 1.0)
         speeds, tickets = group_speeds(self._pool.speeds, layout.groups), []
         with one_thread():
-            for start, end in batch.pieces(layout.data, sorted(speeds, reverse=True) if len(speeds) == layout.data else ()):
+            for start, end in batch.pieces(
+                layout.data, sorted(speeds, reverse=True) if len(speeds) == layout.data else ()
+            ):
                 name = branch.conds if end - start == batch.rows else (*branch.conds, start, end)
-                ranks = layout.members(run.group_of(name, batch.weight * (end - start), layout.groups, speeds))
+                ranks = layout.members(
+                    run.group_of(name, batch.weight * (end - start), layout.groups, speeds)
+                )
                 part = Part(run.id, run.number_of(name), astuple(patch) if patch else None)
                 work = Work(self._rows(arguments, start, end, batch), name, branch.weights, ranks)
                 tickets.append(self._pool.evaluations.submit(run, work, part))

@@ -33,7 +33,9 @@ class PatchedWeights:
     keeps: bool
 
 
-def send_weights(session: Session, model: str, patched: PatchedWeights, shares: bool, interrupted: Callable[[], bool]) -> None:
+def send_weights(
+    session: Session, model: str, patched: PatchedWeights, shares: bool, interrupted: Callable[[], bool]
+) -> None:
     """Brings all ranks to a set. ``shares``: its weights are computed once, in shared memory."""
     name, resident = patched.patches_id, session.models[model]
     resident.state = ResidentState.PATCHING
@@ -72,7 +74,9 @@ def within(sets: dict[str, int], limit_bytes: int) -> dict[str, int]:
     return dict(reversed(kept.items()))
 
 
-def share_out_weights(ranks: Sequence[int], sizes: dict[str, int]) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:
+def share_out_weights(
+    ranks: Sequence[int], sizes: dict[str, int]
+) -> tuple[dict[str, tuple[int, TensorRef]], Segment]:
     """Places each patched weight in a new segment and names the rank that computes it: largest
     first, always to the rank with least so far. ``sizes``: the bytes to reserve for each.
     """

@@ -39,7 +39,8 @@ from .timelines import Asked, Branch, Cond, PatchBackend, RandomState, Timeline,
 
 log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
-SAMPLING = (WrappersMP.SAMPLER_SAMPLE, WrappersMP.CALC_COND_BATCH, WrappersMP.PREDICT_NOISE)  # where its wrappers hang
+# Where its wrappers hang
+SAMPLING = (WrappersMP.SAMPLER_SAMPLE, WrappersMP.CALC_COND_BATCH, WrappersMP.PREDICT_NOISE)
 MOVED = "; whole where a latent has little in common with that of the evaluation before"
 
 
@@ -71,7 +72,10 @@ class Patchwise:
         notice: Callable[[str], None] = log.info,
     ):
         if warm_up < 1:
-            raise ModelError(f"warm_up {warm_up}: patches need the keys and values of a whole evaluation before them, so choose 1 or more.")
+            raise ModelError(
+                f"warm_up {warm_up}: patches need the keys and values of a whole evaluation before them, so"
+                " choose 1 or more."
+            )
         self._backend = backend
         self._patch_size = patch_size
         self._plan = plan
@@ -87,7 +91,8 @@ class Patchwise:
         """Adds its wrappers to a clone of the MODEL."""
         patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, self.sampler_sample)
         patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self.calc_cond_batch)
-        inside = patcher.wrappers.get(WrappersMP.PREDICT_NOISE, {})  # ours is outermost: what it calls is of one evaluation
+        # Ours is outermost: what it calls is of one evaluation
+        inside = patcher.wrappers.get(WrappersMP.PREDICT_NOISE, {})
         patcher.wrappers[WrappersMP.PREDICT_NOISE] = {WRAPPER_KEY: [self.predict_noise], **inside}
 
     def begin_run(self) -> None:
@@ -97,14 +102,25 @@ class Patchwise:
         self._backend.begin_run()
 
     def sampler_sample(
-        self, executor, guider, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
+        self,
+        executor,
+        guider,
+        sigmas,
+        extra_args,
+        callback,
+        noise,
+        latent_image=None,
+        denoise_mask=None,
+        disable_pbar=False,
     ):
         """A SAMPLER_SAMPLE wrapper."""
         self._text = text_tokens(guider.conds) if len(self._plan.streams) > 1 else 0
         options = extra_args["model_options"].get("transformer_options", {})
         self._looks_at_all = bool(why_all_rows(self._plan, options))
         whole = why_whole(self._plan, guider.conds, options)
-        reason = whole or why_single_timeline(executor.class_obj, guider, extra_args["model_options"], noise, self._plan.together.refiners)
+        reason = whole or why_single_timeline(
+            executor.class_obj, guider, extra_args["model_options"], noise, self._plan.together.refiners
+        )
         together = "all of them at once" if whole else "single-timeline"
         mode = f"{together}, because of {reason}" if reason else FREE_RUNNING
         self._notice(mode)
@@ -112,11 +128,15 @@ class Patchwise:
         self._calls.watch((lambda: self._notice(f"{mode}{MOVED}")) if cuts else None)
 
         def once() -> torch.Tensor:
-            return executor(guider, sigmas, dict(extra_args), callback, noise, latent_image, denoise_mask, disable_pbar)
+            return executor(
+                guider, sigmas, dict(extra_args), callback, noise, latent_image, denoise_mask, disable_pbar
+            )
 
         def sampler(own_callback: Any, first: bool) -> torch.Tensor:
             quiet = disable_pbar or not first
-            return executor(guider, sigmas, dict(extra_args), own_callback, noise, latent_image, denoise_mask, quiet)
+            return executor(
+                guider, sigmas, dict(extra_args), own_callback, noise, latent_image, denoise_mask, quiet
+            )
 
         def free() -> torch.Tensor:
             grid, patches = self._cut(noise.shape)
@@ -127,7 +147,9 @@ class Patchwise:
         finally:
             self._calls.watch(None)
 
-    def _making_room(self, run: Callable[[], torch.Tensor], guider: Any, device: torch.device) -> torch.Tensor:
+    def _making_room(
+        self, run: Callable[[], torch.Tensor], guider: Any, device: torch.device
+    ) -> torch.Tensor:
         """Calls ``run``, and again from its beginning where there was no room for its first
         evaluation and other memory could be freed: other models of the pool, then, once, the models
         that ComfyUI holds on its own GPU.
@@ -154,7 +176,11 @@ class Patchwise:
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper."""
         several = sum(cond is not None for cond in conds) > 1
-        if not several or self._looks_at_all or must_run_conds_in_sequence(model.current_patcher, conds, model_options):
+        if (
+            not several
+            or self._looks_at_all
+            or must_run_conds_in_sequence(model.current_patcher, conds, model_options)
+        ):
             return executor(model, conds, x, timestep, model_options)
         return side_by_side(executor, (model, conds, x, timestep, model_options), self._evaluate)
 
@@ -164,7 +190,12 @@ class Patchwise:
         """
         latent = next(iter(arguments.values()))
         latents = latent if isinstance(latent, list) else [latent]
-        asked = (arguments, self._calls.own_branch(Branch((*branch, *(tuple(one.shape) for one in latents)), weights), latents))
+        asked = (
+            arguments,
+            self._calls.own_branch(
+                Branch((*branch, *(tuple(one.shape) for one in latents)), weights), latents
+            ),
+        )
         cond = getcurrent()
         if isinstance(cond, Cond):
             return cond.evaluate(asked)
@@ -175,14 +206,19 @@ class Patchwise:
         reloaded = self._backend.restart_if_reloaded()
         if isinstance(timeline, Timeline):
             if reloaded:
-                raise PoolFailed("The model was unloaded, or its workers lost, while its patches were on their way: run again.")
+                raise PoolFailed(
+                    "The model was unloaded, or its workers lost, while its patches were on their way: run"
+                    " again."
+                )
             outputs = timeline.evaluate(asked)
             self._begun = True
             return outputs
         if reloaded:
             self._calls.begin_run()  # warm again
         try:
-            tickets = [[self._backend.submit(*one, patch) for patch in self._patches_of(*one)] for one in asked]
+            tickets = [
+                [self._backend.submit(*one, patch) for patch in self._patches_of(*one)] for one in asked
+            ]
             outputs = [[self._backend.collect(ticket) for ticket in one] for one in tickets]
         except BaseException:
             self._backend.abandon()
@@ -194,7 +230,11 @@ class Patchwise:
         """The patches of the next evaluation of ``branch``; None is all of it."""
         number = self._calls.count(branch)
         together = self._plan.together
-        uncut = together.always or self._looks_at_all or any(is_set(arguments.get(name)) for name in together.arguments)
+        uncut = (
+            together.always
+            or self._looks_at_all
+            or any(is_set(arguments.get(name)) for name in together.arguments)
+        )
         whole = uncut or number < self._warm_up
         return (None,) if whole else self._cut(next(iter(arguments.values())).shape)[1]
 
@@ -216,5 +256,7 @@ def branch_of(transformer_options: dict[str, Any]) -> tuple:
     """
     window = transformer_options.get("context_window")
     frames = tuple(window.index_list) if window is not None else ()
-    conds = zip(transformer_options.get("uuids", ()), transformer_options.get("cond_or_uncond", ()), strict=False)
+    conds = zip(
+        transformer_options.get("uuids", ()), transformer_options.get("cond_or_uncond", ()), strict=False
+    )
     return (*(f"{cond} {side}" for cond, side in conds), *frames, *blocks_left_out(transformer_options))

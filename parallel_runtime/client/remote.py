@@ -64,7 +64,9 @@ class Remote:
         share = round(stored_bytes(diffusion_model.parameters()) * self.holds_ui_device)
         held = self.pool.session.models.get(self.model) if self.pool.session is not None else None
         kept = self.pool.conditioning_bytes(self.model) if share else 0
-        return kept + (share if held is None or held.weights.kept == "whole" else min(share, held.weights.nbytes))
+        return kept + (
+            share if held is None or held.weights.kept == "whole" else min(share, held.weights.nbytes)
+        )
 
     def release(self) -> None:
         self.pool.residency.release(self.model)

@@ -43,7 +43,9 @@ class RemoteForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         patcher = self._patcher()
         if patcher is None:
-            raise RuntimeError("The parallelized MODEL is gone while its forward is still in place: run the workflow again.")
+            raise RuntimeError(
+                "The parallelized MODEL is gone while its forward is still in place: run the workflow again."
+            )
         self.calls += 1
         self.require_unchanged()
         return patcher.evaluate(self._bind(args, kwargs))
@@ -90,7 +92,15 @@ def refuse_replaced(model: Any) -> None:
         raise refusal("", f"has its method {forward_name(model.diffusion_model)} replaced in place", instead)
 
 
-def outer_sample(executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def outer_sample(
+    executor: Any,
+    noise: Any,
+    latent_image: Any,
+    sampler: Any,
+    sigmas: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """An OUTER_SAMPLE wrapper. Raises Refused after a run that asked the pool for nothing, where a
     node's code stands between the sampler and the model.
     """
@@ -106,10 +116,26 @@ def _between(patcher: Any) -> list[Any]:
     """The code of nodes between the sampler and the transformer."""
     options = patcher.model_options
     wrappers = [options.get("model_function_wrapper"), options.get("sampler_calc_cond_batch_function")]
-    wrappers += [value for name, value in patcher.object_patches.items() if callable(getattr(type(patcher.model), name, None))]
-    for kind in (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL):
-        wrappers += [wrapper for key, of_key in patcher.wrappers.get(kind, {}).items() if key != WRAPPER_KEY for wrapper in of_key]
-    wrappers.append(compiled_elsewhere(getattr(type(patcher.model.diffusion_model), "forward", None), LIBRARIES))
+    wrappers += [
+        value
+        for name, value in patcher.object_patches.items()
+        if callable(getattr(type(patcher.model), name, None))
+    ]
+    for kind in (
+        WrappersMP.PREDICT_NOISE,
+        WrappersMP.CALC_COND_BATCH,
+        WrappersMP.APPLY_MODEL,
+        WrappersMP.DIFFUSION_MODEL,
+    ):
+        wrappers += [
+            wrapper
+            for key, of_key in patcher.wrappers.get(kind, {}).items()
+            if key != WRAPPER_KEY
+            for wrapper in of_key
+        ]
+    wrappers.append(
+        compiled_elsewhere(getattr(type(patcher.model.diffusion_model), "forward", None), LIBRARIES)
+    )
     return [wrapper for wrapper in wrappers if wrapper is not None]
 
 

@@ -28,7 +28,14 @@ from ..comfy_bridge.options import crossing_options, hand_over_compilation, with
 from ..comfy_bridge.prepared_text import text_patch
 from ..comfy_bridge.rows import Constants
 from ..comfy_bridge.source import describe_source, state_source
-from ..comfy_bridge.weight_patches import cast_switches, content_id, hooked_id, plain_objects, weight_patches_of, widened_weights
+from ..comfy_bridge.weight_patches import (
+    cast_switches,
+    content_id,
+    hooked_id,
+    plain_objects,
+    weight_patches_of,
+    widened_weights,
+)
 from ..comfy_bridge.weights import give_back, is_patched
 from ..errors import Refused
 from ..planner.keeping import ModelBytes, WeightsWish
@@ -53,7 +60,8 @@ class RemotePatcher(ModelPatcher):
     stock_class: type[ModelPatcher] = ModelPatcher  # of the MODEL that was parallelized
     hook_set: tuple[str, dict] = ("", {})
     watch: Watch | None = None
-    objects: tuple[str, dict] = ("", {})  # a name of its content, and what ranks put into place beside weight patches
+    # A name of its content, and what ranks put into place beside weight patches
+    objects: tuple[str, dict] = ("", {})
     in_block: InBlockPatches | None = None  # what ranks get of the nodes' code
 
     def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
@@ -70,7 +78,11 @@ class RemotePatcher(ModelPatcher):
         return self.remote.share_of(self.model.diffusion_model) if hasattr(self, "remote") else 0
 
     def loaded_size(self) -> int:
-        return self.model_size() if hasattr(self, "remote") and self.remote.pool.residency.holds(self.remote.model) else 0
+        return (
+            self.model_size()
+            if hasattr(self, "remote") and self.remote.pool.residency.holds(self.remote.model)
+            else 0
+        )
 
     def current_loaded_device(self) -> torch.device:
         """Returns the UI's device where ranks hold the model: ComfyUI makes room there for the rest
@@ -86,7 +98,9 @@ class RemotePatcher(ModelPatcher):
         """
         return super().get_free_memory(device) if self.remote.free_bytes is None else self.remote.free_bytes
 
-    def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
+    def partially_load(
+        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> int:
         """Brings the pool to this clone's weights and puts the remote forward in place. Raises
         Refused, ModelError, PoolFailed.
 
@@ -95,18 +109,25 @@ class RemotePatcher(ModelPatcher):
         """
         refuse_foreign_levers(self)
         self.in_block = in_block = in_block_patches(self)
-        plain = plain_objects({key: value for key, value in self.object_patches.items() if not in_block.holds(value)})
+        plain = plain_objects(
+            {key: value for key, value in self.object_patches.items() if not in_block.holds(value)}
+        )
         weights = self.remote.source.weights
         before = self.loaded_size()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             self.unpatch_model(self.offload_device, unpatch_weights=is_patched(self))
             require_plan(self.model.diffusion_model)  # again: a node may have changed the class since
-            require_unchanged(self.model.diffusion_model, operations=self.model.model_config.custom_operations)
+            require_unchanged(
+                self.model.diffusion_model, operations=self.model.model_config.custom_operations
+            )
             weights.compare(self)
             changed = self.remote.source.attributes.changed(self.model)
             objects = {**cast_switches(self), **changed, **pack_bypass(self.injections), **plain}
             name = content_id({**objects, **in_block.identity}) + weights.changed_id
-            self.objects = name, {**weights.changed_tensors(self.model.diffusion_model), **objects, **in_block.objects}
+            self.objects = (
+                name,
+                {**weights.changed_tensors(self.model.diffusion_model), **objects, **in_block.objects},
+            )
             self.remote.recut()
             with self.remote.file.being_read():
                 bring_up(self)
@@ -118,18 +139,30 @@ class RemotePatcher(ModelPatcher):
         give_back(self, self.stock_class, device_to, unpatch_weights)
 
     def patch_model(
-        self, device_to: Any = None, lowvram_model_memory: int = 0, load_weights: bool = True, force_patch_weights: bool = False
+        self,
+        device_to: Any = None,
+        lowvram_model_memory: int = 0,
+        load_weights: bool = True,
+        force_patch_weights: bool = False,
     ) -> Any:
         name, own = forward_patch(self.model.diffusion_model), self.object_patches
         widened, text = widened_weights(self.model, self.patches), text_patch(self)
         ours = {name: RemoteForward(self, name), **text}
-        self.object_patches = {**ours, **widened, **own}  # ours first: what is taken away again must have been put
+        # Ours first: what is taken away again must have been put
+        self.object_patches = {**ours, **widened, **own}
         for instead in ours:
             self.object_patches_backup.setdefault(instead, comfy.utils.ATTR_UNSET)
         try:
-            model = super().patch_model(device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights)
+            model = super().patch_model(
+                device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights
+            )
             watched = self.remote.source.attributes.watched(model.diffusion_model)
-            self.watch = Watch(model.diffusion_model, (*ours.values(), *own.values()), model.model_config.custom_operations, watched)
+            self.watch = Watch(
+                model.diffusion_model,
+                (*ours.values(), *own.values()),
+                model.model_config.custom_operations,
+                watched,
+            )
             return model
         except BaseException:
             self.unpatch_model(unpatch_weights=False)
@@ -137,7 +170,9 @@ class RemotePatcher(ModelPatcher):
         finally:
             self.object_patches = own
 
-    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
+    def partially_unload(
+        self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
+    ) -> int:
         """Releases the whole model in the pool (its pages stay in the page cache); returns the
         bytes that the UI's device gets back.
         """
@@ -188,7 +223,8 @@ class RemotePatcher(ModelPatcher):
         remote = self.remote
 
         def attempt() -> Any:
-            if not remote.pool.evaluations.in_flight:  # else nothing has changed, but for a loss that those in flight tell of
+            # Else nothing has changed, but for a loss that those in flight tell of
+            if not remote.pool.evaluations.in_flight:
                 bring_up(self)
             if remote.sampling is not None:
                 return remote.sampling.evaluate(arguments, branch, self.patches_id)
@@ -214,16 +250,26 @@ def bring_up(patcher: RemotePatcher) -> None:
     patcher.remote.pool.runs.end_owed()
     while not residency.is_ready(model, patcher.patches_id):
         state = partial(state_source, patcher, patcher.remote.source.weights)
-        wish = WeightsWish(patcher.remote.weights, ModelBytes.of(patcher.model.diffusion_model), patcher.remote.left_free)
+        wish = WeightsWish(
+            patcher.remote.weights, ModelBytes.of(patcher.model.diffusion_model), patcher.remote.left_free
+        )
         residency.load(patcher.remote.source, state, interrupted, wish)
         if not residency.is_ready(model, patcher.patches_id):
             patches, sizes = weight_patches_of(patcher, patcher.hook_set[1])
-            residency.set_weight_patches(model, patcher.patches_id, patches, objects, sizes, interrupted, keeps=bool(hook_id))
+            residency.set_weight_patches(
+                model, patcher.patches_id, patches, objects, sizes, interrupted, keeps=bool(hook_id)
+            )
 
 
 @waited_for
 def prepare_sampling(
-    executor: Any, model: RemotePatcher, noise_shape: Any, conds: Any, *args: Any, model_options: Any = None, **kwargs: Any
+    executor: Any,
+    model: RemotePatcher,
+    noise_shape: Any,
+    conds: Any,
+    *args: Any,
+    model_options: Any = None,
+    **kwargs: Any,
 ) -> Any:
     """Shows the host a smaller shape to estimate activations from (reference latents are counted
     whole), so that text encoder and VAE are not unloaded for activations on other devices. A
@@ -232,12 +278,17 @@ def prepare_sampling(
     """
     if 0 in noise_shape:
         shape = " x ".join(map(str, noise_shape))
-        raise Refused(f"The latent is empty ({shape}): connect one with at least one image of at least one pixel.")
+        raise Refused(
+            f"The latent is empty ({shape}): connect one with at least one image of at least one pixel."
+        )
     model.remote.sampled = Sampled(weakref.ref(model.model), tuple(noise_shape), conds)
     hand_over_compilation(model_options or {}, model.model)
-    encode_images(model.model.diffusion_model, (model_options or {}).get("transformer_options", {}), noise_shape)
+    encode_images(
+        model.model.diffusion_model, (model_options or {}).get("transformer_options", {}), noise_shape
+    )
     shape = [noise_shape[0] * model.remote.activations, *noise_shape[1:]]
-    return executor(model, shape, conds, *args, model_options=model_options, **kwargs)  # by name, as other wrappers look for it
+    # By name, as other wrappers look for it
+    return executor(model, shape, conds, *args, model_options=model_options, **kwargs)
 
 
 def parallelize(
@@ -258,7 +309,12 @@ def parallelize(
     Refused for a model without a token plan, ModelError for a checkpoint that is gone.
     """
     plan = require_plan(patcher.model.diffusion_model)
-    if isinstance(patcher, RemotePatcher) and patcher.remote.pool is pool and patching is None and patcher.remote.weights == weights:
+    if (
+        isinstance(patcher, RemotePatcher)
+        and patcher.remote.pool is pool
+        and patching is None
+        and patcher.remote.weights == weights
+    ):
         return patcher
     require_whole_groups(patcher.model.diffusion_model, pool.layout)
     if patching is not None:
@@ -271,11 +327,17 @@ def parallelize(
         sampling = Patchwise(backend, patch_size, plan, patching.patches, patching.warm_up, notice)
     elif pool.layout.groups > 1:
         sampling = InGroups(pool, source.model, constants, can_join=bool(plan.blocks))
-    remote = Remote(pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights)
+    remote = Remote(
+        pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights
+    )
     made = remote_clone(patcher, remote)
     for kind in (*SAMPLING, WrappersMP.PREPARE_SAMPLING, *WRAPPERS):
         made.remove_wrappers_with_key(kind, WRAPPER_KEY)
-    own = {WrappersMP.PREPARE_SAMPLING: prepare_sampling, WrappersMP.SAMPLER_SAMPLE: remote.sampler_sample, **WRAPPERS}
+    own = {
+        WrappersMP.PREPARE_SAMPLING: prepare_sampling,
+        WrappersMP.SAMPLER_SAMPLE: remote.sampler_sample,
+        **WRAPPERS,
+    }
     for kind, wrapper in own.items():
         made.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
     if pool.layout.groups > 1:
@@ -288,7 +350,9 @@ def parallelize(
 
 def remote_clone(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
     """Makes a clone of another class. It has no weights of its own in the UI."""
-    made = ModelPatcher.clone(patcher, disable_dynamic=True, model_override=patcher.get_clone_model_override())
+    made = ModelPatcher.clone(
+        patcher, disable_dynamic=True, model_override=patcher.get_clone_model_override()
+    )
     made.__class__ = RemotePatcher
     made.stock_class = patcher.stock_class if isinstance(patcher, RemotePatcher) else type(patcher)
     made.remote = remote
@@ -303,7 +367,8 @@ def stand_in(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:
     the size of the model in the pool and takes an unload to it.
     """
     root = patcher
-    while root.parent is not None and root.parent.model is patcher.model:  # a clone with a LoRA may be gone as soon
+    # A clone with a LoRA may be gone as soon
+    while root.parent is not None and root.parent.model is patcher.model:
         root = root.parent
     key = f"pipemesh-{id(remote.pool)}"
     kept = root.get_attachment(key)

@@ -74,5 +74,9 @@ class RemotePool:
         run.
         """
         session = self.session
-        kept = (memory.conditioning for memory in session.pool.memory) if session is not None and model in self.runs.models() else ()
+        kept = (
+            (memory.conditioning for memory in session.pool.memory)
+            if session is not None and model in self.runs.models()
+            else ()
+        )
         return max(kept, default=0)

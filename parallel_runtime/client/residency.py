@@ -89,12 +89,23 @@ class Residency:
         """
         session = self._sessions.live
         resident = session.models.get(model) if session is not None else None
-        if session is None or resident is None or resident.state is not ResidentState.READY or resident.patches_id != patches_id:
+        if (
+            session is None
+            or resident is None
+            or resident.state is not ResidentState.READY
+            or resident.patches_id != patches_id
+        ):
             return False
         session.models[model] = session.models.pop(model)
         return True
 
-    def load(self, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool], wish: WeightsWish = WHOLE) -> None:
+    def load(
+        self,
+        source: Source,
+        state: Callable[[], dict],
+        interrupted: Callable[[], bool],
+        wish: WeightsWish = WHOLE,
+    ) -> None:
         """Loads the model in every rank that lacks it; starts the pool if need be.
 
         ``state`` gives the state dict; it is asked only where the source has no factory and no rank
@@ -106,7 +117,12 @@ class Residency:
             self.retry_with_room(source.model, lambda: self._load(session, source, state, interrupted, wish))
 
     def _load(
-        self, session: Session, source: Source, state: Callable[[], dict], interrupted: Callable[[], bool], wish: WeightsWish
+        self,
+        session: Session,
+        source: Source,
+        state: Callable[[], dict],
+        interrupted: Callable[[], bool],
+        wish: WeightsWish,
     ) -> None:
         """Loads it in every rank. A load that is cancelled may still end there: it stays listed, so
         that it can be released.
@@ -114,14 +130,22 @@ class Residency:
         stages = self._balance.sizes_of(source.model)
         if wish.depends_on_room:
             session.end_run()
-            session.ask(EndRun, (), interrupted, model=source.model)  # of no run: ranks tell of their memory as it is now
+            # Of no run: ranks tell of their memory as it is now
+            session.ask(EndRun, (), interrupted, model=source.model)
         ranks = session.pool.facts.names, self._sessions.layout, session.pool.memory
         weights, stages = wish.cut_for(*ranks, stages, self._sessions.speeds_of_stages())
         resident = session.models[source.model] = Resident(stages, wish.asked, weights)
         parcel = Parcel(source.tree() if source.factory else state())
         try:
-            asked = {"stages": stages, "weights": weights.kept, "budget": weights.budget, "title": title_in(source.title, stages)}
-            session.ask(Load, [parcel.segment.fd], interrupted, model=source.model, source=parcel.tree, **asked)
+            asked = {
+                "stages": stages,
+                "weights": weights.kept,
+                "budget": weights.budget,
+                "title": title_in(source.title, stages),
+            }
+            session.ask(
+                Load, [parcel.segment.fd], interrupted, model=source.model, source=parcel.tree, **asked
+            )
         except (ModelError, Refused):
             self.release(source.model)  # ranks that did load it
             raise
@@ -203,15 +227,23 @@ class Residency:
         del session.models[model]
         try:
             session.ask(Release, model=model)
-        except PoolFailed as error:  # its memory went with the pool; ComfyUI's memory manager must not fall over it
+        except (
+            PoolFailed
+        ) as error:  # its memory went with the pool; ComfyUI's memory manager must not fall over it
             log.warning("[PipeMesh] %s", error)
 
     def release_leaving(self, session: Session) -> None:
         """Releases what was to go while evaluations were in flight, once none is."""
-        for model in [name for name, resident in list(session.models.items()) if resident.leaving] if not session.tickets else ():
+        for model in (
+            [name for name, resident in list(session.models.items()) if resident.leaving]
+            if not session.tickets
+            else ()
+        ):
             self.release(model)
 
-    def recut(self, model: str, asked: Sizes, weights: str = "whole", left_free: Callable[[], int] = least) -> None:
+    def recut(
+        self, model: str, asked: Sizes, weights: str = "whole", left_free: Callable[[], int] = least
+    ) -> None:
         """Decides, between runs, how many blocks each stage has. A model that is cut otherwise,
         whose ``weights`` were asked to be kept otherwise, or leave less free than a run needs, is
         released, and loaded again, from the page cache, when it is next used.
@@ -220,7 +252,9 @@ class Residency:
         stages = session.pool.facts.stages if session is not None else 0
         wanted = self._balance.choose(model, asked, stages, self._sessions.speeds_of_stages())
         held = session.models.get(model) if session is not None else None
-        if held is not None and ((held.stages, held.asked) != (wanted, weights) or held.weights.leaves_less(left_free)):
+        if held is not None and (
+            (held.stages, held.asked) != (wanted, weights) or held.weights.leaves_less(left_free)
+        ):
             self.release(model)
 
 

@@ -65,7 +65,9 @@ class Run:
         groups; empty where they are alike.
         """
         if branch not in self.groups:
-            loads = [sum(weight for group, weight in self.groups.values() if group == one) for one in range(groups)]
+            loads = [
+                sum(weight for group, weight in self.groups.values() if group == one) for one in range(groups)
+            ]
             self.groups[branch] = first_done(loads, weight, speeds), weight
         return self.groups[branch][0]
 
@@ -79,10 +81,15 @@ class Run:
 def submissions(evaluations: Iterable[Evaluation]) -> list[Submission]:
     """Returns what a pipeline computed, in the order of submission."""
     parts = [(one, one.part) for one in evaluations if one.part is not None]
-    return [Submission(part.branch, part.patch[0] if part.patch else None, one.began, tuple(one.spans.values())) for one, part in parts]
+    return [
+        Submission(part.branch, part.patch[0] if part.patch else None, one.began, tuple(one.spans.values()))
+        for one, part in parts
+    ]
 
 
-def measured(began: float, answers: Sequence[Mapping[int, Done]], part: Part | None, compiles: bool = False) -> Evaluation:
+def measured(
+    began: float, answers: Sequence[Mapping[int, Done]], part: Part | None, compiles: bool = False
+) -> Evaluation:
     """Sums up the ranks' answers to what was submitted together and ended just now."""
     of_rank: dict[int, list[Done]] = {}
     for replies in answers:

@@ -16,11 +16,20 @@ FONT, LEGEND, LONG_LEGEND = 22, 118, 148  # a node shows it at less than half it
 HEAD_FONT, HEAD_LINE = 19, 26
 WHITE, INK, WHOLE = "#ffffff", "#222222", "#8a8f98"
 PATCHES = ("#2a78d6", "#e8833a", "#3a9d5d", "#b04ac0", "#c9a227", "#1fa3a3")
-AXES = {"pipefusion": "#d33f49", "ulysses": "#f2a6a6", "ring": "#7a1f5c", "weights": "#8c564b", "gather": "#f7d488"}  # whose messages
+# Whose messages
+AXES = {
+    "pipefusion": "#d33f49",
+    "ulysses": "#f2a6a6",
+    "ring": "#7a1f5c",
+    "weights": "#8c564b",
+    "gather": "#f7d488",
+}
 STRIP = 8  # of a bar's height: a wait for messages
 
 
-def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation], head: Sequence[str] = ()) -> Image.Image | None:
+def draw_run(
+    names: Sequence[str], evaluations: Sequence[Evaluation], head: Sequence[str] = ()
+) -> Image.Image | None:
     """Draw a row for each rank and in it a bar for each patch, at the times when the rank computed
     it, below the lines of ``head``. A strip before a bar is as long as the rank waited for messages
     of it, by axis. None if the run was not sampled in patches.
@@ -39,7 +48,9 @@ def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation], head: Sequ
     image = Image.new("RGB", (WIDTH, above + ROW * len(names) + FOOT), WHITE)
     draw = ImageDraw.Draw(image)
     for number, line in enumerate(head):
-        draw.text((MARGIN, HEAD_LINE * (number + 0.5)), line, INK, ImageFont.load_default(HEAD_FONT), anchor="lm")
+        draw.text(
+            (MARGIN, HEAD_LINE * (number + 0.5)), line, INK, ImageFont.load_default(HEAD_FONT), anchor="lm"
+        )
     for row, name in enumerate(names):
         top = above + ROW * row + 8
         draw.text((MARGIN, top + BAR / 2), name, INK, font, anchor="lm")
@@ -65,7 +76,9 @@ def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation], head: Sequ
     return image
 
 
-def draw_legend(draw: ImageDraw.ImageDraw, middle: float, width: int, named: Sequence[tuple[str, str]]) -> None:
+def draw_legend(
+    draw: ImageDraw.ImageDraw, middle: float, width: int, named: Sequence[tuple[str, str]]
+) -> None:
     """Draw a line of colours and their names, each in so much room."""
     font = ImageFont.load_default(FONT)
     for index, (colour, label) in enumerate(named):

@@ -16,7 +16,8 @@ from ..wire.messages import EndRun
 from .run import Run
 from .session import Session, Sessions
 
-END_WAIT_S = 2.0  # for ranks to free what they keep of a run; the next request waits for those that need longer
+# For ranks to free what they keep of a run; the next request waits for those that need longer
+END_WAIT_S = 2.0
 KEPT = 10  # runs, for those who ask what was sampled
 log = logging.getLogger("pipemesh")
 T = TypeVar("T")

@@ -78,9 +78,11 @@ GUIDERS = {
     "comfy_extras.nodes_custom_sampler.Guider_Basic",
     "comfy_extras.nodes_custom_sampler.Guider_DualCFG",
 }
-MODEL_OPTIONS = {"transformer_options", "to_load_options", "disable_cfg1_optimization", "registered_hooks"}  # the last: of hooks on conds
+# The last: of hooks on conds
+MODEL_OPTIONS = {"transformer_options", "to_load_options", "disable_cfg1_optimization", "registered_hooks"}
 OBJECT_PATCHES = {"model_sampling"}
-COND_LEVERS = {"area", "mask", "gligen", "control", "hooks", "default"}  # what get_area_and_mult and _calc_cond_batch act on
+# What get_area_and_mult and _calc_cond_batch act on
+COND_LEVERS = {"area", "mask", "gligen", "control", "hooks", "default"}
 MODEL_CONDS = {
     "attention_mask",
     "c_concat",
@@ -97,7 +99,8 @@ MODEL_CONDS = {
     "y",
     *("clip_text_pooled", "num_tokens"),  # of the whole text
     *("c_ar", "c_size"),  # of the whole image
-    *("context_latents", "pose_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),  # tokens behind the image's
+    # Tokens behind the image's
+    *("context_latents", "pose_latents", "ref_latents", "ref_latents_method", "time_dim_concat"),
     "reference_motion",  # likewise
     *("audio_embed", "audio_inject_scale", "clip_fea_ref", "face_pixel_values"),  # what tokens attend to
     *(
@@ -113,18 +116,26 @@ MODEL_CONDS = {
 
 
 def why_single_timeline(
-    sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor, refiners: Sequence[str] = ()
+    sampler: Any,
+    guider: Any,
+    model_options: dict[str, Any],
+    noise: torch.Tensor,
+    refiners: Sequence[str] = (),
 ) -> str | None:
     """Names everything that keeps the patches of this run together. None: nothing does.
 
     ``refiners``: modules of the transformer that look at the whole image before it is cut.
     """
     of_model = [f"the model's {path}, which looks at the whole image" for path in refiners]
-    return " and ".join(dict.fromkeys([*of_model, *_objections(sampler, guider, model_options, noise)])) or None
+    return (
+        " and ".join(dict.fromkeys([*of_model, *_objections(sampler, guider, model_options, noise)])) or None
+    )
 
 
 def why_whole(
-    plan: TokenPlan, conds: Mapping[str, Sequence[Mapping[str, Any]] | None], transformer_options: Mapping[str, Any]
+    plan: TokenPlan,
+    conds: Mapping[str, Sequence[Mapping[str, Any]] | None],
+    transformer_options: Mapping[str, Any],
 ) -> str | None:
     """Names everything that keeps the evaluations of this run whole. None: nothing does."""
     of_conds = [
@@ -145,20 +156,39 @@ def has_foreign_code(sampler: Any, guider: Any, model_options: dict[str, Any]) -
     return any(True for _ in _of_code(sampler, guider, model_options))
 
 
-def must_run_conds_in_sequence(patcher: Any, conds: Sequence[Sequence[Mapping[str, Any]] | None], model_options: Mapping[str, Any]) -> bool:
+def must_run_conds_in_sequence(
+    patcher: Any, conds: Sequence[Sequence[Mapping[str, Any]] | None], model_options: Mapping[str, Any]
+) -> bool:
     """True if conds have to be evaluated one after the other: something between the batch of conds
     and the transformer may keep a state, or weights, from one cond to the next.
     """
     options = model_options.get("transformer_options", {})
-    hooked = any(cond.get(name) for conds_of_one in conds if conds_of_one for cond in conds_of_one for name in ("hooks", "default"))
+    hooked = any(
+        cond.get(name)
+        for conds_of_one in conds
+        if conds_of_one
+        for cond in conds_of_one
+        for name in ("hooks", "default")
+    )
     around = (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
     wrapped = any(kind in around for kind, _ in _foreign_wrappers(options))
     prepares = any(_state_callbacks(options))
-    replaced = any(not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches)
-    return hooked or wrapped or prepares or replaced or runs_code_in_blocks(patcher) or "model_function_wrapper" in model_options
+    replaced = any(
+        not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches
+    )
+    return (
+        hooked
+        or wrapped
+        or prepares
+        or replaced
+        or runs_code_in_blocks(patcher)
+        or "model_function_wrapper" in model_options
+    )
 
 
-def _objections(sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor) -> Iterator[str]:
+def _objections(
+    sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor
+) -> Iterator[str]:
     yield from _of_code(sampler, guider, model_options)
     if noise.ndim not in (4, 5):
         yield f"packed latents of shape {tuple(noise.shape)}"

@@ -50,7 +50,9 @@ class Pool(Protocol):
     @property
     def next_request(self) -> Callable[[], int]: ...
 
-    def ask(self, request: Request, fds: Sequence[int] = (), interrupted: Callable[[], bool] = ...) -> list[Done]: ...
+    def ask(
+        self, request: Request, fds: Sequence[int] = (), interrupted: Callable[[], bool] = ...
+    ) -> list[Done]: ...
     def submit(self, request: Request, group: Sequence[int]) -> None: ...
     def collect(self, number: int, interrupted: Callable[[], bool] = ...) -> dict[int, Done]: ...
     def call_back(self) -> None: ...
@@ -151,7 +153,9 @@ class Session:
         """Notes which steps all ranks of an evaluation know now."""
         known = {answer.confirmed for answer in answers}
         if ticket.run.model in self.models:
-            self.models[ticket.run.model].confirmed[ticket.kind, ticket.ranks] = known.pop() if len(known) == 1 else 0
+            self.models[ticket.run.model].confirmed[ticket.kind, ticket.ranks] = (
+                known.pop() if len(known) == 1 else 0
+            )
 
     def end_run(self) -> None:
         """Notes that ranks free the memory of messages: they ask each other once for what they know
@@ -160,7 +164,13 @@ class Session:
         for resident in self.models.values():
             resident.confirmed.clear()
 
-    def ask(self, message: type, fds: Sequence[int] = (), interrupted: Callable[[], bool] = lambda: False, **fields: Any) -> list[Done]:
+    def ask(
+        self,
+        message: type,
+        fds: Sequence[int] = (),
+        interrupted: Callable[[], bool] = lambda: False,
+        **fields: Any,
+    ) -> list[Done]:
         """Sends a request to every rank and waits for the answers, in rank order."""
         return self.pool.ask(message(request=self.pool.next_request(), **fields), fds, interrupted)
 
@@ -177,7 +187,9 @@ class Sessions:
     def live(self) -> Session | None:
         """Returns the session, or None where its pool is gone."""
         pool = self._handle.live()
-        return self.latest if pool is not None and self.latest is not None and self.latest.pool is pool else None
+        return (
+            self.latest if pool is not None and self.latest is not None and self.latest.pool is pool else None
+        )
 
     def open(self, interrupted: Callable[[], bool]) -> Session:
         """Returns the session of a live pool with nothing outstanding; starts the pool if need be.

@@ -157,7 +157,9 @@ def parent_of(suspended: greenlet) -> greenlet:
     return parent
 
 
-def in_flight_together(runs: Sequence[Callable[[], Any]], evaluate: Callable[[Sequence[Asked]], list[torch.Tensor]]) -> list[Any]:
+def in_flight_together(
+    runs: Sequence[Callable[[], Any]], evaluate: Callable[[Sequence[Asked]], list[torch.Tensor]]
+) -> list[Any]:
     """Runs all of ``runs`` and returns their results. Each is taken to its next evaluation before
     ``evaluate`` is called for all of them.
     """
@@ -197,7 +199,14 @@ def free_run(
 class FreeRun:
     """One sampling in timelines. ``run`` once."""
 
-    def __init__(self, backend: PatchBackend, grid: TokenGrid, patches: Sequence[Patch], warm_up: int, device: torch.device):
+    def __init__(
+        self,
+        backend: PatchBackend,
+        grid: TokenGrid,
+        patches: Sequence[Patch],
+        warm_up: int,
+        device: torch.device,
+    ):
         self._backend = backend
         self._warm_up = warm_up
         self._device = device
@@ -206,21 +215,30 @@ class FreeRun:
         self._timelines: list[Timeline] = []
         self._waiting: deque[tuple[int, list[Call]]] = deque()
         self._gathering: dict[tuple[Branch, int], list[Call]] = {}
-        self._arguments: dict[tuple[Branch, int], list[dict[str, Any]]] = {}  # of the timeline that came first, for each that was there
-        self._seen: dict[Branch, torch.Tensor] = {}  # branch -> the latent, each patch's pixels as last submitted
+        # Of the timeline that came first, for each that was there
+        self._arguments: dict[tuple[Branch, int], list[dict[str, Any]]] = {}
+        # Branch -> the latent, each patch's pixels as last submitted
+        self._seen: dict[Branch, torch.Tensor] = {}
 
     @torch.no_grad()  # samplers switch gradients off and on for the whole thread: off until the last is done
-    def run(self, sampler: Callable[[Callback | None, bool], torch.Tensor], callback: Callback | None) -> torch.Tensor:
+    def run(
+        self, sampler: Callable[[Callback | None, bool], torch.Tensor], callback: Callback | None
+    ) -> torch.Tensor:
         callbacks = MergedCallback(callback, self._pixels) if callback is not None else None
         for index in range(len(self._patches)):
             own = callbacks.of(index) if callbacks is not None else None
-            self._timelines.append(Timeline(lambda own=own, first=index == 0: sampler(own, first), self._device))
+            self._timelines.append(
+                Timeline(lambda own=own, first=index == 0: sampler(own, first), self._device)
+            )
         try:
             for index in range(len(self._timelines)):
                 self._resume(index)
             while self._waiting:
                 if not any(submitted(calls) for _, calls in self._waiting):
-                    raise ModelError("The sampler evaluates its patches in different orders: set pipefusion to 1 for this sampler.")
+                    raise ModelError(
+                        "The sampler evaluates its patches in different orders: set pipefusion to 1 for this"
+                        " sampler."
+                    )
                 index, calls = self._waiting.popleft()
                 if submitted(calls):
                     self._resume(index, [call.take() for call in calls])
@@ -261,7 +279,10 @@ class FreeRun:
             calls, patch = [call], self._patches[index]
             whole = torch.where(self._pixels[index], latent, self._seen[call.branch])
         self._seen[call.branch] = whole
-        result = Result(self._backend, self._backend.submit({**self._shared(call, len(calls)), name: whole}, call.branch, patch))
+        result = Result(
+            self._backend,
+            self._backend.submit({**self._shared(call, len(calls)), name: whole}, call.branch, patch),
+        )
         for each in calls:
             each.result = result
 

@@ -23,8 +23,24 @@ from .own_state import assigned_later
 OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 OF_LOADERS = frozenset(  # what ComfyUI's layers note of the weights that they are given
     {
-        *("weight", "bias", "in_features", "out_features", "num_experts", "factory_kwargs", "comfy_cast_weights"),
-        *("weight_function", "bias_function", "scale_weight", "scale_input", "tensor_class", "quant_format", "layout_type"),
+        *(
+            "weight",
+            "bias",
+            "in_features",
+            "out_features",
+            "num_experts",
+            "factory_kwargs",
+            "comfy_cast_weights",
+        ),
+        *(
+            "weight_function",
+            "bias_function",
+            "scale_weight",
+            "scale_input",
+            "tensor_class",
+            "quant_format",
+            "layout_type",
+        ),
         *("_full_precision_mm", "_full_precision_mm_config", "_orig_shape", "_resident_bank"),
     }
 )
@@ -47,10 +63,12 @@ class Watched(NamedTuple):
     def refusal(self) -> Refused:
         now = [self.own.get(name) for name in self.names]
         before = self.before if len(self.names) > 1 else (self.before,)
-        name, old, new = next((name, old, new) for name, old, new in zip(self.names, before, now, strict=True) if old != new)
+        name, old, new = next(
+            (name, old, new) for name, old, new in zip(self.names, before, now, strict=True) if old != new
+        )
         return Refused(
-            f"{self.path}.{name} of this MODEL was changed from {old} to {new} while it samples, which ranks know nothing of: "
-            "remove the node that does it, or leave PipeMesh Parallelize out."
+            f"{self.path}.{name} of this MODEL was changed from {old} to {new} while it samples, which ranks"
+            " know nothing of: remove the node that does it, or leave PipeMesh Parallelize out."
         )
 
 
@@ -83,7 +101,11 @@ class Attributes:
             known, own = (self._built or {}).get(path, {}), vars(module)
             if type(module).__module__.startswith("comfy.ldm."):
                 place = f"{PREFIX}{path}".removesuffix(".")
-                objects = {name: value for name, value in known.items() if is_of_comfyui(value) and type(own.get(name)) is type(value)}
+                objects = {
+                    name: value
+                    for name, value in known.items()
+                    if is_of_comfyui(value) and type(own.get(name)) is type(value)
+                }
                 found += watched_of(place, known, own)
                 for name, value in objects.items():
                     found += watched_of(f"{place}.{name}", vars(value), vars(own[name]))
@@ -91,14 +113,18 @@ class Attributes:
 
 
 def watched_of(path: str, known: Known, own: Known) -> list[Watched]:
-    names = tuple(name for name, value in known.items() if is_small(value) and name in own and is_small(own[name]))
+    names = tuple(
+        name for name, value in known.items() if is_small(value) and name in own and is_small(own[name])
+    )
     get = itemgetter(*names) if names else None
     return [Watched(path, names, own, get, deepcopy(get(own)))] if get is not None else []
 
 
 def is_small(value: Any) -> bool:
     scalars = (bool, int, float, str)
-    return type(value) in scalars or (type(value) in (list, tuple) and len(value) <= MOST and all(type(one) in scalars for one in value))
+    return type(value) in scalars or (
+        type(value) in (list, tuple) and len(value) <= MOST and all(type(one) in scalars for one in value)
+    )
 
 
 def built_anew(model: Any) -> torch.nn.Module:
@@ -110,10 +136,15 @@ def built_anew(model: Any) -> torch.nn.Module:
     if operations is None:
         fp8 = config.optimizations.get("fp8", False)
         operations = comfy.ops.pick_operations(
-            config.unet_config.get("dtype"), model.manual_cast_dtype, fp8_optimizations=fp8, model_config=config
+            config.unet_config.get("dtype"),
+            model.manual_cast_dtype,
+            fp8_optimizations=fp8,
+            model_config=config,
         )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        made = type(model.diffusion_model)(**config.unet_config, device=torch.device("meta"), operations=operations)
+        made = type(model.diffusion_model)(
+            **config.unet_config, device=torch.device("meta"), operations=operations
+        )
     return made.eval()
 
 
@@ -125,7 +156,10 @@ def attributes_of(module: torch.nn.Module) -> Known:
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in OF_EVERY_MODULE and name not in OF_LOADERS and name not in assigned and not name.endswith(ARCHIVED)
+        if name not in OF_EVERY_MODULE
+        and name not in OF_LOADERS
+        and name not in assigned
+        and not name.endswith(ARCHIVED)
     }
 
 
@@ -141,15 +175,19 @@ def differing(now: Known, built: Known, path: str) -> dict[str, Any]:
             found[path + name] = value
         else:
             raise Refused(
-                f"{path}{name} of this MODEL was changed in place to {patch_name(value)}, which cannot be sent to the pool: "
-                "remove the node that does it, or leave PipeMesh Parallelize out."
+                f"{path}{name} of this MODEL was changed in place to {patch_name(value)}, which cannot be"
+                " sent to the pool: remove the node that does it, or leave PipeMesh Parallelize out."
             )
     return found
 
 
 def is_of_comfyui(value: Any) -> bool:
     """True for an object of ComfyUI's that is no module, such as a model's parameters."""
-    return hasattr(value, "__dict__") and type(value).__module__.startswith("comfy.") and not isinstance(value, torch.nn.Module)
+    return (
+        hasattr(value, "__dict__")
+        and type(value).__module__.startswith("comfy.")
+        and not isinstance(value, torch.nn.Module)
+    )
 
 
 def is_same(value: Any, before: Any) -> bool:
@@ -157,13 +195,23 @@ def is_same(value: Any, before: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor):
         known = not before.is_meta and not value.is_meta
-        return value.shape == before.shape and (not known or (value.dtype == before.dtype and torch.equal(value.cpu(), before.cpu())))
+        return value.shape == before.shape and (
+            not known or (value.dtype == before.dtype and torch.equal(value.cpu(), before.cpu()))
+        )
     if isinstance(value, (list, tuple)):
         return len(value) == len(before) and all(map(is_same, value, before))
     if isinstance(value, dict):
         return value.keys() == before.keys() and all(is_same(value[key], before[key]) for key in value)
     if isinstance(value, functools.partial):
-        return all(is_same(getattr(value, part), getattr(before, part)) for part in ("func", "args", "keywords"))
+        return all(
+            is_same(getattr(value, part), getattr(before, part)) for part in ("func", "args", "keywords")
+        )
     if callable(value) or isinstance(value, torch.nn.Module):
-        return patch_name(value) == patch_name(before) and getattr(value, "__code__", None) == getattr(before, "__code__", None)
-    return is_of_comfyui(value) and is_same(vars(value), vars(before)) if is_of_comfyui(value) else not is_plain(value) or value == before
+        return patch_name(value) == patch_name(before) and getattr(value, "__code__", None) == getattr(
+            before, "__code__", None
+        )
+    return (
+        is_of_comfyui(value) and is_same(vars(value), vars(before))
+        if is_of_comfyui(value)
+        else not is_plain(value) or value == before
+    )

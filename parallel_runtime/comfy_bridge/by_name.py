@@ -62,13 +62,22 @@ def does_as(function: Any, model: Callable) -> bool:
 
 
 def _form(code: CodeType) -> tuple:
-    return code.co_code, code.co_argcount, code.co_kwonlyargcount, code.co_flags & 0x0C, code.co_names, len(code.co_freevars)
+    return (
+        code.co_code,
+        code.co_argcount,
+        code.co_kwonlyargcount,
+        code.co_flags & 0x0C,
+        code.co_names,
+        len(code.co_freevars),
+    )
 
 
 def blocks_left_out(options: Options) -> list[tuple[str, int]]:
     """(kind, index) of the blocks that a node replaces by nothing."""
     replaced = options.get("patches_replace", {}).get("dit", {})
-    return sorted((key[0], key[1]) for key, patch in replaced.items() if len(key) == 2 and does_as(patch, leave_out))
+    return sorted(
+        (key[0], key[1]) for key, patch in replaced.items() if len(key) == 2 and does_as(patch, leave_out)
+    )
 
 
 def attention_backend(options: Options) -> str | None:
@@ -81,7 +90,14 @@ def attention_backend(options: Options) -> str | None:
     from comfy.ldm.modules.attention import REGISTERED_ATTENTION_FUNCTIONS as registered
 
     (chosen,) = (cell.cell_contents for cell in override.__closure__)
-    return next((name for name, function in registered.items() if function is chosen or _calls_same(function, chosen)), None)
+    return next(
+        (
+            name
+            for name, function in registered.items()
+            if function is chosen or _calls_same(function, chosen)
+        ),
+        None,
+    )
 
 
 def _calls_same(registered: Any, chosen: Any) -> bool:
@@ -89,8 +105,14 @@ def _calls_same(registered: Any, chosen: Any) -> bool:
     "auto"), which is what ComfyUI's does.
     """
     name = "sageattn"
-    kernel = getattr(registered, "__globals__", {}).get(name) if registered.__name__ == "attention_sage" else None
-    return kernel is not None and chosen.__name__ == registered.__name__ and any(cell is kernel for cell in _reached(chosen))
+    kernel = (
+        getattr(registered, "__globals__", {}).get(name) if registered.__name__ == "attention_sage" else None
+    )
+    return (
+        kernel is not None
+        and chosen.__name__ == registered.__name__
+        and any(cell is kernel for cell in _reached(chosen))
+    )
 
 
 def _reached(function: Any, depth: int = 3) -> Iterator[Any]:
@@ -104,7 +126,9 @@ def _reached(function: Any, depth: int = 3) -> Iterator[Any]:
 
 def described(options: Options) -> dict[str, Any]:
     """In the UI: options of plain data in place of what is known by name."""
-    found: dict[str, Any] = {SETTINGS: {name: value for name in TORCH_SETTINGS if (value := _setting(name)) is not None}}
+    found: dict[str, Any] = {
+        SETTINGS: {name: value for name in TORCH_SETTINGS if (value := _setting(name)) is not None}
+    }
     if left_out := blocks_left_out(options):
         found[LEFT_OUT] = left_out
     if backend := attention_backend(options):
@@ -125,7 +149,9 @@ def restored(options: Options, patches: Sequence[tuple[str, Callable]] = ()) -> 
     if BACKEND in options:
         made[OVERRIDE] = choose(_registered(options[BACKEND]))
     if "patches" in options:
-        made["patches"] = {point: [patches[number] for number in numbers] for point, numbers in options["patches"].items()}
+        made["patches"] = {
+            point: [patches[number] for number in numbers] for point, numbers in options["patches"].items()
+        }
     return made
 
 
@@ -141,5 +167,8 @@ def _registered(name: str) -> Callable:
 
     if name not in registered:
         here = ", ".join(registered)
-        raise Refused(f"A rank's ComfyUI has no attention function {name} ({here}): install its package there, or choose another.")
+        raise Refused(
+            f"A rank's ComfyUI has no attention function {name} ({here}): install its package there, or"
+            " choose another."
+        )
     return registered[name]

@@ -101,7 +101,11 @@ class TakenApart:
         return (
             "instance",
             named(type(value)),
-            {name: self.take(item, f"{path}.{name}") for name, item in vars(value).items() if name not in kept},
+            {
+                name: self.take(item, f"{path}.{name}")
+                for name, item in vars(value).items()
+                if name not in kept
+            },
         )
 
     def _function(self, function: FunctionType, path: str) -> tuple:
@@ -110,7 +114,13 @@ class TakenApart:
             return "named", named(function)
         cells = [self.take(cell.cell_contents, f"{path}.{name}") for name, cell in _filled(function, path)]
         given = [self.take(value, path) for value in (function.__defaults__, function.__kwdefaults__)]
-        return "function", compiled(function), cells, given, {name: self.take(item, path) for name, item in vars(function).items()}
+        return (
+            "function",
+            compiled(function),
+            cells,
+            given,
+            {name: self.take(item, path) for name, item in vars(function).items()},
+        )
 
 
 class PutTogether:
@@ -131,7 +141,8 @@ class PutTogether:
         if kind != "same":
             if kind not in self._kinds():
                 raise Refused(
-                    f"A patch holds a {kind}, which this version of PipeMesh does not know: install the same one on every machine."
+                    f"A patch holds a {kind}, which this version of PipeMesh does not know: install the same"
+                    " one on every machine."
                 )
             self._kinds()[kind](number, *content)
         return self._made[number]
@@ -180,10 +191,14 @@ class PutTogether:
         made = self._made[number] = OrderedDict() if ordered else {}
         made.update((self.put(key), self.put(item)) for key, item in items)
 
-    def _function(self, number: int, reference: Reference, cells: list, given: list, attributes: dict) -> None:
+    def _function(
+        self, number: int, reference: Reference, cells: list, given: list, attributes: dict
+    ) -> None:
         closure = tuple(CellType() for _ in cells)
         code = resolved(reference)
-        made = self._made[number] = FunctionType(code, vars(imported(reference[:3])), code.co_name, None, closure)
+        made = self._made[number] = FunctionType(
+            code, vars(imported(reference[:3])), code.co_name, None, closure
+        )
         for cell, content in zip(closure, cells, strict=True):
             cell.cell_contents = self.put(content)
         made.__defaults__, made.__kwdefaults__ = (self.put(value) for value in given)
@@ -197,7 +212,9 @@ class PutTogether:
         import comfy.model_patcher
 
         module = self.put(self._models[number]).to(self._device)
-        self._made[number] = comfy.model_patcher.ModelPatcher(module, load_device=self._device, offload_device=torch.device("cpu"))
+        self._made[number] = comfy.model_patcher.ModelPatcher(
+            module, load_device=self._device, offload_device=torch.device("cpu")
+        )
 
 
 class VaeElsewhere:
@@ -211,16 +228,28 @@ class VaeElsewhere:
 
     def encode(self, *_args: Any, **_kwargs: Any) -> Any:
         raise Refused(
-            "A patch encodes its image while the model samples, which has to be done before: "
-            "give it an image of the size that is sampled, in multiples of 16 pixels, or leave PipeMesh Parallelize out."
+            "A patch encodes its image while the model samples, which has to be done before: give it an image"
+            " of the size that is sampled, in multiples of 16 pixels, or leave PipeMesh Parallelize out."
         )
 
 
 SHARED = (list, tuple, dict, set, frozenset, torch.Tensor)  # two that hold the same one still do in a rank
-SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
+SEQUENCES: dict[str, type] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+}
 OF_PATCHERS = frozenset(  # what a ModelPatcher notes on a model that it loads; the rank's own notes its own
     {
-        *("current_patcher", "current_weight_patches_uuid", "lowvram_patch_counter", "model_loaded_weight_memory", "model_lowvram"),
+        *(
+            "current_patcher",
+            "current_weight_patches_uuid",
+            "lowvram_patch_counter",
+            "model_loaded_weight_memory",
+            "model_lowvram",
+        ),
         *(
             "model_offload_buffer_memory",
             "dynamic_patchers",

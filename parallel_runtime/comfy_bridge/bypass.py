@@ -28,7 +28,9 @@ def adapters_of(injection: Any) -> dict[str, tuple[Any, float]] | None:
     if len(managers) != 1 or not isinstance(managers[0], BypassInjectionManager):
         return None
     adapters = managers[0].adapters
-    return adapters if all(isinstance(adapter, WeightAdapterBase) for adapter, _ in adapters.values()) else None
+    return (
+        adapters if all(isinstance(adapter, WeightAdapterBase) for adapter, _ in adapters.values()) else None
+    )
 
 
 def pack_bypass(injections: dict[str, Iterable[Any]]) -> dict[str, list]:

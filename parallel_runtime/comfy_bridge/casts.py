@@ -16,7 +16,8 @@ import torch
 
 from .quantised import put_together, stored_tensors, taken_apart
 
-TURN = "pipemesh_turn"  # an attribute of layers: computes the cast of their weights that it is given, in their turn
+# An attribute of layers: computes the cast of their weights that it is given, in their turn
+TURN = "pipemesh_turn"
 Cast = Callable[[], Any]
 
 
@@ -31,7 +32,11 @@ class CastsInTurn:
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         turn = getattr(module, TURN, None)
-        return self.own(module, *args, **kwargs) if turn is None else turn(partial(self.own, module, *args, **kwargs))
+        return (
+            self.own(module, *args, **kwargs)
+            if turn is None
+            else turn(partial(self.own, module, *args, **kwargs))
+        )
 
 
 @contextmanager
@@ -69,4 +74,6 @@ def out_of(weight: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     tree = taken_apart(weight)
     if isinstance(tree, torch.Tensor):
         return tree.clone()
-    return put_together({**tree, "tensors": {name: tensor.clone() for name, tensor in tree["tensors"].items()}}, weight)
+    return put_together(
+        {**tree, "tensors": {name: tensor.clone() for name, tensor in tree["tensors"].items()}}, weight
+    )

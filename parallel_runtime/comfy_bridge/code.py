@@ -79,7 +79,11 @@ def resolved(reference: Reference) -> Any:
     """
     module = imported(reference[:3])
     name = reference[3]
-    return codes_in(str(module.__file__), reference[2])[name] if isinstance(name, int) else attribute_of(module, name)
+    return (
+        codes_in(str(module.__file__), reference[2])[name]
+        if isinstance(name, int)
+        else attribute_of(module, name)
+    )
 
 
 def imported(place: Reference) -> types.ModuleType:
@@ -89,16 +93,26 @@ def imported(place: Reference) -> types.ModuleType:
     root, path, expected = place
     if root == TORCH and path.partition(".")[0] == TORCH:
         if expected != torch.__version__:
-            raise Refused(f"A rank has torch {torch.__version__}, ComfyUI has {expected}: install the same version on every machine.")
+            raise Refused(
+                f"A rank has torch {torch.__version__}, ComfyUI has {expected}: install the same version on"
+                " every machine."
+            )
         return importlib.import_module(path)
     folder = host_folder() if root == HOST else Path(root)
     if root != HOST and folder not in packs():
-        raise Refused(f"A rank may not import the node pack at {folder}: name it in {PACKS_VARIABLE} on every machine.")
+        raise Refused(
+            f"A rank may not import the node pack at {folder}: name it in {PACKS_VARIABLE} on every machine."
+        )
     if ".." in Path(path).parts or (root == HOST and Path(path).parts[0] not in HOST_FOLDERS):
-        raise Refused(f"A rank imports no {path} of {root}: install the same version of PipeMesh on every machine.")
+        raise Refused(
+            f"A rank imports no {path} of {root}: install the same version of PipeMesh on every machine."
+        )
     file = folder / path
     if not file.is_file() or file_hash(file) != expected:
-        raise Refused(f"{file} is missing here, or another version than ComfyUI runs: install the same one and restart ComfyUI.")
+        raise Refused(
+            f"{file} is missing here, or another version than ComfyUI runs: install the same one and restart"
+            " ComfyUI."
+        )
     dotted = ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
     if root != HOST:
         package = f"{PACKAGE}_{hashlib.blake2b(root.encode(), digest_size=8).hexdigest()}"
@@ -125,7 +139,11 @@ def packs() -> tuple[Path, ...]:
     import folder_paths
 
     wanted = [name.strip() for name in os.environ.get(PACKS_VARIABLE, "").split(",") if name.strip()]
-    return tuple(Path(os.path.join(folder, name)).resolve() for name in wanted for folder in folder_paths.get_folder_paths(CUSTOM_NODES))
+    return tuple(
+        Path(os.path.join(folder, name)).resolve()
+        for name in wanted
+        for folder in folder_paths.get_folder_paths(CUSTOM_NODES)
+    )
 
 
 def file_hash(file: Path) -> str:
@@ -184,7 +202,9 @@ def functions_of(thing: Any) -> Iterator[types.FunctionType]:
             if accessor is not None:
                 yield from functions_of(accessor)
     elif isinstance(thing, (types.ModuleType, type)):
-        inside = f"{thing.__module__}.{thing.__qualname__}." if isinstance(thing, type) else f"{thing.__name__}."
+        inside = (
+            f"{thing.__module__}.{thing.__qualname__}." if isinstance(thing, type) else f"{thing.__name__}."
+        )
         for value in list(vars(thing).values()):
             if not isinstance(value, type) or f"{value.__module__}.{value.__qualname__}".startswith(inside):
                 yield from () if isinstance(value, types.ModuleType) else functions_of(value)
@@ -198,10 +218,15 @@ def place_of(module: types.ModuleType) -> Reference:
     if place[0] != TORCH:
         known = _all_codes(str(module.__file__), place[2])
         for function in functions_of(module):
-            is_of_file = function.__globals__ is vars(module) and not function.__code__.co_filename.startswith("<")
+            is_of_file = function.__globals__ is vars(
+                module
+            ) and not function.__code__.co_filename.startswith("<")
             if is_of_file and function.__code__ not in known:
                 name = function.__qualname__
-                raise NotReferable(f"{module.__file__} was edited after ComfyUI imported it ({name} differs): restart ComfyUI")
+                raise NotReferable(
+                    f"{module.__file__} was edited after ComfyUI imported it ({name} differs): restart"
+                    " ComfyUI"
+                )
     return place
 
 
@@ -220,7 +245,10 @@ def _place_of(module: types.ModuleType) -> Reference:
     for folder in packs():
         if file.is_relative_to(folder):
             return [str(folder), str(file.relative_to(folder)), file_hash(file)]
-    raise NotReferable(f"ranks import code of ComfyUI and of node packs that you name in {PACKS_VARIABLE}, and {file} is neither")
+    raise NotReferable(
+        f"ranks import code of ComfyUI and of node packs that you name in {PACKS_VARIABLE}, and {file} is"
+        " neither"
+    )
 
 
 def attribute_of(module: types.ModuleType, name: str) -> Any:

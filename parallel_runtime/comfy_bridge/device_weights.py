@@ -31,7 +31,11 @@ class DeviceWeights:
     turns: Any = None  # every block has its weights at all times
 
     def __init__(
-        self, diffusion_model: torch.nn.Module, device: torch.device, on_progress: Callable[[int], None], apart: Collection[str] = ()
+        self,
+        diffusion_model: torch.nn.Module,
+        device: torch.device,
+        on_progress: Callable[[int], None],
+        apart: Collection[str] = (),
     ):
         """``on_progress`` is told the bytes of each parameter that is there; ``apart``: parameters
         and buffers that are left as they are, by their names in the model.
@@ -41,13 +45,22 @@ class DeviceWeights:
         self._device = device
         self._loaded: dict[str, torch.nn.Parameter] = {}
         self._replaced: dict[str, torch.nn.Parameter] = {}
-        uses = Counter(id(parameter) for module in diffusion_model.modules() for parameter in module.parameters(recurse=False))
-        shared: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # with the old one, so that its id stays its own
+        uses = Counter(
+            id(parameter)
+            for module in diffusion_model.modules()
+            for parameter in module.parameters(recurse=False)
+        )
+        # With the old one, so that its id stays its own
+        shared: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
         for path, module in diffusion_model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if (f"{path}.{name}" if path else name) in apart:
                     continue
-                settled = shared[id(parameter)][1] if id(parameter) in shared else self._settled(module, name, parameter)
+                settled = (
+                    shared[id(parameter)][1]
+                    if id(parameter) in shared
+                    else self._settled(module, name, parameter)
+                )
                 if uses[id(parameter)] > 1:
                     shared[id(parameter)] = parameter, settled
                 if settled is not parameter:
@@ -57,7 +70,8 @@ class DeviceWeights:
                 on_progress(stored_bytes([parameter]))
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if (f"{path}.{name}" if path else name) not in apart:
-                    module._buffers[name] = buffer.to(device)  # not by setattr: a model may register a Parameter as one
+                    # Not by setattr: a model may register a Parameter as one
+                    module._buffers[name] = buffer.to(device)
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +97,9 @@ class DeviceWeights:
         module, attribute = self._slot(name)
         before = getattr(module, attribute)
         if name not in self._replaced:
-            self._replaced[name] = self._loaded[name] if name in self._loaded else away_from(before, self._device)
+            self._replaced[name] = (
+                self._loaded[name] if name in self._loaded else away_from(before, self._device)
+            )
         weight = put_together(weight, before).to(self._device)
         setattr(module, attribute, torch.nn.Parameter(weight, requires_grad=False))
 
@@ -97,7 +113,9 @@ class DeviceWeights:
     def _slot(self, name: str) -> tuple[torch.nn.Module, str]:
         return slot_of(self._model, name)
 
-    def _settled(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    def _settled(
+        self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
+    ) -> torch.nn.Parameter:
         """The parameter on the device: itself where it is there, else a new one, because what a
         quantised one holds cannot be swapped for tensors of another device.
         """
@@ -131,8 +149,13 @@ def settled_as(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
 def is_mapped(parameter: torch.Tensor) -> bool:
     """True if it lies on pages of a file that nobody wrote to."""
     tensors = stored_tensors(parameter)
-    largest = max(tensors, key=lambda tensor: tensor.nbytes)  # a scale is a few bytes, and may be a tensor of its own
-    return largest.device.type == "cpu" and largest.nbytes > 0 and is_unwritten(largest.data_ptr(), largest.nbytes)
+    # A scale is a few bytes, and may be a tensor of its own
+    largest = max(tensors, key=lambda tensor: tensor.nbytes)
+    return (
+        largest.device.type == "cpu"
+        and largest.nbytes > 0
+        and is_unwritten(largest.data_ptr(), largest.nbytes)
+    )
 
 
 def away_from(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:

@@ -34,11 +34,17 @@ def unload_unused(guider: Any, *, is_known: bool) -> bool:
         return False
     before = free_on(device)
     used = list(used_by(guider))
-    mm.free_memory(ALL_OF_IT, device, [held for held in mm.current_loaded_models if is_one_of(held.model, used)])
+    mm.free_memory(
+        ALL_OF_IT, device, [held for held in mm.current_loaded_models if is_one_of(held.model, used)]
+    )
     mm.soft_empty_cache()
     freed = free_on(device) - before
     if freed > 0:
-        log.info("[PipeMesh] ComfyUI unloaded what this run does not use, %s, to make room on %s.", mib(freed), device)
+        log.info(
+            "[PipeMesh] ComfyUI unloaded what this run does not use, %s, to make room on %s.",
+            mib(freed),
+            device,
+        )
     return freed > 0
 
 
@@ -61,4 +67,6 @@ def is_one_of(patcher: Any, used: list[Any]) -> bool:
     """True for a clone of one of ``used``, and for models of pools: a pool has released what it can
     before ComfyUI is asked.
     """
-    return patcher is not None and (hasattr(patcher, "remote") or any(patcher.is_clone(other) for other in used))
+    return patcher is not None and (
+        hasattr(patcher, "remote") or any(patcher.is_clone(other) for other in used)
+    )

@@ -45,8 +45,8 @@ def described_operations(custom_operations: Any) -> dict[str, Any] | None:
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if kind.__name__ != OPERATIONS or file is None or Path(file).name != FILES[0]:
         raise Refused(
-            f"This MODEL computes with operations of its own ({kind.__module__}.{kind.__qualname__}), which the ranks do not have: "
-            "load it with a stock loader, or leave PipeMesh Parallelize out."
+            f"This MODEL computes with operations of its own ({kind.__module__}.{kind.__qualname__}), which"
+            " the ranks do not have: load it with a stock loader, or leave PipeMesh Parallelize out."
         )
     folder = Path(file).parent
     settings = {name: getattr(kind.Linear, name, None) for name in SETTINGS}  # pyright: ignore[reportAttributeAccessIssue]
@@ -66,10 +66,14 @@ def import_operations(described: dict[str, Any]) -> types.ModuleType:
     """
     folder = Path(described["folder"])
     if not (folder / FILES[0]).exists():
-        raise Refused(f"This machine has no node pack at {folder}, which the MODEL needs to read GGUF weights: install it there too.")
+        raise Refused(
+            f"This machine has no node pack at {folder}, which the MODEL needs to read GGUF weights: install"
+            " it there too."
+        )
     if content_hash(folder) != described["hash"]:
         raise Refused(
-            f"The node pack at {folder} is another version than ComfyUI runs: restart ComfyUI, or update the pack on this machine."
+            f"The node pack at {folder} is another version than ComfyUI runs: restart ComfyUI, or update the"
+            " pack on this machine."
         )
     name = f"{PACKAGE}_{described['hash']}"
     if name not in sys.modules:
@@ -79,7 +83,9 @@ def import_operations(described: dict[str, Any]) -> types.ModuleType:
     try:
         operations = importlib.import_module(f"{name}.{Path(FILES[0]).stem}")
     except ImportError as error:
-        raise Refused(f"The node pack at {folder} cannot be imported in a rank ({error}): install what it requires.") from error
+        raise Refused(
+            f"The node pack at {folder} cannot be imported in a rank ({error}): install what it requires."
+        ) from error
     for setting, value in described["settings"].items():
         setattr(operations.GGMLOps.Linear, setting, value)
     return operations
@@ -87,13 +93,19 @@ def import_operations(described: dict[str, Any]) -> types.ModuleType:
 
 def described_weight(weight: Any) -> dict[str, Any]:
     """A weight as bytes, type and shape."""
-    return {"content": weight.as_subclass(torch.Tensor), "type": int(weight.tensor_type), "shape": tuple(weight.tensor_shape)}
+    return {
+        "content": weight.as_subclass(torch.Tensor),
+        "type": int(weight.tensor_type),
+        "shape": tuple(weight.tensor_shape),
+    }
 
 
 def rebuilt_weight(described: dict[str, Any], operations: types.ModuleType) -> torch.Tensor:
     """In a rank: the inverse of ``described_weight``."""
     kind = operations.gguf.GGMLQuantizationType(described["type"])
-    return operations.GGMLTensor(described["content"], tensor_type=kind, tensor_shape=torch.Size(described["shape"]))
+    return operations.GGMLTensor(
+        described["content"], tensor_type=kind, tensor_shape=torch.Size(described["shape"])
+    )
 
 
 def with_patches(weight: Any, patches: list, key: str, device: torch.device) -> torch.Tensor:
@@ -101,6 +113,8 @@ def with_patches(weight: Any, patches: list, key: str, device: torch.device) -> 
     every forward.
     """
     move = sys.modules[type(weight).__module__].move_patch_to_device  # pyright: ignore[reportAttributeAccessIssue]
-    patched = type(weight)(weight.as_subclass(torch.Tensor), tensor_type=weight.tensor_type, tensor_shape=weight.tensor_shape)
+    patched = type(weight)(
+        weight.as_subclass(torch.Tensor), tensor_type=weight.tensor_type, tensor_shape=weight.tensor_shape
+    )
     patched.patches = [(move(patches, device), key)]
     return patched

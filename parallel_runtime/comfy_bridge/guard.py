@@ -30,14 +30,17 @@ def require_whole_groups(diffusion_model: torch.nn.Module, layout: Layout) -> No
     """Raises Refused where the ranks of a group share a forward that cannot be cut."""
     if not require_plan(diffusion_model).blocks and layout.world_size > layout.groups:
         raise Refused(
-            f"{no_plan(diffusion_model)}: set ulysses, ring and pipefusion to 1 and share prompts and images out by cfg and data, "
-            "or leave PipeMesh Parallelize out for this model."
+            f"{no_plan(diffusion_model)}: set ulysses, ring and pipefusion to 1 and share prompts and images"
+            " out by cfg and data, or leave PipeMesh Parallelize out for this model."
         )
 
 
 def no_plan(diffusion_model: torch.nn.Module) -> str:
     why = why_no_plan(type(diffusion_model))
-    return f"{type(diffusion_model).__name__} has no token plan ({why}; docs/FAMILIES.md has the models with one)"
+    return (
+        f"{type(diffusion_model).__name__} has no token plan ({why}; docs/FAMILIES.md has the models with"
+        " one)"
+    )
 
 
 def patch_name(value: Any) -> str:
@@ -58,19 +61,29 @@ def refuse_in_block_patches(transformer_options: dict[str, Any], in_block: Holdi
     """Raises Refused for callables that must run inside the transformer, naming the first, but for
     those that ranks know by name, and those that ``in_block`` holds.
     """
-    patches, replacements = transformer_options.get("patches", {}), transformer_options.get("patches_replace", {})
+    patches, replacements = (
+        transformer_options.get("patches", {}),
+        transformer_options.get("patches_replace", {}),
+    )
     found = [
-        (f"patches/{kind}", patch) for kind, items in patches.items() for patch in items if in_block is None or not in_block.holds(patch)
+        (f"patches/{kind}", patch)
+        for kind, items in patches.items()
+        for patch in items
+        if in_block is None or not in_block.holds(patch)
     ]
     for kind, blocks in replacements.items():
-        found += [(f"patches_replace/{kind}", patch) for patch in blocks.values() if kind != "dit" or not does_as(patch, leave_out)]
+        found += [
+            (f"patches_replace/{kind}", patch)
+            for patch in blocks.values()
+            if kind != "dit" or not does_as(patch, leave_out)
+        ]
     if OVERRIDE in transformer_options and attention_backend(transformer_options) is None:
         found.append((OVERRIDE, transformer_options[OVERRIDE]))
     if found:
         kind, patch = found[0]
         raise Refused(
-            f"The patch {patch_name(patch)} ({kind}) runs inside the model's blocks and cannot run in the pool: "
-            "remove the node that adds it, or PipeMesh."
+            f"The patch {patch_name(patch)} ({kind}) runs inside the model's blocks and cannot run in the"
+            " pool: remove the node that adds it, or PipeMesh."
         )
 
 
@@ -80,13 +93,20 @@ def refuse_foreign_levers(patcher: Any) -> None:
     """
     foreign = [one for items in patcher.injections.values() for one in items if adapters_of(one) is None]
     found = {
-        "injections" if not foreign else f"the injection {patch_name(getattr(foreign[0], 'inject', foreign[0]))}": foreign,
+        (
+            "injections"
+            if not foreign
+            else f"the injection {patch_name(getattr(foreign[0], 'inject', foreign[0]))}"
+        ): foreign,
         "weight wrappers": patcher.weight_wrapper_patches,
         "MultiGPU CFG Split clones": patcher.additional_models.get("multigpu"),
     }
     for what, content in found.items():
         if content:
-            raise Refused(f"This MODEL carries {what}, which the pool cannot honour: remove the node that adds them, or PipeMesh.")
+            raise Refused(
+                f"This MODEL carries {what}, which the pool cannot honour: remove the node that adds them, or"
+                " PipeMesh."
+            )
 
 
 def refuse_state(patcher: Any) -> None:

@@ -21,9 +21,12 @@ import torch
 from .forward import forward_name
 from .named_code import named_by
 
-LIBRARIES = frozenset({"comfy", "comfy_aimdo", "comfy_extras", "comfy_kitchen", "einops", "torch", "torchvision"})
+LIBRARIES = frozenset(
+    {"comfy", "comfy_aimdo", "comfy_extras", "comfy_kitchen", "einops", "torch", "torchvision"}
+)
 STANDARD = sys.stdlib_module_names | {"builtins", ""}
-FOLLOWED = ("comfy.ldm.", "comfy.ops", "comfy.quant_ops", "comfy.rmsnorm", "comfy.float")  # what a transformer's forward runs
+# What a transformer's forward runs
+FOLLOWED = ("comfy.ldm.", "comfy.ops", "comfy.quant_ops", "comfy.rmsnorm", "comfy.float")
 
 
 class Imports(NamedTuple):
@@ -38,13 +41,16 @@ class Imports(NamedTuple):
     classes: frozenset[str] = frozenset()
 
 
-def replaced_code(transformer: torch.nn.Module, trusted: frozenset[str] = LIBRARIES) -> Iterator[tuple[str, Any]]:
+def replaced_code(
+    transformer: torch.nn.Module, trusted: frozenset[str] = LIBRARIES
+) -> Iterator[tuple[str, Any]]:
     """Yields (where, what stands there) of each function that was replaced in the modules of a
     transformer's classes, and in those that they use. ``trusted``: packages whose functions belong
     there.
     """
     found = list(_functions(transformer))
-    for culprit_of in (_compiled_elsewhere, _otherwise_imported):  # first what was written, then what imports it
+    # First what was written, then what imports it
+    for culprit_of in (_compiled_elsewhere, _otherwise_imported):
         for owner, name, value in found:
             culprit = culprit_of(owner, name, value, trusted)
             if culprit is not None:
@@ -60,14 +66,21 @@ class SeenCode:
         seen: dict[int, tuple[Any, dict[str, Any]]] = {}
         for owner, name, value in _functions(transformer):
             seen.setdefault(id(owner), (owner, {}))[1][name] = value
-        self._seen = [(owner, vars(owner), frozenset(vars(owner)), tuple(values), list(values.values())) for owner, values in seen.values()]
+        self._seen = [
+            (owner, vars(owner), frozenset(vars(owner)), tuple(values), list(values.values()))
+            for owner, values in seen.values()
+        ]
 
     def changed(self) -> tuple[str, Any] | None:
         """Returns where one was replaced since, or hidden by a new one, and by what."""
         for owner, namespace, known, names, values in self._seen:
             now = list(map(namespace.get, names))
             if now != values:
-                name, value = next((name, one) for name, one, before in zip(names, now, values, strict=True) if one is not before)
+                name, value = next(
+                    (name, one)
+                    for name, one, before in zip(names, now, values, strict=True)
+                    if one is not before
+                )
                 return f"{_name_of(owner)}.{name}", compiled_elsewhere(value, LIBRARIES) or value
             if isinstance(owner, type) and len(namespace) > len(known):
                 for name, value in namespace.items():
@@ -80,7 +93,12 @@ def _functions(transformer: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
     """Yields (module or class, name, value) of what may be called there: functions that the files
     of the modules bind, and classes that the transformer is made of or that its code names.
     """
-    kinds = {kind for module in transformer.modules() for kind in type(module).__mro__ if _root(kind.__module__) == "comfy"}
+    kinds = {
+        kind
+        for module in transformer.modules()
+        for kind in type(module).__mro__
+        if _root(kind.__module__) == "comfy"
+    }
     named = named_by(kinds, FOLLOWED)
     waiting, modules = [kind.__module__ for kind in kinds], {}
     while waiting:
@@ -100,7 +118,8 @@ def _functions(transformer: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
     around = type(transformer).__mro__ if forward_name(transformer) != "forward" else ()
     for kind in kinds | named.classes:
         for name, value in list(vars(kind).items()):
-            if is_code(value) and (kind not in around or name != "forward"):  # that one runs in the UI, around the remote one
+            # That one runs in the UI, around the remote one
+            if is_code(value) and (kind not in around or name != "forward"):
                 yield kind, name, value
 
 
@@ -117,8 +136,15 @@ def _otherwise_imported(owner: Any, name: str, value: Any, trusted: frozenset[st
     other is one that was imported before its source was replaced.
     """
     places = imports_of(owner).names.get(name, []) if isinstance(owner, types.ModuleType) else []
-    expected = [one for where, what in places if where in sys.modules and (one := vars(sys.modules[where]).get(what)) is not None]
-    if any(_is_made_in(value, where, what) for where, what in places) and compiled_elsewhere(value, trusted) is None:
+    expected = [
+        one
+        for where, what in places
+        if where in sys.modules and (one := vars(sys.modules[where]).get(what)) is not None
+    ]
+    if (
+        any(_is_made_in(value, where, what) for where, what in places)
+        and compiled_elsewhere(value, trusted) is None
+    ):
         return None
     return value if expected and not any(value is one for one in expected) else None
 
@@ -128,7 +154,9 @@ def _is_made_in(value: Any, where: str, name: str) -> bool:
     have theirs in modules below.
     """
     home = str(getattr(value, "__module__", ""))
-    return getattr(value, "__qualname__", "") == name and (home == where or (home.startswith(f"{where}.") and _root(where) != "comfy"))
+    return getattr(value, "__qualname__", "") == name and (
+        home == where or (home.startswith(f"{where}.") and _root(where) != "comfy")
+    )
 
 
 def compiled_elsewhere(value: Any, trusted: frozenset[str]) -> Any:
@@ -189,17 +217,28 @@ def _imports_of(file: str, package: str) -> Imports:
         elif isinstance(node, ast.ImportFrom):
             if node.level and not package:
                 continue
-            where = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else str(node.module)
+            where = (
+                importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                if node.level
+                else str(node.module)
+            )
             roots.add(_root(where))
             for one in node.names:
                 names.setdefault(one.asname or one.name, []).append((where, one.name))
         waiting += ast.iter_child_nodes(node)
     own = {name: places for name, places in names.items() if name not in bound}
-    return Imports(own, frozenset(roots), None if "*" in names else frozenset(bound | imported | names.keys()), frozenset(classes))
+    return Imports(
+        own,
+        frozenset(roots),
+        None if "*" in names else frozenset(bound | imported | names.keys()),
+        frozenset(classes),
+    )
 
 
 def _name_of(owner: Any) -> str:
-    return owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+    return (
+        owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+    )
 
 
 def _root(name: Any) -> str:

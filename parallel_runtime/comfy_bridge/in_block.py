@@ -29,10 +29,20 @@ class InBlockPatches:
     for one that holds what cannot cross; one that the plan cannot serve is left out.
     """
 
-    def __init__(self, transformer: torch.nn.Module, plan: TokenPlan, options: Options, objects: Options = MappingProxyType({})):
+    def __init__(
+        self,
+        transformer: torch.nn.Module,
+        plan: TokenPlan,
+        options: Options,
+        objects: Options = MappingProxyType({}),
+    ):
         served = [patch for point, patch in patches_of(options) if can_serve(plan, point, patch)]
         self._functions = list({id(patch): patch for patch in served}.values())
-        self._methods = {key: value for key, value in objects.items() if callable(value) and plan.has_own_rows(name_of(value))}
+        self._methods = {
+            key: value
+            for key, value in objects.items()
+            if callable(value) and plan.has_own_rows(name_of(value))
+        }
         apart = TakenApart(transformer)
         self._taken: dict[str, Any] = {
             "patches": [[name_of(patch), apart.take(patch, patch_name(patch))] for patch in self._functions],
@@ -52,7 +62,10 @@ class InBlockPatches:
     def numbers(self, options: Options) -> dict[str, list[int]]:
         """Returns the patches of an evaluation as they cross: by point, their numbers."""
         number = {id(patch): place for place, patch in enumerate(self._functions)}
-        return {point: [number[id(patch)] for patch in items] for point, items in options.get("patches", {}).items()}
+        return {
+            point: [number[id(patch)] for patch in items]
+            for point, items in options.get("patches", {}).items()
+        }
 
     @property
     def objects(self) -> dict[str, Any]:
@@ -154,7 +167,11 @@ def encode_images(transformer: torch.nn.Module, options: Options, shape: Sequenc
     for _, patch in patches_of(options):
         plan = require_plan(transformer)
         known = plan.block_patch(name_of(patch))
-        size = padded(shape, plan.patch_size_of(transformer)) if known is not None and known.padded else torch.Size(shape)
+        size = (
+            padded(shape, plan.patch_size_of(transformer))
+            if known is not None and known.padded
+            else torch.Size(shape)
+        )
         if hasattr(patch, "encode_render_video"):
             if patch.prepared_render is None or patch.prepared_render.shape[2:] != size[2:]:
                 patch.prepared_render = patch.encode_render_video(tuple(size[2:]))
@@ -166,4 +183,6 @@ def encode_images(transformer: torch.nn.Module, options: Options, shape: Sequenc
 def padded(shape: Sequence[int], patch_size: int | Sequence[int]) -> torch.Size:
     """Returns the shape of a latent padded to whole tokens."""
     grid = TokenGrid.of(shape, patch_size)
-    return torch.Size([*shape[:2], *(count * edge for count, edge in zip(grid.counts, grid.edges, strict=True))])
+    return torch.Size(
+        [*shape[:2], *(count * edge for count, edge in zip(grid.counts, grid.edges, strict=True))]
+    )

@@ -21,7 +21,9 @@ from .loan import Lost
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def require_unchanged(diffusion_model: torch.nn.Module, ours: Sequence[Any] = (), operations: Any = None) -> None:
+def require_unchanged(
+    diffusion_model: torch.nn.Module, ours: Sequence[Any] = (), operations: Any = None
+) -> None:
     """Raises Refused for the first change in place, naming it. ``ours`` are those of PipeMesh
     itself; ``operations``: the class whose layers the loader chose.
     """
@@ -39,7 +41,11 @@ class Watch:
     """
 
     def __init__(
-        self, diffusion_model: torch.nn.Module, ours: Sequence[Any] = (), operations: Any = None, attributes: Sequence[Watched] = ()
+        self,
+        diffusion_model: torch.nn.Module,
+        ours: Sequence[Any] = (),
+        operations: Any = None,
+        attributes: Sequence[Watched] = (),
     ):
         self._model = diffusion_model
         self._attributes = attributes
@@ -49,7 +55,15 @@ class Watch:
 
     def _record(self) -> None:
         self._seen = [
-            (module, type(module), own := vars(module), len(own), own["_modules"], dict(own["_modules"]), *(own[name] for name in HOOKS))
+            (
+                module,
+                type(module),
+                own := vars(module),
+                len(own),
+                own["_modules"],
+                dict(own["_modules"]),
+                *(own[name] for name in HOOKS),
+            )
             for module in self._model.modules()
         ]
         self._code = SeenCode(self._model)
@@ -74,7 +88,9 @@ class Watch:
             require_unchanged(self._model, self._ours, self._operations)
             for module, kind, *_ in self._seen:
                 if module.__class__ is not kind:
-                    raise refusal(self._path_of(module), "is of another class than it was loaded with", type(module))
+                    raise refusal(
+                        self._path_of(module), "is of another class than it was loaded with", type(module)
+                    )
             self._record()
 
     def _swapped(self, module: torch.nn.Module, before: dict[str, torch.nn.Module | None]) -> Refused:
@@ -82,19 +98,30 @@ class Watch:
         name = next((name for name in {**before, **now} if before.get(name) is not now.get(name)), "")
         path = ".".join(part for part in (self._path_of(module), name) if part)
         child = now.get(name)
-        inner = next((one for one in child.modules() if _root(type(one)) not in LIBRARIES), child) if child is not None else None
+        inner = (
+            next((one for one in child.modules() if _root(type(one)) not in LIBRARIES), child)
+            if child is not None
+            else None
+        )
         return refusal(path, "was swapped while the model samples", type(inner))
 
     def _path_of(self, module: torch.nn.Module) -> str:
         return next((path for path, one in self._model.named_modules() if one is module), "")
 
 
-def _changes_of(module: torch.nn.Module, ours: Sequence[Any], trusted: frozenset[str]) -> Iterator[tuple[str, Any]]:
+def _changes_of(
+    module: torch.nn.Module, ours: Sequence[Any], trusted: frozenset[str]
+) -> Iterator[tuple[str, Any]]:
     kind, own = type(module), vars(module)
     if _root(kind) not in trusted:
         yield "is of a class of another pack", kind
     for name, value in own.items():
-        if callable(value) and hasattr(kind, name) and not _is_own(module, name, value) and not any(value is one for one in ours):
+        if (
+            callable(value)
+            and hasattr(kind, name)
+            and not _is_own(module, name, value)
+            and not any(value is one for one in ours)
+        ):
             yield f"has its method {name} replaced in place", value
     for name in HOOKS:
         for hook in own[name].values():
@@ -105,7 +132,9 @@ def _changes_of(module: torch.nn.Module, ours: Sequence[Any], trusted: frozenset
 
 def _is_own(module: torch.nn.Module, name: str, value: Any) -> bool:
     """True for the module's own method, which ComfyUI puts back in place of what it replaced."""
-    return getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is getattr(type(module), name)
+    return getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is getattr(
+        type(module), name
+    )
 
 
 def _root(kind: Any) -> str:
@@ -115,14 +144,21 @@ def _root(kind: Any) -> str:
 def refusal(path: str, what: str, culprit: Any) -> Refused:
     """Makes the error of a change at ``path`` below the transformer, made by ``culprit``."""
     name = patch_name(culprit)
-    move = "use EasyCache in its place, which works in the pool" if "cache" in name.lower() else "remove the node that does it"
+    move = (
+        "use EasyCache in its place, which works in the pool"
+        if "cache" in name.lower()
+        else "remove the node that does it"
+    )
     place = f"diffusion_model.{path}" if path else "diffusion_model"
-    return Refused(f"{place} of this MODEL {what} ({name}), which ranks know nothing of: {move}, or leave PipeMesh Parallelize out.")
+    return Refused(
+        f"{place} of this MODEL {what} ({name}), which ranks know nothing of: {move}, or leave PipeMesh"
+        " Parallelize out."
+    )
 
 
 def refusal_of_code(where: str, culprit: Any) -> Refused:
     """Makes the error of ComfyUI's own function at ``where``, with ``culprit`` in its place."""
     return Refused(
-        f"ComfyUI's {where} was replaced for all models ({patch_name(culprit)}), which ranks know nothing of: "
-        "remove the node or the pack that does it and restart ComfyUI, or leave PipeMesh Parallelize out."
+        f"ComfyUI's {where} was replaced for all models ({patch_name(culprit)}), which ranks know nothing of:"
+        " remove the node or the pack that does it and restart ComfyUI, or leave PipeMesh Parallelize out."
     )

@@ -15,7 +15,9 @@ from .placeholder import Placeholder
 from .quantised import put_together, taken_apart
 from .shared_layers import Layer
 
-ALIGNED = 256  # bytes: where the next tensor begins, and the next rank's part; by this torch chooses among CUDA's kernels
+# Bytes: where the next tensor begins, and the next rank's part; by this torch chooses among CUDA's
+# kernels
+ALIGNED = 256
 
 
 class Place(NamedTuple):
@@ -73,7 +75,9 @@ class ShardedLayer:
     def __init__(self, layer: Layer, rank: int, size: int, part_on: torch.device, device: torch.device):
         self.module = layer.module
         self.is_in_place = False  # the layer has its weights
-        self.parameters = {name: ShardedParameter(layer.module, name, one) for name, one in layer.parameters.items()}
+        self.parameters = {
+            name: ShardedParameter(layer.module, name, one) for name, one in layer.parameters.items()
+        }
         self._rank = rank
         self._views: dict[int, list[torch.nn.Parameter]] = {}
         at = 0
@@ -86,7 +90,12 @@ class ShardedLayer:
             one.tree = with_tensors(tree, places)
             one.placeholder = Placeholder(one.settled(), device, f"{layer.path}.{one.attribute}")
         count = aligned(-(-at // size))
-        self.part = torch.empty(count, dtype=torch.uint8, device=part_on, pin_memory=part_on.type == "cpu" and device.type == "cuda")
+        self.part = torch.empty(
+            count,
+            dtype=torch.uint8,
+            device=part_on,
+            pin_memory=part_on.type == "cpu" and device.type == "cuda",
+        )
         self.nbytes = size * count
 
     def write(self, one: ShardedParameter, weight: Any) -> bool:

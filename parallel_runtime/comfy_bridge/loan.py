@@ -76,11 +76,16 @@ class Loan:
         """Gives all tensors a copy, or none of them a future."""
         with self._lock:
             self._closed = True
-            storages = [storage for ref in list(self._lent.values()) if (storage := ref()) is not None]  # held: addresses stay theirs
+            # Held: addresses stay theirs
+            storages = [storage for ref in list(self._lent.values()) if (storage := ref()) is not None]
             self._lent.clear()
         pages = pages_of((storage.data_ptr(), storage.nbytes()) for storage in storages)
         wanted, done = sum(nbytes for _start, nbytes in pages), 0
-        log.info("[PipeMesh] %s is about to be written to: ComfyUI copies its weights (%d MiB).", self._name, wanted >> 20)
+        log.info(
+            "[PipeMesh] %s is about to be written to: ComfyUI copies its weights (%d MiB).",
+            self._name,
+            wanted >> 20,
+        )
         chunks = list(chunks_of(pages))
         try:
             if wanted > (free := system_memory()[0]):
@@ -92,7 +97,8 @@ class Loan:
                 done += nbytes
         except OSError as error:
             self._lose(f"{done >> 20} of {wanted >> 20} MiB were copied; {error.strerror or error}")
-            if error.errno != errno.EIO:  # layers that compute read them still; there, the file has lost them already
+            # Layers that compute read them still; there, the file has lost them already
+            if error.errno != errno.EIO:
                 time.sleep(min(PART_FOR_CALLS * seconds_that_others_wait(), MOST_FOR_CALLS_S))
             for start, nbytes in pages:
                 with contextlib.suppress(OSError):  # the others are to end nobody all the same
@@ -123,8 +129,9 @@ class Lost:
 
     def refusal(self) -> Refused:
         return Refused(
-            f"The checkpoint {self._name} was overwritten while ComfyUI's weights lay on its pages, and not all could be copied in time "
-            f"({self._why}): unload models and execution cache in ComfyUI's menu and run again."
+            f"The checkpoint {self._name} was overwritten while ComfyUI's weights lay on its pages, and not"
+            f" all could be copied in time ({self._why}): unload models and execution cache in ComfyUI's menu"
+            " and run again."
         )
 
     def __call__(self, *_: Any) -> NoReturn:

@@ -20,7 +20,8 @@ from .quantised import stored_bytes
 OF_MODEL = 50  # a tensor stays in the machine's memory that is more than one part in so many of its model
 LEAST_BYTES = 1 << 20
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-ROWS_OF = {torch.ops.aten.embedding.default, torch.ops.aten.index_select.default}  # they return rows of their first argument
+# They return rows of their first argument
+ROWS_OF = {torch.ops.aten.embedding.default, torch.ops.aten.index_select.default}
 
 
 class Table(NamedTuple):
@@ -64,7 +65,12 @@ def tables_of(model: torch.nn.Module) -> list[Table]:
     at once, nor two modules.
     """
     every = stored_bytes([*model.parameters(), *model.buffers()])
-    uses = Counter(id(tensor) for module in model.modules() for slot in (module._parameters, module._buffers) for tensor in slot.values())
+    uses = Counter(
+        id(tensor)
+        for module in model.modules()
+        for slot in (module._parameters, module._buffers)
+        for tensor in slot.values()
+    )
     found = []
     for path, module in model.named_modules():
         if hasattr(module, "in_features") or hasattr(module, "kernel_size"):
@@ -91,13 +97,20 @@ class InMainMemory(torch.Tensor):
     @staticmethod
     def __new__(cls, held: torch.Tensor, device: torch.device) -> InMainMemory:
         made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=device
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=device,
         )
         made.held = held
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         first, options = args[0], kwargs or {}
         if func.is_view and isinstance(first, cls):
             views = func(first.held, *args[1:], **options)

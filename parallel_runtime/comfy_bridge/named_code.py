@@ -38,7 +38,11 @@ def named_by(kinds: Iterable[type], followed: tuple[str, ...]) -> Named:
                     waiting.append(vars(module)[name])
             waiting += [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]
         else:
-            waiting += [one for name in ("__func__", "func", "fget") if isinstance(one := getattr(thing, name, None), types.FunctionType)]
+            waiting += [
+                one
+                for name in ("__func__", "func", "fget")
+                if isinstance(one := getattr(thing, name, None), types.FunctionType)
+            ]
     return found
 
 
@@ -47,7 +51,10 @@ def _places(function: types.FunctionType) -> Iterator[tuple[types.ModuleType, st
     names.
     """
     names = names_in(function.__code__)
-    waiting, seen = [function.__globals__.get("__name__", ""), *(name for name in names if name in sys.modules)], set[str]()
+    waiting, seen = (
+        [function.__globals__.get("__name__", ""), *(name for name in names if name in sys.modules)],
+        set[str](),
+    )
     while waiting:
         module = sys.modules.get(str(waiting.pop()))
         if module is None or module.__name__ in seen or not module.__name__.startswith("comfy"):

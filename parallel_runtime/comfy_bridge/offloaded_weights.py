@@ -86,7 +86,9 @@ class OffloadedWeights:
         memory. ``patch`` follows.
         """
         loaded = self._loaded[name.removeprefix(PREFIX)]
-        self._replaced[name.removeprefix(PREFIX)] = torch.nn.Parameter(put_together(weight, loaded), requires_grad=False)
+        self._replaced[name.removeprefix(PREFIX)] = torch.nn.Parameter(
+            put_together(weight, loaded), requires_grad=False
+        )
 
     def restore(self) -> None:
         """Takes all weight patches away, and puts every parameter back as it was loaded."""

@@ -23,7 +23,9 @@ OF_COMFYUI = frozenset(  # ComfyUI's own options that are read in the UI only
 )
 
 
-def crossing_options(transformer_options: dict[str, Any], in_block: InBlockPatches | None = None) -> dict[str, Any]:
+def crossing_options(
+    transformer_options: dict[str, Any], in_block: InBlockPatches | None = None
+) -> dict[str, Any]:
     """Returns the ``transformer_options`` of one MODEL as the ranks get them: those that are plain
     data, what of the others is known by name, and the numbers of those that ranks hold. Raises
     Refused for any other: the node that set it may count on its being read in the transformer.
@@ -39,8 +41,8 @@ def crossing_options(transformer_options: dict[str, Any], in_block: InBlockPatch
             continue
         if problem := why_not_plain(value, name):
             raise Refused(
-                f"The option {problem.path} ({patch_name(problem.value)}) of this MODEL is no plain data and cannot be sent to the pool: "
-                "remove the node that sets it, or PipeMesh."
+                f"The option {problem.path} ({patch_name(problem.value)}) of this MODEL is no plain data and"
+                " cannot be sent to the pool: remove the node that sets it, or PipeMesh."
             )
         crossing[name] = value
     return crossing
@@ -77,8 +79,14 @@ def hand_over_compilation(model_options: dict[str, Any], model: Any = None) -> b
     kept = {key: wrapper for key, wrapper in around_model.items() if key != COMPILE_KEY}
     compiling = around_model[COMPILE_KEY]
     paths = [path for wrapper in compiling for path in compiled_paths(wrapper, model)]
-    crossing = {} if left_for_patches(options) else compilation(kwargs, paths, ", ".join(map(patch_name, compiling)))
-    model_options["transformer_options"] = {**options, "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: kept}, **crossing}
+    crossing = (
+        {} if left_for_patches(options) else compilation(kwargs, paths, ", ".join(map(patch_name, compiling)))
+    )
+    model_options["transformer_options"] = {
+        **options,
+        "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: kept},
+        **crossing,
+    }
     return True
 
 
@@ -86,7 +94,10 @@ def left_for_patches(options: dict[str, Any]) -> bool:
     """True, and a line in the log, where code inside blocks keeps them from being compiled."""
     patched = any(options.get("patches", {}).values())
     if patched:
-        log.warning("[PipeMesh] torch.compile is left out: nodes put code inside the blocks, and a graph would freeze it.")
+        log.warning(
+            "[PipeMesh] torch.compile is left out: nodes put code inside the blocks, and a graph would"
+            " freeze it."
+        )
     return patched
 
 
@@ -99,18 +110,28 @@ def compiled_paths(wrapper: Any, model: Any) -> list[str]:
     for name in wrapper.__code__.co_names if hasattr(wrapper, "__code__") else ():
         if isinstance(in_module.get(name), Mapping):
             held.append(in_module[name].get(model))
-    return [path for modules in held if isinstance(modules, dict) for path in modules if isinstance(path, str)]
+    return [
+        path for modules in held if isinstance(modules, dict) for path in modules if isinstance(path, str)
+    ]
 
 
 def compilation(kwargs: dict[str, Any], paths: list[str], wrapper: str = "") -> dict[str, Any]:
     """The option that has ranks compile these modules; empty, and a line in the log, where they
     cannot. A filter of guards is replaced by the ranks' own. ``wrapper``: the name of what asks.
     """
-    inside = [path.removeprefix(WHOLE).removeprefix(".") for path in paths if f"{path}.".startswith(f"{WHOLE}.")]
-    settings = {name: value for name, value in (kwargs.get("options") or {}).items() if name != "guard_filter_fn"}
+    inside = [
+        path.removeprefix(WHOLE).removeprefix(".") for path in paths if f"{path}.".startswith(f"{WHOLE}.")
+    ]
+    settings = {
+        name: value for name, value in (kwargs.get("options") or {}).items() if name != "guard_filter_fn"
+    }
     wanted = {"paths": inside, "kwargs": {**kwargs, "options": settings}}
     if inside and is_plain(wanted):
         return {COMPILE: wanted}
-    why = "its backend or an option is code" if inside else f"which modules of the transformer {wrapper} compiles is not known"
+    why = (
+        "its backend or an option is code"
+        if inside
+        else f"which modules of the transformer {wrapper} compiles is not known"
+    )
     log.warning("[PipeMesh] torch.compile is left out: %s. The ranks run this MODEL uncompiled.", why)
     return {}

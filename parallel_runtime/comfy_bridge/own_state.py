@@ -29,7 +29,9 @@ def assigned_later(kind: type) -> frozenset[str]:
     """Returns the attributes that methods of a class of ComfyUI's assign, but for ``__init__`` and
     the methods that it calls.
     """
-    methods = [method for one in kind.__mro__ if one.__module__.startswith("comfy.") for method in _methods_of(one)]
+    methods = [
+        method for one in kind.__mro__ if one.__module__.startswith("comfy.") for method in _methods_of(one)
+    ]
     building, waiting = set(), {"__init__"}
     while waiting:
         name = waiting.pop()
@@ -70,5 +72,9 @@ def _assigned(method: ast.AST, own: str) -> Iterator[str]:
             target: ast.AST = node
             while isinstance(target, ast.Subscript):
                 target = target.value
-            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == own:
+            if (
+                isinstance(target, ast.Attribute)
+                and isinstance(target.value, ast.Name)
+                and target.value.id == own
+            ):
                 yield target.attr

@@ -17,7 +17,18 @@ import torch
 
 from ..errors import Refused
 from ..wire.tree import is_plain
-from .code import CUSTOM_NODES, NotReferable, Reference, attribute_of, functions_of, imported, is_of_pack, module_of, place_of, resolved
+from .code import (
+    CUSTOM_NODES,
+    NotReferable,
+    Reference,
+    attribute_of,
+    functions_of,
+    imported,
+    is_of_pack,
+    module_of,
+    place_of,
+    resolved,
+)
 from .guard import patch_name
 from .host_code import LIBRARIES, compiled_elsewhere, imports_of, is_code
 from .named_code import names_in
@@ -42,20 +53,33 @@ def read_by(things: list[Any]) -> Iterator[Read]:
     waiting, seen, told = list(things), set(), set()
     while waiting:
         thing = waiting.pop()
-        if id(thing) in seen or not is_of_pack(module_of(thing)) or (isinstance(thing, type) and issubclass(thing, Enum)):
+        if (
+            id(thing) in seen
+            or not is_of_pack(module_of(thing))
+            or (isinstance(thing, type) and issubclass(thing, Enum))
+        ):
             continue
         seen.add(id(thing))
         if isinstance(thing, type):
             waiting += thing.__bases__
-            yield from (Read(thing, name, value) for name, value in vars(thing).items() if is_sent(name, value))
+            yield from (
+                Read(thing, name, value) for name, value in vars(thing).items() if is_sent(name, value)
+            )
         for function in functions_of(thing):
             own = module_of(function)
             if own is None or not is_of_pack(own):
                 continue
-            if attribute_of(own, function.__qualname__) is function:  # not one that another function made, nor a decorated one
-                yield from (Read(function, name, value) for name in DEFAULTS if (value := getattr(function, name)))
+            # Not one that another function made, nor a decorated one
+            if attribute_of(own, function.__qualname__) is function:
+                yield from (
+                    Read(function, name, value) for name in DEFAULTS if (value := getattr(function, name))
+                )
             names = names_in(function.__code__)
-            others = [one for name in names if isinstance(one := vars(own).get(name), types.ModuleType) and is_of_pack(one)]
+            others = [
+                one
+                for name in names
+                if isinstance(one := vars(own).get(name), types.ModuleType) and is_of_pack(one)
+            ]
             for module in (own, *others):
                 for name in names & vars(module).keys():
                     value = vars(module)[name]
@@ -71,7 +95,9 @@ def require_own(module: types.ModuleType, name: str, value: Any) -> None:
     come there by way of another file of the pack.
     """
     own = {module.__name__.partition(".")[0]}
-    culprit = compiled_elsewhere(value, LIBRARIES | imports_of(module).roots | own) if is_code(value) else None
+    culprit = (
+        compiled_elsewhere(value, LIBRARIES | imports_of(module).roots | own) if is_code(value) else None
+    )
     if culprit is not None and is_of_another_pack(culprit, module):
         raise Refused(
             f"{module.__name__}.{name} was replaced ({patch_name(culprit)}), which ranks know nothing of: "
@@ -98,7 +124,11 @@ def is_sent(name: str, value: Any) -> bool:
         return False
     if is_plain(value) or isinstance(value, CONTAINERS):
         return True
-    return hasattr(value, "__dict__") and is_of_pack(module_of(type(value))) and not isinstance(value, types.FunctionType)
+    return (
+        hasattr(value, "__dict__")
+        and is_of_pack(module_of(type(value)))
+        and not isinstance(value, types.FunctionType)
+    )
 
 
 def is_module(value: Any) -> bool:
@@ -130,9 +160,10 @@ class PackState:
         for one, before in zip(self._read, self._before, strict=True):
             now = getattr(one.holder, one.name, None)
             if frozen(now) != before:
+                holder = one.holder.__name__ if is_module(one.holder) else patch_name(one.holder)
                 raise Refused(
-                    f"{patch_name(one.holder) if not is_module(one.holder) else one.holder.__name__}.{one.name} was changed while "
-                    "the model samples, and a patch in the pool reads it: remove the node that does it, or leave PipeMesh Parallelize out."
+                    f"{holder}.{one.name} was changed while the model samples, and a patch in the pool reads it: remove the node"
+                    " that does it, or leave PipeMesh Parallelize out."
                 )
 
 
@@ -156,7 +187,8 @@ def _place(holder: Any) -> Reference:
 def made_state(taken: list[list], put: Callable[[Any], Any]) -> list[Read]:
     """In a rank: the inverse of ``PackState.taken``. Raises Refused."""
     return [
-        Read(imported(reference[:3]) if not reference[3] else resolved(reference), name, put(value)) for reference, name, value in taken
+        Read(imported(reference[:3]) if not reference[3] else resolved(reference), name, put(value))
+        for reference, name, value in taken
     ]
 
 

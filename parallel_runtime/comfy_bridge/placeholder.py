@@ -38,7 +38,9 @@ class Placeholder(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         read = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
         if func is torch.ops.aten.detach.default:  # by which modules list what they have
             return cls(read, read.device, read.of)

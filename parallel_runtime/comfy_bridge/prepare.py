@@ -25,12 +25,16 @@ def prepare(comfyui: str, args: dict[str, Any], ranks: int = 1) -> None:
     # The file's mapped pages become the weights: one copy in the page cache for all ranks, instead
     # of one private copy each.
     stock_load = comfy.model_base.BaseModel.load_model_weights
-    comfy.model_base.BaseModel.load_model_weights = lambda model, sd, prefix="", assign=False: stock_load(model, sd, prefix, assign=True)
+    comfy.model_base.BaseModel.load_model_weights = lambda model, sd, prefix="", assign=False: stock_load(
+        model, sd, prefix, assign=True
+    )
     # A stage leaves out the blocks of others before anything goes to its GPU, under --highvram too.
     comfy.model_management.unet_inital_load_device = lambda parameters, dtype: torch.device("cpu")
     comfy.model_management.unet_offload_device = lambda: torch.device("cpu")
     # Pinned memory is locked, and pinned pages of a file are this process's own copy of them.
-    comfy.model_management.MAX_PINNED_MEMORY = share_of_pinned(comfy.model_management.MAX_PINNED_MEMORY, ranks)
+    comfy.model_management.MAX_PINNED_MEMORY = share_of_pinned(
+        comfy.model_management.MAX_PINNED_MEMORY, ranks
+    )
 
 
 def share_of_pinned(most: float, ranks: int) -> float:

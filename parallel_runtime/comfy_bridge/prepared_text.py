@@ -38,7 +38,10 @@ class PreparedText:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         patcher = self._patcher()
         if patcher is None:
-            raise RuntimeError("The parallelized MODEL is gone while its text is still to be prepared: run the workflow again.")
+            raise RuntimeError(
+                "The parallelized MODEL is gone while its text is still to be prepared: run the workflow"
+                " again."
+            )
         transformer = patcher.model.diffusion_model
         name_dtype(transformer, patcher.model.get_dtype_inference())
         with cast_and_patched(transformer, patcher.patches):
@@ -62,14 +65,19 @@ def cast_and_patched(transformer: torch.nn.Module, patches: dict[str, Any]) -> I
     from comfy.model_patcher import LowVramPatch, wipe_lowvram_weight
 
     blocks = tuple(f"{group.path}." for group in require_plan(transformer).blocks)
-    outside = [(name, module) for name, module in transformer.named_modules() if not f"{name}.".startswith(blocks)]
+    outside = [
+        (name, module) for name, module in transformer.named_modules() if not f"{name}.".startswith(blocks)
+    ]
     casting = [(name, module) for name, module in outside if hasattr(module, "comfy_cast_weights")]
     kinds = ("weight", "bias")
     served = {f"{PREFIX}{name}.{kind}" for name, _ in casting for kind in kinds}
     for name, module in outside:
         for kind, _ in module.named_parameters(recurse=False):
             if (key := f"{PREFIX}{name}.{kind}" if name else PREFIX + kind) in patches and key not in served:
-                raise Refused(f"{key} is patched and ComfyUI may read it to prepare the text: take that weight patch off, or PipeMesh.")
+                raise Refused(
+                    f"{key} is patched and ComfyUI may read it to prepare the text: take that weight patch"
+                    " off, or PipeMesh."
+                )
     try:
         for name, module in casting:
             vars(module)["prev_comfy_cast_weights"] = module.comfy_cast_weights

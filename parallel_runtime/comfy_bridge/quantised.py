@@ -26,7 +26,10 @@ def taken_apart(tensor: torch.Tensor) -> Any:
     if not is_quantised(tensor):
         return tensor.detach()
     names, context = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-    return {"tensors": {name: getattr(tensor, name).detach() for name in names}, "fields": dict(context[FIELDS])}
+    return {
+        "tensors": {name: getattr(tensor, name).detach() for name in names},
+        "fields": dict(context[FIELDS]),
+    }
 
 
 def put_together(tree: Any, like: torch.Tensor) -> torch.Tensor:

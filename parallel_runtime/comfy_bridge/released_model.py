@@ -43,10 +43,20 @@ def latent_shapes(model: Any, released: Released, extent: Extent) -> Sequence[tu
     width, height, frames = extent
     form = model.latent_format
     depth = ((frames - 1) // form.temporal_downscale_ratio + 1,) if form.latent_dimensions == 3 else ()
-    return [(1, form.latent_channels, *depth, height // form.spacial_downscale_ratio, width // form.spacial_downscale_ratio)]
+    return [
+        (
+            1,
+            form.latent_channels,
+            *depth,
+            height // form.spacial_downscale_ratio,
+            width // form.spacial_downscale_ratio,
+        )
+    ]
 
 
-def arguments_of(model: Any, sample: Sample, released: Released, shapes: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, Any]:
+def arguments_of(
+    model: Any, sample: Sample, released: Released, shapes: Sequence[tuple[int, ...]], device: torch.device
+) -> dict[str, Any]:
     """Return the arguments of the transformer's forward in one evaluation of latents (B, C, ...),
     on ``device``, as a rank has them.
     """
@@ -88,12 +98,16 @@ def forget_tensors() -> None:
                     value.cache_clear()
 
 
-def conds_of(model: Any, prompt: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, Any]:
+def conds_of(
+    model: Any, prompt: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device
+) -> dict[str, Any]:
     """Return what ComfyUI makes of a prompt for the transformer."""
     latent = packed(shapes, device)
     size = {"width": shapes[0][-1] * SPACIAL, "height": shapes[0][-2] * SPACIAL, "prompt_type": "positive"}
     together = {"latent_shapes": [torch.Size(shape) for shape in shapes]} if len(shapes) > 1 else {}
-    made = model.extra_conds(device=device, noise=latent, latent_image=latent, **{**size, **together, **prompt})
+    made = model.extra_conds(
+        device=device, noise=latent, latent_image=latent, **{**size, **together, **prompt}
+    )
     return {name: cond.process_cond(batch_size=1, area=None).cond for name, cond in made.items()}
 
 
@@ -105,7 +119,9 @@ def packed(shapes: Sequence[tuple[int, ...]], device: torch.device) -> torch.Ten
     return latents[0] if len(latents) == 1 else comfy.utils.pack_latents(latents)[0]
 
 
-def called_with(model: Any, conds: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, Any]:
+def called_with(
+    model: Any, conds: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device
+) -> dict[str, Any]:
     """Return the arguments with which ComfyUI calls the transformer for ``conds_of`` a prompt."""
     latent = packed(shapes, device)
     conds = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), dict(conds))

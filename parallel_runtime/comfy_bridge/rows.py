@@ -54,7 +54,9 @@ def cost_of_row(arguments: dict[str, Any]) -> float:
     return max(1.0, pixels / 4 + (text.shape[1] if isinstance(text, torch.Tensor) and text.ndim > 2 else 0))
 
 
-def take(arguments: dict[str, Any], start: int, end: int, batch: Batch, constants: Collection[str] = ()) -> dict[str, Any]:
+def take(
+    arguments: dict[str, Any], start: int, end: int, batch: Batch, constants: Collection[str] = ()
+) -> dict[str, Any]:
     """Returns the arguments of rows [start, end), which are of one branch."""
     if end - start == batch.rows:
         return arguments
@@ -62,7 +64,11 @@ def take(arguments: dict[str, Any], start: int, end: int, batch: Batch, constant
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[start:end] if tensor.ndim and tensor.shape[0] == batch.rows else tensor
 
-    taken = {name: value if name in constants else mapped(own, value) for name, value in arguments.items() if name != OPTIONS}
+    taken = {
+        name: value if name in constants else mapped(own, value)
+        for name, value in arguments.items()
+        if name != OPTIONS
+    }
     if OPTIONS not in arguments:
         return taken
     options = dict(arguments[OPTIONS])
@@ -73,7 +79,8 @@ def take(arguments: dict[str, Any], start: int, end: int, batch: Batch, constant
     if isinstance(sigmas, torch.Tensor) and sigmas.ndim and sigmas.shape[0] in (batch.items, batch.rows):
         first = item if sigmas.shape[0] == batch.items else start
         options[SIGMAS] = sigmas[first : first + end - start]
-    return {name: options if name == OPTIONS else taken[name] for name in arguments}  # in their order: the first two change
+    # In their order: the first two change
+    return {name: options if name == OPTIONS else taken[name] for name in arguments}
 
 
 def put_together(outputs: Sequence[Any]) -> Any:
@@ -92,7 +99,11 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: mapped(change, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [mapped(change, item) for item in value] if isinstance(value, list) else tuple(mapped(change, item) for item in value)
+        return (
+            [mapped(change, item) for item in value]
+            if isinstance(value, list)
+            else tuple(mapped(change, item) for item in value)
+        )
     return value
 
 
@@ -124,5 +135,7 @@ class Constants:
         """A CALC_COND_BATCH wrapper, which looks at the conds of every evaluation."""
         self.together = runs_code_in_blocks(model.current_patcher)
         for cond in (cond for side in conds for cond in side or ()):
-            self.names |= {name for name, value in cond.get("model_conds", {}).items() if isinstance(value, CONDConstant)}
+            self.names |= {
+                name for name, value in cond.get("model_conds", {}).items() if isinstance(value, CONDConstant)
+            }
         return executor(model, conds, x, timestep, model_options)

@@ -26,7 +26,13 @@ class ShardedWeights:
     tables of which little is read: they stay where they were loaded.
     """
 
-    def __init__(self, diffusion_model: torch.nn.Module, device: torch.device, gather: ShardGather, on_progress: Callable[[int], None]):
+    def __init__(
+        self,
+        diffusion_model: torch.nn.Module,
+        device: torch.device,
+        gather: ShardGather,
+        on_progress: Callable[[int], None],
+    ):
         self._device = device
         self._sharded: dict[str, tuple[ShardedLayer, ShardedParameter]] = {}
         self._replaced: set[str] = set()
@@ -101,7 +107,9 @@ class ShardedWeights:
         tree = weight if isinstance(weight, dict) else taken_apart(weight)
         one.instead = None
         if not layer.write(one, tree):
-            one.instead = torch.nn.Parameter(put_together(tree, one.loaded).to(self._device), requires_grad=False)
+            one.instead = torch.nn.Parameter(
+                put_together(tree, one.loaded).to(self._device), requires_grad=False
+            )
             layer.forget_views()
         one.put_away()
         self._replaced.add(name)

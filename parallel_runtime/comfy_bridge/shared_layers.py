@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .quantised import is_quantised, stored_bytes
 
-TOGETHER = 1.13  # of one model's bytes: what its ranks hold together; what their processes add stays below 1.15
+# Of one model's bytes: what its ranks hold together; what their processes add stays below 1.15
+TOGETHER = 1.13
 LEFT_WHOLE = 1000  # the smallest layers stay whole, while they are together one part in so many
 
 
@@ -43,10 +44,16 @@ def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
     """Not those whose weights another module has as well, nor weights that are numbers to nobody
     but their own operations.
     """
-    uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    uses = Counter(
+        id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
+    )
     for path, module in model.named_modules():
         if hasattr(module, "in_features") or hasattr(module, "kernel_size"):
-            own = {name: one for name, one in module.named_parameters(recurse=False) if is_number(one) and uses[id(one)] == 1}
+            own = {
+                name: one
+                for name, one in module.named_parameters(recurse=False)
+                if is_number(one) and uses[id(one)] == 1
+            }
             if own:
                 yield Layer(path, module, own)
 

@@ -59,13 +59,23 @@ class Source:
 
     def tree(self) -> dict[str, Any]:
         """What ``call_factory`` in a rank needs to know."""
-        return {"factory": self.factory, "args": self.args, "index": self.index, "file": self.file, "dtypes": self.dtypes}
+        return {
+            "factory": self.factory,
+            "args": self.args,
+            "index": self.index,
+            "file": self.file,
+            "dtypes": self.dtypes,
+        }
 
 
 def file_of(patcher: Any) -> str:
     """In the UI: the path of the file that a MODEL was read from; empty where none is known."""
     init = getattr(patcher, "cached_patcher_init", None)
-    files = (arg for arg in (init[1] if init is not None else ()) if isinstance(arg, str) and arg.lower().endswith(CHECKPOINT_SUFFIXES))
+    files = (
+        arg
+        for arg in (init[1] if init is not None else ())
+        if isinstance(arg, str) and arg.lower().endswith(CHECKPOINT_SUFFIXES)
+    )
     return next(files, "")
 
 
@@ -81,7 +91,8 @@ def describe_source(patcher: Any) -> Source:
             file = stat_file(path) if path else None
             name, index = f"{factory.__module__}:{factory.__qualname__}", init[2] if len(init) > 2 else None
             dtypes = resolved_dtypes(patcher.model.model_config)
-            identity = encode_tree([name, list(args), index, file and file[:3], dtypes], _no_tensor)  # some mounts number their files anew
+            # Some mounts number their files anew
+            identity = encode_tree([name, list(args), index, file and file[:3], dtypes], _no_tensor)
             model = hashlib.blake2b(identity, digest_size=8).hexdigest()
             return Source(model=model, factory=name, args=args, index=index, file=file, dtypes=dtypes)
     refuse_state(patcher)
@@ -144,7 +155,10 @@ def state_source(patcher: Any, weights: Weights | None = None) -> dict[str, Any]
     state = {key: whole.get(key, tensor) for key, tensor in diffusion_model.state_dict().items()}
     late = {key: described_weight(tensor) for key, tensor in state.items() if is_ggml(tensor)}
     state = {key: tensor for key, tensor in state.items() if key not in late and not tensor.is_meta}
-    unpatched = {**patcher.object_patches_backup, **{key: backup.weight for key, backup in patcher.backup.items()}}
+    unpatched = {
+        **patcher.object_patches_backup,
+        **{key: backup.weight for key, backup in patcher.backup.items()},
+    }
     for key, original in unpatched.items():  # patches in place are sent for themselves
         name = key.removeprefix(PREFIX)
         if isinstance(original, torch.Tensor) and name in state:

@@ -95,7 +95,9 @@ class StoredTensors:
         read_into(self._room, start, nbytes, self._descriptor, start)
 
 
-def view_of(storage: torch.UntypedStorage, start: int, nbytes: int, dtype: torch.dtype, shape: Any) -> torch.Tensor:
+def view_of(
+    storage: torch.UntypedStorage, start: int, nbytes: int, dtype: torch.dtype, shape: Any
+) -> torch.Tensor:
     """Returns a tensor in a part of ``storage``, with a storage of its own that keeps the whole."""
     if not nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -143,13 +145,19 @@ class CheckpointContent:
     def _read(self, model: Any, descriptor: int, file: File) -> None:
         found = os.fstat(descriptor)
         refuse_change(file, found)
-        if self.loan is not None:  # mapped anew for every comparison: a node may have written to what was lent before
-            whole = torch.from_file(of_descriptor(descriptor), shared=False, size=found.st_size, dtype=torch.uint8)
+        # Mapped anew for every comparison: a node may have written to what was lent before
+        if self.loan is not None:
+            whole = torch.from_file(
+                of_descriptor(descriptor), shared=False, size=found.st_size, dtype=torch.uint8
+            )
             self._mapped = whole.untyped_storage()
         self._stored = StoredTensors(descriptor)
         self._tensors = processed(model, dict(self._stored.tensors))
-        named = [self._tensors[slot.name] for slot in slots(model.diffusion_model) if slot.name in self._tensors]
-        if not all(self._stored.has(tensor) for tensor in named if tensor.nbytes):  # some are computed from others
+        named = [
+            self._tensors[slot.name] for slot in slots(model.diffusion_model) if slot.name in self._tensors
+        ]
+        # Some are computed from others
+        if not all(self._stored.has(tensor) for tensor in named if tensor.nbytes):
             with self._whole():
                 self._stored.fill()
             self._tensors = processed(model, dict(self._stored.tensors))
@@ -157,9 +165,17 @@ class CheckpointContent:
     def _borrow(self, transformer: torch.nn.Module, loan: Loan | None) -> None:
         path = of_descriptor(self._descriptor)
         try:
-            self.loan = loan if loan is not None and loan.is_of(path) else Loan(path, Path(self._file[0]).name, transformer)
+            self.loan = (
+                loan
+                if loan is not None and loan.is_of(path)
+                else Loan(path, Path(self._file[0]).name, transformer)
+            )
         except OSError as error:
-            log.info("[PipeMesh] ComfyUI keeps weights of its own of %s: no read lease on it (%s).", self._file[0], error.strerror or error)
+            log.info(
+                "[PipeMesh] ComfyUI keeps weights of its own of %s: no read lease on it (%s).",
+                self._file[0],
+                error.strerror or error,
+            )
 
     def has(self, slot: Slot) -> bool:
         """True if the weight equals the file's, in the file's dtype or as ComfyUI cast it. Raises
@@ -190,14 +206,28 @@ class CheckpointContent:
         has another dtype there, is no parameter on the CPU, or nobody would tell of a writer.
         """
         theirs, ours = self._tensors.get(slot.name), slot.tensor
-        if theirs is None or theirs.dtype != ours.dtype or not theirs.is_contiguous() or ours.device.type != "cpu":
+        if (
+            theirs is None
+            or theirs.dtype != ours.dtype
+            or not theirs.is_contiguous()
+            or ours.device.type != "cpu"
+        ):
             return False
-        if self._stored is None or self._mapped is None or self.loan is None or not theirs.nbytes or not self._stored.has(theirs):
+        if (
+            self._stored is None
+            or self._mapped is None
+            or self.loan is None
+            or not theirs.nbytes
+            or not self._stored.has(theirs)
+        ):
             return False
         if slot.holder is None and not isinstance(ours, torch.nn.Parameter):
             return False
-        with torch.inference_mode(ours.is_inference()):  # a parameter of one kind with data of the other is neither
-            lent = view_of(self._mapped, self._stored.offset_of(theirs), theirs.nbytes, theirs.dtype, theirs.shape)
+        # A parameter of one kind with data of the other is neither
+        with torch.inference_mode(ours.is_inference()):
+            lent = view_of(
+                self._mapped, self._stored.offset_of(theirs), theirs.nbytes, theirs.dtype, theirs.shape
+            )
             if not self.loan.add(lent):
                 return False
             if slot.holder is not None:

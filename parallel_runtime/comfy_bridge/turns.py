@@ -67,7 +67,9 @@ class Order:
         fails later, all must still send for the same.
         """
         if within not in self._follows:
-            self._follows[within] = {(before, here): after for (before, here), (_, after) in pairwise(pairwise(self._seen))}
+            self._follows[within] = {
+                (before, here): after for (before, here), (_, after) in pairwise(pairwise(self._seen))
+            }
 
     def is_known(self, within: Hashable) -> bool:
         return within in self._follows
@@ -79,7 +81,9 @@ class Order:
 class Turns:
     """Gives each of ``layers`` its weights in its turn, in ``room_bytes`` of memory."""
 
-    def __init__(self, layers: Sequence[ShardedLayer], gather: ShardGather, device: torch.device, room_bytes: int):
+    def __init__(
+        self, layers: Sequence[ShardedLayer], gather: ShardGather, device: torch.device, room_bytes: int
+    ):
         self.room_bytes = room_bytes
         self._layers = layers
         self._gather = gather
@@ -147,7 +151,9 @@ class Turns:
 
     def _open_room(self) -> Room:
         if self._room is None:
-            self._room = Room(self.room_bytes, self._device, self._gather.via_cpu and self._device.type != "cpu")
+            self._room = Room(
+                self.room_bytes, self._device, self._gather.via_cpu and self._device.type != "cpu"
+            )
         return self._room
 
     def _places_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +173,9 @@ class Turns:
         self._at[end] = self._coming = NONE
         if self._at[self._end] != NONE and not self._fit(self._at[self._end], index):
             self._at[self._end] = NONE  # it has computed, and is overwritten
-        self._gather.start(id(self), index, self._layers[index].part, self._room.place(end, self._layers[index].nbytes))
+        self._gather.start(
+            id(self), index, self._layers[index].part, self._room.place(end, self._layers[index].nbytes)
+        )
         self._at[end], self._coming = index, end
 
     def learn(self) -> None:

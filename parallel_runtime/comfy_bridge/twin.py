@@ -15,8 +15,10 @@ import torch
 from ..wire.segment import TensorRef, dtype_name, dtype_named
 from ..wire.tree import NotPlain, decode_tree, encode_tree
 
-BESIDE = {"model_conds", "uuid", "control", "hooks", "area", "mask", "gligen", "default"}  # of a cond, what is not the model's
-OBJECTS = ("comfy.clip_vision.Output", "types.SimpleNamespace")  # of attributes alone: what encoders of images return
+# Of a cond, what is not the model's
+BESIDE = {"model_conds", "uuid", "control", "hooks", "area", "mask", "gligen", "default"}
+# Of attributes alone: what encoders of images return
+OBJECTS = ("comfy.clip_vision.Output", "types.SimpleNamespace")
 
 
 class Twin(NamedTuple):
@@ -42,12 +44,15 @@ def described(model: Any, cond: Mapping[str, Any], shape: tuple[int, ...]) -> by
         raise NotPlain("the model's configuration", config)
     tree = {
         "config": type(config).__name__,
-        "settings": {name: value for name, value in sorted(config.unet_config.items()) if name != "dtype"},  # a twin has its own
+        # A twin has its own
+        "settings": {name: value for name, value in sorted(config.unet_config.items()) if name != "dtype"},
         "class": class_of(model),
         "cond": {name: plain(value) for name, value in sorted(cond.items()) if name not in BESIDE},
         "shape": list(shape),
     }
-    return encode_tree(tree, lambda _path, tensor: TensorRef(0, tuple(tensor.shape), dtype_name(tensor.dtype)))
+    return encode_tree(
+        tree, lambda _path, tensor: TensorRef(0, tuple(tensor.shape), dtype_name(tensor.dtype))
+    )
 
 
 def rebuilt(data: bytes, dtype: torch.dtype, device: torch.device) -> Twin:

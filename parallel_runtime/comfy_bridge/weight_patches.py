@@ -25,7 +25,8 @@ from .gguf import is_dequantised_late
 from .guard import patch_name
 from .quantised import stored_tensors
 
-TYPES = ("diff", "set", "model_as_lora")  # of weight patches that are no adapters: what calculate_weight knows
+# Of weight patches that are no adapters: what calculate_weight knows
+TYPES = ("diff", "set", "model_as_lora")
 
 
 def pack_patches(patches: Mapping[str, Iterable[tuple]]) -> dict[str, list]:
@@ -53,18 +54,27 @@ def pack_patches(patches: Mapping[str, Iterable[tuple]]) -> dict[str, list]:
         if function is not None and function is not functions.get(getattr(function, "__name__", "")):
             name = patch_name(function)
             raise Refused(
-                f"The weight patch of {key} carries the function {name}, which cannot run in the pool: remove the node that adds it."
+                f"The weight patch of {key} carries the function {name}, which cannot run in the pool: remove"
+                " the node that adds it."
             )
-        return [strength, packed(key, value), strength_model, offset, "" if function is None else function.__name__]
+        return [
+            strength,
+            packed(key, value),
+            strength_model,
+            offset,
+            "" if function is None else function.__name__,
+        ]
 
     functions = known_functions()
-    return {key: [entry(key, item) for item in items] for key, items in patches.items() if key.startswith(PREFIX)}
+    return {
+        key: [entry(key, item) for item in items] for key, items in patches.items() if key.startswith(PREFIX)
+    }
 
 
 def of_another_pack(key: str, kind: str) -> Refused:
     return Refused(
-        f"The weight patch of {key} is of the type {kind}, which is another pack's and cannot be applied in the pool: "
-        "remove the node that adds it, or leave PipeMesh Parallelize out."
+        f"The weight patch of {key} is of the type {kind}, which is another pack's and cannot be applied in"
+        " the pool: remove the node that adds it, or leave PipeMesh Parallelize out."
     )
 
 
@@ -120,7 +130,11 @@ def cast_switches(patcher: Any) -> dict[str, Any]:
     if not patcher.force_cast_weights:
         return {}
     modules = patcher.model.diffusion_model.named_modules()
-    return {f"{PREFIX}{path}.comfy_cast_weights": True for path, module in modules if getattr(module, "comfy_cast_weights", True) is False}
+    return {
+        f"{PREFIX}{path}.comfy_cast_weights": True
+        for path, module in modules
+        if getattr(module, "comfy_cast_weights", True) is False
+    }
 
 
 def patched_sizes(model: Any, patches: Mapping[str, list]) -> dict[str, int]:
@@ -160,7 +174,10 @@ def patched_shapes(model: Any, patches: Mapping[str, list]) -> dict[str, tuple[i
     import comfy.utils
 
     below = {key: entries for key, entries in patches.items() if key.startswith(PREFIX)}
-    return {key: tuple(comfy.lora.calculate_shape(entries, comfy.utils.get_attr(model, key), key)) for key, entries in below.items()}
+    return {
+        key: tuple(comfy.lora.calculate_shape(entries, comfy.utils.get_attr(model, key), key))
+        for key, entries in below.items()
+    }
 
 
 def put_object(model: Any, name: str, value: Any, device: torch.device) -> Callable[[], Any] | None:

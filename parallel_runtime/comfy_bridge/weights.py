@@ -76,7 +76,10 @@ class Weights:
     def changed_tensors(self, diffusion_model: torch.nn.Module) -> dict[str, Any]:
         """The weights of ``changed`` as object patches for the ranks."""
         found = [slot for slot in slots(diffusion_model) if slot.name in self.changed]
-        return {PREFIX + slot.owner: taken_apart(slot.tensor if slot.holder is None else slot.holder) for slot in found}
+        return {
+            PREFIX + slot.owner: taken_apart(slot.tensor if slot.holder is None else slot.holder)
+            for slot in found
+        }
 
     def _is_as_seen(self, slot: Slot) -> bool:
         return slot.name in self._seen and self._seen[slot.name].is_still(slot.tensor)
@@ -99,7 +102,8 @@ class Weights:
             check_file(self._file)
         except Refused:
             return GoneContent()
-        dynamic = hasattr(patcher.model, "dynamic_patchers")  # ModelPatcherDynamic reads weights by a mapping of its own
+        # ModelPatcherDynamic reads weights by a mapping of its own
+        dynamic = hasattr(patcher.model, "dynamic_patchers")
         lends = not dynamic and not patcher.pinned and not comfy.utils.DISABLE_MMAP
         content = CheckpointContent(patcher.model, self._file, lends, self._loan)
         self._loan = content.loan or self._loan
@@ -122,7 +126,11 @@ class Seen:
         """True if the weight was neither moved nor, as far as this can tell, written to."""
         if _place(tensor) != self._place:
             return False
-        return is_unwritten(tensor.data_ptr(), tensor.nbytes) if self._content is None else _sampled(tensor) == self._content
+        return (
+            is_unwritten(tensor.data_ptr(), tensor.nbytes)
+            if self._content is None
+            else _sampled(tensor) == self._content
+        )
 
 
 def _place(tensor: torch.Tensor) -> tuple:
@@ -181,7 +189,9 @@ def checksum(tensor: torch.Tensor) -> bytes:
         words = words.clone()
     sums = words.view(torch.int64).view(-1, CHECKSUM_ROW).sum(0)
     head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
-    return hashlib.blake2b(head + sums.numpy().tobytes() + content[words.numel() :].numpy().tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(
+        head + sums.numpy().tobytes() + content[words.numel() :].numpy().tobytes(), digest_size=16
+    ).digest()
 
 
 def give_back(patcher: Any, kind: type, device: Any, unpatch_weights: bool) -> None:
@@ -192,7 +202,9 @@ def give_back(patcher: Any, kind: type, device: Any, unpatch_weights: bool) -> N
     buffers, which of them are stale). Another class would leave them wrong.
     """
     stock = kind(patcher.model, patcher.load_device, patcher.offload_device, 1)
-    stock.backup, stock.backup_buffers, stock.object_patches_backup, stock.pinned = patcher.get_clone_model_override()[1]
+    stock.backup, stock.backup_buffers, stock.object_patches_backup, stock.pinned = (
+        patcher.get_clone_model_override()[1]
+    )
     stock.hook_backup = patcher.hook_backup
     stock.unpatch_model(device, unpatch_weights)
 

@@ -13,7 +13,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-GIVE_WAY = 10  # about a tenth of a computing thread's weight: enough to move messages beside it, too little to be put in its place
+# About a tenth of a computing thread's weight: enough to move messages beside it, too little to be
+# put in its place
+GIVE_WAY = 10
 
 
 def share_of_cores(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
@@ -29,7 +31,8 @@ def keep_to(cores: Sequence[int]) -> None:
     changes nothing.
     """
     for thread in threads() if cores else ():
-        with suppress(OSError):  # it has ended, or this process may not use those cores any more: slower, not wrong
+        # It has ended, or this process may not use those cores any more: slower, not wrong
+        with suppress(OSError):
             os.sched_setaffinity(thread, cores)
 
 

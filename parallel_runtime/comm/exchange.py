@@ -48,7 +48,10 @@ class StopFlag:
     def decide(self, flag: torch.Tensor) -> None:
         """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
         self._later.append(LateValue(flag))
-        if len(self._later) > (self._look_ahead if self._later[-1].costs_a_wait else 0) and self._later.popleft().read():
+        if (
+            len(self._later) > (self._look_ahead if self._later[-1].costs_a_wait else 0)
+            and self._later.popleft().read()
+        ):
             raise Stopped
 
 
@@ -112,7 +115,10 @@ class Exchange:
         """
         first = next(tensor for chunk in chunks for tensor in chunk)
         message = Message(
-            tuple(sum(t.numel() for t in chunks[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)),
+            tuple(
+                sum(t.numel() for t in chunks[rank]) + 1 if rank != self.rank else 0
+                for rank in range(self.size)
+            ),
             tuple(math.prod(shapes[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)),
             first.dtype,
             torch.device("cpu") if self.via_cpu else first.device,
@@ -149,7 +155,9 @@ class Exchange:
         wishes = torch.empty(self.size, dtype=message.dtype, device=message.device)
         return wishes, wishes.new_empty(1)
 
-    def _pass(self, message: Message, flag: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+    def _pass(
+        self, message: Message, flag: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Move what lies in the places of ``message`` with ``flag``; return the group's largest, in
         ``room`` where there is some.
         """
@@ -190,12 +198,26 @@ class Exchange:
             flags[flag.numel() :] = received
         return flags.view(self.size, -1).amax(0)
 
-    def _move(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
+    def _move(
+        self,
+        receiving: torch.Tensor,
+        sending: torch.Tensor,
+        receive_sizes: Sequence[int],
+        send_sizes: Sequence[int],
+    ) -> None:
         self._exchange(receiving, sending, receive_sizes, send_sizes)
 
-    def _exchange(self, receiving: torch.Tensor, sending: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]) -> None:
+    def _exchange(
+        self,
+        receiving: torch.Tensor,
+        sending: torch.Tensor,
+        receive_sizes: Sequence[int],
+        send_sizes: Sequence[int],
+    ) -> None:
         if dist.get_backend(self.group) != "gloo":
-            dist.all_to_all_single(receiving, sending, list(receive_sizes), list(send_sizes), group=self.group)
+            dist.all_to_all_single(
+                receiving, sending, list(receive_sizes), list(send_sizes), group=self.group
+            )
             return
         # gloo runs a collective on a thread of its own and a plain send on the caller's: two
         # switches of threads fewer at every exchange.
@@ -211,5 +233,7 @@ class Exchange:
         key = (use, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < count:
             self._laid.clear()  # else a buffer would live on in views of it
-            self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self.via_cpu and torch.cuda.is_available())
+            self._buffers[key] = torch.empty(
+                count, dtype=dtype, device=device, pin_memory=self.via_cpu and torch.cuda.is_available()
+            )
         return self._buffers[key][:count]

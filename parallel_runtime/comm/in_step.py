@@ -163,7 +163,12 @@ class InStep:
     ``StopFlag`` has it.
     """
 
-    def __init__(self, ask: Callable[[bool, int], tuple[bool, int]], decide: Callable[[torch.Tensor], None], width: int = 1):
+    def __init__(
+        self,
+        ask: Callable[[bool, int], tuple[bool, int]],
+        decide: Callable[[torch.Tensor], None],
+        width: int = 1,
+    ):
         self._ask = ask
         self._decide = decide
         self._width = width
@@ -198,12 +203,16 @@ class InStep:
         """Begin an evaluation of the model that ``known`` belongs to. Raises RuntimeError where
         this rank does not know what all have confirmed.
         """
-        self._course = Course(known, (self._width, expected.kind), expected, has_asked=bool(expected.confirmed))
+        self._course = Course(
+            known, (self._width, expected.kind), expected, has_asked=bool(expected.confirmed)
+        )
         self._course.rely_on(expected.confirmed)
         self.confirmed = 0
         self._is_over = self._is_broken = bool(expected.confirmed) and not self._course.steps
         if self._is_broken:
-            raise RuntimeError(f"the steps that were learned in evaluation {expected.confirmed} are not known here")
+            raise RuntimeError(
+                f"the steps that were learned in evaluation {expected.confirmed} are not known here"
+            )
 
     def agree(self) -> None:
         """Find out whether all ranks know the steps to come, unless the request says so. Call it

@@ -19,11 +19,15 @@ class MachineComm:
     """
 
     def __init__(self, machines: Sequence[int], rank: int):
-        members = {machine: [other for other, place in enumerate(machines) if place == machine] for machine in dict.fromkeys(machines)}
+        members = {
+            machine: [other for other, place in enumerate(machines) if place == machine]
+            for machine in dict.fromkeys(machines)
+        }
         self.away = machines[rank] != machines[0]
         self._rank = rank
         self._is_first = members[machines[rank]][0] == rank
-        beside = gloo_group(members[machines[rank]])  # every rank makes one, also where it is alone: see gloo_group
+        # Every rank makes one, also where it is alone: see gloo_group
+        beside = gloo_group(members[machines[rank]])
         self._beside = beside if self.away else None
         self._firsts = gloo_group([ranks[0] for ranks in members.values()]) if self._is_first else None
 
@@ -33,7 +37,9 @@ class MachineComm:
         """
         sizes = [piece.numel() for piece in pieces]
         if self._is_first and sizes:
-            parcel = torch.cat(list(pieces)) if self._rank == 0 else torch.empty(sum(sizes), dtype=torch.uint8)
+            parcel = (
+                torch.cat(list(pieces)) if self._rank == 0 else torch.empty(sum(sizes), dtype=torch.uint8)
+            )
             dist.broadcast(parcel, src=0, group=self._firsts)
             for piece, content in zip(pieces, parcel.split(sizes), strict=True):
                 if self.away:

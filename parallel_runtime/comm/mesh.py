@@ -65,7 +65,15 @@ class SequenceComm:
     the numbers that were given to ``join``.
     """
 
-    def __init__(self, ulysses: Exchange, ring: Ring, world: Exchange, stop: StopFlag, device_type: str = "cpu", shares: Shares = EVEN):
+    def __init__(
+        self,
+        ulysses: Exchange,
+        ring: Ring,
+        world: Exchange,
+        stop: StopFlag,
+        device_type: str = "cpu",
+        shares: Shares = EVEN,
+    ):
         self.ulysses = ulysses
         self.ring = ring
         self.world = world
@@ -112,7 +120,11 @@ class SequenceComm:
         """Return what counts messages, by axis: those to gather an output's rows under ``gather``,
         those of shared weights under ``weights``.
         """
-        parts: dict[str, Exchange | Ring | ShardGather] = {"ulysses": self.ulysses, "ring": self.ring, "gather": self.world}
+        parts: dict[str, Exchange | Ring | ShardGather] = {
+            "ulysses": self.ulysses,
+            "ring": self.ring,
+            "gather": self.world,
+        }
         if self.weights is not None:
             parts["weights"] = self.weights
         return parts
@@ -208,12 +220,20 @@ def connect(
     axes = make_axes(degrees, rank)
     stages = axes["pipefusion"]
     shares = shares_of(degrees, rank, speeds)
-    sequence = SequenceComm(*paths_of(degrees, rank, axes, via_cpu), StopFlag(wants_stop), device_type, shares)
+    sequence = SequenceComm(
+        *paths_of(degrees, rank, axes, via_cpu), StopFlag(wants_stop), device_type, shares
+    )
     link = None
     if stages.size > 1:
         before = stages.ranks[stages.rank - 1] if stages.rank else None
         after = stages.ranks[stages.rank + 1] if stages.rank + 1 < stages.size else None
-        link = StageLink(before, after, via_cpu=via_cpu, device_type=device_type, before_waiting=lambda: tick(stages.rank * STAGE_STEPS))
+        link = StageLink(
+            before,
+            after,
+            via_cpu=via_cpu,
+            device_type=device_type,
+            before_waiting=lambda: tick(stages.rank * STAGE_STEPS),
+        )
     mesh = Mesh(rank, degrees, axes, sequence, link, tuple(speeds))
     open_connections(mesh, device_type)
     for width, wider in joined.items():
@@ -225,7 +245,9 @@ def connect(
     return mesh
 
 
-def paths_of(degrees: Mapping[str, int], rank: int, axes: Mapping[str, Axis], via_cpu: bool) -> tuple[Exchange, Ring, Exchange]:
+def paths_of(
+    degrees: Mapping[str, int], rank: int, axes: Mapping[str, Axis], via_cpu: bool
+) -> tuple[Exchange, Ring, Exchange]:
     """Make the communicators of this rank's sequence. Every rank must call it."""
     ulysses, ring = axes["ulysses"], axes["ring"]
     place, size = ring.rank * ulysses.size + ulysses.rank, ring.size * ulysses.size
@@ -295,7 +317,9 @@ def make_axes(degrees: Mapping[str, int], rank: int) -> dict[str, Axis]:
     place = (grid == rank).nonzero()[0].tolist()
     axes = {}
     for dim, axis in enumerate(outermost_first):
-        along = tuple(grid[tuple(slice(None) if other == dim else here for other, here in enumerate(place))].tolist())
+        along = tuple(
+            grid[tuple(slice(None) if other == dim else here for other, here in enumerate(place))].tolist()
+        )
         lines = grid.movedim(dim, -1).reshape(-1, degrees[axis]).tolist()
         axes[axis] = Axis(place[dim], along, own_group(lines, rank) if axis in OF_A_SEQUENCE else None)
     return {axis: axes[axis] for axis in degrees}

@@ -23,7 +23,9 @@ class Block:
     """One rank's keys and values, and where they come from."""
 
     source: int  # its index in the ring
-    kv: torch.Tensor  # (2, B, h, K, D), where messages lie; a view of a buffer that is used again, valid until the next block
+    # (2, B, h, K, D), where messages lie; a view of a buffer that is used again, valid until the
+    # next block
+    kv: torch.Tensor
     flag: torch.Tensor  # (1,): not 0 if that rank wishes to stop
 
 
@@ -100,7 +102,9 @@ class Ring:
         wishes = torch.empty(self.size, dtype=message.dtype, device=message.device)
         return wishes, wishes.new_empty(1)
 
-    def _go_around(self, message: RingMessage, places: Sequence[torch.Tensor], flag: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def _go_around(
+        self, message: RingMessage, places: Sequence[torch.Tensor], flag: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each block's source and its place, the flag behind it, while the next arrives."""
         current, source = places[0][: message.counts[self.index] + 1], self.index
         current[-1:].copy_(flag)
@@ -131,11 +135,16 @@ class Ring:
         """
         own, largest = message.counts[self.index] + 1, max(message.counts) + 1
         arriving = min(2, self.size - 1)
-        return [self._buffer(slot, own if slot == 0 else largest, message.dtype, message.device) for slot in range(1 + arriving)]
+        return [
+            self._buffer(slot, own if slot == 0 else largest, message.dtype, message.device)
+            for slot in range(1 + arriving)
+        ]
 
     def _buffer(self, slot: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the first ``count`` elements of a buffer."""
         key = (slot, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < count:
-            self._buffers[key] = torch.empty(count, dtype=dtype, device=device, pin_memory=self._via_cpu and torch.cuda.is_available())
+            self._buffers[key] = torch.empty(
+                count, dtype=dtype, device=device, pin_memory=self._via_cpu and torch.cuda.is_available()
+            )
         return self._buffers[key][:count]

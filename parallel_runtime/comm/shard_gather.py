@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from .in_step import AxisSteps
 
-PlacesOf = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # a layer -> this rank's part (n,), and room for all parts (size * n,)
+# A layer -> this rank's part (n,), and room for all parts (size * n,)
+PlacesOf = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class ShardGather:

@@ -47,7 +47,11 @@ def shares_of(degrees: Mapping[str, int], rank: int, speeds: Sequence[int]) -> S
     tokens = tokens_of(stages)
     groups = [sum(tokens[first : first + ulysses]) for first in range(0, len(tokens), ulysses)]
     heads = tuple(
-        min(stage[group * ulysses + place] / all_tokens for stage in stages for group, all_tokens in enumerate(groups))
+        min(
+            stage[group * ulysses + place] / all_tokens
+            for stage in stages
+            for group, all_tokens in enumerate(groups)
+        )
         for place in range(ulysses)
     )
     return Shares(() if len({*tokens}) == 1 else tokens, () if len({*heads}) == 1 else heads)
@@ -62,7 +66,9 @@ def stage_speeds(degrees: Mapping[str, int], speeds: Sequence[int]) -> tuple[flo
     for first in range(0, len(speeds), size):
         stages = stages_of(degrees, first, speeds)
         tokens = tokens_of(stages)
-        of_groups.append([min(own / share for own, share in zip(stage, tokens, strict=True)) for stage in stages])
+        of_groups.append(
+            [min(own / share for own, share in zip(stage, tokens, strict=True)) for stage in stages]
+        )
     found = tuple(map(fmean, zip(*of_groups, strict=True)))
     return () if len({*found}) <= 1 else found
 
@@ -78,7 +84,10 @@ def stages_of(degrees: Mapping[str, int], rank: int, speeds: Sequence[int]) -> l
     """Return the speeds of the ranks of ``rank``'s group, those of each stage in a row."""
     sequence = degrees["ulysses"] * degrees["ring"]
     first = rank - rank % (sequence * degrees["pipefusion"])
-    return [speeds[first + stage * sequence : first + (stage + 1) * sequence] for stage in range(degrees["pipefusion"])]
+    return [
+        speeds[first + stage * sequence : first + (stage + 1) * sequence]
+        for stage in range(degrees["pipefusion"])
+    ]
 
 
 def tokens_of(stages: Sequence[Sequence[int]]) -> tuple[int, ...]:

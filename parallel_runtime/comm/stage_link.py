@@ -75,7 +75,8 @@ class StageLink:
         self._before_waiting = before_waiting
         self._prepared: torch.Tensor | None = None
         self._posted: deque[tuple[Works, torch.Tensor]] = deque()
-        self._unchecked: deque[tuple[LateValue, int]] = deque()  # the number that came with a patch, and the one it should be
+        # The number that came with a patch, and the one it should be
+        self._unchecked: deque[tuple[LateValue, int]] = deque()
         self._waited_s = 0.0
 
     @property
@@ -132,7 +133,9 @@ class StageLink:
         self.check(CHECKED_LATER if self._unchecked[-1][0].costs_a_wait else 0)
         return buffer[:-1]
 
-    def discard(self, known: tuple[int, torch.dtype] | None, device: torch.device) -> tuple[int, torch.dtype] | None:
+    def discard(
+        self, known: tuple[int, torch.dtype] | None, device: torch.device
+    ) -> tuple[int, torch.dtype] | None:
         """Take the next patch for no use. ``known``: its elements and their dtype; None where it is
         announced. Return those of the patch that came, None where none did.
         """
@@ -175,7 +178,9 @@ class StageLink:
 
     def send(self, number: int, hidden: torch.Tensor, *, is_announced: bool = False) -> None:
         """Start to send (count,), a copy of which is kept until it has gone."""
-        buffer = torch.empty(hidden.numel() + 1, dtype=hidden.dtype, device="cpu" if self._via_cpu else hidden.device)
+        buffer = torch.empty(
+            hidden.numel() + 1, dtype=hidden.dtype, device="cpu" if self._via_cpu else hidden.device
+        )
         buffer[:-1].copy_(hidden)
         buffer[-1:].fill_(number % NUMBERS)  # an assignment would copy the number from the CPU, and wait
         if is_announced:

@@ -79,7 +79,9 @@ FAMILIES: tuple[Family, ...] = (
 )
 PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
 SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}
-REPRESENTATIVES: Mapping[str, Sample] = {name: sample for name, sample in SAMPLES.items() if sample.stands_for}
+REPRESENTATIVES: Mapping[str, Sample] = {
+    name: sample for name, sample in SAMPLES.items() if sample.stands_for
+}
 PLAIN = next(iter(SAMPLES))  # for what any family will do
 
 

@@ -20,7 +20,13 @@ PLAN = TokenPlan(
     models=("comfy.ldm.chroma.model:Chroma",),
     streams=JOINT,
     blocks=(
-        Blocks(path="double_blocks", tokens={"txt": ("txt",), "img": ("img",)}, returns=("img", "txt"), control="input", along=ROPE),
+        Blocks(
+            path="double_blocks",
+            tokens={"txt": ("txt",), "img": ("img",)},
+            returns=("img", "txt"),
+            control="input",
+            along=ROPE,
+        ),
         Blocks(path="single_blocks", tokens={"x": JOINT}, control="output", along=ROPE),
     ),
     leave=Leave(path="final_layer", stream="img"),
@@ -63,8 +69,19 @@ def config(size: Size) -> Config:
 
 def radiance_config(size: Size) -> Config:
     """Tokens of 4 x 4 pixels, a conv at the end, predictions of the picture itself."""
-    head: dict[str, Any] = {"nerf_hidden_size": 16, "nerf_mlp_ratio": 2, "nerf_depth": 2, "nerf_max_freqs": 4, "nerf_tile_size": 512}
-    head |= {"nerf_final_head_type": "conv", "nerf_embedder_dtype": None, "use_x0": True, "use_sequential_txt_ids": True}
+    head: dict[str, Any] = {
+        "nerf_hidden_size": 16,
+        "nerf_mlp_ratio": 2,
+        "nerf_depth": 2,
+        "nerf_max_freqs": 4,
+        "nerf_tile_size": 512,
+    }
+    head |= {
+        "nerf_final_head_type": "conv",
+        "nerf_embedder_dtype": None,
+        "use_x0": True,
+        "use_sequential_txt_ids": True,
+    }
     pixels = {"image_model": "chroma_radiance", "in_channels": 3, "out_channels": 3, "patch_size": 4}
     return {**config(size), **pixels, **head}
 

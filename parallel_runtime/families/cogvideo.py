@@ -42,7 +42,9 @@ def config(size: Size, **form: Any) -> Config:
 
 
 LARGE = Size(heads=48, head_dim=64, blocks=(42,), text_dim=4096)
-RELEASED = Released(name="cogvideox-5b", size=LARGE, text=226, extent=(720, 480, 49), changes={"time_embed_dim": 512})
+RELEASED = Released(
+    name="cogvideox-5b", size=LARGE, text=226, extent=(720, 480, 49), changes={"time_embed_dim": 512}
+)
 GIVEN = random_extras(concat_latent_image=(1, 32, ...))  # a video to change, and where
 INPAINT = partial(config, in_channels=48, patch_size_t=2, ofs_embed_dim=32)
 sample = partial(Sample, latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 5, 6)})
@@ -50,7 +52,13 @@ sample = partial(Sample, latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 5,
 COGVIDEO = Family(
     plans=(PLAN,),
     samples=(
-        sample(name="cogvideox", form=Form(config_class="CogVideoX_T2V", config=config, released=(RELEASED,))),
-        sample(name="cogvideox-1.5-inpaint", form=Form(config_class="CogVideoX_Inpaint", config=INPAINT), prompt_extras=GIVEN),
+        sample(
+            name="cogvideox", form=Form(config_class="CogVideoX_T2V", config=config, released=(RELEASED,))
+        ),
+        sample(
+            name="cogvideox-1.5-inpaint",
+            form=Form(config_class="CogVideoX_Inpaint", config=INPAINT),
+            prompt_extras=GIVEN,
+        ),
     ),
 )

@@ -12,7 +12,8 @@ from .sample import Config, Family, Form, Released, Sample, Size, keep_first_fra
 
 IMG = ("img",)
 LLLITE = tuple(
-    BlockPatch(code=f"comfy.ldm.anima.lllite:AnimaLLLite{part}Patch", options=("model_patch_data",)) for part in ("Attention", "MLP")
+    BlockPatch(code=f"comfy.ldm.anima.lllite:AnimaLLLite{part}Patch", options=("model_patch_data",))
+    for part in ("Attention", "MLP")
 )
 
 PLAN = TokenPlan(
@@ -74,7 +75,9 @@ TO_VIDEO = Released(
 
 COSMOS = Family(
     plans=(PLAN,),
-    unreleased={PLAN.models[1]: "Cosmos-Predict 2 of 2B behind a text adapter, which ComfyUI's own process computes"},
+    unreleased={
+        PLAN.models[1]: "Cosmos-Predict 2 of 2B behind a text adapter, which ComfyUI's own process computes"
+    },
     samples=(
         Sample(
             name="cosmos-predict2",
@@ -83,7 +86,9 @@ COSMOS = Family(
         ),
         Sample(
             name="cosmos-predict2-i2v",
-            form=Form(config_class="CosmosI2VPredict2", config=partial(config, channels=17), released=(TO_VIDEO,)),
+            form=Form(
+                config_class="CosmosI2VPredict2", config=partial(config, channels=17), released=(TO_VIDEO,)
+            ),
             latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 5, 6)},
             noise_mask=keep_first_frame,
         ),

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from .sample import Config, FileForm, Shapes
 
-Layers = Mapping[str, tuple[int, ...]]  # name -> (fan in, fan out) of a linear layer with a bias, or (size,) of a norm
+# Name -> (fan in, fan out) of a linear layer with a bias, or (size,) of a norm
+Layers = Mapping[str, tuple[int, ...]]
 
 
 def tensors(layers: Layers, norm: str) -> Shapes:
@@ -32,7 +33,9 @@ def flux(config: Config) -> Shapes:
     """Flux 1, as in black-forest-labs' files: heads = hidden / 128."""
     hidden, head_dim = config["hidden_size"], sum(config["axes_dim"])
     mlp, pixels = int(hidden * config["mlp_ratio"]), config["in_channels"] * config["patch_size"] ** 2
-    embedders = {"time_in": 256, "vector_in": config["vec_in_dim"]} | ({"guidance_in": 256} if config["guidance_embed"] else {})
+    embedders = {"time_in": 256, "vector_in": config["vec_in_dim"]} | (
+        {"guidance_in": 256} if config["guidance_embed"] else {}
+    )
     norms = {"query_norm": (head_dim,), "key_norm": (head_dim,)}
     stream: Layers = {
         "mod.lin": (hidden, 6 * hidden),
@@ -53,7 +56,11 @@ def flux(config: Config) -> Shapes:
         "txt_in": (config["context_in_dim"], hidden),
         **{f"{name}.in_layer": (width, hidden) for name, width in embedders.items()},
         **{f"{name}.out_layer": (hidden, hidden) for name in embedders},
-        **blocks("double_blocks", config["depth"], {f"{kind}_{name}": sizes for kind in ("img", "txt") for name, sizes in stream.items()}),
+        **blocks(
+            "double_blocks",
+            config["depth"],
+            {f"{kind}_{name}": sizes for kind in ("img", "txt") for name, sizes in stream.items()},
+        ),
         **blocks("single_blocks", config["depth_single_blocks"], single),
         "final_layer.adaLN_modulation.1": (hidden, 2 * hidden),
         "final_layer.linear": (hidden, pixels),
@@ -65,8 +72,16 @@ def wan(config: Config) -> Shapes:
     """The text-to-video model of Wan 2.1 and 2.2."""
     hidden, ffn, patch = config["dim"], config["ffn_dim"], config["patch_size"]
     block: Layers = {
-        **{f"{attention}.{part}": (hidden, hidden) for attention in ("self_attn", "cross_attn") for part in "qkvo"},
-        **{f"{attention}.norm_{part}": (hidden,) for attention in ("self_attn", "cross_attn") for part in "qk"},
+        **{
+            f"{attention}.{part}": (hidden, hidden)
+            for attention in ("self_attn", "cross_attn")
+            for part in "qkvo"
+        },
+        **{
+            f"{attention}.norm_{part}": (hidden,)
+            for attention in ("self_attn", "cross_attn")
+            for part in "qk"
+        },
         "ffn.0": (hidden, ffn),
         "ffn.2": (ffn, hidden),
     }
@@ -79,7 +94,11 @@ def wan(config: Config) -> Shapes:
         "head.head": (hidden, config["out_dim"] * math.prod(patch)),
         **blocks("blocks", config["num_layers"], block),
     }
-    bare: dict[str, tuple[int, ...]] = {"modulation": (1, 6, hidden), "norm3.weight": (hidden,), "norm3.bias": (hidden,)}
+    bare: dict[str, tuple[int, ...]] = {
+        "modulation": (1, 6, hidden),
+        "norm3.weight": (hidden,),
+        "norm3.bias": (hidden,),
+    }
     return {
         "patch_embedding.weight": (hidden, config["in_dim"], *patch),
         "patch_embedding.bias": (hidden,),
@@ -89,5 +108,12 @@ def wan(config: Config) -> Shapes:
     }
 
 
-FLUX = FileForm(shapes=flux, head_dim=128, lora_targets=("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "linear1", "linear2"))
-WAN = FileForm(shapes=wan, head_dim=128, text_dim=4096, lora_targets=("attn.q", "attn.k", "attn.v", "attn.o", "ffn.0", "ffn.2"))
+FLUX = FileForm(
+    shapes=flux, head_dim=128, lora_targets=("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "linear1", "linear2")
+)
+WAN = FileForm(
+    shapes=wan,
+    head_dim=128,
+    text_dim=4096,
+    lora_targets=("attn.q", "attn.k", "attn.v", "attn.o", "ffn.0", "ffn.2"),
+)

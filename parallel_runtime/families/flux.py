@@ -24,7 +24,8 @@ PLAN = TokenPlan(
             returns=("img", "txt"),
             control="input",
             along=(Along(arg="pe", dim=2, streams=JOINT),),
-            ranges=(Ranges(arg="modulation_dims_img", streams=("img",)),),  # that of the text is one range, of all of it
+            # That of the text is one range, of all of it
+            ranges=(Ranges(arg="modulation_dims_img", streams=("img",)),),
             patches=REFERENCES_KEPT,
         ),
         Blocks(
@@ -35,11 +36,13 @@ PLAN = TokenPlan(
             ranges=(Ranges(arg="modulation_dims", streams=("img",), after="txt"),),
         ),
     ),
-    leave=Leave(path="final_layer", stream="img"),  # the rows that have another timestep are dropped behind it
+    # The rows that have another timestep are dropped behind it
+    leave=Leave(path="final_layer", stream="img"),
     positions=("pe_embedder",),
 )
 
-AXES = {16: (4, 6, 6), 32: (8, 12, 12), 64: (8, 28, 28), 128: (16, 56, 56)}  # head size -> position axes; files have the last
+# Head size -> position axes; files have the last
+AXES = {16: (4, 6, 6), 32: (8, 12, 12), 64: (8, 28, 28), 128: (16, 56, 56)}
 
 
 def config(size: Size) -> Config:
@@ -96,7 +99,9 @@ def config_2(size: Size) -> Config:
 LARGE = Size(heads=24, head_dim=128, blocks=(19, 38), text_dim=4096, pooled_dim=768)
 LARGE_2 = Size(heads=48, head_dim=128, blocks=(8, 48), text_dim=15360)
 DEV = Released(name="flux1-dev", size=LARGE, text=512, changes={"guidance_embed": True}, title="FLUX.1-dev")
-DEV_2 = Released(name="flux2-dev", size=LARGE_2, text=512, changes={"guidance_embed": True, "axes_dim": [32, 32, 32, 32]})
+DEV_2 = Released(
+    name="flux2-dev", size=LARGE_2, text=512, changes={"guidance_embed": True, "axes_dim": [32, 32, 32, 32]}
+)
 
 FLUX = Family(
     plans=(PLAN,),
@@ -104,7 +109,8 @@ FLUX = Family(
         Sample(
             name="flux",
             form=Form(config_class="FluxSchnell", config=config, file=files.FLUX, released=(DEV,)),
-            tiny=Tiny(heads=(12, 5), blocks=(2, 2)),  # 12 divides by every world size that parity tries, 5 by none
+            # 12 divides by every world size that parity tries, 5 by none
+            tiny=Tiny(heads=(12, 5), blocks=(2, 2)),
             larger={
                 "demo": Size(heads=4, head_dim=128, blocks=(4, 20)),
                 "bench": Size(heads=2, head_dim=128, blocks=(8, 16)),
@@ -129,7 +135,9 @@ FLUX = Family(
             tiny=Tiny(blocks=(2, 2)),
             latents={"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)},
             # a picture with a timestep of its own
-            prompt_extras=random_extras(reference_latents=[(1, 128, 4, 3)], reference_latents_method="index_timestep_zero"),
+            prompt_extras=random_extras(
+                reference_latents=[(1, 128, 4, 3)], reference_latents_method="index_timestep_zero"
+            ),
         ),
     ),
 )

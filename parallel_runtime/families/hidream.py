@@ -23,7 +23,12 @@ PLAN = TokenPlan(
     models=("comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",),
     streams=JOINT,
     blocks=(
-        Blocks(path="double_stream_blocks", tokens={"image_tokens": ("img",), "text_tokens": TXT}, along=ROPE, sliced_between=TXT),
+        Blocks(
+            path="double_stream_blocks",
+            tokens={"image_tokens": ("img",), "text_tokens": TXT},
+            along=ROPE,
+            sliced_between=TXT,
+        ),
         Blocks(path="single_stream_blocks", tokens={"image_tokens": JOINT}, along=ROPE, sliced_between=TXT),
     ),
     leave=Leave(path="final_layer", stream="img"),
@@ -60,7 +65,10 @@ def prompt(latent: torch.Tensor, edit: bool = False) -> dict[str, Any]:
     """What the language model read, layer by layer; for an edit, the picture too."""
     generator = torch.Generator().manual_seed(4)
     read = {"conditioning_llama3": torch.randn(1, 4, 7, 64, generator=generator)}
-    return {**read, **({"concat_latent_image": torch.randn(latent.shape, generator=generator)} if edit else {})}
+    return {
+        **read,
+        **({"concat_latent_image": torch.randn(latent.shape, generator=generator)} if edit else {}),
+    }
 
 
 FORM = Form(config_class="HiDream", config=config)
@@ -68,7 +76,11 @@ RELEASED = Released(
     name="hidream-i1-17b",
     size=Size(heads=20, head_dim=128, blocks=(16, 32), text_dim=4096, pooled_dim=2048),
     text=128,
-    changes={"axes_dims_rope": [64, 32, 32], "llama_layers": [*range(31), *(31,) * 17], "num_routed_experts": 4},
+    changes={
+        "axes_dims_rope": [64, 32, 32],
+        "llama_layers": [*range(31), *(31,) * 17],
+        "num_routed_experts": 4,
+    },
     extras=lambda latent: {"conditioning_llama3": torch.zeros(1, 32, 128, 4096)},
     cut=TokenParts(experts=4, chosen=2),
 )

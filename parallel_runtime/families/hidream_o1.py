@@ -27,7 +27,9 @@ PLAN = TokenPlan(
             tokens={"x": BOTH},
             returns=("x", "past_key_value"),
             along=(Along(arg="freqs_cis", dim=-2, streams=BOTH),),
-            prefix=Prefix(stream="prompt", counted_by="ar_len", kept_in="past_key_value", forget="clear_kv_cache"),
+            prefix=Prefix(
+                stream="prompt", counted_by="ar_len", kept_in="past_key_value", forget="clear_kv_cache"
+            ),
         ),
     ),
     leave=Leave(path="language_model.layers", stream="img"),
@@ -46,14 +48,23 @@ def config(size: Size) -> Config:
         "head_dim": size.head_dim,
         "rope_dims": [4, 2, 2],
     }
-    vision = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "depth": 1, "num_position_embeddings": 16}
+    vision = {
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 48,
+        "depth": 1,
+        "num_position_embeddings": 16,
+    }
     return {"image_model": "hidream_o1", "text_config_overrides": text, "vision_config_overrides": vision}
 
 
 def prompts(_latent: torch.Tensor, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Numbers of tokens, of unequal prompts."""
     positive, negative = ([*range(start, start + tokens), STEP] for start, tokens in ((5, 11), (30, 6)))
-    return {"text_input_ids": torch.tensor([positive]), **more}, {"text_input_ids": torch.tensor([negative]), **more}
+    return {"text_input_ids": torch.tensor([positive]), **more}, {
+        "text_input_ids": torch.tensor([negative]),
+        **more,
+    }
 
 
 def edit(latent: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:

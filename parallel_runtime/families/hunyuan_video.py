@@ -83,12 +83,22 @@ def picture(latent: torch.Tensor) -> dict[str, Any]:
     """The first frame as latent channels, and as a CLIP vision embedding."""
     generator = torch.Generator().manual_seed(5)
     seen = SimpleNamespace(last_hidden_state=torch.randn(1, 7, 1152, generator=generator))
-    return {**glyphs(latent), "concat_latent_image": torch.randn(latent.shape, generator=generator), "clip_vision_output": seen}
+    return {
+        **glyphs(latent),
+        "concat_latent_image": torch.randn(latent.shape, generator=generator),
+        "clip_vision_output": seen,
+    }
 
 
 GUIDED = random_extras(guiding_frame_index=0)
 VIDEO = {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 10)}
-NEXT = {"in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vec_in_dim": None, "guidance_embed": False}
+NEXT = {
+    "in_channels": 65,
+    "out_channels": 32,
+    "patch_size": [1, 1, 1],
+    "vec_in_dim": None,
+    "guidance_embed": False,
+}
 NEXT |= {"byt5": True, "use_cond_type_embedding": True, "vision_in_dim": 1152, "meanflow_sum": True}
 IMAGE = {
     "in_channels": 64,
@@ -111,7 +121,12 @@ RELEASED = Released(
 
 
 def sample(
-    name: str, config_class: str, latents: dict[str, tuple[int, ...]], form: Config, released: tuple[Released, ...] = (), **more: Any
+    name: str,
+    config_class: str,
+    latents: dict[str, tuple[int, ...]],
+    form: Config,
+    released: tuple[Released, ...] = (),
+    **more: Any,
 ) -> Sample:
     made = Form(config_class=config_class, config=partial(config, **form), released=released)
     return Sample(name=name, form=made, tiny=Tiny(blocks=(2, 2)), latents=latents, **more)
@@ -130,7 +145,19 @@ HUNYUAN_VIDEO = Family(
             prompt_extras=GUIDED,
         ),
         sample("hunyuan-video-reference", "HunyuanVideo", VIDEO, {}, prompt_extras=reference),
-        sample("hunyuan-video-1.5", "HunyuanVideo15", {"even": (1, 32, 3, 4, 4), "odd": (1, 32, 3, 3, 5)}, NEXT, prompt_extras=picture),
-        sample("hunyuan-image", "HunyuanImage21", {"even": (1, 64, 8, 6), "odd": (1, 64, 5, 7)}, IMAGE, prompt_extras=glyphs),
+        sample(
+            "hunyuan-video-1.5",
+            "HunyuanVideo15",
+            {"even": (1, 32, 3, 4, 4), "odd": (1, 32, 3, 3, 5)},
+            NEXT,
+            prompt_extras=picture,
+        ),
+        sample(
+            "hunyuan-image",
+            "HunyuanImage21",
+            {"even": (1, 64, 8, 6), "odd": (1, 64, 5, 7)},
+            IMAGE,
+            prompt_extras=glyphs,
+        ),
     ),
 )

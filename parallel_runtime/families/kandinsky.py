@@ -16,7 +16,10 @@ PLAN = TokenPlan(
     streams=IMG,
     blocks=(
         Blocks(
-            path="visual_transformer_blocks", tokens={"visual_embed": IMG}, along=(Along(arg="freqs", dim=1, streams=IMG),), local=CROSS
+            path="visual_transformer_blocks",
+            tokens={"visual_embed": IMG},
+            along=(Along(arg="freqs", dim=1, streams=IMG),),
+            local=CROSS,
         ),
     ),
     leave=Leave(path="visual_transformer_blocks", stream="visual_embed"),
@@ -44,7 +47,14 @@ def config(size: Size) -> Config:
 
 LARGE = Size(heads=28, head_dim=64, blocks=(32,), text_dim=3584, pooled_dim=768)
 WIDE = {"axes_dims": (16, 24, 24), "ff_dim": 7168, "time_dim": 512}
-RELEASED = Released(name="kandinsky5-lite", size=LARGE, text=256, extent=(768, 512, 121), changes=WIDE, cut=TokenParts(chunks=(2, 4)))
+RELEASED = Released(
+    name="kandinsky5-lite",
+    size=LARGE,
+    text=256,
+    extent=(768, 512, 121),
+    changes=WIDE,
+    cut=TokenParts(chunks=(2, 4)),
+)
 
 KANDINSKY = Family(
     plans=(PLAN,),

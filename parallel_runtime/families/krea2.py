@@ -69,11 +69,15 @@ sample = partial(Sample, latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 
 KREA2 = Family(
     plans=(PLAN,),
     samples=(
-        sample(name="krea2", form=replace(FORM, released=(RELEASED,)), stands_for=("lengths", "Leave.streams")),
+        sample(
+            name="krea2", form=replace(FORM, released=(RELEASED,)), stands_for=("lengths", "Leave.streams")
+        ),
         sample(
             name="krea2-edit",
             form=FORM,
-            prompt_extras=random_extras(reference_latents=IMAGES, reference_latents_method="index_timestep_zero"),
+            prompt_extras=random_extras(
+                reference_latents=IMAGES, reference_latents_method="index_timestep_zero"
+            ),
         ),
     ),
 )

@@ -16,7 +16,10 @@ PLAN = TokenPlan(
             path="transformer_blocks",
             tokens={"encoder_hidden_states": ("txt",), "hidden_states": ("img",)},
             control="input",
-            along=(Along(arg="freqs_cis", dim=2, streams=JOINT), Along(arg="attention_mask", dim=3, streams=JOINT, masks_keys=True)),
+            along=(
+                Along(arg="freqs_cis", dim=2, streams=JOINT),
+                Along(arg="attention_mask", dim=3, streams=JOINT, masks_keys=True),
+            ),
         ),
     ),
     leave=Leave(path="proj_out", stream="img"),

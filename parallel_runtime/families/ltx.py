@@ -37,7 +37,10 @@ KJNODES = (BlockPatch(code="comfyui-kjnodes:LTXVffnChunkPatch.__get__.<locals>.w
 
 
 def rows_of(*arguments: str) -> tuple[Along, ...]:
-    return tuple(Along(arg=arg, dim=1, streams=VIDEO, within=of_tokens if "timestep" in arg else None) for arg in arguments)
+    return tuple(
+        Along(arg=arg, dim=1, streams=VIDEO, within=of_tokens if "timestep" in arg else None)
+        for arg in arguments
+    )
 
 
 GUIDE = Along(arg="self_attention_mask", dim=-1, streams=VIDEO, within=dense)
@@ -48,7 +51,11 @@ LTXV_PLAN = TokenPlan(
     streams=VIDEO,
     blocks=(
         Blocks(
-            path="transformer_blocks", tokens={"x": VIDEO}, along=(*rows_of("pe", "timestep"), GUIDE), local=("attn2",), patches=KJNODES
+            path="transformer_blocks",
+            tokens={"x": VIDEO},
+            along=(*rows_of("pe", "timestep"), GUIDE),
+            local=("attn2",),
+            patches=KJNODES,
         ),
     ),
     leave=LEAVE,
@@ -64,7 +71,16 @@ AV_PLAN = TokenPlan(
             path="transformer_blocks",
             tokens={"x.0": VIDEO},
             returns=("x.0", "x.1"),
-            along=(*rows_of("v_pe", "v_cross_pe", "v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep"), GUIDE),
+            along=(
+                *rows_of(
+                    "v_pe",
+                    "v_cross_pe",
+                    "v_timestep",
+                    "v_cross_scale_shift_timestep",
+                    "v_cross_gate_timestep",
+                ),
+                GUIDE,
+            ),
             local=("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"),
             whole_queries=("video_to_audio_attn",),
             patches=KJNODES,
@@ -86,14 +102,19 @@ def av_config(size: Size) -> Config:
     """The form of 2.3: gated attention, text modulated by the timestep."""
     heads = {"audio_num_attention_heads": size.heads, "audio_attention_head_dim": size.head_dim // 2}
     connectors = {"connector_num_attention_heads": 4, "connector_attention_head_dim": size.text_dim // 4}
-    positions = {"audio_positional_embedding_max_pos": [20], "rope_type": "split", "frequencies_precision": "float64"}
+    positions = {
+        "audio_positional_embedding_max_pos": [20],
+        "rope_type": "split",
+        "frequencies_precision": "float64",
+    }
     positions |= {"use_middle_indices_grid": True, "causal_temporal_positioning": True}
     gates = {"apply_gated_attention": True, "cross_attention_adaln": True}
     audio = {"audio_cross_attention_dim": size.hidden // 2, **heads, **connectors, **positions, **gates}
     return {**config(size), "image_model": "ltxav", **audio}
 
 
-text_mask = random_extras(attention_mask=torch.ones(1, 1, dtype=torch.int64))  # all of the text is of the prompt
+# All of the text is of the prompt
+text_mask = random_extras(attention_mask=torch.ones(1, 1, dtype=torch.int64))
 
 
 def guides(latent: torch.Tensor) -> dict[str, Any]:
@@ -103,8 +124,17 @@ def guides(latent: torch.Tensor) -> dict[str, Any]:
     height, width = latent.shape[3:]
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     starts = 32 * torch.stack((rows * 0, rows, columns)).reshape(1, 3, -1, 1)
-    entry = {"pre_filter_count": height * width, "strength": 0.5, "pixel_mask": None, "latent_shape": [1, height, width]}
-    return {**text_mask(latent), "keyframe_idxs": torch.cat((starts, starts + 32), -1).float(), "guide_attention_entries": [entry]}
+    entry = {
+        "pre_filter_count": height * width,
+        "strength": 0.5,
+        "pixel_mask": None,
+        "latent_shape": [1, height, width],
+    }
+    return {
+        **text_mask(latent),
+        "keyframe_idxs": torch.cat((starts, starts + 32), -1).float(),
+        "guide_attention_entries": [entry],
+    }
 
 
 def given_guide(latent: torch.Tensor) -> torch.Tensor:
@@ -130,11 +160,18 @@ BEFORE_2_3 = {"apply_gated_attention": False, "cross_attention_adaln": False}
 CONNECTORS = {"connector_num_attention_heads": 30, "connector_attention_head_dim": 128}
 LTXV_13B = Released(name="ltxv-13b", size=LARGE, text=256, extent=(768, 512, 97))
 LTX_2 = Released(
-    name="ltx2-19b", size=LARGE_AV, text=1024, extent=(1280, 704, 121), changes={**BEFORE_2_3, **CONNECTORS}, latents=with_sound
+    name="ltx2-19b",
+    size=LARGE_AV,
+    text=1024,
+    extent=(1280, 704, 121),
+    changes={**BEFORE_2_3, **CONNECTORS},
+    latents=with_sound,
 )
 
 
-def sample(name: str, config: Callable[[Size], Config], config_class: str = "LTXV", released: Any = (), **inputs: Any) -> Sample:
+def sample(
+    name: str, config: Callable[[Size], Config], config_class: str = "LTXV", released: Any = (), **inputs: Any
+) -> Sample:
     form = Form(config_class=config_class, config=config, released=released)
     return Sample(name=name, form=form, **{"latents": LATENTS, **inputs})
 

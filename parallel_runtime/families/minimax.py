@@ -66,7 +66,10 @@ def references(_latent: Any) -> dict[str, Any]:
         "audio_latent": sound,
         "ref_audio_t": 3,
     }
-    return {"minimax_refs": [of_picture, of_video], "minimax_token_tags": torch.tensor([1, 1, 0, 0, 0] + [1] * 27)}
+    return {
+        "minimax_refs": [of_picture, of_video],
+        "minimax_token_tags": torch.tensor([1, 1, 0, 0, 0] + [1] * 27),
+    }
 
 
 def partly_given(latent: Any) -> Any:

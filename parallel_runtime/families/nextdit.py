@@ -29,7 +29,9 @@ PLAN = TokenPlan(
             lengths={"img": "noise_refiner.0"},
             along=(Along(arg="freqs_cis", dim=1, streams=JOINT),),
             ranges=SECOND_TIMESTEP,
-            patches=(BlockPatch(code="comfy_extras.nodes_model_patch:ZImageControlPatch", adds=True, padded=True),),
+            patches=(
+                BlockPatch(code="comfy_extras.nodes_model_patch:ZImageControlPatch", adds=True, padded=True),
+            ),
             points={"double_block": {JOINT: JOINT}},
         ),
     ),
@@ -38,7 +40,11 @@ PLAN = TokenPlan(
     together=Together(refiners=("noise_refiner",), arguments=("ref_latents",)),
 )
 
-PIXELS = replace(PLAN, models=("comfy.ldm.lumina.model:NextDiTPixelSpace",), leave=Leave(path="layers", stream="img", streams=JOINT))
+PIXELS = replace(
+    PLAN,
+    models=("comfy.ldm.lumina.model:NextDiTPixelSpace",),
+    leave=Leave(path="layers", stream="img", streams=JOINT),
+)
 
 AXES = {16: [4, 6, 6], 64: [16, 24, 24], 96: [32, 32, 32], 128: [32, 48, 48]}  # head size -> position axes
 
@@ -68,7 +74,13 @@ def newbie_config(size: Size) -> Config:
 
 def z_image_config(size: Size, **others: Any) -> Config:
     """Text and image padded to multiples, with tokens that are learned."""
-    own = {"n_kv_heads": size.heads, "z_image_modulation": True, "time_scale": 1000.0, "rope_theta": 256.0, "pad_tokens_multiple": 8}
+    own = {
+        "n_kv_heads": size.heads,
+        "z_image_modulation": True,
+        "time_scale": 1000.0,
+        "rope_theta": 256.0,
+        "pad_tokens_multiple": 8,
+    }
     return config(size, **own, **others)
 
 
@@ -85,7 +97,12 @@ def references(latent: torch.Tensor) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(4)
     images = [torch.randn(1, 16, 6, width, generator=generator) for width in (8, 4)]
     texts = [torch.randn(1, tokens, 64, generator=generator) for tokens in (5, 9, 6)]
-    seen = [SimpleNamespace(image_sizes=[(3, 32, 48)], last_hidden_state=torch.randn(1, 6, 24, generator=generator)) for _ in images]
+    seen = [
+        SimpleNamespace(
+            image_sizes=[(3, 32, 48)], last_hidden_state=torch.randn(1, 6, 24, generator=generator)
+        )
+        for _ in images
+    ]
     return {
         "reference_latents": images,
         "reference_latents_text_embeds": texts,
@@ -107,11 +124,14 @@ LUMINA_2 = Released(
     changes={**WIDE, "n_kv_heads": 8, "ffn_dim_multiplier": 4.0},
 )
 sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
-z_image = partial(sample, tiny=Tiny(head_dim=64))  # its modulation takes 256 numbers, and a model of fewer has not so many
+# Its modulation takes 256 numbers, and a model of fewer has not so many
+z_image = partial(sample, tiny=Tiny(head_dim=64))
 
 NEXTDIT = Family(
     plans=(PLAN, PIXELS),
-    unreleased={PIXELS.models[0]: "its files say how large a patch of pixels is, and no released one is published"},
+    unreleased={
+        PIXELS.models[0]: "its files say how large a patch of pixels is, and no released one is published"
+    },
     samples=(
         z_image(name="z-image", form=Form(config_class="ZImage", config=z_image_config, released=(Z_IMAGE,))),
         z_image(

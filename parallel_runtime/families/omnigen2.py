@@ -43,7 +43,10 @@ BOOGU = TokenPlan(
             tokens={"instruct_hidden_states": ("txt",), "img_hidden_states": IMG},
             returns=("img_hidden_states", "instruct_hidden_states"),
             self_attention_2="img_self_attn",
-            along=(Along(arg="joint_rotary_emb", dim=1, streams=JOINT), Along(arg="img_rotary_emb", dim=1, streams=IMG)),
+            along=(
+                Along(arg="joint_rotary_emb", dim=1, streams=JOINT),
+                Along(arg="img_rotary_emb", dim=1, streams=IMG),
+            ),
         ),
         Blocks(
             path="single_stream_layers",
@@ -89,15 +92,30 @@ RELEASED = Released(
     extras=random_extras(attention_mask=torch.ones(1, 256, dtype=torch.int64)),
     reads_prompt=True,
 )
-RELEASED_BOOGU = replace(RELEASED, name="boogu-image-0.1", size=Size(heads=28, head_dim=120, blocks=(8, 32), text_dim=4096))
+RELEASED_BOOGU = replace(
+    RELEASED, name="boogu-image-0.1", size=Size(heads=28, head_dim=120, blocks=(8, 32), text_dim=4096)
+)
 REFERENCES = random_extras(reference_latents=[(1, 16, 6, 8), (1, 16, 6, 4)])
 sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)}, masks=Masks(open=True))
 
 OMNIGEN2 = Family(
     plans=(PLAN, BOOGU),
     samples=(
-        sample(name="omnigen2", form=Form(config_class="Omnigen2", config=omnigen2_config, released=(RELEASED,)), prompt_extras=REFERENCES),
-        sample(name="boogu", form=Form(config_class="Boogu", config=boogu_config, released=(RELEASED_BOOGU,)), tiny=Tiny(blocks=(2, 3))),
-        sample(name="boogu-edit", form=Form(config_class="Boogu", config=boogu_config), tiny=Tiny(blocks=(2, 3)), prompt_extras=REFERENCES),
+        sample(
+            name="omnigen2",
+            form=Form(config_class="Omnigen2", config=omnigen2_config, released=(RELEASED,)),
+            prompt_extras=REFERENCES,
+        ),
+        sample(
+            name="boogu",
+            form=Form(config_class="Boogu", config=boogu_config, released=(RELEASED_BOOGU,)),
+            tiny=Tiny(blocks=(2, 3)),
+        ),
+        sample(
+            name="boogu-edit",
+            form=Form(config_class="Boogu", config=boogu_config),
+            tiny=Tiny(blocks=(2, 3)),
+            prompt_extras=REFERENCES,
+        ),
     ),
 )

@@ -26,7 +26,9 @@ def config(size: Size) -> Config:
     }
 
 
-RELEASED = Released(name="pixart-sigma-xl", size=Size(heads=16, head_dim=72, blocks=(28,), text_dim=4096), text=300)
+RELEASED = Released(
+    name="pixart-sigma-xl", size=Size(heads=16, head_dim=72, blocks=(28,), text_dim=4096), text=300
+)
 
 PIXART = Family(
     plans=(PLAN,),
@@ -34,7 +36,8 @@ PIXART = Family(
         Sample(
             name="pixart-sigma",
             form=Form(config_class="PixArtSigma", config=config, released=(RELEASED,)),
-            latents={"even": (1, 4, 40, 28), "odd": (1, 4, 42, 26)},  # ComfyUI has no positions for smaller ones
+            # ComfyUI has no positions for smaller ones
+            latents={"even": (1, 4, 40, 28), "odd": (1, 4, 42, 26)},
         ),
     ),
 )

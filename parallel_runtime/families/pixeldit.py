@@ -27,7 +27,9 @@ PLAN = TokenPlan(
     together=Together(always="its blocks of pixels, which look at the whole picture"),
 )
 GATES = Insert(path="lq_proj.gate_modules.*", along=(Along(arg="lq", dim=1, streams=("x",)),))
-PID = replace(PLAN, family="pid", models=("comfy.ldm.pixeldit.pid:PidNet",), blocks=(replace(BLOCKS, inserts=(GATES,)),))
+PID = replace(
+    PLAN, family="pid", models=("comfy.ldm.pixeldit.pid:PidNet",), blocks=(replace(BLOCKS, inserts=(GATES,)),)
+)
 
 
 def config(size: Size) -> Config:
@@ -52,7 +54,10 @@ def pid_config(size: Size) -> Config:
 
 def small_picture(latent: torch.Tensor) -> dict[str, Any]:
     """The extras of the PiD node: a latent of the picture, and how much noise it has."""
-    return {"lq_latent": torch.randn(1, 16, 2, 3, generator=torch.Generator().manual_seed(14)), "degrade_sigma": torch.tensor([0.2])}
+    return {
+        "lq_latent": torch.randn(1, 16, 2, 3, generator=torch.Generator().manual_seed(14)),
+        "degrade_sigma": torch.tensor([0.2]),
+    }
 
 
 def quarter(latent: torch.Tensor) -> dict[str, Any]:

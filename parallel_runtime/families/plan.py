@@ -57,7 +57,9 @@ class Ranges:
 
     def __post_init__(self) -> None:
         if self.rows and self.after is not None:
-            raise ValueError(f"The ranges of {self.arg} are shifted behind {self.after}, and so cannot have rows.")
+            raise ValueError(
+                f"The ranges of {self.arg} are shifted behind {self.after}, and so cannot have rows."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,8 @@ class Boundary:
 
 COMPILE = "torch_compile"  # the transformer option that says which modules to compile, and how
 LEFT_OUT = "blocks_left_out"  # the transformer option that lists (kind, index) of blocks to leave out
-BEFORE_BLOCKS = ("post_input", "noise_refiner")  # points where ComfyUI calls patches of nodes before the blocks
+# Points where ComfyUI calls patches of nodes before the blocks
+BEFORE_BLOCKS = ("post_input", "noise_refiner")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +290,11 @@ class TokenPlan:
         among = next((group.path for group in self.blocks if group.interleaved), "")
         if among:
             return f"its {among} run among its other blocks, so that no stage can hold a part of it"
-        return "it keeps the keys and values of the prompt in all its blocks, of which a stage has some" if self.prefix else ""
+        return (
+            "it keeps the keys and values of the prompt in all its blocks, of which a stage has some"
+            if self.prefix
+            else ""
+        )
 
     @property
     def prefix(self) -> Prefix | None:
@@ -296,7 +303,10 @@ class TokenPlan:
     def require_stages(self, model_class: type) -> None:
         """Raises Refused where no stage can hold a part of such a model."""
         if self.why_no_stages:
-            raise Refused(f"{model_class.__name__} cannot be divided into stages, because {self.why_no_stages}: set pipefusion to 1.")
+            raise Refused(
+                f"{model_class.__name__} cannot be divided into stages, because {self.why_no_stages}: set"
+                " pipefusion to 1."
+            )
 
     def block_patch(self, code: str) -> BlockPatch | None:
         """Returns what is known of a node's patch, by its code."""
@@ -319,7 +329,9 @@ class TokenPlan:
     def __post_init__(self) -> None:
         for arg, streams in self.blocks[0].tokens.items() if self.blocks else ():
             if len(set(streams) - self.blocks[0].told) != 1:
-                raise ValueError(f"The {self.family} plan must give `lengths` of all but one of the streams in {arg}.")
+                raise ValueError(
+                    f"The {self.family} plan must give `lengths` of all but one of the streams in {arg}."
+                )
 
     def patch_size_of(self, model: Any) -> Any:
         """The number, or numbers, of one model."""

@@ -24,7 +24,11 @@ PLAN = TokenPlan(
                 Along(arg="encoder_hidden_states_mask", dim=1, streams=("txt",), masks_keys=True),
             ),
             ranges=(Boundary(arg="timestep_zero_index", streams=("img",)),),
-            patches=(BlockPatch(code="comfy_extras.nodes_model_patch:DiffSynthCnetPatch", attributes=("encoded_image",)),),
+            patches=(
+                BlockPatch(
+                    code="comfy_extras.nodes_model_patch:DiffSynthCnetPatch", attributes=("encoded_image",)
+                ),
+            ),
             points={"double_block": {("txt", "img"): ("txt", "img")}},
         ),
     ),
@@ -57,10 +61,13 @@ RELEASED = Released(
 
 
 def form(**more: Any) -> Form:
-    return Form(config_class="QwenImage", config=partial(config, **more), released=() if more else (RELEASED,))
+    return Form(
+        config_class="QwenImage", config=partial(config, **more), released=() if more else (RELEASED,)
+    )
 
 
-REFERENCES = random_extras(reference_latents=[(1, 16, 1, 9, 8), (1, 16, 1, 4, 8)])  # of other sizes than the latent
+# Of other sizes than the latent
+REFERENCES = random_extras(reference_latents=[(1, 16, 1, 9, 8), (1, 16, 1, 4, 8)])
 LATENTS = {"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)}
 LAYERS = {"even": (1, 16, 4, 8, 6), "odd": (1, 16, 3, 5, 6)}
 EDIT = {"default_ref_method": "index_timestep_zero"}
@@ -71,7 +78,20 @@ QWEN_IMAGE = Family(
     plans=(PLAN,),
     samples=(
         Sample(name="qwen-image", form=form(), tiny=Tiny(blocks=(4,)), latents=LATENTS, masks=MASKS),
-        Sample(name="qwen-image-edit", form=form(**EDIT), tiny=Tiny(blocks=(4,)), latents=LATENTS, masks=MASKS, prompt_extras=REFERENCES),
-        Sample(name="qwen-image-layered", form=form(**LAYERED), tiny=Tiny(blocks=(4,)), latents=LAYERS, prompt_extras=REFERENCES),
+        Sample(
+            name="qwen-image-edit",
+            form=form(**EDIT),
+            tiny=Tiny(blocks=(4,)),
+            latents=LATENTS,
+            masks=MASKS,
+            prompt_extras=REFERENCES,
+        ),
+        Sample(
+            name="qwen-image-layered",
+            form=form(**LAYERED),
+            tiny=Tiny(blocks=(4,)),
+            latents=LAYERS,
+            prompt_extras=REFERENCES,
+        ),
     ),
 )

@@ -47,7 +47,10 @@ def random_extras(**arguments: Any) -> Callable[[Any], Extras]:
                 return [draw(one) for one in value]
             if not isinstance(value, tuple):
                 return value
-            return torch.randn([length for part in value for length in (latent.shape[2:] if part is ... else (part,))], generator=generator)
+            return torch.randn(
+                [length for part in value for length in (latent.shape[2:] if part is ... else (part,))],
+                generator=generator,
+            )
 
         return {argument: draw(value) for argument, value in arguments.items()}
 
@@ -173,7 +176,8 @@ class Form:
 
         made = getattr(comfy.supported_models, self.config_class)(config)
         made.unet_config.update(config)  # some classes put values of their own over those given
-        made.set_inference_dtype(dtype, None)  # no cast: ComfyUI computes in fp32 on CPUs, whatever the weights are
+        # No cast: ComfyUI computes in fp32 on CPUs, whatever the weights are
+        made.set_inference_dtype(dtype, None)
         return made.get_model({}, "", device=device)
 
     def random_model(self, size: Size, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
@@ -183,12 +187,17 @@ class Form:
         import comfy.model_management
         from comfy.model_patcher import ModelPatcher
 
-        device, offload_device = comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
+        device, offload_device = (
+            comfy.model_management.get_torch_device(),
+            comfy.model_management.unet_offload_device(),
+        )
         model = self.base_model(self.config(size), dtype).to(offload_device)
         if self.file is not None:
             shapes = self.file.shapes(self.config(size))
         else:
-            shapes = {name: tuple(tensor.shape) for name, tensor in model.diffusion_model.state_dict().items()}
+            shapes = {
+                name: tuple(tensor.shape) for name, tensor in model.diffusion_model.state_dict().items()
+            }
         weights = {name: random_tensor(name, shape, seed, dtype) for name, shape in shapes.items()}
         if self.offset_scales:
             weights |= {name: weight - 1 for name, weight in weights.items() if name.endswith(".scale")}

@@ -36,7 +36,10 @@ def config(size: Size) -> Config:
         "depth": size.heads,
         "input_size": None,
         "adm_in_channels": size.pooled_dim,
-        "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": size.text_dim, "out_features": size.hidden}},
+        "context_embedder_config": {
+            "target": "torch.nn.Linear",
+            "params": {"in_features": size.text_dim, "out_features": size.hidden},
+        },
         "num_patches": 1024,
         "pos_embed_max_size": 32,
         "pos_embed_scaling_factor": None,

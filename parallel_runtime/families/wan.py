@@ -76,7 +76,11 @@ def first_frame(latent: torch.Tensor) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(4)
     embedding = SimpleNamespace(penultimate_hidden_states=torch.randn(1, 9, 1280, generator=generator))
     image = torch.randn(latent.shape, generator=generator)
-    return {"concat_latent_image": image, "concat_mask": torch.ones(1, 1, *latent.shape[2:]), "clip_vision_output": embedding}
+    return {
+        "concat_latent_image": image,
+        "concat_mask": torch.ones(1, 1, *latent.shape[2:]),
+        "clip_vision_output": embedding,
+    }
 
 
 def latents(channels: int) -> Mapping[str, tuple[int, ...]]:
@@ -107,7 +111,11 @@ WAN = Family(
         ),
         Sample(
             name="wan2.1-i2v",
-            form=Form(config_class="WAN21_I2V", config=partial(config, extra_channels=20, model_type="i2v"), released=I2V),
+            form=Form(
+                config_class="WAN21_I2V",
+                config=partial(config, extra_channels=20, model_type="i2v"),
+                released=I2V,
+            ),
             latents=latents(16),
             prompt_extras=first_frame,
             stands_for=("channels beside the latent",),

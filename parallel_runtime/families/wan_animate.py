@@ -25,7 +25,10 @@ PLAN = replace(
 def pose(latent: torch.Tensor) -> dict[str, Any]:
     """The extras of the Animate node but for the face, whose pictures take seconds to look at."""
     generator = torch.Generator().manual_seed(13)
-    return {**wan.first_frame(latent), "pose_video_latent": torch.randn(latent[:, :, 1:].shape, generator=generator)}
+    return {
+        **wan.first_frame(latent),
+        "pose_video_latent": torch.randn(latent[:, :, 1:].shape, generator=generator),
+    }
 
 
 RELEASED = (wan.released("wan2.2-animate-14b", 40, 40, 13824, (832, 480, 77)),)
@@ -35,7 +38,11 @@ WAN_ANIMATE = Family(
     samples=(
         Sample(
             name="wan-animate",
-            form=Form(config_class="WAN22_Animate", config=partial(wan.config, extra_channels=20, model_type="animate"), released=RELEASED),
+            form=Form(
+                config_class="WAN22_Animate",
+                config=partial(wan.config, extra_channels=20, model_type="animate"),
+                released=RELEASED,
+            ),
             latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
             prompt_extras=pose,
         ),

@@ -15,7 +15,14 @@ PLAN = TokenPlan(
     family="wan_camera",
     models=("comfy.ldm.wan.model:CameraWanModel",),
     streams=wan.IMG,
-    blocks=(Blocks(path="blocks", tokens={"x": wan.IMG}, along=(Along(arg="freqs", dim=1, streams=wan.IMG),), local=("cross_attn",)),),
+    blocks=(
+        Blocks(
+            path="blocks",
+            tokens={"x": wan.IMG},
+            along=(Along(arg="freqs", dim=1, streams=wan.IMG),),
+            local=("cross_attn",),
+        ),
+    ),
     leave=Leave(path="head", stream="img"),
     positions=wan.PLAN.positions,
 )
@@ -38,7 +45,11 @@ WAN_CAMERA = Family(
     samples=(
         Sample(
             name="wan-camera",
-            form=Form(config_class="WAN21_Camera", config=partial(wan.config, extra_channels=16, model_type="camera"), released=RELEASED),
+            form=Form(
+                config_class="WAN21_Camera",
+                config=partial(wan.config, extra_channels=16, model_type="camera"),
+                released=RELEASED,
+            ),
             latents=wan.latents(16),
             prompt_extras=path,
         ),

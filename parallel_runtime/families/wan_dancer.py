@@ -44,7 +44,12 @@ def music(latent: torch.Tensor) -> dict[str, Any]:
 
 
 LARGE = wan.released("wan2.2-dancer-14b", 40, 40, 13824, (832, 480, 81))
-WIDE = {"audio_inject_layers": [0, 4, 8, 12, 16, 20, 24, 27], "music_dim": 256, "music_heads": 4, "music_latent_dim": 256}
+WIDE = {
+    "audio_inject_layers": [0, 4, 8, 12, 16, 20, 24, 27],
+    "music_dim": 256,
+    "music_heads": 4,
+    "music_latent_dim": 256,
+}
 RELEASED = replace(LARGE, changes={**LARGE.changes, **WIDE})
 
 WAN_DANCER = Family(

@@ -33,14 +33,17 @@ def sound(latent: torch.Tensor) -> dict[str, Any]:
 
 
 LARGE = wan.released("humo-17b", 40, 40, 13824, (832, 480, 97))
-RELEASED = replace(LARGE, changes={**LARGE.changes, "in_dim": 36})  # beside the latent's channels, a reference's and its mask's
+# Beside the latent's channels, a reference's and its mask's
+RELEASED = replace(LARGE, changes={**LARGE.changes, "in_dim": 36})
 
 WAN_HUMO = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="wan-humo",
-            form=Form(config_class="WAN21_HuMo", config=partial(wan.config, model_type="humo"), released=(RELEASED,)),
+            form=Form(
+                config_class="WAN21_HuMo", config=partial(wan.config, model_type="humo"), released=(RELEASED,)
+            ),
             latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 2, 6, 6)},
             prompt_extras=sound,
         ),

@@ -13,9 +13,16 @@ from .plan import Frames, Insert
 from .sample import Config, Family, Form, Sample, Size
 
 (BLOCKS,) = wan.PLAN.blocks
-SPEECH = Insert(path="audio_injector", frames=Frames(stream="img", each={"audio_emb": 1, "audio_emb_global": 1}, count="seq_len"))
+SPEECH = Insert(
+    path="audio_injector",
+    frames=Frames(stream="img", each={"audio_emb": 1, "audio_emb_global": 1}, count="seq_len"),
+)
 PLAN = replace(
-    wan.PLAN, family="wan_s2v", models=("comfy.ldm.wan.model:WanModel_S2V",), blocks=(replace(BLOCKS, inserts=(SPEECH,)),), positions=()
+    wan.PLAN,
+    family="wan_s2v",
+    models=("comfy.ldm.wan.model:WanModel_S2V",),
+    blocks=(replace(BLOCKS, inserts=(SPEECH,)),),
+    positions=(),
 )
 
 
@@ -41,7 +48,9 @@ def speech(latent: torch.Tensor, audio_dim: int = 24) -> dict[str, Any]:
 LARGE = wan.released("wan2.2-s2v-14b", 40, 40, 13824, (832, 480, 77))
 INJECTED = [0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39]
 RELEASED = replace(
-    LARGE, changes={**LARGE.changes, "audio_dim": 1024, "audio_inject_layers": INJECTED}, extras=partial(speech, audio_dim=1024)
+    LARGE,
+    changes={**LARGE.changes, "audio_dim": 1024, "audio_inject_layers": INJECTED},
+    extras=partial(speech, audio_dim=1024),
 )
 
 WAN_S2V = Family(

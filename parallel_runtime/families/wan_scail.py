@@ -11,7 +11,11 @@ import torch
 from . import wan
 from .sample import Config, Family, Form, Sample, Size
 
-PLAN = replace(wan.PLAN, family="wan_scail", models=("comfy.ldm.wan.model:SCAILWanModel", "comfy.ldm.wan.model:SCAIL2WanModel"))
+PLAN = replace(
+    wan.PLAN,
+    family="wan_scail",
+    models=("comfy.ldm.wan.model:SCAILWanModel", "comfy.ldm.wan.model:SCAIL2WanModel"),
+)
 
 
 def config(size: Size, model_type: str) -> Config:
@@ -26,7 +30,9 @@ def pose(latent: torch.Tensor) -> dict[str, Any]:
     one, other = torch.randn(2, batch, channels, 1, height, width, generator=generator)
     return {
         "reference_latents": [one, other],
-        "pose_video_latent": torch.randn(batch, channels, frames, height // 2, width // 2, generator=generator),
+        "pose_video_latent": torch.randn(
+            batch, channels, frames, height // 2, width // 2, generator=generator
+        ),
         "clip_vision_output": wan.first_frame(latent)["clip_vision_output"],
     }
 

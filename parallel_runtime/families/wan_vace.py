@@ -11,12 +11,20 @@ from . import wan
 from .plan import Along, Blocks, Leave, TokenPlan
 from .sample import Config, Family, Form, Sample, Size, Tiny, random_extras
 
-BLOCKS = Blocks(path="blocks", tokens={"x": wan.IMG}, along=(Along(arg="freqs", dim=1, streams=wan.IMG),), local=("cross_attn",))
+BLOCKS = Blocks(
+    path="blocks",
+    tokens={"x": wan.IMG},
+    along=(Along(arg="freqs", dim=1, streams=wan.IMG),),
+    local=("cross_attn",),
+)
 PLAN = TokenPlan(
     family="wan_vace",
     models=("comfy.ldm.wan.model:VaceWanModel",),
     streams=wan.IMG,
-    blocks=(BLOCKS, replace(BLOCKS, path="vace_blocks", tokens={"c": wan.IMG, "x": wan.IMG}, interleaved=True)),
+    blocks=(
+        BLOCKS,
+        replace(BLOCKS, path="vace_blocks", tokens={"c": wan.IMG, "x": wan.IMG}, interleaved=True),
+    ),
     leave=Leave(path="head", stream="img"),
     positions=wan.PLAN.positions,
 )
@@ -35,7 +43,8 @@ def two_videos(latent: torch.Tensor) -> dict[str, Any]:
 
 
 LARGE = wan.released("wan2.1-vace-14b", 40, 40, 13824, (832, 480, 81))
-RELEASED = replace(LARGE, size=replace(LARGE.size, blocks=(40, 8)), extras=random_extras())  # one video, as ComfyUI makes it itself
+# One video, as ComfyUI makes it itself
+RELEASED = replace(LARGE, size=replace(LARGE.size, blocks=(40, 8)), extras=random_extras())
 
 WAN_VACE = Family(
     plans=(PLAN,),

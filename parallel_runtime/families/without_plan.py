@@ -18,10 +18,14 @@ WITHOUT_PLAN: Mapping[str, str] = {
     "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel": UNET,
     "comfy.ldm.cascade.stage_b:StageB": UNET,
     "comfy.ldm.cascade.stage_c:StageC": UNET,
-    "comfy.ldm.seedvr.model:NaDiT": "its attention looks at windows of the video, which lie elsewhere in each block",
+    "comfy.ldm.seedvr.model:NaDiT": (
+        "its attention looks at windows of the video, which lie elsewhere in each block"
+    ),
     "comfy.ldm.wan.ar_model:CausalWanModel": "its sampler fills a cache of keys and values frame by frame",
     "comfy.ldm.ace.model:ACEStepTransformer2DModel": "linear attention, and convolutions between tokens",
-    "comfy.ldm.ace.ace_step15:AceStepConditionGenerationModel": "every other block draws a window of neighbours over the tokens it has",
+    "comfy.ldm.ace.ace_step15:AceStepConditionGenerationModel": (
+        "every other block draws a window of neighbours over the tokens it has"
+    ),
     "comfy.ldm.hydit.models:HunYuanDiT": "skips between its first and its last blocks",
     "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain": "skips between its first and its last blocks",
     "comfy.ldm.depth_anything_3.model:DepthAnything3Net": NO_SAMPLER,
@@ -30,7 +34,8 @@ WITHOUT_PLAN: Mapping[str, str] = {
 }
 
 
-WHOLE = TokenPlan(  # of models that groups of one rank each compute, with branches and images shared out among them
+# Of models that groups of one rank each compute, with branches and images shared out among them
+WHOLE = TokenPlan(
     family="unet",
     models=("comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",),
     streams=(),

@@ -32,11 +32,14 @@ class CompiledBlocks:
     is named.
     """
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, wanted: Mapping[str, Any], attention: AttentionOverride):
+    def __init__(
+        self, model: nn.Module, plan: TokenPlan, wanted: Mapping[str, Any], attention: AttentionOverride
+    ):
         if not UNSAFE and records_graphs(**wanted["kwargs"]):
             raise Refused(
-                f"torch {torch.__version__} would record the ranks' messages into CUDA graphs: have the node compile with inductor, "
-                "in another mode than reduce-overhead and max-autotune, or update torch to 2.9."
+                f"torch {torch.__version__} would record the ranks' messages into CUDA graphs: have the node"
+                " compile with inductor, in another mode than reduce-overhead and max-autotune, or update"
+                " torch to 2.9."
             )
         self.wanted = wanted
         self._attention = attention
@@ -62,16 +65,27 @@ class CompiledBlocks:
         self.end()
 
 
-def records_graphs(backend: object = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None, **_rest: Any) -> bool:
+def records_graphs(
+    backend: object = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **_rest: Any,
+) -> bool:
     """Whether ``torch.compile`` with these arguments records CUDA graphs."""
-    return backend == "cudagraphs" or mode in ("reduce-overhead", "max-autotune") or bool((options or {}).get("triton.cudagraphs"))
+    return (
+        backend == "cudagraphs"
+        or mode in ("reduce-overhead", "max-autotune")
+        or bool((options or {}).get("triton.cudagraphs"))
+    )
 
 
 def is_named(path: str, paths: Collection[str]) -> bool:
     return any(not one or path == one or path.startswith(f"{one}.") for one in paths)
 
 
-def with_own_guards(mode: str | None = None, options: Mapping[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
+def with_own_guards(
+    mode: str | None = None, options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> dict[str, Any]:
     """Return the arguments with a filter of guards among the options, which ``torch.compile`` does
     not take beside a mode.
     """
@@ -105,25 +119,35 @@ class OpaqueAttention:
         self.override: AttentionOverride | None = None
         self._notes: list[tuple[Attention, tuple, dict[str, Any], Shared]] = []
         self._library = torch.library.Library("pipemesh", "DEF")
-        self._library.define("attend(Tensor q, Tensor k, Tensor v, Tensor? mask, int note) -> Tensor", tags=UNSAFE)
+        self._library.define(
+            "attend(Tensor q, Tensor k, Tensor v, Tensor? mask, int note) -> Tensor", tags=UNSAFE
+        )
         self._library.impl("attend", self._attend, "CompositeExplicitAutograd")
         torch.library.register_fake("pipemesh::attend", self._like, lib=self._library)
         self._operation = torch.ops.pipemesh.attend
 
-    def __call__(self, attention: Attention, q, k, v, heads: int, mask=None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(
+        self, attention: Attention, q, k, v, heads: int, mask=None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         kwargs.pop("transformer_options", None)
         assert self.override is not None
-        number = self._note(attention, (heads, *args), tuple(kwargs), tuple(kwargs.values()), self.override.shared)
+        number = self._note(
+            attention, (heads, *args), tuple(kwargs), tuple(kwargs.values()), self.override.shared
+        )
         return self._operation(q, k, v, mask, number)
 
     @torch.compiler.assume_constant_result
-    def _note(self, attention: Attention, args: tuple, names: tuple[str, ...], values: tuple, shared: Shared) -> int:
+    def _note(
+        self, attention: Attention, args: tuple, names: tuple[str, ...], values: tuple, shared: Shared
+    ) -> int:
         note = (attention, args, dict(zip(names, values, strict=True)), shared)
         if note not in self._notes:
             self._notes.append(note)
         return self._notes.index(note)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, note: int) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, note: int
+    ) -> torch.Tensor:
         attention, (heads, *args), kwargs, shared = self._notes[note]
         override = self.override
         assert override is not None and override.attend is not None
@@ -135,11 +159,17 @@ class OpaqueAttention:
         finally:
             override.share(before)
 
-    def _like(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, note: int) -> torch.Tensor:
+    def _like(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, note: int
+    ) -> torch.Tensor:
         """An empty tensor of the output's shape, (B, L, H*D) or (B, H, L, D)."""
         _attention, (heads, *args), kwargs, _shared = self._notes[note]
         given = {**by_name(tuple(args)), **kwargs}
         by_heads = given.get("skip_reshape", False)
         batch, tokens = q.shape[0], q.shape[-2 if by_heads else 1]
         dim = v.shape[-1] if by_heads else q.shape[-1] // heads
-        return q.new_empty((batch, heads, tokens, dim) if given.get("skip_output_reshape", False) else (batch, tokens, heads * dim))
+        return q.new_empty(
+            (batch, heads, tokens, dim)
+            if given.get("skip_output_reshape", False)
+            else (batch, tokens, heads * dim)
+        )

@@ -19,7 +19,14 @@ from .usp import SequenceParallel
 from .whole import WholeForward
 
 
-def make_method(model: nn.Module, plan: TokenPlan, mesh: Mesh, rank: Rank, stages: Sequence[int] = (), kernels: Kernels = TORCHS) -> Method:
+def make_method(
+    model: nn.Module,
+    plan: TokenPlan,
+    mesh: Mesh,
+    rank: Rank,
+    stages: Sequence[int] = (),
+    kernels: Kernels = TORCHS,
+) -> Method:
     """Return the method, detached. Under a pipeline the model has this stage's blocks alone from
     now on.
 
@@ -36,7 +43,11 @@ def make_method(model: nn.Module, plan: TokenPlan, mesh: Mesh, rank: Rank, stage
         return SequenceParallel(model, plan, mesh.sequence, rank.tick, kernels)
     PipeFusion.check(model, plan, layout)
     alike = [1.0 for _ in blocks_of(model, plan)]
-    made = cut(stages, len(alike)) if stages else share_out(alike, layout.pipefusion, stage_speeds(mesh.degrees, mesh.speeds))
+    made = (
+        cut(stages, len(alike))
+        if stages
+        else share_out(alike, layout.pipefusion, stage_speeds(mesh.degrees, mesh.speeds))
+    )
     stage = made[mesh.axes["pipefusion"].rank]
     clocked = not stages  # else they were cut by what was clocked, or by hand
     return PipeFusion(model, plan, stage, mesh.sequence, mesh.link, rank, clocked, kernels)

@@ -24,7 +24,10 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
             raise Refused(_misfit(model, plan, path))
     if plan.prefix is not None:
         forward = getattr(type(model), "_forward", type(model).forward)
-        for name, there in ((plan.prefix.counted_by, inspect.signature(forward).parameters), (plan.prefix.forget, dir(model))):
+        for name, there in (
+            (plan.prefix.counted_by, inspect.signature(forward).parameters),
+            (plan.prefix.forget, dir(model)),
+        ):
             if name not in there:
                 raise Refused(_misfit(model, plan, name))
     for container, index, group in blocks_of(model, plan):
@@ -38,7 +41,11 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
         module = next(named(model, insert.path), None)
         if module is None:
             raise Refused(_misfit(model, plan, insert.path))
-        frames = {insert.frames.tokens, *insert.frames.each, insert.frames.count} - {""} if insert.frames else set()
+        frames = (
+            {insert.frames.tokens, *insert.frames.each, insert.frames.count} - {""}
+            if insert.frames
+            else set()
+        )
         _require_arguments(model, plan, insert.path, module, {one.arg for one in insert.along} | frames)
 
 
@@ -48,7 +55,9 @@ def _named(item: Blocks | Leave) -> set[str]:
     return {one.arg for one in (*item.along, *item.ranges)} | {name.partition(".")[0] for name in tokens}
 
 
-def _require_arguments(model: nn.Module, plan: TokenPlan, path: str, module: nn.Module, wanted: set[str]) -> None:
+def _require_arguments(
+    model: nn.Module, plan: TokenPlan, path: str, module: nn.Module, wanted: set[str]
+) -> None:
     parameters = signature_of(module).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in sorted(wanted - set(parameters)) if not takes_any else ():
@@ -57,5 +66,6 @@ def _require_arguments(model: nn.Module, plan: TokenPlan, path: str, module: nn.
 
 def _misfit(model: nn.Module, plan: TokenPlan, name: str) -> str:
     return (
-        f"{type(model).__name__} of this ComfyUI has no {name}, which the {plan.family} plan names: update PipeMesh, or sample without it."
+        f"{type(model).__name__} of this ComfyUI has no {name}, which the {plan.family} plan names: update"
+        " PipeMesh, or sample without it."
     )

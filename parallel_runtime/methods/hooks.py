@@ -62,7 +62,9 @@ class Sharding(Protocol):
         """
         ...
 
-    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
+    def attend_over(
+        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
+    ) -> torch.Tensor:
         """Compute an attention whose queries every rank has whole, over keys that are cut."""
         ...
 
@@ -82,7 +84,8 @@ class TokenHooks:
         self._rows: Rows | None = None
         self._control: dict[str, list] | None = None
         self._told: dict[str, int] = {}  # rows of ``lengths`` in this evaluation
-        self._key_mask: tuple[torch.Tensor, Along] | None = None  # all rows of what the block makes its mask of
+        # All rows of what the block makes its mask of
+        self._key_mask: tuple[torch.Tensor, Along] | None = None
         self._attention = AttentionOverride()
         self._patches = NodePatches(model, plan, sharding, self._attention)
         self._handles: list[Any] = []
@@ -104,15 +107,24 @@ class TokenHooks:
             self._handles.append(container[index].register_forward_hook(partial(self._left_behind, group)))
             return
         for leave in map(self._model.get_submodule, self._plan.leave.paths):
-            if self._plan.leave.along or self._plan.leave.ranges:  # else leave them be: some modules take arguments by position only
-                self._handles.append(leave.register_forward_pre_hook(self._entering_leave(leave, self._plan.leave), with_kwargs=True))
+            # Else leave them be: some modules take arguments by position only
+            if self._plan.leave.along or self._plan.leave.ranges:
+                self._handles.append(
+                    leave.register_forward_pre_hook(
+                        self._entering_leave(leave, self._plan.leave), with_kwargs=True
+                    )
+                )
             self._handles.append(leave.register_forward_hook(self._left))
 
     def _attach_block(self, block: nn.Module, group: Blocks, index: int, first: bool) -> None:
-        self._handles.append(block.register_forward_pre_hook(self._entering(block, group, index, first), with_kwargs=True))
+        self._handles.append(
+            block.register_forward_pre_hook(self._entering(block, group, index, first), with_kwargs=True)
+        )
         self._handles.append(block.register_forward_hook(lambda *_: self._attention.share(False)))
         if group.sliced_between:
-            self._handles.append(block.register_forward_hook(lambda _block, _args, out: spread(self._rows, group, out)))
+            self._handles.append(
+                block.register_forward_hook(lambda _block, _args, out: spread(self._rows, group, out))
+            )
         if hasattr(block, "stands_for"):
             return
         if group.without_options:
@@ -145,7 +157,11 @@ class TokenHooks:
         options = self._patches.begin(arguments.get("transformer_options", {}))
         options[OVERRIDE] = self._attention
         self._attention.attend, self._attention.options = self._attend, options
-        return {**arguments, "transformer_options": options, **({"control": self._control} if self._control else {})}
+        return {
+            **arguments,
+            "transformer_options": options,
+            **({"control": self._control} if self._control else {}),
+        }
 
     def end_run(self) -> None:
         """Free what was made of the last evaluation's arguments."""
@@ -167,7 +183,9 @@ class TokenHooks:
             return None
         returned = list(out) if isinstance(out, tuple) else [out]
         place, streams = next(
-            (place, group.tokens[arg]) for place, arg in enumerate(group.returns) if self._plan.leave.stream in group.tokens.get(arg, ())
+            (place, group.tokens[arg])
+            for place, arg in enumerate(group.returns)
+            if self._plan.leave.stream in group.tokens.get(arg, ())
         )
         whole = gathered(self._rows, self._plan.leave, self._sharding, streams, as_BLC(returned[place]))
         if whole is None:
@@ -177,7 +195,9 @@ class TokenHooks:
         returned[place] = as_given(whole, self._rows.grid)
         return tuple(returned) if isinstance(out, tuple) else returned[0]
 
-    def _attend(self, attention: Attention, q, k, v, heads: int, mask=None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _attend(
+        self, attention: Attention, q, k, v, heads: int, mask=None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """The host's ``optimized_attention_override``. Attention outside the plan's blocks passes
         through: it sees nothing that is cut.
         """
@@ -198,9 +218,17 @@ class TokenHooks:
                 self._enter(group, arguments)
             elif self._rows is not None and (group.interleaved or group.sliced_between):
                 arguments |= {
-                    arg: self._rows.localized(arguments[arg], streams, group.sliced_between) for arg, streams in group.tokens.items()
+                    arg: self._rows.localized(arguments[arg], streams, group.sliced_between)
+                    for arg, streams in group.tokens.items()
                 }
-            self._key_mask = next(((arguments[item.arg], item) for item in group.along if item.masks_keys and item.arg in arguments), None)
+            self._key_mask = next(
+                (
+                    (arguments[item.arg], item)
+                    for item in group.along
+                    if item.masks_keys and item.arg in arguments
+                ),
+                None,
+            )
             self._localize(arguments, (*group.along, *group.ranges))
             self._attention.share(True)
             self._patches.enter(self._rows, group, index)
@@ -259,7 +287,9 @@ def told_by(told: dict[str, int], stream: str, _module: nn.Module, _args: Any, o
     told[stream] = out_BLC.shape[1]
 
 
-def bring_control(control: dict[str, list], plan: TokenPlan, rows: Rows | None, sharding: Sharding, device: torch.device) -> None:
+def bring_control(
+    control: dict[str, list], plan: TokenPlan, rows: Rows | None, sharding: Sharding, device: torch.device
+) -> None:
     """Move the local rows of the ControlNet residuals that are added here to ``device``; all other
     rows stay where they lie. A residual that stands in several places, as hosts repeat those of a
     net with fewer blocks, is moved once.
@@ -284,7 +314,9 @@ def bring_control(control: dict[str, list], plan: TokenPlan, rows: Rows | None, 
             ]
 
 
-def last_residual(control: dict[str, list], model: nn.Module, plan: TokenPlan, device: torch.device) -> Callable[[], None] | None:
+def last_residual(
+    control: dict[str, list], model: nn.Module, plan: TokenPlan, device: torch.device
+) -> Callable[[], None] | None:
     """Return a function that has all rows of the residual behind the last block added there, where
     this rank adds it: for a model whose rows leave behind it. None where there is no residual.
     """
@@ -301,7 +333,9 @@ def last_residual(control: dict[str, list], model: nn.Module, plan: TokenPlan, d
     return bring_whole
 
 
-def gathered(rows: Rows, leave: Leave, sharding: Sharding, streams: Sequence[str], out_BlC: torch.Tensor) -> torch.Tensor | None:
+def gathered(
+    rows: Rows, leave: Leave, sharding: Sharding, streams: Sequence[str], out_BlC: torch.Tensor
+) -> torch.Tensor | None:
     """Return ``out_BlC``, the local rows of ``streams``, with all rows of the one that leaves; of
     the others as many as the model expects. None leaves it as it is.
     """
@@ -341,12 +375,16 @@ def binder(module: nn.Module, positional: Sequence[str] = ()) -> Callable[[tuple
     forward that takes ``*args``.
     """
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = list(positional) or [name for name, one in signature_of(module).parameters.items() if one.kind in by_place][1:]
+    names = (
+        list(positional)
+        or [name for name, one in signature_of(module).parameters.items() if one.kind in by_place][1:]
+    )
 
     def bind(args: tuple, kwargs: dict) -> dict[str, Any]:
         if len(args) > len(names):
             raise ModelError(
-                f"{type(module).__name__} is given {len(args)} arguments by position and takes {len(names)}: this model needs another plan."
+                f"{type(module).__name__} is given {len(args)} arguments by position and takes {len(names)}:"
+                " this model needs another plan."
             )
         return {**dict(zip(names, args, strict=False)), **kwargs}
 

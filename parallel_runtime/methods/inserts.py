@@ -20,7 +20,9 @@ class Inserted:
     hand, None while it has all of them.
     """
 
-    def __init__(self, insert: Insert, bind: Callable[[tuple, dict], dict[str, Any]], rows: Callable[[], Rows | None]):
+    def __init__(
+        self, insert: Insert, bind: Callable[[tuple, dict], dict[str, Any]], rows: Callable[[], Rows | None]
+    ):
         self._insert = insert
         self._bind = bind
         self._rows = rows
@@ -78,7 +80,9 @@ class Span(NamedTuple):
         local_BlC = arguments[frames.tokens]
         batch, _, channels = local_BlC.shape
         before, behind = (local_BlC.new_zeros(batch, count, channels) for count in (self.before, self.behind))
-        arguments[frames.tokens] = torch.cat([before, local_BlC[:, : self.inside], behind, local_BlC[:, self.inside :]], 1)
+        arguments[frames.tokens] = torch.cat(
+            [before, local_BlC[:, : self.inside], behind, local_BlC[:, self.inside :]], 1
+        )
         for arg, each in frames.each.items():
             if arguments.get(arg) is not None:
                 arguments[arg] = arguments[arg][:, self.first * each : self.end * each]
@@ -87,7 +91,9 @@ class Span(NamedTuple):
 
     def narrow(self, out_BLC: torch.Tensor) -> torch.Tensor:
         """Return the rows of local tokens."""
-        _, own, _, rest = out_BLC.split([self.before, self.inside, self.behind, out_BLC.shape[1] - sum(self[2:])], 1)
+        _, own, _, rest = out_BLC.split(
+            [self.before, self.inside, self.behind, out_BLC.shape[1] - sum(self[2:])], 1
+        )
         return torch.cat([own, rest], 1)
 
 
@@ -96,9 +102,14 @@ def frame_tokens(frames: Frames, all_tokens: Mapping[str, int], arguments: dict[
     Raises ModelError where frames do not have equally many.
     """
     arg, each = next(iter(frames.each.items()))
-    count, whole = arguments[arg].shape[1] // each, arguments[frames.count] if frames.count else all_tokens[frames.stream]
+    count, whole = (
+        arguments[arg].shape[1] // each,
+        arguments[frames.count] if frames.count else all_tokens[frames.stream],
+    )
     if whole % count:
-        raise ModelError(f"{whole} tokens are no {count} frames of {arg}: this model cannot be split by its plan.")
+        raise ModelError(
+            f"{whole} tokens are no {count} frames of {arg}: this model cannot be split by its plan."
+        )
     return whole // count, whole
 
 
@@ -112,5 +123,7 @@ def named(model: nn.Module, path: str) -> Iterator[nn.Module]:
     wanted = path.split(".")
     for name, module in model.named_modules():
         names = name.split(".")
-        if len(names) == len(wanted) and all(one in ("*", here) for one, here in zip(wanted, names, strict=True)):
+        if len(names) == len(wanted) and all(
+            one in ("*", here) for one, here in zip(wanted, names, strict=True)
+        ):
             yield module

@@ -44,7 +44,8 @@ class NodePatches:
         self._override = options.pop(OVERRIDE, None)
         self._leave_out(())
         compilation = options.pop(COMPILE, None)
-        self._compile(None if options.get("patches") else compilation)  # a graph would keep the patches it was made with
+        # A graph would keep the patches it was made with
+        self._compile(None if options.get("patches") else compilation)
         self._leave_out(options.pop(LEFT_OUT, ()))
         if patches := self._points.begin(options.pop("patches", {})):
             options["patches"] = patches
@@ -91,15 +92,20 @@ class NodePatches:
         wanted = set(blocks)
         kinds = kinds_of(self._model, self._plan) if wanted else {}
         if self._plan.prefix is not None and wanted:
+            # The model asks every block for the keys and values that it keeps.
             raise Refused(
                 f"No block of {type(self._model).__name__} can be left out in the pool: "
                 "take off the node that does so, or leave PipeMesh Parallelize out."
-            )  # the model asks every block for the keys and values that it keeps
-        if any(group.interleaved for group in self._plan.blocks) and (next(iter(kinds.values()), ""), 0) in wanted:
+            )
+        if (
+            any(group.interleaved for group in self._plan.blocks)
+            and (next(iter(kinds.values()), ""), 0) in wanted
+        ):
+            # Behind the first block the host adds to the tokens in place, which other blocks are given too.
             raise Refused(
                 f"The first block of {type(self._model).__name__} cannot be left out in the pool: "
                 "take it off the list of layers of the node, or leave PipeMesh Parallelize out."
-            )  # behind it the host adds to the tokens in place, which other blocks are given too
+            )
         for container, index, group in blocks_of(self._model, self._plan) if wanted else ():
             block = container[index]
             if (kinds.get(group.path), index) in wanted and not hasattr(block, "stands_for"):
@@ -112,7 +118,11 @@ def kinds_of(model: nn.Module, plan: TokenPlan) -> dict[str, str]:
     container's path; those of which it looks up none are not there.
     """
     methods = (method for kind in type(model).__mro__ for method in vars(kind).values())
-    looked_up = {constant for method in methods for constant in getattr(getattr(method, "__code__", None), "co_consts", ())}
+    looked_up = {
+        constant
+        for method in methods
+        for constant in getattr(getattr(method, "__code__", None), "co_consts", ())
+    }
     kinds: dict[str, str] = {}
     for group in plan.blocks:
         kind = "single_block" if "single" in group.path else "double_block"

@@ -19,7 +19,8 @@ Shared = bool | Literal["keys"]
 ATTENTION = ("optimized_attention", "optimized_attention_masked")  # the names that ComfyUI's models import
 
 
-BY_POSITION = ("attn_precision", "skip_reshape", "skip_output_reshape")  # what an attention of ComfyUI takes behind its mask
+# What an attention of ComfyUI takes behind its mask
+BY_POSITION = ("attn_precision", "skip_reshape", "skip_output_reshape")
 
 
 def by_name(args: tuple) -> dict[str, Any]:
@@ -28,8 +29,8 @@ def by_name(args: tuple) -> dict[str, Any]:
     """
     if len(args) > len(BY_POSITION):
         raise ModelError(
-            f"Attention is given {len(args)} arguments by position behind its mask, where {len(BY_POSITION)} are known "
-            f"({', '.join(BY_POSITION)}): this model needs another plan."
+            f"Attention is given {len(args)} arguments by position behind its mask, where {len(BY_POSITION)}"
+            f" are known ({', '.join(BY_POSITION)}): this model needs another plan."
         )
     return dict(zip(BY_POSITION, args, strict=False))
 
@@ -72,7 +73,11 @@ class Overridden:
 
     def __init__(self, module: nn.Module, override: Callable[..., Any]):
         own = type(module).forward
-        names = {name: with_override(own.__globals__[name], override) for name in ATTENTION if name in own.__globals__}
+        names = {
+            name: with_override(own.__globals__[name], override)
+            for name in ATTENTION
+            if name in own.__globals__
+        }
         around = {**own.__globals__, **names}
         del around["__name__"]  # by which torch.compile would look the names up in the module itself
         forward = FunctionType(own.__code__, around, own.__name__, own.__defaults__, own.__closure__)

@@ -58,11 +58,16 @@ class PatchPoints:
             is_left = known is not None and known.adds and not self._acts_behind_all()
             return fresh.setdefault(id(patch), copy(patch)) if is_left else patch
 
-        return {point: [partial(self._call, point, name, begun(name, patch)) for name, patch in items] for point, items in patches.items()}
+        return {
+            point: [partial(self._call, point, name, begun(name, patch)) for name, patch in items]
+            for point, items in patches.items()
+        }
 
     def _acts_behind_all(self) -> bool:
         path = self._plan.blocks[-1].path
-        return self._sharding.acts_behind(path, sum(1 for _ in self._model.get_submodule(path).children()) - 1)
+        return self._sharding.acts_behind(
+            path, sum(1 for _ in self._model.get_submodule(path).children()) - 1
+        )
 
     def enter(self, rows: Rows | None, group: Blocks, block: int) -> None:
         """Note which block begins, on which rows."""
@@ -89,7 +94,13 @@ class PatchPoints:
             return patch(*self._with_own_options(known, args), **self._with_own_options(known, kwargs))
 
     def _keep_references(
-        self, patch: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra_options: dict[str, Any], **_: Any
+        self,
+        patch: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        extra_options: dict[str, Any],
+        **_: Any,
     ) -> dict[str, torch.Tensor]:
         """Keep the keys and values (B, H, l, D) of this rank's reference tokens, or put those that
         are kept in their place.
@@ -112,7 +123,12 @@ class PatchPoints:
         return {"q": q, "k": k, "v": v}
 
     def _add(
-        self, rows: Rows, held: Mapping[tuple[str, ...], tuple[str, ...]], patch: Callable, given: dict[str, Any], acts: bool
+        self,
+        rows: Rows,
+        held: Mapping[tuple[str, ...], tuple[str, ...]],
+        patch: Callable,
+        given: dict[str, Any],
+        acts: bool,
     ) -> dict[str, Any]:
         """Let a patch add to tokens that are zero, and add the local rows of what comes out. It is
         called behind blocks of other stages too: it may count on being called behind each.
@@ -124,17 +140,27 @@ class PatchPoints:
                 zeros[entry] = like.new_zeros(like.shape[0], rows.all_tokens[stream], *like.shape[2:])
         patch({**given, **zeros})
         for entries, streams in held.items() if acts else ():
-            for entry, own in local_entries(rows, given, entries, torch.cat([zeros[entry] for entry in entries], 1), streams):
+            for entry, own in local_entries(
+                rows, given, entries, torch.cat([zeros[entry] for entry in entries], 1), streams
+            ):
                 given[entry] += own
         return given
 
-    def _on_all_rows(self, rows: Rows, held: Mapping[tuple[str, ...], tuple[str, ...]], patch: Callable, given: dict[str, Any]) -> Any:
+    def _on_all_rows(
+        self,
+        rows: Rows,
+        held: Mapping[tuple[str, ...], tuple[str, ...]],
+        patch: Callable,
+        given: dict[str, Any],
+    ) -> Any:
         """Call a patch on all tokens, and return the local rows of what it returns."""
         whole = dict(given)
         for entries, streams in held.items():
             local = torch.cat([given[entry] for entry in entries], 1)
             gathered = self._sharding.all_rows(rows, local.flatten(2), streams).unflatten(2, local.shape[2:])
-            whole.update(zip(entries, gathered.split([rows.all_tokens[stream] for stream in streams], 1), strict=True))
+            whole.update(
+                zip(entries, gathered.split([rows.all_tokens[stream] for stream in streams], 1), strict=True)
+            )
         out = patch(dict(whole))
         (entries, streams), *_ = held.items()
         if isinstance(out, torch.Tensor):
@@ -151,17 +177,26 @@ class PatchPoints:
         if not known.options or rows is None:
             return arguments
         if isinstance(arguments, tuple):
-            return tuple(self._with_own_options(known, one) if isinstance(one, dict) else one for one in arguments)
+            return tuple(
+                self._with_own_options(known, one) if isinstance(one, dict) else one for one in arguments
+            )
         for name in OPTIONS:
             if name in arguments:
                 options = arguments[name]
-                own = {entry: {key: own_rows(rows, stream, value) for key, value in options[entry].items()} for entry in known.options}
+                own = {
+                    entry: {key: own_rows(rows, stream, value) for key, value in options[entry].items()}
+                    for entry in known.options
+                }
                 arguments = {**arguments, name: {**options, **own}}
         return arguments
 
 
 def local_entries(
-    rows: Rows, given: Mapping[str, torch.Tensor], entries: tuple[str, ...], whole: torch.Tensor, streams: tuple[str, ...]
+    rows: Rows,
+    given: Mapping[str, torch.Tensor],
+    entries: tuple[str, ...],
+    whole: torch.Tensor,
+    streams: tuple[str, ...],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (entry, rows): the local ones of ``whole``, as many as the entry has. The model may
     have split its local tokens by lengths of whole streams.

@@ -49,7 +49,9 @@ class Call(NamedTuple):
         """3 x (B, h, g, D) -> (B, h, g, D) by the host's own attention."""
         if self.before is not None:
             qkv = (qkv[0], *(torch.cat(parts, 2) for parts in zip(self.before, qkv[1:], strict=True)))
-        return self.attention(*qkv, self.own_heads, mask, skip_reshape=True, skip_output_reshape=True, **self.options)
+        return self.attention(
+            *qkv, self.own_heads, mask, skip_reshape=True, skip_output_reshape=True, **self.options
+        )
 
 
 Inner = Callable[[Call, QKV, torch.Tensor], torch.Tensor]  # call, 3 x (B, h, g, D), flag (1,) -> (B, h, g, D)
@@ -68,14 +70,25 @@ class SequenceAttention:
     called before every message.
     """
 
-    def __init__(self, plan: TokenPlan, comm: SequenceComm, before_exchange: Callable[[], None], kernels: Kernels):
+    def __init__(
+        self, plan: TokenPlan, comm: SequenceComm, before_exchange: Callable[[], None], kernels: Kernels
+    ):
         self._kernels = kernels
         self._plan = plan
         self._comm = comm
         self._before_exchange = before_exchange
 
     def attend(
-        self, inner: Inner, rows: Shards, attention: Attention, q, k, v, heads: int, mask: torch.Tensor | None, kwargs: dict
+        self,
+        inner: Inner,
+        rows: Shards,
+        attention: Attention,
+        q,
+        k,
+        v,
+        heads: int,
+        mask: torch.Tensor | None,
+        kwargs: dict,
     ) -> torch.Tensor:
         """Exchange heads for tokens, call ``inner`` with the own heads, exchange its output back.
 
@@ -89,12 +102,18 @@ class SequenceAttention:
             k_BHlD, v_BHlD = (t.repeat_interleave(repeats, dim=1) for t in (k_BHlD, v_BHlD))
             kwargs.pop("enable_gqa", None)
         joint = self._joint_of(rows, q_BHlD.shape[2])
-        split, rank = Split.by(self._comm.shares.heads, q_BHlD.shape[1], self._comm.ulysses.size), self._comm.ulysses.rank
+        split, rank = (
+            Split.by(self._comm.shares.heads, q_BHlD.shape[1], self._comm.ulysses.size),
+            self._comm.ulysses.rank,
+        )
         own = slice(split.starts[rank], split.starts[rank] + split.sizes[rank])
         before = None
         if more := k_BHlD.shape[2] - q_BHlD.shape[2]:
             if self._plan.prefix is None:
-                raise ModelError(f"{q_BHlD.shape[2]} rows attend to {k_BHlD.shape[2]} others: this model needs another plan.")
+                raise ModelError(
+                    f"{q_BHlD.shape[2]} rows attend to {k_BHlD.shape[2]} others: this model needs another"
+                    " plan."
+                )
             before = k_BHlD[:, own, :more], v_BHlD[:, own, :more]
             k_BHlD, v_BHlD = (t[:, :, more:] for t in (k_BHlD, v_BHlD))
         qkv_3BhgD, flag = self._heads_for_tokens((q_BHlD, k_BHlD, v_BHlD), split, joint)
@@ -102,23 +121,38 @@ class SequenceAttention:
         out_BlHD = self._tokens_for_heads(out_BhgD, split, joint)
         return out_BlHD.transpose(1, 2) if skip_output_reshape else out_BlHD.flatten(2)
 
-    def attend_over(self, rows: Shards, q, k, v, heads: int, mask: torch.Tensor | None, kwargs: dict) -> torch.Tensor:
+    def attend_over(
+        self, rows: Shards, q, k, v, heads: int, mask: torch.Tensor | None, kwargs: dict
+    ) -> torch.Tensor:
         """Attend with queries that every rank has whole to keys that are cut: each rank to its own
         keys, and all merge the same parts in the same order.
         """
         if mask is not None:
-            raise ModelError("Attention over keys that are cut has a mask, which no plan says how to cut: this model needs another plan.")
+            raise ModelError(
+                "Attention over keys that are cut has a mask, which no plan says how to cut: this model needs"
+                " another plan."
+            )
         q_BHQD, k_BHlD, v_BHlD = by_heads(q, k, v, heads, kwargs)
         joint, exchange = rows.joint((self._plan.leave.stream,)), self._comm.world
         k_BHlD, v_BHlD = joint.drop_anchors(k_BHlD, 2), joint.drop_anchors(v_BHlD, 2)
         part = partial_attention(q_BHQD, k_BHlD, v_BHlD, None, kwargs.get("scale"), self._kernels)
         own = torch.cat((part.out.float(), part.level.unsqueeze(-1)), -1)
         self._before_exchange()
-        received, flag = exchange.all_to_all([[own]] * exchange.size, [own.shape] * exchange.size, self._comm.stop.wish(own))
+        received, flag = exchange.all_to_all(
+            [[own]] * exchange.size, [own.shape] * exchange.size, self._comm.stop.wish(own)
+        )
         self._comm.decide(flag)
-        parts = [(own if rank == exchange.rank else received[rank].to(own.device)) for rank in range(exchange.size)]
+        parts = [
+            (own if rank == exchange.rank else received[rank].to(own.device)) for rank in range(exchange.size)
+        ]
         weights = [float(max(1, count)) for count in joint.counts]
-        whole = reduce(merge, (Partial(part[..., :-1], part[..., -1], weight) for part, weight in zip(parts, weights, strict=True)))
+        whole = reduce(
+            merge,
+            (
+                Partial(part[..., :-1], part[..., -1], weight)
+                for part, weight in zip(parts, weights, strict=True)
+            ),
+        )
         out_BHQD = whole.out.to(q.dtype)
         return out_BHQD if kwargs.get("skip_output_reshape") else out_BHQD.transpose(1, 2).flatten(2)
 
@@ -127,28 +161,39 @@ class SequenceAttention:
         for streams in (self._plan.streams, *((stream,) for stream in self._plan.also_attend_alone)):
             if rows.joint(streams).local == count:
                 return rows.joint(streams)
-        raise ModelError(f"Attention over {count} rows fits none of the plan's streams {dict(rows.local)}: this model needs another plan.")
+        raise ModelError(
+            f"Attention over {count} rows fits none of the plan's streams {dict(rows.local)}: this model"
+            " needs another plan."
+        )
 
     def _group_tokens(self, joint: Joint) -> list[int]:
         """Return the active tokens of each rank of this ulysses group."""
         size, index = self._comm.ulysses.size, self._comm.ring.index
         return joint.counts[index * size : (index + 1) * size]
 
-    def _heads_for_tokens(self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint) -> tuple[QKV, torch.Tensor]:
+    def _heads_for_tokens(
+        self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint
+    ) -> tuple[QKV, torch.Tensor]:
         """3 x (B, H, l, D) -> 3 x (B, h, g, D), tokens in rank-major order; and the ulysses group's
         wish to stop.
         """
         exchange = self._comm.ulysses
         qkv = [joint.drop_anchors(t, 2) for t in qkv]
-        flag = self._comm.stop.wish(qkv[0] if self._comm.size > 1 else torch.empty(0))  # its own wish a rank need not read of a GPU
+        # Its own wish a rank need not read of a GPU
+        flag = self._comm.stop.wish(qkv[0] if self._comm.size > 1 else torch.empty(0))
         if exchange.size == 1:
             return qkv, flag
         batch, _, _, dim = qkv[0].shape
         own_heads = heads.sizes[exchange.rank]
         tokens = self._group_tokens(joint)
-        chunks = [[t.narrow(1, start, size) for t in qkv] for start, size in zip(heads.starts, heads.sizes, strict=True)]
+        chunks = [
+            [t.narrow(1, start, size) for t in qkv]
+            for start, size in zip(heads.starts, heads.sizes, strict=True)
+        ]
         self._before_exchange()
-        received, flag = exchange.all_to_all(chunks, [(3, batch, own_heads, count, dim) for count in tokens], flag)
+        received, flag = exchange.all_to_all(
+            chunks, [(3, batch, own_heads, count, dim) for count in tokens], flag
+        )
         out = qkv[0].new_empty(3, batch, own_heads, sum(tokens), dim)
         for index, (offset, count) in enumerate(zip(accumulate(tokens, initial=0), tokens, strict=False)):
             place = out.narrow(3, offset, count)
@@ -189,7 +234,10 @@ class SequenceAttention:
             self._before_exchange()
             shapes = [(batch, count, channels) for count in joint.counts]
             received, _ = exchange.all_to_all([[own]] * exchange.size, shapes, own.new_zeros(1))
-            pieces = [own if rank == exchange.rank else received[rank].to(own.device) for rank in range(exchange.size)]
+            pieces = [
+                own if rank == exchange.rank else received[rank].to(own.device)
+                for rank in range(exchange.size)
+            ]
         whole = own.new_empty(own.shape[0], joint.all_tokens, own.shape[2])
         whole[:, to_device(joint.rank_major(), own.device)] = torch.cat(pieces, 1)
         return whole

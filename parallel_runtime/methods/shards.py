@@ -39,7 +39,9 @@ class Rows:
         self.all_tokens = {**self.all_tokens, stream: count}
         self.local = {**self.local, stream: (0, count)}
 
-    def slice(self, tensor: torch.Tensor, dim: int, streams: Sequence[str], whole: Sequence[str] | None = None) -> torch.Tensor:
+    def slice(
+        self, tensor: torch.Tensor, dim: int, streams: Sequence[str], whole: Sequence[str] | None = None
+    ) -> torch.Tensor:
         """Return the local rows of a tensor that holds ``streams`` one after another along ``dim``:
         all rows of each, or of those in ``whole`` and the local ones of others.
         """
@@ -51,7 +53,9 @@ class Rows:
             offset += self.all_tokens[stream] if is_whole else size
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
-    def localized(self, tensor_BLC: torch.Tensor, streams: Sequence[str], whole: Sequence[str] = ()) -> torch.Tensor:
+    def localized(
+        self, tensor_BLC: torch.Tensor, streams: Sequence[str], whole: Sequence[str] = ()
+    ) -> torch.Tensor:
         """Return the local rows of a tensor that has all rows of ``streams``, or those already; or
         all rows of those in ``whole``, and of others those already.
         """
@@ -70,7 +74,9 @@ class Rows:
         for place, stream in enumerate(streams):
             if stream in whole:
                 start, size = self.local[stream]
-                parts[place] = torch.nn.functional.pad(parts[place], (0, 0, start, self.all_tokens[stream] - start - size))
+                parts[place] = torch.nn.functional.pad(
+                    parts[place], (0, 0, start, self.all_tokens[stream] - start - size)
+                )
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def along(self, tensor: Any, item: Along) -> Any:
@@ -79,7 +85,9 @@ class Rows:
         """
         if item.within is not None and not isinstance(tensor, torch.Tensor):
             within, rows_alone = item.within, replace(item, within=None)
-            return self.memoise(tensor, (item.arg,), lambda: within(tensor, lambda rows: self.along(rows, rows_alone)))
+            return self.memoise(
+                tensor, (item.arg,), lambda: within(tensor, lambda rows: self.along(rows, rows_alone))
+            )
         if isinstance(tensor, tuple):
             return tuple(self.along(one, item) if isinstance(one, torch.Tensor) else one for one in tensor)
         rows, total = tensor.shape[item.dim], sum(self.all_tokens[stream] for stream in item.streams)
@@ -89,7 +97,9 @@ class Rows:
             return self.memoise(tensor, (item.dim,), lambda: self.slice(tensor, item.dim, item.streams))
         if item.repeated and rows < total:
             return self.memoise(tensor, (item.dim,), lambda: self._repeated(tensor, item, total))
-        raise ModelError(f"{item.arg} has {rows} rows for {total} tokens: this model cannot be split by its plan.")
+        raise ModelError(
+            f"{item.arg} has {rows} rows for {total} tokens: this model cannot be split by its plan."
+        )
 
     def _repeated(self, tensor: torch.Tensor, item: Along, total: int) -> torch.Tensor:
         rows = tensor.shape[item.dim]
@@ -115,17 +125,29 @@ class Rows:
                 part
                 for begin, end, *rest in ranges
                 for there, here, start, size in self._places(item.streams)
-                for part in clip_ranges([(begin - there, (total if end is None else end) - there, *rest)], start, size, here, rows_of)
+                for part in clip_ranges(
+                    [(begin - there, (total if end is None else end) - there, *rest)],
+                    start,
+                    size,
+                    here,
+                    rows_of,
+                )
             ]
         start, size = self.local[item.streams[0]]
         shift = self.local[item.after][1]  # what the host added: the local length of the stream before
-        stream_ranges = [(0 if begin == 0 else begin - shift, end - shift, *rest) for begin, end, *rest in ranges]
+        stream_ranges = [
+            (0 if begin == 0 else begin - shift, end - shift, *rest) for begin, end, *rest in ranges
+        ]
         reaches_front = [tuple(rest) for begin, _end, *rest in ranges if begin == 0]
-        return [(0, shift, *rest) for rest in reaches_front] + clip_ranges(stream_ranges, start, size, offset=shift)
+        return [(0, shift, *rest) for rest in reaches_front] + clip_ranges(
+            stream_ranges, start, size, offset=shift
+        )
 
     def boundary(self, index: int, item: Boundary) -> int:
         """Return how many of the local rows stand before the boundary."""
-        return sum(min(max(index - there - start, 0), size) for there, _, start, size in self._places(item.streams))
+        return sum(
+            min(max(index - there - start, 0), size) for there, _, start, size in self._places(item.streams)
+        )
 
     def _places(self, streams: Sequence[str]) -> list[tuple[int, int, int, int]]:
         """Return (where it begins among all rows, where among the local ones, start, size) of each
@@ -144,9 +166,14 @@ class Rows:
         """
 
         def make() -> torch.Tensor:
-            pieces = [rows.new_zeros(1).expand(*rows.shape[: item.dim], count) for count in self.all_tokens.values()]
+            pieces = [
+                rows.new_zeros(1).expand(*rows.shape[: item.dim], count) for count in self.all_tokens.values()
+            ]
             given = rows.split([self.all_tokens[stream] for stream in item.streams], item.dim)
-            by_stream = {**dict(zip(self.all_tokens, pieces, strict=True)), **dict(zip(item.streams, given, strict=True))}
+            by_stream = {
+                **dict(zip(self.all_tokens, pieces, strict=True)),
+                **dict(zip(item.streams, given, strict=True)),
+            }
             return torch.cat(list(by_stream.values()), -1).to(mask).view(*mask.shape[:-1], -1)
 
         return self.memoise(rows, ("key mask", mask.shape, mask.dtype), make)
@@ -154,7 +181,13 @@ class Rows:
     def among(self, rows: torch.Tensor, stream: str, streams: Sequence[str]) -> torch.Tensor:
         """Return all rows (B, L, C) of ``streams``: as given those of ``stream``, else zeros."""
         batch, _, channels = rows.shape
-        return torch.cat([rows if one == stream else rows.new_zeros(batch, self.all_tokens[one], channels) for one in streams], 1)
+        return torch.cat(
+            [
+                rows if one == stream else rows.new_zeros(batch, self.all_tokens[one], channels)
+                for one in streams
+            ],
+            1,
+        )
 
     def memoise(self, value: Any, key: tuple, make: Callable[[], T]) -> T:
         """Return ``make()``, called once for this very object ``value`` in the evaluation: every
@@ -185,8 +218,12 @@ class Shards(Rows):
         self.rank = rank
         self.size = size
         self.active = active or {stream: (0, count) for stream, count in all_tokens.items()}
-        self.splits = {stream: Split.by(weights, count, size, least=1) for stream, (_, count) in self.active.items()}
-        super().__init__(all_tokens, {stream: self._local(stream, count) for stream, count in all_tokens.items()})
+        self.splits = {
+            stream: Split.by(weights, count, size, least=1) for stream, (_, count) in self.active.items()
+        }
+        super().__init__(
+            all_tokens, {stream: self._local(stream, count) for stream, count in all_tokens.items()}
+        )
         self._joint: dict[tuple[str, ...], Joint] = {}
 
     def _local(self, stream: str, count: int) -> tuple[int, int]:
@@ -213,7 +250,8 @@ class Joint:
         self.streams = streams
         splits = [shards.splits[stream] for stream in streams]
         self.counts = [sum(split.sizes[rank] for split in splits) for rank in range(shards.size)]
-        self._owned: list[tuple[int, int]] = []  # (start, size) of each stream's own rows within the local ones
+        # (start, size) of each stream's own rows within the local ones
+        self._owned: list[tuple[int, int]] = []
         self.local = 0
         for stream, split in zip(streams, splits, strict=True):
             self._owned.append((self.local, split.sizes[shards.rank]))
@@ -239,7 +277,9 @@ class Joint:
         """Local rows -> the own rows among them."""
         if not self.has_anchor:
             return tensor
-        parts = [tensor.narrow(dim, start, size) for start, size in self._owned if size] or [tensor.narrow(dim, 0, 0)]
+        parts = [tensor.narrow(dim, start, size) for start, size in self._owned if size] or [
+            tensor.narrow(dim, 0, 0)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def put_back(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -249,7 +289,9 @@ class Joint:
         shape = list(tensor.shape)
         shape[dim] = self.local
         out = tensor.new_zeros(shape)
-        for (start, size), rows in zip(self._owned, tensor.split([size for _, size in self._owned], dim), strict=True):
+        for (start, size), rows in zip(
+            self._owned, tensor.split([size for _, size in self._owned], dim), strict=True
+        ):
             out.narrow(dim, start, size).copy_(rows)
         return out
 
@@ -263,7 +305,9 @@ class Joint:
                 offset = 0
                 for stream in self.streams:
                     split = self._shards.splits[stream]
-                    self._ranges.append((offset + self._shards.active[stream][0] + split.starts[rank], split.sizes[rank]))
+                    self._ranges.append(
+                        (offset + self._shards.active[stream][0] + split.starts[rank], split.sizes[rank])
+                    )
                     offset += self._shards.all_tokens[stream]
         return self._ranges
 
@@ -284,7 +328,10 @@ def require_known_rows(item: Ranges, count: int, rest: Sequence[Any]) -> None:
     """Raises ModelError where a range of ``count`` tokens has rows that the plan does not know."""
     for entry in rest:
         if isinstance(entry, torch.Tensor) and entry.ndim and not (item.rows and len(entry) == count):
-            raise ModelError(f"{item.arg} has {len(entry)} rows for a range of {count} tokens: this model cannot be split by its plan.")
+            raise ModelError(
+                f"{item.arg} has {len(entry)} rows for a range of {count} tokens: this model cannot be split"
+                " by its plan."
+            )
 
 
 def rows_of(entry: Any, first: int, last: int) -> Any:
@@ -312,10 +359,15 @@ def permute_mask(mask: torch.Tensor, joint: Joint) -> torch.Tensor:
 
 
 def other_length(mask: torch.Tensor, total: int) -> ModelError:
-    return ModelError(f"The attention mask covers {mask.shape[-1]} tokens, the model has {total}: give it one column per token.")
+    return ModelError(
+        f"The attention mask covers {mask.shape[-1]} tokens, the model has {total}: give it one column per"
+        " token."
+    )
 
 
-def part_of_mask(mask: torch.Tensor, rows: slice, columns: slice, heads: slice, total: int, all_heads: int) -> torch.Tensor:
+def part_of_mask(
+    mask: torch.Tensor, rows: slice, columns: slice, heads: slice, total: int, all_heads: int
+) -> torch.Tensor:
     """Cut a rank-major mask to some queries, keys and heads; dimensions of size 1 stay."""
     if mask.shape[-1] == total:
         mask = mask[..., columns]

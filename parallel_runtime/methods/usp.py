@@ -60,7 +60,9 @@ class SequenceParallel:
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
         if layout.pipefusion > 1:
-            raise LayoutError(f"{layout.equation()}: sequence parallelism has one stage, set pipefusion to 1.")
+            raise LayoutError(
+                f"{layout.equation()}: sequence parallelism has one stage, set pipefusion to 1."
+            )
         require_fit(model, plan)
 
     def attach(self) -> None:
@@ -104,7 +106,9 @@ class SequenceParallel:
 class SequenceSharding:
     """Gives each rank of the sequence its share of every stream; attention sees all of them."""
 
-    def __init__(self, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None], kernels: Kernels):
+    def __init__(
+        self, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None], kernels: Kernels
+    ):
         self._comm = comm
         self._on_progress = on_progress
         self._attention = SequenceAttention(plan, comm, on_progress, kernels)
@@ -128,12 +132,16 @@ class SequenceSharding:
         assert isinstance(rows, Shards)
         return self._attention.all_rows(rows, local_BlC, streams)
 
-    def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
+    def attend(
+        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
+    ) -> torch.Tensor:
         if not isinstance(rows, Shards):
             return attention(q, k, v, heads, mask, **kwargs)
         return self._attention.attend(self._over_all_keys, rows, attention, q, k, v, heads, mask, kwargs)
 
-    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
+    def attend_over(
+        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
+    ) -> torch.Tensor:
         if not isinstance(rows, Shards) or self._comm.size == 1:
             return attention(q, k, v, heads, mask, **kwargs)
         return self._attention.attend_over(rows, q, k, v, heads, mask, kwargs)
@@ -151,17 +159,25 @@ class SequenceSharding:
         if not call.own_heads:
             return qkv[0]
         if mask is not None:
-            mask = part_of_mask(mask, EVERYTHING, EVERYTHING, call.own, call.joint.active_tokens, call.heads.total)
+            mask = part_of_mask(
+                mask, EVERYTHING, EVERYTHING, call.own, call.joint.active_tokens, call.heads.total
+            )
         return call.compute(qkv, mask)
 
-    def _around_the_ring(self, call: Call, qkv: QKV, mask: torch.Tensor | None, flag: torch.Tensor) -> torch.Tensor:
+    def _around_the_ring(
+        self, call: Call, qkv: QKV, mask: torch.Tensor | None, flag: torch.Tensor
+    ) -> torch.Tensor:
         """Attend to every group's keys in turn. ``mask`` is in rank-major order."""
         ring, group, counts = self._comm.ring, self._comm.ulysses.size, call.joint.counts
         keys = [sum(counts[index * group : (index + 1) * group]) for index in range(ring.size)]
         rows = [slice(end - size, end) for end, size in zip(accumulate(keys), keys, strict=True)]
 
         def mask_of(mask: torch.Tensor, place: int) -> torch.Tensor:
-            return part_of_mask(mask, rows[ring.index], rows[place], call.own, call.joint.active_tokens, call.heads.total)
+            return part_of_mask(
+                mask, rows[ring.index], rows[place], call.own, call.joint.active_tokens, call.heads.total
+            )
 
         qkv = qkv if isinstance(qkv, torch.Tensor) else torch.stack(tuple(qkv))
-        return self._ring.attend(call, qkv[0], qkv[1:], keys, flag, None if mask is None else partial(mask_of, mask))
+        return self._ring.attend(
+            call, qkv[0], qkv[1:], keys, flag, None if mask is None else partial(mask_of, mask)
+        )

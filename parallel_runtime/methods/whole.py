@@ -31,7 +31,10 @@ class WholeForward:
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
         if layout.world_size > layout.groups:
-            raise LayoutError(f"{layout.equation()}: {type(model).__name__} cannot be cut, set ulysses, ring and pipefusion to 1.")
+            raise LayoutError(
+                f"{layout.equation()}: {type(model).__name__} cannot be cut, set ulysses, ring and pipefusion"
+                " to 1."
+            )
 
     def attach(self) -> None:
         for container in self._model.children():
@@ -54,7 +57,10 @@ class WholeForward:
         device = next(iter(arguments.values())).device
         if arguments.get("control"):
             control = arguments["control"]
-            moved = {key: [None if one is None else one.to(device) for one in residuals] for key, residuals in control.items()}
+            moved = {
+                key: [None if one is None else one.to(device) for one in residuals]
+                for key, residuals in control.items()
+            }
             arguments = {**arguments, "control": moved}
         return forward(**arguments)
 

@@ -19,11 +19,15 @@ class StageBalance:
     """The stages of every model on one pool handle. Outlives the pools that it starts."""
 
     def __init__(self) -> None:
-        self._seconds: defaultdict[str, defaultdict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._seconds: defaultdict[str, defaultdict[tuple, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         self._measured: dict[str, Sizes] = {}  # the best sizes by the first run's costs
         self._wanted: dict[str, Sizes] = {}
 
-    def learn(self, model: str, part: Part, block_s: Iterable[Mapping[int, float]], speeds: Sequence[float] = ()) -> None:
+    def learn(
+        self, model: str, part: Part, block_s: Iterable[Mapping[int, float]], speeds: Sequence[float] = ()
+    ) -> None:
         """Notes the seconds that each rank's blocks took for one patch, until sizes were chosen by
         them. ``speeds`` of those ranks' stages; empty where they are alike.
         """

@@ -21,5 +21,11 @@ def beside_bytes(whole: Whole, layout: Layout, branches: int, batch: int, speeds
     job, own = Job(whole=whole, branches=branches, batch=batch), tuple(speeds)
     widths = layout.widths if whole.attended else layout.widths[:1]
     joined = layout.joined(branches_of(job, layout, own, widths).width)
-    ways = [Costs(job=job, layout=one, box=NOWHERE, speeds=own) for one in (layout, joined)]  # groups of sharded weights stay apart
-    return FRAGMENTS + max(costs.activation_bytes(stage, of) for costs in ways for stage in costs.stages for of in forwards_of(costs))
+    # Groups of sharded weights stay apart
+    ways = [Costs(job=job, layout=one, box=NOWHERE, speeds=own) for one in (layout, joined)]
+    return FRAGMENTS + max(
+        costs.activation_bytes(stage, of)
+        for costs in ways
+        for stage in costs.stages
+        for of in forwards_of(costs)
+    )

@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-TILE = 128  # rows, and columns, of a product's result that a processor computes at once: "waves" in published.json
+# Rows, and columns, of a product's result that a processor computes at once: "waves" in
+# published.json
+TILE = 128
 
 
 class Cache(NamedTuple):
@@ -111,4 +113,6 @@ class Box:
                 slowest = max(slowest, level.latency_s)
                 for way in ((index, outwards, "out"), (index, inwards, "in")):
                     used[way] = used.get(way, 0.0) + message.nbytes
-        return slowest + max((nbytes / self.levels[way[0]].bytes_per_s for way, nbytes in used.items()), default=0.0)
+        return slowest + max(
+            (nbytes / self.levels[way[0]].bytes_per_s for way, nbytes in used.items()), default=0.0
+        )

@@ -24,7 +24,9 @@ CAUSES = {  # part of a prediction -> how a loser's reason calls it
     "hop": "on the way to the pool and back",
 }
 RUNNING = "it saves less in this run than starting its ranks takes"
-RUNNING_AGAIN = "it saves less in this run than starting its ranks takes, and those of now again for what else is sampled"
+RUNNING_AGAIN = (
+    "it saves less in this run than starting its ranks takes, and those of now again for what else is sampled"
+)
 LOST = {  # word of a loss -> its text
     "memory": "memory: {} on each rank, and {} are there",
     "approximate": f"approximate: {APPROXIMATE} is not allowed",
@@ -99,7 +101,14 @@ class Plan:
         return alone.prediction.seconds / row.prediction.seconds
 
 
-def plan(job: Job, box: Box, *, allows_approximate: bool = False, sizes: tuple[int, ...] = (), alone: Box | None = None) -> Plan:
+def plan(
+    job: Job,
+    box: Box,
+    *,
+    allows_approximate: bool = False,
+    sizes: tuple[int, ...] = (),
+    alone: Box | None = None,
+) -> Plan:
     """Predict every legal layout of as many devices as ``sizes_of`` says, or of ``sizes``.
     ``alone``: the box of one rank by itself, where that is another.
     """
@@ -108,8 +117,16 @@ def plan(job: Job, box: Box, *, allows_approximate: bool = False, sizes: tuple[i
         for layout in legal_layouts(job, size):
             made = predict(job, layout, alone if alone is not None and size == 1 else box)
             rows.append((layout, min(made, key=lambda one: one.seconds) if made else None))
-    chosen = fastest([one for _, one in rows if one is not None and (allows_approximate or one.layout.degrees()[APPROXIMATE] == 1)])
-    table = [Row(layout, one, reason(job, box, one, layout, chosen, allows_approximate)) for layout, one in rows]
+    chosen = fastest(
+        [
+            one
+            for _, one in rows
+            if one is not None and (allows_approximate or one.layout.degrees()[APPROXIMATE] == 1)
+        ]
+    )
+    table = [
+        Row(layout, one, reason(job, box, one, layout, chosen, allows_approximate)) for layout, one in rows
+    ]
     return Plan(tuple(sorted(table, key=_order)))
 
 
@@ -126,7 +143,12 @@ def legal_layouts(job: Job, world_size: int) -> Iterator[Layout]:
     a group a branch or an image, and there are as many patches as stages.
     """
     heads = min((one.heads for one in job.whole.attended), default=1)
-    most = {"ulysses": heads, "pipefusion": len(job.whole.block_flops), "cfg": job.branches, "data": job.batch}
+    most = {
+        "ulysses": heads,
+        "pipefusion": len(job.whole.block_flops),
+        "cfg": job.branches,
+        "data": job.batch,
+    }
     if not job.whole.attended:
         most["ring"] = 1  # the forward cannot be cut
     if job.patches:
@@ -137,7 +159,13 @@ def legal_layouts(job: Job, world_size: int) -> Iterator[Layout]:
 
 
 def with_running(
-    job: Job, box: Box, made: Plan, running: Layout | None, *, allows_approximate: bool = False, is_wanted_again: bool = False
+    job: Job,
+    box: Box,
+    made: Plan,
+    running: Layout | None,
+    *,
+    allows_approximate: bool = False,
+    is_wanted_again: bool = False,
 ) -> Plan:
     """Return ``made`` with ``running``, the layout of ranks that are up, as its best, unless
     another saves more in this run than starting it takes, and starting this one anew where it
@@ -145,14 +173,22 @@ def with_running(
     rank, and a layout that this job may not have, are never kept.
     """
     best = made.best
-    if running is None or best is None or best.prediction is None or best.layout == running or running.world_size == 1:
+    if (
+        running is None
+        or best is None
+        or best.prediction is None
+        or best.layout == running
+        or running.world_size == 1
+    ):
         return made
     if running.degrees()[APPROXIMATE] > 1 and not allows_approximate:
         return made
     wide = {running.joined(width) for width in (running.widths if job.whole.attended else running.widths[:1])}
     ways = predict(job, running, box) if wide & {*legal_layouts(job, running.world_size)} else []
     quickest = min(ways, key=lambda one: one.seconds, default=None)
-    if quickest is None or (quickest.seconds - best.prediction.seconds) * job.evaluations > START_S * (1 + is_wanted_again):
+    if quickest is None or (quickest.seconds - best.prediction.seconds) * job.evaluations > START_S * (
+        1 + is_wanted_again
+    ):
         return made
     loss = Loss("running_again" if is_wanted_again else "running")
     others = [replace(row, loss=row.loss or loss) for row in made.rows if row.layout != running]
@@ -161,10 +197,21 @@ def with_running(
 
 def fastest(predictions: list[Prediction]) -> Prediction | None:
     """Of equal ones take the one with fewer ranks, then the one that sends less."""
-    return min(predictions, key=lambda one: (one.seconds, one.layout.world_size, sum(one.sent_bytes.values())), default=None)
+    return min(
+        predictions,
+        key=lambda one: (one.seconds, one.layout.world_size, sum(one.sent_bytes.values())),
+        default=None,
+    )
 
 
-def reason(job: Job, box: Box, one: Prediction | None, layout: Layout, chosen: Prediction | None, allows_approximate: bool) -> Loss | None:
+def reason(
+    job: Job,
+    box: Box,
+    one: Prediction | None,
+    layout: Layout,
+    chosen: Prediction | None,
+    allows_approximate: bool,
+) -> Loss | None:
     """Return why a layout is not the chosen one; None where it is."""
     if one is None:
         return Loss("memory", tuple(map(gib, bytes_needed(job, layout, box))))

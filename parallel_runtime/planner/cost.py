@@ -29,7 +29,9 @@ from .figures import Attended
 from .job import Job
 from .keeping import Kept
 
-MERGE_BYTES = 34  # moved for each element of a ring's output at each merge: attention/kernels.py, operation by operation
+# Moved for each element of a ring's output at each merge: attention/kernels.py, operation by
+# operation
+MERGE_BYTES = 34
 RESERVED = 1 << 30  # bytes of each device: its context, communicators, fragments
 FP32_BYTES = 4
 # Of a wave: half of one of qkv, out and up, and of down, 4 times as deep, where a block is
@@ -104,15 +106,24 @@ class Costs:
         """Return the seconds of a rank's part of one attention, of ``share`` of all tokens to all
         of them.
         """
-        own, shares = expected.heads_of(self.layout, rank, attended, self.shares(rank)), self.shares(rank).tokens
-        part = share / (sharers_of(shares, self.layout, rank, self.layout.ulysses) if shares else self.layout.ring)
-        seconds = part * expected.attention_flops(attended) * own / attended.heads / device.attention_flops_per_s
+        own, shares = (
+            expected.heads_of(self.layout, rank, attended, self.shares(rank)),
+            self.shares(rank).tokens,
+        )
+        part = share / (
+            sharers_of(shares, self.layout, rank, self.layout.ulysses) if shares else self.layout.ring
+        )
+        seconds = (
+            part * expected.attention_flops(attended) * own / attended.heads / device.attention_flops_per_s
+        )
         return seconds / device.busy(part * attended.tokens * own / TILE)
 
     def computing_s(self, rank: int, share: float) -> float:
         """Return the seconds that a rank computes for ``share`` of an evaluation's tokens."""
         device, stage, whole = self.box.devices[rank], self.stage_of(rank), self.job.whole
-        attention = sum(count * self.attention_s(device, rank, one, share) for one, count in self.attended(stage).items())
+        attention = sum(
+            count * self.attention_s(device, rank, one, share) for one, count in self.attended(stage).items()
+        )
         shares = self.shares(rank).tokens
         part = share / (sharers_of(shares, self.layout, rank, 1) if shares else self.sequence)
         tiles = part * sum(whole.tokens.values()) * whole.hidden / TILE**2
@@ -121,7 +132,11 @@ class Costs:
         around = whole.around_flops / device.matmul_flops_per_s
         moving = moving_s(self.job, device, stage, part)
         blocks = stage[1] - stage[0]
-        return around + max(max(matmul, read) + attention + moving, blocks * device.block_s) + blocks * device.beside_s
+        return (
+            around
+            + max(max(matmul, read) + attention + moving, blocks * device.block_s)
+            + blocks * device.beside_s
+        )
 
     # -- messages
 
@@ -133,7 +148,9 @@ class Costs:
         for one, count in self.attended(stage).items():
             for sends in (messages.heads_for_tokens, messages.tokens_for_heads):
                 sent = sends(self.layout, one, self.speeds)
-                seconds += count * self.box.seconds([message._replace(nbytes=share * message.nbytes) for message in sent])
+                seconds += count * self.box.seconds(
+                    [message._replace(nbytes=share * message.nbytes) for message in sent]
+                )
         return seconds
 
     def ring_s(self, ranks: Sequence[int], share: float) -> float:
@@ -150,7 +167,11 @@ class Costs:
             merged = share * MERGE_BYTES * self.output_elements(one)
             for rank in ranks:
                 device = self.box.devices[rank]
-                covered = self.attention_s(device, rank, one, share) / self.layout.ring if self.box.overlaps else 0.0
+                covered = (
+                    self.attention_s(device, rank, one, share) / self.layout.ring
+                    if self.box.overlaps
+                    else 0.0
+                )
                 merging = merged / (device.merge_bytes_per_s or device.memory_bytes_per_s)
                 seconds[rank] += count * steps * (max(0.0, travels - covered) + merging)
         return max(seconds.values())
@@ -160,7 +181,10 @@ class Costs:
         elements = 0
         for shares in {self.shares(first) for first in messages.sequences(self.layout)}:
             heads = max(expected.rank_heads(self.layout, attended, shares))
-            elements = max(elements, max(expected.group_tokens(self.layout, attended, shares)) * heads * attended.head_dim)
+            elements = max(
+                elements,
+                max(expected.group_tokens(self.layout, attended, shares)) * heads * attended.head_dim,
+            )
         return elements
 
     def stage_s(self, share: float) -> float:
@@ -175,8 +199,11 @@ class Costs:
         attended = self.attended(stage).items()
         onwards = sum(whole.tokens.values()) * whole.hidden * expected.ITEM_BYTES // self.sequence
         return {
-            "ulysses": sum(count * expected.exchanged_bytes(self.layout, rank, one, shares) for one, count in attended),
-            "ring": self.patches * sum(count * expected.passed_bytes(self.layout, rank, one, shares) for one, count in attended),
+            "ulysses": sum(
+                count * expected.exchanged_bytes(self.layout, rank, one, shares) for one, count in attended
+            ),
+            "ring": self.patches
+            * sum(count * expected.passed_bytes(self.layout, rank, one, shares) for one, count in attended),
             "pipefusion": onwards if stage[1] < len(whole.block_flops) else 0,
         }
 
@@ -191,15 +218,27 @@ class Costs:
         elements = max((self.output_elements(one) for one in own), default=0)
         buffers = 6 * elements * expected.ITEM_BYTES * (layout.ulysses > 1)
         buffers += (6 * expected.ITEM_BYTES + 2 * FP32_BYTES) * elements * (layout.ring > 1)
-        held = sum(count * one.tokens * one.heads * one.head_dim for one, count in self.attended(stage).items())
+        held = sum(
+            count * one.tokens * one.heads * one.head_dim for one, count in self.attended(stage).items()
+        )
         shares = [tokens for first in messages.sequences(layout) if (tokens := self.shares(first).tokens)]
         of_places = [
-            sharers_of(tokens, layout, rank, layout.ulysses) for tokens in shares for rank in range(0, len(tokens), layout.ulysses)
+            sharers_of(tokens, layout, rank, layout.ulysses)
+            for tokens in shares
+            for rank in range(0, len(tokens), layout.ulysses)
         ]
         places = min(of_places, default=layout.ring)
-        kept = int(2 * held * expected.ITEM_BYTES / places) // layout.ulysses * sum(forwards) * (layout.pipefusion > 1)
-        fewest = min((sum(tokens) / max(tokens) for tokens in shares), default=self.sequence)  # such ranks would have all tokens
-        return max(forwards, default=0) * (int(self.job.whole.activations.peak_bytes // fewest) + buffers) + kept
+        kept = (
+            int(2 * held * expected.ITEM_BYTES / places)
+            // layout.ulysses
+            * sum(forwards)
+            * (layout.pipefusion > 1)
+        )
+        # Such ranks would have all tokens
+        fewest = min((sum(tokens) / max(tokens) for tokens in shares), default=self.sequence)
+        return (
+            max(forwards, default=0) * (int(self.job.whole.activations.peak_bytes // fewest) + buffers) + kept
+        )
 
 
 def costs_of(job: Job, layout: Layout, box: Box, kept: Kept = "whole") -> Costs:
@@ -207,12 +246,16 @@ def costs_of(job: Job, layout: Layout, box: Box, kept: Kept = "whole") -> Costs:
     own = box.first(layout.world_size)
     speeds = relative([device.matmul_flops_per_s for device in own.devices])
     widths = layout.widths if job.whole.attended and kept != "sharded" else layout.widths[:1]
-    return Costs(job=job, layout=layout.joined(branches_of(job, layout, speeds, widths).width), box=own, speeds=speeds)
+    return Costs(
+        job=job, layout=layout.joined(branches_of(job, layout, speeds, widths).width), box=own, speeds=speeds
+    )
 
 
 def branches_of(job: Job, layout: Layout, speeds: Sequence[int], widths: Sequence[int] = (1,)) -> BranchPlan:
     """Share out a job's branches and images over a layout's groups, as its runs do."""
-    return plan_branches([Batch(1, job.batch, 1.0)] * job.branches, layout.groups, widths, group_speeds(speeds, layout.groups))
+    return plan_branches(
+        [Batch(1, job.batch, 1.0)] * job.branches, layout.groups, widths, group_speeds(speeds, layout.groups)
+    )
 
 
 def moving_s(job: Job, device: Device, stage: tuple[int, int], part: float) -> float:
@@ -222,7 +265,9 @@ def moving_s(job: Job, device: Device, stage: tuple[int, int], part: float) -> f
     if job.is_compiled:
         return 0.0
     blocks = (stage[1] - stage[0]) / len(job.whole.block_flops)
-    return blocks * sum(kernels * device.moving_s(part * nbytes) for nbytes, kernels in job.whole.activations.moved)
+    return blocks * sum(
+        kernels * device.moving_s(part * nbytes) for nbytes, kernels in job.whole.activations.moved
+    )
 
 
 def sharers_of(weights: Sequence[int], layout: Layout, rank: int, ranks: int) -> float:
@@ -236,7 +281,10 @@ def sharers_of(weights: Sequence[int], layout: Layout, rank: int, ranks: int) ->
 def forwards_of(costs: Costs) -> list[list[int]]:
     """Return the forwards that each group computes in an evaluation: the images of each."""
     planned = branches_of(costs.job, costs.layout, costs.speeds)
-    return [[share.end - share.start for share in planned.shares if share.group == group] for group in range(costs.layout.groups)]
+    return [
+        [share.end - share.start for share in planned.shares if share.group == group]
+        for group in range(costs.layout.groups)
+    ]
 
 
 def turns_of(costs: Costs) -> list[int]:
@@ -280,7 +328,11 @@ def fullest(costs: Costs, kept: Kept) -> tuple[int, int, int]:
         there[place] = min(there.get(place, device.memory_bytes), device.memory_bytes)
     found = []
     for (stage, own), memory in there.items():
-        weights = expected.sharded_bytes(whole, layout, stage) if kept == "sharded" else expected.weight_bytes(whole, stage)
+        weights = (
+            expected.sharded_bytes(whole, layout, stage)
+            if kept == "sharded"
+            else expected.weight_bytes(whole, stage)
+        )
         found.append((int(memory) - RESERVED, weights, costs.activation_bytes(stage, own)))
     return min(found, key=lambda one: one[0] - one[1] - one[2])
 
@@ -294,7 +346,10 @@ def _kept(costs: Costs, kept: Kept) -> Prediction | None:
         if costs.sequence == 1:
             return None
         moved_s = max(
-            sum(costs.box.seconds(messages.weights_step(layout, size)) for size in whole.block_weight_bytes[slice(*stage)])
+            sum(
+                costs.box.seconds(messages.weights_step(layout, size))
+                for size in whole.block_weight_bytes[slice(*stage)]
+            )
             for stage in costs.stages
         )
     elif kept == "offloaded":
@@ -343,15 +398,25 @@ def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
 def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     """Return the parts of an evaluation in the mean of a run: whole ones first, then patches."""
     job, layout = costs.job, costs.layout
-    share, reach = job.share_of_patch(costs.patches), layout.world_size if costs.speeds else costs.sequence  # else groups are alike
-    firsts = [layout.group("pipefusion", rank) for rank in range(reach) if not layout.coordinates(rank)["pipefusion"]]
+    # Else groups are alike
+    share, reach = job.share_of_patch(costs.patches), layout.world_size if costs.speeds else costs.sequence
+    firsts = [
+        layout.group("pipefusion", rank)
+        for rank in range(reach)
+        if not layout.coordinates(rank)["pipefusion"]
+    ]
 
     def stage_times(share: float) -> list[dict[str, float]]:
         times = []
         for stage, blocks in enumerate(costs.stages):
             computing = max(costs.computing_s(ranks[stage], share) for ranks in firsts)
-            exchanged = {"ulysses": costs.ulysses_s(blocks, share), "ring": costs.ring_s([ranks[stage] for ranks in firsts], share)}
-            times.append({"compute": computing, **exchanged, "weights": _waits(costs, kept, moved_s, computing)})
+            exchanged = {
+                "ulysses": costs.ulysses_s(blocks, share),
+                "ring": costs.ring_s([ranks[stage] for ranks in firsts], share),
+            }
+            times.append(
+                {"compute": computing, **exchanged, "weights": _waits(costs, kept, moved_s, computing)}
+            )
         return times
 
     times = stage_times(share)
@@ -360,11 +425,19 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     slowest = max(*of_patch, link_s) if costs.box.overlaps else max(of_patch) + link_s
     round_trip = sum(of_patch) + (layout.pipefusion - 1) * link_s + costs.box.hop_s
     period = turns * max(costs.patches * slowest, round_trip)
-    warm_up = sum(of_whole) + (layout.pipefusion - 1) * costs.stage_s(1.0) + (turns - 1) * max(of_whole) + costs.box.hop_s
+    warm_up = (
+        sum(of_whole)
+        + (layout.pipefusion - 1) * costs.stage_s(1.0)
+        + (turns - 1) * max(of_whole)
+        + costs.box.hop_s
+    )
     warm = min(job.warm_up, job.evaluations)
     patched = job.evaluations - warm
     run = warm * warm_up + patched * period + (round_trip - slowest if patched else 0.0)
-    parts = {name: turns * costs.patches * max(one[name] for one in times) for name in ("ulysses", "ring", "weights")}
+    parts = {
+        name: turns * costs.patches * max(one[name] for one in times)
+        for name in ("ulysses", "ring", "weights")
+    }
     parts["compute"] = costs.patches * job.even_turns(layout) * fmean(one["compute"] for one in times)
     parts["hop"] = 0.0
     parts["imbalance"] = turns * costs.patches * max(of_patch) - sum(parts.values())

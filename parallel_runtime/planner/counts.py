@@ -24,7 +24,9 @@ from .figures import Whole
 
 TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept
-PATIENCE_S = 60.0  # how long a sampling waits for its count, with the start of the process, where nothing is up to sample it
+# How long a sampling waits for its count, with the start of the process, where nothing is up to
+# sample it
+PATIENCE_S = 60.0
 WHILE_UP_S = 5.0  # and where something is
 POLL_S = 0.05
 TRIES = 2  # a count whose process was lost is begun again, once
@@ -43,7 +45,8 @@ class CounterLost(NotCounted):
     """The process that counts was lost, or took too long: another time it may not be."""
 
 
-Begin = Callable[[bytes], "Future[Whole]"]  # begins to count what ``twin.described`` describes; the future may raise NotCounted
+# Begins to count what ``twin.described`` describes; the future may raise NotCounted
+Begin = Callable[[bytes], "Future[Whole]"]
 
 
 @dataclass
@@ -94,7 +97,9 @@ class Counts:
         if begun is not None and is_lost(begun.future) and self._clock() - begun.at_s >= LOST_S:
             begun = None
         if begun is None or (begun.tries < TRIES and is_lost(begun.future)):
-            begun = self._begun[key] = Begun(self._begin(asked), self._clock(), begun.tries + 1 if begun is not None else 1)
+            begun = self._begun[key] = Begun(
+                self._begin(asked), self._clock(), begun.tries + 1 if begun is not None else 1
+            )
             if len(self._begun) > MOST:
                 del self._begun[next(iter(self._begun))]
         until = begun.at_s + patience_s
@@ -134,7 +139,9 @@ def as_stored(whole: Whole, stored: int) -> Whole:
 
 def longest(conds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the cond with most text: an evaluation of it takes longest."""
-    return max(conds, key=lambda cond: cond["cross_attn"].shape[1] if cond.get("cross_attn") is not None else 0)
+    return max(
+        conds, key=lambda cond: cond["cross_attn"].shape[1] if cond.get("cross_attn") is not None else 0
+    )
 
 
 def rounded(cond: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,4 +150,7 @@ def rounded(cond: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(text, torch.Tensor) or text.dim() != 3 or "attention_mask" in cond:
         return cond
     tokens = -(-text.shape[1] // TEXT) * TEXT
-    return {**cond, "cross_attn": torch.empty(text.shape[0], tokens, text.shape[2], dtype=text.dtype, device="meta")}
+    return {
+        **cond,
+        "cross_attn": torch.empty(text.shape[0], tokens, text.shape[2], dtype=text.dtype, device="meta"),
+    }

@@ -20,7 +20,10 @@ def decoding_s(model: str, extent: Extent, on: Device) -> float | None:
     if known is None:
         return None
     overlap, tile = known["overlap"], known["tile"]
-    voxels = prod(decoded(length, edge, overlap) for length, edge in zip(extent, (tile[0], tile[0], tile[1]), strict=True))
+    voxels = prod(
+        decoded(length, edge, overlap)
+        for length, edge in zip(extent, (tile[0], tile[0], tile[1]), strict=True)
+    )
     return voxels / known["voxels_per_s"] * device(known["device"]).matmul_flops_per_s / on.matmul_flops_per_s
 
 

@@ -29,7 +29,8 @@ CAPABILITY = (9, 0)  # of an H100; kernels are chosen by it
 aten = torch.ops.aten
 QUESTIONS = {torch.ops.prim.device.default, aten.is_pinned.default}  # they compute nothing
 READS = {aten._local_scalar_dense.default, aten.equal.default}
-SMALL_BYTES = 1 << 16  # of a copy to the device that the driver takes at once (CUDA's API synchronization behavior)
+# Of a copy to the device that the driver takes at once (CUDA's API synchronization behavior)
+SMALL_BYTES = 1 << 16
 COPIES = {aten._to_copy.default, aten.copy_.default}
 BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 LEFT_SECOND = {aten.addmm, aten.baddbmm}  # products whose left factor is the second argument
@@ -97,10 +98,13 @@ class Counts(TorchDispatchMode):
         return sum(self.by_rows.values())
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # nothing is compiled here, and asking takes longer than most operations
+    # Nothing is compiled here, and asking takes longer than most operations
+    def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         options = dict(kwargs or {})
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].device
@@ -123,14 +127,17 @@ class Counts(TorchDispatchMode):
             self._note_copy(func, args, options)
         if func in BY_INDEX:
             args = (args[0], self._without_masks(args[1]), *args[2:])
-        if options.get("device") is not None:  # torch would make the real thing of a tensor whose value it knows
+        # Torch would make the real thing of a tensor whose value it knows
+        if options.get("device") is not None:
             for leaf in args:
                 if isinstance(leaf, FakeTensor):
                     leaf.constant = None
         is_pinned = options.pop("pin_memory", False)
         made = func(*args, **options)
         if func._overloadpacket in flop_registry:
-            self.by_rows[rows_of(func._overloadpacket, args)] += flop_registry[func._overloadpacket](*args, **options, out_val=made)
+            self.by_rows[rows_of(func._overloadpacket, args)] += flop_registry[func._overloadpacket](
+                *args, **options, out_val=made
+            )
         elif func.namespace == "c10d":
             self._note_message(func, args)
         else:
@@ -171,10 +178,18 @@ class Counts(TorchDispatchMode):
         not asked to return early.
         """
         if func is aten.copy_.default:
-            target, source, returns_early = is_on_device(args[0]), is_on_device(args[1]), (args[2:] or (options.get("non_blocking"),))[0]
+            target, source, returns_early = (
+                is_on_device(args[0]),
+                is_on_device(args[1]),
+                (args[2:] or (options.get("non_blocking"),))[0],
+            )
         else:
             source, returns_early = is_on_device(args[0]), options.get("non_blocking")
-            target = source if options.get("device") is None else torch.device(options["device"]).type == DEVICE.type
+            target = (
+                source
+                if options.get("device") is None
+                else torch.device(options["device"]).type == DEVICE.type
+            )
         on_cpu = args[1] if target and func is aten.copy_.default else args[0]
         is_small = target and on_cpu.numel() * on_cpu.element_size() <= SMALL_BYTES
         if target != source and not (returns_early and (is_small or self.memory.is_pinned(on_cpu))):
@@ -182,15 +197,23 @@ class Counts(TorchDispatchMode):
 
     def wait(self, call: str) -> None:
         frame = sys._getframe(1)
-        while frame is not None and (is_within_torch(frame.f_code.co_filename) or frame.f_code.co_filename == __file__):
+        while frame is not None and (
+            is_within_torch(frame.f_code.co_filename) or frame.f_code.co_filename == __file__
+        ):
             frame = frame.f_back
         if frame is not None:
             self.waits[Wait(call, frame.f_code.co_filename, frame.f_code.co_name)] += 1
 
     def _note_message(self, func: Any, args: tuple) -> None:
-        sent = {"alltoall_base_": args[1:2], "_allgather_base_": args[1:2], "send": args[0] if args else ()}.get(func._opname, ())
+        sent = {
+            "alltoall_base_": args[1:2],
+            "_allgather_base_": args[1:2],
+            "send": args[0] if args else (),
+        }.get(func._opname, ())
         receivers = args[0].numel() // args[1].numel() - 1 if func._opname == "_allgather_base_" else 1
-        self.messages[func._opname] += receivers * sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        self.messages[func._opname] += receivers * sum(
+            tensor.numel() * tensor.element_size() for tensor in sent
+        )
 
 
 def rows_of(packet: Any, args: tuple) -> int:
@@ -225,14 +248,18 @@ def is_within_torch(file: str) -> bool:
     return file.startswith((str(Path(torch.__file__).parent), "<"))
 
 
-def fused_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False) -> torch.Tensor:
+def fused_attention(
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+) -> torch.Tensor:
     """Attend by the kernel that torch has for it on such a device, which holds no scores."""
     if enable_gqa:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     if attn_mask is None and q.dtype in (torch.float16, torch.bfloat16):
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, False, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, False, dropout_p, is_causal, scale=scale
+    )[0]
 
 
 class Driver:

@@ -68,8 +68,14 @@ class DryModel:
             model = empty_model(self._sample, self.released, torch.bfloat16, DEVICE)
             for module in model.diffusion_model.modules():
                 for tensors in (module._parameters, module._buffers):
-                    found = {name: tensor for name, tensor in tensors.items() if tensor is not None and not is_on_device(tensor)}
-                    cast("dict[str, Any]", tensors).update({name: tensor.to(DEVICE) for name, tensor in found.items()})
+                    found = {
+                        name: tensor
+                        for name, tensor in tensors.items()
+                        if tensor is not None and not is_on_device(tensor)
+                    }
+                    cast("dict[str, Any]", tensors).update(
+                        {name: tensor.to(DEVICE) for name, tensor in found.items()}
+                    )
             return model
 
     def _forward(self, model: Any) -> Any:
@@ -79,7 +85,14 @@ class DryModel:
         """Run the model on one device as ComfyUI does."""
         return counted(self._model, self.plan, self._arguments, self._mode, cut=self.released.cut)
 
-    def rank(self, layout: Layout, rank: int, whole: Whole, patches: int = 0, kept: Literal["whole", "sharded"] = "whole") -> RankFigures:
+    def rank(
+        self,
+        layout: Layout,
+        rank: int,
+        whole: Whole,
+        patches: int = 0,
+        kept: Literal["whole", "sharded"] = "whole",
+    ) -> RankFigures:
         """Run one rank of ``layout``. ``patches``: of a pipeline, 0 for one more than stages.
         ``kept``: how it keeps its weights.
         """
@@ -88,7 +101,9 @@ class DryModel:
         with joined(layout, rank) as mesh, as_it_was(self._model.diffusion_model, self.plan):
             model, turns, held = self._model, None, 0
             idle = IdleRank(parts)
-            method = make_method(model.diffusion_model, self.plan, mesh, idle, [stage.size for stage in stages])
+            method = make_method(
+                model.diffusion_model, self.plan, mesh, idle, [stage.size for stage in stages]
+            )
             if kept == "sharded":
                 open_weights(mesh)
             counted = Sent(mesh)
@@ -97,7 +112,9 @@ class DryModel:
                     figures.chosen = 1 / self.released.cut.experts
                     figures.memory.leave_out(weights_of(model))
                     if kept == "sharded" and mesh.sequence.weights is not None:
-                        turns = ShardedWeights(model.diffusion_model, DEVICE, mesh.sequence.weights, lambda nbytes: None).turns
+                        turns = ShardedWeights(
+                            model.diffusion_model, DEVICE, mesh.sequence.weights, lambda nbytes: None
+                        ).turns
                         turns.attach()
                         held = figures.memory.live
                     method.attach()
@@ -137,7 +154,10 @@ class DryModel:
     def _cut(self, whole: Whole, parts: Sequence[Part]) -> list[tuple[int, int]]:
         """Return the patches' tokens of the stream that leaves. The last has those behind them."""
         patches = [part.patch for part in parts if part.patch is not None]
-        return [(start, whole.tokens[self.plan.leave.stream] if last else start + size) for start, size, last in patches]
+        return [
+            (start, whole.tokens[self.plan.leave.stream] if last else start + size)
+            for start, size, last in patches
+        ]
 
     def parts(self, whole: Whole, layout: Layout, patches: int) -> list[Part]:
         """Return the requests of a rank: one of all tokens; in a pipeline, each patch after it, if
@@ -179,11 +199,21 @@ def counted(
                 handles.append(last[end].register_forward_hook(lambda *_: recorder.leave(None, None)))
             for insert in inserts_of(plan):
                 is_within = insert.path.startswith(tuple(f"{group.path}." for group in plan.blocks))
-                kind = (SHARED if is_within else BEHIND) if insert.frames is None else (FRAMED if is_within else FRAMED_BEHIND)
+                kind = (
+                    (SHARED if is_within else BEHIND)
+                    if insert.frames is None
+                    else (FRAMED if is_within else FRAMED_BEHIND)
+                )
                 for module in named(transformer, insert.path):
                     enter, leave = recorder.enter_insert(module, insert), recorder.leave_insert(kind)
-                    handles += [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
-            handles += [layer.module.register_forward_pre_hook(recorder.order.note(layer)) for layer in shared_layers(transformer)]
+                    handles += [
+                        module.register_forward_pre_hook(enter, with_kwargs=True),
+                        module.register_forward_hook(leave),
+                    ]
+            handles += [
+                layer.module.register_forward_pre_hook(recorder.order.note(layer))
+                for layer in shared_layers(transformer)
+            ]
         try:
             forward(**(arguments if hooks is None else hooks.arguments(arguments)))
         finally:
@@ -195,18 +225,28 @@ def counted(
     block_flops = [after.total() - before.total() for before, after in pairwise(marks)]
     own = OwnRows(recorder.tokens, arguments.get(plan.prefix.counted_by, 0) if plan.prefix else 0, cut)
     weights = nbytes(weights_of(model))
-    block_weights = [nbytes(container[index].parameters()) for container, index, _ in blocks_of(transformer, plan)] if hooks else [weights]
+    block_weights = (
+        [nbytes(container[index].parameters()) for container, index, _ in blocks_of(transformer, plan)]
+        if hooks
+        else [weights]
+    )
     return Whole(
         weight_bytes=weights,
         block_weight_bytes=block_weights,
         block_flops=block_flops,
         around_flops=figures.flops - sum(block_flops),
-        activations=Activations(figures.memory.peak, sorted((size, kernels) for size, kernels in figures.moved.items() if size)),
+        activations=Activations(
+            figures.memory.peak, sorted((size, kernels) for size, kernels in figures.moved.items() if size)
+        ),
         attended_by_block=recorder.attended or [[]],
         tokens=recorder.tokens,
         hidden=recorder.hidden,
-        shareable=shareable(transformer, plan, sum(layer.nbytes for layer in recorder.order.turns)) if hooks else Shareable([0], 0, 0, 0),
-        unshared=Unshared([own.apart(*pair) for pair in pairwise(marks)], figures.flops - marks[-1].total(), recorder.frames),
+        shareable=shareable(transformer, plan, sum(layer.nbytes for layer in recorder.order.turns))
+        if hooks
+        else Shareable([0], 0, 0, 0),
+        unshared=Unshared(
+            [own.apart(*pair) for pair in pairwise(marks)], figures.flops - marks[-1].total(), recorder.frames
+        ),
     )
 
 
@@ -261,7 +301,11 @@ def joined(layout: Layout, rank: int, via_cpu: bool = False) -> Iterator[Mesh]:
 def as_it_was(transformer: torch.nn.Module, plan: TokenPlan) -> Iterator[None]:
     """Puts back the blocks that a stage leaves out, and the weights that ranks share out."""
     blocks = [(container, index, container[index]) for container, index, _ in blocks_of(transformer, plan)]
-    weights = [(tensors, dict(tensors)) for module in transformer.modules() for tensors in (module._parameters, module._buffers)]
+    weights = [
+        (tensors, dict(tensors))
+        for module in transformer.modules()
+        for tensors in (module._parameters, module._buffers)
+    ]
     try:
         yield
     finally:
@@ -279,14 +323,20 @@ def weights_of(model: Any) -> tuple[torch.Tensor, ...]:
 
 def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the memory of tensors, of which some may stand for more than they hold."""
-    return sum({storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
+    return sum(
+        {
+            storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)
+        }.values()
+    )
 
 
 def shareable(transformer: torch.nn.Module, plan: TokenPlan, turn_bytes: int) -> Shareable:
     paths = [f"{group.path}.{index}." for _, index, group in blocks_of(transformer, plan)]
     layers: list[list[int]] = [[] for _ in (*paths, "around")]
     for layer in shared_layers(transformer):
-        layers[next((place for place, path in enumerate(paths) if layer.path.startswith(path)), -1)].append(layer.nbytes)
+        layers[next((place for place, path in enumerate(paths) if layer.path.startswith(path)), -1)].append(
+            layer.nbytes
+        )
     *blocks, around = map(sum, layers)
     sharing = Sharing.of([size for one in layers for size in one], 0)
     aside = sum(table.nbytes for table in tables_of(transformer))

@@ -30,7 +30,9 @@ ITEM_BYTES = 2  # bf16
 WITHIN = 0.02
 
 
-def even_bytes(ulysses: int, ring: int, tokens: int, hidden: int, blocks: int, item_bytes: int, batch: int = 1) -> float:
+def even_bytes(
+    ulysses: int, ring: int, tokens: int, hidden: int, blocks: int, item_bytes: int, batch: int = 1
+) -> float:
     """Return the bytes that one rank of a sequence sends where everything splits evenly."""
     own = batch * tokens * hidden * blocks * item_bytes / (ulysses * ring)
     return own * (4 * (ulysses - 1) / ulysses + 2 * (ring - 1))
@@ -57,8 +59,15 @@ def passed_bytes(layout: Layout, rank: int, attended: Attended, shares: Shares =
     if layout.ring == 1:
         return 0
     groups = group_tokens(layout, attended, shares)
-    unsent = (layout.coordinates(rank)["ring"] + 1) % layout.ring  # a rank's block has come round when it reaches the rank before it
-    return 2 * heads_of(layout, rank, attended, shares) * (sum(groups) - groups[unsent]) * attended.head_dim * ITEM_BYTES
+    # A rank's block has come round when it reaches the rank before it
+    unsent = (layout.coordinates(rank)["ring"] + 1) % layout.ring
+    return (
+        2
+        * heads_of(layout, rank, attended, shares)
+        * (sum(groups) - groups[unsent])
+        * attended.head_dim
+        * ITEM_BYTES
+    )
 
 
 def rank_tokens(layout: Layout, attended: Attended, shares: Shares = EVEN) -> tuple[int, ...]:
@@ -81,11 +90,16 @@ def heads_of(layout: Layout, rank: int, attended: Attended, shares: Shares = EVE
     return rank_heads(layout, attended, shares)[layout.coordinates(rank)["ulysses"]]
 
 
-def sent_bytes(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None, patches: int = 1) -> int:
+def sent_bytes(
+    whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None, patches: int = 1
+) -> int:
     """Return the bytes that a rank sends in one evaluation, but for the output's rows."""
     blocks = slice(0, len(whole.block_flops)) if stage is None else slice(*stage)
     own = [attended for block in whole.attended_by_block[blocks] for attended in block]
-    within = sum(exchanged_bytes(layout, rank, attended) + patches * passed_bytes(layout, rank, attended) for attended in own)
+    within = sum(
+        exchanged_bytes(layout, rank, attended) + patches * passed_bytes(layout, rank, attended)
+        for attended in own
+    )
     onwards = sum(whole.tokens.values()) * whole.hidden * ITEM_BYTES // (layout.ulysses * layout.ring)
     return within + (0 if is_last(whole, stage) else onwards)
 
@@ -98,7 +112,11 @@ def is_last(whole: Whole, stage: tuple[int, int] | None) -> bool:
 def weight_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
     """Return the bytes of a rank's weights: all, or the stage's blocks and what is around them."""
     blocks = sum(whole.block_weight_bytes)
-    return whole.weight_bytes if stage is None else whole.weight_bytes - blocks + sum(whole.block_weight_bytes[slice(*stage)])
+    return (
+        whole.weight_bytes
+        if stage is None
+        else whole.weight_bytes - blocks + sum(whole.block_weight_bytes[slice(*stage)])
+    )
 
 
 def sharded_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) -> int:
@@ -109,7 +127,9 @@ def sharded_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) -
     if stage is not None and of.layers:
         own = sorted(chain(of.layers[-1], *of.layers[slice(*stage)]))
         largest, two = own[-1], sum(own[-2:])
-    return Sharing(weight_bytes(whole, stage) - shared - of.aside, shared, largest, two).held(layout.ulysses * layout.ring)
+    return Sharing(weight_bytes(whole, stage) - shared - of.aside, shared, largest, two).held(
+        layout.ulysses * layout.ring
+    )
 
 
 def gathered_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) -> int:
@@ -131,7 +151,13 @@ def shared_bytes(whole: Whole, stage: tuple[int, int] | None) -> int:
     return whole.shareable.around + sum(blocks if stage is None else blocks[slice(*stage)])
 
 
-def flops(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None, cut: Sequence[tuple[int, int]] = ()) -> float:
+def flops(
+    whole: Whole,
+    layout: Layout,
+    rank: int,
+    stage: tuple[int, int] | None,
+    cut: Sequence[tuple[int, int]] = (),
+) -> float:
     """Return what a rank computes: an even share of the blocks, or of its stage's, and all that is
     around them, or in them on rows of other tokens, for each patch of ``cut``.
 
@@ -145,13 +171,20 @@ def flops(whole: Whole, layout: Layout, rank: int, stage: tuple[int, int] | None
     attended = [one for block in whole.attended_by_block[first:end] for one in block]
     place = layout.coordinates(rank)["ulysses"]
     unevenness = sum(
-        attention_flops(one) * (Split.even(one.heads, layout.ulysses).sizes[place] / one.heads - 1 / layout.ulysses) for one in attended
+        attention_flops(one)
+        * (Split.even(one.heads, layout.ulysses).sizes[place] / one.heads - 1 / layout.ulysses)
+        for one in attended
     )
     alone = whole.around_flops - (0 if is_end else whole.unshared.closing) + sum(one.alone for one in own)
     shared = sum(whole.block_flops[first:end]) - sum(map(sum, own)) + sum(one.behind for one in passed)
     framed = sum(one.framed for one in own) + sum(one.framed_behind for one in passed)
     ranks = layout.ulysses * layout.ring
-    return alone * max(1, len(cut)) + shared / ranks + framed * share_of_frames(whole, layout, rank, cut) + unevenness / layout.ring
+    return (
+        alone * max(1, len(cut))
+        + shared / ranks
+        + framed * share_of_frames(whole, layout, rank, cut)
+        + unevenness / layout.ring
+    )
 
 
 def share_of_frames(whole: Whole, layout: Layout, rank: int, cut: Sequence[tuple[int, int]]) -> float:
@@ -180,9 +213,15 @@ def misses(whole: Whole, layout: Layout, figures: RankFigures, is_sharded: bool 
     found = []
     sent = sum(size for axis, size in figures.sent_bytes.items() if axis != "gather")
     gathered = figures.patches * gathered_bytes(whole, layout, figures.stage) if is_sharded else 0
-    weights = sharded_bytes(whole, layout, figures.stage) if is_sharded else weight_bytes(whole, figures.stage)
+    weights = (
+        sharded_bytes(whole, layout, figures.stage) if is_sharded else weight_bytes(whole, figures.stage)
+    )
     for name, value, due in (
-        ("sent bytes", sent, sent_bytes(whole, layout, figures.rank, figures.stage, figures.patches) + gathered),
+        (
+            "sent bytes",
+            sent,
+            sent_bytes(whole, layout, figures.rank, figures.stage, figures.patches) + gathered,
+        ),
         ("gathered bytes of weights", figures.sent_bytes.get("weights", 0), gathered),
         ("bytes of weights", figures.weight_bytes, weights),
         ("FLOPs", figures.flops, flops(whole, layout, figures.rank, figures.stage, figures.cut)),
@@ -190,5 +229,7 @@ def misses(whole: Whole, layout: Layout, figures: RankFigures, is_sharded: bool 
         if abs(value - due) > WITHIN * due:
             found.append(f"{value:.4g} {name} for {due:.4g}")
     if figures.wired_bytes != sum(figures.sent_bytes.values()):
-        found.append(f"counts {sum(figures.sent_bytes.values())} sent bytes, and torch was given {figures.wired_bytes}")
+        found.append(
+            f"counts {sum(figures.sent_bytes.values())} sent bytes, and torch was given {figures.wired_bytes}"
+        )
     return found + [f"waits for the device: {wait}" for wait in figures.waits if wait.is_ours]

@@ -16,7 +16,8 @@ from .measured import Speeds
 from .published import GIGA, MICRO, TERA, device, figures, links, pcie, slowest_link
 
 PLAIN_GPU = "RTX3090"  # for a GPU that no figures are published of here
-ALL_LINKED = re.compile(r"SXM|HBM3|H200|B200")  # in names of GPUs that NVLink connects to all others of their machine
+# In names of GPUs that NVLink connects to all others of their machine
+ALL_LINKED = re.compile(r"SXM|HBM3|H200|B200")
 NOT_LINKED = re.compile(r"PCIe|NVL\b")  # of cards
 FP32_BYTES = 4
 Known = Literal["measured", "published", "plain"]
@@ -46,7 +47,9 @@ class Here:
     alone: Box | None = None
 
 
-def box_here(seen: Sequence[Seen], staged: bool = False, measured: Speeds | None = None, alone: Speeds | None = None) -> Here:
+def box_here(
+    seen: Sequence[Seen], staged: bool = False, measured: Speeds | None = None, alone: Speeds | None = None
+) -> Here:
     """Return the box of ranks on these devices. ``staged``: messages go through main memory.
     ``measured``: speeds of ranks on the CPU that compute at once; ``alone``: of one on all cores.
     """
@@ -61,13 +64,23 @@ def box_here(seen: Sequence[Seen], staged: bool = False, measured: Speeds | None
         figure = {**figure, "peer": False}
     is_linked = all(ALL_LINKED.search(one.title) and not NOT_LINKED.search(one.title) for one in seen)
     link = "NVLink" if is_linked and "nvlink_gb_per_s" in figure and not staged else "PCIe"
-    devices = tuple(replace(device(kind), memory_bytes=one.memory_bytes) for one, kind in zip(seen, kinds, strict=True))
+    devices = tuple(
+        replace(device(kind), memory_bytes=one.memory_bytes) for one, kind in zip(seen, kinds, strict=True)
+    )
     devices = as_measured(devices, [one.flops_per_s for one in seen])
     name = f"{'+'.join(f'{count}x{kind}' for kind, count in counted.items())}-{link}"
     levels = tuple(links(figure, link, len(seen)))
-    box = Box(name=name, devices=devices, levels=levels, host_bytes_per_s=pcie(figure["pcie"]), hop_s=figures()["hop"]["seconds"])
+    box = Box(
+        name=name,
+        devices=devices,
+        levels=levels,
+        host_bytes_per_s=pcie(figure["pcie"]),
+        hop_s=figures()["hop"]["seconds"],
+    )
     if unknown:
-        return Here(box, "plain", f"no figures of {', '.join(unknown)} are known, and those of {PLAIN_GPU} were taken")
+        return Here(
+            box, "plain", f"no figures of {', '.join(unknown)} are known, and those of {PLAIN_GPU} were taken"
+        )
     return Here(box, "published", f"by published figures of {name}")
 
 
@@ -79,9 +92,15 @@ def as_measured(devices: tuple[Device, ...], flops_per_s: Sequence[float]) -> tu
     if min(flops_per_s) <= 0 or min(flops_per_s) == fastest:
         return devices
     whole = devices[flops_per_s.index(fastest)].matmul_flops_per_s
-    times = [whole * own / fastest / one.matmul_flops_per_s for one, own in zip(devices, flops_per_s, strict=True)]
+    times = [
+        whole * own / fastest / one.matmul_flops_per_s for one, own in zip(devices, flops_per_s, strict=True)
+    ]
     return tuple(
-        replace(one, matmul_flops_per_s=one.matmul_flops_per_s * as_fast, attention_flops_per_s=one.attention_flops_per_s * as_fast)
+        replace(
+            one,
+            matmul_flops_per_s=one.matmul_flops_per_s * as_fast,
+            attention_flops_per_s=one.attention_flops_per_s * as_fast,
+        )
         for one, as_fast in zip(devices, times, strict=True)
     )
 
@@ -107,7 +126,9 @@ def cpu_box(seen: Sequence[Seen], measured: Speeds | None, alone: Speeds | None 
     """
     if measured is not None:
         own = alone.box(1, FP32_BYTES) if alone is not None else None
-        return Here(measured.box(len(seen), FP32_BYTES), "measured", "by speeds measured on this machine", own)
+        return Here(
+            measured.box(len(seen), FP32_BYTES), "measured", "by speeds measured on this machine", own
+        )
     figure = figures()["cpu"]
     speeds = [figure["gflops_per_core"] * one.cores * GIGA for one in seen]
     devices = tuple(

@@ -58,7 +58,16 @@ class ModelBytes:
         around = bytes_of(diffusion_model) - blocks
         aside = sum(table.nbytes for table in tables_of(diffusion_model))
         count = sum(len(list(diffusion_model.get_submodule(group.path).children())) for group in plan.blocks)
-        return cls(around, blocks, sharing.shared - shared_blocks, shared_blocks, sharing.largest, sharing.two, aside, count)
+        return cls(
+            around,
+            blocks,
+            sharing.shared - shared_blocks,
+            shared_blocks,
+            sharing.largest,
+            sharing.two,
+            aside,
+            count,
+        )
 
     def whole(self, stages: float) -> int:
         """Returns what each rank of a pipeline of so many stages holds. A stage with half of the
@@ -107,7 +116,9 @@ class WeightsWish:
     def depends_on_room(self) -> bool:
         return self.asked in ("auto", "offloaded")
 
-    def kept_in(self, names: Sequence[str], layout: Layout, memory: Sequence[Any], parts: Sequence[float] = ()) -> Keeping:
+    def kept_in(
+        self, names: Sequence[str], layout: Layout, memory: Sequence[Any], parts: Sequence[float] = ()
+    ) -> Keeping:
         """Takes what is asked for; for ``auto`` the first that fits beside other models, then in
         their place. ``names``: each rank's device; ``memory`` of each, as it is now. ``parts`` of
         the blocks that stages have; empty: as many each.
@@ -117,7 +128,9 @@ class WeightsWish:
         sharers, ranks = Counter(names), layout.ulysses * layout.ring
         stages = [sum(parts) / part for part in parts] or [layout.pipefusion] * layout.pipefusion
         if self.asked == "sharded" and ranks == 1:
-            return Keeping("whole", "no other rank has the same blocks: raise ulysses or ring to share weights out")
+            return Keeping(
+                "whole", "no other rank has the same blocks: raise ulysses or ring to share weights out"
+            )
         if not self.depends_on_room:
             way, needed = self._ways(min(stages), ranks)[self.asked == "sharded"]
             return Keeping(way, "as chosen", needed)
@@ -135,7 +148,12 @@ class WeightsWish:
         return self._fitting(stages, ranks, beside, alone, left)
 
     def cut_for(
-        self, names: Sequence[str], layout: Layout, memory: Sequence[Any], sizes: tuple[int, ...], speeds: Sequence[float]
+        self,
+        names: Sequence[str],
+        layout: Layout,
+        memory: Sequence[Any],
+        sizes: tuple[int, ...],
+        speeds: Sequence[float],
     ) -> tuple[Keeping, tuple[int, ...]]:
         """Takes what ``kept_in`` takes for stages of these ``sizes``; where those are left open,
         for stages that have blocks by their ``speeds``, or for even ones where these leave more of
@@ -154,18 +172,33 @@ class WeightsWish:
         whole: tuple[Kept, int] = "whole", self.size.whole(stages)
         return [whole, ("sharded", self.size.sharded(stages, ranks))] if ranks > 1 else [whole]
 
-    def _fitting(self, stages: Sequence[float], ranks: int, beside: Sequence[float], alone: Sequence[float], left: int) -> Keeping:
+    def _fitting(
+        self, stages: Sequence[float], ranks: int, beside: Sequence[float], alone: Sequence[float], left: int
+    ) -> Keeping:
         """``beside`` and ``alone``: room of each stage, without what is ``left`` free there; the
         tightest is told of.
         """
         needed, room = 0.0, 0.0
         for rooms, where in ((beside, "are free"), (alone, "are free without other models")):
             for ways in zip(*(self._ways(one, ranks) for one in stages), strict=True):
-                room, needed = min(((there, own) for there, (_, own) in zip(rooms, ways, strict=True)), key=lambda pair: pair[0] - pair[1])
+                room, needed = min(
+                    ((there, own) for there, (_, own) in zip(rooms, ways, strict=True)),
+                    key=lambda pair: pair[0] - pair[1],
+                )
                 if needed <= room:
                     most = max(own for _, own in ways)
-                    return Keeping(ways[0][0], f"each rank needs {gib(needed)}, and {gib(room)} {where}", most, room - needed + left)
-        return Keeping("offloaded", f"each rank needs {gib(needed)} of weights, and {gib(room)} are free", int(max(0, min(alone))), left)
+                    return Keeping(
+                        ways[0][0],
+                        f"each rank needs {gib(needed)}, and {gib(room)} {where}",
+                        most,
+                        room - needed + left,
+                    )
+        return Keeping(
+            "offloaded",
+            f"each rank needs {gib(needed)} of weights, and {gib(room)} are free",
+            int(max(0, min(alone))),
+            left,
+        )
 
 
 WHOLE = WeightsWish("whole", ModelBytes())

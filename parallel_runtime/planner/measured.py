@@ -67,7 +67,14 @@ class Speeds:
             merge_bytes_per_s=self.merge,
         )
         level = Level(ranks=1, bytes_per_s=self.link * ITEM_BYTES / item_bytes, latency_s=self.latency_s)
-        return Box(name="here", devices=(device,) * ranks, levels=(level,), host_bytes_per_s=PLENTY, hop_s=0.0, overlaps=False)
+        return Box(
+            name="here",
+            devices=(device,) * ranks,
+            levels=(level,),
+            host_bytes_per_s=PLENTY,
+            hop_s=0.0,
+            overlaps=False,
+        )
 
 
 def speeds_of(timed: Sequence[Timed]) -> tuple[float, float, float]:
@@ -78,9 +85,17 @@ def speeds_of(timed: Sequence[Timed]) -> tuple[float, float, float]:
     """
     names = "matmul_flops", "attention_flops", "blocks"
     matmul, attention, blocks = ([getattr(one, name) / one.seconds for one in timed] for name in names)
-    together, ones = [a + b for a, b in zip(matmul, attention, strict=True)], torch.ones(len(timed), 1, dtype=torch.float64)
+    together, ones = (
+        [a + b for a, b in zip(matmul, attention, strict=True)],
+        torch.ones(len(timed), 1, dtype=torch.float64),
+    )
     found: list[tuple[float, tuple[float, float, float]]] = []
-    for speeds, others in ([matmul, attention], [blocks]), ([matmul, attention], []), ([together], [blocks]), ([together], []):
+    for speeds, others in (
+        ([matmul, attention], [blocks]),
+        ([matmul, attention], []),
+        ([together], [blocks]),
+        ([together], []),
+    ):
         columns = torch.tensor([*speeds, *others], dtype=torch.float64).T
         scale = columns.amax(0).clamp(min=1e-30)
         if torch.linalg.matrix_rank(columns / scale, rtol=1e-6) < columns.shape[1]:
@@ -88,7 +103,9 @@ def speeds_of(timed: Sequence[Timed]) -> tuple[float, float, float]:
         scaled = torch.linalg.lstsq(columns / scale, ones).solution
         error, fit = float((columns / scale @ scaled - ones).square().sum()), (scaled[:, 0] / scale).tolist()
         if min(fit) > 0:
-            found.append((round(error, 12), (1 / fit[0], 1 / fit[len(speeds) - 1], fit[-1] if others else 0.0)))
+            found.append(
+                (round(error, 12), (1 / fit[0], 1 / fit[len(speeds) - 1], fit[-1] if others else 0.0))
+            )
     return min(found, key=lambda one: one[0])[1]
 
 
@@ -105,7 +122,9 @@ def this_machine() -> str:
     """
     processor = platform.processor() or platform.machine()
     with suppress(OSError):  # Linux alone has it, and no other call tells one x86-64 from another
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE
+        )
         processor = found[1] if found is not None else processor
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{processor}, {cores} cores, torch {torch.__version__}"
@@ -149,7 +168,14 @@ def read(file: Path, machine: str) -> dict[str, Speeds]:
 
 
 def write(file: Path, machine: str, speeds: dict[str, Speeds]) -> None:
-    replace_with(file, {"version": VERSION, "machine": machine, "speeds": {name: asdict(one) for name, one in speeds.items()}})
+    replace_with(
+        file,
+        {
+            "version": VERSION,
+            "machine": machine,
+            "speeds": {name: asdict(one) for name, one in speeds.items()},
+        },
+    )
 
 
 def replace_with(file: Path, found: Any) -> None:

@@ -42,11 +42,16 @@ def tokens_for_heads(layout: Layout, attended: Attended, speeds: Sequence[int] =
 def ring_step(layout: Layout, attended: Attended, speeds: Sequence[int] = ()) -> Iterator[Message]:
     """Keys and values of one group for the next rank of the ring: 2 g h D."""
     heads = own_heads(layout, attended, speeds)
-    largest = [max(group_tokens(layout, attended, shares_of(layout.degrees(), first, speeds))) for first in sequences(layout)]
+    largest = [
+        max(group_tokens(layout, attended, shares_of(layout.degrees(), first, speeds)))
+        for first in sequences(layout)
+    ]
     for rank in range(layout.world_size):
         ring = layout.group("ring", rank)
         following = ring[(layout.coordinates(rank)["ring"] + 1) % layout.ring]
-        nbytes = 2 * largest[rank // (layout.ulysses * layout.ring)] * heads[rank] * attended.head_dim * ITEM_BYTES
+        nbytes = (
+            2 * largest[rank // (layout.ulysses * layout.ring)] * heads[rank] * attended.head_dim * ITEM_BYTES
+        )
         yield Message(rank, following, nbytes)
 
 
@@ -57,12 +62,19 @@ def sequences(layout: Layout) -> range:
 
 def own_tokens(layout: Layout, attended: Attended, speeds: Sequence[int]) -> list[int]:
     """Return the tokens of every rank."""
-    return [own for first in sequences(layout) for own in rank_tokens(layout, attended, shares_of(layout.degrees(), first, speeds))]
+    return [
+        own
+        for first in sequences(layout)
+        for own in rank_tokens(layout, attended, shares_of(layout.degrees(), first, speeds))
+    ]
 
 
 def own_heads(layout: Layout, attended: Attended, speeds: Sequence[int]) -> list[int]:
     """Return the heads of every rank."""
-    groups = [rank_heads(layout, attended, shares_of(layout.degrees(), first, speeds)) for first in sequences(layout)]
+    groups = [
+        rank_heads(layout, attended, shares_of(layout.degrees(), first, speeds))
+        for first in sequences(layout)
+    ]
     return [own for group in groups for _ in range(layout.ring) for own in group]
 
 

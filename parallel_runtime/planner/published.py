@@ -19,10 +19,11 @@ DEVICES = r"\d+x\w+(?:\+\d+x\w+)*"
 NAME = re.compile(rf"(?:(?P<machines>\d+)x)?(?P<devices>{DEVICES})-(?P<link>\w+)(?:-(?P<network>\w+))?")
 ON_A_SOCKET = 4  # GPUs, as 8 in a machine of two sockets
 FORM = (
-    "COUNTxDEVICE-LINK, as 8xL40-PCIe or 1xRTX4090+1xRTX3090-PCIe, or with machines before and their network behind it, "
-    "as 2x8xL40-PCIe-100G"
+    "COUNTxDEVICE-LINK, as 8xL40-PCIe or 1xRTX4090+1xRTX3090-PCIe, or with machines before and their network"
+    " behind it, as 2x8xL40-PCIe-100G"
 )
-LINKS = {"NVLink": "", "PCIe": "", "SPR": "SPR", "AMD": "AMD"}  # link -> the socket's kind; PCIe: by the device's generation
+# Link -> the socket's kind; PCIe: by the device's generation
+LINKS = {"NVLink": "", "PCIe": "", "SPR": "SPR", "AMD": "AMD"}
 MEGA, GIGA, TERA, MICRO = 1e6, 1e9, 1e12, 1e-6
 
 
@@ -39,8 +40,14 @@ def published_box(name: str) -> Box:
     if found is None:
         raise LayoutError(f"{name!r} is no box: write {FORM}.")
     known, link, network = figures(), found["link"], found["network"]
-    several = [(kind, int(count)) for count, kind in (one.split("x", 1) for one in found["devices"].split("+"))]
-    for word, among in (*((kind, known["devices"]) for kind, _ in several), (link, LINKS), (network or "100G", known["network"])):
+    several = [
+        (kind, int(count)) for count, kind in (one.split("x", 1) for one in found["devices"].split("+"))
+    ]
+    for word, among in (
+        *((kind, known["devices"]) for kind, _ in several),
+        (link, LINKS),
+        (network or "100G", known["network"]),
+    ):
         if word not in among:
             raise LayoutError(f"{word} of the box {name} is not known: choose from {', '.join(among)}.")
     machines, count = int(found["machines"] or 1), sum(count for _, count in several)
@@ -78,7 +85,9 @@ def device(kind: str) -> Device:
     return Device(
         name=kind,
         matmul_flops_per_s=speed,
-        attention_flops_per_s=known["attention"][kind]["tflops"] * TERA if kind in known["attention"] else speed,
+        attention_flops_per_s=(
+            known["attention"][kind]["tflops"] * TERA if kind in known["attention"] else speed
+        ),
         memory_bytes=figure["memory_gb"] * GIGA,
         memory_bytes_per_s=memory,
         block_s=known["block"]["seconds"],
@@ -95,9 +104,19 @@ def links(figure: dict[str, Any], link: str, count: int) -> list[Level]:
     if link == "NVLink":
         if "nvlink_gb_per_s" not in figure:
             raise LayoutError("These devices have no NVLink to all others: choose PCIe.")
-        return [Level(ranks=1, bytes_per_s=figure["nvlink_gb_per_s"] * GIGA, latency_s=(latency["base_us"] + latency["nvlink_us"]) * MICRO)]
+        return [
+            Level(
+                ranks=1,
+                bytes_per_s=figure["nvlink_gb_per_s"] * GIGA,
+                latency_s=(latency["base_us"] + latency["nvlink_us"]) * MICRO,
+            )
+        ]
     latency_s = (latency["base_us"] + latency["pcie_us"]) * MICRO
-    port = pcie(figure["pcie"]) / figures()["pcie"]["through_cpu"] if figure["peer"] else pcie(figure["pcie"]) / 2
+    port = (
+        pcie(figure["pcie"]) / figures()["pcie"]["through_cpu"]
+        if figure["peer"]
+        else pcie(figure["pcie"]) / 2
+    )
     ports = Level(ranks=1, bytes_per_s=port, latency_s=latency_s * (1 if figure["peer"] else 2))
     if count <= ON_A_SOCKET:
         return [ports]
@@ -109,7 +128,9 @@ def links(figure: dict[str, Any], link: str, count: int) -> list[Level]:
 def network_of(count: int, network: str) -> Level:
     latency = figures()["latency"]
     speed = figures()["network"][network]["gb_per_s"] * GIGA
-    return Level(ranks=count, bytes_per_s=speed, latency_s=(latency["base_us"] + latency["network_us"]) * MICRO)
+    return Level(
+        ranks=count, bytes_per_s=speed, latency_s=(latency["base_us"] + latency["network_us"]) * MICRO
+    )
 
 
 def pcie(generation: str) -> float:

@@ -34,7 +34,13 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: FakeTensor) -> Form:
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.fake_device)
+        return cls(
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.fake_device,
+        )
 
 
 class QuickFakeMode(FakeTensorMode):
@@ -47,11 +53,16 @@ class QuickFakeMode(FakeTensorMode):
         self._returned: dict[tuple, Any] = {}  # Forms in place of tensors; Unlike: torch is asked every time
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # nothing is compiled here, and asking takes longer than most operations
+    # Nothing is compiled here, and asking takes longer than most operations
+    def _should_skip_dynamo(cls) -> bool:
         return False
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kind, given = kind_of(func), kwargs or {}
         if kind is None:
@@ -98,7 +109,9 @@ def kind_of(func: Any) -> Kind | None:
     if schema.is_mutable:
         writes = [one for one in schema.arguments if one.is_write]
         return "same" if func._opname.endswith("_") and writes == schema.arguments[:1] else None
-    return "view" if any(one.alias_info is not None for one in (*schema.returns, *schema.arguments)) else "new"
+    return (
+        "view" if any(one.alias_info is not None for one in (*schema.returns, *schema.arguments)) else "new"
+    )
 
 
 def described(value: Any) -> Any:
@@ -124,10 +137,16 @@ def form_of(kind: Kind, made: Any, args: Sequence[Any]) -> Any:
     if not isinstance(made, FakeTensor) or made.constant is not None:
         raise Unlike
     form, storage = Form.of(made), made.untyped_storage()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.stride, strict=True)) if made.numel() else 0
+    extent = (
+        1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.stride, strict=True))
+        if made.numel()
+        else 0
+    )
     is_as_said = {
         "same": lambda: made is args[0],
-        "view": lambda: isinstance(args[0], FakeTensor) and storage._cdata == args[0].untyped_storage()._cdata,
+        "view": lambda: (
+            isinstance(args[0], FakeTensor) and storage._cdata == args[0].untyped_storage()._cdata
+        ),
         "new": lambda: form.offset == 0 and storage.nbytes() == extent * form.dtype.itemsize,
     }
     if not is_as_said[kind]():

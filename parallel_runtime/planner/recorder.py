@@ -20,7 +20,8 @@ from ..methods.shards import Rows
 from .dry_device import Counts
 from .figures import Apart, Attended, FrameTokens
 
-SHARED, FRAMED, BEHIND, FRAMED_BEHIND = -1, -2, -3, -4  # in the place of rows: what ranks share, whatever its rows, as ``Apart`` has it
+# In the place of rows: what ranks share, whatever its rows, as ``Apart`` has it
+SHARED, FRAMED, BEHIND, FRAMED_BEHIND = -1, -2, -3, -4
 
 Mark = Counter[int]  # the FLOPs up to a place of a forward, by the rows that they are on
 
@@ -37,7 +38,10 @@ class OwnRows:
         each = {(count, -(-count // parts)) for count in joined for parts in cut.chunks}
         in_chunks = {size for _, size in each} | {count % size or size for count, size in each}
         self._shared = (
-            {SHARED, FRAMED, BEHIND, FRAMED_BEHIND} | joined | {count * cut.chosen // cut.experts for count in joined} | in_chunks
+            {SHARED, FRAMED, BEHIND, FRAMED_BEHIND}
+            | joined
+            | {count * cut.chosen // cut.experts for count in joined}
+            | in_chunks
         )
         self._prefix = prefix
 
@@ -132,12 +136,18 @@ class Recorder:
     def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
         return local_BlC
 
-    def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attend(
+        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         skips = kwargs.get("skip_reshape", False)
-        self.attended[-1].append(Attended(q.shape[2 if skips else 1], heads, q.shape[-1] if skips else q[0, 0].numel() // heads))
+        self.attended[-1].append(
+            Attended(q.shape[2 if skips else 1], heads, q.shape[-1] if skips else q[0, 0].numel() // heads)
+        )
         return (self._instead or attention)(q, k, v, heads, mask, *args, **kwargs)
 
-    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attend_over(
+        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """What travels of it is as small as the whole queries, and counts as gathered. Its FLOPs
         are shared by the keys.
         """

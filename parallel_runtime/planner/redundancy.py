@@ -62,10 +62,16 @@ def warm_up_of(found: Sequence[Redundancy], evaluations: int) -> WarmUp:
     the nearest number, rounded up. Of equally near ones the longest counts.
     """
     if not found:
-        return WarmUp(max(1, evaluations // EVALUATIONS_PER_WARM_UP), f"one in {EVALUATIONS_PER_WARM_UP}, as nothing was measured")
+        return WarmUp(
+            max(1, evaluations // EVALUATIONS_PER_WARM_UP),
+            f"one in {EVALUATIONS_PER_WARM_UP}, as nothing was measured",
+        )
     nearest = min(found, key=lambda one: (abs(one.evaluations - evaluations), -warm_up_for(one)))
     share = -(-warm_up_for(nearest) * evaluations // nearest.evaluations)
-    return WarmUp(min(evaluations, share), f"until its blocks change little, as measured over {nearest.evaluations} evaluations")
+    return WarmUp(
+        min(evaluations, share),
+        f"until its blocks change little, as measured over {nearest.evaluations} evaluations",
+    )
 
 
 def digest_of(file: Path) -> str:

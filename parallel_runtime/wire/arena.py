@@ -20,8 +20,20 @@ BOARD_BYTES = 4096
 LINE_WORDS = 8
 USED_WORDS = 4  # of a line
 MAX_RANKS = BOARD_BYTES // (8 * LINE_WORDS) - 1
-KEPT_CONDITIONING = 256 << 20  # bytes: in the arena from run to run, and on each rank beside what its last evaluation named
-PHASES = ("starting", "importing", "joining", "waiting", "loading", "patching", "computing", "writing", "releasing", "compiling")
+# Bytes: in the arena from run to run, and on each rank beside what its last evaluation named
+KEPT_CONDITIONING = 256 << 20
+PHASES = (
+    "starting",
+    "importing",
+    "joining",
+    "waiting",
+    "loading",
+    "patching",
+    "computing",
+    "writing",
+    "releasing",
+    "compiling",
+)
 
 
 class Board:

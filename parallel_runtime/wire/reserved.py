@@ -30,14 +30,19 @@ def write_tree(segment: Segment, place: TensorRef, tree: Any) -> None:
         nonlocal offset
         if offset + tensor.nbytes > end:
             what = f"A tensor of {mib(tensor.nbytes)} ({path or 'the tree'})"
-            raise PipeMeshError(f"{what} does not fit into the {mib(place.nbytes)} that were reserved for it.")
+            raise PipeMeshError(
+                f"{what} does not fit into the {mib(place.nbytes)} that were reserved for it."
+            )
         ref = segment.put(offset, tensor)
         offset += aligned(ref.nbytes)
         return ref
 
     content = encode_tree(tree, put)
     if len(content) > HEADER - LENGTH.itemsize:
-        raise PipeMeshError(f"The description of a tensor takes {len(content)} bytes, and {HEADER - LENGTH.itemsize} are reserved.")
+        raise PipeMeshError(
+            f"The description of a tensor takes {len(content)} bytes, and {HEADER - LENGTH.itemsize} are"
+            " reserved."
+        )
     segment.put(place.offset, torch.tensor([len(content)], dtype=LENGTH))
     segment.put(place.offset + LENGTH.itemsize, torch.frombuffer(bytearray(content), dtype=torch.uint8))
 

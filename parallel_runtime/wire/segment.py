@@ -66,7 +66,9 @@ class Segment:
         self._mapping = mmap.mmap(fd, nbytes)
 
     @classmethod
-    def create(cls, name: str, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> Segment:
+    def create(
+        cls, name: str, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate
+    ) -> Segment:
         """Makes a segment. Raises SharedMemoryFull when the system has no room: pages are reserved
         here, not at first touch.
         """
@@ -121,8 +123,8 @@ def reserve(fd: int, start: int, nbytes: int, allocate: Callable[[int, int, int]
         allocate(fd, start, nbytes)
     except OSError as error:
         raise SharedMemoryFull(
-            f"Shared memory is full: {mib(nbytes)} more could not be reserved ({error.strerror}); "
-            "close other programs, choose a smaller image or batch, or raise the memory limit of this container."
+            f"Shared memory is full: {mib(nbytes)} more could not be reserved ({error.strerror}); close other"
+            " programs, choose a smaller image or batch, or raise the memory limit of this container."
         ) from error
 
 

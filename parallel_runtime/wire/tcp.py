@@ -76,7 +76,9 @@ def prove(sock: socket.socket, secret: str, role: Role, until: float) -> None:
     send_before(sock, mine, until)
     theirs = read_before(sock, NONCE_BYTES, until)
     nonces = mine + theirs if role == COMFYUI else theirs + mine
-    own, other = (proof(secret, side, nonces) for side in ((COMFYUI, LEADER) if role == COMFYUI else (LEADER, COMFYUI)))
+    own, other = (
+        proof(secret, side, nonces) for side in ((COMFYUI, LEADER) if role == COMFYUI else (LEADER, COMFYUI))
+    )
     if role == COMFYUI:
         send_before(sock, own, until)
     if not hmac.compare_digest(read_before(sock, PROOF_BYTES, until), other):
@@ -100,7 +102,11 @@ def receive_hello(sock: socket.socket, until: float) -> Hello | None:
     """
     length, _descriptors = HEADER.unpack(read_before(sock, HEADER.size, until))
     try:
-        return msgspec.msgpack.decode(read_before(sock, length, until), type=Hello) if length <= MAX_HELLO_BYTES else None
+        return (
+            msgspec.msgpack.decode(read_before(sock, length, until), type=Hello)
+            if length <= MAX_HELLO_BYTES
+            else None
+        )
     except msgspec.DecodeError:
         return None
 
@@ -153,7 +159,12 @@ class Link(Channel):
 
     no_room: SharedMemoryFull | None = None
 
-    def send(self, message: msgspec.Struct, fds: Sequence[int] = (), before_piece: Callable[[], None] = lambda: None) -> None:
+    def send(
+        self,
+        message: msgspec.Struct,
+        fds: Sequence[int] = (),
+        before_piece: Callable[[], None] = lambda: None,
+    ) -> None:
         """Sends the message and what its descriptors hold, in pieces. If ``before_piece`` raises,
         the message is cut off: then the link can only be closed.
         """

@@ -59,17 +59,24 @@ def _flatten(value: Any, path: str, put: Callable[[str, torch.Tensor], TensorRef
     if isinstance(value, list):
         return [_flatten(item, f"{path}/{i}", put) for i, item in enumerate(value)]
     if isinstance(value, tuple):
-        return msgspec.msgpack.Ext(TUPLE, _encode([_flatten(item, f"{path}/{i}", put) for i, item in enumerate(value)]))
+        return msgspec.msgpack.Ext(
+            TUPLE, _encode([_flatten(item, f"{path}/{i}", put) for i, item in enumerate(value)])
+        )
     if isinstance(value, dict):
         for key in value:
             if type(key) not in (str, int) or not _fits(key):
                 raise NotPlain(f"a key of {path or 'the tree'}", key)
-        return {key: _flatten(item, f"{path}/{key}" if path else str(key), put) for key, item in value.items()}
+        return {
+            key: _flatten(item, f"{path}/{key}" if path else str(key), put) for key, item in value.items()
+        }
     if isinstance(value, torch.dtype):
         return msgspec.msgpack.Ext(DTYPE, dtype_name(value).encode())
     if isinstance(value, (set, frozenset)):
-        items = sorted(_encode(_flatten(item, f"an item of {path or 'the tree'}", _refuse)) for item in value)  # equal sets, equal bytes
-        return msgspec.msgpack.Ext(SET if isinstance(value, set) else FROZENSET, _encode([msgspec.Raw(item) for item in items]))
+        # Equal sets, equal bytes
+        items = sorted(_encode(_flatten(item, f"an item of {path or 'the tree'}", _refuse)) for item in value)
+        return msgspec.msgpack.Ext(
+            SET if isinstance(value, set) else FROZENSET, _encode([msgspec.Raw(item) for item in items])
+        )
     raise NotPlain(path, value)
 
 
@@ -84,7 +91,9 @@ def _fits(value: Any) -> bool:
     """
     if type(value) is int:
         return -(2**63) <= value < 2**64
-    return type(value) is not str or value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+    return (
+        type(value) is not str or value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+    )
 
 
 def decode_tree(data: bytes, get: Callable[[TensorRef], torch.Tensor]) -> Any:

@@ -37,7 +37,11 @@ class ArenaIO:
     """
 
     def __init__(
-        self, arena: Segment, device: torch.device, machines: MachineComm | None = None, conditioning_bytes: int = KEPT_CONDITIONING
+        self,
+        arena: Segment,
+        device: torch.device,
+        machines: MachineComm | None = None,
+        conditioning_bytes: int = KEPT_CONDITIONING,
     ):
         self._arena = arena
         self._device = device
@@ -74,7 +78,9 @@ class ArenaIO:
             return EMPTY
 
         decode_tree(arguments, note)
-        machines.spread([self._arena.tensor(TensorRef(ref.offset, (ref.nbytes,), "uint8")) for ref in new.values()])
+        machines.spread(
+            [self._arena.tensor(TensorRef(ref.offset, (ref.nbytes,), "uint8")) for ref in new.values()]
+        )
         self._spread.update(ref.version for ref in new.values() if ref.version)
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:

@@ -47,7 +47,10 @@ def compilation_noted(rank: Noting) -> Iterator[None]:
         yield
     except TorchDynamoException as error:
         why = " ".join(str(error).split("\n\n")[0].split())
-        raise Refused(f"torch.compile failed in a rank ({why}): mend it there, or take out the node that compiles this MODEL.") from error
+        raise Refused(
+            f"torch.compile failed in a rank ({why}): mend it there, or take out the node that compiles this"
+            " MODEL."
+        ) from error
     finally:
         callback_handler.remove_start_callback(start)
         callback_handler.remove_end_callback(end)

@@ -58,8 +58,8 @@ class DeviceMemory:
         free = self.now().free // self._sharers
         if nbytes > free:
             raise NoRoom(
-                f"Rank {self._rank} needs {mib(nbytes)} for the keys and values of its blocks and {mib(free)} are free: "
-                "add ranks, make the image or the batch smaller, or free memory."
+                f"Rank {self._rank} needs {mib(nbytes)} for the keys and values of its blocks and {mib(free)}"
+                " are free: add ranks, make the image or the batch smaller, or free memory."
             )
 
     def give_back(self) -> None:
@@ -83,5 +83,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text or "out of memory" in text)
+        isinstance(error, RuntimeError)
+        and ("can't allocate memory" in text or "not enough memory" in text or "out of memory" in text)
     )

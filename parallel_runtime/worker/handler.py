@@ -81,7 +81,12 @@ class RequestHandler:
                 Reached(self._device).wait()
                 writing.finish()
                 memory = self._memory.recent()
-                return Done(request=request.request, memory=memory, output=writing.tree, needs_bytes=writing.needs_bytes)
+                return Done(
+                    request=request.request,
+                    memory=memory,
+                    output=writing.tree,
+                    needs_bytes=writing.needs_bytes,
+                )
             case Load():
                 self._load(request, segments, rank)
             case SetWeightPatches():
@@ -98,7 +103,9 @@ class RequestHandler:
         """Returns how many of a patch's messages between stages have gone through."""
         if not isinstance(request, (Forward, EndRun)):
             return "all"
-        return self.models[request.model].method.facts.messages_done if request.model in self.models else "none"
+        return (
+            self.models[request.model].method.facts.messages_done if request.model in self.models else "none"
+        )
 
     def _load(self, request: Load, segments: list[Segment], rank: CountingRank) -> None:
         if request.model in self.models:
@@ -113,7 +120,9 @@ class RequestHandler:
             patcher = call_factory(source["factory"], args, source["index"], source["dtypes"])
         else:
             patcher = build_from_state(source)
-        self.models[request.model] = ResidentModel(patcher, self._device, self._mesh, rank, request, self._kernels)
+        self.models[request.model] = ResidentModel(
+            patcher, self._device, self._mesh, rank, request, self._kernels
+        )
         self._count_models()
         self._memory.give_back()  # whole layers that were loaded or patched for the sake of a part
 
@@ -128,7 +137,9 @@ class RequestHandler:
         check_copy(here, file[1])
         return tuple(here if arg == file[0] else arg for arg in args)
 
-    def _set_weight_patches(self, request: SetWeightPatches, segments: list[Segment], rank: CountingRank) -> None:
+    def _set_weight_patches(
+        self, request: SetWeightPatches, segments: list[Segment], rank: CountingRank
+    ) -> None:
         payload = decode_tree(request.payload, segments[0].tensor)
         model, place = self.models[request.model], segments[1] if request.shared is not None else None
         if request.recalled:
@@ -136,7 +147,9 @@ class RequestHandler:
             model.sets.keep(request.keeps)
         else:
             model.sets.keep(request.keeps)
-            model.patch(request.patches_id, payload["patches"], payload["objects"], request.shared, place, rank)
+            model.patch(
+                request.patches_id, payload["patches"], payload["objects"], request.shared, place, rank
+            )
         self._memory.give_back()
 
     def _release(self, name: str) -> None:
@@ -187,14 +200,17 @@ class RequestHandler:
         self._io.follow(request.arena_bytes)
         if model.patches_id != request.patches_id:
             raise Refused(
-                f"Rank {self._mesh.rank} holds weight patches {model.patches_id!r}, the run wants {request.patches_id!r}: run again."
+                f"Rank {self._mesh.rank} holds weight patches {model.patches_id!r}, the run wants"
+                f" {request.patches_id!r}: run again."
             )
         began = time.perf_counter()
         try:
             arguments = self._io.read(request.arguments)
         finally:
             self._memory.conditioning_bytes = self._io.conditioning.nbytes
-        with compilation_noted(rank) if COMPILE in arguments.get("transformer_options", {}) else nullcontext():
+        with (
+            compilation_noted(rank) if COMPILE in arguments.get("transformer_options", {}) else nullcontext()
+        ):
             output = model.evaluate(arguments, request.request)
         rank.tick()  # the answer waits until the GPU has computed it
         writes = self._layout.joined(request.width).writes(self._mesh.rank)

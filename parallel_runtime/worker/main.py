@@ -51,7 +51,11 @@ def run(channel: Channel) -> None:
     prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor), math.prod(start.degrees.values()))
     import torch
     import torch.distributed as dist
-    from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
+        FileStore,
+        PrefixStore,
+        TCPStore,
+    )
 
     from ..attention.kernels import TORCHS
     from ..attention.trial import tried, usual
@@ -76,13 +80,22 @@ def run(channel: Channel) -> None:
     joining = giving_way if start.cores else contextlib.nullcontext
     with joining():
         if size > 1:
-            if start.meeting is None:  # the store is a memfd too: each rank opens it through its own descriptor, nothing is left on disk
+            # The store is a memfd too: each rank opens it through its own descriptor, nothing is
+            # left on disk
+            if start.meeting is None:
                 store = FileStore(f"/proc/self/fd/{store_fds[0]}", size)
             else:
                 store = PrefixStore(start.meeting.name, TCPStore(start.meeting.address, start.meeting.port))
             timeout = timedelta(seconds=start.timeout_s)
             own_gpu = device if start.backend == "nccl" else None  # NCCL connects at once then
-            dist.init_process_group(start.backend, store=store, rank=start.rank, world_size=size, timeout=timeout, device_id=own_gpu)
+            dist.init_process_group(
+                start.backend,
+                store=store,
+                rank=start.rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=own_gpu,
+            )
         machines = MachineComm(start.machines, start.rank) if start.machines else None
         mesh = connect(
             layout.degrees(),
@@ -101,7 +114,15 @@ def run(channel: Channel) -> None:
     kernel = usual(kernels, device) if layout.ring > 1 else ""
     speed = flops_per_s(device) if start.times_itself else 0.0
     memory.empty_cache()
-    channel.send(Ready(device_name=name, memory=memory.now(), kernel=kernel, refused_kernels=kernels.refused, flops_per_s=speed))
+    channel.send(
+        Ready(
+            device_name=name,
+            memory=memory.now(),
+            kernel=kernel,
+            refused_kernels=kernels.refused,
+            flops_per_s=speed,
+        )
+    )
     with contextlib.suppress(ChannelClosed):
         loop.serve(handler)
     if size > 1:

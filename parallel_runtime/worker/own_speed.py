@@ -21,7 +21,10 @@ def flops_per_s(device: torch.device) -> float:
     if device.type != "cuda":
         return 0.0
     try:
-        return timed(device, torch.float16 if torch.cuda.get_device_capability(device) >= HALF_IS_FAST else torch.float32)
+        return timed(
+            device,
+            torch.float16 if torch.cuda.get_device_capability(device) >= HALF_IS_FAST else torch.float32,
+        )
     except RuntimeError:
         return 0.0
 

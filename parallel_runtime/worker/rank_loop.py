@@ -41,12 +41,15 @@ class RankLoop:
     reserves memory, tells which part comes next.
     """
 
-    def __init__(self, channel: Channel, board: Board, rank: int, memory: DeviceMemory, device: torch.device = CPU):
+    def __init__(
+        self, channel: Channel, board: Board, rank: int, memory: DeviceMemory, device: torch.device = CPU
+    ):
         self._channel = channel
         self._board = board
         self._rank = rank
         self._memory = memory
-        self._ahead: deque[tuple[Request | Close, list[int]]] = deque()  # messages that were read before their turn
+        # Messages that were read before their turn
+        self._ahead: deque[tuple[Request | Close, list[int]]] = deque()
         self._new_trail = partial(Trail, device, lambda: board.tick(rank))
         self._trail = self._new_trail()  # of the request at hand
         self._enqueued: deque[tuple[Enqueued, Trail]] = deque()  # evaluations that are not answered
@@ -80,7 +83,11 @@ class RankLoop:
         model.
         """
         message, now = self._arrived(), self._request
-        return message.part if isinstance(message, Forward) and isinstance(now, Forward) and message.model == now.model else None
+        return (
+            message.part
+            if isinstance(message, Forward) and isinstance(now, Forward) and message.model == now.model
+            else None
+        )
 
     def _arrived(self) -> Request | Close | None:
         """Returns the next message, if it is here already."""
@@ -98,14 +105,17 @@ class RankLoop:
             self._send_what_is_computed()
             if not self._enqueued:
                 self._board.enter(self._rank, "waiting")
-            while not self._ahead:  # all that has come: what stayed in the channel would not be seen to have arrived
+            # All that has come: what stayed in the channel would not be seen to have arrived
+            while not self._ahead:
                 self._ahead.extend(self._channel.pump())
             message, fds = self._ahead.popleft()
             if isinstance(message, Close):
                 return
             self._board.enter(self._rank, PHASE[type(message)], message.request)
             self._request, self._trail = message, self._new_trail()
-            answer = self._answered(message, partial(self._handle, handler, message, fds), partial(handler.messages_done, message))
+            answer = self._answered(
+                message, partial(self._handle, handler, message, fds), partial(handler.messages_done, message)
+            )
             if isinstance(answer, Enqueued):
                 self._enqueued.append((answer, self._trail))
             else:

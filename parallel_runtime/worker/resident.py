@@ -35,7 +35,10 @@ from .counting import CountingRank, counted
 from .patched_sets import PatchedSet, PatchedSets, Places
 
 log = logging.getLogger("pipemesh")
-NOT_COMPILED = "weights are sharded, and gathered before each layer. The ranks run this MODEL uncompiled; whole weights would be compiled."
+NOT_COMPILED = (
+    "weights are sharded, and gathered before each layer. The ranks run this MODEL uncompiled; whole weights"
+    " would be compiled."
+)
 
 
 class ResidentModel:
@@ -46,20 +49,28 @@ class ResidentModel:
     model cannot run in this layout.
     """
 
-    def __init__(self, patcher: Any, device: torch.device, mesh: Mesh, rank: CountingRank, load: Load, kernels: Kernels = TORCHS):
+    def __init__(
+        self,
+        patcher: Any,
+        device: torch.device,
+        mesh: Mesh,
+        rank: CountingRank,
+        load: Load,
+        kernels: Kernels = TORCHS,
+    ):
         self.patcher = patcher
         self.device = device
         self.rank = mesh.rank
         self.patches_id = ""
-        self._take_away: list[Callable[[], Any]] = []  # what takes object patches away, in the order in which they were put
+        # What takes object patches away, in the order in which they were put
+        self._take_away: list[Callable[[], Any]] = []
         self.sets = PatchedSets()
         self._in_block = PatchesHere()
         plan = plan_or_whole(type(self.diffusion_model))
         if plan is None:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
-        self.method = make_method(
-            self.diffusion_model, plan, mesh, rank, load.stages, kernels
-        )  # first, so that no weights of other stages' blocks are moved
+        # The method first, so that no weights of other stages' blocks are moved.
+        self.method = make_method(self.diffusion_model, plan, mesh, rank, load.stages, kernels)
         self._weights = self._placed(mesh, rank, load)
         self.nbytes = self._weights.nbytes  # once: every answer reports it
         if self._weights.turns is not None:
@@ -70,7 +81,9 @@ class ResidentModel:
     def diffusion_model(self) -> torch.nn.Module:
         return self.patcher.model.diffusion_model
 
-    def _placed(self, mesh: Mesh, rank: CountingRank, load: Load) -> DeviceWeights | ShardedWeights | OffloadedWeights:
+    def _placed(
+        self, mesh: Mesh, rank: CountingRank, load: Load
+    ) -> DeviceWeights | ShardedWeights | OffloadedWeights:
         """Brings the weights to where the request wants them."""
         model, gather = self.diffusion_model, mesh.sequence.weights
         on_progress = counted(rank, stored_bytes(model.parameters()))
@@ -98,7 +111,9 @@ class ResidentModel:
         ``segment``; ``adopt`` follows.
         """
         self.unpatch()
-        self.patcher.patches = {key: value for key, value in unpack_patches(patches).items() if self._weights.has(key)}
+        self.patcher.patches = {
+            key: value for key, value in unpack_patches(patches).items() if self._weights.has(key)
+        }
         objects = dict(objects)
         if IN_BLOCK in objects:
             self._in_block = put_patches(self.patcher.model, objects.pop(IN_BLOCK), self.device)
@@ -114,7 +129,11 @@ class ResidentModel:
             self._weights.patch(self.patcher.patches)
             self.patches_id = patches_id
             return
-        mine = [key for key in self.patcher.patches if shared is None or shared.get(key, (self.rank,))[0] == self.rank]
+        mine = [
+            key
+            for key in self.patcher.patches
+            if shared is None or shared.get(key, (self.rank,))[0] == self.rank
+        ]
         on_progress = counted(rank, len(mine))
         for key in mine:
             if shared is None or segment is None or key not in shared:
@@ -168,7 +187,10 @@ class ResidentModel:
         if self._weights.turns is not None:
             arguments = self._uncompiled(arguments)
         if "transformer_options" in arguments:
-            arguments = {**arguments, "transformer_options": restored(arguments["transformer_options"], self._in_block.patches)}
+            arguments = {
+                **arguments,
+                "transformer_options": restored(arguments["transformer_options"], self._in_block.patches),
+            }
         forward = getattr(self.diffusion_model, forward_name(self.diffusion_model))
         turns = self._weights.turns
         with nullcontext() if turns is None else turns.evaluation():
@@ -185,7 +207,10 @@ class ResidentModel:
         if COMPILE not in options:
             return arguments
         tell_uncompiled(self.rank)
-        return {**arguments, "transformer_options": {name: value for name, value in options.items() if name != COMPILE}}
+        return {
+            **arguments,
+            "transformer_options": {name: value for name, value in options.items() if name != COMPILE},
+        }
 
     def end_run(self) -> None:
         """Free all that was kept for later evaluations of the run."""

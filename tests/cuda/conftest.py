@@ -46,7 +46,9 @@ def pools(setup, device):
             pytest.skip(f"needs {layout.world_size} GPUs, and torch sees {torch.cuda.device_count()}")
         placement = place(layout, ",".join(names), backend, visible_gpus(device == "cpu"))
         if placement not in made:
-            made[placement] = RemotePool(keeper.handle(placement), shares_weights=device == "cpu" and layout.pipefusion == 1)
+            made[placement] = RemotePool(
+                keeper.handle(placement), shares_weights=device == "cpu" and layout.pipefusion == 1
+            )
         return SimpleNamespace(remote=made[placement], placement=placement, handle=keeper.handle(placement))
 
     yield pool

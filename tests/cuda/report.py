@@ -54,7 +54,10 @@ def facts_of(device: str, comfyui: str, today: str) -> Facts:
         ("Device", name_of(device)),
         ("Driver", driver() if device != "cpu" else "none: the CPU stands for a GPU"),
         ("torch", f"{torch.__version__}, NCCL {nccl()}"),
-        ("Packages", ", ".join(f"{name} {version}" for name in PACKAGES if (version := version_of(name))) or "none"),
+        (
+            "Packages",
+            ", ".join(f"{name} {version}" for name in PACKAGES if (version := version_of(name))) or "none",
+        ),
         ("ComfyUI", comfyui),
         ("Python", f"{platform.python_version()}, {platform.system()} {platform.release()}"),
         ("Commit", commit()),
@@ -67,7 +70,11 @@ def name_of(device: str) -> str:
     if device == "cpu":
         return platform.processor() or platform.machine()
     found = torch.cuda.get_device_properties(0)
-    version = f"ROCm {torch.version.hip}" if torch.version.hip else f"compute capability {found.major}.{found.minor}"
+    version = (
+        f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else f"compute capability {found.major}.{found.minor}"
+    )
     return f"{found.name}, {found.total_memory / GIB:.1f} GiB, {version}; {torch.cuda.device_count()} visible"
 
 
@@ -106,14 +113,19 @@ def without_a_gpu() -> str:
     """The sentence for a machine without one; empty where there is one."""
     if torch.cuda.is_available():
         return ""
-    return f"No GPU: torch {torch.__version__} sees none here, and these checks are of one; python3 -m launcher doctor says why."
+    return (
+        f"No GPU: torch {torch.__version__} sees none here, and these checks are of one; python3 -m launcher"
+        " doctor says why."
+    )
 
 
 def check_of(report: object, outcome: Literal["passed", "failed", "skipped"]) -> Check:
     """Make a check of pytest's report of a test."""
     name = getattr(report, "nodeid", "").rpartition("::")[2].removeprefix("test_").replace("_", " ")
     figures = tuple(value for key, value in getattr(report, "user_properties", ()) if key == "figure")
-    return Check(name, outcome, figures, "" if outcome == "passed" else why(getattr(report, "longrepr", None)))
+    return Check(
+        name, outcome, figures, "" if outcome == "passed" else why(getattr(report, "longrepr", None))
+    )
 
 
 def why(longrepr: object) -> str:

@@ -12,7 +12,16 @@ from statistics import median
 import pytest
 import torch
 import torch.distributed as dist
-from pipemesh.launcher.commands.parity import BF16_BOUNDS, BOUND, Bench, Case, relative_error, rms, sample, stock_model
+from pipemesh.launcher.commands.parity import (
+    BF16_BOUNDS,
+    BOUND,
+    Bench,
+    Case,
+    relative_error,
+    rms,
+    sample,
+    stock_model,
+)
 from pipemesh.launcher.commands.rounding import bound
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT
 from pipemesh.parallel_runtime.attention.trial import RELEASED_DIMS, asks, tried, usual
@@ -33,7 +42,10 @@ from ..patched import execute
 from ..pipelines import ALL_WARM, HEADS, with_callback
 
 CASE = Case(PLAIN, "ulysses1", "odd", HEADS, 4.0, False, "euler")
-TWO, FOUR = [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2)], [Layout(ulysses=4), Layout(ring=4), Layout(ulysses=2, ring=2)]
+TWO, FOUR = (
+    [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2)],
+    [Layout(ulysses=4), Layout(ring=4), Layout(ulysses=2, ring=2)],
+)
 STAGES = [Layout(pipefusion=4), Layout(ulysses=2, pipefusion=2)]
 MIB = 1 << 20
 SLACK = 64 * MIB  # what a driver keeps of its own, in each process
@@ -83,7 +95,9 @@ def test_fp32_is_stocks_over_nccl_on_a_gpu_each(truth, parallel, figure, layout)
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("weights", ["sharded", "offloaded"])
-def test_weights_that_are_not_whole_compute_what_whole_ones_do_under_a_lora(parallel, pools, files, figure, monkeypatch, weights, backend):
+def test_weights_that_are_not_whole_compute_what_whole_ones_do_under_a_lora(
+    parallel, pools, files, figure, monkeypatch, weights, backend
+):
     """Offloaded: half of them."""
     layout, images = TWO[0], []
     nbytes = stored_bytes(load(files["model"]).model.diffusion_model.parameters())
@@ -100,7 +114,13 @@ def test_weights_that_are_not_whole_compute_what_whole_ones_do_under_a_lora(para
 
 def half_of(real, nbytes):
     def kept_in(self, names, layout, memory, parts=()):
-        return real(self, names, layout, [Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0) for _ in memory], parts)
+        return real(
+            self,
+            names,
+            layout,
+            [Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0) for _ in memory],
+            parts,
+        )
 
     return kept_in
 
@@ -133,11 +153,16 @@ def test_bf16_is_as_far_from_fp32_as_stocks(pools, figure, method):
     assert BF16_BOUNDS[0] <= ratio <= BF16_BOUNDS[1]
 
 
-@pytest.mark.parametrize("layout", [Layout(pipefusion=2), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
+@pytest.mark.parametrize(
+    "layout", [Layout(pipefusion=2), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation
+)
 def test_patches_come_near_stock_free_running(truth, parallel, figure, layout):
     stock, computed, _ = truth
     near = sample(parallel(stock(), layout, patching=Patching(3, 1)), CASE)
-    figure(f"{rms(near - computed()) / float(computed().std()):.3f} of the image's scale away (approximate by design)")
+    figure(
+        f"{rms(near - computed()) / float(computed().std()):.3f} of the image's scale away (approximate by"
+        " design)"
+    )
     assert near.isfinite().all()
 
 
@@ -161,7 +186,9 @@ def test_nccl_connects_and_exchanges_with_one_rank(device, figure, tmp_path):
             assert torch.equal(came, sent)
             dist.all_reduce(came)
             assert torch.equal(came, sent)
-        assert isinstance(mesh.sequence.world, Exchange) and not mesh.sequence.world.largest(torch.zeros(1, device=device))
+        assert isinstance(mesh.sequence.world, Exchange) and not mesh.sequence.world.largest(
+            torch.zeros(1, device=device)
+        )
         figure(f"all_to_all and all_reduce over {backend}, bound to {own or 'no device'}")
     finally:
         dist.destroy_process_group()
@@ -177,7 +204,10 @@ def test_ranks_compile_their_blocks(truth, parallel, figure, layout):
     first = time.perf_counter() - began
     began = time.perf_counter()
     sample(model, CASE)
-    figure(f"off by {error:.2g} of the image's scale; {first:.1f} s with compiling, {time.perf_counter() - began:.1f} s without")
+    figure(
+        f"off by {error:.2g} of the image's scale; {first:.1f} s with compiling,"
+        f" {time.perf_counter() - began:.1f} s without"
+    )
     assert error <= 10 * allowed(), "fused operations round in another order"
 
 
@@ -205,7 +235,10 @@ def test_an_evaluation_comes_to_the_pool_and_back(truth, parallel, pools, figure
         sample(model, CASE)
     evaluations = pools(layout).remote.last_run.evaluations
     hops = sorted(1e3 * one.hop_s for one in evaluations)
-    figure(f"hop {median(hops):.2f} ms beside {1e3 * median(one.seconds for one in evaluations):.2f} ms of an evaluation")
+    figure(
+        f"hop {median(hops):.2f} ms beside {1e3 * median(one.seconds for one in evaluations):.2f} ms of an"
+        " evaluation"
+    )
     assert hops
 
 
@@ -217,7 +250,9 @@ def test_one_rank_takes_stocks_time(device, parallel, figure, wait_for_device):
     on_gpu = device == "cuda"
     size, side, rounds = (size, 256, ROUNDS) if on_gpu else (Size(heads=2, head_dim=64, blocks=(1, 2)), 16, 1)
     stock = kind.form.random_model(size, dtype=torch.bfloat16 if on_gpu else torch.float32)
-    text = [[torch.randn(1, 64, size.text_dim or 64), {"pooled_output": torch.randn(1, size.pooled_dim or 32)}]]
+    text = [
+        [torch.randn(1, 64, size.text_dim or 64), {"pooled_output": torch.randn(1, size.pooled_dim or 32)}]
+    ]
     latent = torch.zeros(1, 16, side, side)
     models = {"stock": stock, "one rank": parallel(stock, Layout())}
     taken = {name: [] for name in models}
@@ -245,7 +280,9 @@ def test_memory_comes_back(device, parallel, pools, figure, layout):
 
     def taken():
         mm.soft_empty_cache(force=True)  # of this process alone
-        return -(torch.cuda.mem_get_info()[0] if device == "cuda" else mm.get_free_memory(torch.device(device)))
+        return -(
+            torch.cuda.mem_get_info()[0] if device == "cuda" else mm.get_free_memory(torch.device(device))
+        )
 
     for backend in ("gloo", "nccl") if device == "cuda" and torch.cuda.device_count() > 1 else ("gloo",):
         for other in [Layout(), *TWO, *FOUR, *STAGES] if backend == "gloo" else TWO:
@@ -264,7 +301,10 @@ def test_memory_comes_back(device, parallel, pools, figure, layout):
     pools(layout).handle.close()
     mm.unload_all_models()
     after = taken() - before
-    figure(f"held after runs of a tiny, two large and a tiny latent: {', '.join(map(mib, held))}; after the pool has ended: {mib(after)}")
+    figure(
+        f"held after runs of a tiny, two large and a tiny latent: {', '.join(map(mib, held))}; after the pool"
+        f" has ended: {mib(after)}"
+    )
     if device == "cuda":
         assert max(held) - held[0] <= layout.world_size * SLACK, "a run gives its activations back"
         assert after <= SLACK

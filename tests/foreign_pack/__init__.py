@@ -13,9 +13,25 @@ def unet(kind: str = "SD15") -> Any:
     """A MODEL that is no transformer: a tiny UNet with random weights, of ComfyUI's ``kind``."""
     import comfy.supported_models
 
-    adm = {"num_classes": "sequential", "adm_in_channels": POOLED_DIM + 6 * 256} if kind == "SDXL" else {"adm_in_channels": None}
-    config = {"image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 64, "num_res_blocks": [1], "channel_mult": [1]}
-    config |= {"transformer_depth": [1], "transformer_depth_middle": 1, "transformer_depth_output": [1, 1], "context_dim": 64}
+    adm = (
+        {"num_classes": "sequential", "adm_in_channels": POOLED_DIM + 6 * 256}
+        if kind == "SDXL"
+        else {"adm_in_channels": None}
+    )
+    config = {
+        "image_size": 32,
+        "in_channels": 4,
+        "out_channels": 4,
+        "model_channels": 64,
+        "num_res_blocks": [1],
+        "channel_mult": [1],
+    }
+    config |= {
+        "transformer_depth": [1],
+        "transformer_depth_middle": 1,
+        "transformer_depth_output": [1, 1],
+        "context_dim": 64,
+    }
     config |= {"use_spatial_transformer": True, "legacy": False, "use_linear_in_transformer": False, **adm}
     return random_model(getattr(comfy.supported_models, kind)({**config, "use_temporal_attention": False}))
 
@@ -29,7 +45,9 @@ def random_model(config: Any) -> Any:
     with torch.no_grad():
         for weight in model.diffusion_model.parameters():
             normal = torch.randn(weight.shape, generator=generator)
-            weight.copy_(normal * weight[0].numel() ** -0.5 if weight.dim() > 1 else torch.full_like(weight, 0.5))
+            weight.copy_(
+                normal * weight[0].numel() ** -0.5 if weight.dim() > 1 else torch.full_like(weight, 0.5)
+            )
     return ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
 
 
@@ -73,7 +91,11 @@ class WithoutPlan:
         import comfy.sd
         import folder_paths
 
-        return (without_plan(comfy.sd.load_diffusion_model(folder_paths.get_full_path("diffusion_models", unet_name))),)
+        return (
+            without_plan(
+                comfy.sd.load_diffusion_model(folder_paths.get_full_path("diffusion_models", unet_name))
+            ),
+        )
 
 
 class AttentionPatch:

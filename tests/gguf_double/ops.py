@@ -58,7 +58,9 @@ class GGMLOps(comfy.ops.manual_cast):
         def _load_from_state_dict(self, state_dict, prefix, *args):
             for name in ("weight", "bias"):
                 if f"{prefix}{name}" in state_dict:
-                    setattr(self, name, torch.nn.Parameter(state_dict[f"{prefix}{name}"], requires_grad=False))
+                    setattr(
+                        self, name, torch.nn.Parameter(state_dict[f"{prefix}{name}"], requires_grad=False)
+                    )
 
         def _save_to_state_dict(self, destination, prefix, keep_vars):
             for name in ("weight", "bias"):
@@ -70,13 +72,19 @@ class GGMLOps(comfy.ops.manual_cast):
                 return None
             if getattr(tensor, "tensor_type", None) in PLAIN:
                 return tensor.as_subclass(torch.Tensor).to(dtype)
-            weight = dequantize(tensor.as_subclass(torch.Tensor), tensor.tensor_shape, self.dequant_dtype or dtype).to(dtype)
+            weight = dequantize(
+                tensor.as_subclass(torch.Tensor), tensor.tensor_shape, self.dequant_dtype or dtype
+            ).to(dtype)
             for patches, key in tensor.patches:
-                weight = comfy.lora.calculate_weight(move_patch_to_device(patches, weight.device), weight, key)
+                weight = comfy.lora.calculate_weight(
+                    move_patch_to_device(patches, weight.device), weight, key
+                )
             return weight
 
         def forward_comfy_cast_weights(self, input):
-            return torch.nn.functional.linear(input, self.number(self.weight, input.dtype), self.number(self.bias, input.dtype))
+            return torch.nn.functional.linear(
+                input, self.number(self.weight, input.dtype), self.number(self.bias, input.dtype)
+            )
 
 
 def move_patch_to_device(item, device):

@@ -13,7 +13,10 @@ def rows_of_the_buffer():
     def make(real):
         def update(self, layer, kv, pieces, tokens):
             if sum(piece.size for piece in pieces) < tokens:
-                pieces = [one._replace(there=one.there + (1 if one.there + one.size < tokens else -1)) for one in pieces]
+                pieces = [
+                    one._replace(there=one.there + (1 if one.there + one.size < tokens else -1))
+                    for one in pieces
+                ]
             return real(self, layer, kv, pieces, tokens)
 
         return update
@@ -46,7 +49,9 @@ def text_is_dropped():
     def make(real):
         def choose_rows(self, all_tokens):
             patch = self.patch
-            self.patch = patch and SimpleNamespace(start=patch.start, size=patch.size, last=patch.last, first=False)
+            self.patch = patch and SimpleNamespace(
+                start=patch.start, size=patch.size, last=patch.last, first=False
+            )
             return real(self, all_tokens)
 
         return choose_rows
@@ -71,4 +76,8 @@ def stale_message():
 
 def mask_of_all_queries():
     """Every patch takes the mask's first rows."""
-    put(rooms.patch_sharding, "mask_of_own_queries", lambda _real: lambda mask, call, ranks: mask[..., : call.joint.active_tokens, :])
+    put(
+        rooms.patch_sharding,
+        "mask_of_own_queries",
+        lambda _real: lambda mask, call, ranks: mask[..., : call.joint.active_tokens, :],
+    )

@@ -34,7 +34,10 @@ class Rooms:
     def owners(self):
         modules = list(vars(self).values())
         classes = [one for module in modules for one in vars(module).values() if isinstance(one, type)]
-        return [*modules, *(one for one in classes if one.__module__ in {module.__name__ for module in modules})]
+        return [
+            *modules,
+            *(one for one in classes if one.__module__ in {module.__name__ for module in modules}),
+        ]
 
 
 rooms = Rooms()

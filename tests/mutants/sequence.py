@@ -86,7 +86,11 @@ def uneven_split():
 
 def lse_merge():
     """Partial outputs are merged as if every key weighed the same, whatever its score."""
-    put(rooms.ring_attention, "merge", lambda real: lambda a, b: real(*(part._replace(level=part.level * 0) for part in (a, b))))
+    put(
+        rooms.ring_attention,
+        "merge",
+        lambda real: lambda a, b: real(*(part._replace(level=part.level * 0) for part in (a, b))),
+    )
 
 
 def ring_order():

@@ -135,7 +135,9 @@ def must_receive_ahead(rank_of=lambda rank: rank):
 
 def receives_late():
     """The receive of a patch is posted when it is wanted."""
-    must_receive_ahead(lambda rank: SimpleNamespace(tick=rank.tick, reserve=rank.reserve, next_part=lambda: None))
+    must_receive_ahead(
+        lambda rank: SimpleNamespace(tick=rank.tick, reserve=rank.reserve, next_part=lambda: None)
+    )
 
 
 def patches_its_own_weights():
@@ -147,7 +149,9 @@ def patches_its_own_weights():
         def patch(self, patches_id, patches, *rest):
             before = dict(self.patcher.model.named_parameters())
             real(self, patches_id, patches, *rest)
-            patched = {name for name, weight in self.patcher.model.named_parameters() if weight is not before[name]}
+            patched = {
+                name for name, weight in self.patcher.model.named_parameters() if weight is not before[name]
+            }
             own = set(patches) & set(before)
             assert patched == own and 0 < len(own) < len(patches), (len(patched), len(own), len(patches))
 
@@ -225,7 +229,9 @@ def counts_what_it_keeps():
         def update(self, layer, *args):
             buffer, part = real(self, layer, *args), of_rank["now"].part
             buffers[part.branch, layer] = weakref.ref(buffer)
-            assert places.setdefault((*part[:2], layer), buffer.data_ptr()) == buffer.data_ptr(), "made anew within a run"
+            assert places.setdefault((*part[:2], layer), buffer.data_ptr()) == buffer.data_ptr(), (
+                "made anew within a run"
+            )
             return buffer
 
         return update

@@ -40,13 +40,20 @@ def size_of(sample: str) -> Size:
 def filled(module: Any, name: str) -> Any:
     """The module with weights drawn by the file's name."""
     seed = zlib.crc32(name.encode())
-    module.load_state_dict({key: random_tensor(key, tuple(old.shape), seed, old.dtype) for key, old in module.state_dict().items()})
+    module.load_state_dict(
+        {
+            key: random_tensor(key, tuple(old.shape), seed, old.dtype)
+            for key, old in module.state_dict().items()
+        }
+    )
     return module.eval()
 
 
 def patcher_of(module: Any) -> Any:
     cpu = torch.device("cpu")
-    return comfy.model_patcher.ModelPatcher(module, load_device=comfy.model_management.get_torch_device(), offload_device=cpu)
+    return comfy.model_patcher.ModelPatcher(
+        module, load_device=comfy.model_management.get_torch_device(), offload_device=cpu
+    )
 
 
 def first_of(table: tuple[tuple[str, Callable[[str], Any]], ...], name: str, what: str) -> Any:
@@ -62,13 +69,21 @@ def first_of(table: tuple[tuple[str, Callable[[str], Any]], ...], name: str, wha
 def blockwise(name: str) -> Any:
     size = size_of("qwen-image")
     return nodes_model_patch.QwenImageBlockWiseControlNet(
-        num_layers=size.blocks[0], in_dim=64, additional_in_dim=4 if "inpaint" in name else 0, dim=size.hidden, **OPERATIONS
+        num_layers=size.blocks[0],
+        in_dim=64,
+        additional_in_dim=4 if "inpaint" in name else 0,
+        dim=size.hidden,
+        **OPERATIONS,
     )
 
 
 def style_projector(name: str) -> Any:
     return nodes_model_patch.SigLIPMultiFeatProjModel(
-        siglip_token_nums=SEEN_TOKENS, style_token_nums=4, siglip_token_dims=SIGLIP, hidden_size=size_of("flux").hidden, **OPERATIONS
+        siglip_token_nums=SEEN_TOKENS,
+        style_token_nums=4,
+        siglip_token_dims=SIGLIP,
+        hidden_size=size_of("flux").hidden,
+        **OPERATIONS,
     )
 
 
@@ -98,15 +113,26 @@ def low_rank_control(name: str) -> Any:
     state = {f"lllite_conditioning1.{key}": tensor for key, tensor in conditioning.state_dict().items()}
     for block in range(size.blocks[0]):
         for part in ("self_attn_q_proj", "self_attn_v_proj", "cross_attn_q_proj", "mlp_layer1"):
-            state |= {f"lllite_dit_blocks_{block}_{part}.{key}": tensor for key, tensor in module.state_dict().items()}
-    metadata = {"lllite.aspp_dilations": "1,2", "lllite.inpaint_masked_input": "true" if inpaints else "false"}
+            state |= {
+                f"lllite_dit_blocks_{block}_{part}.{key}": tensor
+                for key, tensor in module.state_dict().items()
+            }
+    metadata = {
+        "lllite.aspp_dilations": "1,2",
+        "lllite.inpaint_masked_input": "true" if inpaints else "false",
+    }
     return lllite.AnimaLLLite(state, metadata, **OPERATIONS)
 
 
 def talk(name: str) -> Any:
     size = SAMPLES["wan2.1-i2v"].tiny.size(40)
     return nodes_model_patch.MultiTalkModelPatch(
-        in_dim=size.hidden, intermediate_dim=32, out_dim=64, context_tokens=4, num_layers=size.blocks[0], **OPERATIONS
+        in_dim=size.hidden,
+        intermediate_dim=32,
+        out_dim=64,
+        context_tokens=4,
+        num_layers=size.blocks[0],
+        **OPERATIONS,
     )
 
 
@@ -140,7 +166,9 @@ def large_control(name: str) -> Any:
         adm_in_channels=size.pooled_dim,
         **OPERATIONS,
     )
-    return comfy.controlnet.ControlNetSD35(filled(network, name), compression_ratio=1, latent_format=comfy.latent_formats.SD3())
+    return comfy.controlnet.ControlNetSD35(
+        filled(network, name), compression_ratio=1, latent_format=comfy.latent_formats.SD3()
+    )
 
 
 def instantx(name: str) -> Any:
@@ -151,7 +179,11 @@ def instantx(name: str) -> Any:
     )
     network.main_model_double = size_of("qwen-image").blocks[0]
     return comfy.controlnet.ControlNet(
-        filled(network, name), compression_ratio=1, latent_format=comfy.latent_formats.Wan21(), concat_mask=inpaints, extra_conds=[]
+        filled(network, name),
+        compression_ratio=1,
+        latent_format=comfy.latent_formats.Wan21(),
+        concat_mask=inpaints,
+        extra_conds=[],
     )
 
 
@@ -167,11 +199,19 @@ def fun_control(name: str) -> Any:
         **OPERATIONS,
     )
     return comfy.controlnet.QwenFunControlNet(
-        filled(network, name), compression_ratio=1, latent_format=comfy.latent_formats.Wan21(), concat_mask=False, extra_conds=[]
+        filled(network, name),
+        compression_ratio=1,
+        latent_format=comfy.latent_formats.Wan21(),
+        concat_mask=False,
+        extra_conds=[],
     )
 
 
-CONTROL_NETS = ((r"sd3\.5_large_controlnet", large_control), (r"InstantX", instantx), (r"Fun-Controlnet", fun_control))
+CONTROL_NETS = (
+    (r"sd3\.5_large_controlnet", large_control),
+    (r"InstantX", instantx),
+    (r"Fun-Controlnet", fun_control),
+)
 
 
 def make_control_net(name: str) -> Any:
@@ -182,11 +222,15 @@ def make_control_net(name: str) -> Any:
 
 
 def make_style_model(name: str) -> Any:
-    encoder = comfy.ldm.flux.redux.ReduxImageEncoder(redux_dim=SIGLIP, txt_in_features=size_of("flux").text_dim, dtype=torch.float32)
+    encoder = comfy.ldm.flux.redux.ReduxImageEncoder(
+        redux_dim=SIGLIP, txt_in_features=size_of("flux").text_dim, dtype=torch.float32
+    )
     return comfy.sd.StyleModel(filled(encoder, name))
 
 
 def make_latent_upscaler(name: str) -> Any:
     config = {"in_channels": 128, "mid_channels": 32, "num_blocks_per_stage": 1, "dims": 3}
-    network = comfy.ldm.lightricks.latent_upsampler.LatentUpsampler.from_config(config, operations=comfy.ops.disable_weight_init)
+    network = comfy.ldm.lightricks.latent_upsampler.LatentUpsampler.from_config(
+        config, operations=comfy.ops.disable_weight_init
+    )
     return patcher_of(filled(network, name))

@@ -17,7 +17,12 @@ from .text import WRITTEN
 
 Outputs = tuple[Any, ...]
 OF_SERVICES = "comfy_api_nodes"
-ANSWERS: Mapping[str, Callable[[str], Any]] = {"IMAGE": pictures, "MASK": lambda name: picture(name)[1], "VIDEO": video, "AUDIO": sound}
+ANSWERS: Mapping[str, Callable[[str], Any]] = {
+    "IMAGE": pictures,
+    "MASK": lambda name: picture(name)[1],
+    "VIDEO": video,
+    "AUDIO": sound,
+}
 
 
 def middle_of(images: torch.Tensor) -> torch.Tensor:
@@ -40,7 +45,14 @@ def track(images: torch.Tensor, **_: Any) -> Outputs:
     height, width = images.shape[1:3]
     wide = functional.pad(middle_of(images), (0, -width % 8))
     objects = torch.stack((wide, wide.roll(-wide.shape[-1] // 4, -1)), 1)
-    return ({"packed_masks": pack_masks(objects), "orig_size": (height, width), "n_frames": len(images), "scores": [0.9, 0.8]},)
+    return (
+        {
+            "packed_masks": pack_masks(objects),
+            "orig_size": (height, width),
+            "n_frames": len(images),
+            "scores": [0.9, 0.8],
+        },
+    )
 
 
 def painted(width: int, height: int, image: torch.Tensor | None = None, **_: Any) -> Outputs:
@@ -81,7 +93,9 @@ class Enlarger:
     def __init__(self, scale: int):
         cpu = torch.device("cpu")
         self.scale = scale
-        self.patcher = comfy.model_patcher.ModelPatcher(torch.nn.Identity(), load_device=cpu, offload_device=cpu)
+        self.patcher = comfy.model_patcher.ModelPatcher(
+            torch.nn.Identity(), load_device=cpu, offload_device=cpu
+        )
 
     def __call__(self, picture: torch.Tensor) -> torch.Tensor:
         return picture.repeat_interleave(self.scale, -1).repeat_interleave(self.scale, -2)

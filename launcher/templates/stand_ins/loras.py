@@ -33,7 +33,9 @@ def make_lora(model: Any, name: str) -> dict[str, torch.Tensor]:
         fan_out, fan_in = module.weight.shape
         made |= low_rank(f"{style.prefix}{path}", fan_out, fan_in, style, seed)
         if style.biases and isinstance(getattr(module, "bias", None), torch.Tensor):
-            made[f"{style.prefix}{path}.{style.biases}"] = SIZE * random_tensor(f"{path}.bias", (fan_out,), seed, torch.float32)
+            made[f"{style.prefix}{path}.{style.biases}"] = SIZE * random_tensor(
+                f"{path}.bias", (fan_out,), seed, torch.float32
+            )
     return made | widened(model, style, seed) if style.widens else made
 
 

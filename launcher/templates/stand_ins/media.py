@@ -40,13 +40,18 @@ def picture(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sound(name: str) -> dict[str, Any]:
-    return {"waveform": 0.1 * torch.randn(1, 2, SECONDS * RATE, generator=generator_of(name)), "sample_rate": RATE}
+    return {
+        "waveform": 0.1 * torch.randn(1, 2, SECONDS * RATE, generator=generator_of(name)),
+        "sample_rate": RATE,
+    }
 
 
 def video(name: str) -> Any:
     from comfy_api.latest import InputImpl, Types
 
-    components = Types.VideoComponents(images=pictures(name, FRAMES), audio=sound(name), frame_rate=Fraction(FPS))
+    components = Types.VideoComponents(
+        images=pictures(name, FRAMES), audio=sound(name), frame_rate=Fraction(FPS)
+    )
     return InputImpl.VideoFromComponents(components)
 
 

@@ -32,7 +32,9 @@ def require_sample(shape: ModelShape) -> Sample:
     model_class = UNPLANNED.get(shape.sample, "")
     if not model_class or any(model_class in plan.models for plan in PLANS):
         raise UnknownName(f"the registry has no sample {shape.sample}")
-    raise NotStoodFor(f"{model_class.rpartition(':')[2]} has no token plan ({WITHOUT_PLAN.get(model_class, NOT_YET)})")
+    raise NotStoodFor(
+        f"{model_class.rpartition(':')[2]} has no token plan ({WITHOUT_PLAN.get(model_class, NOT_YET)})"
+    )
 
 
 def form_of(shape: ModelShape) -> tuple[Form, Size]:
@@ -41,7 +43,12 @@ def form_of(shape: ModelShape) -> tuple[Form, Size]:
         return shape.form, Size(heads=shape.heads, head_dim=16, blocks=())
     sample = require_sample(shape)
     config_class = shape.config_class or sample.form.config_class
-    form = replace(sample.form, file=None, config_class=config_class, config=lambda size: {**sample.form.config(size), **shape.changes})
+    form = replace(
+        sample.form,
+        file=None,
+        config_class=config_class,
+        config=lambda size: {**sample.form.config(size), **shape.changes},
+    )
     return form, sample.tiny.size(shape.heads)
 
 
@@ -58,11 +65,15 @@ def make_model(name: str, weight_dtype: str = "default") -> Any:
 def in_format(model: Any, form: Form, size: Size, name: str) -> Any:
     """The same MODEL with its large layers stored in one of ``FORMATS``, as ComfyUI loads it."""
     given = FORMATS[name]
-    state, _ = comfy.utils.convert_old_quants(quantised_state(model.model.diffusion_model.state_dict(), given), "")
+    state, _ = comfy.utils.convert_old_quants(
+        quantised_state(model.model.diffusion_model.state_dict(), given), ""
+    )
     config = getattr(comfy.supported_models, form.config_class)(form.config(size))
     config.unet_config.update(form.config(size))
     config.quant_config = comfy.utils.detect_layer_quantization(state, "")
     config.set_inference_dtype(*((torch.float32, None) if given.algorithm else (given.dtype, torch.float32)))
     made = config.get_model(state, "")
     made.load_model_weights(state, "")
-    return comfy.model_patcher.ModelPatcher(made, load_device=model.load_device, offload_device=model.offload_device)
+    return comfy.model_patcher.ModelPatcher(
+        made, load_device=model.load_device, offload_device=model.offload_device
+    )

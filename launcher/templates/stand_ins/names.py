@@ -32,7 +32,10 @@ class NotStoodFor(ValueError):
     """A template names a model that has no plan and no sample: it runs on one GPU."""
 
 
-FORM = r"_(bf16|fp16|fp32|fp8|fp8mixed|e4m3fn|e5m2|scaled|int8|convrot|nvfp4|mxfp8|pruned|transformer|kj)(?=_|$)"  # how a model is stored
+# How a model is stored
+FORM = (
+    r"_(bf16|fp16|fp32|fp8|fp8mixed|e4m3fn|e5m2|scaled|int8|convrot|nvfp4|mxfp8|pruned|transformer|kj)(?=_|$)"
+)
 
 
 def known(table: Table[Found], name: str, what: str) -> Found:
@@ -182,7 +185,9 @@ MODELS: Table[ModelShape] = (  # by whole names, in small letters and without wh
     (r"flux1_schnell", ModelShape(sample="flux")),
     (
         r"flux1_fill_dev|flux_1_fill_dev_onereward",
-        ModelShape(sample="flux", config_class="FluxInpaint", changes={"guidance_embed": True, "in_channels": 96}),
+        ModelShape(
+            sample="flux", config_class="FluxInpaint", changes={"guidance_embed": True, "in_channels": 96}
+        ),
     ),
     (r"flux1_canny_dev", guided(in_channels=32)),
     (r"flux1_dev(_kontext)?|flux1_krea_dev", guided()),
@@ -194,7 +199,11 @@ MODELS: Table[ModelShape] = (  # by whole names, in small letters and without wh
     (r"wan2_1_vace_(1_3b|14b)", ModelShape(sample="wan-vace")),
     (
         rf"wan2_2_fun_camera_{NOISE}_14b",
-        ModelShape(sample="wan-camera", config_class="WAN22_Camera", changes={"in_dim": 36, "model_type": "camera_2.2"}),
+        ModelShape(
+            sample="wan-camera",
+            config_class="WAN22_Camera",
+            changes={"in_dim": 36, "model_type": "camera_2.2"},
+        ),
     ),
     (r"wan2_1_fun_camera_v1_1_(1_3b|14b)", ModelShape(sample="wan-camera")),
     (r"wan2_2_s2v_14b", ModelShape(sample="wan-s2v", changes={"audio_dim": 1024})),
@@ -210,15 +219,23 @@ MODELS: Table[ModelShape] = (  # by whole names, in small letters and without wh
     (rf"wan2_2_(i2v|fun_inpaint)_{NOISE}_14b", wan("wan2.1-t2v", 16 + 16 + 4)),
     (r"wan2_1_fun_control_(1_3b|14b)", wan("wan2.1-i2v", 48, config_class="WAN21_FunControl2V")),
     (r"wan2_1_flf2v_720p_14b", ModelShape(sample="wan2.1-i2v", changes={"flf_pos_embed_token_number": 18})),
-    (r"wan2_1_i2v_14b_480p", ModelShape(sample="wan2.1-i2v", heads=40)),  # what it is given to attend to has 40 heads
+    # What it is given to attend to has 40 heads
+    (r"wan2_1_i2v_14b_480p", ModelShape(sample="wan2.1-i2v", heads=40)),
     (
         r"wan2_1_i2v_(480p|720p)_14b|wan2_1_fun_inp_(1_3b|14b)|wan21_wanmove|chrono_edit_14b|wan2_1_i2v_ati_14b",
         ModelShape(sample="wan2.1-i2v"),
     ),
-    (rf"wan2_1_t2v_(1_3b|14b)|wan2_2_t2v_{NOISE}_14b|wan2_2_bernini_r_{NOISE}", ModelShape(sample="wan2.1-t2v")),
+    (
+        rf"wan2_1_t2v_(1_3b|14b)|wan2_2_t2v_{NOISE}_14b|wan2_2_bernini_r_{NOISE}",
+        ModelShape(sample="wan2.1-t2v"),
+    ),
     (
         r"hunyuanvideo1_5_1080p_sr_distilled",
-        ModelShape(sample="hunyuan-video-1.5", config_class="HunyuanVideo15_SR_Distilled", changes={"in_channels": 98}),
+        ModelShape(
+            sample="hunyuan-video-1.5",
+            config_class="HunyuanVideo15_SR_Distilled",
+            changes={"in_channels": 98},
+        ),
     ),
     (r"hunyuanvideo1_5_720p_(i2v|t2v)|capybara_v0_1", ModelShape(sample="hunyuan-video-1.5")),
     (r"hunyuan_video_t2v_720p", ModelShape(sample="hunyuan-video")),
@@ -226,7 +243,11 @@ MODELS: Table[ModelShape] = (  # by whole names, in small letters and without wh
     (r"ltx_video_2b_v0_9(_5)?", ModelShape(sample="ltxv")),
     (
         r"anima_base_v1_0|anima_preview3_base",
-        ModelShape(sample="cosmos-predict2", config_class="Anima", changes={"image_model": "anima", "crossattn_emb_channels": 1024}),
+        ModelShape(
+            sample="cosmos-predict2",
+            config_class="Anima",
+            changes={"image_model": "anima", "crossattn_emb_channels": 1024},
+        ),
     ),
     (r"hidream_o1_image(_dev)?", ModelShape(sample="hidream-o1")),
     (r"hidream_i1_(dev|fast|full)|hidream_e1_(1|full)", ModelShape(sample="hidream-i1")),
@@ -260,7 +281,10 @@ FORMATS: Table[str] = (
     (r"", ""),
 )
 LORAS: Table[LoraStyle] = (
-    (r"flux1-(depth|canny)", LoraStyle(prefix="", down="lora_A", up="lora_B", biases="lora_B.bias", widens="img_in")),
+    (
+        r"flux1-(depth|canny)",
+        LoraStyle(prefix="", down="lora_A", up="lora_B", biases="lora_B.bias", widens="img_in"),
+    ),
     (r"lightx2v|CausVid|chronoedit", LoraStyle(biases="diff_b")),
     (r"diffsynth", LoraStyle(prefix="", down="lora_A.default", up="lora_B.default")),
     (r"qwen|FireRed", LoraStyle(prefix="")),
@@ -313,7 +337,9 @@ def words(count: int, draw: Callable[..., torch.Tensor]) -> dict[str, Any]:
 
 def numbers(count: int, draw: Callable[..., torch.Tensor]) -> dict[str, Any]:
     """A prompt as the numbers of its tokens; behind the last the one that becomes the step."""
-    return {"text_input_ids": torch.cat((draw(1, count).abs() * 1000, torch.tensor([[STEP_TOKEN]])), 1).long()}
+    return {
+        "text_input_ids": torch.cat((draw(1, count).abs() * 1000, torch.tensor([[STEP_TOKEN]])), 1).long()
+    }
 
 
 def tags(count: int, draw: Callable[..., torch.Tensor]) -> dict[str, Any]:
@@ -332,8 +358,12 @@ TEXTS: Table[TextShape] = (  # by a CLIP loader's type and file names
     (r"minimax", TextShape(extras=tags)),
     (r"hidream", TextShape(extras=layers)),
     (r"qwen_3_06b", TextShape(width=1024, extras=words)),
-    (r"omnigen2|boogu|lumina2|NetaYume|ideogram4|lens|joyimage|newbie|pixeldit|ltxv|ltx-video", TextShape(extras=open_mask)),
+    (
+        r"omnigen2|boogu|lumina2|NetaYume|ideogram4|lens|joyimage|newbie|pixeldit|ltxv|ltx-video",
+        TextShape(extras=open_mask),
+    ),
     (r"", TextShape()),
 )
 SIGHTS: Table[int] = ((r"siglip|sigclip", 1152), (r"", 1280))  # widths of what CLIP vision models see
-HEARINGS: Table[tuple[int, int]] = ((r"whisper", (33, 1280)), (r"chinese-base", (13, 768)), (r"", (25, 1024)))  # layers and widths
+# Layers and widths
+HEARINGS: Table[tuple[int, int]] = ((r"whisper", (33, 1280)), (r"chinese-base", (13, 768)), (r"", (25, 1024)))

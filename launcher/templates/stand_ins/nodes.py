@@ -69,7 +69,9 @@ STAND_INS: Mapping[str, Callable[..., Outputs]] = {
     "LoraLoader": lora,
     "LoraLoaderModelOnly": lambda **given: lora(**given)[:1],
     "CLIPVisionLoader": lambda clip_name: (Sight(known(SIGHTS, clip_name, "CLIP vision model")),),
-    "AudioEncoderLoader": lambda audio_encoder_name: (Hearing(*known(HEARINGS, audio_encoder_name, "audio encoder")),),
+    "AudioEncoderLoader": lambda audio_encoder_name: (
+        Hearing(*known(HEARINGS, audio_encoder_name, "audio encoder")),
+    ),
     "StyleModelLoader": lambda style_model_name: (make_style_model(style_model_name),),
     "ModelPatchLoader": lambda name: (make_model_patch(name),),
     "ControlNetLoader": lambda control_net_name: (make_control_net(control_net_name),),
@@ -86,7 +88,9 @@ def stand_in_for_loaders() -> None:
     add_schedulers()
     known_nodes = nodes.NODE_CLASS_MAPPINGS  # pyright: ignore[reportAttributeAccessIssue]  # not of this project's nodes
     for name, original in known_nodes.items():
-        make = {**STAND_INS, **LOOKED}.get(name) or (answer(original) if OF_SERVICES in original.__module__ else None)
+        make = {**STAND_INS, **LOOKED}.get(name) or (
+            answer(original) if OF_SERVICES in original.__module__ else None
+        )
         if make is not None:
             known_nodes[name] = stand_in(original, make)
 
@@ -109,19 +113,29 @@ def stand_in(original: Any, make: Callable[..., Outputs]) -> type:
             return own.execute(**given) if is_there(given) else io.NodeOutput(*make(**given))
 
         methods = {"execute": execute, "validate_inputs": takes_any, "fingerprint_inputs": unchanged}
-        return type(original.__name__, (original,), {name: classmethod(method) for name, method in methods.items()})
+        return type(
+            original.__name__, (original,), {name: classmethod(method) for name, method in methods.items()}
+        )
 
     def load(self: Any, **given: Any) -> Outputs:
         return getattr(own, own.FUNCTION)(self, **given) if is_there(given) else make(**given)
 
-    replaced = {own.FUNCTION: load, "VALIDATE_INPUTS": classmethod(takes_any), "IS_CHANGED": classmethod(unchanged)}
+    replaced = {
+        own.FUNCTION: load,
+        "VALIDATE_INPUTS": classmethod(takes_any),
+        "IS_CHANGED": classmethod(unchanged),
+    }
     return type(original.__name__, (original,), replaced)
 
 
 def is_there(given: Mapping[str, Any]) -> bool:
     """Whether a node is given the name of a file that is in one of ComfyUI's folders of models."""
     names = [value for value in given.values() if isinstance(value, str) and value]
-    return any(folder_paths.get_full_path(folder, name) for folder in folder_paths.folder_names_and_paths for name in names)
+    return any(
+        folder_paths.get_full_path(folder, name)
+        for folder in folder_paths.folder_names_and_paths
+        for name in names
+    )
 
 
 class Cut:

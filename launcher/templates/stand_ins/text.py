@@ -27,8 +27,12 @@ class WordTokenizer:
     def __init__(self, embedding_directory: Any = None, tokenizer_data: Mapping[str, Any] | None = None):
         pass
 
-    def tokenize_with_weights(self, text: str, return_word_ids: bool = False, **given: Any) -> dict[str, list]:
-        pictures = [picture for name in ("images", "image", "image_embeds") for picture in listed(given.get(name))]
+    def tokenize_with_weights(
+        self, text: str, return_word_ids: bool = False, **given: Any
+    ) -> dict[str, list]:
+        pictures = [
+            picture for name in ("images", "image", "image_embeds") for picture in listed(given.get(name))
+        ]
         seen = [f"{float(picture.float().mean()):.4f}" for picture in pictures]
         words = [*text.split()[:MOST_WORDS], *(mean for mean in seen for _ in range(PER_PICTURE))]
         words += ["end"] * (LEAST - len(words))
@@ -45,7 +49,11 @@ class WordTokenizer:
 def listed(pictures: Any) -> list[torch.Tensor]:
     if pictures is None:
         return []
-    return [pictures] if isinstance(pictures, torch.Tensor) else [one for one in pictures if isinstance(one, torch.Tensor)]
+    return (
+        [pictures]
+        if isinstance(pictures, torch.Tensor)
+        else [one for one in pictures if isinstance(one, torch.Tensor)]
+    )
 
 
 def encoder_class(shape: TextShape) -> type[torch.nn.Module]:
@@ -62,7 +70,9 @@ def encoder_class(shape: TextShape) -> type[torch.nn.Module]:
         def generate(self, *_args: Any, **_options: Any) -> list[int]:
             return [0]
 
-        def encode_token_weights(self, tokens: Mapping[str, list]) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        def encode_token_weights(
+            self, tokens: Mapping[str, list]
+        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             ids = [number for name in ENCODERS for number, _weight in tokens[name][0]]
             count = len(tokens[ENCODERS[0]][0])
             generator = torch.Generator().manual_seed(zlib.crc32(str(ids).encode()))

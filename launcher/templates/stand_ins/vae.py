@@ -39,7 +39,9 @@ class Codec(torch.nn.Module):
         super().__init__()
         self.shape = shape
         self.cells = min(CELLS, shape.side)
-        self.mix = torch.nn.Parameter(random_tensor("mix", (shape.channels, 3 * self.cells**2), 0, torch.float32), requires_grad=False)
+        self.mix = torch.nn.Parameter(
+            random_tensor("mix", (shape.channels, 3 * self.cells**2), 0, torch.float32), requires_grad=False
+        )
         self.per_channel_statistics = Statistics()
 
     def encode(self, pixels: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -47,7 +49,8 @@ class Codec(torch.nn.Module):
         frames = self.shape.to_latents(pixels.shape[2]) if pixels.ndim == 5 else 1
         flat = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
         seen = functional.adaptive_avg_pool3d(flat, (frames, height * self.cells, width * self.cells))
-        seen = seen.unflatten(-1, (width, self.cells)).unflatten(-3, (height, self.cells))  # B, 3, T, H, cells, W, cells
+        # B, 3, T, H, cells, W, cells
+        seen = seen.unflatten(-1, (width, self.cells)).unflatten(-3, (height, self.cells))
         seen = seen.permute(0, 2, 3, 5, 1, 4, 6).flatten(4)
         latent = (seen @ self.mix.T).movedim(-1, 1)
         return latent if pixels.ndim == 5 else latent.squeeze(2)
@@ -69,7 +72,9 @@ class SoundCodec(torch.nn.Module):
         self.shape = shape
         self.output_sample_rate = shape.rate
         self.latent_frequency_bins = shape.bins
-        self.mix = torch.nn.Parameter(random_tensor("mix", (shape.channels, 1), 0, torch.float32), requires_grad=False)
+        self.mix = torch.nn.Parameter(
+            random_tensor("mix", (shape.channels, 1), 0, torch.float32), requires_grad=False
+        )
 
     def num_of_latents_from_frames(self, frames_number: int, frame_rate: float) -> int:
         return math.ceil(frames_number / frame_rate * self.shape.per_second)

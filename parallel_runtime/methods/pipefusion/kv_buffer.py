@@ -44,7 +44,9 @@ class KVBuffers:
         layer, self._layer = self._layer, self._layer + 1
         return layer
 
-    def update(self, layer: int, kv: Sequence[torch.Tensor] | torch.Tensor, pieces: Iterable[Piece], tokens: int) -> torch.Tensor:
+    def update(
+        self, layer: int, kv: Sequence[torch.Tensor] | torch.Tensor, pieces: Iterable[Piece], tokens: int
+    ) -> torch.Tensor:
         """Write ``pieces`` of keys and values 2 x (B, h, g, D) into the ``tokens`` rows of a layer;
         return its whole buffer (2, B, h, L, D).
         """
@@ -70,7 +72,10 @@ class KVBuffers:
         buffer = self._buffers.get((self._part.branch, layer))
         if buffer is None or buffer.shape != shape or buffer.dtype != like.dtype:
             if self._part.patch is not None:
-                raise ModelError(f"A patch attends over {tokens} tokens, which its first evaluation did not: set pipefusion to 1.")
+                raise ModelError(
+                    f"A patch attends over {tokens} tokens, which its first evaluation did not: set"
+                    " pipefusion to 1."
+                )
             buffer = self._buffers[self._part.branch, layer] = like.new_empty(shape)
         return buffer
 

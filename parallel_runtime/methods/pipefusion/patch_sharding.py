@@ -76,14 +76,20 @@ class PatchSharding:
         return (path, block) in self._acts_behind
 
     def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
-        assert isinstance(rows, Shards) and self.patch is None, "evaluations with such a patch of a node are whole"
+        assert isinstance(rows, Shards) and self.patch is None, (
+            "evaluations with such a patch of a node are whole"
+        )
         return self._attention.all_rows(rows, local_BlC, streams)
 
-    def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
+    def attend(
+        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
+    ) -> torch.Tensor:
         assert isinstance(rows, Shards)
         return self._attention.attend(self._over_last_seen, rows, attention, q, k, v, heads, mask, kwargs)
 
-    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
+    def attend_over(
+        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
+    ) -> torch.Tensor:
         if not isinstance(rows, Shards) or self._comm.size == 1:
             return attention(q, k, v, heads, mask, **kwargs)
         return self._attention.attend_over(rows, q, k, v, heads, mask, kwargs)
@@ -120,7 +126,13 @@ class PatchSharding:
         return call.compute((q_BhgD, *buffer), self._mask_of_own_queries(call))
 
     def _around_the_ring(
-        self, call: Call, rows: KeptRows, layer: int, q_BhgD: torch.Tensor, fresh_2BhgD: torch.Tensor, flag: torch.Tensor
+        self,
+        call: Call,
+        rows: KeptRows,
+        layer: int,
+        q_BhgD: torch.Tensor,
+        fresh_2BhgD: torch.Tensor,
+        flag: torch.Tensor,
     ) -> torch.Tensor:
         """Attend to what every place sends, and take out of it what this one keeps."""
         own, sizes = self._comm.ring.index, [count(ranges) for ranges in rows.sent]
@@ -130,14 +142,18 @@ class PatchSharding:
         mask = self._mask_of_own_queries(call)
 
         def mask_of(mask: torch.Tensor, place: int) -> torch.Tensor:
-            return call.rows.memoise(mask, ("keys", place), lambda: mask_of_keys(mask, rows.sent[place], call))
+            return call.rows.memoise(
+                mask, ("keys", place), lambda: mask_of_keys(mask, rows.sent[place], call)
+            )
 
         def keep(place: int, kv_2BhKD: torch.Tensor) -> None:
             if place != own:
                 fresh = kv_2BhKD.narrow(3, sizes[place] - rows.fresh[place], rows.fresh[place])
                 self._kv.update(layer, fresh, rows.taken[place], rows.tokens)
 
-        return self._ring.attend(call, q_BhgD, sent_2BhKD, sizes, flag, None if mask is None else partial(mask_of, mask), keep)
+        return self._ring.attend(
+            call, q_BhgD, sent_2BhKD, sizes, flag, None if mask is None else partial(mask_of, mask), keep
+        )
 
     def _kept(self, rows: Shards, joint: Joint) -> KeptRows:
         """Return what this rank's place keeps and sends of these streams: it keeps what it computes
@@ -145,10 +161,16 @@ class PatchSharding:
         """
 
         def make() -> KeptRows:
-            whole = Shards(rows.all_tokens, rows.rank, rows.size, weights=self._comm.shares.tokens).joint(joint.streams)
+            whole = Shards(rows.all_tokens, rows.rank, rows.size, weights=self._comm.shares.tokens).joint(
+                joint.streams
+            )
             group, own = self._comm.ulysses.size, self._comm.ring.index
             places = [range(first, first + group) for first in range(0, rows.size, group)]
-            return KeptRows(own, [whole.ranges_of(ranks) for ranks in places], [joint.ranges_of(ranks) for ranks in places])
+            return KeptRows(
+                own,
+                [whole.ranges_of(ranks) for ranks in places],
+                [joint.ranges_of(ranks) for ranks in places],
+            )
 
         return rows.memoise(joint, ("kept",), make)
 
@@ -157,7 +179,9 @@ class PatchSharding:
         if mask is None:
             return None
         ranks = range(first, first + self._comm.ulysses.size)
-        return call.rows.memoise(mask, ("queries", call.own_heads), lambda: mask_of_own_queries(mask, call, ranks))
+        return call.rows.memoise(
+            mask, ("queries", call.own_heads), lambda: mask_of_own_queries(mask, call, ranks)
+        )
 
     def _reserve(self, rows: Shards, like: torch.Tensor, tokens: int) -> None:
         """Reserve the memory of a branch's K/V buffers before its first attention, each of

@@ -61,7 +61,9 @@ class PatchForward:
         """Attentions that patches share, in the last evaluation."""
         return self._layer
 
-    def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], branch: Hashable, patch: Patch | None) -> Any:
+    def evaluate(
+        self, forward: Callable[..., Any], arguments: dict[str, Any], branch: Hashable, patch: Patch | None
+    ) -> Any:
         """Run one patch through the model; return all rows of the output, zero in those of other
         patches. ``branch`` tells conds apart.
 
@@ -78,7 +80,10 @@ class PatchForward:
         if patch is None:
             return None
         local = {stream: (0, count if patch.first else 1) for stream, count in all_tokens.items()}
-        return Rows(all_tokens, {**local, image: (patch.start, all_tokens[image] - patch.start if patch.last else patch.size)})
+        return Rows(
+            all_tokens,
+            {**local, image: (patch.start, all_tokens[image] - patch.start if patch.last else patch.size)},
+        )
 
     def enter_block(self) -> None:
         pass
@@ -89,7 +94,9 @@ class PatchForward:
     def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
         raise AssertionError("evaluations with such a patch of a node are whole")
 
-    def attend(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
+    def attend(
+        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
+    ) -> torch.Tensor:
         skip_reshape = kwargs.pop("skip_reshape", False)
         dim = q.shape[-1] if skip_reshape else q[0, 0].numel() // heads
         q_BHlD, k_BHlD, v_BHlD = (t if skip_reshape else split_heads(t, dim) for t in (q, k, v))
@@ -102,7 +109,9 @@ class PatchForward:
             mask = None if mask is None else mask_of_patch(mask, rows, streams)
         return attention(q_BHlD, k_BHlD, v_BHlD, heads, mask, skip_reshape=True, **kwargs)
 
-    def attend_over(self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any) -> torch.Tensor:
+    def attend_over(
+        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
+    ) -> torch.Tensor:
         assert rows is None, "a plan with whole queries says why its evaluations are whole"
         return attention(q, k, v, heads, mask, **kwargs)
 
@@ -117,7 +126,9 @@ class PatchForward:
         self._left[self._branch] = whole
         return whole.clone()
 
-    def _refreshed(self, layer: int, rows: Rows, streams: tuple[str, ...], k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _refreshed(
+        self, layer: int, rows: Rows, streams: tuple[str, ...], k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         """(2, B, H, L, D): overwrite the local rows of this layer's keys and values, anchors left
         out; return all of them.
         """
@@ -138,7 +149,10 @@ def streams_of(plan: TokenPlan, rows: Rows, count: int) -> tuple[str, ...]:
     for streams in (plan.streams, *((stream,) for stream in plan.also_attend_alone)):
         if sum(rows.local[stream][1] for stream in streams) == count:
             return streams
-    raise ModelError(f"Attention over {count} rows fits none of the plan's streams {dict(rows.local)}: this model needs another plan.")
+    raise ModelError(
+        f"Attention over {count} rows fits none of the plan's streams {dict(rows.local)}: this model needs"
+        " another plan."
+    )
 
 
 def mask_of_patch(mask: torch.Tensor, rows: Rows, streams: tuple[str, ...]) -> torch.Tensor:

@@ -35,7 +35,11 @@ class RopeCache:
         if positions.device.type != "cpu":
             return self._make(positions)
         for before, made in self._kept:
-            if before.dtype == positions.dtype and before.device == positions.device and torch.equal(before, positions):
+            if (
+                before.dtype == positions.dtype
+                and before.device == positions.device
+                and torch.equal(before, positions)
+            ):
                 return made
         made = self._make(positions)
         self._kept.append((positions.clone(), made))

@@ -49,9 +49,15 @@ class PipeFusion:
         kernels: Kernels = TORCHS,
     ):
         leave_out(model, plan, stage)
-        blocks = [(index, container[place], place, group) for index, (container, place, group) in enumerate(blocks_of(model, plan))]
-        alone = sum(has(block, group.self_attention_2) for index, block, _, group in blocks if stage.holds(index))
-        acts = range(stage.first - 1, stage.end - (not stage.is_last))  # what is done behind the last own block, the next stage does
+        blocks = [
+            (index, container[place], place, group)
+            for index, (container, place, group) in enumerate(blocks_of(model, plan))
+        ]
+        alone = sum(
+            has(block, group.self_attention_2) for index, block, _, group in blocks if stage.holds(index)
+        )
+        # What is done behind the last own block, the next stage does
+        acts = range(stage.first - 1, stage.end - (not stage.is_last))
         acts_behind = frozenset((group.path, place) for index, _, place, group in blocks if index in acts)
         self._comm = comm
         self._attentions = stage.size + alone
@@ -61,7 +67,9 @@ class PipeFusion:
         self._messages = StageMessages(stage, link, rank.next_part)
         self._sharding = PatchSharding(plan, stage, comm, rank, self._kv, alone, acts_behind, kernels)
         self._hooks = TokenHooks(model, plan, self._sharding)
-        self._stage_hooks = StageHooks(model, plan, stage, self._messages, self._clock, comm.stop if comm.size == 1 else None)
+        self._stage_hooks = StageHooks(
+            model, plan, stage, self._messages, self._clock, comm.stop if comm.size == 1 else None
+        )
         self._ropes = RopeCaches(model, plan.positions)
 
     @staticmethod
@@ -143,7 +151,11 @@ class PipeFusion:
     @property
     def facts(self) -> Facts:
         in_step = self._comm.in_step
-        return Facts(self._messages.done.progress if in_step.is_even else "some", in_step.confirmed, self._clock.times.seconds)
+        return Facts(
+            self._messages.done.progress if in_step.is_even else "some",
+            in_step.confirmed,
+            self._clock.times.seconds,
+        )
 
 
 def has(block: nn.Module, path: str) -> bool:

@@ -54,7 +54,15 @@ class StageHooks:
     attention exchanges tell it.
     """
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, stage: Stage, messages: StageMessages, clock: BlockClock, stop: StopFlag | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TokenPlan,
+        stage: Stage,
+        messages: StageMessages,
+        clock: BlockClock,
+        stop: StopFlag | None,
+    ):
         self._model = model
         self._plan = plan
         self._stage = stage
@@ -76,10 +84,17 @@ class StageHooks:
     def _attach_own(self, index: int, block: nn.Module, group: Blocks) -> None:
         if index == self._stage.first:
             self._handles.append(block.register_forward_pre_hook(self._entering(group), with_kwargs=True))
-        self._handles.append(block.register_forward_pre_hook(lambda *_: self._clock.note(index, self._messages.is_on_cuda)))
-        if index == self._stage.end - 1 and not self._stage.is_last:  # as the block returns it: before TokenHooks give it other rows
+        self._handles.append(
+            block.register_forward_pre_hook(lambda *_: self._clock.note(index, self._messages.is_on_cuda))
+        )
+        # As the block returns it: before TokenHooks give it other rows
+        if index == self._stage.end - 1 and not self._stage.is_last:
             self._handles.append(block.register_forward_hook(self._leaving, prepend=True))
-        self._handles.append(block.register_forward_hook(lambda *_: self._clock.note(index, self._messages.is_on_cuda), prepend=True))
+        self._handles.append(
+            block.register_forward_hook(
+                lambda *_: self._clock.note(index, self._messages.is_on_cuda), prepend=True
+            )
+        )
 
     def detach(self) -> None:
         for handle in self._handles:

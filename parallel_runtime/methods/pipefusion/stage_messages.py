@@ -45,7 +45,8 @@ class StageMessages:
         self._part = Part(0, 0)
         self.number = 0
         self.known = KnownSteps()  # of the ranks of this stage, kept over runs
-        self._received: dict[Part, Hidden] = {}  # what came of each part of this run, and will come of it again
+        # What came of each part of this run, and will come of it again
+        self._received: dict[Part, Hidden] = {}
         self._sent: dict[Part, Hidden] = {}  # likewise
         self.device = torch.device("cpu")  # where rows are computed
 
@@ -68,13 +69,18 @@ class StageMessages:
         hidden, self.device = Hidden.of(tokens), tokens[0].device
         self._link.prepare(hidden.numel + 1, hidden.dtype, self.device)
         self.done.receiving()
-        rows = self._link.receive(self.number, *hidden, self.device, is_announced=self._received.get(self._part) != hidden)
+        rows = self._link.receive(
+            self.number, *hidden, self.device, is_announced=self._received.get(self._part) != hidden
+        )
         self.done.received()
         if rows is None:
             return [torch.zeros_like(t) for t in tokens]
         self._received[self._part] = hidden
         self._expect_next()
-        return [piece.view(t.shape) for piece, t in zip(rows.to(self.device).split([t.numel() for t in tokens]), tokens, strict=True)]
+        return [
+            piece.view(t.shape)
+            for piece, t in zip(rows.to(self.device).split([t.numel() for t in tokens]), tokens, strict=True)
+        ]
 
     def _expect_next(self) -> None:
         """Post the next patch's receive, so that it arrives while this one is computed."""
