@@ -21,7 +21,7 @@ from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy.samplers import CFGGuider
 
-from ..launcher.comfyui.install import cache_folder
+from ..launcher.cache import cache_folder
 from ..launcher.pool.devices import Device, Placement, on_devices
 from ..launcher.pool.pool import WorkerPool
 from ..parallel_runtime.client.remote_patcher import Patching, Remote

@@ -14,8 +14,9 @@ from .runtime import Runtime, parallelized
 from .settings import Choice, PoolSettings, Takes, TakesNumber, TakesOneOf
 
 CATEGORY = "PipeMesh"
-# On a GPU, until docs/CUDA.md has a run there; then nodes are no longer marked as experimental
-UNTRIED = True
+UNTRIED = (
+    True  # on a GPU, until lab/docs/CUDA.md has a run there; then nodes are no longer marked as experimental
+)
 Pool = io.Custom("PIPEMESH_POOL")
 POOL_TOOLTIP = "Which devices work together and how. Without it: all GPUs (two CPU ranks with --cpu)."
 

@@ -366,7 +366,7 @@ def truth(server):
 @pytest.fixture(scope="session")
 def page_server(host):
     """A server with every node of ComfyUI's own, those of paid APIs too."""
-    from pipemesh.launcher.comfyui.server import ComfyServer
+    from pipemesh.lab.comfyui.server import ComfyServer
 
     with ComfyServer(host, api_nodes=True) as running:
         yield running

@@ -11,7 +11,8 @@ import pytest
 from pipemesh.launcher.comfyui import install
 from pipemesh.launcher.comfyui.console import Console
 from pipemesh.launcher.comfyui.find import ComfyInstall, ensure_comfyui
-from pipemesh.launcher.comfyui.install import LaunchError, Tools
+from pipemesh.launcher.comfyui.install import Tools
+from pipemesh.launcher.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parent.parent
 PLENTY = 100 * 10**9

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import count
 
 import torch
-from pipemesh.benchmarks.forwards import standin
+from pipemesh.lab.bench.forwards import standin
 from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool

@@ -4,8 +4,8 @@ import inspect
 from functools import partial
 
 import torch
-from pipemesh.launcher import random_files
-from pipemesh.launcher.commands.parity import conditioning, sample
+from pipemesh.lab import random_files
+from pipemesh.lab.commands.parity import conditioning, sample
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.families import FAMILIES, SAMPLES, sample_with
 from pipemesh.parallel_runtime.families.sample import Size

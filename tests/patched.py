@@ -9,9 +9,9 @@ import comfy.samplers
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
-from pipemesh.launcher.commands.parity import conditioning
+from pipemesh.lab.commands.parity import conditioning
+from pipemesh.lab.in_process import reference
 from pipemesh.parallel_runtime.client import timelines
-from pipemesh.parallel_runtime.client.in_process import reference
 from pipemesh.parallel_runtime.families.files import FLUX as FILE
 from pipemesh.parallel_runtime.families.flux import guided_config
 from pipemesh.parallel_runtime.families.sample import Form, Size

@@ -8,8 +8,8 @@ from functools import cache, partial
 
 import comfy.sample
 import torch
-from pipemesh.launcher.commands.parity import Case, sample, stock_model
-from pipemesh.parallel_runtime.client.in_process import reference
+from pipemesh.lab.commands.parity import Case, sample, stock_model
+from pipemesh.lab.in_process import reference
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.families import PLAIN
 

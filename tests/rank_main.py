@@ -18,7 +18,7 @@ import comfy.cli_args  # noqa: E402
 comfy.cli_args.args.cpu = True
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from pipemesh.benchmarks.forwards import Forwards, StandinExchange, StandinRing, standin  # noqa: E402
+from pipemesh.lab.bench.forwards import Forwards, StandinExchange, StandinRing, standin  # noqa: E402
 from pipemesh.parallel_runtime.comm.exchange import Exchange  # noqa: E402
 from pipemesh.parallel_runtime.comm.mesh import connect  # noqa: E402
 from pipemesh.parallel_runtime.comm.ring import Ring  # noqa: E402

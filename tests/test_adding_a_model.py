@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pipemesh.launcher.commands.parity import RINGS
+from pipemesh.lab.commands.parity import RINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = (ROOT / "docs" / "ADDING_A_MODEL.md").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ import comfy.sd
 import comfy.utils
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 
 from .models import VIDEO, load, run, with_lora, write_lora, write_model

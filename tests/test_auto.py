@@ -9,7 +9,7 @@ import comfy.samplers
 import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
-from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.auto.sampling import GIVEN_UP, GRADIENTS, Auto
 from pipemesh.nodes.auto.seam import GuiderSeam, HostChanged, Run
 from pipemesh.nodes.auto.switch import FILE, SETTING, Switch

@@ -6,7 +6,7 @@ import comfy.sample
 import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
-from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.auto.late import MOST, LateFailures
 from pipemesh.nodes.auto.sampling import FAILED_LATE, reason_of
 from pipemesh.nodes.slower import JUDGED

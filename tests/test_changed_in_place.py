@@ -22,7 +22,7 @@ import pytest
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock
 from comfy.ldm.flux.model import Flux
-from pipemesh.launcher.commands.parity import BOUND, relative_error, stock_model
+from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes, is_same
 from pipemesh.parallel_runtime.comfy_bridge.in_place import Watch, require_unchanged

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import comfy.utils
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.auto.sampling import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import stock_model
+from pipemesh.lab.commands.parity import stock_model
 from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.client.remote_patcher import bring_up, parallelize

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from pipemesh.benchmarks.forwards import StandinExchange, StandinRing, standin
-from pipemesh.launcher.commands.parity import stock_model
+from pipemesh.lab.bench.forwards import StandinExchange, StandinRing, standin
+from pipemesh.lab.commands.parity import stock_model
 from pipemesh.parallel_runtime.comm import ring as ring_module
 from pipemesh.parallel_runtime.comm.in_step import Expected, InStep, KnownSteps
 from pipemesh.parallel_runtime.comm.mesh import connect

@@ -9,10 +9,10 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
-from pipemesh.benchmarks import compile as compile_bench
-from pipemesh.benchmarks import forwards
-from pipemesh.benchmarks.forwards import standin
-from pipemesh.launcher.commands.parity import BOUND, PLAIN, Case, relative_error, sample, stock_model
+from pipemesh.lab.bench import compile as compile_bench
+from pipemesh.lab.bench import forwards
+from pipemesh.lab.bench.forwards import standin
+from pipemesh.lab.commands.parity import BOUND, PLAIN, Case, relative_error, sample, stock_model
 from pipemesh.nodes.report.figures import figures_of
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name

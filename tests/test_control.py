@@ -10,8 +10,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from pipemesh.benchmarks.forwards import standin
-from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
+from pipemesh.lab.bench.forwards import standin
+from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
+from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.comfy_bridge.guard import refuse_in_block_patches
 from pipemesh.parallel_runtime.comfy_bridge.in_block import can_serve
 from pipemesh.parallel_runtime.comfy_bridge.options import OF_COMFYUI
@@ -19,7 +20,6 @@ from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import FAMILIES, PLANS
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
 from pipemesh.parallel_runtime.patches import Part, Patch, TokenGrid, assembled
 from pipemesh.parallel_runtime.stages import Stage

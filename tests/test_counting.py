@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from comfy.ldm.lightricks.model import generate_freq_grid_np
-from pipemesh.launcher.commands.parity import stock_model
+from pipemesh.lab.commands.parity import stock_model
 from pipemesh.launcher.pool.counter import SCRIPT, Counter, CountingProcess, Queue, environment
 from pipemesh.launcher.pool.devices import Device, Placement
 from pipemesh.launcher.pool.fork_server import ForkServer

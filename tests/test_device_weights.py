@@ -8,7 +8,7 @@ import weakref
 import comfy.sd
 import pytest
 import torch
-from pipemesh.launcher.quantised_files import FORMATS, write_quantised
+from pipemesh.lab.quantised_files import FORMATS, write_quantised
 from pipemesh.parallel_runtime.comfy_bridge.device_weights import DeviceWeights
 from pipemesh.parallel_runtime.comfy_bridge.quantised import (
     put_together,

@@ -17,8 +17,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "REFERENCE.md"
-DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
-CODE = ("launcher", "parallel_runtime", "nodes", "benchmarks", "tests/conftest.py", "__init__.py", "needs.py")
+DOCUMENTS = (
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "lab").rglob("*.md")),
+)
+CODE = ("launcher", "parallel_runtime", "nodes", "lab", "tests/conftest.py", "__init__.py", "needs.py")
 SUFFIXES = (".py", ".md", ".js", ".json", ".svg", ".png", ".toml", ".txt")
 OTHERS_FILES = ("main.py", "dynamic_rendezvous.py")  # of ComfyUI, of torch
 COMFYUI_FOLDERS = ("comfy/", "custom_nodes", "models")
@@ -32,7 +36,7 @@ FENCE = re.compile(r"^```.*?^```", re.S | re.M)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 VARIABLE = re.compile(r"\bPIPEMESH_[A-Z][A-Z_]*[A-Z]\b")
-COMMAND = re.compile(r"python3? -m launcher ([a-z]+)")
+COMMAND = re.compile(r"python3? -m (launcher|lab) ([a-z]+)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 ROUTE = re.compile(r"(?<!github\.com)/pipemesh/[a-zID./]+")  # ID: of a pool
 MESSAGES = re.compile(r"^\|(?: What you read[^|]*)\|.*\n((?:\|.*\n?)+)", re.M)
@@ -64,10 +68,10 @@ def code() -> str:
 
 
 @cache
-def commands() -> frozenset[str]:
-    """The commands that the launcher's own usage lists."""
+def commands(package: str) -> frozenset[str]:
+    """The commands that the usage of `launcher` or `lab` lists."""
     usage = subprocess.run(
-        [sys.executable, "-m", "launcher", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", package, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     return frozenset(re.findall(r"^  ([a-z]+) {2,}\S", usage, re.M))
 
@@ -103,9 +107,9 @@ def looks_like_a_path(span: str) -> bool:
 
 
 def commands_exist(text: str, _document: Path) -> Iterator[str]:
-    for command in COMMAND.findall(text):
-        if command not in commands():
-            yield f"`python3 -m launcher {command}` is no command of the launcher"
+    for package, command in COMMAND.findall(text):
+        if command not in commands(package):
+            yield f"`python3 -m {package} {command}` is no command of `{package}`"
 
 
 def variables_exist(text: str, _document: Path) -> Iterator[str]:
@@ -204,7 +208,7 @@ def test_the_document_keeps_the_rules(document: Path) -> None:
         (messages_exist, "| What you read |\n|---|\n| `Rank 1 sang loudly` |", "says `sang loudly`"),
         (links_resolve, "[There](NOWHERE.md)", "NOWHERE.md leads nowhere"),
         (links_resolve, "# Here\n[there](#nowhere)", "#nowhere leads to no heading"),
-        (lines_wrap, "word " * 21, "line 1 has 105 columns"),
+        (lines_wrap, "word " * 23, "line 1 has 115 columns"),
     ],
 )
 def test_a_broken_rule_is_found_and_named(rule: Rule, text: str, says: str) -> None:
@@ -229,7 +233,12 @@ def test_the_reference_has_every_environment_variable() -> None:
 def test_the_reference_has_every_command_and_option() -> None:
     text = REFERENCE.read_text(encoding="utf-8")
     section = text.partition("## Commands")[2].partition("\n## ")[0]
-    assert {command for command in commands() if f"`{command}" not in section} == set()
+    assert {
+        command
+        for package in ("launcher", "lab")
+        for command in commands(package)
+        if f"`{command}" not in section
+    } == set()
     assert set(ADDED_OPTION.findall(code())) == set(OPTION.findall(section))
 
 

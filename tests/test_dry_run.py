@@ -12,9 +12,9 @@ from itertools import combinations
 
 import pytest
 import torch
-from pipemesh.launcher.commands import dry_table, dryrun
+from pipemesh.lab.commands import dry_table, dryrun
 from pipemesh.parallel_runtime.comfy_bridge.released_model import empty_model
-from pipemesh.parallel_runtime.families import FAMILIES, PLANS
+from pipemesh.parallel_runtime.families import FAMILIES, PLANS, RELEASED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import expected
 from pipemesh.parallel_runtime.planner.figures import (
@@ -35,7 +35,7 @@ ATTENDED = Attended(tokens=4608, heads=24, head_dim=128)
 @pytest.fixture(scope="module")
 def records():
     """Of the command, in its own process: ComfyUI chooses its attention when it is imported."""
-    command = (sys.executable, "-m", "launcher", "dryrun", "--json", "--all" if ALL else "--cover")
+    command = (sys.executable, "-m", "lab", "dryrun", "--json", "--all" if ALL else "--cover")
     ran = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ.copy(), check=False
     )
@@ -167,7 +167,7 @@ def test_every_family_has_a_released_model_or_is_left_out_by_name():
         with torch.device("meta"):
             built = [
                 empty_model(*one, torch.bfloat16, torch.device("meta")).diffusion_model
-                for one in dryrun.MODELS.values()
+                for one in RELEASED.values()
             ]
         assert classes - {f"{type(one).__module__}:{type(one).__qualname__}" for one in built} == left_out
 

@@ -15,12 +15,12 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+from pipemesh.lab.commands.demo import node
+from pipemesh.lab.commands.parity import BOUND, relative_error
+from pipemesh.lab.templates.files import templates
+from pipemesh.lab.templates.graph import api_prompt
+from pipemesh.lab.templates.workflow import GraphError
 from pipemesh.launcher.comfyui.install import COMFYUI_VERSION
-from pipemesh.launcher.commands.demo import node
-from pipemesh.launcher.commands.parity import BOUND, relative_error
-from pipemesh.launcher.templates.files import templates
-from pipemesh.launcher.templates.graph import api_prompt
-from pipemesh.launcher.templates.workflow import GraphError
 from pipemesh.parallel_runtime.client.run_picture import FOOT, ROW, WIDTH
 
 from .conftest import ALL

@@ -7,8 +7,8 @@ from urllib.request import urlopen
 import pytest
 import torch
 from PIL import Image, ImageChops
-from pipemesh.launcher.commands.demo import node
-from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.lab.commands.demo import node
+from pipemesh.lab.commands.parity import BOUND, relative_error
 
 from .conftest import ALL
 from .served import STEPS, graph, latent, start

@@ -2,10 +2,10 @@
 
 import numpy
 import pytest
-from pipemesh.launcher.commands.demo import node
-from pipemesh.launcher.demo_nodes.captions import COLOURS, PLACES, parse_caption
-from pipemesh.launcher.pictures import showcase
-from pipemesh.launcher.pictures.scenes import CENTRES, RGB, SIDE
+from pipemesh.lab.commands.demo import node
+from pipemesh.lab.demo_nodes.captions import COLOURS, PLACES, parse_caption
+from pipemesh.lab.pictures import showcase
+from pipemesh.lab.pictures.scenes import CENTRES, RGB, SIDE
 
 CAPTION = showcase.CAPTIONS[0]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageStat
-from pipemesh.launcher.templates.files import installed
-from pipemesh.launcher.templates.graph import api_prompt
+from pipemesh.lab.templates.files import installed
+from pipemesh.lab.templates.graph import api_prompt
 
 from .chromium import ComfyPage
 from .served import graph

@@ -10,9 +10,9 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, relative_error
-from pipemesh.launcher.templates.graph import api_prompt
-from pipemesh.launcher.templates.surgery import file_name, made_small, recorded, samplers
+from pipemesh.lab.commands.parity import BOUND, relative_error
+from pipemesh.lab.templates.graph import api_prompt
+from pipemesh.lab.templates.surgery import file_name, made_small, recorded, samplers
 from pipemesh.nodes.settings import BY_HAND, PoolSettings
 from safetensors.torch import load_file
 

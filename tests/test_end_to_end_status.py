@@ -9,7 +9,7 @@ from urllib.request import Request, urlopen
 import msgspec
 import psutil
 import pytest
-from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.status.figures import PoolStatus, Status
 
 from .conftest import ALL

@@ -4,9 +4,9 @@ templates`.
 """
 
 import pytest
-from pipemesh.launcher.templates.files import installed
-from pipemesh.launcher.templates.graph import api_prompt
-from pipemesh.launcher.templates.run import Tries
+from pipemesh.lab.templates.files import installed
+from pipemesh.lab.templates.graph import api_prompt
+from pipemesh.lab.templates.run import Tries
 
 COVER = {  # template -> what it stands for
     "image_z_image_turbo": "the one that is used most, in bf16",

@@ -4,7 +4,7 @@ was.
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, Case, relative_error
+from pipemesh.lab.commands.parity import BOUND, Case, relative_error
 from pipemesh.parallel_runtime.client.evaluations import Work, chosen_in, one_thread
 from pipemesh.parallel_runtime.comfy_bridge.source import state_source
 from pipemesh.parallel_runtime.errors import ModelError

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import (
+from pipemesh.lab.commands.parity import (
     BOUND,
     Bench,
     Case,

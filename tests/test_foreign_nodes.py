@@ -5,15 +5,7 @@ from itertools import combinations
 import comfy.model_management as mm
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import (
-    BOUND,
-    PLAIN,
-    Case,
-    conditioning,
-    relative_error,
-    sample,
-    stock_model,
-)
+from pipemesh.lab.commands.parity import BOUND, PLAIN, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 from pipemesh.parallel_runtime.errors import ModelError, Refused

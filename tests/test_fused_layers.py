@@ -14,7 +14,7 @@ import pytest
 import torch
 from comfy.ldm.lumina.model import FeedForward
 from greenlet import getcurrent
-from pipemesh.launcher.quantised_files import FORMATS
+from pipemesh.lab.quantised_files import FORMATS
 from pipemesh.parallel_runtime.comfy_bridge.named_code import named_by
 from pipemesh.parallel_runtime.comfy_bridge.quantised import is_quantised
 from pipemesh.parallel_runtime.families import FAMILIES

@@ -12,7 +12,7 @@ import comfy.sd
 import comfy.utils
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import relative_error, rms
+from pipemesh.lab.commands.parity import relative_error, rms
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes
 from pipemesh.parallel_runtime.comfy_bridge.in_place import require_unchanged

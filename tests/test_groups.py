@@ -6,14 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.launcher.commands.parity import (
-    Case,
-    conditioning,
-    empty_latent,
-    mask_values,
-    sample,
-    stock_model,
-)
+from pipemesh.lab.commands.parity import Case, conditioning, empty_latent, mask_values, sample, stock_model
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.run import Run

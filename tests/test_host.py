@@ -17,7 +17,8 @@ import pytest
 from pipemesh.launcher.comfyui import find, install
 from pipemesh.launcher.comfyui.console import Console, run_logged
 from pipemesh.launcher.comfyui.find import ComfyInstall, ensure_comfyui, link_checkout
-from pipemesh.launcher.comfyui.install import LaunchError, Tools
+from pipemesh.launcher.comfyui.install import Tools
+from pipemesh.launcher.errors import LaunchError
 
 from .fake_installs import PLENTY, Desk, FakeCommands, make_checkout, write_tree
 

@@ -1,7 +1,7 @@
 """What ComfyUI changed in a model's forward since the oldest version that PipeMesh runs on."""
 
 import pytest
-from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.families import SAMPLES
 

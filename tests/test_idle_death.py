@@ -4,7 +4,7 @@ user a run.
 
 import psutil
 import pytest
-from pipemesh.launcher.commands.parity import BOUND, Bench, Case
+from pipemesh.lab.commands.parity import BOUND, Bench, Case
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client import patched_weights
 from pipemesh.parallel_runtime.client.patched_weights import within
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool

@@ -8,7 +8,7 @@ import comfy.sd
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
-from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.report.figures import KeptWeights, PoolFigures
 from pipemesh.nodes.report.text import held_text
 from pipemesh.parallel_runtime.client import beside

@@ -16,7 +16,7 @@ from pathlib import Path
 import comfy.model_management
 import psutil
 import pytest
-from pipemesh.launcher.commands.parity import BOUND, Bench, Case, relative_error
+from pipemesh.lab.commands.parity import BOUND, Bench, Case, relative_error
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.pool import WorkerPool

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.launcher.commands.parity import BOUND, Bench, relative_error
+from pipemesh.lab.commands.parity import BOUND, Bench, relative_error
 from pipemesh.parallel_runtime.methods.shards import Shards, part_of_mask, permute_mask
 
 from .models import run

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
-from pipemesh.benchmarks import plan as bench
+from pipemesh.lab.bench import plan as bench
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.cost import predict
 from pipemesh.parallel_runtime.planner.job import Job

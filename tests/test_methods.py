@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from pipemesh.benchmarks.forwards import standin
+from pipemesh.lab.bench.forwards import standin
 from pipemesh.parallel_runtime.comm import stage_link
 from pipemesh.parallel_runtime.comm.in_step import KnownSteps
 from pipemesh.parallel_runtime.comm.mesh import Axis, Mesh

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.benchmarks import mixed as bench
-from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, stock_model
+from pipemesh.lab.bench import mixed as bench
+from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.planning import Planning

@@ -10,8 +10,8 @@ import comfy.samplers
 import comfy.supported_models
 import pytest
 import torch
-from pipemesh.launcher.commands import parity
-from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.lab.commands import parity
+from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client import separable as modes
 from pipemesh.parallel_runtime.client import timelines
 from pipemesh.parallel_runtime.client.patchwise import branch_of
@@ -21,7 +21,7 @@ from pipemesh.parallel_runtime.families.flux import guided_config
 from pipemesh.parallel_runtime.families.sample import random_tensor
 
 from .models import VIDEO, run
-from .patched import (  # noqa: F401
+from .patched import (
     ALL_WARM,
     FREE,
     SAMPLERS,
@@ -33,8 +33,6 @@ from .patched import (  # noqa: F401
     custom,
     execute,
     latent,
-    models_let_go,
-    one_cond_at_a_time,
     patched,
     stock,
     together,
@@ -550,8 +548,7 @@ def test_what_is_kept_of_one_window_or_region_is_not_seen_by_another(monkeypatch
     # Nor do calls have numbers
     monkeypatch.setattr("pipemesh.parallel_runtime.client.patchwise.has_foreign_code", lambda *_: False)
     monkeypatch.setattr(
-        "pipemesh.parallel_runtime.client.in_process.branch_of",
-        lambda options: branch_of({**options, "context_window": None}),
+        "pipemesh.lab.in_process.branch_of", lambda options: branch_of({**options, "context_window": None})
     )
     assert relative_error(windowed(stale.model), truth) > 100 * BOUND
 

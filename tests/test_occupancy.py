@@ -4,7 +4,7 @@ from itertools import accumulate, groupby
 
 import pytest
 from PIL import ImageColor
-from pipemesh.benchmarks import pipefusion
+from pipemesh.lab.bench import pipefusion
 from pipemesh.parallel_runtime.client.run import Evaluation
 from pipemesh.parallel_runtime.client.run_picture import (
     AXES,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import SAMPLES

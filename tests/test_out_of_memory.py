@@ -6,7 +6,7 @@ from itertools import count
 from math import prod
 
 import pytest
-from pipemesh.launcher.commands.parity import BOUND, relative_error, sample
+from pipemesh.lab.commands.parity import BOUND, relative_error, sample
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import OutOfMemory
 from pipemesh.parallel_runtime.families import PLAIN

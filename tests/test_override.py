@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import Case, stock_model
+from pipemesh.lab.commands.parity import Case, stock_model
+from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import FAMILIES, plan_for
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.override import Overridden
-from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 
 from . import joint_model

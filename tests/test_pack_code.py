@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import folder_paths
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relative_error, stock_model
+from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
 from pipemesh.parallel_runtime.comfy_bridge.by_reference import PutTogether, TakenApart
 from pipemesh.parallel_runtime.comfy_bridge.in_block import IN_BLOCK, InBlockPatches, put_patches

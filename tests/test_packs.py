@@ -6,10 +6,10 @@ import importlib.util
 from itertools import count
 
 import pytest
-from pipemesh.launcher import random_files
-from pipemesh.launcher.comfyui.server import CUSTOM_NODES, ComfyServer
-from pipemesh.launcher.commands.demo import node
-from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.lab import random_files
+from pipemesh.lab.comfyui.server import CUSTOM_NODES, ComfyServer
+from pipemesh.lab.commands.demo import node
+from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
 from safetensors.torch import load_file

@@ -4,7 +4,8 @@ import comfy.ldm.modules.attention as attention
 import pytest
 import torch
 from comfy.patcher_extension import CallbacksMP
-from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.by_name import OVERRIDE, SETTINGS, attention_backend, restored
 from pipemesh.parallel_runtime.comfy_bridge.options import crossing_options
@@ -12,7 +13,6 @@ from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families import FAMILIES
 from pipemesh.parallel_runtime.families.plan import LEFT_OUT
 from pipemesh.parallel_runtime.methods.node_patches import kinds_of
-from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.wire.tree import decode_tree
 
 from .models import asked_of, load, run

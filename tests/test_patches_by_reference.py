@@ -17,7 +17,8 @@ import torch
 from comfy.ldm.lumina.controlnet import ZImage_Control
 from comfy.ldm.wan.uni3c import WanUni3CControlnet
 from comfy.model_patcher import ModelPatcher
-from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.by_reference import PutTogether, TakenApart
 from pipemesh.parallel_runtime.comfy_bridge.guard import patch_name
@@ -26,7 +27,6 @@ from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.sample import random_tensor
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 
 from .conftest import ALL

@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import (
+from pipemesh.lab.commands.parity import (
     BF16_BOUNDS,
     BOUND,
     conditioning,
@@ -17,9 +17,9 @@ from pipemesh.launcher.commands.parity import (
     sample,
     stock_model,
 )
+from pipemesh.lab.in_process import reference
 from pipemesh.parallel_runtime.client import conditioning as conditioning_cache
 from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
-from pipemesh.parallel_runtime.client.in_process import reference
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, Refused

@@ -3,7 +3,7 @@ next run is right.
 """
 
 import pytest
-from pipemesh.launcher.commands.parity import BOUND, relative_error, sample
+from pipemesh.lab.commands.parity import BOUND, relative_error, sample
 from pipemesh.nodes.report.figures import last_run
 from pipemesh.nodes.report.text import run_text
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize

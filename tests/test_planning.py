@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import comfy.samplers
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import conditioning, stock_model
+from pipemesh.lab.commands.parity import conditioning, stock_model
 from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.nodes.auto.sampling import Auto

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelled
@@ -230,7 +230,7 @@ import comfy.cli_args
 comfy.cli_args.args.cpu = True
 import torch
 torch.set_num_threads(1)
-from pipemesh.launcher.commands.parity import Bench, Case
+from pipemesh.lab.commands.parity import Bench, Case
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 
 bench = Bench(lambda *layout: RemotePool(handle, shares_weights=True))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.launcher.pool.devices import Device, Placement
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import LayoutError, Refused
@@ -321,7 +321,7 @@ def test_a_linked_layout_is_queued_whatever_the_degrees_are(node):
 
 
 def test_a_workflow_saved_by_0_1_means_what_it_meant(node):
-    from pipemesh.launcher.templates.graph import api_prompt
+    from pipemesh.lab.templates.graph import api_prompt
 
     saved = json.loads((Path(__file__).parent / "saved" / "workflow_0_1.json").read_text(encoding="utf-8"))
     (pool,) = (one for one in saved["nodes"] if one["type"] == "PipeMeshPool")

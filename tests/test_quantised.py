@@ -15,9 +15,9 @@ import comfy.utils
 import pytest
 import torch
 from comfy_kitchen.exceptions import NoCapableBackendError
-from pipemesh.launcher.commands.parity import Case, rms, sample
-from pipemesh.launcher.quantised_files import FORMATS, taken_by, write_quantised
-from pipemesh.launcher.random_files import write_lora, write_model
+from pipemesh.lab.commands.parity import Case, rms, sample
+from pipemesh.lab.quantised_files import FORMATS, taken_by, write_quantised
+from pipemesh.lab.random_files import write_lora, write_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.prepared_text import METHOD
 from pipemesh.parallel_runtime.comfy_bridge.slots import slots

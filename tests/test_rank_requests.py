@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import stock_model
+from pipemesh.lab.commands.parity import stock_model
 from pipemesh.parallel_runtime.comfy_bridge.source import state_source
 from pipemesh.parallel_runtime.comm.mesh import connect
 from pipemesh.parallel_runtime.errors import Refused

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from pipemesh.launcher.commands.parity import BOUND, Case, relative_error, sample, stock_model
-from pipemesh.parallel_runtime.client import in_process
+from pipemesh.lab import in_process
+from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.families import FAMILIES
 from pipemesh.parallel_runtime.families.plan import Together
 

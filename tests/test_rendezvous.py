@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from pipemesh.launcher.comfyui.install import LaunchError
 from pipemesh.launcher.commands.node import listen, require_torchrun
 from pipemesh.launcher.commands.node import main as node_main
+from pipemesh.launcher.errors import LaunchError
 from pipemesh.launcher.pool.rank_setup import rank_setup_from
 from pipemesh.launcher.pool.rendezvous import (
     NODE_COMMAND,

@@ -9,7 +9,7 @@ import comfy.samplers
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from pipemesh.launcher.commands.parity import Case, sample, stock_model
+from pipemesh.lab.commands.parity import Case, sample, stock_model
 from pipemesh.parallel_runtime.client.patchwise import Patchwise
 from pipemesh.parallel_runtime.client.separable import known_guider
 from pipemesh.parallel_runtime.comfy_bridge.free_gpu import unload_unused, used_by

@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 import torch
-from pipemesh.benchmarks.forwards import standin
-from pipemesh.launcher.commands.parity import Case, relative_error, stock_model
+from pipemesh.lab.bench.forwards import standin
+from pipemesh.lab.commands.parity import Case, relative_error, stock_model
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.families import FAMILIES, plan_for
 from pipemesh.parallel_runtime.layout import Layout

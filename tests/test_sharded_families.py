@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from greenlet import getcurrent
-from pipemesh.launcher.commands.parity import BOUND, relative_error
-from pipemesh.launcher.random_files import write_model
+from pipemesh.lab.commands.parity import BOUND, relative_error
+from pipemesh.lab.random_files import write_model
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.comfy_bridge.layer_parts import ShardedLayer
 from pipemesh.parallel_runtime.comfy_bridge.offloaded_weights import OffloadedWeights

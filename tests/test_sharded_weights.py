@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from pipemesh.launcher.commands.dryrun import MODELS
+from pipemesh.lab.commands.dryrun import MODELS
 from pipemesh.parallel_runtime.comfy_bridge import main_memory
 from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.comfy_bridge.main_memory import LEAST_BYTES, OF_MODEL, InMainMemory, tables_of

@@ -7,7 +7,7 @@ import comfy.model_management as mm
 import comfy.utils
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.pipefusion.kept_rows import KeptRows
 from pipemesh.parallel_runtime.methods.pipefusion.kv_buffer import KVBuffers
-from pipemesh.parallel_runtime.methods.pipefusion.reference import PatchForward
 from pipemesh.parallel_runtime.methods.shards import Shards
 from pipemesh.parallel_runtime.patches import Part, Patch
 

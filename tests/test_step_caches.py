@@ -1,7 +1,7 @@
 """ComfyUI's step caches over stale patches in one process, and how many evaluations they skip."""
 
 import pytest
-from pipemesh.launcher.commands.parity import BOUND, relative_error
+from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.parallel_runtime.errors import ModelError
 
 from .models import run

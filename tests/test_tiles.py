@@ -4,7 +4,7 @@ through PipeFusion, what a call sees of its neighbours is its own.
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client.calls import NEAR, in_place, near
 
 from .models import run

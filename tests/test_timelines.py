@@ -5,25 +5,13 @@ import gc
 import pytest
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
-from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.lab.in_process import InOneProcess
 from pipemesh.parallel_runtime.client import timelines
-from pipemesh.parallel_runtime.client.in_process import InOneProcess
 from pipemesh.parallel_runtime.client.separable import must_run_conds_in_sequence
 
 from .models import run
-from .patched import (  # noqa: F401
-    FREE,
-    SIZE,
-    Patched,
-    advanced,
-    alive_timelines,
-    built,
-    models_let_go,
-    one_cond_at_a_time,
-    patched,
-    stock,
-    together,
-)
+from .patched import FREE, SIZE, Patched, advanced, alive_timelines, built, patched, stock, together
 
 
 def steps_seen(model, **options):
@@ -125,7 +113,7 @@ def queue(monkeypatch):
         made.append(Queue(*args))
         return made[-1]
 
-    monkeypatch.setattr("pipemesh.parallel_runtime.client.in_process.InOneProcess", engine)
+    monkeypatch.setattr("pipemesh.lab.in_process.InOneProcess", engine)
     ours = Patched(built(), 3, 1)
     return ours, made[0]
 

@@ -10,7 +10,7 @@ import comfy.model_management as mm
 import comfy.samplers
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 
 from .conftest import ALL

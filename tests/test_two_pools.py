@@ -6,7 +6,7 @@ where there are more ranks than cores.
 import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
-from pipemesh.launcher.commands.parity import stock_model
+from pipemesh.lab.commands.parity import stock_model
 from pipemesh.nodes.planning import Asked
 from pipemesh.nodes.report.figures import Report
 from pipemesh.nodes.runtime import Runtime

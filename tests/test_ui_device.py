@@ -9,15 +9,7 @@ import comfy.model_management as mm
 import comfy.utils
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import (
-    BOUND,
-    PLAIN,
-    Case,
-    conditioning,
-    relative_error,
-    sample,
-    stock_model,
-)
+from pipemesh.lab.commands.parity import BOUND, PLAIN, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from pipemesh.parallel_runtime.comfy_bridge.prepared_text import METHOD
 from pipemesh.parallel_runtime.comfy_bridge.slots import slots

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipemesh.launcher.commands.parity import BOUND, conditioning, relative_error, stock_model
+from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..errors import LaunchError
 from .install import (
     COMFYUI_VERSION,
     TORCH_PINS,
     Install,
-    LaunchError,
     Recipe,
     Tools,
     Worker,

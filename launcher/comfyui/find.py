@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..errors import LaunchError
 from .beside import ensure_from_archive, numbers
 from .install import (
     COMFYUI_VERSION,
     Install,
-    LaunchError,
     Tools,
     comfyui_version,
     ensure_installed,

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..cache import cache_folder
+from ..errors import LaunchError
 from .console import Console, run_logged, stderr_console
 from .unpack import ArchiveError, unpack_folder
 
@@ -52,10 +54,6 @@ NO_ARCHIVE = re.compile(r"ERROR: (No place of the package registry has .*)")
 NO_MATCH = re.compile(r"No matching distribution found for ([^\s(]+)")
 
 
-class LaunchError(Exception):
-    """A failure the user can mend: one sentence that names the thing and the next move."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tools:
     """The ways in which an install reaches the world around it; tests bring their own."""
@@ -68,17 +66,6 @@ class Tools:
 
 def venv_python(venv: Path) -> Path:
     return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-
-
-def cache_folder(env: Mapping[str, str]) -> Path:
-    """PIPEMESH_CACHE, or `pipemesh` in the user's cache folder of this platform."""
-    if env.get("PIPEMESH_CACHE"):
-        return Path(env["PIPEMESH_CACHE"]).expanduser().absolute()
-    if env.get("XDG_CACHE_HOME"):
-        return Path(env["XDG_CACHE_HOME"]) / "pipemesh"
-    if sys.platform == "win32":
-        return Path(env.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "pipemesh"
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "pipemesh"
 
 
 def pack_requirements(root: Path) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 
 from ..comfyui.find import ComfyInstall
-from ..comfyui.install import LaunchError
+from ..errors import LaunchError
 from ..pool.devices import ELSEWHERE
 from ..pool.listener import accept
 from ..pool.rank_setup import RENDEZVOUS_VARIABLE, rank_setup_from

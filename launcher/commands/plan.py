@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ...parallel_runtime.errors import LayoutError
-from .dryrun import MODELS, parsed_size
+from ...parallel_runtime.families import RELEASED
 
 if TYPE_CHECKING:
     from ...parallel_runtime.planner.choose import Plan, Row
@@ -25,12 +25,21 @@ LINE = "{:34}{:>10}{:>9}{:>9}{:>10}  {:10}{}"
 HEAD = LINE.format("layout", "ms/eval", "speed-up", "GiB/rank", "sent MiB", "weights", "why not")
 
 
+def parsed_size(text: str) -> tuple[int, int, int]:
+    """``1280x720x81`` -> width, height, frames; without frames, one."""
+    sizes = text.split("x")
+    if len(sizes) not in (2, 3) or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES")
+    width, height, frames = map(int, [*sizes, "1"][:3])
+    return width, height, frames
+
+
 def known_models() -> dict[str, str]:
     """Return the names that ``--family`` takes, each with its released model: the first of a
     sample stands for it.
     """
-    names = {name: name for name in MODELS}
-    for name, (sample, _) in MODELS.items():
+    names = {name: name for name in RELEASED}
+    for name, (sample, _) in RELEASED.items():
         names.setdefault(sample.name, name)
     return names
 
@@ -39,7 +48,7 @@ def counted(model: str, extent: tuple[int, int, int] | None) -> tuple[Whole, tup
     """Run the model dry on one device, and return the counts and the extent."""
     from ...parallel_runtime.planner.dry_run import DryModel
 
-    dry = DryModel(*MODELS[model], extent)
+    dry = DryModel(*RELEASED[model], extent)
     return dry.whole(), dry.extent
 
 
@@ -155,7 +164,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     comfy.cli_args.args.cpu = True
     comfy.cli_args.args.use_pytorch_cross_attention = True  # what ComfyUI chooses on a GPU
     model = names[options.family]
-    usual = MODELS[model][1].extent
+    usual = RELEASED[model][1].extent
     width, height, frames = options.size or usual
     extent = (width, height, options.frames or (frames if frames > 1 else usual[2]))
     with contextlib.redirect_stdout(sys.stderr):  # the host's modules print

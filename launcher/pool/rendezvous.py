@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ...parallel_runtime.errors import LayoutError, PipeMeshError
 from ...parallel_runtime.wire.messages import Meeting
 from ...parallel_runtime.wire.tcp import Hello
-from ..comfyui.install import LaunchError
+from ..errors import LaunchError
 from ..package import VERSION
 from .crew import Net
 from .rank_setup import RENDEZVOUS_VARIABLE, SECRET_VARIABLE, RankSetup

@@ -162,8 +162,8 @@ class PackState:
             if frozen(now) != before:
                 holder = one.holder.__name__ if is_module(one.holder) else patch_name(one.holder)
                 raise Refused(
-                    f"{holder}.{one.name} was changed while the model samples, and a patch in the pool reads it: remove the node"
-                    " that does it, or leave PipeMesh Parallelize out."
+                    f"{holder}.{one.name} was changed while the model samples, and a patch in the pool "
+                    "reads it: remove the node that does it, or leave PipeMesh Parallelize out."
                 )
 
 

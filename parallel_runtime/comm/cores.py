@@ -4,7 +4,7 @@ gloo moves messages on a thread of its own. Left to the scheduler, an exchange b
 ranks lasts 2 to 10 ms instead of 0.3, in one of three ways: the thread is queued behind the other
 rank's computation until the next tick (4 ms at 250 Hz) while its own core is idle; it interrupts
 its own rank in the middle of a send, and spins for the lock until a tick; or a tick puts it there.
-Found with ``perf sched``; docs/BENCHMARKS.md has what each half of the remedy brings.
+Found with ``perf sched``; lab/docs/BENCHMARKS.md has what each half of the remedy brings.
 """
 
 from __future__ import annotations

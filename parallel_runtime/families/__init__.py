@@ -29,7 +29,7 @@ from .pixart import PIXART
 from .pixeldit import PIXELDIT
 from .plan import TokenPlan
 from .qwen_image import QWEN_IMAGE
-from .sample import Family, Sample, Size
+from .sample import Family, Released, Sample, Size
 from .sd3 import SD3
 from .wan import WAN
 from .wan_animate import WAN_ANIMATE
@@ -81,6 +81,9 @@ PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in fam
 SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}
 REPRESENTATIVES: Mapping[str, Sample] = {
     name: sample for name, sample in SAMPLES.items() if sample.stands_for
+}
+RELEASED: Mapping[str, tuple[Sample, Released]] = {
+    one.name: (sample, one) for sample in SAMPLES.values() for one in sample.form.released
 }
 PLAIN = next(iter(SAMPLES))  # for what any family will do
 

@@ -3,7 +3,7 @@ place of a checkpoint and prompts.
 
 Every tensor of a random model has its own generator, seeded by (seed, name): a model is the same in
 whatever order its tensors are made, and more blocks leave the others as they were.
-``launcher/random_files.py`` writes the same model to a file, and the parity command samples it.
+``lab/random_files.py`` writes the same model to a file, and the parity command samples it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transformers of ComfyUI's that have no token plan, and why: they run on one GPU.
 
 A class that stands neither here nor in a plan is one that nobody has looked at
-(``tests/test_families_table.py`` finds it).
+(``lab/tests/test_families_table.py`` finds it).
 """
 
 from __future__ import annotations

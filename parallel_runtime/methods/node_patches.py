@@ -101,7 +101,7 @@ class NodePatches:
             any(group.interleaved for group in self._plan.blocks)
             and (next(iter(kinds.values()), ""), 0) in wanted
         ):
-            # Behind the first block the host adds to the tokens in place, which other blocks are given too.
+            # Behind it the host adds to the tokens in place, which other blocks are given too.
             raise Refused(
                 f"The first block of {type(self._model).__name__} cannot be left out in the pool: "
                 "take it off the list of layers of the node, or leave PipeMesh Parallelize out."

@@ -51,11 +51,7 @@ def run(channel: Channel) -> None:
     prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor), math.prod(start.degrees.values()))
     import torch
     import torch.distributed as dist
-    from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
-        FileStore,
-        PrefixStore,
-        TCPStore,
-    )
+    from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore
 
     from ..attention.kernels import TORCHS
     from ..attention.trial import tried, usual

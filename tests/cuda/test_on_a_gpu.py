@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 import torch
 import torch.distributed as dist
-from pipemesh.launcher.commands.parity import (
+from pipemesh.lab.commands.parity import (
     BF16_BOUNDS,
     BOUND,
     Bench,
@@ -22,7 +22,7 @@ from pipemesh.launcher.commands.parity import (
     sample,
     stock_model,
 )
-from pipemesh.launcher.commands.rounding import bound
+from pipemesh.lab.commands.rounding import bound
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT
 from pipemesh.parallel_runtime.attention.trial import RELEASED_DIMS, asks, tried, usual
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
@@ -215,7 +215,7 @@ def test_ranks_compile_their_blocks(truth, parallel, figure, layout):
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2)], ids=Layout.equation)
 def test_fp8_is_as_far_from_fp32_as_stocks(parallel, figure, tmp_path, layout, form):
     import comfy.sd
-    from pipemesh.launcher.quantised_files import FORMATS, write_quantised
+    from pipemesh.lab.quantised_files import FORMATS, write_quantised
 
     whole = str(write_model(tmp_path / "whole.safetensors", blocks=(1, 2)))
     small = str(write_quantised(tmp_path / "small.safetensors", whole, form))

@@ -1,3 +1,0 @@
-"""The measurements behind ``python3 -m launcher bench``: one module per name, each with
-``bench(options)``, which yields its figures. Nothing imports this folder but its tests.
-"""

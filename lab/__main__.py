@@ -1,0 +1,47 @@
+"""The command line: `python3 -m lab COMMAND`, from the root of a checkout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from launcher.command_line import exit_with, run_in_host, run_tests
+
+USAGE = """\
+python3 -m lab COMMAND [options]
+
+  bench       the measurements
+  parity      parity with stock ComfyUI
+  families    which model families run in parallel, how, and why others do not
+  templates   ComfyUI's workflow templates, by stock and through a pool
+  train       the small model of the demo, from its first picture
+  redundancy  how much a model's blocks change from one evaluation to the next
+  dryrun      what each rank would compute, hold and send, on GPUs that are not there
+  test        the laboratory's own tests (options go to pytest)
+"""
+INSIDE = {  # command -> the module whose main(argv, host) it is
+    "bench": "lab.bench.command",
+    "parity": "lab.commands.parity",
+    "families": "lab.commands.families",
+    "templates": "lab.commands.templates",
+    "dryrun": "lab.commands.dryrun",
+    "train": "lab.commands.train",
+    "redundancy": "lab.commands.redundancy",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    command, *rest = argv
+    if command == "test":
+        return run_tests("lab/tests", rest)
+    if command not in INSIDE:
+        print(f"There is no command `{command}`.\n\n{USAGE}", end="", file=sys.stderr)
+        return 2
+    return run_in_host("lab", command, INSIDE[command], rest)
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,117 @@
+"""``python3 -m lab bench NAME...``: measure on this machine how much PipeMesh gains and costs,
+as ratios taken in one run.
+
+A bench is one module in ``lab/bench/`` and one name here. Exits with 1 if a goal fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .figures import Figure, Options, number
+
+if TYPE_CHECKING:
+    from ...launcher.comfyui.find import ComfyInstall
+
+NAMES = (
+    "capacity",
+    "hop",
+    "sp",
+    "cfg",
+    "data",
+    "mixed",
+    "load",
+    "peers",
+    "pipefusion",
+    "compile",
+    "quality",
+    "distribution",
+    "plan",
+)
+MIN_ROUNDS = 25
+ROW = "{:9}{:24}{:16}{:>12}  {:26}{:7}{:24}{}"
+
+
+def table_row(figure: Figure) -> str:
+    value, low, high = map(number, figure.estimate)
+    goal = str(figure.goal) if figure.goal else ""
+    verdict = "" if not goal else "ok" if figure.is_met else "MISS"
+    interval = "" if low == high else f"{low} .. {high}"
+    return ROW.format(
+        figure.bench, figure.case, figure.metric, value, interval, figure.unit, goal, verdict
+    ).rstrip()
+
+
+def main(argv: list[str], host: ComfyInstall) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m lab bench",
+        description="Measure how much PipeMesh gains and costs on this machine, as ratios taken in one run.",
+    )
+    parser.add_argument("names", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--json", action="store_true", help="one object per line")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=MIN_ROUNDS,
+        help=f"rounds behind each ratio (default {MIN_ROUNDS}; fewer only to try)",
+    )
+    drawn = (
+        "of pipefusion, when each stage was at work; of quality and distribution, samples, which another run"
+        " takes again"
+    )
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=f"write pictures there: {drawn}")
+    parser.add_argument(
+        "--prompts", type=int, help="captions that quality (64) and distribution (1000) sample"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=(),
+        metavar="WORD",
+        help="cells of quality with these words: patches=4 steps=28 euler",
+    )
+    options = parser.parse_args(argv)
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: choose 1 or more")
+    if options.prompts is not None and options.prompts < 2:
+        parser.error(f"--prompts {options.prompts}: choose 2 or more")
+    if options.pictures:
+        options.pictures = options.pictures.absolute()
+        options.pictures.mkdir(parents=True, exist_ok=True)
+
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    if not options.json:
+        print(
+            ROW.format("bench", "case", "metric", "value", "90 % interval", "unit", "goal", "").rstrip(),
+            flush=True,
+        )
+    missed = 0
+    for name in dict.fromkeys(options.names):
+        module = importlib.import_module(f".{name}", __package__)
+        figures = module.bench(
+            Options(
+                host=host,
+                rounds=options.rounds,
+                pictures=options.pictures,
+                prompts=options.prompts,
+                only=tuple(options.only),
+            )
+        )
+        while True:
+            with contextlib.redirect_stdout(sys.stderr):  # the host's modules print
+                figure = next(figures, None)
+            if figure is None:
+                break
+            missed += not figure.is_met
+            print(json.dumps(figure.record()) if options.json else table_row(figure), flush=True)
+    return 1 if missed else 0

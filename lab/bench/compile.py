@@ -1,0 +1,130 @@
+"""Measure ``torch.compile``: how much of what it gains on stock ComfyUI remains in the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from .figures import Figure, Goal, Options, Round, estimate, typical
+from .lockstep import Phase, Ranks, merge, run, timed
+
+KEPT = 0.9
+GAINS = 1.02  # stock's gain above which there is one to keep
+TOKENS = (1024, 4096)
+DEGREES = (2, 1)  # of ulysses and ring
+
+
+def stock_gain(rounds: Sequence[Round]) -> float:
+    """One process: time of the model as it is over that of the model compiled whole."""
+    return typical(rounds, "stock") / typical(rounds, "stock_compiled")
+
+
+def gain(rounds: Sequence[Round]) -> float:
+    """Two ranks: time of their blocks as they are over that of compiled ones."""
+    return typical(rounds, "ranks") / typical(rounds, "ranks_compiled")
+
+
+def kept(rounds: Sequence[Round]) -> float:
+    """The seconds that compiling saves all ranks together, over those that it saves stock: both
+    compute as much. Messages, which no compiler shortens, are in neither difference.
+    """
+    saved = typical(rounds, "ranks") - typical(rounds, "ranks_compiled")
+    return DEGREES[0] * DEGREES[1] * saved / (typical(rounds, "stock") - typical(rounds, "stock_compiled"))
+
+
+def of_stock(rounds: Sequence[Round]) -> float:
+    """Two ranks' gain over stock's: far below 1 where compiled ranks lose what stock wins."""
+    return gain(rounds) / stock_gain(rounds)
+
+
+def figures(case: str, rounds: Sequence[Round]) -> Iterator[Figure]:
+    """Yield both gains, one over the other, and what is kept of stock's seconds where stock saves
+    some.
+    """
+    stocks = estimate(rounds, stock_gain)
+    there_is_one = stocks.low > GAINS
+    yield Figure("compile", case, "gain_of_stocks", estimate(rounds, of_stock), "ratio", Goal(at_least=KEPT))
+    if there_is_one:
+        yield Figure("compile", case, "kept", estimate(rounds, kept), "ratio", Goal(at_least=KEPT))
+    yield Figure("compile", case, "gain", estimate(rounds, gain), "x")
+    yield Figure("compile", case, "stock_gain" if there_is_one else "stock_gain, none to keep", stocks, "x")
+
+
+def measure(ranks: Ranks, tokens: int, rounds: int) -> list[Round]:
+    from ...parallel_runtime.comm.cores import giving_way
+    from ...parallel_runtime.comm.mesh import connect
+    from ...parallel_runtime.layout import Layout
+
+    layout = Layout(ulysses=DEGREES[0], ring=DEGREES[1])
+    with giving_way():
+        comm = connect(
+            layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
+        ).sequence
+    with calls(comm, tokens) as made:
+        return ranks.measure(
+            {
+                name: Phase(partial(timed, call), alone=name.startswith("stock"))
+                for name, call in made.items()
+            },
+            rounds,
+        )
+
+
+@contextmanager
+def calls(comm: Any, tokens: int, backend: str = "inductor") -> Iterator[dict[str, Callable[[], Any]]]:
+    """Yield the evaluations to compare, each of a model of its own, as a rank of ``comm`` has
+    them.
+    """
+    import torch
+
+    from ...parallel_runtime.families.plan import COMPILE
+    from ...parallel_runtime.methods.compiled import with_own_guards
+    from .forwards import Forwards
+
+    stock, stock_compiled, in_ranks, compiled_ranks = (Forwards(tokens) for _ in range(4))
+    give_own_code(stock_compiled.model)
+    compiled: Any = torch.compile(stock_compiled.model, **with_own_guards(backend=backend))
+    compiled_ranks.arguments["transformer_options"] = {
+        COMPILE: {"paths": [""], "kwargs": {"backend": backend}}
+    }
+    with (
+        torch.inference_mode(),
+        in_ranks.parallel(comm) as evaluate,
+        compiled_ranks.parallel(comm) as evaluate_compiled,
+    ):
+        yield {
+            "stock": stock.evaluate,
+            "stock_compiled": lambda: compiled(**stock_compiled.arguments),
+            "ranks": evaluate,
+            "ranks_compiled": evaluate_compiled,
+        }
+
+
+def give_own_code(model: Any) -> None:
+    """Have the model's modules compute with copies of their forwards. torch keeps graphs by code:
+    else stock's model would compute with those made for blocks of ranks, which call the ranks'
+    attention, and each would be made for the lengths of both.
+    """
+    copies: dict[type, FunctionType] = {}
+    for module in model.modules():
+        own = type(module).forward
+        if type(module) not in copies:
+            code = own.__code__.replace(co_name=f"{own.__name__}_of_stock")
+            copies[type(module)] = FunctionType(
+                code, own.__globals__, own.__name__, own.__defaults__, own.__closure__
+            )
+            copies[type(module)].__kwdefaults__ = own.__kwdefaults__
+        module.forward = MethodType(copies[type(module)], module)
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    for tokens in TOKENS:
+        rounds = merge(
+            run(
+                options.host, DEGREES[0] * DEGREES[1], "compile:measure", tokens=tokens, rounds=options.rounds
+            )
+        )
+        yield from figures(f"ulysses2_{tokens}", rounds)

@@ -1,0 +1,161 @@
+"""The benches' model and the ways to run one forward of it: whole, one shard of it without the
+other ranks, in parallel.
+
+The model has 24 blocks, so that the ends do not dominate, and heads of 128 as in files. It is
+narrow (hidden 256 against 3072 of the released ones), so a rank computes little for each byte it
+exchanges: the harder case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from ...parallel_runtime.comm.exchange import Exchange, StopFlag
+from ...parallel_runtime.comm.in_step import Expected
+from ...parallel_runtime.comm.mesh import SequenceComm
+from ...parallel_runtime.comm.ring import Ring
+from ...parallel_runtime.comm.shares import shares_of
+from ...parallel_runtime.families import plan_for, sample_with
+from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.methods.usp import SequenceParallel
+from ...parallel_runtime.patches import Part
+from .lockstep import timed
+
+SAMPLE, SIZE = sample_with("bench")
+CHANNELS = SAMPLE.latents["even"][1]
+TEXT_TOKENS, ROW_TOKENS = 64, 64
+
+
+class Slowing(Protocol):
+    """Is called wherever a rank tells of its progress, from ``begin`` of a forward on."""
+
+    def begin(self) -> None: ...
+    def __call__(self) -> None: ...
+
+
+class Forwards:
+    """One evaluation of ``tokens`` tokens, text included, at batch 1 in fp32. ``whole`` and
+    ``through`` time it, in seconds.
+    """
+
+    def __init__(self, tokens: int):
+        assert tokens % ROW_TOKENS == 0 and tokens > TEXT_TOKENS
+        self.hidden, self.blocks = SIZE.hidden, sum(SIZE.blocks)
+        self.model: Any = SAMPLE.form.random_model(SIZE).model.diffusion_model
+        plan = plan_for(type(self.model))
+        assert plan is not None, f"{SAMPLE.name} has no plan"
+        self._plan = plan
+        rows = (tokens - TEXT_TOKENS) // ROW_TOKENS
+        generator = torch.Generator().manual_seed(0)
+        self.arguments: dict[str, Any] = {
+            "x": torch.randn(1, CHANNELS, 2 * rows, 2 * ROW_TOKENS, generator=generator),
+            "timestep": torch.tensor([0.5]),
+            "context": torch.randn(1, TEXT_TOKENS, SIZE.text_dim, generator=generator),
+            "y": torch.randn(1, SIZE.pooled_dim, generator=generator),
+            "transformer_options": {},
+        }
+
+    def evaluate(self) -> torch.Tensor:
+        return self.model._forward(**self.arguments)
+
+    @contextmanager
+    def parallel(
+        self, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None
+    ) -> Iterator[Callable[[], torch.Tensor]]:
+        """Attach sequence parallelism as this rank of the mesh, and yield the same evaluation under
+        it; rank 0 gets its result. ``on_progress``: as the method has it.
+        """
+        method = SequenceParallel(self.model, self._plan, comm, on_progress)
+        method.attach()
+
+        def evaluate() -> torch.Tensor:
+            method.begin(Part(1, 0), Expected(confirmed=method.facts.confirmed))
+            return method.evaluate(self.model._forward, self.arguments, 1)
+
+        try:
+            yield evaluate
+        finally:
+            method.detach()
+
+    def whole(self) -> float:
+        return timed(self.evaluate)
+
+    def through(self, comm: SequenceComm, slowed: Slowing | None = None) -> float:
+        """``slowed``: what makes this rank slower than it is."""
+        if slowed is None:
+            with self.parallel(comm) as evaluate:
+                return timed(evaluate)
+        with self.parallel(comm, slowed) as evaluate:
+            slowed.begin()
+            return timed(lambda: (evaluate(), slowed()))
+
+
+class StandinExchange(Exchange):
+    """Stand in for any rank of a group in one process: pack, unpack and count like the real
+    exchange, but move nothing.
+
+    It receives normal deviates: zeros, NaN and denormals would change the speed of arithmetic.
+    """
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(None, rank, size, via_cpu=False)
+
+    def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return ordinary(self._buffers.get((use, dtype, device)), super()._buffer(use, count, dtype, device))
+
+    def largest(self, flag: torch.Tensor) -> torch.Tensor:
+        self.sent_bytes += (self.size - 1) * flag.nbytes
+        return flag
+
+    def _move(
+        self,
+        receiving: torch.Tensor,
+        sending: torch.Tensor,
+        receive_sizes: Sequence[int],
+        send_sizes: Sequence[int],
+    ) -> None:
+        end = 0
+        for size in receive_sizes:
+            end += size
+            if size:
+                receiving[end - 1] = 0.0  # nobody wishes to stop
+
+
+class StandinRing(Ring):
+    """Stand in for any rank of a ring in the same way."""
+
+    def __init__(self, index: int, size: int):
+        super().__init__(None, range(size), index, via_cpu=False)
+
+    def _buffer(self, slot: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return ordinary(self._buffers.get((slot, dtype, device)), super()._buffer(slot, count, dtype, device))
+
+    def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list:
+        arriving[-1] = 0.0
+        return []
+
+
+def ordinary(before: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
+    """Fill ``buffer`` with normal deviates, unless it is part of the one that was there
+    ``before``.
+    """
+    same = before is not None and before.data_ptr() == buffer.data_ptr()
+    return buffer if same else buffer.normal_()
+
+
+def standin(layout: Layout, rank: int, speeds: Sequence[int] = ()) -> SequenceComm:
+    """Make the groups that a rank of ``layout`` has, without the other ranks. ``speeds``: as a mesh
+    has them.
+    """
+    here = layout.coordinates(rank)
+    return SequenceComm(
+        StandinExchange(here["ulysses"], layout.ulysses),
+        StandinRing(here["ring"], layout.ring),
+        StandinExchange(rank, layout.world_size),
+        StopFlag(lambda: False),
+        shares=shares_of(layout.degrees(), rank, speeds),
+    )

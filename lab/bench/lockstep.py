@@ -1,0 +1,139 @@
+"""Run the same rounds in several processes in lockstep: each phase of a round by all of them at
+once, or by one while the others block.
+
+A phase is a function that returns the seconds it took. A bench starts the processes with ``run``;
+each of them measures through its ``Ranks``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...parallel_runtime.comm.cores import giving_way, keep_to, share_of_cores
+from ...parallel_runtime.errors import PipeMeshError
+from .figures import Round
+
+if TYPE_CHECKING:
+    from ...launcher.comfyui.find import ComfyInstall
+
+WARM_UP = 2
+SCRIPT = Path(__file__).with_name("lockstep_main.py")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a round. ``alone``: run by one process, another one in each round, while the others
+    block.
+    """
+
+    seconds: Callable[[], float]
+    alone: bool = False
+
+
+class Ranks:
+    """One process among those in lockstep. All of them must call ``measure`` alike."""
+
+    def __init__(self, store: str, rank: int, size: int, cores: Sequence[int] = ()):
+        """Join the others. ``cores``: all that the bench may use; where given, this process keeps
+        to its share of them, as a CPU rank does.
+        """
+        import torch.distributed as dist
+        from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+        self.all_cores = cores
+        self.own_cores = share_of_cores(cores, rank, size) if cores else ()
+        keep_to(self.own_cores)
+
+        self.rank = rank
+        self.size = size
+        with giving_way():
+            dist.init_process_group(
+                "gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(hours=1)
+            )
+        self._barrier = dist.barrier  # waits on a socket: an idle rank takes no time from the others
+
+    def measure(self, phases: Mapping[str, Phase], rounds: int) -> list[dict[str, float]]:
+        """Measure, per round, the seconds of each phase in which this rank took part. The first
+        rounds are warm-up and dropped, fewer where that would be most of them.
+        """
+        measured = []
+        warm_up = min(WARM_UP, rounds - 1)
+        for index in range(warm_up + rounds):
+            if self.rank == 0 and sys.stderr.isatty():
+                print(f"\rround {index + 1} of {warm_up + rounds} ", end="", file=sys.stderr, flush=True)
+            measured.append({})
+            for name, phase in phases.items():
+                self._barrier()
+                if not phase.alone or index % self.size == self.rank:
+                    measured[-1][name] = phase.seconds()
+            self._barrier()
+        if self.rank == 0 and sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        return measured[warm_up:]
+
+
+def timed(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def run(host: ComfyInstall, size: int, function: str, **arguments: Any) -> list[Any]:
+    """Call ``function`` (``module:name`` below this package) in ``size`` processes of one thread
+    each, as ``function(ranks, **arguments)``, and return their results by rank. Raises
+    PipeMeshError if one of them failed.
+    """
+    from ...launcher.pool.crew import KEEP_MEMORY
+
+    environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder, ExitStack() as stack:
+        processes = []
+        for rank in range(size):
+            word = {
+                "comfyui": host.comfyui,
+                "folder": folder,
+                "rank": rank,
+                "size": size,
+                "function": function,
+                "arguments": arguments,
+            }
+            command = [sys.executable, str(SCRIPT), str(os.getpid()), json.dumps(word)]
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        wait_for(processes)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def wait_for(processes: Sequence[subprocess.Popen]) -> None:
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode for process in processes):
+            break
+        time.sleep(0.1)
+    for rank, process in enumerate(processes):
+        if process.returncode:
+            raise PipeMeshError(
+                f"Rank {rank} of the bench ended with exit status {process.returncode}: its last lines say"
+                " why."
+            )
+
+
+def merge(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
+    """Merge the rounds of all ranks: a phase lasts as long as its slowest rank."""
+    rounds = []
+    for parts in zip(*by_rank, strict=True):
+        phases = dict.fromkeys(name for part in parts for name in part)
+        rounds.append({name: max(part[name] for part in parts if name in part) for name in phases})
+    return rounds

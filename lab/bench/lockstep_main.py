@@ -1,0 +1,41 @@
+"""Start a process of ``lockstep.run``: ``lockstep_main.py PARENT_PID WORD``, with one thread and
+ComfyUI on the CPU.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    root = Path(__file__).resolve().parents[2]
+    sys.path[0] = str(root / "launcher")
+    from package import register_package
+
+    register_package(root)
+    word = json.loads(sys.argv[2])
+    sys.path[0] = word["comfyui"]
+    from pipemesh.launcher.pool.worker_main import die_with_parent
+
+    die_with_parent(int(sys.argv[1]))
+    import comfy.cli_args
+    import torch
+
+    comfy.cli_args.args.cpu = True
+    torch.set_num_threads(1)
+    from pipemesh.lab.bench.lockstep import Ranks
+
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+    ranks = Ranks(str(Path(word["folder"], "store")), word["rank"], word["size"], cores)
+    module, name = word["function"].split(":")
+    with torch.inference_mode():
+        result = getattr(importlib.import_module(f"pipemesh.lab.bench.{module}"), name)(
+            ranks, **word["arguments"]
+        )
+    Path(word["folder"], f"{word['rank']}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

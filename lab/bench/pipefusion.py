@@ -1,0 +1,341 @@
+"""Measure PipeFusion over two stages against the schedule of an ideal pipeline, how busy the stages
+are, the bytes it sends, and the gain of letting patches run ahead.
+
+Runs of the stock sampler through the product's own pool are compared with the same patches in turn
+in one process. A free-running run is timed whole. Of the others only the first steps are timed:
+every step of theirs takes as long as the one before.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ...parallel_runtime.client.run import submissions
+from ...parallel_runtime.families import sample_with
+from ...parallel_runtime.families.sample import Sample, Size
+from ...parallel_runtime.occupancy import busy_shares
+from ...parallel_runtime.schedule import CAUSES, held_to_schedule
+from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
+from .lockstep import Phase, Ranks, merge, run, timed
+
+STAGES = 2
+PATCHES = (2, 4)
+TOKENS = 1024
+STEPS, WARM_UP = 28, 1
+# Of a run in which every step waits for all of the one before: the rest of its steps are like those
+# after the first
+TIMED_STEPS = 8
+OF_SCHEDULE = {"free": 0.95, "single": None}
+BUSY = 0.95  # of what the pipeline's filling and draining leaves
+WEIGHTS_SLACK = 0.05
+EQUAL = sample_with("equal")
+
+
+def speedup(mode: str) -> Any:
+    return lambda rounds: typical(rounds, "stock") / typical(rounds, mode)
+
+
+def patch_tax(rounds: Sequence[Round]) -> float:
+    return typical(rounds, "alone") / typical(rounds, "stock")
+
+
+def formula_bytes(patches: int, tokens: int, hidden: int, item_bytes: int, batch: int = 1) -> float:
+    """Bytes over a boundary between stages in one evaluation: every token once, and one token of
+    text for each patch but the first.
+    """
+    return batch * (tokens + patches - 1) * hidden * item_bytes
+
+
+def ideal_occupancy(patches: int) -> float:
+    """The share of a run that a stage of an ideal pipeline is busy: it fills and drains once."""
+    submissions = patches * (STEPS - WARM_UP)
+    return submissions / (submissions + STAGES - 1)
+
+
+def pool_of_stages(comfyui: str) -> tuple[Any, Any]:
+    """The product's own pool, not started yet: its handle and the client's side of it."""
+    from ...launcher.pool.devices import place
+    from ...launcher.pool.handle import PoolHandle
+    from ...launcher.pool.rank_setup import RankSetup
+    from ...parallel_runtime.client.remote_pool import RemotePool
+    from ...parallel_runtime.layout import Layout
+
+    setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
+    handle = PoolHandle(place(Layout(pipefusion=STAGES), "cpu", "gloo", ()), setup)
+    return handle, RemotePool(handle, shares_weights=False)
+
+
+class Pipeline:
+    """The bench's model through a pool of stages: ``free`` is sampled free-running, ``single`` in a
+    single timeline. ``modes`` collects how runs were sampled.
+    """
+
+    def __init__(self, patches: int, comfyui: str):
+        from comfy.patcher_extension import WrappersMP
+
+        from ...parallel_runtime.client.remote_patcher import Patching, parallelize
+        from .forwards import SAMPLE, SIZE
+
+        self.handle, self.pool = pool_of_stages(comfyui)
+        self.modes: list[str] = []
+        self.free = parallelize(
+            SAMPLE.form.random_model(SIZE), self.pool, 0.0, Patching(patches, WARM_UP), self.modes.append
+        )
+        self.single = self.free.clone()
+        self.single.add_wrapper_with_key(
+            WrappersMP.PREDICT_NOISE, "bench", lambda executor, *args, **kwargs: executor(*args, **kwargs)
+        )
+
+
+class Runs:
+    """One process of the bench: the sampler over the model whole, over its patches in turn, and, in
+    the first process, over a pipeline.
+    """
+
+    def __init__(self, ranks: Ranks, patches: int, tokens: int, steps: int, comfyui: str):
+        from ..in_process import reference
+        from .forwards import SAMPLE, SIZE
+
+        self.tokens, self.steps = tokens, steps
+        self.stock = SAMPLE.form.random_model(SIZE)
+        self.in_turn = reference(SAMPLE.form.random_model(SIZE), patches, WARM_UP)
+        self.own_cores, self.all_cores = os.sched_getaffinity(0), ranks.all_cores or os.sched_getaffinity(0)
+        self.pipeline = Pipeline(patches, comfyui) if ranks.rank == 0 else None
+
+    def sample(self, model: Any, steps: int, after_step: Callable[..., None] | None = None) -> Any:
+        import comfy.sample
+        import torch
+
+        from .forwards import CHANNELS, ROW_TOKENS, SIZE, TEXT_TOKENS
+
+        generator = torch.Generator().manual_seed(0)
+        latent = torch.zeros(1, CHANNELS, 2 * ((self.tokens - TEXT_TOKENS) // ROW_TOKENS), 2 * ROW_TOKENS)
+        text = torch.randn(1, TEXT_TOKENS, SIZE.text_dim, generator=generator)
+        prompt = [[text, {"pooled_output": torch.randn(1, SIZE.pooled_dim, generator=generator)}]]
+        with torch.inference_mode():
+            noise = comfy.sample.prepare_noise(latent, 1)
+            how = (steps, 1.0, "euler", "simple", prompt, prompt, latent)
+            return comfy.sample.sample(model, noise, *how, callback=after_step, disable_pbar=True, seed=1)
+
+    def step_by_step(self, model: Any) -> float:
+        """Estimate the seconds of a run from its first steps: in one process and in a single
+        timeline each step takes as long as the one before, once the warm-up is over.
+        """
+        ends: list[float] = []
+        steps = min(self.steps, TIMED_STEPS)
+        seconds = timed(lambda: self.sample(model, steps, lambda *_: ends.append(time.perf_counter())))
+        return seconds + (self.steps - steps) * (ends[-1] - ends[0]) / (steps - 1)
+
+    def through(self, mode: str, seen: dict[str, list]) -> float:
+        """Seconds of a run through the pipeline; 0 in the processes that have none."""
+        if self.pipeline is None:
+            return 0.0
+        os.sched_setaffinity(0, self.all_cores)  # as a UI is: the stages share the cores out
+        free, single = self.pipeline.free, self.pipeline.single
+        seconds = (
+            timed(lambda: self.sample(free, self.steps)) if mode == "free" else self.step_by_step(single)
+        )
+        os.sched_setaffinity(0, self.own_cores)
+        assert self.pipeline.modes.pop().startswith(mode), "sampled in another mode"
+        seen[mode].append(list(self.pipeline.pool.last_run.evaluations))
+        return seconds
+
+
+def draw(folder: str, case: str, seen: dict[str, list]) -> None:
+    """Draw when each stage was at work in the last run of each mode."""
+    from ...parallel_runtime.client.run_picture import draw_run
+
+    for mode, runs in seen.items():
+        picture = draw_run([f"stage {stage}" for stage in range(STAGES)], runs[-1])
+        assert picture is not None, "the run has no evaluations"
+        picture.save(Path(folder, f"pipefusion-{mode}-{case}.png"))
+
+
+def measure(
+    ranks: Ranks,
+    patches: int,
+    rounds: int,
+    tokens: int,
+    steps: int,
+    comfyui: str,
+    pictures: str | None = None,
+) -> dict[str, Any]:
+    from .forwards import SIZE
+
+    runs = Runs(ranks, patches, tokens, steps, comfyui)
+    seen: dict[str, list] = {"free": [], "single": []}
+    try:
+        phases = {
+            "stock": Phase(lambda: runs.step_by_step(runs.stock), alone=True),
+            "alone": Phase(lambda: runs.step_by_step(runs.in_turn), alone=True),
+            "free": Phase(lambda: runs.through("free", seen)),
+            "single": Phase(lambda: runs.through("single", seen)),
+        }
+        result: dict[str, Any] = {"rounds": ranks.measure(phases, rounds)}
+        if runs.pipeline is not None:
+            result |= {
+                mode: [figures_of(run, mode) for run in all_runs[-rounds:]] for mode, all_runs in seen.items()
+            }
+            result |= weights(runs.stock.model.diffusion_model, runs.pipeline.pool)
+            if pictures:
+                draw(pictures, f"m{patches}", seen)
+            result["formula"] = formula_bytes(patches, tokens, SIZE.hidden, 4)
+        return result
+    finally:
+        if runs.pipeline is not None:
+            runs.pipeline.handle.close()
+
+
+def figures_of(evaluations: Sequence[Any], mode: str) -> dict[str, float]:
+    """Figures of one run through the pool. But for the schedule they leave its warm-up out: the
+    shares and times are those of the stage that is idle most.
+    """
+    held = held_to_schedule(submissions(evaluations), one_timeline=mode == "single")
+    assert held is not None, "the run has no evaluations"
+    patched = [one for one in evaluations if one.part.patch is not None]
+    spans = list(zip(*(one.spans.values() for one in patched), strict=True))
+    first = [one.part.patch[0] == 0 for one in patched]
+    idle_s = [
+        sum(max(0.0, after.came_in_s - before.ended_s) for before, after in pairwise(stage))
+        for stage in spans
+    ]
+    by_evaluation = [
+        list(group) for _, group in groupby(enumerate(patched), key=lambda item: sum(first[: item[0] + 1]))
+    ]
+    return {
+        "of_schedule": held.share,
+        **{
+            lost(cause): 1e3 * seconds / (len(evaluations) - len(patched) + sum(first))
+            for cause, seconds in held.lost_s.items()
+        },
+        "occupancy": min(busy_shares([one.spans for one in patched])),
+        "bubble_ms": 1e3 * max(idle_s) / max(1, sum(first) - 1),
+        "sent_bytes": median(sum(one.sent_bytes for _, one in group) for group in by_evaluation),
+    }
+
+
+def lost(cause: str) -> str:
+    """Return the name of the figure of the milliseconds that an evaluation lost to a cause."""
+    return f"lost_{cause.replace('-', '_')}_ms"
+
+
+def weights(model: Any, pool: Any) -> dict[str, float]:
+    """The share of the model's weights that the fuller stage holds, and the share that lies outside
+    the blocks.
+    """
+    from ...parallel_runtime.families import plan_for
+    from ...parallel_runtime.methods.hooks import blocks_of
+
+    plan = plan_for(type(model))
+    assert plan is not None, "the bench's models have plans"
+    whole, in_blocks = (
+        sum(tensor.nbytes for part in parts for tensor in part.parameters())
+        for parts in ([model], [container[place] for container, place, _ in blocks_of(model, plan)])
+    )
+    held = [memory.model for memory in pool.session.pool.memory]
+    models = len(pool.session.models)
+    return {"weights_share": max(held) / models / whole, "ends_share": 1 - in_blocks / whole}
+
+
+def weights_of(sample_of: Sample, size: Size, comfyui: str, stages: tuple[int, ...] = ()) -> dict[str, float]:
+    """``weights`` after two runs in stages. They are cut as given, or the second time by the block
+    times that the first run measured.
+    """
+    from ...parallel_runtime.client.remote_patcher import Patching, parallelize
+    from ..commands.parity import Case, sample
+
+    handle, pool = pool_of_stages(comfyui)
+    try:
+        model = sample_of.form.random_model(size)
+        parallel = parallelize(model, pool, 0.0, Patching(STAGES, WARM_UP, stages))
+        for _ in range(2):
+            sample(
+                parallel,
+                Case(sample_of.name, "pipefusion", "even", size.heads, 1.0, False, "euler"),
+                steps=STEPS,
+            )
+        return weights(model.model.diffusion_model, pool)
+    finally:
+        handle.close()
+
+
+def weights_of_equal_blocks(comfyui: str) -> dict[str, float]:
+    """Cut a model whose blocks are all of one kind: stages that are equally fast are equally
+    large.
+    """
+    return weights_of(*EQUAL, comfyui)
+
+
+def weights_cut_by_hand(comfyui: str) -> dict[str, float]:
+    """Cut the bench's model between its containers: one stage has the blocks of the first, the
+    other twice as many that are less than half as large.
+    """
+    from .forwards import SAMPLE, SIZE
+
+    return weights_of(SAMPLE, SIZE, comfyui, SIZE.blocks)
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    for patches in PATCHES:
+        arguments = {
+            "patches": patches,
+            "rounds": options.rounds,
+            "tokens": TOKENS,
+            "steps": STEPS,
+            "comfyui": str(options.host.comfyui),
+        }
+        arguments["pictures"] = options.pictures and str(options.pictures)
+        by_rank = run(options.host, 2, "pipefusion:measure", **arguments)
+        yield from figures(f"m{patches}_{TOKENS}", patches, by_rank)
+    yield weights_share("equal_blocks", weights_of_equal_blocks(str(options.host.comfyui)))
+    yield weights_share("cut_by_hand", weights_cut_by_hand(str(options.host.comfyui)))
+
+
+def figures(case: str, patches: int, by_rank: Sequence[dict[str, Any]]) -> Iterator[Figure]:
+    rounds, seen = merge([rank["rounds"] for rank in by_rank]), by_rank[0]
+    for mode, goal in OF_SCHEDULE.items():
+        name = f"{mode}_{case}"
+        runs = seen[mode]
+        kept = estimate(runs, lambda runs: typical(runs, "of_schedule"))
+        yield Figure("pipefusion", name, "of_schedule", kept, "ratio", Goal(at_least=goal) if goal else None)
+        for metric in map(lost, CAUSES):
+            yield Figure(
+                "pipefusion", name, metric, estimate(runs, lambda runs, of=metric: typical(runs, of)), "ms"
+            )
+        yield Figure("pipefusion", name, "speedup", estimate(rounds, speedup(mode)), "x")
+        ideal = Goal(at_least=BUSY * ideal_occupancy(patches)) if mode == "free" else None
+        yield Figure(
+            "pipefusion",
+            name,
+            "occupancy",
+            estimate(runs, lambda runs: typical(runs, "occupancy")),
+            "ratio",
+            ideal,
+        )
+        yield Figure(
+            "pipefusion", name, "bubble_ms", estimate(runs, lambda runs: typical(runs, "bubble_ms")), "ms"
+        )
+        yield Figure(
+            "pipefusion",
+            name,
+            "bytes_per_step",
+            exactly(typical(runs, "sent_bytes")),
+            "bytes",
+            Goal.within(0.02, seen["formula"]),
+        )
+        yield Figure("pipefusion", name, "bytes_formula", exactly(seen["formula"]), "bytes")
+    yield Figure("pipefusion", case, "patch_tax", estimate(rounds, patch_tax), "ratio")
+    yield weights_share(case, seen)
+
+
+def weights_share(case: str, seen: dict[str, Any]) -> Figure:
+    limit = 1 / STAGES + seen["ends_share"] + WEIGHTS_SLACK
+    return Figure(
+        "pipefusion", case, "weights_share", exactly(seen["weights_share"]), "ratio", Goal(at_most=limit)
+    )

@@ -1,0 +1,374 @@
+"""Measure how well the planner predicts this machine: every layout of one and two ranks, of three
+families at two sizes.
+
+Speeds of the devices come from forwards of the same models at other sizes, alone and both at once,
+that of a ring's merges from one attention, whole and in two parts, those of the link from messages
+of two sizes; all within the same rounds. Where there were enough, they are kept in the cache
+folder, by machine, and pools choose by them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from ...launcher.cache import cache_folder
+from ...parallel_runtime.comm.mesh import Mesh
+from ...parallel_runtime.families import SAMPLES, plan_for
+from ...parallel_runtime.families.sample import Released, Sample, Size
+from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.patches import Part
+from ...parallel_runtime.planner.cost import MERGE_BYTES, predict
+from ...parallel_runtime.planner.figures import (
+    Activations,
+    Apart,
+    Attended,
+    FrameTokens,
+    Shareable,
+    Unshared,
+    Whole,
+)
+from ...parallel_runtime.planner.job import Job
+from ...parallel_runtime.planner.measured import Speeds, Timed, link_of, speeds_of, this_machine, write
+from ...parallel_runtime.stages import share_out
+from .figures import Estimate, Figure, Goal, Options, Round, exactly, percentile, typical
+from .lockstep import Phase, Ranks, merge, run, timed
+
+FAMILIES = 3
+HEADS, BLOCKS = 16, 3
+TEXT = 32
+# Pixels; of the smallest most is beside what blocks compute
+SIDES, CALIBRATED = (320, 448), (96, 256, 384, 512)
+IN_PARTS = 384  # pixels
+FRAMES = 5  # of families that make videos
+ITEM_BYTES = 4  # ranks on CPUs compute in fp32
+MESSAGES = (1 << 12, 1 << 22)  # bytes
+SEQUENCES = (Layout(ulysses=2), Layout(ring=2))
+STAGES = Layout(pipefusion=2)
+EVALUATIONS = 4  # of a run in stages, of which the first is whole
+GROUPS = (Layout(cfg=2), Layout(data=2))  # forwards of their own, both at once
+MOVED = 2 * 4 << 20  # bytes that doubling a million numbers moves
+GOALS = {"mean_error": 0.10, "largest_error": 0.25, "regret": 0.03}
+DRAWS = 100
+ENOUGH = 25  # rounds behind speeds that pools go by
+KEPT = ("alone", "both", "on all cores")  # phases that speeds are kept of
+
+Wholes = Mapping[str, Mapping[int, Whole]]  # model -> side -> counts
+
+
+class Case(NamedTuple):
+    """A layout of a job, with the seconds that were predicted and those that it took."""
+
+    job: str
+    layout: Layout
+    predicted: float
+    achieved: float
+
+
+def tried() -> list[tuple[Sample, Released]]:
+    """Return a small model of the first families whose released ones the dry run knows."""
+    found: dict[str, tuple[Sample, Released]] = {}
+    for sample in SAMPLES.values():
+        for released in sample.form.released[:1]:
+            size = sample.tiny.size(HEADS)
+            size = Size(heads=HEADS, head_dim=size.head_dim, blocks=(BLOCKS,) * len(size.blocks))
+            frames = FRAMES if released.extent[2] > 1 else 1
+            small = Released(name=sample.name, size=size, text=TEXT, extent=(SIDES[0], SIDES[0], frames))
+            found.setdefault(sample.form.config_class, (sample, small))
+    return list(found.values())[:FAMILIES]
+
+
+class Forwards:
+    """One process's forwards of a model at one size: whole, and under a method."""
+
+    def __init__(self, model: Any, sample: Sample, small: Released, side: int):
+        import torch
+
+        from ...parallel_runtime.comfy_bridge.forward import forward_name
+        from ...parallel_runtime.comfy_bridge.released_model import arguments_of, latent_shapes
+        from ...parallel_runtime.planner.dry_run import DryModel
+
+        dry = DryModel(sample, small, (side, side, small.extent[2]))
+        self.whole: Whole = dry.whole()
+        self.parts = dry.parts(self.whole, STAGES, patches=0)
+        self._transformer = model.diffusion_model
+        shapes = latent_shapes(model, small, (side, side, small.extent[2]))
+        self._arguments = arguments_of(model, sample, small, shapes, torch.device("cpu"))
+        self._forward = getattr(self._transformer, forward_name(self._transformer))
+
+    def alone(self) -> float:
+        return timed(lambda: self._forward(**self._arguments))
+
+    def through(self, comm: Any) -> float:
+        from ...parallel_runtime.methods.usp import SequenceParallel
+
+        plan = plan_for(type(self._transformer))
+        assert plan is not None
+        method = SequenceParallel(self._transformer, plan, comm)
+        method.attach()
+        try:
+            return timed(lambda: method.evaluate(self._forward, dict(self._arguments), 1))
+        finally:
+            method.detach()
+
+    def in_stages(self, stage: OwnStage) -> float:
+        """Seconds of a run in patches, in the mean of its evaluations."""
+        return timed(lambda: stage.sample(self._arguments, self.parts)) / EVALUATIONS
+
+
+class Attention:
+    """One process's part of a model's attention: half of the queries, to all keys."""
+
+    def __init__(self, attended: Attended):
+        import torch
+
+        queries, keys = (
+            (1, attended.heads, tokens, attended.head_dim)
+            for tokens in (attended.tokens // 2, attended.tokens)
+        )
+        self._q, self._k, self._v = torch.randn(queries), torch.randn(keys), torch.randn(keys)
+
+    def whole(self) -> float:
+        import torch.nn.functional as F
+
+        return timed(lambda: F.scaled_dot_product_attention(self._q, self._k, self._v))
+
+    def in_parts(self) -> float:
+        """Seconds of attending to one half of the keys after the other, as in a ring of two."""
+        from ...parallel_runtime.attention.kernels import merge, partial_attention
+
+        keys, values = (one.chunk(2, dim=2) for one in (self._k, self._v))
+        halves = [(k.contiguous(), v.contiguous()) for k, v in zip(keys, values, strict=True)]
+        return timed(lambda: merge(*(partial_attention(self._q, k, v, None) for k, v in halves)))
+
+
+class OwnStage:
+    """One process's stage of a model. As the method's rank it has got all requests of a run."""
+
+    def __init__(self, transformer: Any, mesh: Mesh, block_flops: Sequence[int]):
+        from ...parallel_runtime.comfy_bridge.forward import forward_name
+        from ...parallel_runtime.methods.factory import make_method
+
+        plan = plan_for(type(transformer))
+        assert plan is not None
+        self._parts: list[Part] = []
+        self._at = self._run = 0
+        self._forward = getattr(transformer, forward_name(transformer))
+        self._method = make_method(
+            transformer, plan, mesh, self, [stage.size for stage in share_out(block_flops, STAGES.pipefusion)]
+        )
+        self._method.attach()
+
+    def sample(self, arguments: dict[str, Any], parts: Sequence[Part]) -> None:
+        """Compute a run of ``EVALUATIONS``: all tokens first, then patches."""
+        self._run += 1
+        whole, *patches = (part._replace(run=self._run) for part in parts)
+        self._parts = [whole, *patches * (EVALUATIONS - 1)]
+        for at, part in enumerate(self._parts):
+            self._at = at
+            self._method.begin(part)
+            self._method.evaluate(self._forward, dict(arguments), at + 1)
+        self._method.end_run()
+
+    def next_part(self) -> Part | None:
+        return self._parts[self._at + 1] if self._at + 1 < len(self._parts) else None
+
+    def tick(self) -> None: ...
+
+    def note(self, phase: str) -> None: ...
+
+    def reserve(self, nbytes: int) -> None: ...
+
+
+def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
+    """Time every case in each round. Return the rounds, and the counts of each model and size."""
+    import comfy.cli_args
+    import torch
+
+    torch.set_num_threads(max(1, len(ranks.own_cores)))  # as a pool's rank on the CPU
+    comfy.cli_args.args.use_pytorch_cross_attention = True  # what counts are made with
+    from ...parallel_runtime.comm.cores import giving_way
+    from ...parallel_runtime.comm.mesh import connect
+
+    with giving_way():
+        comms = [
+            connect(
+                layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
+            ).sequence
+            for layout in SEQUENCES
+        ]
+        stages = connect(
+            STAGES.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
+        )
+    phases: dict[str, Phase] = {}
+    counted: dict[str, dict[int, Forwards]] = {}
+    for sample, small in tried():
+        model = sample.form.random_model(small.size).model
+        counted[sample.name] = {side: Forwards(model, sample, small, side) for side in (*SIDES, *CALIBRATED)}
+        whole = counted[sample.name][SIDES[0]].whole
+        attention = Attention(counted[sample.name][IN_PARTS].whole.attended[0])
+        phases[f"{sample.name} attention"] = Phase(attention.whole)
+        phases[f"{sample.name} attention in parts"] = Phase(attention.in_parts)
+        stage = OwnStage(
+            sample.form.random_model(small.size).model.diffusion_model, stages, whole.block_flops
+        )
+        for side, forwards in counted[sample.name].items():
+            phases[f"{sample.name} {side} alone"] = Phase(forwards.alone, alone=True)
+            phases[f"{sample.name} {side} both"] = Phase(forwards.alone)
+            for layout, comm in zip(SEQUENCES, comms, strict=True) if side in SIDES else ():
+                phases[f"{sample.name} {side} {layout.product()}"] = Phase(
+                    lambda forwards=forwards, comm=comm: forwards.through(comm)
+                )
+            if side in SIDES:
+                phases[f"{sample.name} {side} {STAGES.product()}"] = Phase(
+                    lambda forwards=forwards, stage=stage: forwards.in_stages(stage)
+                )
+    for nbytes in MESSAGES:
+        phases[f"message {nbytes}"] = Phase(message(comms[0].ulysses, torch.ones(nbytes // 4)))
+    some = torch.ones(1 << 20)
+    phases["memory"] = Phase(lambda: timed(lambda: some * 2.0), alone=True)
+    measured = ranks.measure(phases, rounds)
+    return {
+        "rounds": measured,
+        "wholes": {
+            name: {side: asdict(one.whole) for side, one in sizes.items()} for name, sizes in counted.items()
+        },
+    }
+
+
+def measure_on_all_cores(ranks: Ranks, rounds: int) -> list[Round]:
+    """Time the calibrating forwards in one process with a thread on every core, as a pool of one
+    rank has.
+    """
+    import comfy.cli_args
+    import torch
+
+    comfy.cli_args.args.use_pytorch_cross_attention = True
+    torch.set_num_threads(max(1, len(ranks.own_cores)))
+    phases: dict[str, Phase] = {}
+    for sample, small in tried():
+        model = sample.form.random_model(small.size).model
+        for side in CALIBRATED:
+            phases[f"{sample.name} {side} on all cores"] = Phase(Forwards(model, sample, small, side).alone)
+    return ranks.measure(phases, rounds)
+
+
+def message(exchange: Any, tensor: Any) -> Callable[[], float]:
+    flag = tensor.new_zeros(1)
+    return lambda: timed(lambda: exchange.all_to_all([[tensor]] * 2, [tensor.shape] * 2, flag))
+
+
+def wholes_of(found: dict[str, dict[str, Any]]) -> Wholes:
+    """Return the counts of each model and size that were json."""
+
+    def whole(counted: dict[str, Any]) -> Whole:
+        attended = [[Attended(*one) for one in block] for block in counted["attended_by_block"]]
+        blocks, closing, frames = counted["unshared"]
+        parts = {
+            "attended_by_block": attended,
+            "activations": Activations(*counted["activations"]),
+            "shareable": Shareable(*counted["shareable"]),
+            "unshared": Unshared(
+                [Apart(*one) for one in blocks], closing, FrameTokens(*frames) if frames else None
+            ),
+        }
+        return Whole(**{**counted, **parts})
+
+    return {
+        model: {int(side): whole(counted) for side, counted in sizes.items()}
+        for model, sizes in found.items()
+    }
+
+
+def speeds(rounds: Sequence[Round], wholes: Mapping[int, Whole], model: str, phase: str) -> Speeds:
+    """Return this machine's speeds for a model, of forwards ``alone``, ``both`` at once, or one
+    ``on all cores``.
+    """
+    matmul, attention, beside_s = speeds_of(
+        [Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in CALIBRATED]
+    )
+    few, many = ((nbytes, typical(rounds, f"message {nbytes}")) for nbytes in MESSAGES)
+    latency_s, link = link_of(few, many)
+    of_memory = MOVED / typical(rounds, "memory")
+    one, more_s = (
+        wholes[IN_PARTS].attended[0],
+        typical(rounds, f"{model} attention in parts") - typical(rounds, f"{model} attention"),
+    )
+    merge = min(of_memory, MERGE_BYTES * (one.tokens // 2) * one.heads * one.head_dim / max(1e-9, more_s))
+    return Speeds(
+        matmul=matmul,
+        attention=attention,
+        beside_s=beside_s,
+        memory=of_memory,
+        merge=merge,
+        latency_s=latency_s,
+        link=link,
+    )
+
+
+def cases(rounds: Sequence[Round], wholes: Wholes) -> list[Case]:
+    """Predict every layout of every model and size, and say what was achieved."""
+    found = []
+    for model, of_model in wholes.items():
+        alone, both = (speeds(rounds, of_model, model, phase) for phase in ("alone", "both"))
+        for side in SIDES:
+            for layout in (Layout(), *SEQUENCES, *GROUPS, STAGES):
+                job = Job(
+                    whole=of_model[side], evaluations=EVALUATIONS, branches=layout.cfg, batch=layout.data
+                )
+                box = (both if layout.world_size > 1 else alone).box(layout.world_size, ITEM_BYTES)
+                seconds = min(one.seconds for one in predict(job, layout, box))
+                phase = (
+                    "alone" if layout.world_size == 1 else "both" if layout in GROUPS else layout.product()
+                )
+                found.append(
+                    Case(f"{model}_{side}", layout, seconds, typical(rounds, f"{model} {side} {phase}"))
+                )
+    return found
+
+
+def summed_up(found: Sequence[Case]) -> dict[str, float]:
+    """Return how far predictions are off, in parts of what was achieved, and how much slower than
+    the fastest exact layout the one is that they choose for one forward, at worst.
+    """
+    errors = [abs(case.predicted / case.achieved - 1) for case in found]
+    of_one = [
+        [case for case in found if case.job == job and case.layout not in (*GROUPS, STAGES)]
+        for job in {case.job for case in found}
+    ]
+    regret = max(
+        min(job, key=lambda case: case.predicted).achieved / min(case.achieved for case in job) - 1
+        for job in of_one
+    )
+    return {"mean_error": fmean(errors), "largest_error": max(errors), "regret": regret}
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    by_rank = run(options.host, 2, "plan:measure", rounds=options.rounds)
+    rounds, wholes = merge([rank["rounds"] for rank in by_rank]), wholes_of(by_rank[0]["wholes"])
+    yield from figures(rounds, wholes)
+    if options.rounds < ENOUGH:
+        return
+    (single,) = run(options.host, 1, "plan:measure_on_all_cores", rounds=options.rounds)
+    rounds = [{**several, **one} for several, one in zip(rounds, single, strict=True)]
+    kept = {
+        f"{model} {phase}": speeds(rounds, wholes[model], model, phase) for model in wholes for phase in KEPT
+    }
+    write(cache_folder(os.environ) / "speeds.json", this_machine(), kept)
+
+
+def figures(rounds: Sequence[Round], wholes: Wholes) -> Iterator[Figure]:
+    found = cases(rounds, wholes)
+    for case in found:
+        yield Figure(
+            "plan", case.job, f"{case.layout.product()}", exactly(case.predicted / case.achieved), "ratio"
+        )
+    draw = random.Random(0)
+    drawn = [summed_up(cases(draw.choices(rounds, k=len(rounds)), wholes)) for _ in range(DRAWS)]
+    for metric, value in summed_up(found).items():
+        low, high = (percentile([one[metric] for one in drawn], share) for share in (0.05, 0.95))
+        yield Figure("plan", "all", metric, Estimate(value, low, high), "ratio", Goal(at_most=GOALS[metric]))

@@ -1,0 +1,388 @@
+"""``python3 -m lab parity``: compare stock ComfyUI with the pool at the same seed, over the
+full product of samples, methods, token counts, head counts, cfg, masks and samplers.
+
+Every case samples through ``comfy.sample.sample`` with the stock MODEL and with its parallel twin.
+The tests run a cover.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, partial
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
+from ...parallel_runtime.families.sample import Masks, Sample
+from .rounding import bound, relative_error
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+    from ...launcher.comfyui.find import ComfyInstall
+    from ...parallel_runtime.client.remote_pool import RemotePool
+
+BOUND = 2e-5  # of the output's scale, fp32: 3e-7 of reordering grows to at most 8.7e-6 over a run
+# Our distance from fp32 over stock bf16's; far below 1, the ranks would not compute in bf16
+BF16_BOUNDS = (0.8, 1.2)
+STEPS = 4
+TEXT_DIM, POOLED_DIM = 64, 32  # of the samples' tiny sizes
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str  # the name of one of its samples
+    method: str
+    tokens: str  # "even" or "odd" numbers of image and text tokens
+    heads: int
+    cfg: float
+    mask: bool
+    sampler: str
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Degrees of ulysses and ring."""
+        return METHODS[self.method]
+
+    @property
+    def ranks(self) -> int:
+        return self.layout[0] * self.layout[1]
+
+    def __str__(self) -> str:
+        mask = "mask" if self.mask else "nomask"
+        size = f"{self.tokens}-{self.heads}heads"
+        return f"{self.family}-{self.method}-{size}-cfg{self.cfg:g}-{mask}-{self.sampler}"
+
+
+METHODS: Mapping[str, tuple[int, int]] = {
+    "ulysses1": (1, 1),
+    "ulysses2": (2, 1),
+    "ulysses3": (3, 1),
+    "ulysses4": (4, 1),
+    "ring2": (1, 2),
+    "ring3": (1, 3),
+    "ring4": (1, 4),
+    "2x2": (2, 2),
+}
+SAMPLERS = ("euler", "heun", "dpmpp_2m_sde", "uni_pc")
+TOKENS, CFGS = ("even", "odd"), (1.0, 4.0)
+# Four ranks on two cores: 2x2 has both axes
+COVERED = tuple(method for method in METHODS if method not in ("ulysses4", "ring4"))
+RINGS = ("2x2", "ring2", "ring3")
+
+
+def full_product() -> list[Case]:
+    return [
+        Case(sample.name, *values)
+        for sample in SAMPLES.values()
+        for values in itertools.product(METHODS, TOKENS, sample.heads, CFGS, mask_values(sample), SAMPLERS)
+    ]
+
+
+def mask_values(sample: Sample) -> tuple[bool, ...]:
+    """Return whether cases have a mask: with and without one, or the only way there is."""
+    return (sample.masks is not None,) if sample.masks is None or sample.masks.open else (False, True)
+
+
+def cover() -> list[Case]:
+    """The cases that the tests run. Of the representatives a cover of all pairs: of those that have
+    several head counts, and of all others together. Of every other sample two cases.
+    """
+    cases = [case for case in full_product() if case.method in COVERED and case.family in REPRESENTATIVES]
+    halves = [
+        [case for case in cases if (len(SAMPLES[case.family].heads) > 1) == several]
+        for several in (True, False)
+    ]
+    others = [sample for name, sample in SAMPLES.items() if name not in REPRESENTATIVES]
+    return [case for half in halves for case in cover_of(half)] + [
+        case for pair in map(two_cases, others, cycle(RINGS)) for case in pair
+    ]
+
+
+def two_cases(sample: Sample, ring: str) -> tuple[Case, Case]:
+    """Choose where a plan that brings no new word can fail: tokens that two ranks cannot share
+    evenly, unequal prompts and masks under Ulysses; keys that travel around the ``ring``.
+    """
+    heads = sample.heads[-1]
+    odd = Case(sample.name, "ulysses2", "odd", heads, CFGS[-1], sample.masks is not None, SAMPLERS[0])
+    return odd, Case(sample.name, ring, "even", heads, CFGS[0], mask_values(sample)[0], SAMPLERS[0])
+
+
+def cover_of(cases: list[Case]) -> list[Case]:
+    """Choose a few of ``cases`` in which every pair of values of two fields occurs that occurs in
+    all of them. The choice is greedy and always the same.
+    """
+    names = [field.name for field in fields(Case)]
+
+    def pairs(case: Case) -> frozenset[tuple]:
+        return frozenset(itertools.combinations([(name, getattr(case, name)) for name in names], 2))
+
+    left = {case: pairs(case) for case in cases}
+    missing = set().union(*left.values())
+    cover = []
+    while missing:
+        best = max(cases, key=lambda case: len(left[case] & missing))
+        cover.append(best)
+        missing -= left[best]
+    return cover
+
+
+def empty_latent(case: Case, batch: int = 1) -> Any:
+    """A latent of ``batch`` images, or several in a NestedTensor."""
+    shape = SAMPLES[case.family].latents[case.tokens]
+    if isinstance(shape[0], int):
+        return torch.zeros(batch * shape[0], *shape[1:])
+    from comfy.nested_tensor import NestedTensor
+
+    return NestedTensor([torch.zeros(batch * one[0], *one[1:]) for one in shape])
+
+
+def attention_masks(
+    masks: Masks, texts: tuple[int, int], latent: torch.Tensor
+) -> tuple[list[torch.Tensor], tuple[int, int]]:
+    """Make a mask for each prompt, over its text and image tokens, and the image's token grid."""
+    if masks.open:
+        return [torch.ones(1, text, dtype=torch.long) for text in texts], (0, 0)
+    if masks.text_only:
+        return [text_mask(7 + text, text) for text in texts], (0, 0)
+    grid = (-(-latent.shape[-2] // masks.side), -(-latent.shape[-1] // masks.side))
+    return [attention_mask(7 + text, (masks.text or text) + grid[0] * grid[1]) for text in texts], grid
+
+
+def conditioning(
+    seed: int, tokens: int, mask: torch.Tensor | None = None, image: tuple[int, int] = (0, 0)
+) -> list:
+    """Make a random prompt. ``mask`` covers text and image tokens; ComfyUI takes it only together
+    with the token grid of the ``image``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    extras: dict[str, Any] = {"pooled_output": torch.randn(1, POOLED_DIM, generator=generator)}
+    if mask is not None:
+        extras |= {"attention_mask": mask, "attention_mask_img_shape": image}
+    return [[torch.randn(1, tokens, TEXT_DIM, generator=generator), extras]]
+
+
+def attention_mask(seed: int, tokens: int, closed: float = 0.4) -> torch.Tensor:
+    """Make an additive mask (1, L, L) that closes a random part of the tokens to each token, never
+    the token itself.
+    """
+    open_ = torch.rand(1, tokens, tokens, generator=torch.Generator().manual_seed(seed)) > closed
+    open_ |= torch.eye(tokens, dtype=torch.bool)
+    return torch.zeros(1, tokens, tokens).masked_fill(~open_, -10000.0)
+
+
+def text_mask(seed: int, tokens: int) -> torch.Tensor:
+    """Make a mask (1, L) of ones and zeros that closes a random part of the tokens, never the first
+    one.
+    """
+    mask = (torch.rand(1, tokens, generator=torch.Generator().manual_seed(seed)) > 0.4).long()
+    return mask.index_fill(1, torch.tensor([0]), 1)
+
+
+def sample(
+    model: ModelPatcher, case: Case, seed: int = 7, steps: int = STEPS, batch: int = 1
+) -> torch.Tensor:
+    """Sample a case on a MODEL as ComfyUI's KSampler does. Several latents come back in one row."""
+    import comfy.sample
+
+    facts, latent = SAMPLES[case.family], empty_latent(case, batch)
+    texts = (16, 24) if case.tokens == "even" else (13, 7)
+    masks, grid = (
+        attention_masks(facts.masks, texts, latent)
+        if facts.masks and (case.mask or facts.masks.open)
+        else ([None, None], (0, 0))
+    )
+    prompts = [
+        conditioning(number, n, mask, grid) for number, n, mask in zip((1, 2), texts, masks, strict=True)
+    ]
+    prompts = [
+        [[text, {**extras, **facts.extras(latent, side)}] for text, extras in prompt]
+        for side, prompt in enumerate(prompts)
+    ]
+    options = {"noise_mask": facts.noise_mask(latent)} if facts.noise_mask is not None else {}
+    with torch.inference_mode():
+        noise = comfy.sample.prepare_noise(latent, seed)
+        samples = comfy.sample.sample(
+            model,
+            noise,
+            steps,
+            case.cfg,
+            case.sampler,
+            "simple",
+            *prompts,
+            latent,
+            disable_pbar=True,
+            seed=seed,
+            **options,
+        )
+    return torch.cat([one.flatten() for one in samples.unbind()]) if samples.is_nested else samples
+
+
+def stock_model(
+    heads: int, dtype: torch.dtype = torch.float32, seed: int = 0, family: str = PLAIN
+) -> ModelPatcher:
+    """Build a stock MODEL of a sample, with random weights and no file behind it."""
+    facts = SAMPLES[family]
+    return facts.form.random_model(facts.tiny.size(heads), seed, dtype)
+
+
+class Bench:
+    """Stock models, their parallel twins and what stock computes, each made once. ``clients``:
+    (ulysses, ring) -> a RemotePool.
+    """
+
+    def __init__(self, clients: Callable[..., RemotePool]):
+        self._clients = clients
+        self.stock = cache(lambda heads, family=PLAIN: stock_model(heads, family=family))
+        self.stock_bf16 = cache(lambda heads, family=PLAIN: stock_model(heads, torch.bfloat16, family=family))
+        self.truth = cache(lambda case: sample(self.stock(case.heads, case.family), case))
+        self._bound = cache(
+            lambda case: bound(
+                partial(sample, case=case), self.stock(case.heads, case.family), self.truth(case)
+            )
+        )
+        self._rounded = cache(lambda case: sample(self.stock_bf16(case.heads, case.family), case))
+        self.parallel = cache(
+            lambda heads, layout, family=PLAIN: self._parallel(self.stock(heads, family), layout)
+        )
+        self._parallel_bf16 = cache(
+            lambda heads, layout, family: self._parallel(self.stock_bf16(heads, family), layout)
+        )
+
+    def _parallel(self, stock: Any, layout: tuple[int, int]) -> Any:
+        from ...parallel_runtime.client.remote_patcher import parallelize
+
+        return parallelize(stock, self._clients(*layout), holds_ui_device=False)
+
+    def error(self, case: Case) -> float:
+        truth = self.truth(replace(case, method="ulysses1"))  # it does not depend on the method
+        return relative_error(sample(self.parallel(case.heads, case.layout, case.family), case), truth)
+
+    def bound(self, case: Case) -> float:
+        """Return the largest error that rounding explains, by stock's own sensitivity to it."""
+        return self._bound(replace(case, method="ulysses1"))
+
+    def bf16_ratio(self, case: Case) -> float:
+        """Return our bf16's distance from the fp32 truth over stock bf16's (root mean squares)."""
+        same = replace(case, method="ulysses1")
+        truth, rounded = self.truth(same), self._rounded(same)
+        stock_distance = rms(rounded - truth)
+        assert self.stock_bf16(case.heads, case.family).model.get_dtype_inference() == torch.bfloat16
+        return (
+            rms(sample(self._parallel_bf16(case.heads, case.layout, case.family), case) - truth)
+            / stock_distance
+        )
+
+
+def rms(tensor: torch.Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
+
+
+def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
+    """Parse the options and select their cases. Exits with a sentence where there are none."""
+    in_bf16 = [sample.name for sample in SAMPLES.values() if sample.bf16]
+    parser = argparse.ArgumentParser(
+        prog="python3 -m lab parity", description="Compare stock ComfyUI with the pool at the same seed."
+    )
+    parser.add_argument("--family", choices=SAMPLES)
+    parser.add_argument("--method", choices=METHODS)
+    parser.add_argument(
+        "--ranks", type=int, choices=sorted({ulysses * ring for ulysses, ring in METHODS.values()})
+    )
+    parser.add_argument("--cover", action="store_true", help="only the cover that the tests run")
+    parser.add_argument(
+        "--bf16",
+        action="store_true",
+        help=f"in bf16 ({', '.join(in_bf16)}): distance from the fp32 truth over stock's",
+    )
+    parser.add_argument(
+        "--layouts",
+        type=int,
+        nargs="+",
+        metavar="RANKS",
+        help="every layout of so many ranks instead, on one family",
+    )
+    parser.add_argument("--json", action="store_true", help="one object per line")
+    options = parser.parse_args(argv)
+    families = in_bf16 if options.bf16 else list(SAMPLES)
+    if options.family and options.family not in families:
+        only = " or ".join(families)
+        parser.error(
+            f"--bf16 measures {only} alone, not --family {options.family}: choose --family {only} or leave"
+            " one of the two out"
+        )
+    families = [options.family] if options.family else families
+    of_family = [case for case in (cover() if options.cover else full_product()) if case.family in families]
+    cases = [
+        case
+        for case in of_family
+        if options.ranks in (None, case.ranks) and options.method in (None, case.method)
+    ]
+    if not cases:
+        there = dict.fromkeys(
+            f"--method {case.method} (--ranks {case.ranks})" for case in sorted(of_family, key=by_method)
+        )
+        what = " ".join(
+            f"--{name} {getattr(options, name)}"
+            for name in ("family", "method", "ranks")
+            if getattr(options, name)
+        )
+        parser.error(
+            f"no case {'of the cover ' if options.cover else ''}has {what}: choose of {', '.join(there)}"
+        )
+    return options, sorted(cases, key=by_method)
+
+
+def by_method(case: Case) -> int:
+    return list(METHODS).index(case.method)
+
+
+def main(argv: list[str], host: ComfyInstall) -> int:
+    options, cases = chosen(argv)
+
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+    torch.set_num_threads(1)
+    from ...launcher.pool.devices import place
+    from ...launcher.pool.handle import PoolKeeper
+    from ...launcher.pool.rank_setup import RankSetup
+    from ...parallel_runtime.client.remote_pool import RemotePool
+    from ...parallel_runtime.layout import Layout
+    from . import every_layout
+
+    if options.layouts:
+        return every_layout.main(options.layouts, host, options.json)
+    keeper = PoolKeeper(RankSetup(comfyui=host.comfyui, comfy_args={"cpu": True}))
+
+    @cache
+    def clients(ulysses: int, ring: int) -> RemotePool:
+        return RemotePool(
+            keeper.handle(place(Layout(ulysses=ulysses, ring=ring), "cpu", "gloo", ())), shares_weights=True
+        )
+
+    bench = Bench(clients)
+    figure, (least, most) = (bench.bf16_ratio, BF16_BOUNDS) if options.bf16 else (bench.error, (0.0, BOUND))
+    bad = 0
+    for case in cases:
+        error, allowed = figure(case), most
+        if error > most and not options.bf16:
+            allowed = max(most, bench.bound(case))
+        ok = least <= error <= allowed  # False for NaN
+        bad += not ok
+        if options.json:
+            name = "bf16_ratio" if options.bf16 else "error"
+            print(json.dumps({**asdict(case), name: error, "bound": allowed, "ok": ok}), flush=True)
+        else:
+            beside = f", stock's own sensitivity allows {allowed:.2g}" if allowed > most else ""
+            print(f"{'ok ' if ok else 'BAD'} {error:.2g} {case}{beside}", flush=True)
+    keeper.close()
+    print(f"{len(cases) - bad} passed, {bad} failed", file=sys.stderr)
+    return 1 if bad else 0

@@ -1,0 +1,355 @@
+"""The bench's statistics, goals, schema and stand-in; never absolute speed."""
+
+import json
+import os
+import random
+from dataclasses import replace
+from statistics import median
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pipemesh.lab.bench import command as bench
+from pipemesh.lab.bench import compile as compile_bench
+from pipemesh.lab.bench import hop, load, mixed, pipefusion, plan, sp
+from pipemesh.lab.bench.capacity import capacity
+from pipemesh.lab.bench.figures import Estimate, Figure, Goal, Options, estimate, exactly, number, percentile
+from pipemesh.lab.bench.forwards import StandinExchange, StandinRing
+from pipemesh.lab.bench.lockstep import Phase, Ranks, merge
+from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.parallel_runtime.comm.exchange import StopFlag
+from pipemesh.parallel_runtime.comm.mesh import SequenceComm
+from pipemesh.parallel_runtime.families.sample import Size
+from pipemesh.parallel_runtime.planner.expected import even_bytes
+from pipemesh.parallel_runtime.planner.measured import read, this_machine
+from pipemesh.tests.conftest import ALL
+from pipemesh.tests.models import evaluate
+
+SECONDS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)
+
+
+@given(SECONDS)
+def test_an_estimate_lies_in_its_interval_and_among_the_samples(samples):
+    value, low, high = estimate(samples, median)
+    assert min(samples) <= low <= high <= max(samples)
+    assert value == median(samples)
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    draw = random.Random(1)
+    hits = 0
+    for seed in range(40):
+        _, low, high = estimate([draw.gauss(1.0, 0.2) for _ in range(25)], median, seed)
+        hits += low <= 1.0 <= high
+    assert 32 <= hits <= 40  # 90 % of 40, give or take two standard deviations
+
+
+def test_an_interval_narrows_with_more_rounds():
+    draw = random.Random(2)
+    few, many = ([draw.gauss(1.0, 0.2) for _ in range(count)] for count in (10, 250))
+    assert width(estimate(many, median)) < width(estimate(few, median)) / 2
+
+
+def width(estimate: Estimate) -> float:
+    return estimate.high - estimate.low
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 50), (0.501, 51), (0.99, 99), (1.0, 100)])
+def test_a_percentile_is_a_measured_value(share, value):
+    assert percentile(list(range(100, 0, -1)), share) == value
+
+
+@pytest.mark.parametrize(
+    ("goal", "low", "high", "met"),
+    [
+        (Goal(at_least=0.88), 0.80, 0.89, True),
+        (Goal(at_least=0.88), 0.80, 0.87, False),
+        (Goal(at_most=1.0), 0.9, 1.5, True),
+        (Goal(at_most=1.0), 1.1, 1.5, False),
+        (Goal.within(0.02, 100.0), 101.9, 101.9, True),
+        (Goal.within(0.02, 100.0), 102.1, 102.1, False),
+        (Goal.within(0.02, 100.0), 97.9, 97.9, False),
+        (Goal.within(0.02, -100.0), -101.9, -101.9, True),
+        (Goal.within(0.02, -100.0), -102.1, -102.1, False),
+    ],
+)
+def test_a_goal_fails_only_where_the_favourable_end_misses_it(goal, low, high, met):
+    assert goal.is_met(Estimate((low + high) / 2, low, high)) is met
+
+
+def test_goals_read_like_conditions():
+    assert str(Goal(at_least=0.88)) == ">= 0.88"
+    assert str(Goal(at_most=12)) == "<= 12"
+    assert str(Goal.within(0.02, 10_000)) == ">= 9800 and <= 10200"
+    assert number(25174016.0) == "25174016"
+
+
+ROUNDS = [{"alone": 1.0, "both": 1.25, "shards": 1.1, "parallel": 0.8, "exchange": 0.08}] * 3
+
+
+def test_the_ratios_are_those_of_the_definition():
+    assert capacity(ROUNDS) == pytest.approx(2 * 1.0 / 1.25)
+    assert sp.efficiency(ROUNDS) == pytest.approx(1.1 / (0.8 * 1.6))
+    assert sp.speedup(ROUNDS) == pytest.approx(1.0 / 0.8)
+    assert sp.patch_tax(ROUNDS) == pytest.approx(1.1)
+    assert sp.exchange_share(ROUNDS) == pytest.approx(0.1)
+    whole = 1024 * 256 * 24 * 4
+    assert even_bytes(2, 1, 1024, 256, 24, 4) == whole  # 4 (N - 1) / N^2
+    assert even_bytes(4, 1, 1024, 256, 24, 4) == pytest.approx(0.75 * whole)
+    assert even_bytes(1, 2, 1024, 256, 24, 4) == whole  # 2 (N - 1) / N
+    assert even_bytes(1, 4, 1024, 256, 24, 4) == pytest.approx(1.5 * whole)
+
+
+def test_a_phase_lasts_as_long_as_its_slowest_rank():
+    assert merge([[{"alone": 3.0, "both": 1.0}], [{"both": 2.0}]]) == [{"alone": 3.0, "both": 2.0}]
+
+
+def test_a_phase_for_one_is_run_by_the_ranks_in_turn():
+    ranks = object.__new__(Ranks)
+    ranks.rank, ranks.size, ranks._barrier = 0, 2, lambda: None
+    rounds = ranks.measure({"alone": Phase(lambda: 1.0, alone=True), "both": Phase(lambda: 2.0)}, rounds=4)
+    assert rounds == [{"alone": 1.0, "both": 2.0}, {"both": 2.0}] * 2
+
+
+# -- the stand-in
+
+
+class WatchedStandin(StandinExchange):
+    def __init__(self, rank: int, size: int):
+        super().__init__(rank, size)
+        self.received = []
+
+    def _move(self, receiving, sending, receive_sizes, send_sizes):
+        super()._move(receiving, sending, receive_sizes, send_sizes)
+        self.received.append(receiving.clone())
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    from pipemesh.lab.commands.parity import stock_model
+
+    return stock_model(heads=5).model.diffusion_model
+
+
+def run(model, exchange, tokens=(13, 12)):
+    world = type(exchange)(exchange.rank, exchange.size)
+    comm = SequenceComm(exchange, StandinRing(0, 1), world, StopFlag(lambda: False))
+    return evaluate(model, comm, tokens)
+
+
+def test_the_standin_receives_ordinary_numbers(tiny):
+    standin = WatchedStandin(0, 2)
+    output = run(tiny, standin)
+    assert torch.isfinite(output).all()
+    for received in standin.received:
+        assert torch.isfinite(received).all()
+        assert (received[:-1].abs() > torch.finfo(torch.float32).tiny).float().mean() > 0.99
+        assert received[-1] == 0  # the last rank's flag: nobody wishes to stop
+
+
+# -- the command
+
+
+class Bench:
+    def __init__(self, *figures):
+        self.bench = lambda options: iter(figures)
+
+
+@pytest.fixture
+def run_bench(monkeypatch, capsys):
+    def call(*figures, argv=("sp", "--json")):
+        monkeypatch.setattr(bench.importlib, "import_module", lambda *_: Bench(*figures))
+        status = bench.main(list(argv), host=None)
+        return status, capsys.readouterr().out.splitlines()
+
+    return call
+
+
+GOOD = Figure("sp", "ulysses2_1024", "efficiency", Estimate(0.91, 0.89, 0.93), "ratio", Goal(at_least=0.88))
+BAD = Figure("hop", "back_to_back", "hop_ms_p50", Estimate(1.5, 1.4, 1.6), "ms", Goal(at_most=1.0))
+
+
+def test_json_is_one_object_per_line_and_nothing_else(run_bench):
+    status, lines = run_bench(GOOD, Figure("sp", "ulysses2_1024", "speedup", exactly(1.7), "x"))
+    assert status == 0
+    first, second = map(json.loads, lines)
+    assert list(first) == ["bench", "case", "metric", "value", "low", "high", "unit", "goal"]
+    assert list(first.values()) == ["sp", "ulysses2_1024", "efficiency", 0.91, 0.89, 0.93, "ratio", ">= 0.88"]
+    assert second["goal"] is None and second["low"] == second["high"] == 1.7
+
+
+def test_a_missed_goal_shows_in_the_table_and_the_exit_status(run_bench):
+    status, lines = run_bench(GOOD, BAD, argv=("hop",))
+    assert status == 1
+    assert lines[1].split()[-1] == "ok"
+    assert lines[2].split()[-1] == "MISS"
+
+
+def test_an_unknown_bench_is_refused_with_the_names(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["speed"], host=None)
+    assert "hop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", bench.NAMES)
+def test_every_name_is_a_module_with_a_bench(name):
+    import importlib
+
+    assert callable(importlib.import_module(f"pipemesh.lab.bench.{name}").bench)
+
+
+def host():
+    return ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
+
+
+by_request = pytest.mark.skipif(
+    not ALL, reason="a bench of half a minute; hop runs the same pools and processes"
+)
+
+
+@by_request
+def test_the_load_bench_runs(monkeypatch):
+    """Run with a tiny file: the figures mean nothing, but all of them must come."""
+    monkeypatch.setattr(load, "SIZE", Size(heads=1, head_dim=128, blocks=(1, 1)))
+    monkeypatch.setattr(load, "COLD_STARTS", 1)
+    monkeypatch.setattr(load, "require_room", lambda folder: None)
+    figures = {(figure.case, figure.metric) for figure in load.bench(Options(host=host(), rounds=1))}
+    assert {
+        ("2_ranks", "cold_start_s"),
+        ("2_ranks", "restart_s"),
+        *((case, "rss_ratio") for case in load.CASES),
+    } <= figures
+
+
+@by_request
+def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_the_formula(
+    monkeypatch, tmp_path
+):
+    sample, size = pipefusion.EQUAL
+    equal = sample, replace(size, heads=2, blocks=(6,))
+    for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 4, "TIMED_STEPS": 3, "EQUAL": equal}.items():
+        monkeypatch.setattr(pipefusion, name, small)
+    figures = {
+        (figure.case, figure.metric): figure
+        for figure in pipefusion.bench(Options(host=host(), rounds=1, pictures=tmp_path))
+    }
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "pipefusion-free-m2.png",
+        "pipefusion-single-m2.png",
+    }
+    assert {case for case, metric in figures if metric == "of_schedule"} == {"free_m2_320", "single_m2_320"}
+    assert (
+        figures["free_m2_320", "bytes_per_step"].is_met and figures["single_m2_320", "bytes_per_step"].is_met
+    )
+    assert 0 < figures["free_m2_320", "occupancy"].estimate.value <= 1
+    assert figures["cut_by_hand", "weights_share"].is_met
+    # With so few steps the blocks' times are rough
+    assert 0.5 < figures["equal_blocks", "weights_share"].estimate.value < 0.9
+
+
+@by_request
+def test_the_plan_bench_keeps_speeds_of_one_rank_of_two_and_of_one_on_all_cores(monkeypatch, tmp_path):
+    monkeypatch.setattr(plan, "ENOUGH", 1)
+    monkeypatch.setattr(plan, "cache_folder", lambda _environ: tmp_path)
+    figures = {figure.metric for figure in plan.bench(Options(host=host(), rounds=1))}
+    assert {
+        "ulysses 2",
+        "ring 2",
+        "cfg 2",
+        "data 2",
+        "pipefusion 2",
+        "mean_error",
+        "largest_error",
+        "regret",
+    } <= figures
+    kept = read(tmp_path / "speeds.json", this_machine())
+    assert {name.partition(" ")[2] for name in kept} == {*plan.KEPT} and len(kept) == len(
+        plan.KEPT
+    ) * plan.FAMILIES
+
+
+@by_request
+def test_the_bench_of_unlike_devices_runs(monkeypatch):
+    monkeypatch.setattr(mixed, "TOKENS", 192)
+    figures = {figure.metric: figure for figure in mixed.bench(Options(host=host(), rounds=1))}
+    assert set(figures) == {"of_ideal", "even_of_ideal", "slower_share", "speedup", "capacity"}
+    assert 0 < figures["slower_share"].estimate.value < 1
+
+
+def test_of_a_run_that_goes_step_by_step_the_first_steps_say_how_long_all_of_it_takes(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(pipefusion.time, "perf_counter", lambda: clock[0])
+    runs = object.__new__(pipefusion.Runs)
+    runs.steps = 28
+
+    def sample(model, steps, after_step):
+        for step in range(steps):
+            clock[0] += 5.0 if step == 0 else 2.0
+            after_step(step)
+        clock[0] += 1.0
+
+    runs.sample = sample
+    assert runs.step_by_step("model") == 5 + 27 * 2 + 1
+    assert clock[0] == 100 + 5 + 7 * 2 + 1
+    runs.steps = 4
+    assert runs.step_by_step("model") == 5 + 3 * 2 + 1
+
+
+def test_the_hop_bench_runs(monkeypatch):
+    monkeypatch.setattr(hop, "PER_ROUND", {"back_to_back": 1, "between_forwards": 1})
+    monkeypatch.setattr(hop, "WARM_UP", 1)
+    figures = {(figure.case, figure.metric) for figure in hop.bench(Options(host=host(), rounds=1))}
+    assert figures == {(case, f"hop_ms_{share}") for case in hop.GOALS_MS for share in ("p50", "p99")} | {
+        ("memory_only", "hop_ms_p50")
+    }
+
+
+@by_request
+def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
+    monkeypatch.setattr(sp, "EFFICIENCY", {192: 0.88})
+    cases = ["ulysses2_192", "ring2_192", "2x2_1024"]
+    figures = list(sp.bench(Options(host=host(), rounds=1)))
+    assert {figure.case for figure in figures if figure.metric == "efficiency"} == {
+        case for case in cases if case.endswith("_192")
+    }
+    counted = [figure for figure in figures if figure.metric == "bytes_per_step"]
+    assert [figure.case for figure in counted] == cases
+    assert all(figure.is_met for figure in counted)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "compiled", "kept", "is_met"),
+    [
+        (6.0, 5.0, 1.0, True),
+        (6.0, 5.08, 0.92, True),
+        (6.0, 5.2, 0.8, False),
+        (6.0, 6.0, 0.0, False),
+        (9.0, 8.0, 1.0, True),
+    ],
+)
+def test_what_ranks_keep_of_stocks_gain_is_seconds_of_computing_whatever_messages_take(
+    ranks, compiled, kept, is_met
+):
+    """Stock takes 10 s, and 8 s compiled: two ranks that save 1 s each have kept all of it."""
+    rounds = [{"stock": 10.0, "stock_compiled": 8.0, "ranks": ranks, "ranks_compiled": compiled}] * 3
+    share, seconds, *gains = compile_bench.figures("case", rounds)
+    assert (seconds.metric, seconds.is_met) == ("kept", is_met) and seconds.estimate.value == pytest.approx(
+        kept
+    )
+    assert [(one.metric, one.estimate.value) for one in gains] == [
+        ("gain", ranks / compiled),
+        ("stock_gain", 1.25),
+    ]
+    assert share.estimate.value == pytest.approx(ranks / compiled / 1.25)
+
+
+def test_where_stock_gains_nothing_nothing_can_be_kept():
+    rounds = [{"stock": 10.0, "stock_compiled": 9.9, "ranks": 6.0, "ranks_compiled": 6.0}] * 3
+    found = list(compile_bench.figures("case", rounds))
+    assert [one.metric for one in found] == ["gain_of_stocks", "gain", "stock_gain, none to keep"]
+    assert all(one.is_met for one in found)
+    slower = [{**rounds[0], "ranks_compiled": 7.0}] * 3
+    assert [one.metric for one in compile_bench.figures("case", slower) if not one.is_met] == [
+        "gain_of_stocks"
+    ]

@@ -1,0 +1,97 @@
+"""The table of model families tells the truth about the registry and about the host's classes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pipemesh.lab.commands import families
+from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.families import (
+    FAMILIES,
+    NOT_YET,
+    PLAIN,
+    PLANS,
+    SAMPLES,
+    WITHOUT_PLAN,
+    why_no_plan,
+)
+from pipemesh.parallel_runtime.families.plan import Together
+from pipemesh.tests.conftest import COMFYUI
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_docs_families_is_what_the_registry_says():
+    """`python3 -m lab families --markdown > docs/FAMILIES.md` brings it up to date."""
+    text = (ROOT / "docs" / "FAMILIES.md").read_text(encoding="utf-8")
+    assert text == families.markdown(families.rows(), families.on_one_gpu(Path(COMFYUI)))
+
+
+def test_every_class_of_a_plan_and_every_one_without_is_the_hosts():
+    hosts = set(families.transformers(Path(COMFYUI)))
+    planned = {model for plan in PLANS for model in plan.models}
+    assert len(hosts) > 40
+    assert planned <= hosts | {"comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper"}
+    assert set(WITHOUT_PLAN) <= hosts
+    assert not planned & set(WITHOUT_PLAN)
+
+
+def test_a_plan_that_is_only_whole_says_why():
+    plan = PLANS[0]
+    whole = replace(plan, together=Together(always="it looks at all frames"))
+    assert families.row_of(plan, []).pipefusion == "approximate"
+    row = families.row_of(whole, [PLAIN])
+    assert (row.pipefusion, row.why) == ("whole", "it looks at all frames")
+    assert "whole: it looks at all frames" in families.markdown([row], {})
+    among = replace(plan, blocks=(*plan.blocks[:-1], replace(plan.blocks[-1], interleaved=True)))
+    assert families.row_of(among, []).pipefusion == "refused"
+
+
+def test_a_plan_whose_patches_are_bound_says_by_what():
+    bound = replace(PLANS[0], together=Together(refiners=("first",), arguments=("ref_latents",)))
+    row = families.row_of(bound, [PLAIN])
+    says = (
+        "approximate: step by step, because of the model's first, which looks at the whole image; whole with"
+        " ref_latents"
+    )
+    assert says in families.markdown([row], {})
+
+
+@pytest.mark.parametrize("option", ["--json", ""])
+def test_the_command_lists_families_and_those_on_one_gpu_with_the_reason(capsys, option):
+    assert (
+        families.main(
+            [option] if option else [], ComfyInstall(python="", comfyui=COMFYUI, version="", base="")
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    if option:
+        answer = json.loads(said)
+        assert {plan.family for plan in PLANS} == {row["family"] for row in answer["families"]}
+        assert answer["one_gpu"]["comfy.ldm.seedvr.model:NaDiT"].startswith("its attention looks at windows")
+    else:
+        assert "NaDiT; its attention looks at windows" in said
+
+
+def test_an_unknown_class_has_no_plan_yet():
+    assert why_no_plan(dict) == NOT_YET
+
+
+def test_a_model_that_no_stage_can_hold_a_part_of_is_refused_before_anything_starts(client):
+    refused = {plan.family for plan in PLANS if plan.why_no_stages}
+    sample = next(one for name, one in SAMPLES.items() if family_of(name) in refused)
+    model = sample.form.random_model(sample.tiny.size(sample.heads[0]))
+    with pytest.raises(
+        Refused, match=r"cannot be divided into stages, because its .* run among its other blocks"
+    ):
+        parallelize(model, client, 0.0, Patching(2))
+
+
+def family_of(name):
+    return next(
+        family.plans[0].family for family in FAMILIES if name in [sample.name for sample in family.samples]
+    )

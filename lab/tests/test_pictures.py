@@ -1,0 +1,309 @@
+"""The demo's small trained model: captions, its network and autoencoder against ComfyUI's,
+training, and the files in assets.
+"""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from pipemesh.lab.demo_nodes.captions import COLOURS, PLACES, Scene, Thing, conditioning, parse_caption
+from pipemesh.lab.pictures import showcase
+from pipemesh.lab.pictures.autoencoder import SCALE, SHIFT, Decoder, encoder_weights, fit_projection
+from pipemesh.lab.pictures.classifier import accuracy, train_classifier
+from pipemesh.lab.pictures.files import ASSETS, MODEL, VAE, trained_files, write_files
+from pipemesh.lab.pictures.measures import kernel_distance, psnr, ssim
+from pipemesh.lab.pictures.network import Network, Width
+from pipemesh.lab.pictures.picture_set import picture_set
+from pipemesh.lab.pictures.scenes import CENTRES, RGB, SIDE, draw, scenes_by_chance
+from pipemesh.lab.pictures.training import (
+    CHECKPOINT,
+    LOG,
+    Recipe,
+    Trainee,
+    Training,
+    channels_last,
+    read_log,
+    run,
+    sampled,
+    shared_out,
+)
+from pipemesh.lab.pictures.whole import whole
+from pipemesh.launcher.errors import LaunchError
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+SMALL = Width(hidden=128, double_blocks=1, single_blocks=1)
+RECIPE = Recipe(iterations=75, batch=8, rate=3e-3, decoder_iterations=4, bfloat16=False)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    return picture_set(tmp_path_factory.mktemp("set"), 64, 64)
+
+
+def test_a_caption_reads_back_as_its_scene():
+    for scene in scenes_by_chance(1, 200):
+        assert parse_caption(str(scene)) == scene
+    told_apart = {tuple(conditioning(scene).flatten().tolist()) for scene in set(scenes_by_chance(2, 200))}
+    assert len(told_apart) == len(set(scenes_by_chance(2, 200)))
+
+
+@pytest.mark.parametrize(
+    ("caption", "says"),
+    [
+        ("a pink circle at the top left on a dark ground", '"pink" is no colour .* choose red, green'),
+        ("a red dog at the top left on a dark ground", '"dog" is no shape'),
+        ("a red ring at the side on a dark ground", '"side" is no place'),
+        ("a red ring at the centre on a wet ground", '"wet" is no ground'),
+        ("a red ring at the centre", "ends in no ground"),
+        ("two rings on a dark ground", "names no object"),
+        (
+            "a red ring at the centre and a blue ring at the centre on a dark ground",
+            "two objects at one place",
+        ),
+        (" and ".join(["a red ring at the centre"] * 3) + " on a dark ground", "has 3 objects"),
+    ],
+)
+def test_a_caption_that_the_set_does_not_know_is_refused_by_its_word(caption, says):
+    with pytest.raises(ValueError, match=says):
+        parse_caption(caption)
+
+
+def test_each_object_is_drawn_in_its_colour_at_its_place_and_nothing_elsewhere():
+    scenes = [
+        Scene((Thing(colour, 0, place),), 1)
+        for colour, place in itertools.product(range(len(COLOURS)), range(len(PLACES)))
+    ]
+    for scene, picture in zip(scenes, draw(scenes, 0), strict=True):
+        for place, (x, y) in enumerate(CENTRES.values()):
+            seen = (picture[:, y, x] * 255).round().int().tolist()
+            assert (tuple(seen) == RGB[COLOURS[scene.things[0].colour]]) == (place == scene.things[0].place)
+
+
+def by_chance(network):
+    generator = torch.Generator().manual_seed(0)
+    for parameter in network.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.08
+    return network
+
+
+def of_host(weights):
+    import comfy.sd
+
+    patcher = comfy.sd.load_diffusion_model_state_dict(dict(weights), model_options={"dtype": torch.float32})
+    return patcher
+
+
+@torch.no_grad()
+def test_the_network_computes_what_comfyui_computes_with_its_weights():
+    network = by_chance(Network(Width()))
+    host = of_host(network.state_dict()).model.diffusion_model
+    latent, tokens = torch.randn(2, 16, 8, 6), torch.rand(2, 3, 19)
+    times = torch.tensor([0.3, 0.9])
+    expected = host(latent, times, tokens, y=tokens.flatten(1))
+    torch.testing.assert_close(network(latent, times, tokens), expected, atol=2e-5, rtol=2e-4)
+
+
+@torch.no_grad()
+def test_comfyui_detects_the_autoencoder_and_computes_what_it_computes(pictures):
+    import comfy.latent_formats
+    import comfy.sd
+
+    shown = pictures.pictures[:3].float() / 255
+    projection, decoder = fit_projection(shown), Decoder()
+    decoder_weights = {f"taesd_decoder.{name}": tensor for name, tensor in decoder.state_dict().items()}
+    scales = {"vae_scale": torch.tensor(SCALE), "vae_shift": torch.tensor(SHIFT)}
+    vae = comfy.sd.VAE(sd={**encoder_weights(projection), **decoder_weights, **scales}, dtype=torch.float32)
+    assert vae.latent_channels == 16
+    latent = vae.encode(shown.movedim(1, -1))
+    expected = projection.encode(shown)
+    torch.testing.assert_close(comfy.latent_formats.Flux().process_in(latent), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        vae.decode(latent).movedim(-1, 1), decoder(expected).clamp(0, 1), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_a_short_training_run_learns_and_goes_on_where_it_stopped(pictures, tmp_path):
+    def trained(folder, recipe, stops=()):
+        folder.mkdir(exist_ok=True)
+        training = Training(pictures, SMALL, recipe)
+        if (folder / "checkpoint.safetensors").exists():
+            training.load(folder / "checkpoint.safetensors")
+        return training, list(run(training, folder, 3600, iter([*stops, *[False] * 10_000]).__next__))
+
+    straight, records = trained(tmp_path, RECIPE)
+    first, last = records[0], records[-1]
+    assert last["transformer_loss"] < 0.85 * first["transformer_loss"]
+    assert (straight.transformer.iteration, straight.decoder.iteration) == (75, 4), (
+        "neither ends before its iterations"
+    )
+    files = write_files(straight, tmp_path, tmp_path / "out")
+    assert [file.name for file in files] == [MODEL, VAE, "loss.png"] and sorted(
+        (tmp_path / "out").iterdir()
+    ) == sorted(files)
+
+    cut = replace(RECIPE, decoder_iterations=0, iterations=6)
+    whole, _ = trained(tmp_path / "whole", cut)
+    trained(tmp_path / "parts", cut, stops=[False, False, False, True])
+    parts, _ = trained(tmp_path / "parts", cut)
+    assert parts.transformer.iteration == whole.transformer.iteration == 6
+    for name, tensor in whole.transformer.averaged_weights().items():
+        torch.testing.assert_close(parts.transformer.averaged_weights()[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, 12, 16, 64])
+def test_threads_share_a_batch_out_whatever_their_number(threads):
+    values = torch.randn(12, requires_grad=True)
+    shares = shared_out(lambda part: values[part].square().mean(), len(values), threads)
+    assert len(shares) == min(threads, 12)
+    torch.testing.assert_close(torch.stack([loss() for loss in shares]).mean(), values.square().mean())
+
+
+def test_records_that_a_crash_left_behind_the_checkpoint_are_not_drawn(pictures, tmp_path):
+    training = Training(pictures, SMALL, RECIPE)
+    training.transformer.iteration = training.decoder.iteration = 50
+    records = [
+        {"iteration": number, "decoder_iteration": number, "transformer_loss": 1.0} for number in (25, 50, 75)
+    ]
+    (tmp_path / LOG).write_text(
+        "".join(f"{json.dumps(record)}\n" for record in records) + '{"iteration": 100, "dec'
+    )
+    assert not list(run(training, tmp_path, 3600, lambda: True))
+    assert read_log(tmp_path) == records[:2]
+
+
+def test_a_checkpoint_is_gone_on_with_under_its_own_seed_only(pictures, tmp_path):
+    Training(pictures, SMALL, RECIPE, seed=3).save(tmp_path / CHECKPOINT)
+    Training(pictures, SMALL, RECIPE, seed=3).load(tmp_path / CHECKPOINT)
+    with pytest.raises(LaunchError, match=r"begun with seed 3, not 0: give that one, or another folder\.$"):
+        Training(pictures, SMALL, RECIPE).load(tmp_path / CHECKPOINT)
+
+
+def test_a_file_that_is_not_written_whole_leaves_the_one_before_it(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_text("before")
+    with pytest.raises(OSError, match="full"), whole(file) as part:
+        part.write_text("half")
+        raise OSError("full")
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["before"]
+    with whole(file) as part:
+        part.write_text("after")
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["after"]
+
+
+def test_the_decoders_order_of_memory_changes_no_step_of_it_nor_of_one_that_goes_on():
+    """The fused optimiser reads gradients and moments in the parameter's own order."""
+    before = torch.nn.Conv2d(3, 8, 3).state_dict()
+    gradients = [[torch.randn(8, 3, 3, 3) * factor, torch.randn(8)] for factor in (1.0, 3.0)]
+
+    def trained(ordered):
+        network = torch.nn.Conv2d(3, 8, 3)
+        network.load_state_dict(before)
+        return Trainee(ordered(network), 1e-2, 0.9)
+
+    def stepped(ordered):
+        first, second = trained(ordered), trained(ordered)
+        first.step(gradients, 1.0)
+        second.restore({name: tensor.contiguous() for name, tensor in first.tensors().items()})
+        second.step([[-part for part in parts] for parts in gradients[:1]], 1.0)
+        return second.network.weight
+
+    torch.testing.assert_close(stepped(channels_last), stepped(lambda network: network))
+
+
+@pytest.fixture(scope="module")
+def trained_model():
+    import comfy.sd
+    import comfy.utils
+
+    weights, metadata = comfy.utils.load_torch_file(str(ASSETS / VAE), return_metadata=True)
+    return comfy.sd.load_diffusion_model(str(ASSETS / MODEL)), comfy.sd.VAE(sd=weights, metadata=metadata)
+
+
+@torch.no_grad()
+def test_stock_comfyui_draws_the_captions_with_the_trained_files(trained_model):
+    """Its euler on its simple schedule is the plain network's own sampling, and objects stand in
+    their colour at their place.
+    """
+    import comfy.sample
+
+    model, vae = trained_model
+    scenes = [Scene((Thing(0, 1, 0), Thing(2, 0, 3)), 0), Scene((Thing(3, 0, 4),), 1)]
+    network = Network(Width())
+    network.load_state_dict({name: tensor.float() for name, tensor in load_file(ASSETS / MODEL).items()})
+    how = (10, 3.0, "euler", "simple")
+    for seed, scene in enumerate(scenes):
+        tokens = conditioning(scene)[None]
+        positive, negative = (
+            [[each, {"pooled_output": each.flatten(1)}]] for each in (tokens, torch.zeros_like(tokens))
+        )
+        noise = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(seed))
+        latent = comfy.sample.sample(
+            model, noise, *how, positive, negative, torch.zeros_like(noise), disable_pbar=True
+        )
+        mine = sampled(network, tokens, 16, seed, steps=10)
+        torch.testing.assert_close((latent - SHIFT) * SCALE, mine, atol=2e-2, rtol=2e-2)
+        picture = vae.decode(latent)[0] * 255
+        assert picture.shape == (SIDE, SIDE, 3)
+        for thing in scene.things:
+            x, y = CENTRES[PLACES[thing.place]]
+            seen = picture[y - 4 : y + 4, x - 4 : x + 4].mean((0, 1))
+            nearest = min(RGB, key=lambda name: (seen - torch.tensor(RGB[name])).norm().item())
+            assert nearest == COLOURS[thing.colour], str(scene)
+
+
+def test_distances_of_pictures_are_what_their_names_say():
+    generator = torch.Generator().manual_seed(0)
+    shown = torch.rand(4, 3, 32, 32, generator=generator)
+    torch.testing.assert_close(psnr(shown + 0.1, shown), torch.full((4,), 20.0))
+    assert psnr(shown, shown).isinf().all()
+    torch.testing.assert_close(ssim(shown, shown), torch.ones(4, dtype=torch.float64))
+    assert (ssim(shown.flip(0), shown) < 0.2).all()
+    same, other = (torch.randn(300, 8, generator=generator) for _ in range(2))
+    assert abs(kernel_distance(same, other)) < 0.1 * kernel_distance(same, other + 1)
+
+
+def test_a_sheet_has_a_row_for_each_method_and_a_column_for_each_caption():
+    stock = [
+        showcase.Drawn(Image.new("RGB", (SIDE, SIDE), colour), (0.2, 0.4, 0.4)) for colour in ("red", "blue")
+    ]
+    ours = [showcase.Drawn(one.picture, (0.1, 0.2, 0.2)) for one in stock[::-1]]
+    assert showcase.decibels(stock, stock) == [99, 99]
+    assert max(showcase.decibels(ours, stock)) < 10
+    one, two = (showcase.sheet({"stock": stock, **more}) for more in ({}, {"other": ours}))
+    pen = ImageDraw.Draw(one)
+    lines = [showcase.lines_of(pen, caption, SIDE * showcase.SCALE) for caption in showcase.CAPTIONS]
+    assert [" ".join(each.split()) for each in lines] == list(showcase.CAPTIONS), (
+        "no word of a caption is lost"
+    )
+    assert all(pen.multiline_textbbox((0, 6), each)[3] <= showcase.HEADER for each in lines)
+    assert two.width == one.width > 2 * 2 * SIDE and two.height > one.height + 2 * SIDE
+    assert showcase.label("stock", stock, stock) == "stock: 400 ms per step"
+    assert showcase.label("other", ours, stock).endswith(" dB, 200 ms per step, speed-up 2.00x")
+
+
+def test_the_classifier_counts_the_words_of_captions_that_are_drawn():
+    scenes = scenes_by_chance(3, 256)
+    net = train_classifier((draw(scenes, 3) * 255).to(torch.uint8), scenes, steps=40)
+    drawn, found = draw(scenes, 4), accuracy(net, draw(scenes, 4), scenes)
+    assert found["place"] > 0.95 and found["colour"] > 0.8
+    assert accuracy(net, drawn.flip(0), scenes)["all"] < found["all"] - 0.2
+
+
+def test_the_trained_files_are_small_and_what_their_card_says():
+    card = (ASSETS / "README.md").read_text()
+    assert sum(file.stat().st_size for file in ASSETS.glob("*") if file.is_file()) <= 24e6
+    for file in trained_files():
+        with safe_open(file, framework="pt") as stored:
+            about, weights = stored.metadata(), [stored.get_tensor(name) for name in stored.keys()]
+        size = file.stat().st_size / 1e6
+        assert f"`{file.name}`" in card and f"| {size:.1f} MB |" in card
+        assert (
+            f"{int(about['iterations']):,} iterations" in card
+            and f"{about['decoder_iterations']} of 12 crops" in card
+        )
+        if file.name == MODEL:
+            assert f"{sum(weight.numel() for weight in weights) / 1e6:.2f} M parameters" in card

@@ -1,0 +1,171 @@
+"""Random models and their files: ComfyUI's own loaders take them, and everything in them
+matters.
+"""
+
+import pytest
+import torch
+from pipemesh.lab import random_files
+from pipemesh.parallel_runtime.families import SAMPLES
+from pipemesh.parallel_runtime.families.flux import guided_config
+from pipemesh.parallel_runtime.families.sample import Form, Size
+from pipemesh.tests.models import FORM, write_lora, write_model
+from safetensors.torch import load_file
+
+SEED = 5
+SIZE = Size(heads=2, head_dim=128, blocks=(2, 3))
+GUIDED = Form(config_class="Flux", config=guided_config, file=FORM.file)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "model.safetensors", blocks=(2, 3), seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def patcher(file):
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model(str(file))
+
+
+@pytest.fixture(scope="module")
+def forward():
+    """model -> its output on fixed inputs."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 16, 16, 12, generator=generator)
+    context, pooled = torch.randn(1, 13, 64, generator=generator), torch.randn(1, 32, generator=generator)
+
+    @torch.inference_mode()
+    def run(model, context=context, pooled=pooled, timestep=0.6):
+        return model.diffusion_model(x, torch.tensor([timestep]), context, pooled, torch.tensor([3.5]))
+
+    run.context, run.pooled = context, pooled
+    return run
+
+
+def test_comfyui_detects_the_file(patcher, file):
+    config = patcher.model.model_config.unet_config
+    expected = FORM.config(SIZE)
+    assert {name: config[name] for name in expected} == expected
+    assert patcher.cached_patcher_init[1][0] == str(file)
+    named = patcher.model.model_config.process_unet_state_dict(FORM.file.shapes(expected))
+    assert {
+        name: tuple(tensor.shape) for name, tensor in patcher.model.diffusion_model.state_dict().items()
+    } == named
+
+
+def test_the_output_is_of_scale_one(patcher, forward):
+    output = forward(patcher.model)
+    assert output.isfinite().all()
+    assert 0.5 < output.std() < 2
+    assert output.abs().max() < 10
+
+
+def test_every_block_matters(patcher, forward, monkeypatch):
+    model = patcher.model.diffusion_model
+    output = forward(patcher.model)
+    for index, block in enumerate([*model.double_blocks, *model.single_blocks]):
+        double = index < len(model.double_blocks)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                block, "forward", (lambda img, txt, **_: (img, txt)) if double else (lambda x, **_: x)
+            )
+            assert (forward(patcher.model) - output).std() > 0.05, f"block {index} could be left out"
+
+
+def test_every_input_matters(patcher, forward):
+    output = forward(patcher.model)
+    others = {
+        "context": forward(patcher.model, context=-forward.context),
+        "pooled": forward(patcher.model, pooled=-forward.pooled),
+        "timestep": forward(patcher.model, timestep=0.3),
+    }
+    for name, other in others.items():
+        assert (other - output).std() > 0.02, f"{name} could be left out"
+
+
+def test_positions_matter(patcher, forward, monkeypatch):
+    model = patcher.model.diffusion_model
+    output, embed = forward(patcher.model), model.pe_embedder.forward
+    with monkeypatch.context() as patch:  # one place off: what a wrong slice of the positions does
+        patch.setattr(model.pe_embedder, "forward", lambda ids: embed(ids.roll(1, dims=1)))
+        assert (forward(patcher.model) - output).std() > 0.005
+
+
+def test_the_seed_decides_the_file(file, tmp_path):
+    again = write_model(tmp_path / "again.safetensors", blocks=(2, 3), seed=SEED)
+    other = write_model(tmp_path / "other.safetensors", blocks=(2, 3), seed=SEED + 1)
+    assert again.read_bytes() == file.read_bytes()
+    tensors, others = load_file(file), load_file(other)
+    assert not any(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def test_no_two_layers_are_alike(file):
+    tensors = list(load_file(file).values())
+    assert len({tensor.flatten()[:8].numpy().tobytes() for tensor in tensors}) == len(tensors)
+
+
+def test_more_blocks_leave_the_others_as_they_were(file, tmp_path):
+    longer = load_file(write_model(tmp_path / "longer.safetensors", blocks=(2, 4), seed=SEED))
+    assert all(torch.equal(tensor, longer[name]) for name, tensor in load_file(file).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_other_dtypes_are_the_same_weights_rounded(file, tmp_path, dtype):
+    rounded = load_file(write_model(tmp_path / "rounded.safetensors", blocks=(2, 3), dtype=dtype, seed=SEED))
+    assert all(torch.equal(tensor.to(dtype), rounded[name]) for name, tensor in load_file(file).items())
+
+
+def test_guidance_makes_it_the_guided_form(tmp_path, forward):
+    import comfy.sd
+    import comfy.supported_models
+
+    path = write_model(tmp_path / "dev.safetensors", heads=1, blocks=(1, 1), form=GUIDED)
+    patcher = comfy.sd.load_diffusion_model(str(path))
+    assert type(patcher.model.model_config) is comfy.supported_models.Flux
+    assert forward(patcher.model).isfinite().all()
+
+
+def test_a_head_size_that_no_file_can_have_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="heads of 16, but ComfyUI reads a file's heads as 128 wide"):
+        random_files.write_model(
+            tmp_path / "odd.safetensors", FORM, Size(heads=2, head_dim=16, blocks=(1, 1))
+        )
+
+
+def test_a_form_without_a_file_form_is_refused(tmp_path):
+    form = next(sample.form for sample in SAMPLES.values() if sample.form.file is None)
+    with pytest.raises(ValueError, match="no file form is known"):
+        random_files.write_model(tmp_path / "none.safetensors", form, SIZE)
+
+
+def test_the_lora_reaches_every_block_and_changes_the_output(patcher, forward, file, tmp_path):
+    import comfy.sd
+
+    lora = load_file(write_lora(tmp_path / "lora.safetensors", file))
+    patched, _ = comfy.sd.load_lora_for_models(patcher, None, lora, 1.0, 0.0)
+    assert len(patched.patches) == len(lora) // 3 == 2 * 8 + 3 * 2
+    before = forward(patcher.model)
+    patched.patch_model()
+    after = forward(patched.model)
+    patched.unpatch_model()
+    assert 0.1 < (after - before).std() < 2
+    assert torch.equal(forward(patcher.model), before)
+
+
+def test_a_lora_without_targets_is_refused(file, tmp_path):
+    with pytest.raises(ValueError, match=r"ends in any of attn1"):
+        write_lora(tmp_path / "lora.safetensors", file, targets=("attn1",))
+
+
+def test_a_patcher_without_a_file_holds_the_same_weights(patcher, forward):
+    built = FORM.random_model(SIZE, SEED)
+    assert built.cached_patcher_init is None
+    assert torch.equal(forward(built.model), forward(patcher.model))
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(12, 16), (5, 16), (3, 32)])
+def test_any_number_of_heads_without_a_file(forward, heads, head_dim):
+    built = GUIDED.random_model(Size(heads=heads, head_dim=head_dim, blocks=(2, 2)))
+    assert built.model.diffusion_model.num_heads == heads
+    assert 0.5 < forward(built.model).std() < 2

@@ -1,0 +1,158 @@
+"""What the command says of a template, on a server that gives what a test wants: same, different,
+one GPU, refused or error.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pipemesh.lab.comfyui.api import RunError
+from pipemesh.lab.templates.cut import RECORD_NODE, ROUNDED_NODE
+from pipemesh.lab.templates.run import Tries
+from pipemesh.lab.templates.surgery import EXACT, PARALLEL
+from safetensors.torch import save_file
+
+from .test_template_stand_ins import GRAPH, INFO
+
+TRUTH = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+OTHER = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+NO_PLAN = "Net has no token plan (a UNet): leave PipeMesh Parallelize out for this model."
+FIRST, SECOND = f"{PARALLEL} patch 0", f"{PARALLEL} model 0"
+
+
+class Server:
+    """Gives what ``answer`` makes of a graph: a latent for every sampler, or an error."""
+
+    def __init__(self, output, answer):
+        self.output, self.answer, self.graphs, self.clock = output, answer, [], 1.0
+
+    def run(self, graph, timeout_s):
+        self.graphs.append(graph)
+        given = self.answer(graph)
+        if isinstance(given, RunError):
+            return SimpleNamespace(error=given)
+        for node in graph.values():
+            if node["class_type"] == RECORD_NODE:
+                save_file({"0": given.contiguous()}, self.output / node["inputs"]["name"])
+        return SimpleNamespace(error=None)
+
+    def get(self, path):
+        runs = sum(map(is_parallel, self.graphs))
+        return {
+            "pools": [
+                {"last_run": {"began": self.clock * runs, "evaluations": 7} if runs else None},
+                {"last_run": None},
+            ]
+        }
+
+
+@pytest.fixture
+def outcome_of(tmp_path):
+    """An answer -> the outcome, and the graphs that were run."""
+
+    def tried(answer):
+        server = Server(tmp_path, answer)
+        return Tries(server, {**INFO, "Loader": INFO["Loader"]}, {"ulysses": 2}).outcome(
+            "a", graph()
+        ), server.graphs
+
+    return tried
+
+
+def graph():
+    return {
+        key: {**node, "class_type": "UNETLoader" if key == "model" else node["class_type"]}
+        for key, node in GRAPH.items()
+    }
+
+
+def is_parallel(graph):
+    return any(key.startswith(PARALLEL) for key in graph)
+
+
+def is_exact(graph):
+    return graph["model"]["inputs"]["unet_name"].endswith(EXACT)
+
+
+def refusal(node, message):
+    return RunError("failed", node, "PipeMeshParallelize", message, "pipemesh.Refused")
+
+
+def test_equal_latents_are_the_same_and_the_pool_was_asked(outcome_of):
+    outcome, graphs = outcome_of(lambda graph: TRUTH)
+    assert (outcome.result, outcome.samplers, outcome.error, outcome.evaluations) == ("same", 2, 0.0, 7)
+    assert [is_parallel(graph) for graph in graphs] == [False, True]
+
+
+def test_a_template_of_which_nothing_ran_in_the_pool_is_an_error(tmp_path):
+    """Of a pool that stays up, the last run may be another template's."""
+    server = Server(tmp_path, lambda graph: TRUTH)
+    server.clock = 0.0
+    tries = Tries(server, INFO, {"ulysses": 2})
+    assert tries.outcome("first", graph()).result == "same"
+    assert (tries.outcome("second", graph()).result, tries.outcome("second", graph()).evaluations) == (
+        "error",
+        0,
+    )
+
+
+def test_other_latents_of_weights_that_were_never_quantised_are_different(outcome_of):
+    outcome, _graphs = outcome_of(lambda graph: TRUTH + 1e-4 * OTHER if is_parallel(graph) else TRUTH)
+    assert (
+        outcome.result == "different" and outcome.ratio is None and "of the latent's scale" in outcome.reason
+    )
+
+
+@pytest.mark.parametrize(("ours", "result"), [(1.1, "same"), (1.3, "different")])
+def test_quantised_weights_may_bring_us_no_further_from_the_truth_than_stock(outcome_of, ours, result):
+    def answer(graph):
+        return TRUTH if is_exact(graph) else TRUTH + (-ours if is_parallel(graph) else 1.0) * 0.01 * OTHER
+
+    outcome, _graphs = outcome_of(answer)
+    assert outcome.result == result and outcome.ratio == pytest.approx(ours, rel=1e-3)
+
+
+@pytest.mark.parametrize(("ours", "result"), [(4.0, "same"), (6.0, "different")])
+def test_what_rounding_does_to_stock_may_rounding_do_to_us(outcome_of, ours, result):
+    def answer(graph):
+        rounded = any(node["class_type"] == ROUNDED_NODE for node in graph.values())
+        return TRUTH + 1e-4 * OTHER * (ours if is_parallel(graph) else float(rounded))
+
+    outcome, graphs = outcome_of(answer)
+    assert outcome.result == result and (result == "different" or "sensitivity" in outcome.reason)
+    assert sum(node["class_type"] == ROUNDED_NODE for node in graphs[3].values()) == 2
+
+
+def test_a_model_without_a_plan_is_left_to_stock_and_the_others_are_tried(outcome_of):
+    outcome, graphs = outcome_of(lambda graph: refusal(SECOND, NO_PLAN) if SECOND in graph else TRUTH)
+    assert outcome.result == "same" and outcome.one_gpu == [NO_PLAN]
+    assert FIRST in graphs[-1] and SECOND not in graphs[-1]
+
+
+def test_a_template_whose_models_have_no_plan_runs_on_one_gpu(outcome_of):
+    def answer(graph):
+        refused = next((key for key in (FIRST, SECOND) if key in graph), None)
+        return refusal(refused, NO_PLAN) if refused else TRUTH
+
+    outcome, _graphs = outcome_of(answer)
+    assert (outcome.result, outcome.reason) == ("one GPU", NO_PLAN)
+
+
+@pytest.mark.parametrize(
+    ("exception", "result"),
+    [("pipemesh.Refused", "refused"), ("pipemesh.PoolFailed", "error"), ("TypeError", "error")],
+)
+def test_what_is_refused_is_told_from_what_fails(outcome_of, exception, result):
+    error = RunError("failed", "second", "KSampler", "the patch X cannot run in the pool", exception)
+    outcome, _graphs = outcome_of(lambda graph: error if is_parallel(graph) else TRUTH)
+    assert outcome.result == result and "the patch X" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    "given",
+    [RunError("failed", "model", "UNETLoader", "no such file"), TRUTH * float("nan")],
+    ids=["fails", "nan"],
+)
+def test_a_template_that_stock_cannot_run_is_an_error_of_stocks(outcome_of, given):
+    outcome, graphs = outcome_of(lambda graph: given)
+    assert outcome.result == "error" and outcome.reason.startswith("stock: ") and len(graphs) == 1

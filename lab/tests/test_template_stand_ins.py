@@ -1,0 +1,220 @@
+"""The workflow templates are tried with stand-ins: small by one rule, of the shapes that the files
+have, parallel before each sampler.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from pipemesh.lab.commands.templates import line_of, pool_inputs
+from pipemesh.lab.templates import cut, surgery
+from pipemesh.lab.templates.files import templates
+from pipemesh.lab.templates.run import Outcome, relative_error
+from pipemesh.lab.templates.workflow import read
+from pipemesh.tests.conftest import ALL
+
+INFO = {
+    "Loader": {"input": {"required": {"unet_name": ["COMBO", {}]}}, "output": ["MODEL"]},
+    "Patch": {"input": {"required": {"model": ["MODEL", {}]}}, "output": ["MODEL"]},
+    "Scheduler": {
+        "input": {"required": {"model": ["MODEL", {}], "steps": ["INT", {}]}},
+        "output": ["SIGMAS"],
+    },
+    "Guider": {"input": {"required": {"model": ["MODEL", {}]}}, "output": ["GUIDER"]},
+    "Custom": {
+        "input": {"required": {"guider": ["GUIDER", {}], "sigmas": ["SIGMAS", {}]}},
+        "output": ["STRING", "LATENT"],
+    },
+    "KSampler": {
+        "input": {"required": {"model": ["MODEL", {}], "latent": ["LATENT", {}]}},
+        "output": ["LATENT"],
+    },
+    "Empty": {
+        "input": {"required": {"width": ["INT", {}]}, "optional": {"size": ["STRING", {}]}},
+        "output": ["LATENT"],
+    },
+    "Number": {"input": {"required": {"value": ["INT", {}]}}, "output": ["INT"]},
+    "Decode": {"input": {"required": {"samples": ["LATENT", {}]}}, "output": ["IMAGE"]},
+}
+
+
+def node(class_type, **inputs):
+    return {"class_type": class_type, "inputs": inputs}
+
+
+GRAPH = {
+    "model": node("Loader", unet_name="a.safetensors"),
+    "patch": node("Patch", model=["model", 0]),
+    "sigmas": node("Scheduler", model=["patch", 0], steps=20),
+    "guider": node("Guider", model=["patch", 0]),
+    "first": node("Custom", guider=["guider", 0], sigmas=["sigmas", 0]),
+    "second": node("KSampler", model=["model", 0], latent=["first", 1]),
+    "decode": node("Decode", samples=["second", 0]),
+}
+
+
+def test_sizes_that_are_cut_stay_as_they_are_and_landscapes_stay_landscapes():
+    for rule, most in ((cut.cut_side, 10000), (cut.cut_frames, 500)):
+        assert all(rule(rule(value)) == rule(value) for value in range(most))
+    assert cut.cut_side(1280) > cut.cut_side(720) and cut.cut_side(1024) == cut.cut_side(1328)
+
+
+def test_steps_cut_in_two_parts_keep_both_and_their_order():
+    cuts = [cut.cut_steps(steps) for steps in range(10001)]
+    assert cuts == sorted(cuts) and all(
+        0 < cut.cut_steps(steps // 2) < cut.cut_steps(steps) for steps in range(2, 10001)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("width", "side"),
+        ("resize_type.longer_size", "side"),
+        ("length", "frames"),
+        ("start_at_step", "steps"),
+        ("seed", ""),
+        ("strength", ""),
+    ],
+)
+def test_an_input_is_cut_by_its_name(name, kind):
+    assert cut.kind_of(name) == kind
+
+
+def test_a_size_that_another_node_computes_is_cut_on_its_way_and_text_is_not():
+    graph = {
+        "number": node("Number", value=4096),
+        "empty": node("Empty", width=["number", 0], size=["number", 0]),
+    }
+    small = cut.cut(graph, partial(surgery.takes_number, INFO), partial(surgery.least, INFO))
+    (between,) = set(small) - set(graph)
+    assert small["empty"]["inputs"] == {"width": [between, 0], "size": ["number", 0]}
+    assert small[between] == node(cut.CUT_NODE, value=["number", 0], kind="side")
+
+
+def test_parallelize_stands_before_what_samples_and_nothing_else_and_can_be_left_out():
+    small = surgery.made_small(GRAPH, INFO)
+    assert "decode" not in small and small["sigmas"]["inputs"]["steps"] < 20
+    parallel = surgery.parallelized(small, INFO, {"ulysses": 2}, {})
+    before = {key: parallel[key]["inputs"]["model"] for key in ("sigmas", "guider", "second")}
+    assert before == {
+        "sigmas": ["patch", 0],
+        "guider": ["pipemesh parallelize patch 0", 0],
+        "second": ["pipemesh parallelize model 0", 0],
+    }
+    left_out = surgery.parallelized(small, INFO, {}, {("model", 0): "a UNet"})
+    assert left_out["second"]["inputs"]["model"] == ["model", 0] and left_out["guider"]["inputs"][
+        "model"
+    ] != ["patch", 0]
+
+
+def test_the_latent_of_every_sampler_is_recorded():
+    records = [
+        one for one in surgery.recorded(GRAPH, INFO, "run1").values() if one["class_type"] == cut.RECORD_NODE
+    ]
+    assert [one["inputs"] for one in records] == [
+        {"samples": ["first", 1], "name": "run1-first"},
+        {"samples": ["second", 0], "name": "run1-second"},
+    ]
+
+
+def test_latents_of_other_shapes_or_without_numbers_are_never_the_same():
+    latent = torch.randn(1, 4, 2, 2)
+    assert relative_error(latent, latent) == 0
+    assert (
+        relative_error(latent[:, :2], latent) == relative_error(latent * float("nan"), latent) == float("inf")
+    )
+
+
+def test_a_line_says_the_result_and_its_reason():
+    assert line_of(Outcome(name="a", result="refused", reason="why", seconds=2.0)) == "refused   a  2 s  why"
+    assert pool_inputs("ring", 3)["ring"] == 3 and pool_inputs("ring", 3)["ulysses"] == 1
+
+
+def model_files(host):
+    """Every file that an installed template of a transformer's loads a model from."""
+    for template in templates(host):
+        for graph in read(template.workflow()).values():
+            for loader in graph.nodes.values():
+                if loader.type in surgery.MODEL_FILES and not loader.is_off:
+                    yield loader.saved["widgets_values"][0]
+
+
+@pytest.mark.skipif(not ALL, reason="reads every template; the command does so too")
+def test_every_model_file_of_a_template_stands_for_a_model(host):
+    from pipemesh.lab.templates.stand_ins import names
+
+    found = {
+        names.known_whole(names.MODELS, name, "model").sample
+        for name in model_files(host)
+        if "sam3" not in name
+    }
+    assert len(found) > 30
+
+
+def test_every_stand_in_of_a_model_is_one_that_comfyui_builds_or_says_why_it_is_none():
+    from pipemesh.lab.templates.stand_ins import models, names
+
+    for _pattern, shape in names.MODELS:
+        try:
+            form, size = models.form_of(shape)
+        except names.NotStoodFor as why:
+            assert "has no token plan" in str(why)
+        else:
+            form.base_model(form.config(size), torch.float32, torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "brand_new_model.safetensors",
+        "flux3-klein-4b-fp8.safetensors",
+        "flux-3-klein-4b.safetensors",
+        "qwen_image_2.1_bf16.safetensors",
+        "qwen_image21_int8_convrot.safetensors",
+        "wan2.2_animate2_14B_bf16.safetensors",
+        "wan_animate_3_bf16.safetensors",
+        "z_image_omni_bf16.safetensors",
+        "ltx-2.5-22b-distilled-transformer-comfy-int8-convrot.safetensors",
+        "kandinsky6lite_t2v_5s.safetensors",
+    ],
+)
+def test_a_model_that_nobody_knows_is_an_error_that_names_it_and_never_another_model(name):
+    from pipemesh.lab.templates.stand_ins import names
+
+    with pytest.raises(names.UnknownName, match=f"{name} is no model that"):
+        names.known_whole(names.MODELS, name, "model")
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen_image_21_vae.safetensors", "wan2.3_vae.safetensors", "ltx-2.5-audio-vae-bf16.safetensors"]
+)
+def test_a_vae_that_nobody_knows_is_an_error_that_names_it(name):
+    from pipemesh.lab.templates.stand_ins import names, nodes
+
+    with pytest.raises(names.UnknownName, match=f"{name} is no audio VAE that"):
+        nodes.vae(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "config_class"),
+    [
+        ("hunyuan_video_t2v_720p_bf16.safetensors", "HunyuanVideo"),
+        ("split_files/hunyuanvideo1.5_720p_t2v_fp16.safetensors", "HunyuanVideo15"),
+        ("kandinsky5lite_t2v_sft_5s.safetensors", "Kandinsky5"),
+        ("wan2.2_animate_14B_bf16.safetensors", "WAN22_Animate"),
+        ("Z_Image_Turbo_NVFP4.safetensors", "ZImage"),
+        ("flux-2-klein-9b-kv-fp8.safetensors", "Flux2"),
+    ],
+)
+def test_a_known_model_stands_for_its_own_class_however_it_is_stored(name, config_class):
+    from pipemesh.lab.templates.stand_ins import models, names
+
+    assert models.form_of(names.known_whole(names.MODELS, name, "model"))[0].config_class == config_class
+
+
+def test_a_model_without_a_plan_is_said_to_be_one_and_not_stood_for_by_its_relative():
+    from pipemesh.lab.templates.stand_ins import models, names
+
+    with pytest.raises(names.NotStoodFor, match="WanAnimate2Model has no token plan"):
+        models.make_model("wan_animate_2_distill_int8_convrot.safetensors")

@@ -1,0 +1,110 @@
+"""How `python3 -m launcher COMMAND` and `python3 -m lab COMMAND` run a command: in ComfyUI's
+python, which is found or installed first, with PIPEMESH_HOST set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from .errors import LaunchError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_in_host(package: str, command: str, module: str, rest: Sequence[str]) -> int:
+    """Runs `main(rest, host)` of a module of the pack, such as `launcher.commands.plan`, as
+    `python3 -m PACKAGE COMMAND` in ComfyUI's python. Raises LaunchError where there is no ComfyUI.
+    """
+    require_part_of_a_checkout(ROOT, command, Path(*module.split(".")).with_suffix(".py"))
+    if os.environ.get("PIPEMESH_HOST"):
+        return run_inside(module, rest, os.environ["PIPEMESH_HOST"])
+    from .comfyui.find import ensure_comfyui
+
+    host = ensure_comfyui()
+    env = {**os.environ, "PIPEMESH_HOST": host.to_json()}
+    return replace_process([host.python, "-m", package, command, *rest], env)
+
+
+def run_tests(folder: str, rest: Sequence[str]) -> int:
+    """Runs the tests in a folder of the checkout, all of them as two processes side by side.
+    Raises LaunchError where there is no ComfyUI, or no pytest in its python.
+    """
+    from . import lanes
+    from .comfyui.find import ensure_comfyui, missing_modules
+
+    require_part_of_a_checkout(ROOT, "test", Path(folder))
+    host = ensure_comfyui()
+    lacking = missing_modules(host.python, ("pytest", "hypothesis"))
+    if lacking:
+        raise LaunchError(
+            f"{host.python} has no {' and no '.join(lacking)}: run {host.python} -m pip install"
+            f" {' '.join(lacking)}"
+        )
+    env = {**os.environ, "PIPEMESH_HOST": host.to_json(), "OMP_NUM_THREADS": "1"}
+    pytest = [host.python, "-m", "pytest", "-o", f"testpaths={folder}"]
+    return (
+        lanes.run(pytest, rest, env, ROOT)
+        if lanes.is_of_all(rest)
+        else replace_process([*pytest, *rest], env)
+    )
+
+
+def require_part_of_a_checkout(root: Path, command: str, part: Path) -> None:
+    """Raises LaunchError where the published pack leaves out what a command needs."""
+    if not (root / part).exists():
+        raise LaunchError(
+            f"`{command}` needs {part.parts[0]}/, which the published pack leaves out: clone PipeMesh's"
+            " repository and run it there."
+        )
+
+
+def replace_process(command: list[str], env: Mapping[str, str]) -> int:
+    """Goes on as `command`, from the root of the checkout."""
+    os.chdir(ROOT)
+    if os.name == "nt":  # there execve would let the shell's prompt come back before the command has ended
+        return subprocess.run(command, env=env, check=False).returncode
+    sys.stdout.flush()
+    os.execve(command[0], command, env)
+
+
+def run_inside(module: str, rest: Sequence[str], record: str) -> int:
+    """Runs the command in this process, which is ComfyUI's python. The pack is `pipemesh`, and
+    ComfyUI's modules come first on the path: its `nodes` is not ours.
+    """
+    from .package import register_package
+
+    register_package(ROOT)
+    host_module = importlib.import_module("pipemesh.launcher.comfyui.find")
+    launch_errors = importlib.import_module("pipemesh.launcher.errors")
+    errors = importlib.import_module("pipemesh.parallel_runtime.errors")
+    host = host_module.ComfyInstall.from_json(record)
+    sys.path[:] = [host.comfyui, *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
+    try:
+        return importlib.import_module(f"pipemesh.{module}").main(list(rest), host)
+    except (errors.PipeMeshError, launch_errors.LaunchError) as error:
+        print(f"pipemesh: {error}", file=sys.stderr)
+        return 1
+
+
+def exit_with(main: Callable[[Sequence[str]], int]) -> None:
+    """Exits with what `main` returns for this process's arguments; prints an error for users as
+    one sentence, without a traceback.
+    """
+    if sys.version_info < (3, 10):  # noqa: UP036
+        sys.exit(
+            f"pipemesh: Python 3.10 or newer is needed, this is {sys.version.split()[0]}: run it with a newer"
+            " python3."
+        )
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except LaunchError as error:
+        print(f"pipemesh: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("\npipemesh: stopped; run the same command again to go on.", file=sys.stderr)
+        sys.exit(130)
