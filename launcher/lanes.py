@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +56,9 @@ class Lane:
         for line in self._process.stdout:
             self.lines.append(line.rstrip("\n"))
             if PROGRESS.search(self.lines[-1]):
-                print(f"{self.name:7}{self.lines[-1]}", flush=True)
+                # One write: print() writes the line's end by itself, and the other lane's may come between.
+                sys.stdout.write(f"{self.name:7}{self.lines[-1]}\n")
+                sys.stdout.flush()
 
 
 def run(pytest: Sequence[str], options: Sequence[str], env: Mapping[str, str], folder: Path) -> int:
