@@ -56,7 +56,7 @@ class Lane:
         for line in self._process.stdout:
             self.lines.append(line.rstrip("\n"))
             if PROGRESS.search(self.lines[-1]):
-                # One write: print() writes a line's end by itself, behind what the other lane printed.
+                # One write, for print() writes a line's end by itself: the other lane's may stand between.
                 sys.stdout.write(f"{self.name:7}{self.lines[-1]}\n")
                 sys.stdout.flush()
 
