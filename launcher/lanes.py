@@ -56,7 +56,7 @@ class Lane:
         for line in self._process.stdout:
             self.lines.append(line.rstrip("\n"))
             if PROGRESS.search(self.lines[-1]):
-                # One write: print() writes the line's end by itself, after what the other lane prints.
+                # One write: print() writes the end of the line by itself.
                 sys.stdout.write(f"{self.name:7}{self.lines[-1]}\n")
                 sys.stdout.flush()
 
