@@ -15,13 +15,13 @@ from comfy.patcher_extension import CallbacksMP
 
 from ..parallel_runtime.client.patchwise import Patchwise, branch_of
 from ..parallel_runtime.client.timelines import Branch
-from ..parallel_runtime.comfy_bridge.by_name import restored
-from ..parallel_runtime.comfy_bridge.forward import forward_binder, forward_name, forward_patch
-from ..parallel_runtime.comfy_bridge.guard import require_plan
-from ..parallel_runtime.comfy_bridge.in_block import IN_BLOCK, InBlockPatches, put_patches
-from ..parallel_runtime.comfy_bridge.options import crossing_options
+from ..parallel_runtime.crossing.by_name import restored
+from ..parallel_runtime.crossing.in_block import IN_BLOCK, InBlockPatches, put_patches
+from ..parallel_runtime.crossing.options import crossing_options
 from ..parallel_runtime.families.plan import TokenPlan
+from ..parallel_runtime.forward import forward_binder, forward_name, forward_patch
 from ..parallel_runtime.patches import Patch
+from ..parallel_runtime.refusals import require_plan
 from .reference import PatchForward
 
 

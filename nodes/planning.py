@@ -26,7 +26,7 @@ from ..launcher.pool.devices import Device, Placement, on_devices
 from ..launcher.pool.pool import WorkerPool
 from ..parallel_runtime.client.remote_patcher import Patching, Remote
 from ..parallel_runtime.client.run import Run
-from ..parallel_runtime.comfy_bridge.source import file_of
+from ..parallel_runtime.crossing.source import file_of
 from ..parallel_runtime.errors import RunCancelled
 from ..parallel_runtime.families import plan_or_whole
 from ..parallel_runtime.layout import Layout

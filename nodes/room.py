@@ -8,7 +8,7 @@ import comfy.model_management
 import torch
 
 from ..launcher.pool.devices import Placement
-from ..parallel_runtime.comfy_bridge.free_gpu import free_on
+from ..parallel_runtime.client.free_gpu import free_on
 from ..parallel_runtime.planner.cost import RESERVED
 from ..parallel_runtime.wire.messages import Memory
 

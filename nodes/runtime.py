@@ -26,12 +26,12 @@ from ..launcher.pool.pool import refused_kernels
 from ..launcher.pool.progress import Told
 from ..launcher.pool.rank_setup import RankSetup, rank_setup_from
 from ..launcher.pool.rendezvous import check_rendezvous
+from ..parallel_runtime.client.interrupt import interrupted
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.run_picture import draw_run
 from ..parallel_runtime.client.wait import NoWait, Wait
-from ..parallel_runtime.comfy_bridge.interrupt import interrupted
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import Layout
 from ..parallel_runtime.planner.counts import Counts

@@ -10,10 +10,10 @@ from pipemesh.lab.bench.forwards import standin
 from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.comfy_bridge.by_name import restored
-from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
-from pipemesh.parallel_runtime.comfy_bridge.rows import latents_of
+from pipemesh.parallel_runtime.crossing.by_name import restored
+from pipemesh.parallel_runtime.crossing.rows import latents_of
 from pipemesh.parallel_runtime.families import plan_or_whole
+from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.methods.whole import WholeForward

@@ -7,13 +7,13 @@ from random import Random
 from types import SimpleNamespace
 
 import torch
-from pipemesh.parallel_runtime.comfy_bridge.by_name import restored
-from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
-from pipemesh.parallel_runtime.comfy_bridge.in_block import IN_BLOCK, InBlockPatches, put_patches
-from pipemesh.parallel_runtime.comfy_bridge.options import crossing_options
-from pipemesh.parallel_runtime.comfy_bridge.weight_patches import put_object
+from pipemesh.parallel_runtime.crossing.by_name import restored
+from pipemesh.parallel_runtime.crossing.in_block import IN_BLOCK, InBlockPatches, put_patches
+from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
+from pipemesh.parallel_runtime.weights.weight_patches import put_object
 from pipemesh.parallel_runtime.wire.segment import TensorRef, dtype_name
 from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree
 

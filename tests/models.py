@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from pipemesh.lab import random_files
 from pipemesh.lab.commands.parity import conditioning, sample
-from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.families import FAMILIES, SAMPLES, sample_with
 from pipemesh.parallel_runtime.families.sample import Size
+from pipemesh.parallel_runtime.forward import forward_name
 
 VIDEO = next(name for name, one in SAMPLES.items() if len(one.latents["even"]) == 5)
 ATTENDS_TWICE = next(family.samples[-1].name for family in FAMILIES if family.plans[0].also_attend_alone)

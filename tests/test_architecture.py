@@ -39,7 +39,14 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "__init__.py",
     "needs.py",
     "nodes/",
-    "parallel_runtime/comfy_bridge/",
+    "parallel_runtime/weights/",
+    "parallel_runtime/crossing/",
+    "parallel_runtime/watch/",
+    "parallel_runtime/client/interrupt.py",
+    "parallel_runtime/client/free_gpu.py",
+    "parallel_runtime/planner/released_model.py",
+    "parallel_runtime/planner/twin.py",
+    "parallel_runtime/worker/prepare.py",
     "parallel_runtime/client/remote_forward.py",
     "parallel_runtime/client/remote_patcher.py",
     "parallel_runtime/client/patchwise.py",
@@ -63,13 +70,21 @@ BEFORE_COMFYUI = (
 SCRIPTS = tuple(f"launcher/pool/{name}_main.py" for name in ("counter", "fork_server", "worker"))
 
 RUNTIME = "parallel_runtime/"
+SHARED = ("weights", "crossing", "watch")  # used by client and worker
 NEVER = (  # room, what it may not import, why
-    ("client", "worker", "client and worker meet only in wire and comfy_bridge"),
-    ("worker", "client", "client and worker meet only in wire and comfy_bridge"),
-    ("comfy_bridge", "client", "both sides use comfy_bridge, so it uses neither"),
-    ("comfy_bridge", "worker", "both sides use comfy_bridge, so it uses neither"),
+    ("client", "worker", "client and worker meet only in wire, weights and crossing"),
+    ("worker", "client", "client and worker meet only in wire, weights and crossing"),
+    ("worker", "watch", "the UI watches its own process"),
+    ("weights", "watch", "imports go from crossing to watch to weights"),
+    ("weights", "crossing", "imports go from crossing to watch to weights"),
+    ("watch", "crossing", "imports go from crossing to watch to weights"),
+    *(
+        (room, other, f"both sides use {room}, so it uses neither")
+        for room in SHARED
+        for other in ("client", "worker")
+    ),
     ("methods", "wire", "a method is called and never hears of messages"),
-    ("methods", "comfy_bridge", "a method knows tensors and plans only"),
+    *(("methods", room, "a method knows tensors and plans only") for room in SHARED),
     ("methods", "client", "a method knows tensors and plans only"),
     ("methods", "worker", "a method knows tensors and plans only"),
     ("client", "methods", "methods compute in ranks"),
@@ -409,15 +424,15 @@ BROKEN = [
     ("launcher/pool/pool.py", "from ... import nodes", "imports point one way"),
     ("parallel_runtime/client/session.py", "from ..worker.rank_loop import RankLoop", "meet only in wire"),
     ("parallel_runtime/worker/rank_loop.py", "from .. import client", "meet only in wire"),
-    ("parallel_runtime/comfy_bridge/source.py", "from ..client.session import Session", "it uses neither"),
-    ("parallel_runtime/comfy_bridge/source.py", "from ..worker import resident", "it uses neither"),
-    ("parallel_runtime/comfy_bridge/source.py", "from ...launcher import cache", "imports point one way"),
+    ("parallel_runtime/crossing/source.py", "from ..client.session import Session", "it uses neither"),
+    ("parallel_runtime/crossing/source.py", "from ..worker import resident", "it uses neither"),
+    ("parallel_runtime/crossing/source.py", "from ...launcher import cache", "imports point one way"),
     (
         "parallel_runtime/methods/pipefusion/stage.py",
         "from ...wire.messages import Part",
         "never hears of messages",
     ),
-    ("parallel_runtime/methods/usp.py", "from ..comfy_bridge.source import Source", "tensors and plans only"),
+    ("parallel_runtime/methods/usp.py", "from ..crossing.source import Source", "tensors and plans only"),
     (
         "parallel_runtime/methods/usp.py",
         "from ..worker.handler import RequestHandler",
@@ -440,7 +455,7 @@ BROKEN = [
     ("parallel_runtime/comm/ring.py", "from ..layout import Layout", "comm imports"),
     ("parallel_runtime/comm/ring.py", "import msgspec", "torch and the standard library only"),
     ("parallel_runtime/wire/arena.py", "from ..worker import main", "wire imports"),
-    ("parallel_runtime/wire/arena.py", "from ..comfy_bridge import source", "wire imports"),
+    ("parallel_runtime/wire/arena.py", "from ..crossing import source", "wire imports"),
     ("parallel_runtime/wire/tree.py", "import numpy", "torch, msgspec and the standard library only"),
     ("parallel_runtime/layout.py", "import comfy.utils", "only the bridges"),
     ("launcher/pool/pool.py", "if True:\n    from comfy_api.latest import io", "only the bridges"),
@@ -493,16 +508,16 @@ ALLOWED = [
     ("lab/commands/demo.py", "import comfy.sample\nfrom ..random_files import write_model"),
     (
         "parallel_runtime/client/session.py",
-        "from ..comfy_bridge import source\nfrom ..wire import arena\nfrom ..errors import Refused",
+        "from ..crossing import source\nfrom ..wire import arena\nfrom ..errors import Refused",
     ),
     ("lab/in_process.py", "import comfy.utils\nfrom ..parallel_runtime.methods.usp import SequenceParallel"),
     (
-        "parallel_runtime/comfy_bridge/source.py",
+        "parallel_runtime/crossing/source.py",
         "import comfy\nfrom ..wire.arena import Arena\nfrom ..families import FAMILIES",
     ),
     (
         "parallel_runtime/worker/resident.py",
-        "from ..comfy_bridge import weights\nfrom ..methods.usp import SequenceParallel",
+        "from ..weights import slots\nfrom ..methods.usp import SequenceParallel",
     ),
     (
         "parallel_runtime/methods/usp.py",

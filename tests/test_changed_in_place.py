@@ -24,9 +24,9 @@ from comfy.ldm.flux.layers import DoubleStreamBlock
 from comfy.ldm.flux.model import Flux
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes, is_same
-from pipemesh.parallel_runtime.comfy_bridge.in_place import Watch, require_unchanged
 from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.watch.attributes import Attributes, is_same
+from pipemesh.parallel_runtime.watch.in_place import Watch, require_unchanged
 
 from .models import load, run, with_lora
 

@@ -17,12 +17,12 @@ from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.parallel_runtime import lease
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.comfy_bridge import loan
-from pipemesh.parallel_runtime.comfy_bridge.slots import slots
-from pipemesh.parallel_runtime.comfy_bridge.source import describe_source
+from pipemesh.parallel_runtime.crossing.source import describe_source
 from pipemesh.parallel_runtime.errors import PipeMeshError, Refused
 from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten
 from pipemesh.parallel_runtime.own_pages import pages_of
+from pipemesh.parallel_runtime.weights import loan
+from pipemesh.parallel_runtime.weights.slots import slots
 
 from .conftest import ALL
 from .holdings import NOTHING, Holdings

@@ -13,7 +13,7 @@ from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.client.remote_patcher import bring_up, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Ticket
-from pipemesh.parallel_runtime.comfy_bridge.source import Source
+from pipemesh.parallel_runtime.crossing.source import Source
 from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed, RunCancelled, SharedMemoryFull
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part

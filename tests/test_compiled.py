@@ -15,11 +15,11 @@ from pipemesh.lab.bench.forwards import standin
 from pipemesh.lab.commands.parity import BOUND, PLAIN, Case, relative_error, sample, stock_model
 from pipemesh.nodes.report.figures import figures_of
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
-from pipemesh.parallel_runtime.comfy_bridge.options import hand_over_compilation
+from pipemesh.parallel_runtime.crossing.options import hand_over_compilation
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import FAMILIES, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.plan import COMPILE, LEFT_OUT
+from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods import compiled
 from pipemesh.parallel_runtime.methods.blocks import blocks_of

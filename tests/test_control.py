@@ -13,9 +13,9 @@ import torch
 from pipemesh.lab.bench.forwards import standin
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.lab.reference import PatchForward
-from pipemesh.parallel_runtime.comfy_bridge.guard import refuse_in_block_patches
-from pipemesh.parallel_runtime.comfy_bridge.in_block import can_serve
-from pipemesh.parallel_runtime.comfy_bridge.options import OF_COMFYUI
+from pipemesh.parallel_runtime.crossing.guard import refuse_in_block_patches
+from pipemesh.parallel_runtime.crossing.in_block import can_serve
+from pipemesh.parallel_runtime.crossing.options import OF_COMFYUI
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import FAMILIES, PLANS
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan

@@ -28,7 +28,6 @@ from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.parallel_runtime.client.beside import Beside, Sampled
-from pipemesh.parallel_runtime.comfy_bridge.twin import described
 from pipemesh.parallel_runtime.errors import LayoutError, Refused, RunCancelled
 from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
@@ -48,6 +47,7 @@ from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE
 from pipemesh.parallel_runtime.planner.loaded import whole_of
 from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
+from pipemesh.parallel_runtime.planner.twin import described
 from pipemesh.parallel_runtime.wire.channel import Channel
 
 from .fake_pools import DEADLINE_S, fake_setup, is_alive

@@ -9,14 +9,14 @@ import comfy.sd
 import pytest
 import torch
 from pipemesh.lab.quantised_files import FORMATS, write_quantised
-from pipemesh.parallel_runtime.comfy_bridge.device_weights import DeviceWeights
-from pipemesh.parallel_runtime.comfy_bridge.quantised import (
+from pipemesh.parallel_runtime.errors import PipeMeshError
+from pipemesh.parallel_runtime.weights.device_weights import DeviceWeights
+from pipemesh.parallel_runtime.weights.quantised import (
     put_together,
     stored_bytes,
     stored_tensors,
     taken_apart,
 )
-from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.wire.reserved import read_tree, room_for, write_tree
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from safetensors.torch import load_file

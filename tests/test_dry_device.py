@@ -10,7 +10,6 @@ from operator import attrgetter
 
 import pytest
 import torch
-from pipemesh.parallel_runtime.comfy_bridge.sharded_weights import ShardedWeights
 from pipemesh.parallel_runtime.comm.exchange import LOOK_AHEAD, Stopped
 from pipemesh.parallel_runtime.comm.mesh import open_weights
 from pipemesh.parallel_runtime.families.sample import TokenParts
@@ -21,6 +20,7 @@ from pipemesh.parallel_runtime.planner.dry_device import DEVICE, Counts, dry_dev
 from pipemesh.parallel_runtime.planner.dry_run import TURN, IdleRank, joined
 from pipemesh.parallel_runtime.planner.quick_fake import Form, QuickFakeMode
 from pipemesh.parallel_runtime.planner.recorder import LayerOrder, OwnRows
+from pipemesh.parallel_runtime.weights.sharded_weights import ShardedWeights
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -13,7 +13,6 @@ from itertools import combinations
 import pytest
 import torch
 from pipemesh.lab.commands import dry_table, dryrun
-from pipemesh.parallel_runtime.comfy_bridge.released_model import empty_model
 from pipemesh.parallel_runtime.families import FAMILIES, PLANS, RELEASED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import expected
@@ -25,6 +24,7 @@ from pipemesh.parallel_runtime.planner.figures import (
     Shareable,
     Unshared,
 )
+from pipemesh.parallel_runtime.planner.released_model import empty_model
 
 from .conftest import ALL, ROOT
 from .planned import attention_alone

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error
 from pipemesh.parallel_runtime.client.evaluations import Work, chosen_in, one_thread
-from pipemesh.parallel_runtime.comfy_bridge.source import state_source
+from pipemesh.parallel_runtime.crossing.source import state_source
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import PLAIN
 

@@ -16,10 +16,10 @@ from pipemesh.lab.commands.parity import (
     relative_error,
     sample,
 )
-from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes
-from pipemesh.parallel_runtime.comfy_bridge.in_place import require_unchanged
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.sample import Size
+from pipemesh.parallel_runtime.watch.attributes import Attributes
+from pipemesh.parallel_runtime.watch.in_place import require_unchanged
 
 from .bounds import assert_same
 from .conftest import ALL

@@ -7,8 +7,8 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, PLAIN, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
-from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 from pipemesh.parallel_runtime.errors import ModelError, Refused
+from pipemesh.parallel_runtime.forward import PREFIX
 
 from .models import load, run, with_lora, write_model
 from .patched import ALL_WARM, execute

@@ -15,10 +15,10 @@ import torch
 from comfy.ldm.lumina.model import FeedForward
 from greenlet import getcurrent
 from pipemesh.lab.quantised_files import FORMATS
-from pipemesh.parallel_runtime.comfy_bridge.named_code import named_by
-from pipemesh.parallel_runtime.comfy_bridge.quantised import is_quantised
 from pipemesh.parallel_runtime.families import FAMILIES
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.watch.named_code import named_by
+from pipemesh.parallel_runtime.weights.quantised import is_quantised
 
 from . import test_sharded_families
 from .conftest import ALL

@@ -14,10 +14,10 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import relative_error, rms
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.comfy_bridge.attributes import Attributes
-from pipemesh.parallel_runtime.comfy_bridge.in_place import require_unchanged
-from pipemesh.parallel_runtime.comfy_bridge.source import describe_source, state_source
+from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.watch.attributes import Attributes
+from pipemesh.parallel_runtime.watch.in_place import require_unchanged
 
 from .models import load, run, with_lora
 from .pipelines import ALL_WARM
@@ -134,7 +134,7 @@ def test_another_version_of_the_pack_in_the_ranks_is_refused_by_name(gguf, pack,
     sent = state_source(parallel)
     file.write_text(content + "# another version\n")
     try:
-        from pipemesh.parallel_runtime.comfy_bridge.source import build_from_state
+        from pipemesh.parallel_runtime.crossing.source import build_from_state
 
         with pytest.raises(Refused, match="is another version than ComfyUI runs"):
             build_from_state(sent)

@@ -10,7 +10,7 @@ from pipemesh.lab.commands.parity import Case, conditioning, empty_latent, mask_
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.run import Run
-from pipemesh.parallel_runtime.comfy_bridge.rows import batch_of, put_together, take
+from pipemesh.parallel_runtime.crossing.rows import batch_of, put_together, take
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout

@@ -10,7 +10,6 @@ import pytest
 import torch
 from pipemesh.launcher.pool.crew import Crew
 from pipemesh.launcher.pool.devices import Device, place
-from pipemesh.parallel_runtime.comfy_bridge.prepare import prepare
 from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, SetWeightPatches
@@ -19,6 +18,7 @@ from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
 from pipemesh.parallel_runtime.worker.patched_sets import PatchedSets
+from pipemesh.parallel_runtime.worker.prepare import prepare
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
 
 from .fake_pools import fake_setup

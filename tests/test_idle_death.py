@@ -61,6 +61,6 @@ def test_a_load_that_was_cancelled_can_be_released_and_done_again(client):
 
 
 def _state(parallel):
-    from pipemesh.parallel_runtime.comfy_bridge.source import state_source
+    from pipemesh.parallel_runtime.crossing.source import state_source
 
     return state_source(parallel)

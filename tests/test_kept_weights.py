@@ -14,8 +14,6 @@ from pipemesh.nodes.report.text import held_text
 from pipemesh.parallel_runtime.client import beside
 from pipemesh.parallel_runtime.client.evaluations import Evaluations
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.comfy_bridge.offloaded_weights import OffloadedWeights
-from pipemesh.parallel_runtime.comfy_bridge.quantised import stored_tensors
 from pipemesh.parallel_runtime.errors import OutOfMemory
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
@@ -24,6 +22,8 @@ from pipemesh.parallel_runtime.planner.cost import costs_of, fullest
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, ModelBytes, WeightsWish
 from pipemesh.parallel_runtime.planner.published import published_box
+from pipemesh.parallel_runtime.weights.offloaded_weights import OffloadedWeights
+from pipemesh.parallel_runtime.weights.quantised import stored_tensors
 from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .conftest import ALL

@@ -19,8 +19,8 @@ HOST = {*COMFYUI, "torch"}
 SEAMS = {  # file, function -> why it may
     ("nodes/auto/seam.py", "install"): "auto mode's place in every sampler",
     ("nodes/auto/seam.py", "remove"): "auto mode's place in every sampler",
-    ("parallel_runtime/comfy_bridge/source.py", "resolving_as"): "runs in ranks",
-    ("parallel_runtime/comfy_bridge/by_name.py", "restored"): "runs in ranks",
+    ("parallel_runtime/crossing/source.py", "resolving_as"): "runs in ranks",
+    ("parallel_runtime/crossing/by_name.py", "restored"): "runs in ranks",
 }
 MOCKS = ("unittest.mock", "pytest", "mock")
 
@@ -151,7 +151,7 @@ def test_every_seam_is_needed():
 
 
 def test_the_files_that_replace_functions_are_not_among_those_that_comfyui_imports():
-    replace = {"planner/dry_device", "planner/dry_run", "planner/loaded", "comfy_bridge/released_model"}
+    replace = {"planner/dry_device", "planner/dry_run", "planner/loaded", "planner/released_model"}
     assert "nodes/planning.py" in served() and "launcher/pool/counter.py" in served()
     assert not {f"parallel_runtime/{name}.py" for name in replace} & set(served())
 

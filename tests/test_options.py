@@ -50,7 +50,7 @@ def test_an_option_that_no_rank_can_read_is_refused_by_name_and_the_pool_goes_on
 
 @pytest.mark.parametrize("name", ["uuids", "easycache", "context_window", "prefetch_dynamic_vbars"])
 def test_comfyuis_own_objects_that_only_its_process_reads_refuse_nothing(name):
-    from pipemesh.parallel_runtime.comfy_bridge.options import crossing_options
+    from pipemesh.parallel_runtime.crossing.options import crossing_options
 
     assert name not in crossing_options({name: object(), "sigmas": 1.0})
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
-from pipemesh.parallel_runtime.comfy_bridge.by_reference import PutTogether, TakenApart
-from pipemesh.parallel_runtime.comfy_bridge.in_block import IN_BLOCK, InBlockPatches, put_patches
-from pipemesh.parallel_runtime.comfy_bridge.options import crossing_options
+from pipemesh.parallel_runtime.crossing.by_reference import PutTogether, TakenApart
+from pipemesh.parallel_runtime.crossing.in_block import IN_BLOCK, InBlockPatches, put_patches
+from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.layout import Layout

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.lab.reference import PatchForward
-from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, REPRESENTATIVES, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.plan import Insert, TokenPlan
+from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.inserts import named
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel

@@ -7,8 +7,8 @@ from comfy.patcher_extension import CallbacksMP
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.comfy_bridge.by_name import OVERRIDE, SETTINGS, attention_backend, restored
-from pipemesh.parallel_runtime.comfy_bridge.options import crossing_options
+from pipemesh.parallel_runtime.crossing.by_name import OVERRIDE, SETTINGS, attention_backend, restored
+from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families import FAMILIES
 from pipemesh.parallel_runtime.families.plan import LEFT_OUT

@@ -20,14 +20,14 @@ from comfy.model_patcher import ModelPatcher
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.comfy_bridge.by_reference import PutTogether, TakenApart
-from pipemesh.parallel_runtime.comfy_bridge.guard import patch_name
-from pipemesh.parallel_runtime.comfy_bridge.in_block import encode_images
+from pipemesh.parallel_runtime.crossing.by_reference import PutTogether, TakenApart
+from pipemesh.parallel_runtime.crossing.in_block import encode_images
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.sample import random_tensor
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled
+from pipemesh.parallel_runtime.refusals import patch_name
 
 from .conftest import ALL
 from .in_ranks import CPU, Crossed, evaluated_in_ranks
@@ -365,4 +365,4 @@ def test_a_message_names_the_code_of_a_pack_by_its_folder_and_not_by_the_path_be
     """On a node two lines are seen, which a path would fill."""
     code = type("Patch", (), {"__module__": "/home/someone/ComfyUI/custom_nodes/a pack.nodes.inner"})
     assert patch_name(code) == patch_name(code()) == "a pack.nodes.inner.Patch"
-    assert patch_name(patch_name) == "pipemesh.parallel_runtime.comfy_bridge.guard.patch_name"
+    assert patch_name(patch_name) == "pipemesh.parallel_runtime.refusals.patch_name"

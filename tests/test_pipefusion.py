@@ -21,10 +21,10 @@ from pipemesh.lab.in_process import reference
 from pipemesh.parallel_runtime.client import conditioning as conditioning_cache
 from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, Refused
 from pipemesh.parallel_runtime.families import FAMILIES as REGISTRY
 from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES, plan_for
+from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import layouts_of
 
 from .bounds import ADAPTIVE, assert_replayed, bound

@@ -19,12 +19,12 @@ from pipemesh.lab.commands.parity import Case, rms, sample
 from pipemesh.lab.quantised_files import FORMATS, taken_by, write_quantised
 from pipemesh.lab.random_files import write_lora, write_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.comfy_bridge.prepared_text import METHOD
-from pipemesh.parallel_runtime.comfy_bridge.slots import slots
-from pipemesh.parallel_runtime.comfy_bridge.source import describe_source
+from pipemesh.parallel_runtime.crossing.prepared_text import METHOD
+from pipemesh.parallel_runtime.crossing.source import describe_source
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.memory import is_unwritten
+from pipemesh.parallel_runtime.weights.slots import slots
 from safetensors.torch import load_file, save_file
 
 from .conftest import ALL

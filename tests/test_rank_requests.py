@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 from pipemesh.lab.commands.parity import stock_model
-from pipemesh.parallel_runtime.comfy_bridge.source import state_source
 from pipemesh.parallel_runtime.comm.mesh import connect
+from pipemesh.parallel_runtime.crossing.source import state_source
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part

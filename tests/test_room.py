@@ -10,9 +10,9 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import Case, sample, stock_model
+from pipemesh.parallel_runtime.client.free_gpu import unload_unused, used_by
 from pipemesh.parallel_runtime.client.patchwise import Patchwise
 from pipemesh.parallel_runtime.client.separable import known_guider
-from pipemesh.parallel_runtime.comfy_bridge.free_gpu import unload_unused, used_by
 from pipemesh.parallel_runtime.errors import NoRoom, OutOfMemory
 from pipemesh.parallel_runtime.families import PLAIN, PLANS
 

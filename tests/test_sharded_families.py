@@ -13,12 +13,12 @@ import torch
 from greenlet import getcurrent
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.lab.random_files import write_model
-from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
-from pipemesh.parallel_runtime.comfy_bridge.layer_parts import ShardedLayer
-from pipemesh.parallel_runtime.comfy_bridge.offloaded_weights import OffloadedWeights
-from pipemesh.parallel_runtime.comfy_bridge.weight_patches import pack_patches
+from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.weights.layer_parts import ShardedLayer
+from pipemesh.parallel_runtime.weights.offloaded_weights import OffloadedWeights
+from pipemesh.parallel_runtime.weights.weight_patches import pack_patches
 from pipemesh.parallel_runtime.worker.resident import ResidentModel
 
 from .collectives import World

@@ -7,26 +7,26 @@ from random import Random
 import pytest
 import torch
 from pipemesh.lab.commands.dryrun import MODELS
-from pipemesh.parallel_runtime.comfy_bridge import main_memory
-from pipemesh.parallel_runtime.comfy_bridge.forward import forward_name
-from pipemesh.parallel_runtime.comfy_bridge.main_memory import LEAST_BYTES, OF_MODEL, InMainMemory, tables_of
-from pipemesh.parallel_runtime.comfy_bridge.placeholder import Placeholder
-from pipemesh.parallel_runtime.comfy_bridge.quantised import taken_apart
-from pipemesh.parallel_runtime.comfy_bridge.released_model import arguments_of, empty_model
-from pipemesh.parallel_runtime.comfy_bridge.sharded_weights import ShardedWeights
-from pipemesh.parallel_runtime.comfy_bridge.shared_layers import LEFT_WHOLE, TOGETHER, Sharing, least_shared
-from pipemesh.parallel_runtime.comfy_bridge.turns import NONE, Turns
 from pipemesh.parallel_runtime.comm.in_step import Expected, Stopped
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families import SAMPLES
 from pipemesh.parallel_runtime.families.sample import Released
+from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
 from pipemesh.parallel_runtime.planner.keeping import ModelBytes, bytes_of
 from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
+from pipemesh.parallel_runtime.planner.released_model import arguments_of, empty_model
+from pipemesh.parallel_runtime.weights import main_memory
+from pipemesh.parallel_runtime.weights.main_memory import LEAST_BYTES, OF_MODEL, InMainMemory, tables_of
+from pipemesh.parallel_runtime.weights.placeholder import Placeholder
+from pipemesh.parallel_runtime.weights.quantised import taken_apart
+from pipemesh.parallel_runtime.weights.sharded_weights import ShardedWeights
+from pipemesh.parallel_runtime.weights.shared_layers import LEFT_WHOLE, TOGETHER, Sharing, least_shared
+from pipemesh.parallel_runtime.weights.turns import NONE, Turns
 
 from .collectives import World, disagreements, has_an_order
 from .conftest import ALL

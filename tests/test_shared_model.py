@@ -10,8 +10,8 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
-from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
 from pipemesh.parallel_runtime.errors import ModelError, Refused
+from pipemesh.parallel_runtime.forward import PREFIX
 
 from .models import load, run, with_lora
 

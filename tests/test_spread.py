@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipemesh.parallel_runtime.checkpoint import check_copy
-from pipemesh.parallel_runtime.comfy_bridge.source import call_factory, find_here
 from pipemesh.parallel_runtime.comm.machines import MachineComm
+from pipemesh.parallel_runtime.crossing.source import call_factory, find_here
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.tree import encode_tree

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.comfy_bridge.forward import PREFIX
+from pipemesh.parallel_runtime.forward import PREFIX
 
 from .bounds import ADAPTIVE, assert_replayed, assert_same
 from .models import load, run, with_lora, write_model

@@ -7,11 +7,11 @@ import comfy.sd
 import pytest
 import safetensors.torch
 import torch
-from pipemesh.parallel_runtime.comfy_bridge.slots import slots
-from pipemesh.parallel_runtime.comfy_bridge.source import describe_source, state_source
-from pipemesh.parallel_runtime.comfy_bridge.weights import Weights, checksum
+from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.memory import is_unwritten
+from pipemesh.parallel_runtime.weights.comparison import Weights, checksum
+from pipemesh.parallel_runtime.weights.slots import slots
 
 from .models import load, write_model
 

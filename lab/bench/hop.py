@@ -41,7 +41,7 @@ class Hops:
         from ...launcher.pool.rank_setup import RankSetup
         from ...parallel_runtime.client.remote_patcher import parallelize
         from ...parallel_runtime.client.remote_pool import RemotePool
-        from ...parallel_runtime.comfy_bridge.source import state_source
+        from ...parallel_runtime.crossing.source import state_source
         from ...parallel_runtime.layout import Layout
 
         argv = (sys.executable, str(Path(__file__).with_name("hop_rank.py")), "{fd}", "{parent}")

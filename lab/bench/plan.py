@@ -88,9 +88,9 @@ class Forwards:
     def __init__(self, model: Any, sample: Sample, small: Released, side: int):
         import torch
 
-        from ...parallel_runtime.comfy_bridge.forward import forward_name
-        from ...parallel_runtime.comfy_bridge.released_model import arguments_of, latent_shapes
+        from ...parallel_runtime.forward import forward_name
         from ...parallel_runtime.planner.dry_run import DryModel
+        from ...parallel_runtime.planner.released_model import arguments_of, latent_shapes
 
         dry = DryModel(sample, small, (side, side, small.extent[2]))
         self.whole: Whole = dry.whole()
@@ -150,7 +150,7 @@ class OwnStage:
     """One process's stage of a model. As the method's rank it has got all requests of a run."""
 
     def __init__(self, transformer: Any, mesh: Mesh, block_flops: Sequence[int]):
-        from ...parallel_runtime.comfy_bridge.forward import forward_name
+        from ...parallel_runtime.forward import forward_name
         from ...parallel_runtime.methods.factory import make_method
 
         plan = plan_for(type(transformer))

@@ -140,7 +140,7 @@ def changes_of(model: torch.nn.Module) -> Iterator[Mapping[str, Sequence[float]]
     """Watch the blocks of a model while it samples. An evaluation whose batch has another shape
     than the one before, such as one of a single prompt, is compared with the last of its shape.
     """
-    from ...parallel_runtime.comfy_bridge.guard import require_plan
+    from ...parallel_runtime.refusals import require_plan
 
     changes: dict[str, list[float]] = {}
     last: dict[tuple[str, torch.Size], torch.Tensor] = {}

@@ -78,15 +78,16 @@ def test_each_block_of_the_trained_model_has_a_change_for_every_evaluation_but_t
 
 
 def test_a_block_that_gives_the_same_again_has_no_change_and_one_that_doubles_has_all_of_it(monkeypatch):
-    import pipemesh.parallel_runtime.comfy_bridge.guard as guard
-
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.blocks = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
 
     model, group = Model(), type("Group", (), {"path": "blocks"})
-    monkeypatch.setattr(guard, "require_plan", lambda model: type("Plan", (), {"blocks": (group,)}))
+    monkeypatch.setattr(
+        "pipemesh.parallel_runtime.refusals.require_plan",
+        lambda model: type("Plan", (), {"blocks": (group,)}),
+    )
     with redundancy.changes_of(model) as changes:
         for factor in (1.0, 2.0):
             model.blocks[0](torch.ones(1, 4, 8))

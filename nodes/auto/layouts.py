@@ -10,8 +10,8 @@ from typing import Any
 from comfy.model_patcher import ModelPatcher
 
 from ...parallel_runtime.client.remote_patcher import RemotePatcher
-from ...parallel_runtime.comfy_bridge.guard import require_whole_groups
 from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.refusals import require_whole_groups
 from ..planning import Asked, Planned, placed
 from ..runtime import Runtime
 from ..settings import Choice

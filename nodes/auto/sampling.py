@@ -17,9 +17,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import get_executing_context
 
 from ...launcher.pool.devices import Placement, no_ranks_on
+from ...parallel_runtime.client.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
 from ...parallel_runtime.client.run import Run as PoolRun
-from ...parallel_runtime.comfy_bridge.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..notices import Notices
 from ..runtime import ONE_GPU, Runtime, own_device

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..comfy_bridge.rows import latents_of, tensors_in
+from ..crossing.rows import latents_of, tensors_in
 from ..errors import ModelError
 
 

@@ -14,11 +14,11 @@ from comfy.patcher_extension import WrappersMP
 from greenlet import getcurrent
 
 from ..branches import plan_branches
-from ..comfy_bridge.interrupt import interrupted, interrupting
-from ..comfy_bridge.rows import Constants, put_together, take
 from ..comm.shares import group_speeds
+from ..crossing.rows import Constants, put_together, take
 from .conds import side_by_side
 from .evaluations import Work
+from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY, must_run_conds_in_sequence
 from .timelines import Asked, Branch, Cond

@@ -6,11 +6,11 @@ from dataclasses import astuple
 from typing import Any
 
 from ..branches import Batch
-from ..comfy_bridge.interrupt import interrupted, interrupting
-from ..comfy_bridge.rows import Constants, put_together, take
 from ..comm.shares import group_speeds
+from ..crossing.rows import Constants, put_together, take
 from ..patches import Part, Patch
 from .evaluations import Work, one_thread
+from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
 from .session import Ticket
 from .timelines import Branch

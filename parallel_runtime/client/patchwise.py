@@ -18,14 +18,14 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from greenlet import getcurrent
 
-from ..comfy_bridge.by_name import blocks_left_out
-from ..comfy_bridge.free_gpu import unload_unused
-from ..comfy_bridge.in_block import why_all_rows
+from ..crossing.by_name import blocks_left_out
+from ..crossing.in_block import why_all_rows
 from ..errors import ModelError, NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid, assembled
 from .calls import Calls
 from .conds import side_by_side
+from .free_gpu import unload_unused
 from .separable import (
     WRAPPER_KEY,
     has_foreign_code,

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..comfy_bridge.interrupt import held
-from ..comfy_bridge.quantised import stored_bytes
-from ..comfy_bridge.source import Source
+from ..crossing.source import Source
+from ..weights.quantised import stored_bytes
 from .beside import Sampled
 from .file_of_ranks import FileOfRanks
 from .groups import InGroups
+from .interrupt import held
 from .patchwise import Patchwise
 from .remote_pool import RemotePool
 

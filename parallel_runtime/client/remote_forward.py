@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ..comfy_bridge.forward import forward_binder, forward_name
-from ..comfy_bridge.guard import patch_name
-from ..comfy_bridge.host_code import LIBRARIES, compiled_elsewhere
-from ..comfy_bridge.in_place import Watch, refusal
 from ..errors import Refused
+from ..forward import forward_binder, forward_name
+from ..refusals import patch_name
+from ..watch.host_code import LIBRARIES, compiled_elsewhere
+from ..watch.in_place import Watch, refusal
 from .separable import WRAPPER_KEY
 
 

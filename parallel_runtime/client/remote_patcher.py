@@ -18,17 +18,20 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
-from ..comfy_bridge.bypass import pack_bypass
-from ..comfy_bridge.forward import PREFIX, forward_patch
-from ..comfy_bridge.guard import refuse_foreign_levers, require_plan, require_whole_groups
-from ..comfy_bridge.in_block import InBlockPatches, encode_images, in_block_patches
-from ..comfy_bridge.in_place import Watch, require_unchanged
-from ..comfy_bridge.interrupt import interrupted, interrupting
-from ..comfy_bridge.options import crossing_options, hand_over_compilation, without_rebuilt
-from ..comfy_bridge.prepared_text import text_patch
-from ..comfy_bridge.rows import Constants
-from ..comfy_bridge.source import describe_source, state_source
-from ..comfy_bridge.weight_patches import (
+from ..crossing.guard import refuse_foreign_levers
+from ..crossing.in_block import InBlockPatches, encode_images, in_block_patches
+from ..crossing.options import crossing_options, hand_over_compilation, without_rebuilt
+from ..crossing.prepared_text import text_patch
+from ..crossing.rows import Constants
+from ..crossing.source import describe_source, state_source
+from ..errors import Refused
+from ..forward import PREFIX, forward_patch
+from ..planner.keeping import ModelBytes, WeightsWish
+from ..refusals import require_plan, require_whole_groups
+from ..watch.in_place import Watch, require_unchanged
+from ..weights.bypass import pack_bypass
+from ..weights.comparison import give_back, is_patched
+from ..weights.weight_patches import (
     cast_switches,
     content_id,
     hooked_id,
@@ -36,12 +39,10 @@ from ..comfy_bridge.weight_patches import (
     weight_patches_of,
     widened_weights,
 )
-from ..comfy_bridge.weights import give_back, is_patched
-from ..errors import Refused
-from ..planner.keeping import ModelBytes, WeightsWish
 from .beside import Sampled
 from .evaluations import Work
 from .groups import InGroups
+from .interrupt import interrupted, interrupting
 from .patch_backend import PipelineBackend
 from .patchwise import SAMPLING, Patching, Patchwise, branch_of
 from .remote import Remote

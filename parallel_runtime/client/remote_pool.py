@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
-from ..comfy_bridge.weight_patches import Digests
 from ..layout import Layout
 from ..planner.balance import StageBalance
 from ..planner.counts import Counts, nobody
+from ..weights.weight_patches import Digests
 from .beside import Beside
 from .evaluations import Evaluations
 from .residency import Residency

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ..comfy_bridge.source import Source
+from ..crossing.source import Source
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
 from ..planner.balance import Sizes, StageBalance
 from ..planner.keeping import WHOLE, WeightsWish, least

@@ -17,10 +17,10 @@ import comfy.samplers
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ..comfy_bridge.forward import PREFIX
-from ..comfy_bridge.guard import patch_name
-from ..comfy_bridge.in_block import runs_code_in_blocks, why_all_rows
+from ..crossing.in_block import runs_code_in_blocks, why_all_rows
 from ..families.plan import TokenPlan
+from ..forward import PREFIX
+from ..refusals import patch_name
 from ..wire.tree import is_plain
 
 WRAPPER_KEY = "pipemesh"

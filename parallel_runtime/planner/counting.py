@@ -22,7 +22,7 @@ def run(channel: Channel) -> None:
     try:
         like, _ = channel.receive()
         assert isinstance(like, CountLike)
-        from ..comfy_bridge.prepare import prepare
+        from ..worker.prepare import prepare
 
         prepare(like.comfyui, decode_tree(like.comfy_args, no_tensor))
         while True:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from ..comfy_bridge.quantised import stored_bytes
-from ..comfy_bridge.twin import described
 from ..errors import RunCancelled
 from ..families import plan_or_whole
+from ..weights.quantised import stored_bytes
 from ..wire.tree import NotPlain
 from .figures import Whole
+from .twin import described
 
 TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept

@@ -16,16 +16,11 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from ..comfy_bridge.forward import forward_name
-from ..comfy_bridge.main_memory import InMainMemory, tables_of
-from ..comfy_bridge.placeholder import Placeholder
-from ..comfy_bridge.released_model import arguments_of, empty_model, forget_tensors, latent_shapes
-from ..comfy_bridge.sharded_weights import ShardedWeights
-from ..comfy_bridge.shared_layers import Sharing, shared_layers
 from ..comm.mesh import Mesh, connect, open_weights
 from ..families import plan_for
 from ..families.plan import TokenPlan
 from ..families.sample import WHOLE_SEQUENCES, Extent, Released, Sample, TokenParts
+from ..forward import forward_name
 from ..layout import Layout
 from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
@@ -33,10 +28,15 @@ from ..methods.hooks import Attention, TokenHooks
 from ..methods.inserts import inserts_of, named
 from ..patches import Part, TokenGrid
 from ..stages import Stage, share_out
+from ..weights.main_memory import InMainMemory, tables_of
+from ..weights.placeholder import Placeholder
+from ..weights.sharded_weights import ShardedWeights
+from ..weights.shared_layers import Sharing, shared_layers
 from .dry_device import DEVICE, dry_device, is_on_device
 from .figures import Activations, RankFigures, Shareable, Unshared, Whole
 from .quick_fake import QuickFakeMode
 from .recorder import BEHIND, FRAMED, FRAMED_BEHIND, SHARED, OwnRows, Recorder
+from .released_model import arguments_of, empty_model, forget_tensors, latent_shapes
 
 TURN = 128  # numbers of requests are multiples: messages have them modulo this, and the device's values are 0
 WARM_UP = Part(1, 0)

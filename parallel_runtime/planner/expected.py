@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from ..comfy_bridge.shared_layers import Sharing
 from ..comm.shares import EVEN, Shares
 from ..layout import Layout, Split
 from ..methods.inserts import Span
+from ..weights.shared_layers import Sharing
 from .figures import Attended, RankFigures, Whole
 
 ITEM_BYTES = 2  # bf16

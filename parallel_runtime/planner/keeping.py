@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from ..comfy_bridge.main_memory import tables_of
-from ..comfy_bridge.quantised import stored_bytes
-from ..comfy_bridge.shared_layers import Sharing, shared_layers
 from ..families import plan_or_whole
 from ..layout import Layout
 from ..stages import share_out
+from ..weights.main_memory import tables_of
+from ..weights.quantised import stored_bytes
+from ..weights.shared_layers import Sharing, shared_layers
 
 Kept = Literal["whole", "sharded", "offloaded"]
 WAYS: tuple[Kept, ...] = ("whole", "sharded", "offloaded")

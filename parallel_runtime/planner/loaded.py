@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import torch
 
-from ..comfy_bridge.released_model import called_with, conds_of, forget_tensors, kernels_that_count
-from ..comfy_bridge.twin import rebuilt
 from ..families import plan_or_whole
 from .counts import NotCounted
 from .dry_device import DEVICE, dry_device
 from .dry_run import counted
 from .figures import Whole
 from .quick_fake import QuickFakeMode
+from .released_model import called_with, conds_of, forget_tensors, kernels_that_count
+from .twin import rebuilt
 
 
 def whole_of(described: bytes) -> Whole:

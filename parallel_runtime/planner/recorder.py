@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comfy_bridge.shared_layers import Layer
 from ..families.plan import Blocks, Insert
 from ..families.sample import TokenParts
 from ..methods.blocks import taken
 from ..methods.hooks import Attention, binder
 from ..methods.inserts import frame_tokens
 from ..methods.shards import Rows
+from ..weights.shared_layers import Layer
 from .dry_device import Counts
 from .figures import Apart, Attended, FrameTokens
 

@@ -269,7 +269,7 @@ class CountLike(msgspec.Struct, frozen=True, tag=True):
 
 
 class Count(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the count of one evaluation of what ``comfy_bridge.twin`` has ``described``."""
+    """Asks for the count of one evaluation of what ``planner.twin`` has ``described``."""
 
     described: bytes
 

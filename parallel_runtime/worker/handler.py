@@ -11,9 +11,9 @@ import torch
 
 from ..attention.kernels import TORCHS, Kernels
 from ..checkpoint import File, check_copy, check_file
-from ..comfy_bridge.source import build_from_state, call_factory, find_here
 from ..comm.late import Reached
 from ..comm.mesh import Mesh, open_weights
+from ..crossing.source import build_from_state, call_factory, find_here
 from ..errors import Refused
 from ..families.plan import COMPILE
 from ..layout import Layout

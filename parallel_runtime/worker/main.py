@@ -46,7 +46,7 @@ def run(channel: Channel) -> None:
     if start.cores:
         keep_to(start.cores)
 
-    from ..comfy_bridge.prepare import prepare
+    from .prepare import prepare
 
     prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor), math.prod(start.degrees.values()))
     import torch

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 
 from ..attention.kernels import TORCHS, Kernels
-from ..comfy_bridge.by_name import restored
-from ..comfy_bridge.device_weights import DeviceWeights
-from ..comfy_bridge.forward import forward_name
-from ..comfy_bridge.gguf import is_dequantised_late, with_patches
-from ..comfy_bridge.in_block import IN_BLOCK, PatchesHere, clean_up, put_patches
-from ..comfy_bridge.offloaded_weights import OffloadedWeights
-from ..comfy_bridge.pack_state import put_state
-from ..comfy_bridge.quantised import stored_bytes, taken_apart
-from ..comfy_bridge.sharded_weights import ShardedWeights
-from ..comfy_bridge.weight_patches import put_object, unpack_patches
 from ..comm.in_step import Expected
 from ..comm.mesh import Mesh
+from ..crossing.by_name import restored
+from ..crossing.in_block import IN_BLOCK, PatchesHere, clean_up, put_patches
+from ..crossing.pack_state import put_state
 from ..errors import Refused
 from ..families import plan_or_whole
 from ..families.plan import COMPILE
+from ..forward import forward_name
 from ..methods.factory import make_method
 from ..patches import Part
+from ..weights.device_weights import DeviceWeights
+from ..weights.gguf import is_dequantised_late, with_patches
+from ..weights.offloaded_weights import OffloadedWeights
+from ..weights.quantised import stored_bytes, taken_apart
+from ..weights.sharded_weights import ShardedWeights
+from ..weights.weight_patches import put_object, unpack_patches
 from ..wire.messages import Load
 from ..wire.reserved import write_tree
 from ..wire.segment import Segment

@@ -26,7 +26,6 @@ from pipemesh.lab.commands.rounding import bound
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT
 from pipemesh.parallel_runtime.attention.trial import RELEASED_DIMS, asks, tried, usual
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
-from pipemesh.parallel_runtime.comfy_bridge.quantised import stored_bytes
 from pipemesh.parallel_runtime.comm.exchange import Exchange
 from pipemesh.parallel_runtime.comm.mesh import connect
 from pipemesh.parallel_runtime.errors import OutOfMemory
@@ -34,6 +33,7 @@ from pipemesh.parallel_runtime.families import PLAIN, sample_with
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, WeightsWish
+from pipemesh.parallel_runtime.weights.quantised import stored_bytes
 from pipemesh.parallel_runtime.wire.messages import Memory
 from pipemesh.parallel_runtime.wire.segment import mib
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .forward import forward_name
+from ..forward import forward_name
 from .named_code import named_by
 
 LIBRARIES = frozenset(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .forward import PREFIX
+from ..forward import PREFIX
 
 BYPASS = "bypass adapters"  # their name among the object patches of a rank
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..comm.shard_gather import ShardGather
+from ..forward import PREFIX
 from .device_weights import DeviceWeights
-from .forward import PREFIX
 from .layer_parts import ShardedLayer, ShardedParameter, aligned
 from .main_memory import Table, tables_of
 from .quantised import put_together, stored_bytes, taken_apart

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..families.plan import BEFORE_BLOCKS, TokenPlan
+from ..forward import PREFIX
 from ..patches import TokenGrid
+from ..refusals import patch_name, require_plan
 from .by_reference import PutTogether, TakenApart
 from .code import name_of
-from .forward import PREFIX
-from .guard import patch_name, refuse_in_block_patches, require_plan
+from .guard import refuse_in_block_patches
 from .pack_state import PackState, Read, made_state, put_state
 
 IN_BLOCK = "patches inside blocks"  # their name among the object patches of a rank

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import Refused
+from ..forward import PREFIX
+from ..refusals import patch_name
 from ..wire.tree import is_plain
-from .forward import PREFIX
-from .guard import patch_name
 from .own_state import assigned_later
 
 OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}

@@ -8,9 +8,10 @@ from typing import Any
 
 from ..errors import Refused
 from ..families.plan import COMPILE
+from ..refusals import patch_name
 from ..wire.tree import is_plain, why_not_plain
 from .by_name import OVERRIDE, described
-from .guard import patch_name, refuse_in_block_patches
+from .guard import refuse_in_block_patches
 from .in_block import InBlockPatches
 
 WHOLE = "diffusion_model"  # of a BaseModel

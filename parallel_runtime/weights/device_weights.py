@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ..forward import PREFIX
 from ..memory import is_unwritten
-from .forward import PREFIX
 from .quantised import put_together, stored_bytes, stored_tensors
 
 

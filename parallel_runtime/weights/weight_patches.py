@@ -16,13 +16,13 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import Refused
+from ..forward import PREFIX
+from ..refusals import patch_name
 from ..wire.reserved import room_for
 from ..wire.segment import TensorRef, dtype_name
 from ..wire.tree import encode_tree, is_plain
 from .bypass import BYPASS, put_bypass
-from .forward import PREFIX
 from .gguf import is_dequantised_late
-from .guard import patch_name
 from .quantised import stored_tensors
 
 # Of weight patches that are no adapters: what calculate_weight knows

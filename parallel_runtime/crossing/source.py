@@ -19,13 +19,13 @@ import torch
 
 from ..checkpoint import File, stat_file
 from ..errors import Refused
+from ..forward import PREFIX
+from ..watch.attributes import Attributes
+from ..weights.comparison import Weights
+from ..weights.gguf import described_operations, described_weight, import_operations, is_ggml, rebuilt_weight
+from ..weights.quantised import is_quantised, named_tensors
 from ..wire.tree import encode_tree, is_plain
-from .attributes import Attributes
-from .forward import PREFIX
-from .gguf import described_operations, described_weight, import_operations, is_ggml, rebuilt_weight
 from .guard import refuse_state
-from .quantised import is_quantised, named_tensors
-from .weights import Weights
 
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]
 CHECKPOINT_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin")

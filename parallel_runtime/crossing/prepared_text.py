@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..errors import Refused
-from .forward import PREFIX
-from .guard import require_plan
-from .quantised import is_quantised
+from ..forward import PREFIX
+from ..refusals import require_plan
+from ..weights.quantised import is_quantised
 
 METHOD = "preprocess_text_embeds"
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ..families.sample import Extent, Released, Sample
-from .forward import PREFIX, forward_binder, forward_patch
+from ..forward import PREFIX, forward_binder, forward_patch
 
 CPU = torch.device("cpu")
 PLENTY = 1 << 50  # bytes

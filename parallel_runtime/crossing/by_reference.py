@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ..errors import Refused
+from ..refusals import patch_name
 from ..wire.tree import is_plain
 from .code import NotReferable, Reference, compiled, imported, named, resolved
-from .guard import patch_name
 
 Taken = Any  # a plain value, or [number of the object, kind, content...]; "same" for one that came before
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ..forward import PREFIX
 from .device_weights import has_parameter, settled_as, slot_of
-from .forward import PREFIX
 from .quantised import put_together
 
 

@@ -15,8 +15,8 @@ import torch
 
 from ..checkpoint import File, check_file, check_mapped
 from ..errors import Refused
+from ..forward import PREFIX
 from ..memory import give_back_freed, is_unwritten
-from .forward import PREFIX
 from .loan import Loan
 from .quantised import taken_apart
 from .slots import Slot, slots

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import Refused
+from ..refusals import patch_name
+from ..watch.host_code import LIBRARIES, compiled_elsewhere, imports_of, is_code
+from ..watch.named_code import names_in
 from ..wire.tree import is_plain
 from .code import (
     CUSTOM_NODES,
@@ -29,9 +32,6 @@ from .code import (
     place_of,
     resolved,
 )
-from .guard import patch_name
-from .host_code import LIBRARIES, compiled_elsewhere, imports_of, is_code
-from .named_code import names_in
 
 DEFAULTS = ("__defaults__", "__kwdefaults__")
 CONTAINERS = (list, tuple, dict, set, frozenset)

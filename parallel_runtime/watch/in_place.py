@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ..errors import Refused
+from ..refusals import patch_name
+from ..weights.loan import Lost
 from .attributes import Watched
-from .guard import patch_name
 from .host_code import LIBRARIES, SeenCode, replaced_code
-from .loan import Lost
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 

@@ -4,51 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
-
 from ..errors import Refused
-from ..families import plan_or_whole, why_no_plan
-from ..families.plan import TokenPlan
-from ..layout import Layout
+from ..refusals import patch_name
+from ..weights.bypass import adapters_of
+from ..weights.gguf import described_operations
 from ..wire.tree import is_plain
 from .by_name import OVERRIDE, attention_backend, does_as, leave_out
-from .bypass import adapters_of
-from .gguf import described_operations
-
-
-def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
-    """Returns the token plan of a transformer; one without blocks of a UNet that ranks compute
-    whole. Raises Refused where there is none.
-    """
-    plan = plan_or_whole(type(diffusion_model))
-    if plan is None:
-        raise Refused(f"{no_plan(diffusion_model)}: leave PipeMesh Parallelize out for this model.")
-    return plan
-
-
-def require_whole_groups(diffusion_model: torch.nn.Module, layout: Layout) -> None:
-    """Raises Refused where the ranks of a group share a forward that cannot be cut."""
-    if not require_plan(diffusion_model).blocks and layout.world_size > layout.groups:
-        raise Refused(
-            f"{no_plan(diffusion_model)}: set ulysses, ring and pipefusion to 1 and share prompts and images"
-            " out by cfg and data, or leave PipeMesh Parallelize out for this model."
-        )
-
-
-def no_plan(diffusion_model: torch.nn.Module) -> str:
-    why = why_no_plan(type(diffusion_model))
-    return (
-        f"{type(diffusion_model).__name__} has no token plan ({why}; docs/FAMILIES.md has the models with"
-        " one)"
-    )
-
-
-def patch_name(value: Any) -> str:
-    """Returns module and name of a function, or of an object's class, for an error message. ComfyUI
-    imports a pack under the path of its folder, of which the folder's own name is enough.
-    """
-    kind = value if hasattr(value, "__qualname__") else type(value)
-    return f"{getattr(kind, '__module__', '?').rpartition('/')[2]}.{kind.__qualname__}"
 
 
 class Holding(Protocol):
