@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import io
 import os
+import struct
 from itertools import islice
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 ENTRY_BYTES = 8  # of /proc/self/pagemap, one a page
 UNTOUCHED, FILE_PAGE = 0b000, 0b101  # its three highest bits: present, swapped out, page of a file
+PAGEMAP_SCAN = (
+    0xC0606610  # of <linux/fs.h>, as the next two: PAGE_IS_FILE; PAGE_IS_PRESENT or PAGE_IS_SWAPPED
+)
+NO_FILE, IN_USE = 1 << 2, 1 << 3 | 1 << 4
 
 
 def system_memory() -> tuple[int, int]:
@@ -43,9 +50,28 @@ def is_unwritten(address: int, nbytes: int) -> bool:
     first, last = address // PAGE_BYTES, (address + nbytes - 1) // PAGE_BYTES
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            pagemap.seek(first * ENTRY_BYTES)
-            entries = pagemap.read((last - first + 1) * ENTRY_BYTES)
+            try:
+                return not has_own_page(pagemap.fileno(), first * PAGE_BYTES, (last + 1) * PAGE_BYTES)
+            except OSError:  # a kernel before 6.7
+                return are_pages_of_files(pagemap, first, last + 1)
     except OSError:
         return False
+
+
+def has_own_page(pagemap: int, start: int, end: int) -> bool:
+    """Asks the kernel for the first page in this range of addresses that is this process's own. It
+    looks through 24 GiB in milliseconds, and copies nothing. Raises OSError where it has no such
+    call (linux/fs.h: PAGEMAP_SCAN, struct pm_scan_arg, since Linux 6.7).
+    """
+    region = (ctypes.c_uint64 * 3)()
+    looked_for = NO_FILE, NO_FILE, IN_USE, IN_USE  # inverted, all of, any of, told
+    scan = struct.pack("12Q", 96, 0, start, end, 0, ctypes.addressof(region), 1, 1, *looked_for)
+    return fcntl.ioctl(pagemap, PAGEMAP_SCAN, bytearray(scan)) > 0
+
+
+def are_pages_of_files(pagemap: io.RawIOBase, first: int, end: int) -> bool:
+    """Reads the same from eight bytes for each page: 48 MiB for 24 GiB."""
+    pagemap.seek(first * ENTRY_BYTES)
+    entries = pagemap.read((end - first) * ENTRY_BYTES) or b""
     kinds = {highest >> 5 for highest in set(entries[ENTRY_BYTES - 1 :: ENTRY_BYTES])}
-    return len(entries) == (last - first + 1) * ENTRY_BYTES and kinds <= {UNTOUCHED, FILE_PAGE}
+    return len(entries) == (end - first) * ENTRY_BYTES and kinds <= {UNTOUCHED, FILE_PAGE}

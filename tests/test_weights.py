@@ -2,14 +2,20 @@
 however.
 """
 
+import ctypes
+import errno
+import mmap
+
 import comfy.model_management as mm
 import comfy.sd
 import pytest
 import safetensors.torch
 import torch
+from pipemesh.parallel_runtime import memory
 from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.memory import is_unwritten
+from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten
+from pipemesh.parallel_runtime.weights import stored_weights
 from pipemesh.parallel_runtime.weights.comparison import Weights, checksum
 from pipemesh.parallel_runtime.weights.slots import slots
 
@@ -249,3 +255,51 @@ def test_a_cancel_amid_it_loses_nothing(patcher):
 def test_memory_that_is_no_mapped_file_is_never_told_to_be_unwritten():
     private = torch.randn(4096)
     assert not is_unwritten(private.data_ptr(), private.nbytes)
+
+
+@pytest.fixture(params=["untouched", "read", "first", "middle", "last", "shared", "no file"])
+def pages(request, tmp_path):
+    """A mapping of 64 pages, and whether one of them is this process's own by then."""
+    nbytes, what = 64 * PAGE_BYTES, request.param
+    (tmp_path / "file").write_bytes(bytes(nbytes))
+    with open(tmp_path / "file", "r+b") as file:
+        kind = mmap.MAP_SHARED if what == "shared" else mmap.MAP_PRIVATE
+        mapping = mmap.mmap(-1 if what == "no file" else file.fileno(), nbytes, kind)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        if what == "read":
+            assert not any(mapping[place] for place in range(0, nbytes, PAGE_BYTES))
+        written = {"first": 0, "middle": nbytes // 2, "last": nbytes - 1, "shared": 0, "no file": 0}
+        if what in written:
+            mapping[written[what]] = 1
+        yield address, nbytes, what in ("first", "middle", "last", "no file")
+
+
+def test_the_kernels_own_search_and_a_look_at_each_page_say_the_same(pages):
+    address, nbytes, has_own = pages
+    assert is_unwritten(address, nbytes) is not has_own
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        first, end = address // PAGE_BYTES, (address + nbytes) // PAGE_BYTES
+        assert memory.are_pages_of_files(pagemap, first, end) is not has_own
+        try:
+            assert memory.has_own_page(pagemap.fileno(), address, address + nbytes) is has_own
+        except OSError as error:
+            assert error.errno in (errno.ENOTTY, errno.EINVAL), "a kernel before 6.7"
+
+
+def test_a_kernel_without_the_search_is_asked_for_each_page(pages, monkeypatch):
+    address, nbytes, has_own = pages
+
+    def unknown(*_):
+        raise OSError(errno.ENOTTY, "as before Linux 6.7")
+
+    monkeypatch.setattr(memory, "has_own_page", unknown)
+    assert is_unwritten(address, nbytes) is not has_own
+
+
+def test_to_compare_an_unchanged_model_again_reads_nothing_that_grows_with_it(patcher, monkeypatch):
+    weights, searches, read = compared(patcher), [], []
+    monkeypatch.setattr(memory, "has_own_page", lambda *range_: searches.append(range_) is not None)
+    monkeypatch.setattr(memory, "are_pages_of_files", lambda *range_: read.append(range_) is None)
+    monkeypatch.setattr(stored_weights, "read_into", lambda *place: read.append(place))
+    weights.compare(patcher)
+    assert len(searches) == sum(1 for _ in slots(patcher.model.diffusion_model)) and not read
