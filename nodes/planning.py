@@ -248,7 +248,7 @@ class Planning:
             for one in self._made
             if one.kind[0] is type(model) and one.devices == choice.placement.devices
         }
-        suits = {choice.placement.layout} | {one for one in taken if one.pipefusion == 1}
+        suits = {choice.placement.layout} | {one for one in taken if one.stages == 1}
         return next(
             (one for one in running if one.world_size > 1 and (one in suits or one.groups == one.world_size)),
             None,
@@ -379,7 +379,7 @@ def placed(choice: Choice, planned: Planned) -> Choice:
     that was left open and whole ones have no room.
     """
     layout, weights = planned.layout, choice.weights
-    patching = Patching(layout.pipefusion + 1, planned.warm_up.evaluations) if layout.pipefusion > 1 else None
+    patching = Patching(layout.stages + 1, planned.warm_up.evaluations) if layout.stages > 1 else None
     if weights == "auto" and planned.kept != "whole":
         weights = planned.kept
     return replace(

@@ -260,7 +260,7 @@ class Runtime:
 
     def _pool(self, placement: Placement) -> RemotePool:
         if placement not in self._pools:
-            whole = placement.layout.pipefusion == 1
+            whole = placement.layout.stages == 1
             shares = whole and not placement.devices[0].is_gpu and not placement.other_machines
             handle, counts = self._keeper.handle(placement), self.planning.counts
             self._pools[placement] = RemotePool(
@@ -391,7 +391,7 @@ def sums_of(handle: PoolHandle, pool: RemotePool, run: Run) -> LastRun | None:
     """Sum up a run of this pool. None if it has evaluated nothing."""
     title, placement = pool.residency.titles.get(run.model, run.model), handle.placement
     return pool.runs.once(
-        run, "figures", lambda: figures_of(run, title, placement.backend, placement.layout.pipefusion)
+        run, "figures", lambda: figures_of(run, title, placement.backend, placement.layout.stages)
     )
 
 
@@ -406,7 +406,7 @@ def kept_weights(pool: RemotePool) -> tuple[KeptWeights, ...]:
 
 def ring_kernels(handle: PoolHandle) -> RingKernels:
     pool = handle.live()
-    if pool is None or handle.placement.layout.ring == 1:
+    if pool is None or not handle.placement.layout.merges_parts:
         return RingKernels()
     return RingKernels(tuple(one.kernel for one in pool.ready), refused_kernels(pool.ready))
 

@@ -303,12 +303,8 @@ class Choice:
         stages, whose blocks differ in size.
         """
         layout, stages = self.placement.layout, self.patching.stages if self.patching else ()
-        sizes = stages or stage_speeds(layout.degrees(), self.placement.speeds) or (1,) * layout.pipefusion
-        here = {
-            layout.coordinates(rank)["pipefusion"]
-            for rank, one in enumerate(self.placement.devices)
-            if one.name == device
-        }
+        sizes = stages or stage_speeds(layout, self.placement.speeds) or (1,) * layout.stages
+        here = {layout.stage(rank) for rank, one in enumerate(self.placement.devices) if one.name == device}
         return sum(sizes[stage] for stage in here) / sum(sizes)
 
     def computed_on(self, device: str) -> float:
@@ -316,9 +312,9 @@ class Choice:
         those of a whole evaluation, because the first evaluations are whole.
         """
         layout, speeds = self.placement.layout, self.placement.speeds
-        size = layout.ulysses * layout.ring
+        size = layout.sequence_size
         part = 0.0
         for rank, one in enumerate(self.placement.devices):
-            tokens = shares_of(layout.degrees(), rank, speeds).tokens or (1,) * size
+            tokens = shares_of(layout, rank, speeds).tokens or (1,) * size
             part += (one.name == device) * tokens[rank % size] / sum(tokens)
         return part / layout.groups

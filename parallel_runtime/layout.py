@@ -6,37 +6,55 @@ Degrees are what is asked for, sizes what is. Pure arithmetic: no process group 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product, zip_longest
+from itertools import accumulate, product, takewhile, zip_longest
 from math import log2, prod
-from typing import Any
+from operator import mul
+from typing import Any, Literal
 
 from .errors import LayoutError
 
 
-def axis(*, row: str = "", output_at_end: bool = False, of_groups: bool = False) -> Any:
-    """Declare an axis of Layout. ``row`` names a row of the printed grid, where that is not the
-    axis's own name. ``output_at_end``: the output is on its last rank, not its first.
-    ``of_groups``: ranks along it belong to groups that compute whole forwards of their own.
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the grid of ranks.
+
+    ``within``: what the ranks along it are within: one ``sequence``, whose tokens they share; one
+    ``group``, which computes a whole forward; or the ``pool``, so that they belong to groups that
+    compute forwards of their own. ``row`` names a row of the printed grid, where that is not
+    ``name``. ``output_at_end``: the output is on its last rank, not its first. ``is_approximate``:
+    above 1 the image differs a little. ``merges_parts``: ranks along it attend to a part of the
+    keys at a time.
     """
-    return field(default=1, metadata={"row": row, "output_at_end": output_at_end, "of_groups": of_groups})
+
+    name: str
+    within: Literal["sequence", "group", "pool"]
+    row: str = ""
+    output_at_end: bool = False
+    is_approximate: bool = False
+    merges_parts: bool = False
+
+
+AXES = (  # innermost first: ranks that are neighbours on the first are numbered in a row
+    Axis("ulysses", "sequence"),
+    Axis("ring", "sequence", merges_parts=True),
+    Axis("pipefusion", "group", row="stage", output_at_end=True, is_approximate=True),
+    Axis("cfg", "pool", row="branch"),
+    Axis("data", "pool"),
+)
+OF_A_SEQUENCE = tuple(axis.name for axis in AXES if axis.within == "sequence")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Degrees of the parallel axes. One field per axis, innermost first: ranks that are neighbours
-    on the first are numbered in a row.
+class Degrees:
+    """How many ranks there are along each axis: a field for each of ``AXES``."""
 
-    A group is a place on the ``of_groups`` axes: its ranks, which are numbered in a row, compute a
-    whole forward together.
-    """
-
-    ulysses: int = axis()
-    ring: int = axis()
-    pipefusion: int = axis(row="stage", output_at_end=True)
-    cfg: int = axis(row="branch", of_groups=True)
-    data: int = axis(of_groups=True)
+    ulysses: int = 1
+    ring: int = 1
+    pipefusion: int = 1
+    cfg: int = 1
+    data: int = 1
 
     def __post_init__(self) -> None:
         for name, degree in self.degrees().items():
@@ -44,28 +62,77 @@ class Layout:
                 raise LayoutError(f"{name} {degree} is not a degree: choose 1 or more.")
 
     def degrees(self) -> dict[str, int]:
-        return {axis.name: getattr(self, axis.name) for axis in fields(self)}
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
+
+    def used(self) -> tuple[Axis, ...]:
+        """The axes with more than one rank."""
+        return tuple(axis for axis in AXES if getattr(self, axis.name) > 1)
+
+    def _along(self, within: str) -> list[int]:
+        """The degrees of the axes within that, innermost first."""
+        return [getattr(self, axis.name) for axis in AXES if axis.within == within]
 
     @cached_property  # asked for at every evaluation
     def world_size(self) -> int:
         return prod(self.degrees().values())
 
     @cached_property
+    def sequence_size(self) -> int:
+        """The number of ranks that share one sequence."""
+        return prod(self._along("sequence"))
+
+    @cached_property
+    def group_size(self) -> int:
+        """The number of ranks that compute a whole forward together."""
+        return self.sequence_size * prod(self._along("group"))
+
+    @cached_property
     def groups(self) -> int:
         """The number of groups."""
-        return prod(getattr(self, axis.name) for axis in fields(self) if axis.metadata["of_groups"])
+        return prod(self._along("pool"))
+
+    @property
+    def stages(self) -> int:
+        """The number of parts that the model's blocks are cut into."""
+        return self.pipefusion
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether the image differs a little from that of one GPU."""
+        return any(axis.is_approximate for axis in self.used())
+
+    @property
+    def merges_parts(self) -> bool:
+        """Whether ranks attend to a part of the keys at a time, and merge the outputs."""
+        return any(axis.merges_parts for axis in self.used())
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The numbers of neighbouring groups that can compute a forward as one, smallest first.
 
-        Stages hold different blocks, so the groups of pipelines stay apart.
+        Groups of more than one sequence stay apart: their stages hold different blocks.
         """
-        return tuple(sorted({1, self.cfg, self.groups})) if self.pipefusion == 1 else (1,)
+        joined = accumulate(self._along("pool"), mul) if self.group_size == self.sequence_size else ()
+        return tuple(sorted({1, *joined}))
+
+    def equation(self) -> str:
+        """For example ``ulysses 2 x ring 2 = 4 ranks``."""
+        return f"{self.product()} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"
+
+    def product(self) -> str:
+        """For example ``ulysses 2 x ring 2``."""
+        return " x ".join(f"{axis.name} {getattr(self, axis.name)}" for axis in self.used() or AXES[:1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(Degrees):
+    """The ranks of these degrees, numbered: those of one sequence in a row, and so those of one
+    group.
+    """
 
     def members(self, group: int, width: int = 1) -> tuple[int, ...]:
         """The ranks of a group, where each ``width`` neighbouring groups are one."""
-        size = self.world_size // self.groups * width
+        size = self.group_size * width
         return tuple(range(group * size, (group + 1) * size))
 
     def joined(self, width: int) -> Layout:
@@ -75,21 +142,22 @@ class Layout:
         if width == 1:
             return self
         ulysses, ring = (self.ulysses, self.ring * width) if self.ring > 1 else (self.ulysses * width, 1)
-        return Layout(ulysses=ulysses, ring=ring, pipefusion=self.pipefusion, data=self.groups // width)
+        return Layout(ulysses=ulysses, ring=ring, data=self.groups // width)
 
     def writes(self, rank: int) -> bool:
         """Whether ``rank`` has the output of its group."""
-        return rank % (self.world_size // self.groups) == self.writer
+        return rank % self.group_size == self.writer
 
     @cached_property
     def writer(self) -> int:
         """The rank that has the first group's output: the first of the last stage."""
-        rank, stride = 0, 1
-        for axis in fields(self):
-            degree = getattr(self, axis.name)
-            rank += stride * (degree - 1) * axis.metadata["output_at_end"]
-            stride *= degree
-        return rank
+        return sum(
+            self._stride(axis.name) * (getattr(self, axis.name) - 1) for axis in AXES if axis.output_at_end
+        )
+
+    def _stride(self, axis: str) -> int:
+        """How far apart neighbours on ``axis`` are numbered."""
+        return prod(getattr(self, inner.name) for inner in takewhile(lambda one: one.name != axis, AXES))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """axis -> index of ``rank`` on it."""
@@ -98,12 +166,32 @@ class Layout:
             rank, coordinates[axis] = divmod(rank, degree)
         return coordinates
 
+    def stage(self, rank: int) -> int:
+        """The stage that ``rank`` is of."""
+        return self.coordinates(rank)["pipefusion"]
+
+    def of_stages(self, rank: int) -> tuple[int, ...]:
+        """The rank of each stage that has the tokens of ``rank``, in order."""
+        return self.group("pipefusion", rank)
+
+    def sequence(self, rank: int) -> range:
+        """The ranks that share the sequence of ``rank``."""
+        first = rank - rank % self.sequence_size
+        return range(first, first + self.sequence_size)
+
+    def sequences(self) -> list[range]:
+        """The ranks of every sequence."""
+        return [self.sequence(first) for first in range(0, self.world_size, self.sequence_size)]
+
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` on ``axis`` alone, in order."""
-        here = {key: index for key, index in self.coordinates(rank).items() if key != axis}
-        return tuple(
-            other for other in range(self.world_size) if here.items() <= self.coordinates(other).items()
-        )
+        stride, degree = self._stride(axis), getattr(self, axis)
+        first = rank - rank // stride % degree * stride
+        return tuple(range(first, first + stride * degree, stride))
+
+    def lines(self, axis: str) -> list[tuple[int, ...]]:
+        """Every group of ranks that differ on ``axis`` alone, by their first ranks."""
+        return [self.group(axis, rank) for rank in range(self.world_size) if not self.coordinates(rank)[axis]]
 
     def nearest(self, ranks: int, most: int = 2) -> tuple[Layout, ...]:
         """The layouts of so many ranks that are nearest to this one; of equally near ones,
@@ -128,37 +216,22 @@ class Layout:
             for rank, name in zip_longest(range(self.world_size), names, fillvalue="")
         ]
         width = max(map(len, cells))
-        inner, *outer = fields(self)
-        used = [axis for axis in outer if getattr(self, axis.name) > 1] or outer[:1]
+        inner, *outer = AXES
+        used = [axis for axis in outer if axis in self.used()] or outer[:1]
         lines = []
-        for first in range(0, self.world_size, getattr(self, inner.name)):
-            place = self.coordinates(first)
-            row = " ".join(
-                f"{axis.metadata['row'] or axis.name} {place[axis.name]}" for axis in reversed(used)
-            )
-            ranks = " ".join(cells[rank].ljust(width) for rank in self.group(inner.name, first))
-            lines.append(f"{row}: {ranks}".rstrip())
+        for ranks in self.lines(inner.name):
+            place = self.coordinates(ranks[0])
+            row = " ".join(f"{axis.row or axis.name} {place[axis.name]}" for axis in reversed(used))
+            lines.append(f"{row}: {' '.join(cells[rank].ljust(width) for rank in ranks)}".rstrip())
         return "\n".join(lines)
-
-    def equation(self) -> str:
-        """For example ``ulysses 2 x ring 2 = 4 ranks``."""
-        return f"{self.product()} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"
-
-    def product(self) -> str:
-        """For example ``ulysses 2 x ring 2``."""
-        degrees = self.degrees()
-        factors = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1] or [
-            f"{next(iter(degrees))} 1"
-        ]
-        return " x ".join(factors)
 
 
 def layouts_of(ranks: int) -> Iterator[Layout]:
     """Yield every layout of so many ranks: every product of degrees."""
     divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
-    for degrees in product(divisors, repeat=len(fields(Layout))):
+    for degrees in product(divisors, repeat=len(AXES)):
         if prod(degrees) == ranks:
-            yield Layout(**dict(zip((axis.name for axis in fields(Layout)), degrees, strict=True)))
+            yield Layout(**{axis.name: degree for axis, degree in zip(AXES, degrees, strict=True)})
 
 
 @dataclass(frozen=True)

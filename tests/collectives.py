@@ -115,15 +115,13 @@ class World:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.layout.world_size)
             try:
                 wants_stop = lambda: getcurrent().wants_stop()  # noqa: E731
-                wider = {width: self.layout.joined(width).degrees() for width in self.layout.widths[1:]}
                 how = {
                     "device_type": "cpu",
                     "via_cpu": False,
                     "wants_stop": wants_stop,
-                    "joined": wider,
                     "speeds": self.speeds,
                 }
-                mesh = connect(self.layout.degrees(), rank, **how)
+                mesh = connect(self.layout, rank, **how)
                 used = [
                     part
                     for ulysses, ring, world, *_ in mesh.sequence._by_width.values()

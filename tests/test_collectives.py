@@ -123,21 +123,14 @@ def test_every_rank_makes_the_same_groups_in_the_same_order(layout, monkeypatch)
     world = World(layout, "nccl", monkeypatch)
     assert all(made == world.made[0] for made in world.made)
     for rank, made in enumerate(world.meshes):
-        for axis, place in made.axes.items():
-            assert place.ranks == layout.group(axis, rank) and place.rank == layout.coordinates(rank)[axis]
-            assert place.group is None or world.members[world.name_of(place.group)] == place.ranks
-
-
-def sequence_of(layout, rank):
-    """The ranks that share this one's sequence: those of its stage."""
-    size = layout.ulysses * layout.ring
-    return tuple(range(rank - rank % size, rank - rank % size + size))
+        for axis, group in (("ulysses", made.sequence.ulysses.group), ("ring", made.sequence.ring._group)):
+            assert group is None or world.members[world.name_of(group)] == layout.group(axis, rank)
 
 
 def groups_of(layout, rank):
     """The ranks of every group that this one's sequence has."""
-    used = [layout.group(axis, rank) for axis in mesh.OF_A_SEQUENCE if layout.degrees()[axis] > 1]
-    return used if len(used) < 2 else [*used, sequence_of(layout, rank)]
+    used = [layout.group(axis.name, rank) for axis in layout.used() if axis.within == "sequence"]
+    return used if len(used) < 2 else [*used, tuple(layout.sequence(rank))]
 
 
 @pytest.mark.parametrize("layout", SEQUENCES + PIPELINES + IN_GROUPS, ids=Layout.equation)
@@ -151,13 +144,13 @@ def test_every_connection_is_opened_at_the_start_in_one_order(layout, monkeypatc
     }
     assert disagreements(world.opened, groups) == []
     assert has_an_order(world.opened, in_order=True)
-    for rank, made in enumerate(world.meshes):
+    for rank in range(layout.world_size):
         met = {event.group for event in world.opened[rank] if event.operation == "all_to_all"}
         used = [ranks for width in layout.widths for ranks in groups_of(layout.joined(width), rank)]
         assert met == {f"group of {ranks}" for ranks in used}
         peers = {event.peer for event in world.opened[rank] if event.operation != "all_to_all"}
-        stages = made.axes["pipefusion"]
-        assert peers == {other for at, other in enumerate(stages.ranks) if abs(at - stages.rank) == 1}
+        at = layout.stage(rank)
+        assert peers == {*layout.of_stages(rank)[max(0, at - 1) : at + 2]} - {rank}
 
 
 def test_a_connection_that_fails_names_its_ranks(monkeypatch):
@@ -223,7 +216,7 @@ def test_ranks_on_unlike_devices_agree_on_every_message_and_compute_what_one_doe
             torch.allclose(one, truth(branch), atol=1e-5)
             for one in (whole, *([sum(patches[3:])] if patches else ()))
         )
-    size = layout.ulysses * layout.ring
+    size = layout.sequence_size
     if layout.pipefusion > 1 < size:
         onwards = (
             [sum(one.counts) for one in traces[rank] if (one.operation, one.peer) == ("send", rank + size)]
@@ -271,7 +264,7 @@ def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, s
             joined = layout.joined(width)
             branch = mesh.rank * joined.groups // layout.world_size % 2
             mesh.sequence.use(width)
-            assert mesh.sequence.shares == shares_of(joined.degrees(), mesh.rank, speeds)
+            assert mesh.sequence.shares == shares_of(joined, mesh.rank, speeds)
             method.begin(Part(1, branch))
             output = method.evaluate(model, CONDS[branch], turn + 1)
             if joined.writes(mesh.rank):
@@ -331,7 +324,7 @@ def test_ranks_leave_together_where_one_wishes_to_stop_and_go_on_together(traced
     world, traces, outputs = traced(layout, backend, requests, blocks=4, prepare=prepare)
     assert_sound(world, traces)
     left = {rank for rank in range(4) if outputs[rank, 1] is Stopped}
-    assert left == set(sequence_of(layout, who))
+    assert left == {*layout.sequence(who)}
     assert torch.allclose(outputs[layout.writer, 2], truth(0, 4), atol=1e-5)
 
 
@@ -349,8 +342,8 @@ def test_a_rank_without_room_ends_its_stage_and_stages_stay_in_step(traced, layo
     requests = [*WARM, Part(2, 0)]
     world, traces, outputs = traced(layout, backend, requests, prepare=prepare)
     assert_sound(world, traces)
-    assert {rank: outputs[rank, 0] for rank in sequence_of(layout, who)} == {
-        rank: NoRoom if rank == who else Stopped for rank in sequence_of(layout, who)
+    assert {rank: outputs[rank, 0] for rank in layout.sequence(who)} == {
+        rank: NoRoom if rank == who else Stopped for rank in layout.sequence(who)
     }
 
 

@@ -217,7 +217,7 @@ def test_ranks_of_a_sequence_need_less_than_one_device(records):
 )
 def test_the_uneven_formula_is_the_published_one_where_all_is_even(layout):
     if layout.pipefusion == 1:
-        due = expected.even_bytes(layout.ulysses, layout.ring, 4608, 3072, 1, expected.ITEM_BYTES)
+        due = expected.even_bytes(layout, 4608, 3072, 1, expected.ITEM_BYTES)
         for rank in range(layout.world_size):
             assert expected.sequence_bytes(layout, rank, ATTENDED) == pytest.approx(due)
 
@@ -225,7 +225,9 @@ def test_the_uneven_formula_is_the_published_one_where_all_is_even(layout):
 def test_the_ranks_of_an_uneven_split_send_together_what_even_ones_would():
     layout = Layout(ulysses=7)
     sent = sum(expected.sequence_bytes(layout, rank, ATTENDED) for rank in range(7))
-    assert sent == pytest.approx(7 * expected.even_bytes(7, 1, 4608, 3072, 1, expected.ITEM_BYTES), rel=1e-3)
+    assert sent == pytest.approx(
+        7 * expected.even_bytes(Layout(ulysses=7), 4608, 3072, 1, expected.ITEM_BYTES), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("text", ["ulysses=0", "ulysses", "fast=2", "ring=2,pipefusion=0", "ulysses=two"])

@@ -49,7 +49,7 @@ def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layou
     """A sequence's ranks on CPUs need it again at the next run, which would wait for the system."""
     memory, ended = Counted(), []
     handler = RequestHandler(
-        SimpleNamespace(rank=0, degrees=layout.degrees()),
+        SimpleNamespace(rank=0, layout=layout),
         torch.device("cpu"),
         memory,
         ArenaIO(None, None),
@@ -64,7 +64,7 @@ def test_what_weight_patches_took_for_a_moment_goes_back_to_the_system():
     """Whole layers were patched for the sake of a part of each."""
     memory, patched = Counted(), []
     handler = RequestHandler(
-        SimpleNamespace(rank=0, degrees=Layout().degrees()), torch.device("cpu"), memory, None, away=False
+        SimpleNamespace(rank=0, layout=Layout()), torch.device("cpu"), memory, None, away=False
     )
     handler.models["m"] = SimpleNamespace(
         sets=PatchedSets(), patch=lambda patches_id, *_: patched.append((patches_id, *memory.done))

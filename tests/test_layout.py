@@ -1,5 +1,6 @@
 """The grid and its splits: pure arithmetic, by property."""
 
+from dataclasses import fields
 from itertools import product
 from math import prod
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import LayoutError
-from pipemesh.parallel_runtime.layout import Layout, Split, clip_ranges, layouts_of
+from pipemesh.parallel_runtime.layout import AXES, Layout, Split, clip_ranges, layouts_of
 from pipemesh.parallel_runtime.methods.shards import Shards
 
 
@@ -50,6 +51,12 @@ def test_groups_are_rows_of_the_grid():
     )
 
 
+def test_the_table_names_the_degrees_and_goes_from_sequences_to_groups_to_the_pool():
+    assert [axis.name for axis in AXES] == [degree.name for degree in fields(Layout)]
+    order = ["sequence", "group", "pool"]
+    assert [axis.within for axis in AXES] == sorted((axis.within for axis in AXES), key=order.index)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_every_product_of_degrees_is_a_layout_of_so_many_ranks_once(ranks):
     every = [degrees for degrees in product(range(1, ranks + 1), repeat=5) if prod(degrees) == ranks]
@@ -76,7 +83,7 @@ def test_groups_that_join_are_whole_groups_of_before_in_one_sequence(layout):
     for width in layout.widths:
         joined = layout.joined(width)
         assert joined.pipefusion == layout.pipefusion
-        assert joined.ulysses * joined.ring == layout.ulysses * layout.ring * width
+        assert joined.ulysses * joined.ring == layout.sequence_size * width
         assert layout.groups % width == 0
 
 

@@ -15,7 +15,7 @@ import torch
 from pipemesh.lab.bench.forwards import standin
 from pipemesh.parallel_runtime.comm import stage_link
 from pipemesh.parallel_runtime.comm.in_step import KnownSteps
-from pipemesh.parallel_runtime.comm.mesh import Axis, Mesh
+from pipemesh.parallel_runtime.comm.mesh import Mesh
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, NoRoom, Refused
 from pipemesh.parallel_runtime.families.plan import (
@@ -131,13 +131,7 @@ def made(make):
 
 
 def mesh_of(layout, link=None, rank=0):
-    axes = {
-        name: Axis(layout.coordinates(rank)[name], layout.group(name, rank), None)
-        for name in layout.degrees()
-    }
-    return Mesh(
-        rank, layout.degrees(), axes, standin(Layout(ulysses=layout.ulysses, ring=layout.ring), 0), link
-    )
+    return Mesh(rank, layout, standin(Layout(ulysses=layout.ulysses, ring=layout.ring), 0), link)
 
 
 def evaluate(made, part):

@@ -105,38 +105,30 @@ LAYOUTS = st.builds(
 @given(LAYOUTS, st.data())
 def test_ranks_of_a_sequence_agree_on_its_shares_and_equal_ones_share_evenly(layout, data):
     speeds = tuple(data.draw(st.lists(SPEED, min_size=layout.world_size, max_size=layout.world_size)))
-    size = layout.ulysses * layout.ring
+    size = layout.sequence_size
     for rank in range(layout.world_size):
-        shares = shares_of(layout.degrees(), rank, speeds)
-        assert shares == shares_of(layout.degrees(), rank - rank % size, speeds), (
-            "of another rank of its stage"
-        )
-        assert shares == shares_of(layout.degrees(), layout.group("pipefusion", rank)[0], speeds), (
-            "of another stage"
-        )
+        shares = shares_of(layout, rank, speeds)
+        assert shares == shares_of(layout, rank - rank % size, speeds), "of another rank of its stage"
+        assert shares == shares_of(layout, layout.of_stages(rank)[0], speeds), "of another stage"
         assert (len(shares.tokens) or size, len(shares.heads) or layout.ulysses) == (size, layout.ulysses)
-        assert (
-            shares_of(layout.degrees(), rank, ())
-            == shares_of(layout.degrees(), rank, (70,) * layout.world_size)
-            == EVEN
-        )
+        assert shares_of(layout, rank, ()) == shares_of(layout, rank, (70,) * layout.world_size) == EVEN
     assert (
-        stage_speeds(layout.degrees(), (70,) * layout.world_size)
+        stage_speeds(layout, (70,) * layout.world_size)
         == group_speeds((70,) * layout.world_size, layout.groups)
         == ()
     )
 
 
 def test_tokens_heads_stages_and_groups_follow_the_speeds():
-    assert shares_of(Layout(ulysses=2).degrees(), 0, (100, 40)) == ((100, 40), (100 / 140, 40 / 140))
-    assert shares_of(Layout(ring=2).degrees(), 1, (100, 40)) == ((100, 40), ())
-    square = shares_of(Layout(ulysses=2, ring=2).degrees(), 0, (100, 50, 50, 25))
+    assert shares_of(Layout(ulysses=2), 0, (100, 40)) == ((100, 40), (100 / 140, 40 / 140))
+    assert shares_of(Layout(ring=2), 1, (100, 40)) == ((100, 40), ())
+    square = shares_of(Layout(ulysses=2, ring=2), 0, (100, 50, 50, 25))
     assert square.tokens == (100, 50, 50, 25) and square.heads[0] == pytest.approx(2 * square.heads[1])
-    assert stage_speeds(Layout(pipefusion=2).degrees(), (100, 50)) == pytest.approx((100 / 150, 50 / 150))
-    stages = stage_speeds(Layout(ulysses=2, pipefusion=2).degrees(), (100, 100, 50, 50))
+    assert stage_speeds(Layout(pipefusion=2), (100, 50)) == pytest.approx((100 / 150, 50 / 150))
+    stages = stage_speeds(Layout(ulysses=2, pipefusion=2), (100, 100, 50, 50))
     assert stages[0] == pytest.approx(2 * stages[1])
     assert group_speeds((100, 50, 40, 40), 2) == (150, 80)
-    assert shares_of(Layout(cfg=2, ulysses=2).degrees(), 3, (100, 100, 50, 50)) == EVEN, (
+    assert shares_of(Layout(cfg=2, ulysses=2), 3, (100, 100, 50, 50)) == EVEN, (
         "the ranks of a group are alike"
     )
 
@@ -349,7 +341,7 @@ def test_unlike_ranks_exchange_the_bytes_that_the_formula_says(ulysses, ring, to
     for each in (messages.heads_for_tokens, messages.tokens_for_heads):
         for message in each(layout, attended, speeds):
             sent[message.source] += message.nbytes * (message.source != message.target)
-    shares = [shares_of(layout.degrees(), rank, speeds) for rank in range(layout.world_size)]
+    shares = [shares_of(layout, rank, speeds) for rank in range(layout.world_size)]
     assert sent == [
         expected.exchanged_bytes(layout, rank, attended, shares[rank]) for rank in range(layout.world_size)
     ]

@@ -267,9 +267,9 @@ def test_one_gpu_is_chosen_where_messages_take_longer_than_they_save():
 def test_an_approximate_layout_is_chosen_where_that_is_allowed_alone():
     links = {"port": 2e9, "flops": 1e14}
     exact, any_ = (plan(JOB, box(4, **links), allows_approximate=allowed).best for allowed in (False, True))
-    assert exact is not None and not exact.is_approximate
-    assert any_ is not None and any_.is_approximate
-    refused = {row.why for row in plan(JOB, box(4, **links)).rows if row.is_approximate}
+    assert exact is not None and not exact.layout.is_approximate
+    assert any_ is not None and any_.layout.is_approximate
+    refused = {row.why for row in plan(JOB, box(4, **links)).rows if row.layout.is_approximate}
     assert refused == {"approximate: pipefusion is not allowed"}
 
 

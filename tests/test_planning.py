@@ -123,7 +123,7 @@ def test_stages_are_chosen_where_they_may_be_and_the_model_has_some(slow_links):
     own = placed(choice, chosen)
     assert (own.placement.layout, own.patching.patches, own.patching.warm_up) == (Layout(pipefusion=2), 3, 2)
     exact = planning().choose(model, replace(choice, allows_approximate=False), asked(), ())
-    assert not exact.plan.best.is_approximate
+    assert not exact.plan.best.layout.is_approximate
     assert planning().choose(unet().model, choice, asked(), ()).layout.pipefusion == 1
 
 

@@ -138,7 +138,7 @@ def due(layout, rank, weights):
         for name, nbytes in parts.items()
         if layout.pipefusion == 1 or rank >= layout.world_size // 2 or name != id_of_head(weights)
     ]
-    return (layout.ulysses * layout.ring - 1) * sum(used)
+    return (layout.sequence_size - 1) * sum(used)
 
 
 def id_of_head(weights):

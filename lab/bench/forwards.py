@@ -157,5 +157,5 @@ def standin(layout: Layout, rank: int, speeds: Sequence[int] = ()) -> SequenceCo
         StandinRing(here["ring"], layout.ring),
         StandinExchange(rank, layout.world_size),
         StopFlag(lambda: False),
-        shares=shares_of(layout.degrees(), rank, speeds),
+        shares=shares_of(layout, rank, speeds),
     )

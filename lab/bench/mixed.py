@@ -70,7 +70,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
         speeds = relative(known.tolist())
         even, mixed = (
             connect(
-                layout.degrees(),
+                layout,
                 ranks.rank,
                 device_type="cpu",
                 via_cpu=False,
@@ -87,7 +87,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
         "even": Phase(lambda: forwards.through(even, slowed)),
         "shards": Phase(lambda: sum(forwards.through(one) for one in standins), alone=True),
     }
-    shares = shares_of(layout.degrees(), ranks.rank, speeds).tokens or (1,) * ranks.size
+    shares = shares_of(layout, ranks.rank, speeds).tokens or (1,) * ranks.size
     return {"rounds": ranks.measure(phases, rounds), "slower_share": shares[-1] / sum(shares)}
 
 

@@ -68,7 +68,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     parallel_peer.parallelize(ranks.size)
     with giving_way():
         comm = connect(
-            Layout(ulysses=ranks.size).degrees(),
+            Layout(ulysses=ranks.size),
             ranks.rank,
             device_type="cpu",
             via_cpu=False,

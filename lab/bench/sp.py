@@ -45,12 +45,11 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
     from ...parallel_runtime.layout import Layout
     from .forwards import Forwards, standin
 
-    ulysses, ring = degrees
-    layout = Layout(ulysses=ulysses, ring=ring)
+    layout = Layout(ulysses=degrees[0], ring=degrees[1])
     forwards = Forwards(tokens)
     with giving_way():
         comm = connect(
-            layout.degrees(), ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
+            layout, ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
         ).sequence
     standins = [standin(layout, rank) for rank in range(ranks.size)]
     exchanges: list[float] = []
@@ -66,7 +65,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
         "both": Phase(forwards.whole),
         "shards": Phase(lambda: sum(forwards.through(one) for one in standins), alone=True),
     }
-    formula = even_bytes(ulysses, ring, tokens, forwards.hidden, forwards.blocks, 4)
+    formula = even_bytes(layout, tokens, forwards.hidden, forwards.blocks, 4)
     measured = ranks.measure(phases, rounds) if rounds else [{"parallel": parallel()}]
     measured = [
         {**round_, "exchange": seconds}

@@ -139,7 +139,7 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
     yield {**place(Layout(), 0), **alone, **weights, "sent_bytes": {}, "misses": []}
     for layout in chosen.layouts:
         last = layout.world_size - 1
-        if layout.pipefusion > 1 and model.plan.why_no_stages:
+        if layout.stages > 1 and model.plan.why_no_stages:
             yield {**place(layout, last), "refused": model.plan.why_no_stages, "misses": []}
             continue
         for rank in range(layout.world_size) if chosen.on_all else [last]:

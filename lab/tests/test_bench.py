@@ -21,6 +21,7 @@ from pipemesh.launcher.comfyui.find import ComfyInstall
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.families.sample import Size
+from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.expected import even_bytes
 from pipemesh.parallel_runtime.planner.measured import read, this_machine
 from pipemesh.tests.conftest import ALL
@@ -95,10 +96,10 @@ def test_the_ratios_are_those_of_the_definition():
     assert sp.patch_tax(ROUNDS) == pytest.approx(1.1)
     assert sp.exchange_share(ROUNDS) == pytest.approx(0.1)
     whole = 1024 * 256 * 24 * 4
-    assert even_bytes(2, 1, 1024, 256, 24, 4) == whole  # 4 (N - 1) / N^2
-    assert even_bytes(4, 1, 1024, 256, 24, 4) == pytest.approx(0.75 * whole)
-    assert even_bytes(1, 2, 1024, 256, 24, 4) == whole  # 2 (N - 1) / N
-    assert even_bytes(1, 4, 1024, 256, 24, 4) == pytest.approx(1.5 * whole)
+    assert even_bytes(Layout(ulysses=2), 1024, 256, 24, 4) == whole  # 4 (N - 1) / N^2
+    assert even_bytes(Layout(ulysses=4), 1024, 256, 24, 4) == pytest.approx(0.75 * whole)
+    assert even_bytes(Layout(ring=2), 1024, 256, 24, 4) == whole  # 2 (N - 1) / N
+    assert even_bytes(Layout(ring=4), 1024, 256, 24, 4) == pytest.approx(1.5 * whole)
 
 
 def test_a_phase_lasts_as_long_as_its_slowest_rank():

@@ -59,7 +59,7 @@ def record(plan: Plan, row: Row) -> dict[str, Any]:
         "layout": row.layout.degrees(),
         "equation": row.layout.equation(),
         "why_not": row.why,
-        "is_approximate": row.is_approximate,
+        "is_approximate": row.layout.is_approximate,
     }
     if one is None:
         return head

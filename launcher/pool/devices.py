@@ -65,11 +65,8 @@ class Placement:
         """Returns how many ranks of this one's stage are on its device: they ask for room at the
         same time, and stages one after the other.
         """
-        own = self.layout.coordinates(rank)["pipefusion"], self.devices[rank]
-        return sum(
-            (self.layout.coordinates(other)["pipefusion"], device) == own
-            for other, device in enumerate(self.devices)
-        )
+        own = self.layout.stage(rank), self.devices[rank]
+        return sum((self.layout.stage(other), device) == own for other, device in enumerate(self.devices))
 
     @property
     def times_devices(self) -> bool:
@@ -159,7 +156,7 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...], o
             f"Rank 0 hands the result to ComfyUI and {names[0]} is on another machine: list a device of this"
             " one first."
         )
-    if layout.pipefusion > 1 and any(device.machine for device in devices):
+    if layout.stages > 1 and any(device.machine for device in devices):
         raise LayoutError(
             f"{layout.equation()} over several machines: stages share one machine, list devices of this one"
             " only."

@@ -79,7 +79,7 @@ class WorkerPool:
         layout = placement.layout
         names = tuple(device.name for device in placement.devices)
         self.placement = placement
-        self.facts = Facts(names, stages=layout.pipefusion, speeds=placement.speeds)
+        self.facts = Facts(names, stages=layout.stages, speeds=placement.speeds)
         self.arena = Arena()
         self.ranks = Ranks(placement, setup, self.arena, self.facts)
         self.memory: list[Memory] = []  # of every rank, as it last told

@@ -179,7 +179,7 @@ class Report:
 def asked_of(planned: Planned) -> str:
     """Say what was to be sampled; with stages also how many evaluations are warm-up, and why."""
     warm_up = planned.warm_up
-    if planned.layout.pipefusion == 1 or not warm_up.why:
+    if planned.layout.stages == 1 or not warm_up.why:
         return planned.asked
     return f"{planned.asked}; the first {warm_up.evaluations} are whole (warm-up): {warm_up.why}"
 
@@ -220,9 +220,7 @@ def achieved_s(run: Run, layout: Layout) -> float | None:
     timed, branches = list(run.evaluations), max(1, len(run.branches))
     parts = [(one, one.part) for one in timed if one.part is not None]
     if parts:
-        return (
-            branches * in_patches(run.began_s, run.mode, parts, False, layout.pipefusion).step_ms_mean / 1e3
-        )
+        return branches * in_patches(run.began_s, run.mode, parts, False, layout.stages).step_ms_mean / 1e3
     if not timed:
         return None
     return median(one.seconds for one in timed) * (1 if layout.groups > 1 else branches)

@@ -43,10 +43,10 @@ def unlike_shares(placement: Placement) -> tuple[Share, ...]:
 
 def _of_tokens(placement: Placement) -> Iterator[Share]:
     layout, speeds = placement.layout, placement.speeds
-    size = layout.ulysses * layout.ring
+    size = layout.sequence_size
     for rank, device in enumerate(placement.devices):
         first = rank - rank % size
-        tokens = shares_of(layout.degrees(), rank, speeds).tokens
+        tokens = shares_of(layout, rank, speeds).tokens
         own, most = speeds[rank], max(speeds[first : first + size])
         if tokens and own < most and tokens[rank - first] * size < sum(tokens):
             fastest, share = (
@@ -57,7 +57,7 @@ def _of_tokens(placement: Placement) -> Iterator[Share]:
 
 
 def _of_stages(placement: Placement) -> Iterator[Share]:
-    speeds = stage_speeds(placement.layout.degrees(), placement.speeds)
+    speeds = stage_speeds(placement.layout, placement.speeds)
     for stage, speed in enumerate(speeds):
         if speed < max(speeds):
             yield Share("stage", (str(stage), f"{max(speeds) / speed:.1f}"))

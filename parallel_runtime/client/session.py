@@ -206,8 +206,8 @@ class Sessions:
         empty where they are alike.
         """
         session = self.live
-        found = stage_speeds(self.layout.degrees(), session.pool.facts.speeds) if session is not None else ()
-        places = [self.layout.coordinates(rank)["pipefusion"] for rank in ranks]
+        found = stage_speeds(self.layout, session.pool.facts.speeds) if session is not None else ()
+        places = [self.layout.stage(rank) for rank in ranks]
         return tuple(found[place] for place in places) if found and places else found
 
     def settle(self, interrupted: Callable[[], bool]) -> None:

@@ -10,38 +10,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ..layout import OF_A_SEQUENCE, Layout
 from .exchange import Exchange, StopFlag
 from .in_step import InStep
 from .ring import Ring
-from .shard_gather import ShardGather, sequence_group
+from .shard_gather import ShardGather
 from .shares import EVEN, Shares, shares_of
 from .stage_link import StageLink
 
-OF_A_SEQUENCE = ("ulysses", "ring")
+Groups = Mapping[str, dist.ProcessGroup | None]  # axis of a sequence -> its group
 STAGE_STEPS = 1 << 20  # of progress: more than a stage makes in one request
-
-
-class Axis(NamedTuple):
-    """One axis as a rank sees it. ``ranks`` are the global ranks that differ from this one on this
-    axis alone, ``rank`` is this one's index among them.
-
-    ``group`` is None where no collective runs along the axis.
-    """
-
-    rank: int
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
 
 class Paths(NamedTuple):
@@ -163,23 +146,16 @@ class SequenceComm:
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place in the grid, and its communicators. ``degrees`` and ``axes`` are innermost
-    first; ``link`` leads to the stages before and after, None where there is one stage. ``speeds``
-    of all ranks in percent of the fastest; empty where they are alike.
+    """One rank's place in the grid, and its communicators. ``link`` leads to the stages before and
+    after, None where there is one stage. ``speeds`` of all ranks in percent of the fastest; empty
+    where they are alike.
     """
 
     rank: int
-    degrees: Mapping[str, int]
-    axes: Mapping[str, Axis]
+    layout: Layout
     sequence: SequenceComm
     link: StageLink | None = None
     speeds: tuple[int, ...] = ()
-
-    @property
-    def sequence_ranks(self) -> range:
-        """The ranks that share this one's sequence, which are numbered in a row."""
-        size = self.sequence.size
-        return range(self.rank - self.rank % size, self.rank - self.rank % size + size)
 
     @property
     def parts(self) -> dict[str, Exchange | Ring | ShardGather | StageLink]:
@@ -200,61 +176,52 @@ class Mesh:
 
 
 def connect(
-    degrees: Mapping[str, int],
+    layout: Layout,
     rank: int,
     *,
     device_type: str,
     via_cpu: bool,
     wants_stop: Callable[[], bool],
     tick: Callable[[int], None] = lambda steps: None,
-    joined: Mapping[int, Mapping[str, int]] = MappingProxyType({}),
     speeds: Sequence[int] = (),
 ) -> Mesh:
-    """Make the mesh of ``degrees`` (axis -> degree, innermost first). Every rank must call it,
-    after init_process_group where there are several.
+    """Make the mesh of ``layout``, and the communicators of each of its widths. Every rank must
+    call it, after init_process_group where there are several.
 
-    ``joined``: the degrees where so many neighbouring groups share a sequence. ``tick`` is told how
-    far a rank has come before it waits for the stage before it: further than every rank of that
-    stage, however many steps theirs takes. ``speeds``: as the mesh has them.
+    ``tick`` is told how far a rank has come before it waits for the stage before it: further than
+    every rank of that stage, however many steps theirs takes. ``speeds``: as the mesh has them.
     """
-    axes = make_axes(degrees, rank)
-    stages = axes["pipefusion"]
-    shares = shares_of(degrees, rank, speeds)
+    groups, shares = axis_groups(layout, rank), shares_of(layout, rank, speeds)
     sequence = SequenceComm(
-        *paths_of(degrees, rank, axes, via_cpu), StopFlag(wants_stop), device_type, shares
+        *paths_of(layout, rank, groups, via_cpu), StopFlag(wants_stop), device_type, shares
     )
-    link = None
-    if stages.size > 1:
-        before = stages.ranks[stages.rank - 1] if stages.rank else None
-        after = stages.ranks[stages.rank + 1] if stages.rank + 1 < stages.size else None
+    stage, stages, link = layout.stage(rank), layout.of_stages(rank), None
+    if len(stages) > 1:
         link = StageLink(
-            before,
-            after,
+            stages[stage - 1] if stage else None,
+            stages[stage + 1] if stage + 1 < len(stages) else None,
             via_cpu=via_cpu,
             device_type=device_type,
-            before_waiting=lambda: tick(stages.rank * STAGE_STEPS),
+            before_waiting=lambda: tick(stage * STAGE_STEPS),
         )
-    mesh = Mesh(rank, degrees, axes, sequence, link, tuple(speeds))
-    open_connections(mesh, device_type)
-    for width, wider in joined.items():
-        axes = make_axes(wider, rank)
-        sequence.join(width, *paths_of(wider, rank, axes, via_cpu), shares_of(wider, rank, speeds))
+    open_connections(layout, rank, groups, sequence)
+    for width in layout.widths[1:]:
+        wider = layout.joined(width)
+        groups = axis_groups(wider, rank)
+        sequence.join(width, *paths_of(wider, rank, groups, via_cpu), shares_of(wider, rank, speeds))
         sequence.use(width)
-        open_connections(Mesh(rank, wider, axes, sequence), device_type)
+        open_connections(wider, rank, groups, sequence)
     sequence.use(1)
-    return mesh
+    return Mesh(rank, layout, sequence, link, tuple(speeds))
 
 
-def paths_of(
-    degrees: Mapping[str, int], rank: int, axes: Mapping[str, Axis], via_cpu: bool
-) -> tuple[Exchange, Ring, Exchange]:
+def paths_of(layout: Layout, rank: int, groups: Groups, via_cpu: bool) -> tuple[Exchange, Ring, Exchange]:
     """Make the communicators of this rank's sequence. Every rank must call it."""
-    ulysses, ring = axes["ulysses"], axes["ring"]
-    place, size = ring.rank * ulysses.size + ulysses.rank, ring.size * ulysses.size
+    place, size = layout.coordinates(rank), layout.sequence_size
     return (
-        Exchange(ulysses.group, ulysses.rank, ulysses.size, via_cpu=via_cpu),
-        Ring(ring.group, ring.ranks, ring.rank, via_cpu=via_cpu),
-        Exchange(sequence_of(degrees, rank, axes), place, size, via_cpu=via_cpu),
+        Exchange(groups["ulysses"], place["ulysses"], layout.ulysses, via_cpu=via_cpu),
+        Ring(groups["ring"], layout.group("ring", rank), place["ring"], via_cpu=via_cpu),
+        Exchange(sequence_of(layout, rank, groups), rank % size, size, via_cpu=via_cpu),
     )
 
 
@@ -265,7 +232,7 @@ def open_weights(mesh: Mesh) -> None:
     the group.
     """
     if mesh.sequence.weights is None:
-        group = sequence_group(mesh.degrees, mesh.rank)
+        group = own_group(mesh.layout.sequences(), mesh.rank)
         mesh.sequence.share_weights(group)
         if group is not None:
             token = torch.zeros(1, device=mesh.sequence.device_type)
@@ -274,28 +241,27 @@ def open_weights(mesh: Mesh) -> None:
                 token.item()
 
 
-def open_connections(mesh: Mesh, device_type: str) -> None:
+def open_connections(layout: Layout, rank: int, groups: Groups, sequence: SequenceComm) -> None:
     """Send a first message in each group, outermost axis first, then from each stage to the next.
     Every rank must call it.
 
     Else the first evaluation would, and a failure there has no name. Raises RuntimeError that names
     the group.
     """
-    token = torch.zeros(1, device=device_type)
-    for axis, place in [*mesh.axes.items()][::-1]:
-        if place.group is not None and place.size > 1:
-            with naming(f"The {axis} group of", place.ranks):
-                dist.all_reduce(token, group=place.group)
+    token = torch.zeros(1, device=sequence.device_type)
+    for axis, group in groups.items():
+        if group is not None:
+            with naming(f"The {axis} group of", layout.group(axis, rank)):
+                dist.all_reduce(token, group=group)
                 token.item()  # NCCL tells of a failure here
-    if mesh.axes["ulysses"].size > 1 < mesh.axes["ring"].size:
-        with naming("The sequence of", mesh.sequence_ranks):
-            dist.all_reduce(token, group=mesh.sequence.world.group)
+    if len(used_in_sequence(layout)) > 1:
+        with naming("The sequence of", layout.sequence(rank)):
+            dist.all_reduce(token, group=sequence.world.group)
             token.item()
-    stages = mesh.axes["pipefusion"]
-    for before, after in pairwise(stages.ranks):
-        if mesh.rank in (before, after):
+    for before, after in pairwise(layout.of_stages(rank)):
+        if rank in (before, after):
             with naming("The stages of", (before, after)):
-                dist.send(token, after) if mesh.rank == before else dist.recv(token, before)
+                dist.send(token, after) if rank == before else dist.recv(token, before)
                 token.item()
 
 
@@ -307,43 +273,36 @@ def naming(what: str, ranks: Sequence[int]) -> Iterator[None]:
         raise RuntimeError(f"{what} ranks {', '.join(map(str, ranks))} could not connect: {error}") from error
 
 
-def make_axes(degrees: Mapping[str, int], rank: int) -> dict[str, Axis]:
-    """Return each axis and this rank's place on it. Process groups are made outermost axis first,
-    and only along axes of a sequence: stages send from rank to rank, and groups of ranks that
-    compute forwards of their own send each other nothing.
+def axis_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup | None]:
+    """Make the process groups along each axis of a sequence, outermost first; return this rank's.
+    Along others there is none: stages send from rank to rank, and groups of ranks that compute
+    forwards of their own send each other nothing. Every rank must call it.
     """
-    outermost_first = tuple(degrees)[::-1]
-    grid = torch.arange(prod(degrees.values())).view([degrees[axis] for axis in outermost_first])
-    place = (grid == rank).nonzero()[0].tolist()
-    axes = {}
-    for dim, axis in enumerate(outermost_first):
-        along = tuple(
-            grid[tuple(slice(None) if other == dim else here for other, here in enumerate(place))].tolist()
-        )
-        lines = grid.movedim(dim, -1).reshape(-1, degrees[axis]).tolist()
-        axes[axis] = Axis(place[dim], along, own_group(lines, rank) if axis in OF_A_SEQUENCE else None)
-    return {axis: axes[axis] for axis in degrees}
+    return {axis: own_group(layout.lines(axis), rank) for axis in reversed(OF_A_SEQUENCE)}
 
 
-def sequence_of(degrees: Mapping[str, int], rank: int, axes: Mapping[str, Axis]) -> dist.ProcessGroup | None:
+def used_in_sequence(layout: Layout) -> list[str]:
+    return [axis.name for axis in layout.used() if axis.within == "sequence"]
+
+
+def sequence_of(layout: Layout, rank: int, groups: Groups) -> dist.ProcessGroup | None:
     """Return the process group of the ranks that share this rank's sequence; it is that of an axis
     where the sequence has no other, and made where it has two. Every rank must call it.
     """
-    size, ranks = prod(degrees[axis] for axis in OF_A_SEQUENCE), prod(degrees.values())
-    if size == ranks:
+    if layout.sequence_size == layout.world_size:
         return dist.group.WORLD
-    along = [axes[axis].group for axis in OF_A_SEQUENCE if degrees[axis] > 1]
-    if len(along) < len(OF_A_SEQUENCE):
-        return along[0] if along else None
-    return own_group([list(range(first, first + size)) for first in range(0, ranks, size)], rank)
+    used = used_in_sequence(layout)
+    if len(used) < 2:
+        return groups[used[0]] if used else None
+    return own_group(layout.sequences(), rank)
 
 
-def own_group(members: Sequence[list[int]], rank: int) -> dist.ProcessGroup | None:
+def own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
     """Make a process group of each of ``members``, in their order; return that of ``rank``. None
     where ranks are alone. Every rank must call it.
     """
     own = None
     for ranks in members if len(members[0]) > 1 else ():
-        group = dist.new_group(ranks)
+        group = dist.new_group([*ranks])
         own = group if rank in ranks else own
     return own if isinstance(own, dist.ProcessGroup) else None

@@ -7,7 +7,7 @@ each group on a stream of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.distributed as dist
@@ -93,18 +93,3 @@ class ShardGather:
         for work in works:
             work.wait()
         self.seconds += time.perf_counter() - began
-
-
-def sequence_group(degrees: Mapping[str, int], rank: int) -> dist.ProcessGroup | None:
-    """Make a group more of the ranks that share this rank's sequence. Every rank must call it, as
-    often as all others. None where a rank is alone.
-    """
-    size = degrees["ulysses"] * degrees["ring"]
-    if size == 1:
-        return None
-    own = None
-    for first in range(0, dist.get_world_size(), size):
-        group = dist.new_group(list(range(first, first + size)))
-        own = group if first <= rank < first + size else own
-    assert isinstance(own, dist.ProcessGroup)
-    return own

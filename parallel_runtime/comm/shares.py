@@ -4,9 +4,11 @@ Pure arithmetic, the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
+
+from ..layout import Layout
 
 ALIKE = 0.9  # devices nearer to each other than this share evenly: their speeds are not known better
 PERCENT = 100
@@ -34,7 +36,7 @@ def relative(speeds: Sequence[float]) -> tuple[int, ...]:
     return tuple(max(1, round(PERCENT * speed / fastest)) for speed in speeds)
 
 
-def shares_of(degrees: Mapping[str, int], rank: int, speeds: Sequence[int]) -> Shares:
+def shares_of(layout: Layout, rank: int, speeds: Sequence[int]) -> Shares:
     """Return the shares of the sequence that ``rank`` is in. ``speeds`` of all ranks; empty where
     they are alike.
 
@@ -43,7 +45,7 @@ def shares_of(degrees: Mapping[str, int], rank: int, speeds: Sequence[int]) -> S
     """
     if not speeds:
         return EVEN
-    stages, ulysses = stages_of(degrees, rank, speeds), degrees["ulysses"]
+    stages, ulysses = stages_of(layout, rank, speeds), layout.ulysses
     tokens = tokens_of(stages)
     groups = [sum(tokens[first : first + ulysses]) for first in range(0, len(tokens), ulysses)]
     heads = tuple(
@@ -57,18 +59,18 @@ def shares_of(degrees: Mapping[str, int], rank: int, speeds: Sequence[int]) -> S
     return Shares(() if len({*tokens}) == 1 else tokens, () if len({*heads}) == 1 else heads)
 
 
-def stage_speeds(degrees: Mapping[str, int], speeds: Sequence[int]) -> tuple[float, ...]:
+def stage_speeds(layout: Layout, speeds: Sequence[int]) -> tuple[float, ...]:
     """Return the speed of each stage, that of its slowest rank at its tokens; empty where they are
     alike. Groups, which cut a model alike, count by their mean.
     """
-    size = degrees["ulysses"] * degrees["ring"] * degrees["pipefusion"]
     of_groups = []
-    for first in range(0, len(speeds), size):
-        stages = stages_of(degrees, first, speeds)
-        tokens = tokens_of(stages)
-        of_groups.append(
-            [min(own / share for own, share in zip(stage, tokens, strict=True)) for stage in stages]
-        )
+    for sequence in layout.sequences() if speeds else ():
+        if layout.stage(sequence[0]) == 0:
+            stages = stages_of(layout, sequence[0], speeds)
+            tokens = tokens_of(stages)
+            of_groups.append(
+                [min(own / share for own, share in zip(stage, tokens, strict=True)) for stage in stages]
+            )
     found = tuple(map(fmean, zip(*of_groups, strict=True)))
     return () if len({*found}) <= 1 else found
 
@@ -80,14 +82,9 @@ def group_speeds(speeds: Sequence[int], groups: int) -> tuple[int, ...]:
     return () if len({*found}) <= 1 else found
 
 
-def stages_of(degrees: Mapping[str, int], rank: int, speeds: Sequence[int]) -> list[Sequence[int]]:
+def stages_of(layout: Layout, rank: int, speeds: Sequence[int]) -> list[Sequence[int]]:
     """Return the speeds of the ranks of ``rank``'s group, those of each stage in a row."""
-    sequence = degrees["ulysses"] * degrees["ring"]
-    first = rank - rank % (sequence * degrees["pipefusion"])
-    return [
-        speeds[first + stage * sequence : first + (stage + 1) * sequence]
-        for stage in range(degrees["pipefusion"])
-    ]
+    return [[speeds[one] for one in layout.sequence(first)] for first in layout.of_stages(rank)]
 
 
 def tokens_of(stages: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from ..attention.kernels import TORCHS, Kernels
 from ..comm.mesh import Mesh
 from ..comm.shares import stage_speeds
 from ..families.plan import TokenPlan
-from ..layout import Layout
 from ..stages import cut, share_out
 from .hooks import blocks_of
 from .method import Method, Rank
@@ -34,7 +33,7 @@ def make_method(
     attention to a part of the keys. Raises Refused or LayoutError where the method cannot run this
     model.
     """
-    layout = Layout(**mesh.degrees)
+    layout = mesh.layout
     if not plan.blocks:
         WholeForward.check(model, plan, layout)
         return WholeForward(model, mesh.sequence, rank.tick)
@@ -46,8 +45,8 @@ def make_method(
     made = (
         cut(stages, len(alike))
         if stages
-        else share_out(alike, layout.pipefusion, stage_speeds(mesh.degrees, mesh.speeds))
+        else share_out(alike, layout.stages, stage_speeds(layout, mesh.speeds))
     )
-    stage = made[mesh.axes["pipefusion"].rank]
+    stage = made[layout.stage(mesh.rank)]
     clocked = not stages  # else they were cut by what was clocked, or by hand
     return PipeFusion(model, plan, stage, mesh.sequence, mesh.link, rank, clocked, kernels)

@@ -59,7 +59,7 @@ class SequenceParallel:
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
-        if layout.pipefusion > 1:
+        if layout.stages > 1:
             raise LayoutError(
                 f"{layout.equation()}: sequence parallelism has one stage, set pipefusion to 1."
             )

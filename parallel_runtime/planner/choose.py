@@ -11,7 +11,6 @@ from .cost import Prediction, bytes_needed, predict
 from .job import Job
 from .keeping import gib
 
-APPROXIMATE = "pipefusion"
 EACH = 8  # devices, up to which every number of them is tried
 START_S = 10.0  # to start ranks in another layout and load a model there again
 CAUSES = {  # part of a prediction -> how a loser's reason calls it
@@ -29,7 +28,7 @@ RUNNING_AGAIN = (
 )
 LOST = {  # word of a loss -> its text
     "memory": "memory: {} on each rank, and {} are there",
-    "approximate": f"approximate: {APPROXIMATE} is not allowed",
+    "approximate": "approximate: pipefusion is not allowed",
     "running": RUNNING,
     "running_again": RUNNING_AGAIN,
     **{name: "{} ms more " + cause for name, cause in CAUSES.items()},
@@ -65,10 +64,6 @@ class Row:
     @property
     def may_be_chosen(self) -> bool:
         return self.prediction is not None and (self.loss is None or self.loss.word != "approximate")
-
-    @property
-    def is_approximate(self) -> bool:
-        return self.layout.degrees()[APPROXIMATE] > 1
 
 
 @dataclass(frozen=True)
@@ -118,11 +113,7 @@ def plan(
             made = predict(job, layout, alone if alone is not None and size == 1 else box)
             rows.append((layout, min(made, key=lambda one: one.seconds) if made else None))
     chosen = fastest(
-        [
-            one
-            for _, one in rows
-            if one is not None and (allows_approximate or one.layout.degrees()[APPROXIMATE] == 1)
-        ]
+        [one for _, one in rows if one is not None and (allows_approximate or not one.layout.is_approximate)]
     )
     table = [
         Row(layout, one, reason(job, box, one, layout, chosen, allows_approximate)) for layout, one in rows
@@ -140,21 +131,21 @@ def sizes_of(devices: int) -> tuple[int, ...]:
 
 def legal_layouts(job: Job, world_size: int) -> Iterator[Layout]:
     """Yield the layouts of so many ranks that this job can use: a stage has a block, a rank a head,
-    a group a branch or an image, and there are as many patches as stages.
+    a group a branch or an image, and there are as many patches as stages. An axis that nothing is
+    said of here is not used.
     """
     heads = min((one.heads for one in job.whole.attended), default=1)
     most = {
         "ulysses": heads,
+        "ring": world_size if job.whole.attended else 1,  # else the forward cannot be cut
         "pipefusion": len(job.whole.block_flops),
         "cfg": job.branches,
         "data": job.batch,
     }
-    if not job.whole.attended:
-        most["ring"] = 1  # the forward cannot be cut
     if job.patches:
         most["pipefusion"] = min(most["pipefusion"], job.patches)
     for layout in layouts_of(world_size):
-        if all(degree <= most.get(axis, degree) for axis, degree in layout.degrees().items()):
+        if all(degree <= most.get(axis, 1) for axis, degree in layout.degrees().items()):
             yield layout
 
 
@@ -181,7 +172,7 @@ def with_running(
         or running.world_size == 1
     ):
         return made
-    if running.degrees()[APPROXIMATE] > 1 and not allows_approximate:
+    if running.is_approximate and not allows_approximate:
         return made
     wide = {running.joined(width) for width in (running.widths if job.whole.attended else running.widths[:1])}
     ways = predict(job, running, box) if wide & {*legal_layouts(job, running.world_size)} else []
@@ -217,7 +208,7 @@ def reason(
         return Loss("memory", tuple(map(gib, bytes_needed(job, layout, box))))
     if one is chosen:
         return None
-    if layout.degrees()[APPROXIMATE] > 1 and not allows_approximate:
+    if layout.is_approximate and not allows_approximate:
         return Loss("approximate")
     if chosen is None:
         return None

@@ -70,26 +70,22 @@ class Costs:
     @cached_property
     def stages(self) -> Sequence[tuple[int, int]]:
         """Blocks [first, end) of each stage; of all without a pipeline."""
-        if self.layout.pipefusion == 1:
+        if self.layout.stages == 1:
             return [(0, len(self.job.whole.block_flops))]
-        speeds = stage_speeds(self.layout.degrees(), self.speeds)
-        cut: Sequence[Stage] = share_out(self.job.whole.block_flops, self.layout.pipefusion, speeds)
+        speeds = stage_speeds(self.layout, self.speeds)
+        cut: Sequence[Stage] = share_out(self.job.whole.block_flops, self.layout.stages, speeds)
         return [(stage.first, stage.end) for stage in cut]
 
     @cached_property
     def patches(self) -> int:
-        return self.job.patches_of(self.layout.pipefusion)
-
-    @cached_property
-    def sequence(self) -> int:
-        return self.layout.ulysses * self.layout.ring
+        return self.job.patches_of(self.layout.stages)
 
     def shares(self, rank: int) -> Shares:
         """Return the shares of the sequence that a rank is in."""
-        return shares_of(self.layout.degrees(), rank, self.speeds)
+        return shares_of(self.layout, rank, self.speeds)
 
     def stage_of(self, rank: int) -> tuple[int, int]:
-        return self.stages[self.layout.coordinates(rank)["pipefusion"]]
+        return self.stages[self.layout.stage(rank)]
 
     def attended(self, stage: tuple[int, int]) -> Counter[Attended]:
         return Counter(one for block in range(*stage) for one in self.job.whole.attended_by_block[block])
@@ -125,7 +121,7 @@ class Costs:
             count * self.attention_s(device, rank, one, share) for one, count in self.attended(stage).items()
         )
         shares = self.shares(rank).tokens
-        part = share / (sharers_of(shares, self.layout, rank, 1) if shares else self.sequence)
+        part = share / (sharers_of(shares, self.layout, rank, 1) if shares else self.layout.sequence_size)
         tiles = part * sum(whole.tokens.values()) * whole.hidden / TILE**2
         matmul = part * self.matmul_flops(stage) / device.matmul_flops_per_s / device.busy(tiles, IDLE)
         read = sum(whole.block_weight_bytes[slice(*stage)]) / device.memory_bytes_per_s
@@ -179,7 +175,7 @@ class Costs:
     def output_elements(self, attended: Attended) -> int:
         """Return the elements of the fullest rank's output of one attention."""
         elements = 0
-        for shares in {self.shares(first) for first in messages.sequences(self.layout)}:
+        for shares in {*messages.shares_of_sequences(self.layout, self.speeds)}:
             heads = max(expected.rank_heads(self.layout, attended, shares))
             elements = max(
                 elements,
@@ -197,7 +193,7 @@ class Costs:
         """Return the bytes that a rank sends in an evaluation of one branch, by axis."""
         whole, stage, shares = self.job.whole, self.stage_of(rank), self.shares(rank)
         attended = self.attended(stage).items()
-        onwards = sum(whole.tokens.values()) * whole.hidden * expected.ITEM_BYTES // self.sequence
+        onwards = sum(whole.tokens.values()) * whole.hidden * expected.ITEM_BYTES // self.layout.sequence_size
         return {
             "ulysses": sum(
                 count * expected.exchanged_bytes(self.layout, rank, one, shares) for one, count in attended
@@ -221,7 +217,7 @@ class Costs:
         held = sum(
             count * one.tokens * one.heads * one.head_dim for one, count in self.attended(stage).items()
         )
-        shares = [tokens for first in messages.sequences(layout) if (tokens := self.shares(first).tokens)]
+        shares = [one.tokens for one in messages.shares_of_sequences(layout, self.speeds) if one.tokens]
         of_places = [
             sharers_of(tokens, layout, rank, layout.ulysses)
             for tokens in shares
@@ -232,10 +228,10 @@ class Costs:
             int(2 * held * expected.ITEM_BYTES / places)
             // layout.ulysses
             * sum(forwards)
-            * (layout.pipefusion > 1)
+            * (layout.stages > 1)
         )
         # Such ranks would have all tokens
-        fewest = min((sum(tokens) / max(tokens) for tokens in shares), default=self.sequence)
+        fewest = min((sum(tokens) / max(tokens) for tokens in shares), default=self.layout.sequence_size)
         return (
             max(forwards, default=0) * (int(self.job.whole.activations.peak_bytes // fewest) + buffers) + kept
         )
@@ -294,7 +290,7 @@ def turns_of(costs: Costs) -> list[int]:
 
 def sent_bytes(costs: Costs) -> dict[str, int]:
     """Return the bytes of an evaluation by axis, of the rank that sends most."""
-    turns, size = turns_of(costs), costs.layout.world_size // costs.layout.groups
+    turns, size = turns_of(costs), costs.layout.group_size
     of_ranks = [
         {axis: nbytes * turns[rank // size] for axis, nbytes in costs.sent_by(rank).items() if nbytes}
         for rank in range(costs.layout.world_size)
@@ -343,7 +339,7 @@ def _kept(costs: Costs, kept: Kept) -> Prediction | None:
     room, weights, activations = fullest(costs, kept)
     moved_s = 0.0
     if kept == "sharded":
-        if costs.sequence == 1:
+        if layout.sequence_size == 1:
             return None
         moved_s = max(
             sum(
@@ -364,7 +360,7 @@ def _kept(costs: Costs, kept: Kept) -> Prediction | None:
     return Prediction(
         layout=layout,
         kept=kept,
-        parts=_pipeline(costs, kept, moved_s) if layout.pipefusion > 1 else _sequence(costs, kept, moved_s),
+        parts=_pipeline(costs, kept, moved_s) if layout.stages > 1 else _sequence(costs, kept, moved_s),
         weight_bytes=weights,
         memory_bytes=weights + activations + RESERVED,
         sent_bytes=sent_bytes(costs),
@@ -399,12 +395,11 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     """Return the parts of an evaluation in the mean of a run: whole ones first, then patches."""
     job, layout = costs.job, costs.layout
     # Else groups are alike
-    share, reach = job.share_of_patch(costs.patches), layout.world_size if costs.speeds else costs.sequence
-    firsts = [
-        layout.group("pipefusion", rank)
-        for rank in range(reach)
-        if not layout.coordinates(rank)["pipefusion"]
-    ]
+    share, reach = (
+        job.share_of_patch(costs.patches),
+        layout.world_size if costs.speeds else layout.sequence_size,
+    )
+    firsts = [layout.of_stages(rank) for rank in range(reach) if layout.stage(rank) == 0]
 
     def stage_times(share: float) -> list[dict[str, float]]:
         times = []
@@ -423,11 +418,11 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     of_patch, of_whole = ([sum(one.values()) for one in of] for of in (times, stage_times(1.0)))
     turns, link_s = max(turns_of(costs)), costs.stage_s(share)
     slowest = max(*of_patch, link_s) if costs.box.overlaps else max(of_patch) + link_s
-    round_trip = sum(of_patch) + (layout.pipefusion - 1) * link_s + costs.box.hop_s
+    round_trip = sum(of_patch) + (layout.stages - 1) * link_s + costs.box.hop_s
     period = turns * max(costs.patches * slowest, round_trip)
     warm_up = (
         sum(of_whole)
-        + (layout.pipefusion - 1) * costs.stage_s(1.0)
+        + (layout.stages - 1) * costs.stage_s(1.0)
         + (turns - 1) * max(of_whole)
         + costs.box.hop_s
     )

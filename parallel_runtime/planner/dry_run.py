@@ -96,7 +96,7 @@ class DryModel:
         """Run one rank of ``layout``. ``patches``: of a pipeline, 0 for one more than stages.
         ``kept``: how it keeps its weights.
         """
-        stages = share_out(whole.block_flops, layout.pipefusion) if layout.pipefusion > 1 else ()
+        stages = share_out(whole.block_flops, layout.stages) if layout.stages > 1 else ()
         parts = self.parts(whole, layout, patches)
         with joined(layout, rank) as mesh, as_it_was(self._model.diffusion_model, self.plan):
             model, turns, held = self._model, None, 0
@@ -163,11 +163,11 @@ class DryModel:
         """Return the requests of a rank: one of all tokens; in a pipeline, each patch after it, if
         the model's evaluations can be cut.
         """
-        if layout.pipefusion == 1 or self.plan.together.always:
+        if layout.stages == 1 or self.plan.together.always:
             return [WARM_UP]
         text = sum(count for stream, count in whole.tokens.items() if stream != self.plan.leave.stream)
         grid = TokenGrid.of(self._shape, self.plan.patch_size_of(self._model.diffusion_model))
-        cut = grid.cut(patches or layout.pipefusion + 1, text)
+        cut = grid.cut(patches or layout.stages + 1, text)
         return [WARM_UP, *(Part(1, 0, (patch.start, patch.size, patch.last)) for patch in cut)]
 
 
@@ -291,7 +291,7 @@ def joined(layout: Layout, rank: int, via_cpu: bool = False) -> Iterator[Mesh]:
     if layout.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        yield connect(layout.degrees(), rank, device_type="cpu", via_cpu=via_cpu, wants_stop=lambda: False)
+        yield connect(layout, rank, device_type="cpu", via_cpu=via_cpu, wants_stop=lambda: False)
     finally:
         if layout.world_size > 1:
             dist.destroy_process_group()
@@ -351,5 +351,5 @@ def span(stages: Sequence[Stage], mesh: Mesh) -> tuple[int, int] | None:
     """Return the blocks [first, end) of the rank's stage."""
     if not stages:
         return None
-    stage = stages[mesh.axes["pipefusion"].rank]
+    stage = stages[mesh.layout.stage(mesh.rank)]
     return stage.first, stage.end

@@ -31,11 +31,11 @@ WITHIN = 0.02
 
 
 def even_bytes(
-    ulysses: int, ring: int, tokens: int, hidden: int, blocks: int, item_bytes: int, batch: int = 1
+    layout: Layout, tokens: int, hidden: int, blocks: int, item_bytes: int, batch: int = 1
 ) -> float:
     """Return the bytes that one rank of a sequence sends where everything splits evenly."""
-    own = batch * tokens * hidden * blocks * item_bytes / (ulysses * ring)
-    return own * (4 * (ulysses - 1) / ulysses + 2 * (ring - 1))
+    own = batch * tokens * hidden * blocks * item_bytes / layout.sequence_size
+    return own * (4 * (layout.ulysses - 1) / layout.ulysses + 2 * (layout.ring - 1))
 
 
 def sequence_bytes(layout: Layout, rank: int, attended: Attended, shares: Shares = EVEN) -> int:
@@ -48,9 +48,8 @@ def sequence_bytes(layout: Layout, rank: int, attended: Attended, shares: Shares
 def exchanged_bytes(layout: Layout, rank: int, attended: Attended, shares: Shares = EVEN) -> int:
     """Return the bytes that a rank sends to its ulysses group for one attention."""
     tokens, own_heads = rank_tokens(layout, attended, shares), heads_of(layout, rank, attended, shares)
-    place = layout.coordinates(rank)
-    own = tokens[place["ring"] * layout.ulysses + place["ulysses"]]
-    others = group_tokens(layout, attended, shares)[place["ring"]] - own
+    own = tokens[rank % layout.sequence_size]
+    others = group_tokens(layout, attended, shares)[layout.coordinates(rank)["ring"]] - own
     return attended.head_dim * ITEM_BYTES * (3 * own * (attended.heads - own_heads) + others * own_heads)
 
 
@@ -72,7 +71,7 @@ def passed_bytes(layout: Layout, rank: int, attended: Attended, shares: Shares =
 
 def rank_tokens(layout: Layout, attended: Attended, shares: Shares = EVEN) -> tuple[int, ...]:
     """Return the tokens of each rank of a sequence."""
-    return Split.by(shares.tokens, attended.tokens, layout.ulysses * layout.ring, least=1).sizes
+    return Split.by(shares.tokens, attended.tokens, layout.sequence_size, least=1).sizes
 
 
 def group_tokens(layout: Layout, attended: Attended, shares: Shares = EVEN) -> list[int]:
@@ -100,7 +99,7 @@ def sent_bytes(
         exchanged_bytes(layout, rank, attended) + patches * passed_bytes(layout, rank, attended)
         for attended in own
     )
-    onwards = sum(whole.tokens.values()) * whole.hidden * ITEM_BYTES // (layout.ulysses * layout.ring)
+    onwards = sum(whole.tokens.values()) * whole.hidden * ITEM_BYTES // (layout.sequence_size)
     return within + (0 if is_last(whole, stage) else onwards)
 
 
@@ -128,7 +127,7 @@ def sharded_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) -
         own = sorted(chain(of.layers[-1], *of.layers[slice(*stage)]))
         largest, two = own[-1], sum(own[-2:])
     return Sharing(weight_bytes(whole, stage) - shared - of.aside, shared, largest, two).held(
-        layout.ulysses * layout.ring
+        layout.sequence_size
     )
 
 
@@ -136,7 +135,7 @@ def gathered_bytes(whole: Whole, layout: Layout, stage: tuple[int, int] | None) 
     """Return the bytes of its parts that a rank sends to the others of its sequence, which each
     layer's turn takes: (N - 1) / N of what is shared.
     """
-    ranks = layout.ulysses * layout.ring
+    ranks = layout.sequence_size
     return turn_bytes(whole, stage) * (ranks - 1) // ranks
 
 
@@ -178,7 +177,7 @@ def flops(
     alone = whole.around_flops - (0 if is_end else whole.unshared.closing) + sum(one.alone for one in own)
     shared = sum(whole.block_flops[first:end]) - sum(map(sum, own)) + sum(one.behind for one in passed)
     framed = sum(one.framed for one in own) + sum(one.framed_behind for one in passed)
-    ranks = layout.ulysses * layout.ring
+    ranks = layout.sequence_size
     return (
         alone * max(1, len(cut))
         + shared / ranks
@@ -194,7 +193,7 @@ def share_of_frames(whole: Whole, layout: Layout, rank: int, cut: Sequence[tuple
     if whole.unshared.frames is None:
         return 0.0
     each, total = whole.unshared.frames
-    ranks = layout.ulysses * layout.ring
+    ranks = layout.sequence_size
     spans = []
     for start, end in cut or [(0, total)]:
         split = Split.even(end - start, ranks)

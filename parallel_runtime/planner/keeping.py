@@ -125,8 +125,8 @@ class WeightsWish:
 
         Ranks on one device share what is free there. Ranks of one of ``groups`` share weights out.
         """
-        sharers, ranks = Counter(names), layout.ulysses * layout.ring
-        stages = [sum(parts) / part for part in parts] or [layout.pipefusion] * layout.pipefusion
+        sharers, ranks = Counter(names), layout.sequence_size
+        stages = [sum(parts) / part for part in parts] or [layout.stages] * layout.stages
         if self.asked == "sharded" and ranks == 1:
             return Keeping(
                 "whole", "no other rank has the same blocks: raise ulysses or ring to share weights out"
@@ -138,7 +138,7 @@ class WeightsWish:
         left = LEFT_FREE if on_cpu else self.left_free()
         beside, alone = ([math.inf] * len(stages), [math.inf] * len(stages))
         for rank, (one, name) in enumerate(zip(memory, names, strict=True)):
-            stage = layout.coordinates(rank)["pipefusion"]
+            stage = layout.stage(rank)
             beside[stage] = min(beside[stage], one.free // sharers[name] - left)
             alone[stage] = min(alone[stage], (one.free + one.model) // sharers[name] - left)
         if self.asked == "offloaded":
@@ -165,7 +165,7 @@ class WeightsWish:
         evenly = self.kept_in(names, layout, memory)
         if not speeds or WAYS.index(by_speed.kept) <= WAYS.index(evenly.kept):
             return by_speed, ()
-        return evenly, tuple(stage.size for stage in share_out([1.0] * self.size.count, layout.pipefusion))
+        return evenly, tuple(stage.size for stage in share_out([1.0] * self.size.count, layout.stages))
 
     def _ways(self, stages: float, ranks: int) -> list[tuple[Kept, int]]:
         """Returns the ways to keep all weights on the devices, and the bytes on each."""

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..comm.shares import shares_of
+from ..comm.shares import Shares, shares_of
 from ..layout import Layout
 from .box import Message
 from .expected import ITEM_BYTES, group_tokens, rank_heads, rank_tokens
 from .figures import Attended
-
-
-def in_sequence(layout: Layout, rank: int) -> int:
-    place = layout.coordinates(rank)
-    return place["ring"] * layout.ulysses + place["ulysses"]
 
 
 def heads_for_tokens(layout: Layout, attended: Attended, speeds: Sequence[int] = ()) -> Iterator[Message]:
@@ -42,56 +37,43 @@ def tokens_for_heads(layout: Layout, attended: Attended, speeds: Sequence[int] =
 def ring_step(layout: Layout, attended: Attended, speeds: Sequence[int] = ()) -> Iterator[Message]:
     """Keys and values of one group for the next rank of the ring: 2 g h D."""
     heads = own_heads(layout, attended, speeds)
-    largest = [
-        max(group_tokens(layout, attended, shares_of(layout.degrees(), first, speeds)))
-        for first in sequences(layout)
-    ]
+    largest = [max(group_tokens(layout, attended, shares)) for shares in shares_of_sequences(layout, speeds)]
     for rank in range(layout.world_size):
         ring = layout.group("ring", rank)
         following = ring[(layout.coordinates(rank)["ring"] + 1) % layout.ring]
-        nbytes = (
-            2 * largest[rank // (layout.ulysses * layout.ring)] * heads[rank] * attended.head_dim * ITEM_BYTES
-        )
+        nbytes = 2 * largest[rank // layout.sequence_size] * heads[rank] * attended.head_dim * ITEM_BYTES
         yield Message(rank, following, nbytes)
 
 
-def sequences(layout: Layout) -> range:
-    """Return the first rank of each sequence."""
-    return range(0, layout.world_size, layout.ulysses * layout.ring)
+def shares_of_sequences(layout: Layout, speeds: Sequence[int]) -> list[Shares]:
+    return [shares_of(layout, ranks[0], speeds) for ranks in layout.sequences()]
 
 
 def own_tokens(layout: Layout, attended: Attended, speeds: Sequence[int]) -> list[int]:
     """Return the tokens of every rank."""
     return [
-        own
-        for first in sequences(layout)
-        for own in rank_tokens(layout, attended, shares_of(layout.degrees(), first, speeds))
+        own for shares in shares_of_sequences(layout, speeds) for own in rank_tokens(layout, attended, shares)
     ]
 
 
 def own_heads(layout: Layout, attended: Attended, speeds: Sequence[int]) -> list[int]:
     """Return the heads of every rank."""
-    groups = [
-        rank_heads(layout, attended, shares_of(layout.degrees(), first, speeds))
-        for first in sequences(layout)
-    ]
+    groups = [rank_heads(layout, attended, shares) for shares in shares_of_sequences(layout, speeds)]
     return [own for group in groups for _ in range(layout.ring) for own in group]
 
 
 def stage_step(layout: Layout, nbytes: float) -> Iterator[Message]:
     """Hidden rows for the next stage: each rank of a stage sends its part."""
     for rank in range(layout.world_size):
-        stage, stages = layout.coordinates(rank)["pipefusion"], layout.group("pipefusion", rank)
-        if stage + 1 < layout.pipefusion:
-            yield Message(rank, stages[stage + 1], nbytes / (layout.ulysses * layout.ring))
+        stage, stages = layout.stage(rank), layout.of_stages(rank)
+        if stage + 1 < layout.stages:
+            yield Message(rank, stages[stage + 1], nbytes / layout.sequence_size)
 
 
 def weights_step(layout: Layout, nbytes: float) -> Iterator[Message]:
     """A block of ``nbytes`` from equal parts: each rank of a sequence sends its own to the
     others.
     """
-    ranks = layout.ulysses * layout.ring
     for rank in range(layout.world_size):
-        first = rank - in_sequence(layout, rank)
-        for other in range(first, first + ranks):
-            yield Message(rank, other, nbytes / ranks)
+        for other in layout.sequence(rank):
+            yield Message(rank, other, nbytes / layout.sequence_size)

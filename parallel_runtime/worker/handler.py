@@ -16,7 +16,6 @@ from ..comm.mesh import Mesh, open_weights
 from ..crossing.source import build_from_state, call_factory, find_here
 from ..errors import Refused
 from ..families.plan import COMPILE
-from ..layout import Layout
 from ..methods.method import Progress, free_frames
 from ..wire.messages import Adopt, Done, EndRun, Fetch, Forward, Load, Release, Request, SetWeightPatches
 from ..wire.segment import Segment, TensorRef
@@ -58,7 +57,6 @@ class RequestHandler:
     ):
         self.models: dict[str, ResidentModel] = {}
         self._mesh = mesh
-        self._layout = Layout(**mesh.degrees)
         self._device = device
         self._memory = memory
         self._io = io
@@ -176,7 +174,7 @@ class RequestHandler:
         if name in self.models:
             self.models[name].end_run()
         self._forget_conditioning()
-        if self._mesh.degrees["pipefusion"] > 1:
+        if self._mesh.layout.stages > 1:
             self._memory.give_back()
         else:
             self._memory.empty_cache()
@@ -213,7 +211,7 @@ class RequestHandler:
         ):
             output = model.evaluate(arguments, request.request)
         rank.tick()  # the answer waits until the GPU has computed it
-        writes = self._layout.joined(request.width).writes(self._mesh.rank)
+        writes = self._mesh.layout.joined(request.width).writes(self._mesh.rank)
         writing = self._io.write(output, request.out) if writes else NOTHING
         waited_s, sent_bytes, facts = self._mesh.waited_s, self._mesh.sent_bytes, model.method.facts
 

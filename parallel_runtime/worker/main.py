@@ -94,20 +94,19 @@ def run(channel: Channel) -> None:
             )
         machines = MachineComm(start.machines, start.rank) if start.machines else None
         mesh = connect(
-            layout.degrees(),
+            layout,
             start.rank,
             device_type="cuda" if start.backend == "nccl" else "cpu",
             via_cpu=start.backend == "gloo" and device.type == "cuda",
             wants_stop=loop.wants_stop,
             tick=lambda steps: board.tick(start.rank, steps),
-            joined={width: layout.joined(width).degrees() for width in layout.widths[1:]},
             speeds=start.speeds,
         )
     away = machines is not None and machines.away
-    kernels = tried(device) if layout.ring > 1 else TORCHS  # elsewhere ComfyUI's own attention computes
+    kernels = tried(device) if layout.merges_parts else TORCHS  # elsewhere ComfyUI's own attention computes
     handler = RequestHandler(mesh, device, memory, ArenaIO(arena, device, machines), away, kernels, joining)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    kernel = usual(kernels, device) if layout.ring > 1 else ""
+    kernel = usual(kernels, device) if layout.merges_parts else ""
     speed = flops_per_s(device) if start.times_itself else 0.0
     memory.empty_cache()
     channel.send(

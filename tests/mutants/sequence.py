@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 from types import SimpleNamespace
 
 from .seams import put, rooms
@@ -126,7 +125,7 @@ def runs_out_of_memory():
 
             def counted(part, *expected):
                 begin(part, *expected)
-                number, world = part.run // 2, prod(mesh.degrees.values())
+                number, world = part.run // 2, mesh.layout.world_size
                 if seen.part is None or seen.part.run != part.run:  # stages may be cut anew between runs
                     watch_own_blocks()
                 seen.evaluation = seen.evaluation + 1 if seen.part and seen.part.run == part.run else 0

@@ -76,7 +76,7 @@ class PipeFusion:
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
         require_fit(model, plan)
         plan.require_stages(type(model))
-        require_blocks(layout.pipefusion, len(list(blocks_of(model, plan))))
+        require_blocks(layout.stages, len(list(blocks_of(model, plan))))
 
     def attach(self) -> None:
         for hooks in (self._hooks, self._ropes, self._stage_hooks):
