@@ -81,10 +81,29 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("browser") and (why := why_no_browser(config, item)):
             item.add_marker(pytest.mark.skip(reason=why))
     lane = config.getoption("--lane")
-    if lane is not None:
-        left_out = [item for item in items if lane != lane_of(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    leave_out(config, items, [] if ALL else left_out_of_covers(items))
+    leave_out(config, items, [item for item in items if lane not in (None, lane_of(item))])
+
+
+def left_out_of_covers(items):
+    """The cases of tests marked `cover(share)` that run only with PIPEMESH_TEST_ALL."""
+    from .cover import chosen
+
+    tests = {}
+    for item in items:
+        if item.get_closest_marker("cover"):
+            tests.setdefault((item.path, item.function), []).append(item)
+    for cases in tests.values():
+        taken = chosen(
+            [case.callspec.indices for case in cases], cases[0].get_closest_marker("cover").args[0]
+        )
+        yield from (case for number, case in enumerate(cases) if number not in taken)
+
+
+def leave_out(config, items, cases):
+    if left_out := set(cases):
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish():
@@ -108,6 +127,9 @@ def pytest_configure(config):
     )
     config.addinivalue_line(
         "markers", "quick: of those, runs without --browser too, where there is a Chromium"
+    )
+    config.addinivalue_line(
+        "markers", "cover(share): one of so many cases runs; PIPEMESH_TEST_ALL runs them all"
     )
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")

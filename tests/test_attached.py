@@ -23,6 +23,7 @@ def bypassing(model, path, strength=0.8):
     )[0]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("degrees", [ULYSSES, PIPEFUSION], ids=str)
 def test_a_bypass_lora_is_as_in_stock(files, clients, degrees):
     model = load(files["model"])

@@ -174,6 +174,7 @@ def test_ranks_that_share_a_sequence_agree_on_every_collective(traced, layout, b
         assert torch.allclose(outputs[0, branch], truth(branch, 2), atol=1e-5)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("backend", BACKENDS if ALL else ["nccl"])  # both in turn: test_stages_of_rings.py
 @pytest.mark.parametrize("layout", PIPELINES, ids=Layout.equation)
 def test_stages_agree_on_every_message(traced, layout, backend):
@@ -202,6 +203,7 @@ UNLIKE = {  # layout -> the speeds of its ranks
 }
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", UNLIKE, ids=Layout.equation)
 def test_ranks_on_unlike_devices_agree_on_every_message_and_compute_what_one_does(traced, layout, backend):
@@ -252,6 +254,7 @@ UNLIKE_GROUPS = [
 ]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(("layout", "speeds"), GROUPED + UNLIKE_GROUPS, ids=str)
 def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, speeds, monkeypatch):
     outputs = {}
@@ -279,6 +282,7 @@ def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, s
     assert all(torch.allclose(output, truth(branch, 2), atol=1e-5) for output, branch in outputs.values())
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     "layout", [layout for layout in IN_GROUPS if layout.pipefusion > 1], ids=Layout.equation
 )
@@ -306,6 +310,7 @@ def test_receives_that_are_posted_late_change_nothing(traced, layout, backend):
     assert late != traced(layout, backend, WARM + IN_PATCHES)[1]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("who", range(4))
 @pytest.mark.parametrize(

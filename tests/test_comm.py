@@ -54,6 +54,7 @@ def test_a_rank_joins_the_groups_that_the_grid_shows(joined, layout, rank):
     assert (comm.ulysses.size, comm.ring.size, comm.size) == (layout.ulysses, layout.ring, layout.world_size)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(("layout", "rank"), PLACES, ids=str)
 def test_the_stand_in_of_a_rank_stands_where_the_grid_shows_it(layout, rank):
     comm = standin(layout, rank)
@@ -166,6 +167,7 @@ def test_q_k_and_v_are_one_exchange_and_k_and_v_one_message_of_a_ring(flux, monk
     assert len(passed) == (ring - 1) * attentions
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2)])
 def test_the_stand_in_makes_the_calls_of_real_ranks_and_counts_their_bytes(ranks, ulysses, ring):
     for said in ranks(Layout(ulysses=ulysses, ring=ring), "calls"):

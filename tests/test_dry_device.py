@@ -223,6 +223,7 @@ def test_two_devices_in_one_operation_are_found_in_a_method(mode):
         run(mode, Layout(ulysses=2), 1, [WARM], mask=torch.zeros(18, 18))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     "layout",
     [Layout(ulysses=3), Layout(ring=3), Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2)],
@@ -240,6 +241,7 @@ def test_torch_is_given_as_many_bytes_as_communicators_count(mode, layout):
         assert mesh.sent_bytes > 0 or rank == layout.writer
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize(
     "layout",
@@ -349,6 +351,7 @@ def test_what_an_operation_returned_before_it_returns_again(mode):
 # -- what the pack's code must not do on it
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     "layout", [layout for layout in layouts_of(4) if layout.groups == 1], ids=Layout.equation
 )
@@ -390,6 +393,7 @@ def test_residuals_of_a_controlnet_come_to_the_device_without_waiting_for_it(mod
     assert counts.waits == {}
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("blocks", [2, 4, LOOK_AHEAD, LOOK_AHEAD + 2, 3 * LOOK_AHEAD])
 @pytest.mark.parametrize(
     "layout",

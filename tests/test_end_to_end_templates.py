@@ -26,6 +26,7 @@ def outcome_of(server, host):
     return lambda name: tries.outcome(name, api_prompt(templates[name].workflow(), tries.info))
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("name", COVER)
 def test_a_workflow_template_gives_the_stock_latent_through_the_pool(outcome_of, name):
     outcome = outcome_of(name)

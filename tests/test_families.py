@@ -127,6 +127,7 @@ def test_sd3_control_residuals_are_sharded_with_their_tokens(bench):
     assert relative_error(sample(with_control(bench.parallel(5, (2, 2), "sd3")), case), truth) <= BOUND
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (1, 3)], ids=["ulysses2", "ulysses3", "ring3"])
 @pytest.mark.parametrize("method", ["offset", "index", "uxo"])
 def test_reference_latents_are_sharded_exactly(bench, layout, method):
@@ -135,6 +136,7 @@ def test_reference_latents_are_sharded_exactly(bench, layout, method):
     )
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (2, 2)], ids=["ulysses2", "ulysses3", "2x2"])
 @pytest.mark.parametrize("method", ["index", "index_timestep_zero"])
 def test_flux_2_is_exact_with_a_second_timestep_for_its_references(bench, layout, method):

@@ -243,6 +243,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_server_ends_with_its_ui(tmp_path, sign):
     (tmp_path / "rank.py").write_text("import time; time.sleep(600)")

@@ -205,6 +205,7 @@ CASES = {  # sampling, and how often the groups compute how many rows of so many
 }
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("axis", ["cfg", "data"])
 def test_branches_and_images_go_to_groups_and_the_image_is_stocks_own(name, axis):
@@ -228,6 +229,7 @@ def from_latent(model, latent, family):
         return nodes.common_ksampler(model, 7, 3, 4.0, "euler", "simple", *prompts, latent)[0]["samples"]
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("family", [PLAIN, "ltxv"])
 @pytest.mark.parametrize("degrees", [{"data": 2}, {"cfg": 2, "data": 2}], ids=str)
 def test_every_image_of_a_batch_has_its_own_noise_and_mask_in_whatever_group_it_is(family, degrees):
@@ -284,6 +286,7 @@ FAMILIES = [  # the axes in turn; all families in both where the environment ask
 ]
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize(("family", "axis"), FAMILIES)
 def test_the_prompts_and_images_of_every_family_go_to_groups(family, axis):
     """Two images, with all that its prompts carry; what ComfyUI batches is cut apart."""
@@ -303,6 +306,7 @@ def test_the_prompts_and_images_of_every_family_go_to_groups(family, axis):
 # -- a model that cannot be cut
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize(("axis", "kind"), [("cfg", "SDXL"), ("data", "SD15")])
 def test_a_unets_prompts_and_images_go_to_groups_and_the_image_is_stocks_own(axis, kind):
     stock, (ours, pool) = unet(kind), in_groups(Layout(**{axis: 2}), unet(kind))
@@ -313,6 +317,7 @@ def test_a_unets_prompts_and_images_go_to_groups_and_the_image_is_stocks_own(axi
     assert [ranks for ranks, _, _ in pool.asked] == [(0,)] * 3, "its sequence cannot be shared"
 
 
+@pytest.mark.cover(3)
 @pytest.mark.skipif(not ALL, reason="by command: what a rank does with a UNet is done in this process above")
 @pytest.mark.parametrize("kind", ["SD15", "SDXL"])
 @pytest.mark.parametrize("axis", ["cfg", "data"])

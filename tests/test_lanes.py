@@ -10,8 +10,8 @@ from .conftest import LANES, ROOT
 
 MEETS = """
 import os, sys
-options, lane = sys.argv[2:-1], sys.argv[-1]
-assert sys.argv[-2] == "--lane" and options[0] == "-q"
+options, (_, lane) = sys.argv[2:-1], sys.argv[-1].split("--lane=")
+assert options[0] == "-q"
 for mode in ("w", "r") if lane == "shared" else ("r", "w"):  # opened once the other lane has its end
     open(sys.argv[1], mode).close()
 print("..... [ 50%]")
@@ -48,7 +48,7 @@ def test_both_lanes_run_at_once_and_one_that_fails_is_the_result(tmp_path, capfd
         (["-q", "tests/test_waist.py"], False),
         (["tests/test_waist.py::test_one"], False),
         (["-k", "lora"], False),
-        (["--lane", "shared"], False),
+        (["--lane=shared"], False),
         (["--cuda"], False),
         (["--browser", "-q", "-m", "browser"], False),
         (["--lf"], False),

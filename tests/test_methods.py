@@ -201,6 +201,7 @@ def begin_the_next(method):
     method._comm.free_buffers()
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize(
     "end", [lambda method: method.end_run(), begin_the_next], ids=["told", "by the next run"]
 )

@@ -43,6 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_cond_at_a_time")
 # -- samplers
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_is_stock_when_warm_and_runs_free_if_it_acts_on_each_pixel(name):
     options = {"sampler": name, "steps": 4, "cfg": 2.0, "size": SIZE, "negative": conditioning(2, 13)}
@@ -163,6 +164,7 @@ OTHERS = [  # each family and form with another sampler
 ]
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.family)
 def test_every_family_runs_free(case):
     truth = sample(stock_model(case.heads, family=case.family), case)
@@ -174,6 +176,7 @@ def test_every_family_runs_free(case):
     assert relative_error(free, in_step) <= BOUND < relative_error(free, truth)
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name not in REPRESENTATIVES])
 def test_every_other_sample_runs_free_and_is_stock_when_warm(name):
     """What its nodes add to a prompt is known to leave each pixel to itself, or named. A plan that

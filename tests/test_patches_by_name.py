@@ -23,6 +23,7 @@ def skip(args, extra_args):
     return args
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.samples[0].name)
 def test_blocks_are_left_out_as_in_stock(family):
     """In one process: each method has the same hooks."""
@@ -85,6 +86,7 @@ def guided(model, simple):
     )
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize(
     "degrees, simple", [((2, 1, 1), False), ((1, 2, 1), True), ((1, 1, 2), False), ((1, 1, 2), True)]
 )
@@ -133,6 +135,7 @@ def with_override(model, override):
     return clone
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("form", [as_comfyui_chooses, as_kjnodes_chooses])
 def test_ranks_attend_by_the_registered_function_that_a_node_chose(monkeypatch, form):
     registered = attention.wrap_attn(halved)

@@ -259,6 +259,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(("patched", "layout"), CASES, ids=str, indirect=["patched"])
 def test_ranks_of_a_sequence_compute_it_as_stock_does(patched, layout, monkeypatch):
     _attached, model = patched
@@ -269,6 +270,7 @@ def test_ranks_of_a_sequence_compute_it_as_stock_does(patched, layout, monkeypat
         assert relative_error(one, truth) <= BOUND
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("patched", [one for one in ATTACHED if one.own_rows], ids=str, indirect=True)
 def test_a_patch_of_pipefusion_computes_it_as_stock_does(patched):
     _attached, model = patched
@@ -290,6 +292,7 @@ def test_a_patch_of_pipefusion_computes_it_as_stock_does(patched):
     assert relative_error(assembled(outputs, plan.leaves_behind_blocks), truth) <= BOUND
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 1, 2)], ids=["ulysses", "pipefusion"])
 def test_it_runs_in_a_pool(clients, degrees):
     attached, tokens = ATTACHED[0], "odd"
@@ -338,6 +341,7 @@ def test_tensors_lie_in_memory_as_they_did():
     assert again[0].stride() == tensors[0].stride() != again[0].contiguous().stride()
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     "hold, named",
     [

@@ -88,6 +88,7 @@ def inputs_of(pipeline, truths, of, layout=(2, 1)):
         return arguments, branch, getattr(serial, forward_name(serial))(**arguments)
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("family, layout", PIPELINES)
 def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages(
     pipeline, truths, family, layout
@@ -160,6 +161,7 @@ def test_control_residuals_reach_the_blocks_of_every_stage(pipeline, truths, lay
     assert relative_error(sample(with_control(pipeline(PLAIN, layout, 4)), of), patched) <= truths.bound(of)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     "sampler", SAMPLERS if ALL else ["heun", "dpm_fast", "sa_solver_pece", "ddim", *ADAPTIVE]
 )
@@ -422,6 +424,7 @@ def test_stages_that_are_not_the_models_blocks_are_refused_with_the_sum_and_the_
     assert client.session.pool.idle
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("mutation", ["rows_of_the_buffer", "mask_of_all_queries"])
 def test_identity_goes_red_when_a_stage_breaks(broken_pipeline, pipeline, truths, mutation):
     arguments, branch, truth = inputs_of(pipeline, truths, case(cfg=1.0, mask=mutation.startswith("mask")))
@@ -440,6 +443,7 @@ def test_all_warm_goes_red_when_a_stage_computes_with_what_came_before(broken_pi
     assert relative_error(sample(warm, case()), truths.stock(case())) > 100 * BOUND
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     ("mutation", "family", "ulysses"),
     [

@@ -26,6 +26,7 @@ def planned(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize(
     "options", [[], ["--cfg"], ["--approximate", "--warm-up", "2"], ["--batch", "3", "--evaluations", "9"]]
 )

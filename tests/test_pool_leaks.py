@@ -334,6 +334,7 @@ ENDS = {
 ENDS |= {"left": (None, [])}
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     ("forked", "number", "rules"),
     [pytest.param(True, *end, id=f"forked-{name}") for name, end in ENDS.items()]

@@ -91,6 +91,7 @@ def ends(pool: WorkerPool, act: Callable[[], object]) -> bool:
 # -- a request that cannot be written
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("placement", [cpus(2), stages(2)], ids=["whole", "in patches"])
 @pytest.mark.parametrize(
     ("act", "kind"),
@@ -118,6 +119,7 @@ def test_a_patch_that_cannot_be_written_leaves_those_before_it_on_their_way(star
 # -- Stop, with a rank that hangs
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     "rules", [("0:Forward=cancellable", "1:Forward=hang"), ("*:Forward=hang",)], ids=["one hangs", "all hang"]
 )
@@ -137,6 +139,7 @@ def test_stages_that_hang_are_not_waited_for_when_patches_are_abandoned_and_the_
     assert handled(handle.ensure()) == ["Start Release"] * 2
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     "rules", [("0:Forward=cancellable", "1:Forward=hang"), ("*:Forward=hang",)], ids=["one hangs", "all hang"]
 )
@@ -166,6 +169,7 @@ def test_stages_that_are_slow_to_leave_are_not_waited_for_either_and_stay_warm(h
     assert [reply.output for reply in call(pool, "Release", opens(pool))] == [b"Start Forward Release"] * 2
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(("placement", "collects"), [(cpus(2), True), (stages(2), True), (stages(2), False)])
 @pytest.mark.usefixtures("brief")
 def test_ranks_that_are_silent_for_longer_than_a_stop_waits_stay_warm(handle, placement, collects):

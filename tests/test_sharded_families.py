@@ -146,6 +146,7 @@ def in_turn(monkeypatch, layout, weights, paths, calls):
     return outputs
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("weights", ["sharded", "offloaded"])
 def test_two_models_in_turn_compute_what_they_do_with_whole_weights(written, monkeypatch, weights):
     """As Wan 2.2 has one for high noise and one for low."""

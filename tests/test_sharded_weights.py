@@ -6,11 +6,10 @@ from random import Random
 
 import pytest
 import torch
-from pipemesh.lab.commands.dryrun import MODELS
 from pipemesh.parallel_runtime.comm.in_step import Expected, Stopped
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.errors import ModelError, Refused
-from pipemesh.parallel_runtime.families import SAMPLES
+from pipemesh.parallel_runtime.families import RELEASED, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Released
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
@@ -98,6 +97,7 @@ def truth(branch):
 LAYOUTS = [Layout(ulysses=2), Layout(ring=3), Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2)]
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.equation)
 def test_every_rank_has_the_weights_of_a_layer_while_it_computes(computed, layout, backend):
@@ -107,6 +107,7 @@ def test_every_rank_has_the_weights_of_a_layer_while_it_computes(computed, layou
         assert torch.allclose(outputs[layout.writer, at], truth(part.branch), atol=1e-5)
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.equation)
 def test_an_evaluation_sends_each_part_to_the_others_once(computed, layout):
     """The first one, and those that know which layer comes next."""
@@ -319,10 +320,10 @@ def test_room_is_for_two_layers_or_for_as_many_as_keep_the_ranks_within_their_bo
 ONE_LARGE_LAYER = "ideogram4-9.3b"  # which needs its weights while it computes
 
 
-@pytest.mark.parametrize("name", MODELS if ALL else [*list(MODELS)[3::12], *list(MODELS)[::20]])
+@pytest.mark.parametrize("name", RELEASED if ALL else [*list(RELEASED)[3::12], *list(RELEASED)[::20]])
 def test_the_ranks_of_a_sequence_hold_little_more_than_one_released_model(name):
     """Tables of positions and of tokens are in the machine's memory, which all of them map."""
-    model = empty_model(*MODELS[name], torch.bfloat16, torch.device("meta")).diffusion_model
+    model = empty_model(*RELEASED[name], torch.bfloat16, torch.device("meta")).diffusion_model
     size, whole = ModelBytes.of(model), bytes_of(model)
     assert size.sharded(1, 1) + size.aside == size.whole(1) == whole
     above = [ranks for ranks in (2, 3, 4, 8) if ranks * size.sharded(1, ranks) > 1.15 * whole]

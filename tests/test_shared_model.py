@@ -138,6 +138,7 @@ def mapped(files, client):
     return stock, loaded, truth
 
 
+@pytest.mark.cover(5)
 @pytest.mark.parametrize(
     "end", [refused, refused_in_a_block, fails_to_load, cancelled_while_loading], ids=lambda end: end.__name__
 )
@@ -156,6 +157,7 @@ def test_stock_computes_what_it_did_before(files, client, monkeypatch, before, e
     assert same(state_of(stock), loaded)
 
 
+@pytest.mark.cover(5)
 @pytest.mark.parametrize("before", BEFORE)
 def test_stock_and_pool_compute_what_they_did_after_a_run_that_ended_well(files, client, before):
     stock, _loaded, truth = mapped(files, client)

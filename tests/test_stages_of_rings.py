@@ -131,6 +131,7 @@ def off_by(outputs, layout):
     )
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize(
     ("layout", "backend"),
     [
@@ -161,6 +162,7 @@ def test_the_plain_loop_is_not_the_model_so_that_what_is_stale_matters():
     assert float((sum(last) - whole).abs().max()) > 1e-3
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize(
     "layout", [Layout(ring=2, pipefusion=2), Layout(ulysses=2, ring=2, pipefusion=2)], ids=Layout.equation
 )
@@ -176,6 +178,7 @@ def test_a_place_that_takes_nothing_out_of_what_passes_is_found(traced, monkeypa
     assert off_by(outputs, layout) > 1e-3
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("layout", [layout for layout in PIPELINES if layout.ring > 1], ids=Layout.equation)
 def test_the_places_of_a_ring_share_out_the_memory_of_keys_and_values(traced, monkeypatch, layout):
     kept, real = {}, KVBuffers.update

@@ -60,6 +60,7 @@ def with_a_fault(model):
     )
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize(
     ("name", "sampler", "cfg"), [(name, *how) for name, how in zip(REPRESENTATIVES, cycle(HOW), strict=False)]
 )
@@ -71,6 +72,7 @@ def test_other_sums_stay_within_the_bound_and_a_small_fault_does_not(name, sampl
         assert_same(runs, with_a_fault(stock(name)), stock(name))
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("sampler", ["euler", *ADAPTIVE])
 def test_a_replay_lets_other_sums_through_and_no_small_fault(sampler):
     runs = of_case(sampler)
@@ -79,6 +81,7 @@ def test_a_replay_lets_other_sums_through_and_no_small_fault(sampler):
         assert_replayed(runs, with_a_fault(stock()), stock())
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize(
     ("ours", "says"),
     [
@@ -94,6 +97,7 @@ def test_a_replay_finds_a_run_that_goes_another_way(ours, says):
         assert_replayed(lambda model: next(runs)(model), stock(), stock())
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 def test_runs_that_are_held_to_the_constant_bound_have_room_for_any_cpu(cfg):
     """Tests that ask for something else than precision compare plain runs, with parity's bound."""

@@ -152,6 +152,7 @@ def test_bf16_is_as_far_from_the_truth_as_stock_bf16(bench, case):
     assert least <= bench.bf16_ratio(case) <= most
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("layout", [(3, 1), (1, 3), (2, 2)], ids=["ulysses3", "ring3", "2x2"])
 @pytest.mark.parametrize("text_tokens", [1, 2])
 def test_fewer_text_tokens_than_ranks_are_exact_too(bench, text_tokens, layout):
