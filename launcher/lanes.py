@@ -65,7 +65,7 @@ def run(pytest: Sequence[str], options: Sequence[str], env: Mapping[str, str], f
     """Runs all tests by this command for pytest, and prints what each lane has said, then the
     slowest tests of both, where they are asked for. Returns 0 if all have passed.
     """
-    # `--lane=NAME`: of `--lane NAME`, pytest takes NAME for a folder while it looks for conftest.py.
+    # `--lane NAME` in two words: pytest looks for conftest.py in a folder NAME.
     lanes = [Lane(name, [*pytest, *options, f"--lane={name}"], env, folder) for name in LANES]
     codes = [lane.wait() for lane in lanes]
     for lane in lanes:
