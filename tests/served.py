@@ -21,7 +21,7 @@ def start(host, models, *, pack=True):
     packs = {name: folder for name, folder in CUSTOM_NODES.items() if pack or name != "pipemesh"}
     packs["foreign"] = Path(__file__).with_name("foreign_pack")
     if pack:
-        packs["stand_ins.py"] = ROOT / "launcher" / "templates" / "stand_ins" / "pack.py"
+        packs["stand_ins.py"] = ROOT / "lab" / "templates" / "stand_ins" / "pack.py"
     server = ComfyServer(
         host, env={"OMP_NUM_THREADS": "1", "PIPEMESH_CACHE": str(models / "cache")}, custom_nodes=packs
     )

@@ -16,7 +16,7 @@ from pipemesh.lab.commands.parity import RINGS
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = (ROOT / "docs" / "ADDING_A_MODEL.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
-PACKAGE = ("launcher", "parallel_runtime", "__init__.py")
+PACKAGE = ("lab", "launcher", "parallel_runtime", "__init__.py")
 
 
 def blocks(kind: str, document: str = DOCUMENT) -> list[str]:

@@ -174,7 +174,7 @@ def test_every_family_has_a_released_model_or_is_left_out_by_name():
 
 def test_the_documents_table_is_what_the_command_prints(records):
     """The rows of which all ranks ran; all of them with ``PIPEMESH_TEST_ALL``."""
-    document = dict(dry_table.written((ROOT / "docs" / "CUDA.md").read_text(encoding="utf-8")))
+    document = dict(dry_table.written((ROOT / "lab" / "docs" / "CUDA.md").read_text(encoding="utf-8")))
     ours = dry_table.rows(records)
     assert ours and {row: document.get(row) for row in ours} == ours
     if ALL:

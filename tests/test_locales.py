@@ -68,7 +68,7 @@ def test_nodes_are_marked_as_experimental_until_the_table_of_what_ran_has_a_gpu(
     from pipemesh.nodes.report.node import report_node
 
     table = (
-        (ROOT / "docs" / "CUDA.md")
+        (ROOT / "lab" / "docs" / "CUDA.md")
         .read_text(encoding="utf-8")
         .partition("\n## What ran")[2]
         .partition("\n\n`python3")[0]

@@ -21,7 +21,7 @@ from pipemesh.parallel_runtime.families.flux import guided_config
 from pipemesh.parallel_runtime.families.sample import random_tensor
 
 from .models import VIDEO, run
-from .patched import (
+from .patched import (  # noqa: F401
     ALL_WARM,
     FREE,
     SAMPLERS,
@@ -33,6 +33,8 @@ from .patched import (
     custom,
     execute,
     latent,
+    models_let_go,
+    one_cond_at_a_time,
     patched,
     stock,
     together,

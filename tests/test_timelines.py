@@ -11,7 +11,19 @@ from pipemesh.parallel_runtime.client import timelines
 from pipemesh.parallel_runtime.client.separable import must_run_conds_in_sequence
 
 from .models import run
-from .patched import FREE, SIZE, Patched, advanced, alive_timelines, built, patched, stock, together
+from .patched import (  # noqa: F401
+    FREE,
+    SIZE,
+    Patched,
+    advanced,
+    alive_timelines,
+    built,
+    models_let_go,
+    one_cond_at_a_time,
+    patched,
+    stock,
+    together,
+)
 
 
 def steps_seen(model, **options):

@@ -28,7 +28,7 @@ from ..templates.graph import api_prompt
 from ..templates.run import Outcome, Tries
 from ..templates.workflow import GraphError
 
-PACKS = {"pipemesh": ROOT, "pipemesh_stand_ins.py": ROOT / "launcher" / "templates" / "stand_ins" / "pack.py"}
+PACKS = {"pipemesh": ROOT, "pipemesh_stand_ins.py": ROOT / "lab" / "templates" / "stand_ins" / "pack.py"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 METHODS = ("ulysses", "ring", "pipefusion")
 WHOLE = 10000  # evaluations that PipeFusion warms up with: all of them are exact
