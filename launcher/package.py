@@ -13,7 +13,7 @@ from pathlib import Path
 
 NAME = "pipemesh"
 # Pyproject.toml repeats it, because ComfyUI's registry reads it there; a test compares them
-VERSION = "0.2.0"
+VERSION = "0.3.0"
 
 
 def register_package(root: str | Path) -> None:

@@ -14,9 +14,7 @@ from .runtime import Runtime, parallelized
 from .settings import Choice, PoolSettings, Takes, TakesNumber, TakesOneOf
 
 CATEGORY = "PipeMesh"
-UNTRIED = (
-    True  # on a GPU, until lab/docs/CUDA.md has a run there; then nodes are no longer marked as experimental
-)
+UNTRIED = True  # on a GPU: nodes are marked as experimental until lab/docs/CUDA.md has a run there
 Pool = io.Custom("PIPEMESH_POOL")
 POOL_TOOLTIP = "Which devices work together and how. Without it: all GPUs (two CPU ranks with --cpu)."
 
@@ -24,8 +22,9 @@ POOL_TOOLTIP = "Which devices work together and how. Without it: all GPUs (two C
 def socket(name: str, takes: Takes) -> io.Input:
     shown = {
         "default": takes.default,
+        "display_name": takes.label,
         "tooltip": takes.tooltip,
-        "optional": takes.optional,
+        "optional": True,
         "advanced": takes.advanced,
     }
     if isinstance(takes, TakesNumber):
@@ -65,34 +64,9 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
             )
 
         @classmethod
-        def validate_inputs(
-            cls,
-            devices: str | None = PoolSettings.devices,
-            ulysses: int | None = PoolSettings.ulysses,
-            backend: str | None = PoolSettings.backend,
-            ring: int | None = PoolSettings.ring,
-            pipefusion: int | None = PoolSettings.pipefusion,
-            patches: int | None = PoolSettings.patches,
-            stages: str | None = PoolSettings.stages,
-            layout: str | None = PoolSettings.layout,
-            cfg: int | None = PoolSettings.cfg,
-            data: int | None = PoolSettings.data,
-        ) -> bool | str:
-            """None is a linked input. ``warm_up`` is left to ComfyUI, as nothing else depends on
-            it.
-            """
-            return runtime.check(
-                devices=devices,
-                ulysses=ulysses,
-                ring=ring,
-                backend=backend,
-                pipefusion=pipefusion,
-                patches=patches,
-                stages=stages,
-                layout=layout,
-                cfg=cfg,
-                data=data,
-            )
+        def validate_inputs(cls, **chosen: Any) -> bool | str:
+            """``chosen``: the inputs that the prompt names; None is a linked one."""
+            return runtime.check(**chosen)
 
         @classmethod
         def execute(cls, **chosen: Any) -> io.NodeOutput:

@@ -54,7 +54,7 @@ from .report.figures import (
 from .report.shares import unlike_shares
 from .report.text import plan_heads
 from .room import room_on_devices
-from .settings import AUTO, PLACED_BY, Choice, PoolSettings, how_many
+from .settings import AUTO, BY_HAND, PLACED_BY, Choice, PoolSettings, how_many
 from .timing import StepTimes
 from .waiting import Waiting
 
@@ -164,13 +164,15 @@ class Runtime:
         """Check what is known of these inputs: True, or the sentence that says what is wrong. None
         stands for a linked input, whose value ``choose`` will check when the node runs.
         """
+        linked = {name for name, value in values.items() if value is None}
         known = {name: value for name, value in values.items() if value is not None}
         try:
-            settings = PoolSettings.checked(known)
-            if "layout" in values.keys() - known.keys():
+            if "layout" in linked:
+                PoolSettings.checked({**known, "layout": BY_HAND})
                 return True
+            settings = PoolSettings.checked(known)
             settings.degrees()
-            if not PLACED_BY & (values.keys() - known.keys()):
+            if not PLACED_BY & linked:
                 self._placed(settings)
             settings.patching()
         except LayoutError as error:

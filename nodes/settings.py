@@ -15,24 +15,27 @@ from ..launcher.pool.devices import Device, Placement, place
 from ..parallel_runtime.client.remote_patcher import Patching
 from ..parallel_runtime.comm.shares import shares_of, stage_speeds
 from ..parallel_runtime.errors import LayoutError
-from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.layout import AXES, Layout
 from ..parallel_runtime.planner.keeping import ASKED
 
 MOST_DIGITS = 6  # of a number of blocks
 BY_HAND, AUTO = "by hand", "auto"
 EXACT, APPROXIMATE = "exact", "approximate allowed"
 CPU_RANKS = 2  # where ComfyUI computes on the CPU
-# Inputs without which no rank has a device
-PLACED_BY = {"devices", "ulysses", "ring", "pipefusion", "cfg", "data", "layout"}
+FOR_EVERY_LAYOUT = {"devices", "layout", "quality", "weights"}
+PLACED_BY = {"layout", "devices", *(axis.name for axis in AXES)}  # what decides which GPU each rank has
 
 
 @dataclass(frozen=True, kw_only=True)
 class Takes:
-    """The values that an input takes, for its socket and for its check."""
+    """The values that an input takes, for its socket and for its check.
+
+    ``label``: what the node shows, where that is not the input's id.
+    """
 
     default: str | int
     tooltip: str
-    optional: bool = False
+    label: str | None = None
     advanced: bool | None = None
 
     def check(self, name: str, value: object) -> None:
@@ -73,134 +76,121 @@ class TakesOneOf(Takes):
             )
 
 
-def text(default: str, tooltip: str, *, optional: bool = False, advanced: bool | None = None) -> str:
-    return field(
-        default=default,
-        metadata={"takes": TakesText(tooltip=tooltip, optional=optional, advanced=advanced, default=default)},
-    )
+def text(default: str, tooltip: str, **shown: Any) -> str:
+    return field(default=default, metadata={"takes": TakesText(tooltip=tooltip, default=default, **shown)})
 
 
-def number(
-    default: int, least: int, most: int, tooltip: str, *, optional: bool = False, advanced: bool | None = None
-) -> int:
-    takes = TakesNumber(
-        tooltip=tooltip, optional=optional, advanced=advanced, default=default, least=least, most=most
-    )
+def number(default: int, least: int, most: int, tooltip: str, **shown: Any) -> int:
+    takes = TakesNumber(tooltip=tooltip, default=default, least=least, most=most, **shown)
     return field(default=default, metadata={"takes": takes})
 
 
-def one_of(
-    options: tuple[str, ...], tooltip: str, *, optional: bool = False, advanced: bool | None = None
-) -> str:
+def one_of(options: tuple[str, ...], tooltip: str, **shown: Any) -> str:
     """The first of ``options`` is the default."""
-    takes = TakesOneOf(
-        tooltip=tooltip, optional=optional, advanced=advanced, default=options[0], options=options
-    )
+    takes = TakesOneOf(tooltip=tooltip, default=options[0], options=options, **shown)
     return field(default=options[0], metadata={"takes": takes})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """The inputs of PipeMesh Pool, in the order of its sockets. ``checked`` makes one."""
+    """The inputs of PipeMesh Pool, in the order of its sockets: those for every layout, then those
+    of a layout by hand. ``checked`` makes one.
+    """
 
     devices: str = text(
         "auto",
-        "auto, cpu, or one device per rank: cuda:0,cuda:1. On another machine: node1/cuda:0. "
-        "The same GPU may be named twice with backend gloo.",
+        "auto, cpu, or one device per worker: cuda:0,cuda:1. On another machine: node1/cuda:0. With backend"
+        " gloo, the same GPU may be named twice.",
+    )
+    layout: str = one_of(
+        (AUTO, BY_HAND),
+        "auto: PipeMesh chooses for each run how the devices work together; devices, quality and weights"
+        " count, and the inputs that are folded away do not. by hand: the inputs below say how, and quality"
+        " does not count.",
+    )
+    quality: str = one_of(
+        (EXACT, APPROXIMATE),
+        "With layout auto. exact: the same image as on one GPU. approximate allowed: PipeMesh may choose a"
+        " pipeline (PipeFusion) where that is faster; the image then differs a little from that of one GPU.",
+    )
+    weights: str = one_of(
+        ASKED,
+        "How each GPU keeps the model's weights. whole: all of them. sharded: an equal part of each layer;"
+        " the rest comes from the other GPUs just before the layer computes. For a model larger than one"
+        " GPU. offloaded: as much as fits, the rest in main memory. auto: the first that fits. Same result"
+        " with each.",
     )
     ulysses: int = number(
         2,
         1,
         32,
-        "How many ranks share the tokens of one image (Ulysses sequence parallelism). Same result as on one"
-        " GPU.",
+        "How many GPUs work on one image together, each on a part of its tokens (Ulysses sequence"
+        " parallelism). Same result as on one GPU.",
+        label="GPUs per image (ulysses)",
     )
     ring: int = number(
         1,
         1,
         32,
-        "How many groups of ulysses ranks pass keys and values around a ring. Ranks = ulysses x ring. Same"
-        " result as on one GPU.",
-        optional=True,
+        "Ring attention: another way to split one image over GPUs. GPUs needed = ulysses x ring. Leave it at"
+        " 1 unless ulysses would exceed the model's attention heads. Same result as on one GPU.",
+        label="more GPUs per image (ring)",
+    )
+    cfg: int = number(
+        1,
+        1,
+        32,
+        "How many prompts are computed at the same time, each on GPUs of its own: 2 for the positive and the"
+        " negative one, where the sampler's cfg is above 1.0. GPUs needed = ulysses x ring x pipefusion x"
+        " cfg x data. Same result as on one GPU.",
+        label="prompts at once (cfg)",
+    )
+    data: int = number(
+        1,
+        1,
+        32,
+        "How many parts of a batch are computed at the same time, each on GPUs of its own. Same result as on"
+        " one GPU.",
+        label="images at once (data)",
     )
     pipefusion: int = number(
         1,
         1,
         32,
-        "How many stages share the model's blocks; within a stage ulysses x ring ranks share the tokens."
-        " Ranks = ulysses x ring x pipefusion. Approximate: above 1 the image differs a little from that of"
-        " one GPU.",
-        optional=True,
-    )
-    backend: str = one_of(
-        ("auto", "nccl", "gloo"),
-        "How ranks exchange data. auto: nccl where every rank has its own GPU, else gloo through the"
-        " computer's main memory.",
-        advanced=True,
+        "How many pipeline stages the model's blocks are divided into (PipeFusion). Each stage takes ulysses"
+        " x ring GPUs. Approximate: above 1 the image differs a little from that of one GPU.",
+        label="pipeline stages (pipefusion)",
     )
     patches: int = number(
         0,
         0,
         64,
-        "With pipefusion above 1: into how many patches the image is cut; they go through the stages one"
-        " behind the other. 0: one more than stages.",
-        optional=True,
+        "With pipefusion above 1: pieces the image is cut into for the pipeline. 0 chooses one more than"
+        " there are stages.",
+        label="pieces of the image (patches)",
         advanced=True,
     )
     warm_up: int = number(
         1,
         1,
         10000,
-        "With pipefusion above 1: how many first evaluations of the model are whole and exact. Evaluations,"
-        " not steps: some samplers make several per step. More is closer to the image of one GPU, and"
-        " slower.",
-        optional=True,
+        "With pipefusion above 1: how many of a run's first evaluations of the model are exact. Some samplers"
+        " evaluate the model several times per step. More is closer to the image of one GPU, and slower.",
+        label="exact at first (warm_up)",
         advanced=True,
     )
     stages: str = text(
         "",
         "With pipefusion above 1: how many of the model's blocks each stage gets, as in 20,37. "
         "Empty: PipeMesh measures the blocks and balances the stages.",
-        optional=True,
+        label="blocks per stage (stages)",
         advanced=True,
     )
-    layout: str = one_of(
-        (BY_HAND, AUTO),
-        "auto: how the devices work together is chosen for each run; devices, weights and quality count, "
-        "the inputs that are folded away do not. by hand: as the inputs say, but for quality.",
-        optional=True,
-    )
-    weights: str = one_of(
-        ASKED,
-        "How each rank keeps the model's weights. whole: all of its blocks. sharded: an equal part of each"
-        " layer, gathered from the other ranks while the layer before computes; for a model larger than one"
-        " GPU. offloaded: as much as fits, the rest in main memory. auto: the first that fits. Same result in"
-        " each.",
-        optional=True,
+    backend: str = one_of(
+        ("auto", "nccl", "gloo"),
+        "How GPUs exchange data. auto: nccl where every worker has a GPU of its own, else gloo, which goes"
+        " through the computer's main memory.",
         advanced=True,
-    )
-    cfg: int = number(
-        1,
-        1,
-        32,
-        "How many groups of ranks share the prompts: positive and negative at the same time, with cfg above"
-        " 1.0. Ranks = ulysses x ring x pipefusion x cfg x data. Same result as on one GPU.",
-        optional=True,
-    )
-    data: int = number(
-        1,
-        1,
-        32,
-        "How many groups of ranks share the images of a batch; each of these has cfg groups. Same result as"
-        " on one GPU.",
-        optional=True,
-    )
-    quality: str = one_of(
-        (EXACT, APPROXIMATE),
-        "With layout auto. exact: the same image as on one GPU. approximate allowed: stages may share the"
-        " model's blocks (PipeFusion) where that is faster; the image then differs a little from that of one"
-        " GPU.",
-        optional=True,
     )
 
     @property
@@ -221,6 +211,12 @@ class PoolSettings:
         inputs = cls.inputs()
         for name, value in values.items():
             inputs[name].check(name, value)
+        by_hand = [name for name in values if name not in FOR_EVERY_LAYOUT]
+        if by_hand and "layout" not in values:
+            raise LayoutError(
+                f"{by_hand[0]} counts only with layout {BY_HAND}: give layout too, or leave out"
+                f" {' and '.join(by_hand)}."
+            )
         return cls(**values)
 
     def degrees(self, gpus: tuple[Device, ...] = ()) -> Layout:
@@ -229,7 +225,7 @@ class PoolSettings:
         """
         if self.layout == AUTO:
             return Layout(ulysses=how_many(self.devices, gpus))
-        return Layout(**{axis: getattr(self, axis) for axis in Layout().degrees()})
+        return Layout(**{axis.name: getattr(self, axis.name) for axis in AXES})
 
     def place(self, gpus: tuple[Device, ...], own: str) -> Placement:
         """``own``: the device that ComfyUI computes on. Raises LayoutError with the equation that

@@ -70,7 +70,7 @@ def graph(
         nodes[f"between{index}"] = node(class_type, model=model, **inputs)
         model = [f"between{index}", 0]
     if parallel:
-        nodes["pool"] = node("PipeMeshPool", devices="cpu", ulysses=ranks, backend="auto")
+        nodes["pool"] = node("PipeMeshPool", devices="cpu", layout="by hand", ulysses=ranks)
         if sampler.startswith("PipeMesh"):
             parallel_input = {"pool": ["pool", 0]}
         else:

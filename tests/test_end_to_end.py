@@ -278,7 +278,7 @@ def test_a_node_that_runs_out_of_memory_frees_what_the_pool_holds(server, truth)
     ("inputs", "sentence"),
     [
         ({"patches": 1}, "patches 1, pipefusion 2: some stages would always wait"),
-        ({"warm_up": 0}, "Value 0 smaller than min of 1"),
+        ({"warm_up": 0}, "warm_up 0 is out of range: choose 1 to 10000."),
         ({"devices": "cpu,cpu", "ring": 2}, "ring 2 x pipefusion 2 = 4 ranks, 2 devices listed"),
     ],
 )
@@ -431,7 +431,7 @@ def test_the_script_that_shows_the_text_on_the_node_reaches_the_browser(server):
 
 
 def test_a_report_alone_says_the_next_move_and_hands_no_latent_on(server):
-    nodes = {"pool": node("PipeMeshPool", devices="cpu", ulysses=3, backend="auto")}
+    nodes = {"pool": node("PipeMeshPool", devices="cpu", layout="by hand", ulysses=3)}
     nodes["report"] = node("PipeMeshReport", pool=["pool", 0])
     assert (
         "The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing"

@@ -21,7 +21,7 @@ COVER = {  # template -> what it stands for
 
 @pytest.fixture(scope="module")
 def outcome_of(server, host):
-    tries = Tries(server, server.get("/object_info"), {"devices": "cpu", "ulysses": 2, "backend": "auto"})
+    tries = Tries(server, server.get("/object_info"), {"devices": "cpu", "layout": "by hand", "ulysses": 2})
     templates = {one.name: one for one in installed(host)}
     return lambda name: tries.outcome(name, api_prompt(templates[name].workflow(), tries.info))
 

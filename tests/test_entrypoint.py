@@ -180,7 +180,7 @@ def test_a_variable_that_cannot_be_read_is_told_when_a_pool_is_to_start_and_the_
     monkeypatch.setenv(variable, value)
     nodes = {node.GET_SCHEMA().node_id: node for node in asyncio.run(PipeMeshExtension().get_node_list())}
     assert caplog.messages == [f"[PipeMesh] {sentence}"]
-    (choice,) = nodes["PipeMeshPool"].execute(devices="cpu,far/cpu", ulysses=2, backend="auto").result
+    (choice,) = nodes["PipeMeshPool"].execute(devices="cpu,far/cpu", layout="by hand", ulysses=2).result
     assert "has sampled nothing" in nodes["PipeMeshReport"].execute(pool=choice).result[1]
     for _ in range(2):
         with pytest.raises(LayoutError) as caught:

@@ -14,7 +14,6 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "example_workflows"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
-LAYOUT_AUTO = "auto"  # the ninth value of the pool
 BY_HAND = {"ulysses", "ring", "pipefusion", "cfg", "data", "patches", "warm_up", "stages", "backend"}
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "examples").glob("*.md")}
 
@@ -40,9 +39,7 @@ def test_an_example_has_a_thumbnail_a_page_and_a_note_of_the_files_that_it_needs
 def test_a_note_tells_of_no_input_of_the_pool_that_the_node_does_not_show(name):
     nodes = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["nodes"]
     (note,) = [one["widgets_values"][0] for one in nodes if one.get("title") == "Read me"]
-    folded = [
-        one for one in nodes if one["type"] == "PipeMeshPool" and LAYOUT_AUTO in one["widgets_values"][8:9]
-    ]
+    folded = [one for one in nodes if one["type"] == "PipeMeshPool" and one["widgets_values"][1] == "auto"]
     told = set(re.findall(r"\*(\w+)\*", note)) & BY_HAND
     assert not (folded and told), told
 

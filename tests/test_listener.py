@@ -19,13 +19,10 @@ import pytest
 from pipemesh.launcher.package import VERSION
 from pipemesh.launcher.pool.listener import SeldomLog, Unproved, accept
 from pipemesh.launcher.pool.rendezvous import store_key, version_conflict
-from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
-from pipemesh.parallel_runtime.wire.messages import Denied, FromMachine
 from pipemesh.parallel_runtime.wire.tcp import (
     COMFYUI,
     LEADER,
     Hello,
-    Link,
     SecretRefused,
     proof,
     prove,
@@ -133,22 +130,6 @@ def test_a_hello_is_read_whatever_later_versions_add_to_it():
                 " same version of PipeMesh on both."
             ),
         ),
-        (
-            None,
-            Hello(version="0.2.1", machine="near"),
-            (
-                "Machine far has a PipeMesh older than 0.2.0 and ComfyUI's machine near has PipeMesh 0.2.1: "
-                "install the same version of PipeMesh on both."
-            ),
-        ),
-        (
-            Hello(version="0.3.0", machine="far"),
-            None,
-            (
-                "Machine far has PipeMesh 0.3.0 and ComfyUI's machine has a PipeMesh older than 0.2.0: "
-                "install the same version of PipeMesh on both."
-            ),
-        ),
     ],
 )
 def test_versions_that_differ_are_both_named_with_their_machines(there, comfyui, sentence):
@@ -165,22 +146,6 @@ def test_a_leader_turns_another_version_away_and_says_why_in_its_log(caplog):
         rf"turned away: Machine far has PipeMesh {VERSION} and ComfyUI's machine near has PipeMesh 0\.9\.0: ",
         caplog.text,
     )
-
-
-def test_a_comfyui_older_than_hello_is_told_in_a_message_that_it_knows():
-    """Version 0.1 opens its pool at once, in a form of its own, and shows what it is denied."""
-    with leader() as address, socket.create_connection(address) as sock:
-        prove(sock, SECRET, COMFYUI, soon())
-        body = msgspec.msgpack.encode(
-            {"type": "Open", "host": "far", "degrees": {"ulysses": 2}, "devices": ["cpu", "far/cpu"]}
-        )
-        sock.sendall(HEADER.pack(len(body), 0) + body)
-        sock.settimeout(None)
-        link = Link(sock, FromMachine)
-        denied, _fds = link.receive()
-        with pytest.raises(ChannelClosed):
-            link.receive()
-    assert denied == Denied(version_conflict("far", FAR, None))
 
 
 # -- strangers

@@ -41,7 +41,10 @@ def said_by(info):
     return {
         "display_name": info["display_name"],
         "description": info["description"],
-        "inputs": {name: {"name": name, "tooltip": socket[1]["tooltip"]} for name, socket in sockets.items()},
+        "inputs": {
+            name: {"name": socket[1].get("display_name") or name, "tooltip": socket[1]["tooltip"]}
+            for name, socket in sockets.items()
+        },
         "outputs": {
             str(index): {"tooltip": tooltip} if name == kind else {"name": name, "tooltip": tooltip}
             for index, (kind, name, tooltip) in enumerate(outputs)

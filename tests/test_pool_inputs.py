@@ -13,6 +13,7 @@ from .fake_pools import fake_setup
 
 INPUTS = {
     "devices": "cpu",
+    "layout": "by hand",
     "ulysses": 1,
     "ring": 1,
     "pipefusion": 2,
@@ -214,10 +215,6 @@ def test_what_a_link_brings_is_refused_when_it_runs_with_the_same_sentence(node,
     assert str(caught.value).endswith(sentence) and "\n" not in str(caught.value)
 
 
-def test_comfyui_checks_warm_up_itself(complaints):
-    assert complaints(**INPUTS | {"warm_up": 0}) == {"Value 0 smaller than min of 1: warm_up"}
-
-
 @pytest.mark.parametrize(
     "linked", [*([name] for name in INPUTS), [*INPUTS]], ids=lambda names: "+".join(names)
 )
@@ -254,11 +251,20 @@ def test_what_a_link_may_put_right_is_queued(complaints, linked, changes):
     assert complaints(**INPUTS | changes | {linked: LINK}) == set()
 
 
-def test_a_new_input_comes_after_those_that_saved_workflows_have_values_for():
-    """They keep values by place."""
-    saved = ["devices", "ulysses", "ring", "pipefusion", "backend", "patches", "warm_up", "stages"]
-    inputs = PoolSettings.inputs()
-    assert list(inputs)[: len(saved)] == saved
-    assert all(takes.optional for name, takes in inputs.items() if name not in saved), (
-        "prompts that scripts send lack them"
-    )
+def test_inputs_stand_in_the_order_in_which_a_user_needs_them_and_none_has_to_be_given(node):
+    """Saved workflows keep values by place: an input that is new comes last."""
+    sockets = node.GET_NODE_INFO_V1()["input"]
+    assert not sockets.get("required")
+    assert list(sockets["optional"]) == [
+        *("devices", "layout", "quality", "weights"),
+        *("ulysses", "ring", "cfg", "data"),
+        *("pipefusion", "patches", "warm_up", "stages"),
+        "backend",
+    ]
+    assert sockets["optional"]["layout"][1]["default"] == "auto"
+
+
+def test_a_label_that_is_not_the_inputs_id_has_it_in_brackets():
+    """Messages and prompts say the id."""
+    labels = {name: takes.label for name, takes in PoolSettings.inputs().items() if takes.label}
+    assert labels and all(label.endswith(f"({name})") for name, label in labels.items())

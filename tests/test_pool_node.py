@@ -1,8 +1,6 @@
 """PipeMesh Pool: what it hands out, and what changes without another pool."""
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from pipemesh.parallel_runtime.layout import Layout
 from .fake_pools import fake_setup
 from .models import conditioning, load, run
 
-STAGES = {"devices": "cpu", "ulysses": 1, "ring": 1, "backend": "auto", "pipefusion": 2}
+STAGES = {"devices": "cpu", "layout": "by hand", "ulysses": 1, "pipefusion": 2}
 
 
 @pytest.fixture
@@ -27,12 +25,18 @@ def node():
     return pool_nodes(Runtime(fake_setup()))[0]
 
 
-@pytest.mark.parametrize("saved", [{}, {"ring": 1}])
-def test_a_workflow_saved_before_an_input_was_there_validates_and_runs(node, saved):
-    inputs = {"devices": "cpu", "ulysses": 2, "backend": "auto", **saved}
-    assert node.validate_inputs(**inputs) is True
-    (choice,) = node.execute(**inputs).result
-    assert (choice.placement.layout, choice.patching) == (Layout(ulysses=2), None)
+def test_a_prompt_that_names_no_input_takes_every_device_in_a_layout_that_is_chosen(node):
+    assert node.validate_inputs(devices="cpu") is True
+    (choice,) = node.execute(devices="cpu").result
+    assert choice.is_open and (choice.placement.layout, choice.patching) == (Layout(ulysses=2), None)
+
+
+def test_an_input_of_a_layout_by_hand_is_not_passed_over_where_the_prompt_names_no_layout(node):
+    sentence = "ulysses counts only with layout by hand: give layout too, or leave out ulysses and ring."
+    assert node.validate_inputs(devices="cpu", ulysses=2, ring=1) == sentence
+    assert node.validate_inputs(devices="cpu", ulysses=2, ring=1, layout=None) is True, "a link gives it"
+    with pytest.raises(LayoutError, match=sentence):
+        node.execute(devices="cpu", ulysses=2, ring=1)
 
 
 def test_of_itself_a_pipeline_takes_one_patch_more_than_stages_and_one_whole_evaluation(node):
@@ -237,19 +241,19 @@ def test_auto_takes_every_device_and_no_other_input_counts(node):
 def test_auto_takes_all_gpus(node, monkeypatch):
     gpus = tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(3))
     monkeypatch.setattr("pipemesh.nodes.runtime.visible_gpus", lambda cpu_only: gpus)
-    (choice,) = node.execute(**STAGES, layout="auto").result
+    (choice,) = node.execute(**STAGES | {"layout": "auto"}).result
     assert (choice.placement.layout, choice.placement.backend) == (
         Layout(ulysses=2),
         "gloo",
     ), "cpu was chosen"
-    (choice,) = node.execute(**STAGES | {"devices": "auto"}, layout="auto").result
+    (choice,) = node.execute(**STAGES | {"devices": "auto", "layout": "auto"}).result
     assert (choice.placement.layout, choice.placement.devices, choice.placement.backend) == (
         Layout(ulysses=3),
         gpus,
         "nccl",
     )
-    (choice,) = node.execute(devices="auto", ulysses=2, backend="auto").result
-    assert choice.placement.devices == gpus[:2], "without a layout, the degrees count"
+    (choice,) = node.execute(devices="auto", layout="by hand", ulysses=2).result
+    assert choice.placement.devices == gpus[:2], "by hand, the degrees count"
 
 
 @pytest.fixture
@@ -316,24 +320,8 @@ def test_with_one_gpu_the_model_stays_itself_no_worker_starts_and_a_notice_says_
 
 
 def test_a_linked_layout_is_queued_whatever_the_degrees_are(node):
-    assert node.validate_inputs(**STAGES | {"devices": "cpu,cpu,cpu"}, layout=None) is True
-    assert "3 devices listed" in node.validate_inputs(**STAGES | {"devices": "cpu,cpu,cpu"}, layout="by hand")
-
-
-def test_a_workflow_saved_by_0_1_means_what_it_meant(node):
-    from pipemesh.lab.templates.graph import api_prompt
-
-    saved = json.loads((Path(__file__).parent / "saved" / "workflow_0_1.json").read_text(encoding="utf-8"))
-    (pool,) = (one for one in saved["nodes"] if one["type"] == "PipeMeshPool")
-    pool["widgets_values"] = ["cpu", 3, "gloo"]
-    info = {"PipeMeshPool": node.GET_NODE_INFO_V1()}
-    (queued,) = api_prompt(saved | {"nodes": [pool], "links": []}, info).values()
-    (choice,) = node.execute(**queued["inputs"]).result
-    assert (choice.placement.layout, choice.patching, choice.allows_approximate) == (
-        Layout(ulysses=3),
-        None,
-        False,
-    )
+    assert node.validate_inputs(**STAGES | {"devices": "cpu,cpu,cpu", "layout": None}) is True
+    assert "3 devices listed" in node.validate_inputs(**STAGES | {"devices": "cpu,cpu,cpu"})
 
 
 def test_a_layout_that_is_chosen_may_be_approximate_where_that_is_allowed_and_one_by_hand_is_what_it_says(
@@ -345,4 +333,4 @@ def test_a_layout_that_is_chosen_may_be_approximate_where_that_is_allowed_and_on
     approximate = {"quality": "approximate allowed"}
     assert allowed(layout="auto", **approximate)
     assert not allowed(layout="auto") and not allowed(layout="auto", quality="exact")
-    assert not allowed(layout="by hand", **approximate) and not allowed(**approximate)
+    assert not allowed(layout="by hand", **approximate)

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,7 @@ from pipemesh.parallel_runtime.wire.messages import (
     ToMachine,
 )
 from pipemesh.parallel_runtime.wire.segment import Segment, pack
-from pipemesh.parallel_runtime.wire.tcp import LEADER, PARCEL, PIECE_BYTES, Hello, Link, prove, read_before
+from pipemesh.parallel_runtime.wire.tcp import PARCEL, PIECE_BYTES, Hello, Link
 
 from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled, submitted
 from .test_arena import largest_file
@@ -267,34 +266,6 @@ def test_another_version_is_named_with_both_machines_and_nothing_is_started(lead
     assert (pool.state, far_pids()) == ("failed", [])
 
 
-def old_leader(listener: socket.socket) -> None:
-    """Version 0.1: does not know Hello, and says so in its own words."""
-    sock, _ = listener.accept()
-    with sock:
-        until = time.monotonic() + DEADLINE_S
-        prove(sock, SECRET, LEADER, until)
-        length, _ = HEADER.unpack(read_before(sock, HEADER.size, until))
-        read_before(sock, length, until)
-        body = msgspec.msgpack.encode({"type": "Denied", "text": "Invalid value 'Hello' - at `$.type`"})
-        sock.sendall(HEADER.pack(len(body), 0) + body)
-
-
-def test_a_version_that_does_not_say_which_it_is_gets_a_sentence_too(leader, store):
-    setup = leader().setup
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        store.set(store_key("far"), "{}:{}".format(*listener.getsockname()))
-        theirs = threading.Thread(target=old_leader, args=(listener,))
-        theirs.start()
-        with pytest.raises(
-            PoolFailed,
-            match=(
-                r"^Machine far has a PipeMesh older than 0\.2\.0 and ComfyUI's machine .*: install the same"
-            ),
-        ):
-            WorkerPool(spread(), setup).start()
-        theirs.join()
-
-
 def test_a_message_that_a_leader_does_not_know_is_told_with_the_next_move(leader):
     """As between two states of a checkout that both call themselves by the same version."""
     far = leader()
@@ -318,11 +289,11 @@ def test_a_message_that_a_leader_does_not_know_is_told_with_the_next_move(leader
 def test_a_pool_node_says_when_it_is_queued_that_machines_cannot_be_reached():
     from pipemesh.nodes.runtime import Runtime
 
-    sentence = Runtime(fake_setup()).check(devices="cpu,far/cpu", ulysses=2, backend="auto")
+    sentence = Runtime(fake_setup()).check(devices="cpu,far/cpu", layout="by hand", ulysses=2)
     assert sentence.startswith("Machine far is met at torchrun's rendezvous, and PIPEMESH_RDZV is not set: ")
     reachable = replace(fake_setup(), rendezvous="10.0.0.1:29400", secret=SECRET)
-    assert Runtime(reachable).check(devices="cpu,far/cpu", ulysses=2, backend="auto") is True
-    assert Runtime(fake_setup()).check(devices="cpu", ulysses=2, backend="auto") is True
+    assert Runtime(reachable).check(devices="cpu,far/cpu", layout="by hand", ulysses=2) is True
+    assert Runtime(fake_setup()).check(devices="cpu", layout="by hand", ulysses=2) is True
 
 
 def test_a_machine_that_has_not_joined_is_told_the_command(leader):

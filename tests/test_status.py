@@ -38,7 +38,7 @@ def runtime(monkeypatch, tmp_path):
 
 
 def pool_of(runtime, **degrees):
-    return runtime._pool(runtime.choose(**degrees).placement)
+    return runtime._pool(runtime.choose(layout="by hand", **degrees).placement)
 
 
 def ran(runtime, pool, number, *, ended=True, evaluations=50):

@@ -36,7 +36,12 @@ def notices(runtime):
 
 
 @pytest.mark.parametrize(
-    "chosen", [{"layout": "auto"}, {"ulysses": 2}, {"devices": "cpu,cpu", "ulysses": 2, "backend": "gloo"}]
+    "chosen",
+    [
+        {"layout": "auto"},
+        {"layout": "by hand", "ulysses": 2},
+        {"layout": "by hand", "devices": "cpu,cpu", "ulysses": 2, "backend": "gloo"},
+    ],
 )
 def test_auto_mode_and_a_pool_of_the_same_layout_on_the_same_devices_share_their_workers(runtime, chosen):
     first = handle_of(runtime, runtime.choose(**chosen)).ensure()
@@ -48,10 +53,10 @@ def test_what_is_running_is_no_layout_of_an_exact_choice_nor_of_a_model_that_can
     """A pipeline that another node asked for, one rank, and a UNet where ranks share a sequence."""
     auto, exact = runtime.default_choice(), stock_model(5)
     asked = Asked((1, 16, 128, 128), (PROMPT,), 20)
-    for chosen in ({"pipefusion": 2, "ulysses": 1}, {"ulysses": 1}):
+    for chosen in ({"layout": "by hand", "pipefusion": 2, "ulysses": 1}, {"layout": "by hand", "ulysses": 1}):
         handle_of(runtime, runtime.choose(**chosen)).ensure()
         assert runtime.plan(exact, auto, lambda: asked).layout in (Layout(ulysses=2), Layout(ring=2))
-    handle_of(runtime, runtime.choose(ulysses=2)).ensure()
+    handle_of(runtime, runtime.choose(layout="by hand", ulysses=2)).ensure()
     both = Asked((1, 4, 16, 16), (PROMPT,) * 2, 20)
     assert runtime.plan(unet("SD15"), auto, lambda: both).layout == Layout(cfg=2)
 
@@ -67,20 +72,20 @@ def test_the_wait_for_the_first_step_is_shown_while_a_layout_is_chosen(runtime, 
 
 
 def test_a_model_on_the_same_pool_by_another_choice_leaves_the_one_that_came_in_as_it_is(runtime):
-    by_hand = runtime.parallelize(stock_model(5), runtime.choose(ulysses=2))
+    by_hand = runtime.parallelize(stock_model(5), runtime.choose(layout="by hand", ulysses=2))
     left_open = runtime.parallelize(by_hand, runtime.default_choice())
     assert (
         runtime.planning.left_open(by_hand.remote) is None
         and runtime.planning.left_open(left_open.remote) is not None
     )
-    assert runtime.parallelize(left_open, runtime.choose(ulysses=2)) is not left_open
+    assert runtime.parallelize(left_open, runtime.choose(layout="by hand", ulysses=2)) is not left_open
     assert runtime.planning.left_open(left_open.remote) is not None
 
 
 def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_says_so_once_for_each_node(
     runtime,
 ):
-    chosen, auto = runtime.choose(pipefusion=2, ulysses=1), runtime.default_choice()
+    chosen, auto = runtime.choose(layout="by hand", pipefusion=2, ulysses=1), runtime.default_choice()
     for choice, node in ((chosen, "1"), (auto, "2"), (chosen, "3"), (auto, "2")):
         with CurrentNodeContext("prompt", node):
             handle_of(runtime, choice).ensure()
@@ -95,9 +100,9 @@ def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_say
 
 def test_more_ranks_than_cores_are_told_of(runtime, monkeypatch):
     monkeypatch.setattr("pipemesh.launcher.pool.devices.own_cores", lambda: [0, 1])
-    runtime.choose(ulysses=2)
+    runtime.choose(layout="by hand", ulysses=2)
     assert not notices(runtime)
-    runtime.choose(ulysses=3)
+    runtime.choose(layout="by hand", ulysses=3)
     (notice,) = runtime.notices.latest()
     assert (
         notice.text.startswith("ulysses 3 = 3 ranks on the CPU, which has 2 cores here")
@@ -106,7 +111,7 @@ def test_more_ranks_than_cores_are_told_of(runtime, monkeypatch):
 
 
 def test_a_notice_of_workers_started_anew_is_none_of_a_sampling_on_one_gpu(runtime):
-    for choice in (runtime.choose(pipefusion=2, ulysses=1), runtime.default_choice()):
+    for choice in (runtime.choose(layout="by hand", pipefusion=2, ulysses=1), runtime.default_choice()):
         with CurrentNodeContext("prompt", "1"):
             handle_of(runtime, choice).ensure()
     (notice,) = runtime.notices.latest()

@@ -1,5 +1,5 @@
-// PipeMesh Pool: what counts for its layout is shown, the rest is folded away. A workflow that was saved before there was
-// a choice of layout means what it meant: by hand. Devices are chosen from a list of those that are there.
+// PipeMesh Pool: shows the inputs that count for its layout, and folds the others away. Devices are chosen from a list of
+// those that are there.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { texts } from "./texts.js";
@@ -8,7 +8,6 @@ const NODE = "PipeMeshPool";
 const PARALLELIZE = "PipeMeshParallelize";
 const TITLE_WIDTH = 240; // of Parallelize: its sockets alone leave no room for its title
 const LAYOUT = "layout";
-const BY_HAND = "by hand";
 const AUTO = "auto";
 const DEVICES = "devices";
 const PICK = "pick"; // no input: it writes what devices say, and is in no workflow and no prompt
@@ -22,8 +21,6 @@ const STYLE = `
 .pipemesh-mistake p { margin: 4px 0 0; }
 .pipemesh-mistake button { float: right; margin-left: 12px; border: 0; background: none; color: inherit; font: inherit; cursor: pointer; }`;
 const ALWAYS = new Set([DEVICES, "weights", LAYOUT, PICK]);
-
-let opensPrompt = false; // the page makes nodes of a prompt of the API's, which may be older than the choice of a layout
 
 const layoutOf = (node) => node.widgets?.find((one) => one.name === LAYOUT);
 
@@ -128,15 +125,6 @@ app.registerExtension({
   name: "PipeMesh.Pool",
   setup() {
     document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }));
-    const open = app.loadApiJson;
-    app.loadApiJson = function (...args) {
-      opensPrompt = true;
-      try {
-        return open.apply(this, args);
-      } finally {
-        opensPrompt = false;
-      }
-    };
     const queue = api.queuePrompt;
     api.queuePrompt = async function (...args) {
       try {
@@ -160,21 +148,13 @@ app.registerExtension({
         changed?.apply(layout, values);
         fold(this);
       };
-      layout.value = opensPrompt ? BY_HAND : AUTO; // of a new node; what was saved comes next
       fold(this);
       addList(this).catch((error) => console.warn("PipeMesh: the devices could not be listed.", error));
     };
     const configured = nodeType.prototype.onConfigure;
-    nodeType.prototype.onConfigure = function (saved, ...args) {
-      configured?.apply(this, [saved, ...args]);
-      const layout = layoutOf(this);
-      if (layout && !knowsLayout(this, saved)) layout.value = BY_HAND;
+    nodeType.prototype.onConfigure = function (...args) {
+      configured?.apply(this, args);
       fold(this);
     };
   },
 });
-
-function knowsLayout(node, saved) {
-  const place = node.widgets.filter((one) => one.serialize !== false).findIndex((one) => one.name === LAYOUT);
-  return Array.isArray(saved?.widgets_values) && saved.widgets_values.length > place;
-}

@@ -201,7 +201,7 @@ def write_models(folder: Path, work: Workload) -> None:
 
 
 def pool_inputs(ranks: int, on_cpu: bool) -> dict[str, Any]:
-    return {"devices": "cpu" if on_cpu else "auto", "ulysses": ranks, "backend": "auto"}
+    return {"devices": "cpu" if on_cpu else "auto", "layout": "by hand", "ulysses": ranks}
 
 
 def draw_captions(

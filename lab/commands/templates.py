@@ -36,7 +36,7 @@ BAD = ("different", "error")
 
 
 def pool_inputs(method: str, ranks: int) -> dict[str, Any]:
-    return {"devices": "cpu", "backend": "auto", "ulysses": 1, method: ranks, "warm_up": WHOLE}
+    return {"devices": "cpu", "layout": "by hand", "ulysses": 1, method: ranks, "warm_up": WHOLE}
 
 
 def tried(

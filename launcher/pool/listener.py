@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from ...parallel_runtime.wire.messages import Denied, ToMachine
+from ...parallel_runtime.wire.messages import ToMachine
 from ...parallel_runtime.wire.tcp import LEADER, Hello, Link, notice_loss, shake_hands
 from .leader import LentRanks
 from .rank_setup import RankSetup
@@ -139,9 +139,6 @@ def serve(
         link = Link(sock, ToMachine)
         if conflict := version_conflict(own.machine, own, comfyui):
             log.warning("[PipeMesh] %s was turned away: %s", peer, conflict)
-            if comfyui is None:  # it does not know Hello, and shows what it is denied
-                with contextlib.suppress(OSError):
-                    link.send(Denied(conflict))
             return
         log.info("[PipeMesh] %s opens a pool", peer)
         LentRanks(link, sock.getsockname()[0], setup).run()

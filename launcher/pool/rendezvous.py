@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SHORTEST_SECRET = 16
 SIOCGIFADDR = 0x8915
-FIRST_HELLO = "0.2.0"  # the version that was first to say which it is
 NODE_COMMAND = (
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes={nodes} --nproc-per-node=1 --max-restarts=3 "
     "--rdzv-conf=read_timeout=600 --rdzv-backend=c10d --rdzv-endpoint={rendezvous} -m launcher node"
@@ -73,7 +72,7 @@ def open_store(address: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def store_key(name: str) -> str:
-    """Returns the key of a leader's address in the store. As in version 0.1, so that versions that
+    """Returns the key of a leader's address in the store. It never changes, so that versions that
     differ meet and say so.
     """
     return f"pipemesh/hosts/{name}"
@@ -141,18 +140,13 @@ def own_hello(machine: str) -> Hello:
     return Hello(version=VERSION, machine=machine)
 
 
-def version_conflict(name: str, leader: Hello | None, comfyui: Hello | None) -> str:
+def version_conflict(name: str, leader: Hello, comfyui: Hello) -> str:
     """Returns a sentence where the leader of machine ``name`` and ComfyUI have different versions
-    of PipeMesh, empty where they agree. None: a version that does not say yet which it is.
+    of PipeMesh, empty where they agree.
     """
-    if leader and comfyui and leader.version == comfyui.version:
+    if leader.version == comfyui.version:
         return ""
-    machine = f"ComfyUI's machine {comfyui.machine}" if comfyui else "ComfyUI's machine"
     return (
-        f"Machine {name} has {title(leader)} and {machine} has {title(comfyui)}: install the same version of"
-        " PipeMesh on both."
+        f"Machine {name} has PipeMesh {leader.version} and ComfyUI's machine {comfyui.machine} has PipeMesh"
+        f" {comfyui.version}: install the same version of PipeMesh on both."
     )
-
-
-def title(hello: Hello | None) -> str:
-    return f"PipeMesh {hello.version}" if hello else f"a PipeMesh older than {FIRST_HELLO}"

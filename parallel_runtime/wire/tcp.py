@@ -47,9 +47,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     machine: str
 
 
-def shake_hands(sock: socket.socket, secret: str, role: Role, own: Hello, limit_s: float) -> Hello | None:
+def shake_hands(sock: socket.socket, secret: str, role: Role, own: Hello, limit_s: float) -> Hello:
     """Proves the secret to the other side, has it proved, and exchanges versions. Returns the other
-    side's Hello; None where its version is too old to have one.
+    side's Hello.
 
     Both ends must call it, one in each role; the leader speaks last, so that it tells a stranger
     nothing. ``limit_s`` is for all of it: a byte now and then does not hold it up.
@@ -62,8 +62,7 @@ def shake_hands(sock: socket.socket, secret: str, role: Role, own: Hello, limit_
         theirs = receive_hello(sock, until)
     else:
         theirs = receive_hello(sock, until)
-        if theirs is not None:
-            send_hello(sock, own, until)
+        send_hello(sock, own, until)
     sock.settimeout(None)
     return theirs
 
@@ -96,19 +95,15 @@ def send_hello(sock: socket.socket, own: Hello, until: float) -> None:
     send_before(sock, HEADER.pack(len(body), 0) + body, until)
 
 
-def receive_hello(sock: socket.socket, until: float) -> Hello | None:
-    """Returns the other side's Hello. None where its first message is another one: its version has
-    no Hello.
-    """
+def receive_hello(sock: socket.socket, until: float) -> Hello:
+    """Returns the other side's Hello. Raises ConnectionError where its first message is another."""
     length, _descriptors = HEADER.unpack(read_before(sock, HEADER.size, until))
     try:
-        return (
-            msgspec.msgpack.decode(read_before(sock, length, until), type=Hello)
-            if length <= MAX_HELLO_BYTES
-            else None
-        )
+        if length <= MAX_HELLO_BYTES:
+            return msgspec.msgpack.decode(read_before(sock, length, until), type=Hello)
     except msgspec.DecodeError:
-        return None
+        pass
+    raise ConnectionError("the other side does not say its version")
 
 
 def send_before(sock: socket.socket, data: bytes, until: float) -> None:
