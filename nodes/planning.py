@@ -29,7 +29,7 @@ from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.crossing.source import file_of
 from ..parallel_runtime.errors import RunCancelled
 from ..parallel_runtime.families import plan_or_whole
-from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.layout import Layout, in_groups_of_one
 from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
 from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet, longest, rounded
 from ..parallel_runtime.planner.here import Here, Known, Seen, box_here
@@ -370,7 +370,8 @@ def provisional(choice: Choice, model: ModelPatcher) -> Choice:
     if not choice.is_open or token_plan is None or token_plan.blocks or choice.placement.other_machines:
         return choice
     return replace(
-        choice, placement=replace(choice.placement, layout=Layout(cfg=choice.placement.layout.world_size))
+        choice,
+        placement=replace(choice.placement, layout=in_groups_of_one(choice.placement.layout.world_size)),
     )
 
 

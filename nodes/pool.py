@@ -9,6 +9,7 @@ from typing import Any
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
+from ..parallel_runtime.layout import OF_A_GROUP
 from .links import require_links
 from .runtime import Runtime, parallelized
 from .settings import Choice, PoolSettings, Takes, TakesNumber, TakesOneOf
@@ -47,14 +48,7 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
                     "Chooses the devices that sample one image together. The workers start at the first run"
                     " and stay warm."
                 ),
-                search_aliases=[
-                    "multi gpu",
-                    "parallel",
-                    "sequence parallel",
-                    "ulysses",
-                    "pipefusion",
-                    "workers",
-                ],
+                search_aliases=["multi gpu", "parallel", "sequence parallel", *OF_A_GROUP, "workers"],
                 inputs=[socket(name, takes) for name, takes in PoolSettings.inputs().items()],
                 outputs=[
                     Pool.Output(

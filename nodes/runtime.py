@@ -33,7 +33,7 @@ from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.run_picture import draw_run
 from ..parallel_runtime.client.wait import NoWait, Wait
 from ..parallel_runtime.errors import LayoutError
-from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.layout import in_one_sequence
 from ..parallel_runtime.planner.counts import Counts
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
@@ -157,7 +157,7 @@ class Runtime:
         """
         gpus = self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu))
         return Choice(
-            place(Layout(ulysses=how_many("auto", gpus)), "auto", "auto", gpus, own_device()), is_open=True
+            place(in_one_sequence(how_many("auto", gpus)), "auto", "auto", gpus, own_device()), is_open=True
         )
 
     def check(self, **values: Any) -> bool | str:

@@ -15,7 +15,7 @@ from ..launcher.pool.devices import Device, Placement, place
 from ..parallel_runtime.client.remote_patcher import Patching
 from ..parallel_runtime.comm.shares import shares_of, stage_speeds
 from ..parallel_runtime.errors import LayoutError
-from ..parallel_runtime.layout import AXES, Layout
+from ..parallel_runtime.layout import AXES, Layout, in_one_sequence
 from ..parallel_runtime.planner.keeping import ASKED
 
 MOST_DIGITS = 6  # of a number of blocks
@@ -141,8 +141,8 @@ class PoolSettings:
         1,
         32,
         "How many prompts are computed at the same time, each on GPUs of its own: 2 for the positive and the"
-        " negative one, where the sampler's cfg is above 1.0. GPUs needed = ulysses x ring x pipefusion x"
-        " cfg x data. Same result as on one GPU.",
+        " negative one, where the sampler's cfg is above 1.0. GPUs needed ="
+        f" {' x '.join(axis.name for axis in AXES)}. Same result as on one GPU.",
         label="prompts at once (cfg)",
     )
     data: int = number(
@@ -224,7 +224,7 @@ class PoolSettings:
         LayoutError.
         """
         if self.layout == AUTO:
-            return Layout(ulysses=how_many(self.devices, gpus))
+            return in_one_sequence(how_many(self.devices, gpus))
         return Layout(**{axis.name: getattr(self, axis.name) for axis in AXES})
 
     def place(self, gpus: tuple[Device, ...], own: str) -> Placement:

@@ -6,7 +6,7 @@ Degrees are what is asked for, sizes what is. Pure arithmetic: no process group 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, product, takewhile, zip_longest
 from math import log2, prod
@@ -22,28 +22,67 @@ class Axis:
 
     ``within``: what the ranks along it are within: one ``sequence``, whose tokens they share; one
     ``group``, which computes a whole forward; or the ``pool``, so that they belong to groups that
-    compute forwards of their own. ``row`` names a row of the printed grid, where that is not
+    compute forwards of their own. ``why``: what a layout with so many ranks along it is good for,
+    as users read it. ``colour``: of waits for the axis' messages in the picture of a run; empty
+    where its ranks send each other none. ``row`` names a row of the printed grid, where that is not
     ``name``. ``output_at_end``: the output is on its last rank, not its first. ``is_approximate``:
     above 1 the image differs a little. ``merges_parts``: ranks along it attend to a part of the
-    keys at a time.
+    keys at a time. ``parts_batches``: the images of a batch go to its groups.
     """
 
     name: str
     within: Literal["sequence", "group", "pool"]
+    why: str
+    colour: str = ""
     row: str = ""
     output_at_end: bool = False
     is_approximate: bool = False
     merges_parts: bool = False
+    parts_batches: bool = False
 
 
 AXES = (  # innermost first: ranks that are neighbours on the first are numbered in a row
-    Axis("ulysses", "sequence"),
-    Axis("ring", "sequence", merges_parts=True),
-    Axis("pipefusion", "group", row="stage", output_at_end=True, is_approximate=True),
-    Axis("cfg", "pool", row="branch"),
-    Axis("data", "pool"),
+    Axis(
+        "ulysses",
+        "sequence",
+        "{} ranks share the tokens of one image: the same image as on one GPU, and each rank holds the whole"
+        " model",
+        colour="#f2a6a6",
+    ),
+    Axis(
+        "ring",
+        "sequence",
+        "{} groups of ranks pass keys and values around: the same image as on one GPU",
+        colour="#7a1f5c",
+        merges_parts=True,
+    ),
+    Axis(
+        "pipefusion",
+        "group",
+        "{} stages share the model's blocks: each holds only its own, and the image differs a little from"
+        " that of one GPU",
+        colour="#d33f49",
+        row="stage",
+        output_at_end=True,
+        is_approximate=True,
+    ),
+    Axis(
+        "cfg",
+        "pool",
+        "{} groups of ranks compute the prompts apart: the same image as on one GPU, and each group holds the"
+        " whole model",
+        row="branch",
+    ),
+    Axis(
+        "data",
+        "pool",
+        "{} groups of ranks share the images of a batch: the same images as on one GPU",
+        parts_batches=True,
+    ),
 )
 OF_A_SEQUENCE = tuple(axis.name for axis in AXES if axis.within == "sequence")
+OF_A_GROUP = tuple(axis.name for axis in AXES if axis.within != "pool")  # a forward is cut along them
+OF_THE_POOL = tuple(axis.name for axis in AXES if axis.within == "pool")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +136,11 @@ class Degrees:
         return self.pipefusion
 
     @property
+    def parts_of_batches(self) -> int:
+        """The number of groups that the images of one batch go to."""
+        return prod(getattr(self, axis.name) for axis in AXES if axis.parts_batches)
+
+    @property
     def is_approximate(self) -> bool:
         """Whether the image differs a little from that of one GPU."""
         return any(axis.is_approximate for axis in self.used())
@@ -116,11 +160,11 @@ class Degrees:
         return tuple(sorted({1, *joined}))
 
     def equation(self) -> str:
-        """For example ``ulysses 2 x ring 2 = 4 ranks``."""
+        """For example ``ulysses 2 x pipefusion 2 = 4 ranks``."""
         return f"{self.product()} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"
 
     def product(self) -> str:
-        """For example ``ulysses 2 x ring 2``."""
+        """For example ``ulysses 2 x pipefusion 2``."""
         return " x ".join(f"{axis.name} {getattr(self, axis.name)}" for axis in self.used() or AXES[:1])
 
 
@@ -137,12 +181,14 @@ class Layout(Degrees):
 
     def joined(self, width: int) -> Layout:
         """The same ranks where each ``width`` neighbouring groups share one sequence: along the
-        ring, where there is one. So ranks that are numbered in a row stay neighbours.
+        outermost of its axes that is in use. So ranks that are numbered in a row stay neighbours.
         """
         if width == 1:
             return self
-        ulysses, ring = (self.ulysses, self.ring * width) if self.ring > 1 else (self.ulysses * width, 1)
-        return Layout(ulysses=ulysses, ring=ring, data=self.groups // width)
+        used = [axis.name for axis in self.used() if axis.within == "sequence"] or OF_A_SEQUENCE[:1]
+        grown = {used[-1]: getattr(self, used[-1]) * width}
+        apart = {**dict.fromkeys(OF_THE_POOL, 1), OF_THE_POOL[-1]: self.groups // width}
+        return replace(self, **grown, **apart)
 
     def writes(self, rank: int) -> bool:
         """Whether ``rank`` has the output of its group."""
@@ -224,6 +270,22 @@ class Layout(Degrees):
             row = " ".join(f"{axis.row or axis.name} {place[axis.name]}" for axis in reversed(used))
             lines.append(f"{row}: {' '.join(cells[rank].ljust(width) for rank in ranks)}".rstrip())
         return "\n".join(lines)
+
+
+def in_one_sequence(ranks: int) -> Layout:
+    """Return the layout of so many ranks that share every image."""
+    return Layout(**{OF_A_SEQUENCE[0]: ranks})
+
+
+def in_groups_of_one(ranks: int) -> Layout:
+    """Return the layout of so many ranks that compute whole forwards, each its own."""
+    return Layout(**{OF_THE_POOL[0]: ranks})
+
+
+def listed(names: Sequence[str], before_last: str = "and") -> str:
+    """For example ``ulysses, ring and pipefusion``."""
+    *first, last = names
+    return f"{', '.join(first)} {before_last} {last}" if first else last
 
 
 def layouts_of(ranks: int) -> Iterator[Layout]:

@@ -9,7 +9,7 @@ import torch
 from .errors import Refused
 from .families import plan_or_whole, why_no_plan
 from .families.plan import TokenPlan
-from .layout import Layout
+from .layout import OF_A_GROUP, OF_THE_POOL, Layout, listed
 
 
 def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
@@ -26,8 +26,8 @@ def require_whole_groups(diffusion_model: torch.nn.Module, layout: Layout) -> No
     """Raises Refused where the ranks of a group share a forward that cannot be cut."""
     if not require_plan(diffusion_model).blocks and layout.world_size > layout.groups:
         raise Refused(
-            f"{no_plan(diffusion_model)}: set ulysses, ring and pipefusion to 1 and share prompts and images"
-            " out by cfg and data, or leave PipeMesh Parallelize out for this model."
+            f"{no_plan(diffusion_model)}: set {listed(OF_A_GROUP)} to 1 and share prompts and images"
+            f" out by {listed(OF_THE_POOL)}, or leave PipeMesh Parallelize out for this model."
         )
 
 

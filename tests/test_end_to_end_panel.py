@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from pipemesh.nodes.report.shares import Share
-from pipemesh.parallel_runtime.client.run_picture import AXES
+from pipemesh.parallel_runtime.client.run_picture import COLOURS
 
 from .chromium import ComfyPage
 from .served import LARGE, graph, latent, live_pool, pids, wait_for_phase
@@ -197,14 +197,14 @@ def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page,
     pool["shares"] = [asdict(share) for share in UNLIKE]
     figures |= {
         "exchange_share": 0.15,
-        "exchange_by_axis": {axis: 0.01 * number for number, axis in enumerate(AXES, 1)},
+        "exchange_by_axis": {axis: 0.01 * number for number, axis in enumerate(COLOURS, 1)},
     }
     texts = json.loads((LOCALES / "en" / "main.json").read_text(encoding="utf-8"))["pipemesh"]
     page.evaluate(SAYS % json.dumps(made))
     try:
         for share in UNLIKE:
             shown(page, filled(texts[f"share_{share.word}"], share.values))
-        for axis, number in zip(AXES, range(1, 6), strict=True):
+        for axis, number in zip(COLOURS, range(1, 6), strict=True):
             shown(page, f"{texts[f'axis_{axis}']}\n{number}.0 %")
         assert page.evaluate(SHARES) == pytest.approx([5, 4, 3, 2, 1], abs=0.1), (
             "the bar has each, the largest first"

@@ -147,7 +147,7 @@ def words_of_the_status():
     from pipemesh.nodes.auto.switch import UNAVAILABLE
     from pipemesh.nodes.report.causes import SLOWED, WHY
     from pipemesh.nodes.report.shares import TAKES
-    from pipemesh.parallel_runtime.client.run_picture import AXES
+    from pipemesh.parallel_runtime.client.run_picture import COLOURS
     from pipemesh.parallel_runtime.client.session import ResidentState
     from pipemesh.parallel_runtime.planner.choose import LOST
     from pipemesh.parallel_runtime.planner.here import Known
@@ -163,7 +163,7 @@ def words_of_the_status():
         "lost": [*LOST],
         "known": [*get_args(Known)],
         "share": [*TAKES],
-        "axis": [*AXES],
+        "axis": [*COLOURS],
     }
 
 

@@ -7,8 +7,8 @@ from PIL import ImageColor
 from pipemesh.lab.bench import pipefusion
 from pipemesh.parallel_runtime.client.run import Evaluation
 from pipemesh.parallel_runtime.client.run_picture import (
-    AXES,
     BAR,
+    COLOURS,
     FOOT,
     MARGIN,
     PATCHES,
@@ -107,7 +107,9 @@ def test_a_wait_for_messages_is_a_strip_before_the_bar_that_it_was_for():
         NAMES, [evaluation(one, patch) for one, patch in zip(spans, [None, (7, 9, True)], strict=True)]
     )
     strips = [bar for bar in bars_of(image, 1, height=BAR - 2) if bar[0] != ImageColor.getrgb(WHOLE)]
-    assert [bar[0] for bar in strips] == [ImageColor.getrgb(AXES[axis]) for axis in ("ulysses", "pipefusion")]
+    assert [bar[0] for bar in strips] == [
+        ImageColor.getrgb(COLOURS[axis]) for axis in ("ulysses", "pipefusion")
+    ]
     assert [bar[1:] for bar in strips] == [pytest.approx(times, abs=0.05) for times in ((1, 3), (3, 4))]
     assert [bar[0] for bar in bars_of(image, 1)] == [ImageColor.getrgb(WHOLE)]
 

@@ -11,7 +11,7 @@ from typing import Literal
 from ...parallel_runtime.comm.cores import share_of_cores
 from ...parallel_runtime.comm.shares import relative
 from ...parallel_runtime.errors import LayoutError
-from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.layout import OF_THE_POOL, Layout, listed
 from ...parallel_runtime.wire.arena import MAX_RANKS
 from .gpu_modes import is_mig
 
@@ -163,8 +163,8 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...], o
         )
     if layout.groups > 1 and any(device.machine for device in devices):
         raise LayoutError(
-            f"{layout.equation()} over several machines: groups of cfg and data share one machine, list"
-            f" devices of this one only, or choose {layout.joined(layout.groups).product()}."
+            f"{layout.equation()} over several machines: groups of {listed(OF_THE_POOL)} share one machine,"
+            f" list devices of this one only, or choose {layout.joined(layout.groups).product()}."
         )
     if len({device.is_gpu for device in devices}) > 1:
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")

@@ -7,25 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...parallel_runtime.layout import AXES
 from .figures import KeptWeights, LastRun
 
 WAITED_FOR = 1.2  # a rank that computed so many times as long as the least busy one makes it wait
 MUCH = 0.2  # of a run that went into communication
 WHY = {
-    "ulysses": (
-        "{} ranks share the tokens of one image: the same image as on one GPU, and each rank holds the whole"
-        " model"
-    ),
-    "ring": "{} groups of ranks pass keys and values around: the same image as on one GPU",
-    "pipefusion": (
-        "{} stages share the model's blocks: each holds only its own, and the image differs a little from"
-        " that of one GPU"
-    ),
-    "cfg": (
-        "{} groups of ranks compute the prompts apart: the same image as on one GPU, and each group holds the"
-        " whole model"
-    ),
-    "data": "{} groups of ranks share the images of a batch: the same images as on one GPU",
+    **{axis.name: axis.why for axis in AXES},
     "alone": "one rank computes everything",
 }
 SLOWED = {
@@ -57,7 +45,7 @@ class Cause:
 
 def why_layout(degrees: dict[str, int]) -> tuple[Cause, ...]:
     """Says what each axis of a layout is good for."""
-    used = tuple(Cause(axis, str(degree)) for axis, degree in degrees.items() if degree > 1 and axis in WHY)
+    used = tuple(Cause(axis, str(degree)) for axis, degree in degrees.items() if degree > 1)
     return used or (Cause("alone"),)
 
 

@@ -49,7 +49,8 @@ class PipelineBackend:
         speeds, tickets = group_speeds(self._pool.speeds, layout.groups), []
         with one_thread():
             for start, end in batch.pieces(
-                layout.data, sorted(speeds, reverse=True) if len(speeds) == layout.data else ()
+                layout.parts_of_batches,
+                sorted(speeds, reverse=True) if len(speeds) == layout.parts_of_batches else (),
             ):
                 name = branch.conds if end - start == batch.rows else (*branch.conds, start, end)
                 ranks = layout.members(

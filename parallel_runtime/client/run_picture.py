@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
+from ..layout import AXES
 from .run import Evaluation
 
 WIDTH, ROW, BAR, MARGIN, FOOT = 1000, 44, 30, 10, 80
@@ -16,11 +17,8 @@ FONT, LEGEND, LONG_LEGEND = 22, 118, 148  # a node shows it at less than half it
 HEAD_FONT, HEAD_LINE = 19, 26
 WHITE, INK, WHOLE = "#ffffff", "#222222", "#8a8f98"
 PATCHES = ("#2a78d6", "#e8833a", "#3a9d5d", "#b04ac0", "#c9a227", "#1fa3a3")
-# Whose messages
-AXES = {
-    "pipefusion": "#d33f49",
-    "ulysses": "#f2a6a6",
-    "ring": "#7a1f5c",
+COLOURS = {  # of waits, by what the messages are for; outermost axis first
+    **{axis.name: axis.colour for axis in reversed(AXES) if axis.colour},
     "weights": "#8c564b",
     "gather": "#f7d488",
 }
@@ -61,16 +59,16 @@ def draw_run(
             left, width = first + (span.came_in_s - begin) * scale, span.busy_s * scale
             colour = colours[part.patch[0]] if part.patch else WHOLE
             draw.rectangle((left, top, left + max(0, width - 1), top + BAR), colour)
-            for axis in AXES:
+            for axis in COLOURS:
                 right, left = left, max(first, left - span.by_axis.get(axis, 0.0) * scale)
                 if right - left >= 1:
-                    draw.rectangle((left, top + BAR - STRIP, right - 1, top + BAR), AXES[axis])
+                    draw.rectangle((left, top + BAR - STRIP, right - 1, top + BAR), COLOURS[axis])
     foot = image.height - 20
     named = [(colour, f"patch {index}") for index, colour in enumerate(colours.values())]
     if len(named) > len(PATCHES):
         named = [(WHITE, f"{len(named)} patches, colours in turn")]
     draw_legend(draw, foot - 32, LEGEND, [(WHOLE, "whole"), *named])
-    waited_for = [(AXES[axis], axis) for axis in AXES if any(span.by_axis.get(axis) for span in spans)]
+    waited_for = [(COLOURS[axis], axis) for axis in COLOURS if any(span.by_axis.get(axis) for span in spans)]
     draw_legend(draw, foot, LONG_LEGEND, [(WHITE, "waits for"), *waited_for] if waited_for else [])
     draw.text((WIDTH - MARGIN, foot), f"{end - begin:.2f} s", INK, font, anchor="rm")
     return image

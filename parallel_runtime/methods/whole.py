@@ -12,7 +12,7 @@ from ..comm.in_step import Expected
 from ..comm.mesh import SequenceComm
 from ..errors import LayoutError
 from ..families.plan import TokenPlan
-from ..layout import Layout
+from ..layout import OF_A_GROUP, Layout, listed
 from ..patches import Part
 from .method import ALONE, Facts
 
@@ -32,8 +32,7 @@ class WholeForward:
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
         if layout.world_size > layout.groups:
             raise LayoutError(
-                f"{layout.equation()}: {type(model).__name__} cannot be cut, set ulysses, ring and pipefusion"
-                " to 1."
+                f"{layout.equation()}: {type(model).__name__} cannot be cut, set {listed(OF_A_GROUP)} to 1."
             )
 
     def attach(self) -> None:

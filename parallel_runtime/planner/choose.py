@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..layout import Layout, layouts_of
+from ..layout import AXES, Layout, layouts_of, listed
 from .box import Box
 from .cost import Prediction, bytes_needed, predict
 from .job import Job
@@ -28,7 +28,9 @@ RUNNING_AGAIN = (
 )
 LOST = {  # word of a loss -> its text
     "memory": "memory: {} on each rank, and {} are there",
-    "approximate": "approximate: pipefusion is not allowed",
+    "approximate": (
+        f"approximate: {listed([axis.name for axis in AXES if axis.is_approximate])} is not allowed"
+    ),
     "running": RUNNING,
     "running_again": RUNNING_AGAIN,
     **{name: "{} ms more " + cause for name, cause in CAUSES.items()},

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ..families import plan_or_whole
-from ..layout import Layout
+from ..layout import OF_A_SEQUENCE, Layout, listed
 from ..stages import share_out
 from ..weights.main_memory import tables_of
 from ..weights.quantised import stored_bytes
@@ -129,7 +129,9 @@ class WeightsWish:
         stages = [sum(parts) / part for part in parts] or [layout.stages] * layout.stages
         if self.asked == "sharded" and ranks == 1:
             return Keeping(
-                "whole", "no other rank has the same blocks: raise ulysses or ring to share weights out"
+                "whole",
+                f"no other rank has the same blocks: raise {listed(OF_A_SEQUENCE, 'or')} to share weights"
+                " out",
             )
         if not self.depends_on_room:
             way, needed = self._ways(min(stages), ranks)[self.asked == "sharded"]
