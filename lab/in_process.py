@@ -13,11 +13,12 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
-from ..parallel_runtime.client.patchwise import Patchwise, branch_of
-from ..parallel_runtime.client.timelines import Branch
+from ..parallel_runtime.client.branch import Branch, SampleCall
+from ..parallel_runtime.client.patchwise import Patching, Patchwise
 from ..parallel_runtime.crossing.by_name import restored
 from ..parallel_runtime.crossing.in_block import IN_BLOCK, InBlockPatches, put_patches
 from ..parallel_runtime.crossing.options import crossing_options
+from ..parallel_runtime.crossing.rows import Constants
 from ..parallel_runtime.families.plan import TokenPlan
 from ..parallel_runtime.forward import forward_binder, forward_name, forward_patch
 from ..parallel_runtime.patches import Patch
@@ -32,6 +33,7 @@ class InOneProcess:
         self.method = PatchForward(model, plan)
         self.method.attach()
         self._forward = forward
+        self.constants = Constants(groups=1)
 
     def begin_run(self) -> None:
         self.method.end_run()
@@ -39,8 +41,8 @@ class InOneProcess:
     def restart_if_reloaded(self) -> bool:
         return False
 
-    def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> torch.Tensor:
-        return self.method.evaluate(self._forward, arguments, branch, patch)
+    def submit(self, call: SampleCall, patch: Patch | None) -> torch.Tensor:
+        return self.method.forward(self._forward, call.arguments, call.branch, patch)
 
     def collect(self, ticket: torch.Tensor) -> torch.Tensor:
         return ticket
@@ -62,7 +64,7 @@ def reference(
     name = forward_patch(model)
     plan = require_plan(model)
     backend = InOneProcess(model, plan, getattr(model, forward_name(model)))
-    sampling = Patchwise(backend, plan.patch_size_of(model), plan, patches, warm_up, notice)
+    sampling = Patchwise(backend, plan.patch_size_of(model), plan, Patching(patches, warm_up), notice)
     bind = forward_binder(model, name)
     of_nodes: list[InBlockPatches] = []  # the run's
     patches_here: list[tuple[str, Callable]] = []
@@ -79,7 +81,8 @@ def reference(
         arguments = bind(args, kwargs)
         options = arguments.get("transformer_options", {})
         crossed = restored(crossing_options(options, *of_nodes), patches_here)
-        return sampling.evaluate({**arguments, "transformer_options": crossed}, branch_of(options))
+        call = SampleCall({**arguments, "transformer_options": crossed}, Branch.of(options))
+        return sampling.output_of(call)
 
     made = patcher.clone()
     made.add_object_patch(name, forward)

@@ -61,7 +61,7 @@ class PatchForward:
         """Attentions that patches share, in the last evaluation."""
         return self._layer
 
-    def evaluate(
+    def forward(
         self, forward: Callable[..., Any], arguments: dict[str, Any], branch: Hashable, patch: Patch | None
     ) -> Any:
         """Run one patch through the model; return all rows of the output, zero in those of other

@@ -85,7 +85,7 @@ class GroupsHere:
         method.begin(part)
         try:
             with torch.inference_mode():
-                return method.evaluate(
+                return method.forward(
                     partial(getattr(type(self.model), forward_name(self.model)), self.model), arguments, 1
                 )
         finally:

@@ -68,7 +68,7 @@ def evaluated_in_ranks(layout, patcher, asked, monkeypatch, speeds=()):
         method = SequenceParallel(transformer, plan_for(type(transformer)), mesh.sequence)
         method.attach()
         for number, one in enumerate(asked):
-            out = method.evaluate(
+            out = method.forward(
                 getattr(transformer, forward_name(transformer)), crossed.arguments(one), number + 1
             )
             if mesh.rank == 0:

@@ -102,7 +102,7 @@ def grouped(_layout, comm):
     )
     method = SequenceParallel(model, plan, comm)
     method.attach()
-    together = method.evaluate(model, {"x": x, "transformer_options": {}}, 1)
+    together = method.forward(model, {"x": x, "transformer_options": {}}, 1)
     return float((together - alone).abs().max()) if comm.rank == 0 else 0.0
 
 

@@ -213,7 +213,7 @@ def test_what_the_pool_cannot_honour_is_stocks_result_to_the_bit_with_one_notice
 
 def failing(monkeypatch, error, times=1000):
     """Evaluations in the pool that raise; how often they were asked."""
-    calls, evaluate = [], remote_patcher.RemotePatcher.evaluate
+    calls, evaluate = [], remote_patcher.RemotePatcher.sample_call
 
     def fails(*args):
         calls.append(args)
@@ -221,7 +221,7 @@ def failing(monkeypatch, error, times=1000):
             raise error
         return evaluate(*args)
 
-    monkeypatch.setattr(remote_patcher.RemotePatcher, "evaluate", fails)
+    monkeypatch.setattr(remote_patcher.RemotePatcher, "sample_call", fails)
     return calls
 
 
@@ -387,7 +387,7 @@ def test_stop_ends_the_run_and_starts_no_other(auto, settings, notices, files, m
         raise mm.InterruptProcessingException
 
     settings(True)
-    monkeypatch.setattr(remote_patcher.RemotePatcher, "evaluate", stopped)
+    monkeypatch.setattr(remote_patcher.RemotePatcher, "sample_call", stopped)
     with pytest.raises(mm.InterruptProcessingException):
         run(load(files["model"]))
     assert not said(notices)

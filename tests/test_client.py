@@ -9,6 +9,7 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.launcher.pool.verdict import Facts
+from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.client.remote_patcher import bring_up, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
@@ -90,7 +91,7 @@ def remote(pool: Ledger, *models: str) -> RemotePool:
 
 def submit(pool: RemotePool, arguments: dict, model: str = "a") -> Ticket:
     run = pool.runs.of(model)
-    return pool.evaluations.submit(run, Work(arguments, ("cond",)), Part(run.id, 0, (0, 4, False)))
+    return pool.evaluations.submit(run, Work(arguments, Branch(("cond",))), Part(run.id, 0, (0, 4, False)))
 
 
 def test_a_submission_that_cannot_be_written_leaves_no_room_taken():
@@ -423,8 +424,8 @@ def patch(client: RemotePool, model: str) -> None:
 
 
 def evaluate(client: RemotePool, model: str, arguments: dict | None = None) -> None:
-    client.evaluations.evaluate(
-        client.runs.of(model), [Work(arguments or conditioned(0.0), ("cond",))], lambda: False
+    client.evaluations.dispatch(
+        client.runs.of(model), [Work(arguments or conditioned(0.0), Branch(("cond",)))], lambda: False
     )
 
 

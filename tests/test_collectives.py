@@ -80,7 +80,7 @@ def evaluations(
                 if run.fails("input"):
                     method.fail(rank.at + 1)
                     raise ZeroDivisionError
-                outputs[mesh.rank, rank.at] = method.evaluate(model, inputs(rank.at, part), rank.at + 1)
+                outputs[mesh.rank, rank.at] = method.forward(model, inputs(rank.at, part), rank.at + 1)
                 confirmed[part] = method.facts.confirmed
             except (Stopped, NoRoom, ModelError, ZeroDivisionError) as error:
                 outputs[mesh.rank, rank.at] = type(error)
@@ -269,7 +269,7 @@ def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, s
             mesh.sequence.use(width)
             assert mesh.sequence.shares == shares_of(joined, mesh.rank, speeds)
             method.begin(Part(1, branch))
-            output = method.evaluate(model, CONDS[branch], turn + 1)
+            output = method.forward(model, CONDS[branch], turn + 1)
             if joined.writes(mesh.rank):
                 outputs[turn, mesh.rank] = output, branch
         method.end_run()

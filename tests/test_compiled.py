@@ -93,7 +93,7 @@ class OneRank:
             arguments = dict(signature.bind(*args, **kwargs).arguments)
             arguments |= arguments.pop("kwargs", {})
             arguments["transformer_options"] = {**arguments["transformer_options"], **self.options}
-            return self.method.evaluate(own, arguments, 1)
+            return self.method.forward(own, arguments, 1)
 
         setattr(self.module, forward_name(self.module), forward)
 

@@ -73,7 +73,7 @@ def test_a_rank_brings_the_rows_it_computes_to_its_device_and_leaves_the_others_
     # Of more blocks than there are
     control = {"output": [residual, None, other, residual.view_as(residual)], "middle": [residual]}
     arguments = {"x": torch.zeros(1, ROWS, 2), "control": control, "transformer_options": {}}
-    method.evaluate(model, arguments, "cond", patch)
+    method.forward(model, arguments, "cond", patch)
     assert (
         torch.equal(model.added[0], residual[:, rows])
         and model.added[1] is None
@@ -85,7 +85,7 @@ def test_a_rank_brings_the_rows_it_computes_to_its_device_and_leaves_the_others_
     assert control["output"][0] is residual
 
     model.to("meta")
-    method.evaluate(model, {**arguments, "x": torch.zeros(1, ROWS, 2, device="meta")}, "cond", patch)
+    method.forward(model, {**arguments, "x": torch.zeros(1, ROWS, 2, device="meta")}, "cond", patch)
     assert model.added[0].device.type == "meta" and model.added[0].shape == (1, rows.stop - rows.start, 2)
     assert model.added[0].untyped_storage().nbytes() == model.added[0].nbytes, "moved whole, then cut"
     assert model.added[3] is model.added[0] is not model.added[2], "what a host repeats is brought once"
@@ -97,7 +97,7 @@ def test_what_was_brought_goes_with_the_forward():
     method.attach()
     residual = torch.randn(1, ROWS, 2)
     arguments = {"x": torch.zeros(1, ROWS, 2), "control": {"output": [residual]}, "transformer_options": {}}
-    method.evaluate(model, arguments, "cond", PATCH)
+    method.forward(model, arguments, "cond", PATCH)
     brought = weakref.ref(model.added[0])
     assert torch.equal(brought(), residual[:, 3:7])
     del arguments, model.added, model.control
@@ -172,7 +172,7 @@ def test_a_stage_brings_the_residuals_that_it_adds_and_together_they_add_all(cut
             method = PipeFusion(model, PLAN, stage, standin(Layout(), 0), pipe, IdleRank())
             method.attach()
             method.begin(Part(1, 0))
-            out = method.evaluate(model, arguments, 1)
+            out = method.forward(model, arguments, 1)
             brought += [index for index, rows in enumerate(model.control["output"]) if rows is not None]
     assert torch.equal(out, whole) and whole.unique().item() == 1111
     assert sorted(brought) == [0, 1, 2, 3], "each by one stage"
@@ -239,10 +239,10 @@ def test_residuals_behind_the_last_block_are_added_where_all_rows_leave(layout, 
         if layout is None:
             method = PatchForward(model, plan)
             method.attach()
-            method.evaluate(forward, asked, "cond", None)
+            method.forward(forward, asked, "cond", None)
             grid = TokenGrid.of(sample.latents["odd"], plan.patch_size_of(model))
             ours = assembled(
-                [method.evaluate(forward, asked, "cond", patch) for patch in grid.cut(3)],
+                [method.forward(forward, asked, "cond", patch) for patch in grid.cut(3)],
                 plan.leaves_behind_blocks,
             )
             method.detach()

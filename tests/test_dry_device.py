@@ -63,7 +63,7 @@ def run(mode, layout, rank, parts, number=TURN, value=0.0, blocks=8, via_cpu=Fal
             for idle.at, part in enumerate(parts):
                 counts.value = value if idle.at == len(parts) - 1 else 0.0
                 method.begin(part)
-                method.evaluate(model, arguments, number + TURN * idle.at)
+                method.forward(model, arguments, number + TURN * idle.at)
                 if turns is not None:
                     turns.learn()
                     turns.end_evaluation()
@@ -236,7 +236,7 @@ def test_torch_is_given_as_many_bytes_as_communicators_count(mode, layout):
             method = make_method(model, PLAN, mesh, IdleRank([WARM]), ())
             method.attach()
             method.begin(WARM)
-            method.evaluate(model, on_device(arguments), TURN)
+            method.forward(model, on_device(arguments), TURN)
         assert sum(counts.messages.values()) == mesh.sent_bytes
         assert mesh.sent_bytes > 0 or rank == layout.writer
 
@@ -389,7 +389,7 @@ def test_residuals_of_a_controlnet_come_to_the_device_without_waiting_for_it(mod
         method = make_method(model, plan, mesh, IdleRank([WARM]), ())
         method.attach()
         method.begin(WARM)
-        method.evaluate(model, {**arguments, "control": {"output": residuals}}, TURN)
+        method.forward(model, {**arguments, "control": {"output": residuals}}, TURN)
     assert counts.waits == {}
 
 

@@ -5,6 +5,7 @@ was.
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error
+from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.evaluations import Work, chosen_in, one_thread
 from pipemesh.parallel_runtime.crossing.source import state_source
 from pipemesh.parallel_runtime.errors import ModelError
@@ -33,8 +34,8 @@ def evaluated(pair, client):
 
     def evaluated(change, branch="first"):
         changed = {latent: change(arguments[latent]), **{name: arguments[name] for name in others}}
-        (output,) = client.evaluations.evaluate(
-            client.runs.of(source.model), [Work(changed, (branch,))], never
+        (output,) = client.evaluations.dispatch(
+            client.runs.of(source.model), [Work(changed, Branch((branch,)))], never
         )
         return output
 
@@ -72,8 +73,8 @@ def test_an_output_larger_than_the_latent_is_fetched(pair, client, requests):
     swapped = {name: arguments[name] for name in (timestep, x, *others)}
     requests.clear()
     for branch in ("first", "second"):
-        (output,) = client.evaluations.evaluate(
-            client.runs.of(source.model), [Work(swapped, (branch,))], never
+        (output,) = client.evaluations.dispatch(
+            client.runs.of(source.model), [Work(swapped, Branch((branch,)))], never
         )
         assert relative_error(output, truth) <= BOUND
     assert requests == {"Forward": 2, "Fetch": 2}

@@ -175,7 +175,7 @@ class Holding:
             except ZeroDivisionError:
                 self.method.fail(act.number)
                 raise
-            outcome = self.method.evaluate(self.model, inputs(act.text), act.number)
+            outcome = self.method.forward(self.model, inputs(act.text), act.number)
             if self.turns is not None:
                 self.turns.learn()
         except (Stopped, ZeroDivisionError) as error:

@@ -34,12 +34,12 @@ from .test_quantised import SAMPLE_OF, WITHOUT_STAGES, loaded, sampled, with_lor
 
 __all__ = ["written"]  # a fixture
 WITH_FILE = [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None]
-DEGREES = {"ulysses": (2,), "three": (3,), "ring": (1, 2), "stages": (2, 1, 2)}
+DEGREES = {"ulysses": (2,), "three": (3,), "ring": (1, 2), "stages": (2, 1, 2), "prompts": (1, 1, 1, 2)}
 PRODUCT = [
     (family, form, degrees)
     for family in SAMPLE_OF
     for form in ("", "fp8_scaled")
-    for degrees in DEGREES
+    for degrees in ("ulysses", "three", "ring", "stages")
     if not (degrees == "stages" and family in WITHOUT_STAGES)
 ]
 COVER = [(WITH_FILE[0], "fp8_scaled", "stages"), (WITH_FILE[1], "", "ring")]
@@ -333,12 +333,14 @@ def test_a_run_that_needs_more_than_weights_leave_has_them_kept_anew(files, clie
         assert (made[-1].leaves, made[-1].budget, len(made)) == (left * GIB, (9 - left) * GIB, 2 * choices)
 
 
+@pytest.mark.parametrize("degrees", ["ulysses", "prompts"])
 def test_weights_that_left_too_little_leave_more_and_the_evaluation_is_computed(
-    files, clients, monkeypatch, caplog
+    files, clients, monkeypatch, degrees
 ):
-    pool, made = clients(2), capped(monkeypatch, 6 * GIB)
+    """Of both prompts too, where each is computed by a group of its own."""
+    pool, made = clients(*DEGREES[degrees]), capped(monkeypatch, 6 * GIB)
     needing(monkeypatch, pool, lambda _: 0)
-    submit, truth = Evaluations.submit, run(load(files["model"]))
+    submit, truth = Evaluations.submit, run(load(files["model"]), cfg=2.0)
 
     def without_memory(self, *args, **more):
         if made[-1].leaves < 5 * GIB:
@@ -346,15 +348,15 @@ def test_weights_that_left_too_little_leave_more_and_the_evaluation_is_computed(
         return submit(self, *args, **more)
 
     monkeypatch.setattr(Evaluations, "submit", without_memory)
-    model = kept(load(files["model"]), clients, "ulysses", "offloaded")
-    assert relative_error(run(model), truth) <= BOUND
+    model = kept(load(files["model"]), clients, degrees, "offloaded")
+    assert relative_error(run(model, cfg=2.0), truth) <= BOUND
     assert [keeping.leaves / GIB for keeping in made[::2]] == [1.5, 3.0, 4.5, 6.0]
     monkeypatch.setattr(Evaluations, "submit", submit)
-    run(model)
+    run(model, cfg=2.0)
     assert len(made) == 8, "it is known of the next run"
     monkeypatch.setattr(Evaluations, "submit", fails)
     with pytest.raises(OutOfMemory):
-        run(model)
+        run(model, cfg=2.0)
 
 
 def fails(*_args, **_more):

@@ -386,7 +386,7 @@ def test_a_ring_attends_by_the_ranks_own_kernels_and_tells_them_how_the_host_att
         method = make_method(model, joint_model.PLAN, mesh, IdleRank([Part(1, 0)]), kernels=kernels)
         method.attach()
         method.begin(Part(1, 0))
-        method.evaluate(
+        method.forward(
             model,
             {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in arguments.items()},
             1,

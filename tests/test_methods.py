@@ -137,7 +137,7 @@ def mesh_of(layout, link=None, rank=0):
 def evaluate(made, part):
     made.method.begin(part)
     with torch.inference_mode():
-        return made.method.evaluate(made.model, CONDS[part.branch], NUMBER)
+        return made.method.forward(made.model, CONDS[part.branch], NUMBER)
 
 
 def whole_run(made, run):

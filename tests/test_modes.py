@@ -3,6 +3,7 @@ named, and warm both are stock's own.
 """
 
 import re
+from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
 
@@ -14,7 +15,7 @@ from pipemesh.lab.commands import parity
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client import separable as modes
 from pipemesh.parallel_runtime.client import timelines
-from pipemesh.parallel_runtime.client.patchwise import branch_of
+from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.flux import guided_config
@@ -552,9 +553,8 @@ def test_what_is_kept_of_one_window_or_region_is_not_seen_by_another(monkeypatch
     patched(warm_up=1).modes.clear()
     # Nor do calls have numbers
     monkeypatch.setattr("pipemesh.parallel_runtime.client.patchwise.has_foreign_code", lambda *_: False)
-    monkeypatch.setattr(
-        "pipemesh.lab.in_process.branch_of", lambda options: branch_of({**options, "context_window": None})
-    )
+    known = Branch.of
+    monkeypatch.setattr(Branch, "of", lambda options: replace(known(options), window=()))
     assert relative_error(windowed(stale.model), truth) > 100 * BOUND
 
 

@@ -214,7 +214,7 @@ def test_models_that_a_rank_holds_at_once_compute_each_with_what_its_own_nodes_s
             residents.append((resident, across(crossing_options(asked[0]["transformer_options"], sent))))
         for rank.at, (resident, options) in enumerate([residents[0], residents[1], residents[0]]):
             resident.method.begin(Part(1, 0))
-            outputs.append(resident.evaluate({**asked[0], "transformer_options": options}, rank.at + 1))
+            outputs.append(resident.on_rank({**asked[0], "transformer_options": options}, rank.at + 1))
 
     with torch.inference_mode():
         world.run(work, Random(7).choice)

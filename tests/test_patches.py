@@ -56,7 +56,7 @@ class Model:
 
     @torch.inference_mode()
     def warm(self, arguments: dict) -> torch.Tensor:
-        return in_one(self.method.evaluate(self.forward, arguments, "cond", None))
+        return in_one(self.method.forward(self.forward, arguments, "cond", None))
 
     @torch.inference_mode()
     def round(self, arguments: dict, patches: int, is_cut: bool = False) -> torch.Tensor:
@@ -69,9 +69,7 @@ class Model:
         if isinstance(latent, list):
             raise ValueError("several latents have no patches")
         grid = TokenGrid.of(latent.shape, self.plan.patch_size_of(self.module))
-        outputs = [
-            self.method.evaluate(self.forward, arguments, "cond", patch) for patch in grid.cut(patches)
-        ]
+        outputs = [self.method.forward(self.forward, arguments, "cond", patch) for patch in grid.cut(patches)]
         return assembled(outputs, self.plan.leaves_behind_blocks)
 
 
@@ -207,7 +205,7 @@ def is_wrong_by_shards(case, plan, monkeypatch):
             outputs["truth"] = in_one(forward(**asked))
         method = SequenceParallel(module, own, mesh.sequence)
         method.attach()
-        outputs[run.rank] = in_one(method.evaluate(forward, asked, 1))
+        outputs[run.rank] = in_one(method.forward(forward, asked, 1))
 
     try:
         World(Layout(ulysses=2), "gloo", monkeypatch).run(work, lambda ready: ready[0])
@@ -233,7 +231,7 @@ def test_branches_do_not_see_each_other(model):
     truth = model.serial(first)
     model.warm(first)
     with torch.inference_mode():
-        model.method.evaluate(model.forward, second, "uncond", None)
+        model.method.forward(model.forward, second, "uncond", None)
     assert relative_error(model.round(first, 2), truth) <= BOUND
 
 

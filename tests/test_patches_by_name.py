@@ -41,7 +41,7 @@ def test_blocks_are_left_out_as_in_stock(family):
     method = PatchForward(model, plan)
     if plan.prefix is not None:
         with pytest.raises(Refused, match=r"^No block of .* can be left out in the pool"):
-            method.evaluate(
+            method.forward(
                 forward, {**asked, "transformer_options": {LEFT_OUT: [("double_block", 1)]}}, "cond", None
             )
         return
@@ -49,7 +49,7 @@ def test_blocks_are_left_out_as_in_stock(family):
         plain, truth = forward(**asked), forward(**{**asked, "transformer_options": options})
         method.attach()
         ours, again = (
-            method.evaluate(
+            method.forward(
                 forward, {**asked, "transformer_options": restored(crossing_options(crossing))}, "cond", None
             )
             for crossing in (options, asked["transformer_options"])
@@ -59,7 +59,7 @@ def test_blocks_are_left_out_as_in_stock(family):
     assert relative_error(in_one(again), in_one(plain)) <= BOUND, "they were left out for good"
     if among:
         with pytest.raises(Refused, match=r"The first block of .* cannot be left out"):
-            method.evaluate(
+            method.forward(
                 forward, {**asked, "transformer_options": {LEFT_OUT: [("double_block", 0)]}}, "cond", None
             )
 

@@ -280,12 +280,12 @@ def test_a_patch_of_pipefusion_computes_it_as_stock_does(patched):
     method.attach()
     with torch.inference_mode():
         arguments = crossed.arguments(model.asked[0])
-        method.evaluate(model.forward, arguments, "cond", None)
+        method.forward(model.forward, arguments, "cond", None)
         grid = TokenGrid.of(
             next(iter(arguments.values())).shape, plan.patch_size_of(model.stock.model.diffusion_model)
         )
         outputs = [
-            method.evaluate(model.forward, crossed.arguments(model.asked[0]), "cond", patch)
+            method.forward(model.forward, crossed.arguments(model.asked[0]), "cond", patch)
             for patch in grid.cut(3)
         ]
     method.detach()

@@ -75,17 +75,17 @@ def patches_of(layout):
 
 
 def inputs_of(pipeline, truths, of, layout=(2, 1)):
-    """The arguments of an evaluation, its branch, and what the serial forward makes of them."""
+    """A call of the transformer by the sampler, and what the serial forward makes of it."""
     asked = []
     model = pipeline(of.family, layout, 1, ALL_WARM)
     sampling = model.remote.sampling
-    real = sampling.evaluate
-    sampling.evaluate = lambda *args: asked.append(args) or real(*args)
+    real = sampling.output_of
+    sampling.output_of = lambda call: asked.append(call) or real(call)
     sample(model, of, steps=1)
-    arguments, branch, _weights = asked[0]
+    call = asked[0]
     serial = truths.stock_model(of.family).model.diffusion_model
     with torch.inference_mode():
-        return arguments, branch, getattr(serial, forward_name(serial))(**arguments)
+        return call, getattr(serial, forward_name(serial))(**call.arguments)
 
 
 @pytest.mark.cover(3)
@@ -108,14 +108,14 @@ def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages
         assert together.always or together.arguments, "whole without a reason"
     # Even: as many lines as the most patches
     of = case(family, cfg=1.0, tokens="odd" if layout[0] == 2 else "even")
-    arguments, branch, truth = inputs_of(pipeline, truths, of, layout)
+    call, truth = inputs_of(pipeline, truths, of, layout)
     for patches in patches_of(layout):
         constant = pipeline(family, layout, patches).remote.sampling
-        assert together.always or len(constant._cut(next(iter(arguments.values())).shape)[1]) == patches
+        assert together.always or len(constant._cut(next(iter(call.arguments.values())).shape)[1]) == patches
         with torch.inference_mode():
             constant.begin_run()
             for _ in range(3):
-                assert relative_error(joined(constant.evaluate(arguments, branch)), joined(truth)) <= BOUND
+                assert relative_error(joined(constant.output_of(call)), joined(truth)) <= BOUND
 
 
 def joined(output):
@@ -427,14 +427,14 @@ def test_stages_that_are_not_the_models_blocks_are_refused_with_the_sum_and_the_
 @pytest.mark.cover(2)
 @pytest.mark.parametrize("mutation", ["rows_of_the_buffer", "mask_of_all_queries"])
 def test_identity_goes_red_when_a_stage_breaks(broken_pipeline, pipeline, truths, mutation):
-    arguments, branch, truth = inputs_of(pipeline, truths, case(cfg=1.0, mask=mutation.startswith("mask")))
+    call, truth = inputs_of(pipeline, truths, case(cfg=1.0, mask=mutation.startswith("mask")))
     constant = broken_pipeline(mutation)[0]
     sample(constant, case(), steps=1)  # brings the pool up
     sampling = constant.remote.sampling
     with torch.inference_mode():
         sampling.begin_run()
-        assert relative_error(sampling.evaluate(arguments, branch), truth) <= BOUND
-        assert relative_error(sampling.evaluate(arguments, branch), truth) > 100 * BOUND
+        assert relative_error(sampling.output_of(call), truth) <= BOUND
+        assert relative_error(sampling.output_of(call), truth) > 100 * BOUND
 
 
 def test_all_warm_goes_red_when_a_stage_computes_with_what_came_before(broken_pipeline, truths):

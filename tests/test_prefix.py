@@ -94,7 +94,7 @@ def test_what_is_kept_of_a_prompt_is_seen_by_every_rank(monkeypatch, layout, ima
         method.attach()
         for number in (1, 2):
             method.begin(Part(1, 0))
-            outputs[mesh.rank, number] = method.evaluate(model, arguments(number, image), number)
+            outputs[mesh.rank, number] = method.forward(model, arguments(number, image), number)
         assert model.kept[0][0].shape[1] == PROMPT
         method.end_run()
 
@@ -123,7 +123,7 @@ def test_keys_that_no_plan_speaks_of_are_refused(monkeypatch):
         with pytest.raises(
             ModelError, match=r"^7 rows attend to 12 others: this model needs another plan\.$"
         ):
-            method.evaluate(model, arguments(1, 14), 1)
+            method.forward(model, arguments(1, 14), 1)
 
     with torch.inference_mode():
         World(Layout(ulysses=2), "gloo", monkeypatch).run(work, Random(7).choice)

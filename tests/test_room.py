@@ -11,7 +11,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import Case, sample, stock_model
 from pipemesh.parallel_runtime.client.free_gpu import unload_unused, used_by
-from pipemesh.parallel_runtime.client.patchwise import Patchwise
+from pipemesh.parallel_runtime.client.patchwise import Patching, Patchwise
 from pipemesh.parallel_runtime.client.separable import known_guider
 from pipemesh.parallel_runtime.errors import NoRoom, OutOfMemory
 from pipemesh.parallel_runtime.families import PLAIN, PLANS
@@ -145,9 +145,11 @@ def test_the_run_begins_again_from_the_same_random_numbers_and_the_host_is_asked
     began, drawn = [], []
     others = ["another model of the pool"]
     engine = SimpleNamespace(
-        make_room=lambda: bool(others and others.pop()), begin_run=lambda: began.append("anew")
+        make_room=lambda: bool(others and others.pop()),
+        begin_run=lambda: began.append("anew"),
+        constants=None,
     )
-    patchwise = Patchwise(engine, 2, PLANS[0], patches=3, warm_up=1)
+    patchwise = Patchwise(engine, 2, PLANS[0], Patching(3))
 
     def run(enough=3):
         drawn.append(torch.randn(3))

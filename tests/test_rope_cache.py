@@ -104,7 +104,7 @@ def test_a_stage_embeds_positions_once_in_a_run_and_anew_in_the_next(family, mon
 
     def evaluate(part):
         stage.begin(part)
-        return stage.evaluate(forward, arguments, next(numbers))
+        return stage.forward(forward, arguments, next(numbers))
 
     for run in (1, 2):
         with torch.inference_mode():

@@ -111,7 +111,7 @@ class Rank:
         held = {
             "method": self.method,
             "patches_id": "",
-            "evaluate": self._evaluate,
+            "on_rank": self._evaluate,
             "end_run": self.method.end_run,
             "model": model,
         }
@@ -127,7 +127,7 @@ class Rank:
     def _evaluate(self, arguments, number):
         self.log.append(("enqueues", number // TURN))
         try:
-            return self.method.evaluate(self._model, arguments, number)
+            return self.method.forward(self._model, arguments, number)
         finally:
             self.log.append(("enqueued", number // TURN))
 
@@ -240,13 +240,13 @@ def test_what_the_gpu_has_computed_is_answered_while_the_next_one_is_enqueued(se
     """An answer that waited until the next patch is enqueued would come a patch late."""
 
     def prepare(rank, gpu):
-        evaluate = rank.method.evaluate
+        evaluate = rank.method.forward
 
         def with_gpu_at_its_heels(*args):
             gpu.reached = gpu.recorded
             return evaluate(*args)
 
-        rank.method.evaluate = with_gpu_at_its_heels
+        rank.method.forward = with_gpu_at_its_heels
 
     layout = Layout(pipefusion=2)
     made, _, _ = served(layout, layout.writer, parts_of(layout), prepare=prepare)

@@ -94,7 +94,7 @@ def computed(monkeypatch, layout, weights, path, calls, patches):
             if rank.at == 2 * len(calls):
                 resident.patch("", {}, {}, None, None, rank)
             resident.method.begin(part)
-            out = resident.evaluate(dict(calls[part.branch]), rank.at + 1)
+            out = resident.on_rank(dict(calls[part.branch]), rank.at + 1)
             outputs[mesh.rank, rank.at] = (
                 None if out is None else torch.cat([one.flatten() for one in tensors_of(out)])
             )
@@ -134,7 +134,7 @@ def in_turn(monkeypatch, layout, weights, paths, calls):
         for rank.at, part in enumerate(requests):
             resident = residents[(part.run - 1) % 2]
             resident.method.begin(part)
-            out = resident.evaluate(dict(calls[part.branch]), rank.at + 1)
+            out = resident.on_rank(dict(calls[part.branch]), rank.at + 1)
             outputs[mesh.rank, rank.at] = (
                 torch.cat([one.flatten() for one in tensors_of(out)]) if layout.writes(mesh.rank) else None
             )

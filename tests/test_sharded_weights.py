@@ -66,7 +66,7 @@ def computed(monkeypatch):
                 mesh.sequence.use(widths[rank.at] if widths else 1)
                 method.begin(part, Expected(part.branch, lasts=weights.turns.are_known))
                 try:
-                    outputs[mesh.rank, rank.at] = method.evaluate(model, CONDS[part.branch], rank.at + 1)
+                    outputs[mesh.rank, rank.at] = method.forward(model, CONDS[part.branch], rank.at + 1)
                     weights.turns.learn()
                 except (Stopped, ModelError, ZeroDivisionError) as error:
                     outputs[mesh.rank, rank.at] = type(error)

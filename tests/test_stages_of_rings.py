@@ -118,7 +118,7 @@ def of_the_plain_loop():
     method.attach()
     with torch.inference_mode():
         return [
-            method.evaluate(model, inputs(at, part), part.branch, part.patch and Patch(*part.patch))
+            method.forward(model, inputs(at, part), part.branch, part.patch and Patch(*part.patch))
             for at, part in enumerate(REQUESTS)
         ]
 

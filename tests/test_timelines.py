@@ -103,8 +103,8 @@ class Queue(InOneProcess):
         self.most = 0
         self.abandoned = []
 
-    def submit(self, arguments, branch, patch):
-        self.flying.append(super().submit(arguments, branch, patch))
+    def submit(self, call, patch):
+        self.flying.append(super().submit(call, patch))
         self.most = max(self.most, len(self.flying))
         return self.flying[-1]
 
@@ -246,7 +246,7 @@ def test_a_region_and_the_negative_that_the_host_makes_for_it_are_kept_apart(que
     whole = []
     submit = engine.submit
     monkeypatch.setattr(
-        engine, "submit", lambda args, branch, patch: whole.append(branch) or submit(args, branch, patch)
+        engine, "submit", lambda call, patch: whole.append(call.branch) or submit(call, patch)
     )
     region = [[text, {**extras, "area": (6, 5, 2, 3)}] for text, extras in conditioning(3, 9)]
     run(ours.model, **TWO_PROMPTS, positive=conditioning(1, 13) + region)

@@ -74,7 +74,7 @@ class Forwards:
 
         def evaluate() -> torch.Tensor:
             method.begin(Part(1, 0), Expected(confirmed=method.facts.confirmed))
-            return method.evaluate(self.model._forward, self.arguments, 1)
+            return method.forward(self.model._forward, self.arguments, 1)
 
         try:
             yield evaluate

@@ -69,6 +69,7 @@ class Hops:
         """
         import torch
 
+        from ...parallel_runtime.client.branch import Branch
         from ...parallel_runtime.client.evaluations import Work
 
         arguments = {
@@ -80,8 +81,8 @@ class Hops:
         }
         with torch.inference_mode():
             return timed(
-                lambda: self._remote.evaluations.evaluate(
-                    self._run, [Work(arguments, ("cond",))], lambda: False
+                lambda: self._remote.evaluations.dispatch(
+                    self._run, [Work(arguments, Branch(("cond",)))], lambda: False
                 )
             )
 

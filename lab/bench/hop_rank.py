@@ -19,16 +19,16 @@ def main() -> None:
     from pipemesh.launcher.pool import worker_main
     from pipemesh.parallel_runtime.worker import resident
 
-    stock = resident.ResidentModel.evaluate
+    stock = resident.ResidentModel.on_rank
 
-    def evaluate(model: resident.ResidentModel, arguments: dict, *rest: object) -> object:
+    def on_rank(model: resident.ResidentModel, arguments: dict, *rest: object) -> object:
         return (
             arguments["x"]
             if arguments["transformer_options"].get(COSTS_NOTHING)
             else stock(model, arguments, *rest)
         )
 
-    resident.ResidentModel.evaluate = evaluate
+    resident.ResidentModel.on_rank = on_rank
     worker_main.main()
 
 

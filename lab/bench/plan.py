@@ -111,7 +111,7 @@ class Forwards:
         method = SequenceParallel(self._transformer, plan, comm)
         method.attach()
         try:
-            return timed(lambda: method.evaluate(self._forward, dict(self._arguments), 1))
+            return timed(lambda: method.forward(self._forward, dict(self._arguments), 1))
         finally:
             method.detach()
 

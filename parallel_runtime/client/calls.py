@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from .timelines import Branch
+from .branch import Branch
 
 NEAR = 0.5  # correlation: a tile stays well above it from step to step, another tile is well below
 IN_PLACE = 0.99  # likewise; the model's input is the sampler's latent, scaled and rounded
@@ -59,7 +59,7 @@ class Calls:
         number = self._numbers[branch]
         self._numbers[branch] += 1
         if number:
-            branch = replace(branch, conds=(*branch.conds, f"call {number}"))
+            branch = replace(branch, call=number)
         if self._counts[branch] and not self._is_of(branch, latents):
             self._counts[branch] = 0
             tell, self._moved = self._moved, lambda: None  # once a run

@@ -19,6 +19,7 @@ import torch
 
 from ..wire.arena import KEPT_CONDITIONING, Arena
 from ..wire.segment import TensorRef
+from .branch import Branch
 
 memcmp = ctypes.CDLL(None).memcmp
 memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -41,7 +42,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return memcmp(one.data_ptr(), other.data_ptr(), one.numel() * one.element_size()) == 0
 
 
-def cache_key(branch: tuple, name: str, tensor: torch.Tensor) -> tuple:
+def cache_key(branch: Branch, name: str, tensor: torch.Tensor) -> tuple:
     return (branch, name, tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
@@ -61,7 +62,7 @@ class ConditioningCache:
         self._surprising: set[tuple] = set()
         self.uploads = 0
 
-    def assume(self, branch: tuple, name: str, tensor: torch.Tensor) -> tuple[TensorRef, Callable[[], bool]]:
+    def assume(self, branch: Branch, name: str, tensor: torch.Tensor) -> tuple[TensorRef, Callable[[], bool]]:
         """Assumes that ``tensor`` equals the one this branch sent last; returns that one's place,
         and a check to run while the ranks compute with it.
 
@@ -81,7 +82,7 @@ class ConditioningCache:
 
         return last.ref, is_right
 
-    def put(self, branch: tuple, name: str, tensor: torch.Tensor) -> TensorRef:
+    def put(self, branch: Branch, name: str, tensor: torch.Tensor) -> TensorRef:
         """Returns the place of ``tensor`` in the arena, written now if it is new. ``branch``
         identifies the cond; ``name`` is the argument's path.
         """

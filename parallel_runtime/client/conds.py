@@ -7,23 +7,64 @@ from functools import partial
 from typing import Any
 
 import torch
+from greenlet import getcurrent
 
-from .timelines import Asked, in_flight_together
+from ..crossing.rows import Constants
+from .branch import SampleCall
+from .separable import must_run_conds_in_sequence
+from .timelines import Cond, in_flight_together
+
+Compute = Callable[[Sequence[SampleCall]], list[Any]]
+WithRoom = Callable[[Any, Callable[[], list[Any]]], list[Any]]
 
 
-def side_by_side(
-    executor: Any, asks: tuple, evaluate: Callable[[Sequence[Asked]], list[Any]]
-) -> list[torch.Tensor]:
-    """Does what ComfyUI's batch of conds does, each side by itself, and calls ``evaluate`` for the
-    next evaluations of all sides. ``asks``: the arguments of a CALC_COND_BATCH wrapper.
+class Conds:
+    """Brings the calls of the transformer to ``compute``: one by itself, or one of each cond
+    together. ``constants`` learns what ComfyUI does not batch. ``in_sequence`` says when conds
+    cannot be computed together. ``with_room`` calls what computes them together, for a clone of the
+    MODEL.
     """
-    model, conds, x, timestep, model_options = asks
-    present = [index for index, cond in enumerate(conds) if cond is not None]
 
-    def alone(index: int) -> torch.Tensor:
-        only = [cond if number == index else None for number, cond in enumerate(conds)]
-        return executor(model, only, x, timestep, model_options)[index]
+    def __init__(
+        self,
+        compute: Compute,
+        constants: Constants,
+        in_sequence: Callable[[], bool] = lambda: False,
+        with_room: WithRoom = lambda _, compute: compute(),
+    ):
+        self._compute = compute
+        self._with_room = with_room
+        self._constants = constants
+        self._in_sequence = in_sequence
 
-    outputs = in_flight_together([partial(alone, index) for index in present], evaluate)
-    by_index = dict(zip(present, outputs, strict=True))
-    return [by_index[index] if index in by_index else torch.zeros_like(x) for index in range(len(conds))]
+    def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
+        """A CALC_COND_BATCH wrapper: does what ComfyUI's batch of conds does, each side by
+        itself, and computes the next calls of all sides together.
+        """
+        patcher = model.current_patcher
+        self._constants.look(patcher, conds)
+        present = [index for index, cond in enumerate(conds) if cond is not None]
+        if (
+            len(present) < 2
+            or self._in_sequence()
+            or must_run_conds_in_sequence(patcher, conds, model_options)
+        ):
+            return executor(model, conds, x, timestep, model_options)
+
+        def alone(index: int) -> torch.Tensor:
+            only = [cond if number == index else None for number, cond in enumerate(conds)]
+            return executor(model, only, x, timestep, model_options)[index]
+
+        def together(calls: Sequence[SampleCall]) -> list[Any]:
+            return self._with_room(patcher, lambda: self._compute(calls))
+
+        outputs = in_flight_together([partial(alone, index) for index in present], together)
+        by_index = dict(zip(present, outputs, strict=True))
+        return [by_index[index] if index in by_index else torch.zeros_like(x) for index in range(len(conds))]
+
+    def output_of(self, call: SampleCall) -> Any:
+        """Returns the output of one call. Where its cond runs beside others, the call waits until
+        each of these has made one.
+        """
+        cond = getcurrent()
+        return cond.output_of(call) if isinstance(cond, Cond) else self._compute([call])[0]

@@ -23,6 +23,7 @@ from ..wire.arena import Frame, identity
 from ..wire.messages import Done, Fetch, Forward
 from ..wire.segment import TensorRef, aligned, mib
 from ..wire.tree import decode_tree, encode_tree
+from .branch import Branch
 from .finite import require_finite
 from .residency import Residency
 from .run import Run, measured
@@ -39,13 +40,12 @@ Answers = Mapping[int, Done]  # by rank
 @dataclass(frozen=True, eq=False)
 class Work:
     """An evaluation, or rows of one, for ``ranks`` (empty: all). ``arguments`` by name; the first
-    two change with every evaluation. ``branch`` names the cond. ``width``: so many neighbouring
-    groups share its sequence.
+    two change with every evaluation. ``width``: how many neighbouring groups compute the evaluation
+    together, as one longer sequence.
     """
 
     arguments: dict[str, Any]
-    branch: tuple
-    patches_id: str = ""
+    branch: Branch
     ranks: tuple[int, ...] = ()
     width: int = 1
 
@@ -75,7 +75,7 @@ class Evaluations:
         """Returns whether a ticket is not collected yet."""
         return self._sessions.latest is not None and bool(self._sessions.latest.tickets)
 
-    def evaluate(self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool]) -> list[Any]:
+    def dispatch(self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool]) -> list[Any]:
         """Submits whole evaluations, each to its ranks, and collects them; again after other models
         are released where the ranks ran out of memory, and where conditioning was not what it was
         assumed to be, or an output is larger than its latent.
@@ -160,7 +160,7 @@ class Evaluations:
         request = Forward(
             request=ticket.number,
             model=run.model,
-            patches_id=work.patches_id,
+            patches_id=work.branch.weights,
             arguments=written.tree,
             arena_bytes=session.pool.arena.nbytes,
             out=out,
@@ -297,7 +297,7 @@ def frozen(value: Any) -> Hashable:
     return value if isinstance(value, (bool, int, str)) else None
 
 
-def write(session: Session, arguments: dict[str, Any], branch: tuple, assume: bool) -> WrittenArguments:
+def write(session: Session, arguments: dict[str, Any], branch: Branch, assume: bool) -> WrittenArguments:
     """Writes into a frame what may differ in every evaluation; names conditioning, which is written
     when its content is new, and looked at unless what is in flight has the very same tensor. How
     many tokens ranks cut follows from the shapes, and from numbers among the arguments.

@@ -1,5 +1,5 @@
-"""Compute the branches of an evaluation, and the images of a batch, in groups of ranks of their own
-(the cfg and data axes).
+"""Compute evaluations in groups of ranks: each prompt and each image of a batch in a group of its
+own (the cfg and data axes). A pool with one group computes every evaluation in that.
 
 Positive and negative conds are evaluations of their own, in flight together. Where ComfyUI puts
 several into one batch, its rows are computed apart.
@@ -8,77 +8,61 @@ several into one batch, its rows are computed apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from comfy.patcher_extension import WrappersMP
-from greenlet import getcurrent
 
 from ..branches import plan_branches
 from ..comm.shares import group_speeds
 from ..crossing.rows import Constants, put_together, take
-from .conds import side_by_side
+from .branch import SampleCall
+from .conds import Conds, WithRoom
 from .evaluations import Work
 from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
-from .separable import WRAPPER_KEY, must_run_conds_in_sequence
-from .timelines import Asked, Branch, Cond
+from .separable import WRAPPER_KEY
 
 
 class InGroups:
-    """Samples one MODEL on the groups of a pool. ``model``: its name there; ``can_join``: groups
-    can share a sequence of its tokens.
+    """Samples one MODEL on the groups of a pool. ``model``: its name there; ``with_room``: as in
+    ``Conds``; ``can_join``: groups can share a sequence of its tokens.
     """
 
-    def __init__(self, pool: RemotePool, model: str, constants: Constants, can_join: bool = True):
+    can_repeat = True  # ranks keep nothing from one evaluation to the next
+
+    def __init__(self, pool: RemotePool, model: str, with_room: WithRoom, can_join: bool = True):
         self._pool = pool
         self._model = model
-        self._constants = constants
+        self._constants = Constants(pool.layout.groups)
         self._can_join = can_join
+        self._conds = Conds(self._compute, self._constants, with_room=with_room)
+        self.output_of = self._conds.output_of
 
     def attach(self, patcher: Any) -> None:
-        """Adds its wrapper to a clone of the MODEL."""
-        patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self.calc_cond_batch)
+        """Adds its wrapper to a clone of the MODEL. One group takes the conds as ComfyUI batches
+        them.
+        """
+        if self._pool.layout.groups > 1:
+            patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self._conds.calc_cond_batch)
 
     def begin_run(self) -> None:
         """Ranks keep nothing from one evaluation to the next."""
 
-    def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
-        """A CALC_COND_BATCH wrapper."""
-        several = sum(cond is not None for cond in conds) > 1
-        if not several or must_run_conds_in_sequence(model.current_patcher, conds, model_options):
-            return executor(model, conds, x, timestep, model_options)
-        return side_by_side(executor, (model, conds, x, timestep, model_options), self._evaluate)
-
-    def evaluate(self, arguments: dict[str, Any], branch: tuple, weights: str = "") -> Any:
-        """Computes one evaluation, beside those of other conds or alone. ``weights``: the id of the
-        weight patches it is computed under.
-        """
-        asked = (arguments, Branch(branch, weights))
-        cond = getcurrent()
-        return cond.evaluate(asked) if isinstance(cond, Cond) else self._evaluate([asked])[0]
-
     @interrupting
-    def _evaluate(self, asked: Sequence[Asked]) -> list[Any]:
-        pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants.names
-        batches = [self._constants.batch_of(arguments) for arguments, _ in asked]
+    def _compute(self, calls: Sequence[SampleCall]) -> list[Any]:
+        pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants
+        batches = [constants.batch_of(call.arguments) for call in calls]
         speeds = group_speeds(pool.speeds, pool.layout.groups)
         plan = plan_branches(batches, pool.layout.groups, self._widths(), speeds)
         works = []
         for number, start, end, group in plan.shares:
-            (arguments, branch), batch = asked[number], batches[number]
-            own = () if end - start == batch.rows else (start, end)
-            rows = take(arguments, start, end, batch, constants)
-            works.append(
-                Work(
-                    rows,
-                    (*branch.conds, *own),
-                    branch.weights,
-                    pool.layout.members(group, plan.width),
-                    plan.width,
-                )
-            )
-        outputs = pool.evaluations.evaluate(run, works, interrupted)
-        pieces: list[list[Any]] = [[] for _ in asked]
+            call, batch = calls[number], batches[number]
+            branch = call.branch if end - start == batch.rows else replace(call.branch, rows=(start, end))
+            rows = take(call.arguments, start, end, batch, constants.names)
+            works.append(Work(rows, branch, pool.layout.members(group, plan.width), plan.width))
+        outputs = pool.evaluations.dispatch(run, works, interrupted)
+        pieces: list[list[Any]] = [[] for _ in calls]
         for share, output in zip(plan.shares, outputs, strict=True):
             pieces[share.evaluation].append(output)
         return [put_together(of_one) for of_one in pieces]

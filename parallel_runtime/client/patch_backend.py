@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 from ..branches import Batch
 from ..comm.shares import group_speeds
 from ..crossing.rows import Constants, put_together, take
 from ..patches import Part, Patch
+from .branch import SampleCall
 from .evaluations import Work, one_thread
 from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
 from .session import Ticket
-from .timelines import Branch
 
 
 class PipelineBackend:
@@ -24,7 +24,7 @@ class PipelineBackend:
     def __init__(self, pool: RemotePool, model: str, constants: Constants):
         self._pool = pool
         self._model = model
-        self._constants = constants
+        self.constants = constants
         # Arguments, and some rows of them
         self._taken: tuple[Any, dict[tuple[int, int], dict[str, Any]]] = None, {}
         self._load: int | None = None  # of the model's loads, the one that this run's K/V buffers belong to
@@ -40,24 +40,22 @@ class PipelineBackend:
         self._pool.runs.restart(self._pool.runs.of(self._model))
         return True
 
-    def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> list[Ticket]:
+    def submit(self, call: SampleCall, patch: Patch | None) -> list[Ticket]:
         """Starts it for every group that computes some of its rows. A group computes the same rows
         in all of the run, because it keeps their keys and values.
         """
         run, layout = self._pool.runs.of(self._model), self._pool.layout
-        batch = self._constants.batch_of(arguments) if layout.groups > 1 else Batch(1, 1, 1.0)
+        batch, branch = self.constants.batch_of(call.arguments), call.branch
         speeds, tickets = group_speeds(self._pool.speeds, layout.groups), []
         with one_thread():
             for start, end in batch.pieces(
                 layout.parts_of_batches,
                 sorted(speeds, reverse=True) if len(speeds) == layout.parts_of_batches else (),
             ):
-                name = branch.conds if end - start == batch.rows else (*branch.conds, start, end)
-                ranks = layout.members(
-                    run.group_of(name, batch.weight * (end - start), layout.groups, speeds)
-                )
-                part = Part(run.id, run.number_of(name), astuple(patch) if patch else None)
-                work = Work(self._rows(arguments, start, end, batch), name, branch.weights, ranks)
+                own = branch if end - start == batch.rows else replace(branch, rows=(start, end))
+                ranks = layout.members(run.group_of(own, batch.weight * (end - start), layout.groups, speeds))
+                part = Part(run.id, run.number_of(own), astuple(patch) if patch else None)
+                work = Work(self._rows(call.arguments, start, end, batch), own, ranks)
                 tickets.append(self._pool.evaluations.submit(run, work, part))
         return tickets
 
@@ -70,7 +68,7 @@ class PipelineBackend:
         if self._taken[0] is not arguments:
             self._taken = arguments, {}
         if (start, end) not in self._taken[1]:
-            self._taken[1][start, end] = take(arguments, start, end, batch, self._constants.names)
+            self._taken[1][start, end] = take(arguments, start, end, batch, self.constants.names)
         return self._taken[1][start, end]
 
     @interrupting

@@ -23,8 +23,8 @@ class Remote:
 
     ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
     ``activations``: likewise, of what a whole evaluation computes. ``sampling``: how evaluations
-    become patches, where the pool is a pipeline, or go to groups, where it has several; ``stages``:
-    how many blocks each stage has, where the user says so. ``weights``: how the ranks are to keep
+    become patches, where the pool is a pipeline, or go to its groups; ``stages``: how many blocks
+    each stage has, where the user says so. ``weights``: how the ranks are to keep
     them, one of ``planner.keeping.ASKED``.
     """
 
@@ -34,7 +34,7 @@ class Remote:
         source: Source,
         holds_ui_device: float,
         activations: float,
-        sampling: Patchwise | InGroups | None = None,
+        sampling: Patchwise | InGroups,
         stages: tuple[int, ...] = (),
         weights: str = "whole",
     ):
@@ -86,8 +86,7 @@ class Remote:
             self.pool.runs.begin(self.model)
         self.recut()
         self.free_bytes = self.pool.free_bytes()
-        if self.sampling is not None:
-            self.sampling.begin_run()
+        self.sampling.begin_run()
 
     @contextmanager
     def computing(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ class Evaluating(Protocol):
     model: Any
     watch: Watch | None
 
-    def evaluate(self, arguments: dict[str, Any]) -> Any: ...
+    def sample_call(self, arguments: dict[str, Any]) -> Any: ...
 
 
 class RemoteForward:
@@ -48,7 +48,7 @@ class RemoteForward:
             )
         self.calls += 1
         self.require_unchanged()
-        return patcher.evaluate(self._bind(args, kwargs))
+        return patcher.sample_call(self._bind(args, kwargs))
 
     def require_unchanged(self) -> None:
         """Raises Refused for what was changed of the transformer in place since it was loaded."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,11 +41,11 @@ from ..weights.weight_patches import (
     widened_weights,
 )
 from .beside import Sampled
-from .evaluations import Work
+from .branch import Branch, SampleCall
 from .groups import InGroups
 from .interrupt import interrupted, interrupting
 from .patch_backend import PipelineBackend
-from .patchwise import SAMPLING, Patching, Patchwise, branch_of
+from .patchwise import SAMPLING, Patching, Patchwise
 from .remote import Remote
 from .remote_forward import WRAPPERS, RemoteForward
 from .remote_pool import RemotePool
@@ -213,28 +214,35 @@ class RemotePatcher(ModelPatcher):
         self.current_hooks = None
 
     @interrupting
-    def evaluate(self, arguments: dict[str, Any]) -> Any:
-        """Computes one evaluation in the pool; brings the pool up again first where it failed, was
-        closed or serves another clone.
-        """
+    def sample_call(self, arguments: dict[str, Any]) -> Any:
+        """Returns the output of one evaluation, computed in the pool."""
         options = arguments.get("transformer_options", {})
-        branch = branch_of(options)
+        branch = Branch.of(options)
         arguments = {**arguments, "transformer_options": crossing_options(options, self.in_block)}
         arguments = without_rebuilt(arguments, require_plan(self.model.diffusion_model).rebuilt)
-        remote = self.remote
+        return with_room(
+            self,
+            lambda: self.remote.sampling.output_of(
+                SampleCall(arguments, replace(branch, weights=self.patches_id))
+            ),
+        )
 
-        def attempt() -> Any:
-            # Else nothing has changed, but for a loss that those in flight tell of
-            if not remote.pool.evaluations.in_flight:
-                bring_up(self)
-            if remote.sampling is not None:
-                return remote.sampling.evaluate(arguments, branch, self.patches_id)
-            return remote.pool.evaluations.evaluate(
-                remote.pool.runs.of(remote.model), [Work(arguments, branch, self.patches_id)], interrupted
-            )[0]
 
-        with remote.computing():
-            return remote.pool.beside.with_room(remote.model, attempt, again=remote.sampling is None)
+def with_room(patcher: RemotePatcher, compute: Callable[[], Any]) -> Any:
+    """Returns what ``compute`` returns: outputs of evaluations. Brings the pool up first where it
+    failed, was closed or serves another clone, and again with more memory left free where an
+    evaluation needs that.
+    """
+    remote = patcher.remote
+
+    def attempt() -> Any:
+        # Else nothing has changed, but for a loss that those in flight tell of
+        if not remote.pool.evaluations.in_flight:
+            bring_up(patcher)
+        return compute()
+
+    with remote.computing():
+        return remote.pool.beside.with_room(remote.model, attempt, again=remote.sampling.can_repeat)
 
 
 @interrupting
@@ -321,13 +329,12 @@ def parallelize(
     if patching is not None:
         plan.require_stages(type(patcher.model.diffusion_model))
     source = pool.residency.use(patcher.model, lambda: describe_source(patcher))
-    sampling, constants = None, Constants()
     if patching is not None:
-        backend = PipelineBackend(pool, source.model, constants)
+        backend = PipelineBackend(pool, source.model, Constants(pool.layout.groups))
         patch_size = plan.patch_size_of(patcher.model.diffusion_model)
-        sampling = Patchwise(backend, patch_size, plan, patching.patches, patching.warm_up, notice)
-    elif pool.layout.groups > 1:
-        sampling = InGroups(pool, source.model, constants, can_join=bool(plan.blocks))
+        sampling = Patchwise(backend, patch_size, plan, patching, notice)
+    else:
+        sampling = InGroups(pool, source.model, with_room, can_join=bool(plan.blocks))
     remote = Remote(
         pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights
     )
@@ -341,10 +348,7 @@ def parallelize(
     }
     for kind, wrapper in own.items():
         made.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
-    if pool.layout.groups > 1:
-        made.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, constants.calc_cond_batch)
-    if sampling is not None:
-        sampling.attach(made)
+    sampling.attach(made)
     made.parent = stand_in(patcher, remote)
     return made
 

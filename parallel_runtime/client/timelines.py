@@ -11,34 +11,27 @@ from __future__ import annotations
 
 import contextvars
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from greenlet import greenlet
 
+from ..crossing.rows import Constants
 from ..errors import ModelError
 from ..patches import Patch, TokenGrid
+from .branch import Branch, SampleCall
 
 Callback = Callable[[int, torch.Tensor, torch.Tensor, int], Any]
 
 
-@dataclass(frozen=True)
-class Branch:
-    """The cond that an evaluation is of. ``weights``: the id of the weight patches it is computed
-    under, which hooks may change in mid-run.
+class PatchBackend(Protocol):
+    """Computes evaluations and patches of them: first in, first out. ``constants``: the arguments
+    that ComfyUI does not batch.
     """
 
-    conds: tuple[Hashable, ...]
-    weights: str = field(default="", compare=False)
-
-
-Asked = tuple[dict[str, Any], Branch]  # the arguments of an evaluation and its branch
-
-
-class PatchBackend(Protocol):
-    """Computes evaluations and patches of them: first in, first out."""
+    constants: Constants
 
     def begin_run(self) -> None:
         """Makes void what it keeps of the run before, or of this one so far."""
@@ -48,7 +41,7 @@ class PatchBackend(Protocol):
         """Begins the run anew, and says so, if what it kept of this run is gone."""
         ...
 
-    def submit(self, arguments: dict[str, Any], branch: Branch, patch: Patch | None) -> Any:
+    def submit(self, call: SampleCall, patch: Patch | None) -> Any:
         """Starts one patch of an evaluation, or all of it (exact, and what later patches see of
         their neighbours). Returns a ticket.
         """
@@ -127,12 +120,12 @@ class Timeline(greenlet):
         self.output: torch.Tensor | None = None
         self._counts: Counter[Branch] = Counter()
 
-    def evaluate(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
+    def outputs_of(self, asked: Sequence[SampleCall]) -> list[torch.Tensor]:
         """Suspends the timeline until all outputs are there. Call from inside it."""
         calls = []
-        for arguments, branch in asked:
-            calls.append(Call(branch, self._counts[branch], arguments))
-            self._counts[branch] += 1
+        for one in asked:
+            calls.append(Call(one.branch, self._counts[one.branch], one.arguments))
+            self._counts[one.branch] += 1
         return parent_of(self).switch(calls)
 
 
@@ -145,7 +138,7 @@ class Cond(greenlet):
         super().__init__(run)
         self.gr_context = contextvars.copy_context()
 
-    def evaluate(self, asked: Asked) -> torch.Tensor:
+    def output_of(self, asked: SampleCall) -> torch.Tensor:
         """Suspends the cond until its output is there. Call from inside it."""
         return parent_of(self).switch(asked)
 
@@ -158,16 +151,16 @@ def parent_of(suspended: greenlet) -> greenlet:
 
 
 def in_flight_together(
-    runs: Sequence[Callable[[], Any]], evaluate: Callable[[Sequence[Asked]], list[torch.Tensor]]
+    runs: Sequence[Callable[[], Any]], compute: Callable[[Sequence[SampleCall]], list[torch.Tensor]]
 ) -> list[Any]:
     """Runs all of ``runs`` and returns their results. Each is taken to its next evaluation before
-    ``evaluate`` is called for all of them.
+    ``compute`` is called for all of them.
     """
     conds = [Cond(run) for run in runs]
     try:
         left_with = [cond.switch() for cond in conds]
         while waiting := [index for index, cond in enumerate(conds) if cond]:
-            outputs = evaluate([left_with[index] for index in waiting])
+            outputs = compute([left_with[index] for index in waiting])
             for index, output in zip(waiting, outputs, strict=True):
                 left_with[index] = conds[index].switch(output)
         return left_with
@@ -279,10 +272,8 @@ class FreeRun:
             calls, patch = [call], self._patches[index]
             whole = torch.where(self._pixels[index], latent, self._seen[call.branch])
         self._seen[call.branch] = whole
-        result = Result(
-            self._backend,
-            self._backend.submit({**self._shared(call, len(calls)), name: whole}, call.branch, patch),
-        )
+        asked = SampleCall({**self._shared(call, len(calls)), name: whole}, call.branch)
+        result = Result(self._backend, self._backend.submit(asked, patch))
         for each in calls:
             each.result = result
 

@@ -25,6 +25,9 @@ def latents_of(arguments: dict[str, Any]) -> list[torch.Tensor]:
     return latent if isinstance(latent, list) else [latent]
 
 
+ALL_ROWS = Batch(1, 1, 1.0)
+
+
 def batch_of(arguments: dict[str, Any], constants: Collection[str] = ()) -> Batch:
     """Counts the rows that can be computed apart; one where a tensor's rows are not known to be
     those of the batch. ``constants``: arguments that ComfyUI does not batch.
@@ -119,23 +122,27 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class Constants:
-    """Names of the arguments that ComfyUI gives every evaluation as they are. ``together``: rows of
-    a batch stay together, because a node's code in the blocks may look at the batch.
+    """Names of the arguments that ComfyUI gives every evaluation as they are, for a pool with
+    ``groups``. ``together``: rows of a batch stay together, because a node's code in the blocks may
+    look at the batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int) -> None:
         self.names: set[str] = set()
         self.together = False
+        self._groups = groups
 
     def batch_of(self, arguments: dict[str, Any]) -> Batch:
+        """Returns which rows of an evaluation can be computed apart; one group computes all."""
+        if self._groups == 1:
+            return ALL_ROWS
         batch = batch_of(arguments, self.names)
         return Batch(1, 1, batch.weight * batch.rows) if self.together else batch
 
-    def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
-        """A CALC_COND_BATCH wrapper, which looks at the conds of every evaluation."""
-        self.together = runs_code_in_blocks(model.current_patcher)
+    def look(self, patcher: Any, conds: Any) -> None:
+        """Learns of the conds of every evaluation."""
+        self.together = runs_code_in_blocks(patcher)
         for cond in (cond for side in conds for cond in side or ()):
             self.names |= {
                 name for name, value in cond.get("model_conds", {}).items() if isinstance(value, CONDConstant)
             }
-        return executor(model, conds, x, timestep, model_options)

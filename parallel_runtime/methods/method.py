@@ -72,7 +72,7 @@ class Method(Protocol):
         ranks.
         """
 
-    def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
+    def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that ``begin`` named; return the output where this rank has it.
 
         ``number`` is the request's, the same on all ranks. Raises Stopped on all ranks alike. Where

@@ -78,7 +78,7 @@ class SequenceParallel:
         self._comm.begin(self._attentions)
         self._comm.in_step.begin(self._known, expected)
 
-    def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
+    def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         try:
             self._comm.in_step.agree()
             output = forward(**self._hooks.arguments(arguments))

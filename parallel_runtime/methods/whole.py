@@ -51,7 +51,7 @@ class WholeForward:
     def begin(self, part: Part, expected: Expected = ALONE) -> None:
         self._comm.begin(0)
 
-    def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
+    def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Residuals of a ControlNet lie in the arena: they are moved to where the latent is."""
         device = next(iter(arguments.values())).device
         if arguments.get("control"):

@@ -126,7 +126,7 @@ class DryModel:
                             counted = Sent(mesh)
                         method.begin(part)
                         with nullcontext() if turns is None else turns.evaluation():
-                            method.evaluate(self._forward(model), dict(self._arguments), TURN * (idle.at + 1))
+                            method.forward(self._forward(model), dict(self._arguments), TURN * (idle.at + 1))
                         counted.add()
                     kept_bytes = figures.memory.live
                     if turns is not None:

@@ -209,7 +209,7 @@ class RequestHandler:
         with (
             compilation_noted(rank) if COMPILE in arguments.get("transformer_options", {}) else nullcontext()
         ):
-            output = model.evaluate(arguments, request.request)
+            output = model.on_rank(arguments, request.request)
         rank.tick()  # the answer waits until the GPU has computed it
         writes = self._mesh.layout.joined(request.width).writes(self._mesh.rank)
         writing = self._io.write(output, request.out) if writes else NOTHING

@@ -181,7 +181,7 @@ class ResidentModel:
         turns = self._weights.turns
         self.method.begin(part, Expected(kind, confirmed, lasts=turns is None or turns.are_known))
 
-    def evaluate(self, arguments: dict[str, Any], number: int) -> Any:
+    def on_rank(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that ``begin`` named."""
         put_state(self._in_block.state)
         if self._weights.turns is not None:
@@ -194,7 +194,7 @@ class ResidentModel:
         forward = getattr(self.diffusion_model, forward_name(self.diffusion_model))
         turns = self._weights.turns
         with nullcontext() if turns is None else turns.evaluation():
-            output = self.method.evaluate(forward, arguments, number)
+            output = self.method.forward(forward, arguments, number)
             if turns is not None:
                 turns.learn()
             return output

@@ -51,14 +51,14 @@ def falls_over(error=ZeroDivisionError):
     """The last stage fails before it has received what was sent to it."""
 
     def change(method, mesh, now):
-        evaluate = method.evaluate
+        evaluate = method.forward
 
         def fall_over(*args):
             if mesh.rank == 1 and now.part.patch is not None:
                 raise error("made")
             return evaluate(*args)
 
-        method.evaluate = fall_over
+        method.forward = fall_over
 
     at_every_method(change)
 
@@ -204,7 +204,7 @@ def counts_what_it_keeps():
 
     def change(method, _mesh, now):
         of_rank["now"] = now
-        begin, evaluate, run = method.begin, method.evaluate, [None]
+        begin, evaluate, run = method.begin, method.forward, [None]
 
         def checked_begin(part, *expected):
             kept = part.run != run[0] and [buffer for buffer in buffers.values() if buffer() is not None]
@@ -223,7 +223,7 @@ def counts_what_it_keeps():
             assert kept == reserved, (kept, reserved)
             return out
 
-        method.begin, method.evaluate = checked_begin, checked_evaluate
+        method.begin, method.forward = checked_begin, checked_evaluate
 
     def make(real):
         def update(self, layer, *args):

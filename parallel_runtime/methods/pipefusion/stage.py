@@ -97,7 +97,7 @@ class PipeFusion:
         self._comm.begin(self._attentions)
         self._comm.in_step.begin(self._messages.known, expected._replace(kind=(expected.kind, part.patch)))
 
-    def evaluate(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
+    def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Run the part through this stage: the output on the last one, else None."""
         try:
             output = self._through_own_blocks(forward, arguments, number)

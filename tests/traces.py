@@ -1,0 +1,70 @@
+"""Which functions of the pack one evaluation calls, in order: in this process by ``traced``, in a
+rank by running this file in a worker's place: ``traces.py FILE SOCKET_FD PARENT_PID``.
+
+A rank writes a line into FILE for each evaluation: its functions from one message to the next.
+"""
+
+import json
+import os
+import runpy
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = tuple(f"{ROOT / room}{os.sep}" for room in ("nodes", "launcher", "parallel_runtime"))
+INLINE = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>")
+
+
+def function_of(code):
+    """Returns such as ``parallel_runtime/layout.py:Layout.group``; None for code outside the pack,
+    and for a lambda or a comprehension, which stands within another function.
+    """
+    if not code.co_filename.startswith(ROOMS) or code.co_name in INLINE:
+        return None
+    name = code.co_qualname if sys.version_info >= (3, 11) else code.co_name
+    return f"{Path(code.co_filename).relative_to(ROOT)}:{name.replace('<locals>.', '')}"
+
+
+@contextmanager
+def traced():
+    """Gives the list of functions that this thread calls inside, each call of each."""
+    calls = []
+
+    def look(frame, event, _argument):
+        if event == "call" and (name := function_of(frame.f_code)):
+            calls.append(name)
+
+    sys.setprofile(look)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def trace_every_message(file):
+    """Has the rank write down what it calls from one answer to the next."""
+    from pipemesh.parallel_runtime.wire.channel import Channel
+
+    calls = []
+
+    def look(frame, event, _argument):
+        if event == "call" and (name := function_of(frame.f_code)):
+            calls.append(name)
+        elif event == "return" and frame.f_code is Channel.send.__code__:
+            with open(file, "a", encoding="utf-8") as out:
+                print(json.dumps(calls), file=out)
+            calls.clear()
+
+    sys.setprofile(look)
+
+
+if __name__ == "__main__":
+    trace = sys.argv.pop(1)
+    sys.path.insert(0, str(ROOT / "launcher"))
+    from package import register_package
+
+    register_package(ROOT)
+    sys.argv[0] = str(ROOT / "launcher" / "pool" / "worker_main.py")
+    trace_every_message(f"{trace}.{os.getpid()}")
+    runpy.run_path(sys.argv[0], run_name="__main__")
