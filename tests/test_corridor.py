@@ -1,70 +1,103 @@
-"""The way of one evaluation through the pack, as docs/ARCHITECTURE.md shows it."""
+"""The way of one evaluation through the pack is the one that docs/ARCHITECTURE.md shows."""
 
 import json
+import re
 import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 
 import pytest
+from comfy.patcher_extension import WrappersMP
+from pipemesh.parallel_runtime.client.interrupt import interrupted
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 
 from .conftest import running_clients
 from .models import load, run
 from .traces import ROOT, traced
 
-WARM = 2  # evaluations before the one that is looked at
+MIDDLE = 7  # the call of the model that is looked at: a patch then sees stale neighbours
+WRITES = "parallel_runtime/worker/arena_io.py:ArenaIO.write"  # of one rank of a group
+KINDS = {"Ulysses": ((2,), None), "PipeFusion": ((1, 1, 2), Patching(3))}
 
 
 @pytest.fixture(scope="module")
-def traced_clients(setup, tmp_path_factory):
+def evaluation(setup, files, tmp_path_factory):
+    """Kind -> what the UI and one rank call in an evaluation in the middle of a run, in order."""
     file = tmp_path_factory.mktemp("traces") / "rank"
     argv = (sys.executable, str(ROOT / "tests" / "traces.py"), str(file), "{fd}", "{parent}")
-    with running_clients(replace(setup, argv=argv)) as client:
-        yield client, file
+
+    @cache
+    def traced_evaluation(kind):
+        degrees, patching = KINDS[kind]
+        pool = clients(*degrees)
+        parallel = parallelize(load(files["model"]), pool, 1.0, patching)
+        seen = []
+
+        def look(executor, *args, **kwargs):
+            seen.append(None)
+            if len(seen) != MIDDLE:
+                return executor(*args, **kwargs)
+            with traced() as seen[-1]:
+                return executor(*args, **kwargs)
+
+        parallel.add_wrapper(WrappersMP.PREDICT_NOISE, look)
+        run(parallel, steps=MIDDLE + 2)
+        pool.sessions.settle(interrupted)
+        pool.runs.end_owed()  # ranks have written down all evaluations once they have ended the run
+        calls, requests = seen[MIDDLE - 1]
+        ranks = [
+            dict(map(json.loads, written.read_text(encoding="utf-8").splitlines()))
+            for written in file.parent.glob("rank.*")
+        ]
+        of_each = [
+            [call for one in requests for call in rank[one]] for rank in ranks if {*requests} <= {*rank}
+        ]
+        (writer,) = (rank for rank in of_each if WRITES in rank)
+        for rank in file.parent.glob("rank.*"):
+            rank.unlink()
+        return calls, writer
+
+    with running_clients(replace(setup, argv=argv)) as clients:
+        yield traced_evaluation
 
 
-def evaluation(clients, file, model, degrees, patching=None):
-    """What the UI and rank 0 call in one evaluation in the middle of a run, in their order."""
-    parallel = parallelize(model, clients(*degrees), 1.0, patching)
-    seen = []
-
-    def look(executor, *args, **kwargs):
-        seen.append(None)
-        if len(seen) != WARM + 1:
-            return executor(*args, **kwargs)
-        before = {rank: rank.stat().st_size for rank in file.parent.glob("rank.*")}
-        with traced() as ui:
-            out = executor(*args, **kwargs)
-        seen[WARM] = ui, before
-        return out
-
-    from comfy.patcher_extension import WrappersMP
-
-    parallel.add_wrapper(WrappersMP.PREDICT_NOISE, look)
-    run(parallel, steps=6)
-    ui, before = seen[WARM]
-    for rank, size in before.items():
-        lines = rank.read_text(encoding="utf-8")[size:].splitlines()
-        yield ui, [json.loads(line) for line in lines]
+PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| `([^`]+\.py:[^`]+)` \| (?:`([^`]+)`)? ?\| .+ \|$", re.M)
+# Files and functions of one evaluation in the UI and a rank together; some are called only
+# where an answer takes long. A change that adds to them says why.
+MOST = {"Ulysses": (70, 310), "PipeFusion": (83, 370)}
 
 
-def test_show(traced_clients, files):
-    clients, file = traced_clients
-    for degrees, patching in (((2,), None), ((1, 1, 2), Patching(3))):
-        for ui, lines in evaluation(clients, file, load(files["model"]), degrees, patching):
-            rank = lines[0]
-            both = list(dict.fromkeys([*ui, *rank]))
-            print(
-                "=====",
-                degrees,
-                len(ui),
-                [len(x) for x in lines][:5],
-                "functions",
-                len(both),
-                "files",
-                len({one.partition(":")[0] for one in both}),
-            )
-            print("UI", *dict.fromkeys(ui), sep="\n  ")
-            print("RANK", *dict.fromkeys(rank), sep="\n  ")
-            break
-    Path("/work/changes/trace.txt")
+def shown(kind):
+    """The functions that the page shows, in its order."""
+    rows = ROW.findall(PAGE.partition("## The life of an evaluation")[2].partition("\n## ")[0])
+    return [(other if kind == "PipeFusion" and other else usual) for usual, other in rows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_goes_the_way_that_the_page_shows(evaluation, kind):
+    ui, rank = evaluation(kind)
+    names = shown(kind)
+    assert len(names) >= 20
+    there, back = names[: len(names) - 2], names[-2:]
+    sent = next(at for at, one in enumerate(there) if one.startswith("worker/"))
+    for part, calls in ((there[:sent], ui), (there[sent:], rank), (back, ui)):
+        firsts = [one.removeprefix("parallel_runtime/") for one in dict.fromkeys(calls)]
+        missing = [one for one in part if one not in firsts]
+        assert not missing, f"not called: {missing}"
+        assert sorted(part, key=firsts.index) == part, "in another order"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_takes_no_more_files_and_functions_than_it_did(evaluation, kind):
+    ui, rank = evaluation(kind)
+    functions = {*ui, *rank}
+    files = {one.partition(":")[0] for one in functions}
+    assert len(files) <= MOST[kind][0] and len(functions) <= MOST[kind][1], sorted(functions)
+
+
+def test_the_names_of_the_layers_mean_nothing_else_on_the_way(evaluation):
+    for kind in KINDS:
+        functions = {one for calls in evaluation(kind) for one in calls}
+        for layer in ("sample_call", "dispatch", "on_rank"):
+            assert sum(one.endswith(f".{layer}") for one in functions) <= 1, layer

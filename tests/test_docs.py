@@ -28,7 +28,7 @@ OTHERS_FILES = ("main.py", "dynamic_rendezvous.py")  # of ComfyUI, of torch
 COMFYUI_FOLDERS = ("comfy/", "custom_nodes", "models")
 SOCKET_TYPES = {"PIPEMESH_POOL"}  # of the nodes; no environment variable
 TOO_LONG = 110
-PAGE_LINES = 60
+PAGE_LINES = 90
 
 Rule = Callable[[str, Path], Iterator[str]]
 

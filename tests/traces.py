@@ -1,7 +1,8 @@
 """Which functions of the pack one evaluation calls, in order: in this process by ``traced``, in a
 rank by running this file in a worker's place: ``traces.py FILE SOCKET_FD PARENT_PID``.
 
-A rank writes a line into FILE for each evaluation: its functions from one message to the next.
+A rank writes a line into FILE.PID for each request: its number, and the functions called from one
+answer to the next.
 """
 
 import json
@@ -28,22 +29,30 @@ def function_of(code):
 
 @contextmanager
 def traced():
-    """Gives the list of functions that this thread calls inside, each call of each."""
-    calls = []
+    """Gives the functions that this thread calls inside, each call of each, and the number of each
+    request that the pool is given.
+    """
+    from pipemesh.launcher.pool.pool import WorkerPool
+
+    calls, requests = [], []
 
     def look(frame, event, _argument):
-        if event == "call" and (name := function_of(frame.f_code)):
+        if event != "call":
+            return
+        if name := function_of(frame.f_code):
             calls.append(name)
+        if frame.f_code is WorkerPool.submit.__code__:
+            requests.append(frame.f_locals["request"].request)
 
     sys.setprofile(look)
     try:
-        yield calls
+        yield calls, requests
     finally:
         sys.setprofile(None)
 
 
-def trace_every_message(file):
-    """Has the rank write down what it calls from one answer to the next."""
+def trace_every_request(file):
+    """Has the rank write down what it calls for each request, from one answer to the next."""
     from pipemesh.parallel_runtime.wire.channel import Channel
 
     calls = []
@@ -53,7 +62,7 @@ def trace_every_message(file):
             calls.append(name)
         elif event == "return" and frame.f_code is Channel.send.__code__:
             with open(file, "a", encoding="utf-8") as out:
-                print(json.dumps(calls), file=out)
+                print(json.dumps([getattr(frame.f_locals["message"], "request", 0), calls]), file=out)
             calls.clear()
 
     sys.setprofile(look)
@@ -66,5 +75,5 @@ if __name__ == "__main__":
 
     register_package(ROOT)
     sys.argv[0] = str(ROOT / "launcher" / "pool" / "worker_main.py")
-    trace_every_message(f"{trace}.{os.getpid()}")
+    trace_every_request(f"{trace}.{os.getpid()}")
     runpy.run_path(sys.argv[0], run_name="__main__")
