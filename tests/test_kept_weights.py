@@ -149,7 +149,7 @@ def on_device_within(path, lora, part):
     with torch.inference_mode():
         weights = OffloadedWeights(patcher, META, budget, lambda nbytes: None)
         loaded_bytes = on_device()
-        weights.patch(patches)
+        weights.applies(patches)
         patched_bytes = on_device()
         weights.restore()
         assert on_device() == 0

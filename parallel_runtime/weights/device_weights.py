@@ -92,6 +92,9 @@ class DeviceWeights:
         """The model has the parameter inside, for the host to patch: it always has."""
         yield
 
+    def applies(self, patches: dict[str, list]) -> bool:
+        return False
+
     def replace(self, name: str, weight: Any) -> None:
         """Puts a weight, or one that was taken apart, in the place of a parameter."""
         module, attribute = self._slot(name)

@@ -75,15 +75,16 @@ class OffloadedWeights:
     def in_place(self, name: str) -> Iterator[None]:
         yield
 
-    def patch(self, patches: dict[str, list]) -> None:
-        """Has the host apply these weight patches, in place of earlier ones."""
+    def applies(self, patches: dict[str, list]) -> bool:
+        """Has ComfyUI apply these weight patches, in place of earlier ones."""
         self._unload()
         self._patcher.patches = patches
         self._load()
+        return True
 
     def replace(self, name: str, weight: Any) -> None:
         """Puts a weight, or one that was taken apart, in the place of a parameter, in the machine's
-        memory. ``patch`` follows.
+        memory. ``applies`` follows.
         """
         loaded = self._loaded[name.removeprefix(PREFIX)]
         self._replaced[name.removeprefix(PREFIX)] = torch.nn.Parameter(

@@ -95,6 +95,9 @@ class ShardedWeights:
         finally:
             one.put_away()
 
+    def applies(self, patches: dict[str, list]) -> bool:
+        return False
+
     def replace(self, name: str, weight: Any) -> None:
         """Puts a weight, or one that was taken apart, in the place of a parameter."""
         if name in self._tables:

@@ -22,11 +22,9 @@ from ..families.plan import COMPILE
 from ..forward import forward_name
 from ..methods.factory import make_method
 from ..patches import Part
-from ..weights.device_weights import DeviceWeights
 from ..weights.gguf import is_dequantised_late, with_patches
-from ..weights.offloaded_weights import OffloadedWeights
+from ..weights.placement import placed
 from ..weights.quantised import stored_bytes, taken_apart
-from ..weights.sharded_weights import ShardedWeights
 from ..weights.weight_patches import put_object, unpack_patches
 from ..wire.messages import Load
 from ..wire.reserved import write_tree
@@ -71,7 +69,8 @@ class ResidentModel:
             raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
         # The method first, so that no weights of other stages' blocks are moved.
         self.method = make_method(self.diffusion_model, plan, mesh, rank, load.stages, kernels)
-        self._weights = self._placed(mesh, rank, load)
+        on_progress = counted(rank, stored_bytes(self.diffusion_model.parameters()))
+        self._weights = placed(load.weights, patcher, device, mesh.sequence.weights, load.budget, on_progress)
         self.nbytes = self._weights.nbytes  # once: every answer reports it
         if self._weights.turns is not None:
             self._weights.turns.attach()  # first: a layer has its weights before anything else happens to it
@@ -80,18 +79,6 @@ class ResidentModel:
     @property
     def diffusion_model(self) -> torch.nn.Module:
         return self.patcher.model.diffusion_model
-
-    def _placed(
-        self, mesh: Mesh, rank: CountingRank, load: Load
-    ) -> DeviceWeights | ShardedWeights | OffloadedWeights:
-        """Brings the weights to where the request wants them."""
-        model, gather = self.diffusion_model, mesh.sequence.weights
-        on_progress = counted(rank, stored_bytes(model.parameters()))
-        if load.weights == "sharded" and gather is not None:
-            return ShardedWeights(model, self.device, gather, on_progress)
-        if load.weights == "offloaded":
-            return OffloadedWeights(self.patcher, self.device, load.budget, on_progress)
-        return DeviceWeights(model, self.device, on_progress)
 
     def detach(self) -> None:
         self.method.detach()
@@ -125,8 +112,7 @@ class ResidentModel:
             take_away = put_object(self.patcher.model, name, value, self.device)
             if take_away is not None:
                 self._take_away.append(take_away)
-        if isinstance(self._weights, OffloadedWeights):
-            self._weights.patch(self.patcher.patches)
+        if self._weights.applies(self.patcher.patches):
             self.patches_id = patches_id
             return
         mine = [
