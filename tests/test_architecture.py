@@ -17,6 +17,8 @@ from statistics import median
 
 import pytest
 
+from .axis_names import SAYS_AXES, SPELLS_AXES, TABLE, is_listed, spelled_axes
+
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("parallel_runtime", "launcher", "nodes")  # each may import itself and what stands to its left
 OTHER_CODE = ("tests", "lab")  # imports whatever it measures or tests
@@ -199,6 +201,7 @@ def violations(path: PurePosixPath, source: str) -> list[Violation]:
         *length_violations(path, source, tree),
         *name_violations(path, source),
         *family_violations(path, source),
+        *axis_violations(path, tree),
     ]
     for imported in imports_of(path, tree) if path.parts[:2] == ("lab", "bench") else ():
         if imported.within("nodes"):
@@ -276,9 +279,7 @@ def is_test(path: PurePosixPath) -> bool:
 
 
 def is_bridge(path: PurePosixPath) -> bool:
-    return any(
-        str(path) == bridge or (bridge.endswith("/") and str(path).startswith(bridge)) for bridge in BRIDGES
-    )
+    return any(is_listed(path, bridge) for bridge in BRIDGES)
 
 
 def may_lazily(path: PurePosixPath, imported: Import) -> bool:
@@ -306,6 +307,14 @@ def family_violations(path: PurePosixPath, source: str) -> Iterator[Violation]:
             yield Violation(
                 f"{path} families", f"line {number}: names {name}, which only {RUNTIME}families does"
             )
+
+
+def axis_violations(path: PurePosixPath, tree: ast.AST) -> Iterator[Violation]:
+    if any(is_listed(path, place) for place in SPELLS_AXES):
+        return
+    for spelled in spelled_axes(tree) if path.parts[0] in LAYERS else ():
+        if not (spelled.is_sentence and str(path) in SAYS_AXES):
+            yield Violation(str(path), f"line {spelled.line}: names {spelled.axis}; ask {TABLE} instead")
 
 
 def is_module(parts: list[str]) -> bool:
@@ -403,6 +412,19 @@ def test_every_exception_is_needed() -> None:
     assert {what for what, why in EXCEPTIONS.items() if why != BEING_SPLIT} <= broken
 
 
+def test_every_place_that_may_name_an_axis_does() -> None:
+    named = {
+        PurePosixPath(file.relative_to(ROOT).as_posix()): list(
+            spelled_axes(ast.parse(file.read_text(encoding="utf-8")))
+        )
+        for file in project_files()
+    }
+    for place in SPELLS_AXES:
+        assert any(spelled for path, spelled in named.items() if is_listed(path, place)), place
+    for place in SAYS_AXES:
+        assert any(one.is_sentence for one in named[PurePosixPath(place)]), place
+
+
 def test_no_checked_file_is_missed() -> None:
     assert {"launcher/comfyui/find.py", "tests/test_architecture.py"} <= {
         file.relative_to(ROOT).as_posix() for file in project_files()
@@ -466,6 +488,12 @@ BROKEN = [
     ("nodes/pool.py", "from launcher.pool.pool import WorkerPool", "absolute name"),
     ("launcher/commands/doctor.py", "import pipemesh.launcher", "absolute name"),
     ("launcher/comfyui/install.py", "import requests", "standard library only"),
+    ("nodes/pool.py", "shared = layout.ulysses", "names ulysses; ask"),
+    ("nodes/pool.py", "images = pool.layout.data", "names data; ask"),
+    ("launcher/pool/pool.py", "layout = Layout(cfg=2)", "names cfg; ask"),
+    ("launcher/pool/pool.py", "place['ring'] = 1", "names ring; ask"),
+    ("nodes/report/causes.py", "say('set pipefusion to 1')", "names pipefusion; ask"),
+    ("nodes/routes.py", "stages = layout.pipefusion", "names pipefusion; ask"),
     ("nodes/pool.py", "\n" * 451, "at most 450"),
     ("tests/test_pool_node.py", "\n" * 651, "at most 650"),
     ("tests/test_pool_node.py", "def long():\n" + "    pass\n" * 110, "long has 111 lines"),
@@ -545,6 +573,9 @@ ALLOWED = [
         "import comfy\nfrom pipemesh.launcher import pool\nimport launcher\n" + MANY_METHODS,
     ),
     ("lab/bench/sp.py", "import comfy\nfrom ...launcher.pool import devices"),
+    ("nodes/settings.py", "layout = Layout(ulysses=self.ulysses)"),
+    ("nodes/routes.py", "say('set pipefusion to 1')"),
+    ("nodes/pool.py", "ring = f(guider.cfg, tensor.data, 'plain data')"),
     ("launcher/pool/pool.py", "def wants_stop(wanted, fluxes): ..."),
     ("tests/test_pool_node.py", "from comfy.ldm.flux.model import Flux\nnode = 'FluxGuidance'"),
     ("__init__.py", "from comfy_api.latest import ComfyExtension\nfrom .nodes import extension"),
