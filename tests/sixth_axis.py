@@ -1,0 +1,69 @@
+"""What the pack makes of the axis ``echo``, which it has only in the copy that test_axes.py runs
+these tests in.
+"""
+
+from functools import partial
+
+import pytest
+from pipemesh.lab.commands.parity import stock_model
+from pipemesh.launcher.pool.devices import place
+from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.nodes.pool import pool_nodes
+from pipemesh.nodes.report.causes import why_layout
+from pipemesh.nodes.runtime import Runtime
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.run_picture import COLOURS
+from pipemesh.parallel_runtime.layout import Layout, layouts_of
+
+from .bounds import assert_same
+from .fake_pools import fake_setup
+from .models import run
+
+ECHO = {"echo": 2}
+LAYOUT = Layout(**ECHO)
+BY_HAND = {"devices": "cpu", "layout": "by hand", "ulysses": 1}
+
+
+def test_a_layout_counts_and_numbers_its_ranks():
+    assert (LAYOUT.world_size, LAYOUT.groups, LAYOUT.equation()) == (2, 2, "echo 2 = 2 ranks")
+    assert [LAYOUT.coordinates(rank)["echo"] for rank in range(2)] == [0, 1]
+    assert LAYOUT.group("echo", 1) == (0, 1) and LAYOUT.lines("echo") == [(0, 1)]
+    assert LAYOUT in layouts_of(2) and LAYOUT in Layout(ulysses=1).nearest(2, most=6)
+    assert LAYOUT.joined(2) == Layout(ulysses=2)
+
+
+@pytest.fixture
+def node():
+    """PipeMesh Pool."""
+    return pool_nodes(Runtime(fake_setup()))[0]
+
+
+def test_the_pool_node_has_it_as_an_input_and_checks_its_range(node):
+    assert "echo" in {one.id for one in node.GET_SCHEMA().inputs}
+    assert node.validate_inputs(**BY_HAND, **ECHO) is True
+    assert node.validate_inputs(**BY_HAND, echo=33) == "echo 33 is out of range: choose 1 to 32."
+    listed = node.validate_inputs(**{**BY_HAND, "devices": "cpu,cpu,cpu"}, **ECHO)
+    assert listed.startswith("echo 2 = 2 ranks, 3 devices listed")
+    assert "x data x echo" in node.GET_SCHEMA().get_v1_info(node).input["optional"]["cfg"][1]["tooltip"]
+
+
+def test_the_grid_the_report_and_the_pictures_know_it():
+    assert LAYOUT.grid(["cpu", "cpu"]) == "echo 0:   0 cpu\necho 1:   1 cpu"
+    (cause,) = why_layout(LAYOUT.degrees())
+    assert cause.english == "2 groups of ranks compute what one would"
+    assert COLOURS["echo"] == "#123456"
+
+
+def test_its_ranks_compute_what_stock_does(setup):
+    stock, handle = stock_model(5), PoolHandle(place(LAYOUT, "cpu", "gloo", ()), setup)
+    try:
+        pool = RemotePool(handle, shares_weights=True)
+        asked = []
+        pool.sessions.open(lambda: False)
+        submit = pool.session.pool.submit
+        pool.session.pool.submit = lambda *args: asked.append(tuple(args[1])) or submit(*args)
+        assert_same(partial(run, cfg=4.0), parallelize(stock_model(5), pool, 0.0), stock)
+        assert {(0,), (1,)} <= {*asked}
+    finally:
+        handle.close()

@@ -1,0 +1,106 @@
+"""A sixth axis is added to a copy of the pack as docs/ARCHITECTURE.md says, in a few edits, and all
+that the pack does with axes is done with it: nothing else spells one.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pipemesh.parallel_runtime.client.run_picture import COLOURS
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("lab", "launcher", "locales", "nodes", "parallel_runtime", "tests", "web")
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """One contiguous edit: ``added`` behind the text ``before``, which is in ``file`` once."""
+
+    file: str
+    before: str
+    added: str
+
+    def apply(self, root: Path) -> None:
+        file = root / self.file
+        text = file.read_text(encoding="utf-8")
+        assert text.count(self.before) == 1, f"{self.file} has not once:\n{self.before}"
+        file.write_text(text.replace(self.before, self.before + self.added), encoding="utf-8")
+
+
+HUNKS = (
+    Hunk(
+        "parallel_runtime/layout.py",
+        """        "{} groups of ranks share the images of a batch: the same images as on one GPU",
+        parts_batches=True,
+    ),
+""",
+        """    Axis("echo", "pool", "{} groups of ranks compute what one would", colour="#123456"),
+""",
+    ),
+    Hunk("parallel_runtime/layout.py", "    data: int = 1\n", "    echo: int = 1\n"),
+    Hunk(
+        "nodes/settings.py",
+        '        label="images at once (data)",\n    )\n',
+        '    echo: int = number(1, 1, 32, "How many groups say the same.", label="echo (echo)")\n',
+    ),
+    Hunk("web/panel.js", "const AXES = { ", 'echo: "#123456", '),
+)
+
+
+def panel_colours(root: Path = ROOT) -> dict[str, str]:
+    (table,) = re.findall(
+        r"^const AXES = \{(.*?)\};", (root / "web/panel.js").read_text(encoding="utf-8"), re.M
+    )
+    return dict(re.findall(r'(\w+): "(#\w+)"', table))
+
+
+def test_the_panel_has_the_colours_of_the_picture():
+    assert panel_colours() == COLOURS
+
+
+@pytest.fixture
+def copy(tmp_path):
+    for name in COPIED:
+        left_out = shutil.ignore_patterns("__pycache__", "assets", "saved")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=left_out)
+    for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
+        shutil.copy(file, tmp_path)
+    return tmp_path
+
+
+def tried(copy: Path) -> subprocess.CompletedProcess[str]:
+    """Run the tests of the sixth axis in a copy of the pack."""
+    colours = f"tests/test_axes.py::{test_the_panel_has_the_colours_of_the_picture.__name__}"
+    command = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-qx",
+        "-p",
+        "no:cacheprovider",
+        colours,
+        "tests/sixth_axis.py",
+    )
+    return subprocess.run(command, cwd=copy, env=os.environ, capture_output=True, text=True, check=False)
+
+
+def test_a_sixth_axis_takes_its_table_its_input_and_its_colour(copy):
+    assert len(HUNKS) <= 8
+    for hunk in HUNKS:
+        hunk.apply(copy)
+    done = tried(copy)
+    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("left_out", range(len(HUNKS)), ids=lambda number: HUNKS[number].file)
+def test_every_edit_for_a_sixth_axis_is_needed(copy, left_out):
+    for number, hunk in enumerate(HUNKS):
+        if number != left_out:
+            hunk.apply(copy)
+    done = tried(copy)
+    assert done.returncode and re.search("^E .*echo", done.stdout, re.M), done.stdout + done.stderr
