@@ -250,7 +250,7 @@ class Planning:
         }
         suits = {choice.placement.layout} | {one for one in taken if one.stages == 1}
         return next(
-            (one for one in running if one.world_size > 1 and (one in suits or one.groups == one.world_size)),
+            (one for one in running if one.world_size > 1 and (one in suits or one.group_size == 1)),
             None,
         )
 

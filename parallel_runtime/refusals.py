@@ -24,7 +24,7 @@ def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
 
 def require_whole_groups(diffusion_model: torch.nn.Module, layout: Layout) -> None:
     """Raises Refused where the ranks of a group share a forward that cannot be cut."""
-    if not require_plan(diffusion_model).blocks and layout.world_size > layout.groups:
+    if not require_plan(diffusion_model).blocks and layout.group_size > 1:
         raise Refused(
             f"{no_plan(diffusion_model)}: set {listed(OF_A_GROUP)} to 1 and share prompts and images"
             f" out by {listed(OF_THE_POOL)}, or leave PipeMesh Parallelize out for this model."

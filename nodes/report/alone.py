@@ -18,7 +18,7 @@ def times_as_long(evaluations: Sequence[Evaluation], placement: Placement) -> fl
     it waits for what is loaded. So is the sampler's own time, which stays what it is.
     """
     layout = placement.layout
-    if placement.backend == "nccl" and layout.world_size > layout.groups:
+    if placement.backend == "nccl" and layout.group_size > 1:
         return None
     timed = evaluations[1:] if len(evaluations) > 1 and evaluations[0].part is None else evaluations
     if not any(one.spans for one in timed):

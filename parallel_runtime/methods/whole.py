@@ -30,7 +30,7 @@ class WholeForward:
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
-        if layout.world_size > layout.groups:
+        if layout.group_size > 1:
             raise LayoutError(
                 f"{layout.equation()}: {type(model).__name__} cannot be cut, set {listed(OF_A_GROUP)} to 1."
             )

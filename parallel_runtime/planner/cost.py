@@ -320,7 +320,7 @@ def fullest(costs: Costs, kept: Kept) -> tuple[int, int, int]:
     """
     whole, layout, forwards, there = costs.job.whole, costs.layout, forwards_of(costs), {}
     for rank, device in enumerate(costs.box.devices):
-        place = costs.stage_of(rank), tuple(forwards[rank * layout.groups // layout.world_size])
+        place = costs.stage_of(rank), tuple(forwards[rank // layout.group_size])
         there[place] = min(there.get(place, device.memory_bytes), device.memory_bytes)
     found = []
     for (stage, own), memory in there.items():
@@ -376,9 +376,9 @@ def _waits(costs: Costs, kept: Kept, moved_s: float, computing_s: float) -> floa
 
 def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     """Return the parts of an evaluation whose ranks all have all blocks."""
-    ranks, groups, turns = range(costs.layout.world_size), costs.layout.groups, turns_of(costs)
+    ranks, turns = range(costs.layout.world_size), turns_of(costs)
     computing = [costs.computing_s(rank, 1.0) for rank in ranks]
-    busy = [seconds * turns[rank * groups // len(ranks)] for rank, seconds in enumerate(computing)]
+    busy = [seconds * turns[rank // costs.layout.group_size] for rank, seconds in enumerate(computing)]
     one = {
         "ulysses": costs.ulysses_s(costs.stages[0], 1.0),
         "ring": costs.ring_s(ranks, 1.0),
