@@ -230,16 +230,12 @@ def test_the_reference_has_every_environment_variable() -> None:
     assert variables_of_code() - set(VARIABLE.findall(REFERENCE.read_text(encoding="utf-8"))) == set()
 
 
-def test_the_reference_has_every_command_and_option() -> None:
-    text = REFERENCE.read_text(encoding="utf-8")
-    section = text.partition("## Commands")[2].partition("\n## ")[0]
-    assert {
-        command
-        for package in ("launcher", "lab")
-        for command in commands(package)
-        if f"`{command}" not in section
-    } == set()
-    assert set(ADDED_OPTION.findall(code())) == set(OPTION.findall(section))
+def test_every_command_and_option_has_its_row() -> None:
+    of_users = REFERENCE.read_text(encoding="utf-8").partition("## Commands")[2].partition("\n## ")[0]
+    of_the_laboratory = (ROOT / "lab" / "README.md").read_text(encoding="utf-8")
+    for package, rows in (("launcher", of_users), ("lab", of_the_laboratory)):
+        assert {command for command in commands(package) if f"| `{command}" not in rows} == set()
+    assert set(ADDED_OPTION.findall(code())) == set(OPTION.findall(of_users + of_the_laboratory))
 
 
 def test_the_reference_has_every_route() -> None:
