@@ -265,12 +265,12 @@ def test_the_report_says_what_slower_devices_take_and_why():
     pair = place(
         Layout(ulysses=2), "auto", "auto", gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
     )
-    assert said(pair) == ["cuda:1 takes 30 % of the tokens, as it is 2.3x slower than cuda:0"]
+    assert said(pair) == ["cuda:1 takes 30 % of the tokens, because it is 2.3x slower than cuda:0"]
     assert not said(place(Layout(ulysses=2), "cpu", "gloo", ()))
     stages = place(Layout(pipefusion=2), "cuda:1,cuda:0", "auto", pair.devices)
-    assert said(stages) == ["stage 0 is 2.3x slower than the fastest: fewer blocks suit it"]
+    assert said(stages) == ["stage 0 is 2.3x slower than the fastest: give it fewer blocks"]
     groups = place(Layout(cfg=2), "auto", "auto", pair.devices)
-    assert said(groups) == ["the group of cuda:1 is 2.3x slower, and gets prompts and images by that"]
+    assert said(groups) == ["the group of cuda:1 is 2.3x slower, and gets fewer prompts and images"]
 
 
 def test_what_a_slower_device_computed_would_take_the_first_less():

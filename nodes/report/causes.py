@@ -17,14 +17,12 @@ WHY = {
     "alone": "one rank computes everything",
 }
 SLOWED = {
-    "communication": (
-        "communication took {} of the time: a faster link between the GPUs, or fewer of them, loses less"
-    ),
+    "communication": ("communication took {} of the time: try fewer GPUs, or a faster link between them"),
     "imbalance": "the other ranks waited for rank {}",
     "single_timeline": "the patches waited for each other: {}",
     "sharded": "the weights of {} are gathered from all ranks at every evaluation",
     "uncompiled": (
-        "the ranks did not compile {}: its weights are sharded; with weights whole, where they fit, they do"
+        "the ranks did not compile {}, because its weights are sharded; whole weights are compiled"
     ),
     "offloaded": "weights of {} come from main memory at every evaluation",
     "shared_device": "several ranks share {}",

@@ -11,9 +11,9 @@ from ...launcher.pool.devices import Placement
 from ...parallel_runtime.comm.shares import group_speeds, shares_of, stage_speeds
 
 TAKES = {
-    "tokens": "{} takes {} of the tokens, as it is {}x slower than {}",
-    "stage": "stage {} is {}x slower than the fastest: fewer blocks suit it",
-    "group": "the group of {} is {}x slower, and gets prompts and images by that",
+    "tokens": "{} takes {} of the tokens, because it is {}x slower than {}",
+    "stage": "stage {} is {}x slower than the fastest: give it fewer blocks",
+    "group": "the group of {} is {}x slower, and gets fewer prompts and images",
 }
 
 

@@ -14,17 +14,17 @@ from .keeping import gib
 EACH = 8  # devices, up to which every number of them is tried
 START_S = 10.0  # to start ranks in another layout and load a model there again
 CAUSES = {  # part of a prediction -> how a loser's reason calls it
-    "compute": "of computing, which fewer ranks share",
+    "compute": "computing, because fewer ranks share it",
     "imbalance": "waiting for the busiest rank",
     "ulysses": "for ulysses messages",
     "ring": "for ring messages and merges",
     "weights": "moving weights",
-    "pipeline": "of warm-up, and of patches that wait for their own output",
+    "pipeline": "for the warm-up, and for patches that wait for their own output",
     "hop": "on the way to the pool and back",
 }
-RUNNING = "it saves less in this run than starting its ranks takes"
+RUNNING = "starting its ranks would take longer than it saves in this run"
 RUNNING_AGAIN = (
-    "it saves less in this run than starting its ranks takes, and those of now again for what else is sampled"
+    "starting its ranks, and later those of now again, would take longer than it saves in this run"
 )
 LOST = {  # word of a loss -> its text
     "memory": "memory: {} on each rank, and {} are there",

@@ -151,4 +151,4 @@ def cpu_box(seen: Sequence[Seen], measured: Speeds | None, alone: Speeds | None 
         hop_s=figures()["hop"]["seconds"],
         overlaps=False,
     )
-    return Here(box, "plain", "by plain figures of a CPU, which nobody has measured here")
+    return Here(box, "plain", "by plain figures of a CPU, which were not measured here")
