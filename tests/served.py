@@ -23,7 +23,11 @@ def start(host, models, *, pack=True):
     if pack:
         packs["stand_ins.py"] = ROOT / "lab" / "templates" / "stand_ins" / "pack.py"
     server = ComfyServer(
-        host, env={"OMP_NUM_THREADS": "1", "PIPEMESH_CACHE": str(models / "cache")}, custom_nodes=packs
+        host,
+        env={"OMP_NUM_THREADS": "1", "PIPEMESH_CACHE": str(models / "cache")},
+        # As on GPUs: by itself ComfyUI has a slower attention on CPUs than ranks have
+        args=["--use-pytorch-cross-attention"],
+        custom_nodes=packs,
     )
     for folder, name in (("diffusion_models", "model"), ("loras", "lora")):
         target = server.models / folder / f"{name}.safetensors"
