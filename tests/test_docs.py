@@ -38,6 +38,10 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 VARIABLE = re.compile(r"\bPIPEMESH_[A-Z][A-Z_]*[A-Z]\b")
 COMMAND = re.compile(r"python3? -m (launcher|lab) ([a-z]+)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+# Where documents of the published pack find what it leaves out
+ADDRESS = re.compile(
+    r"https://(?:github\.com/pipemesh/pipemesh/blob|raw\.githubusercontent\.com/pipemesh/pipemesh)/main/"
+)
 ROUTE = re.compile(r"(?<!github\.com)/pipemesh/[a-zID./]+")  # ID: of a pool
 MESSAGES = re.compile(r"^\|(?: What you read[^|]*)\|.*\n((?:\|.*\n?)+)", re.M)
 FILLED_IN = re.compile(r"\.\.\.|`[^`]*`|\bnode1\S*|\S*\d\S*")  # in a message: what the code puts there
@@ -118,7 +122,7 @@ def variables_exist(text: str, _document: Path) -> Iterator[str]:
 
 
 def routes_exist(text: str, _document: Path) -> Iterator[str]:
-    for route in ROUTE.findall(text):
+    for route in ROUTE.findall(ADDRESS.sub("", text)):
         if route.rstrip(".") not in routes_of_code():
             yield f"{route} is no route of the extension"
 
@@ -148,12 +152,15 @@ def sentences() -> str:
 
 
 def links_resolve(text: str, document: Path) -> Iterator[str]:
-    """Relative links lead to a file, and their anchor to a heading of it."""
+    """Relative links, and the addresses of the repository's files, lead to a file, and their
+    anchor to a heading of it.
+    """
     for target in LINK.findall(FENCE.sub("", text)):
-        if "://" in target:
+        folder, path = (ROOT, ADDRESS.sub("", target)) if ADDRESS.match(target) else (document.parent, target)
+        if "://" in path:
             continue
-        name, _, anchor = target.partition("#")
-        file = (document.parent / name).resolve() if name else document
+        name, _, anchor = path.partition("#")
+        file = (folder / name).resolve() if name else document
         if not file.exists():
             yield f"the link {target} leads nowhere"
         elif anchor and anchor not in anchors(text if file == document else file.read_text(encoding="utf-8")):
@@ -208,6 +215,16 @@ def test_the_document_keeps_the_rules(document: Path) -> None:
         (messages_exist, "| What you read |\n|---|\n| `Rank 1 sang loudly` |", "says `sang loudly`"),
         (links_resolve, "[There](NOWHERE.md)", "NOWHERE.md leads nowhere"),
         (links_resolve, "# Here\n[there](#nowhere)", "#nowhere leads to no heading"),
+        (
+            links_resolve,
+            "[There](https://github.com/pipemesh/pipemesh/blob/main/lab/NOWHERE.md)",
+            "NOWHERE.md leads nowhere",
+        ),
+        (
+            links_resolve,
+            "![There](https://raw.githubusercontent.com/pipemesh/pipemesh/main/docs/nowhere.png)",
+            "nowhere.png leads nowhere",
+        ),
         (lines_wrap, "word " * 23, "line 1 has 115 columns"),
     ],
 )
