@@ -79,10 +79,10 @@ def run_inside(module: str, rest: Sequence[str], record: str) -> int:
     from .package import register_package
 
     register_package(ROOT)
-    host_module = importlib.import_module("pipemesh.launcher.comfyui.find")
+    host_record = importlib.import_module("pipemesh.launcher.comfyui.host_record")
     launch_errors = importlib.import_module("pipemesh.launcher.errors")
     errors = importlib.import_module("pipemesh.parallel_runtime.errors")
-    host = host_module.ComfyInstall.from_json(record)
+    host = host_record.ComfyInstall.from_json(record)
     sys.path[:] = [host.comfyui, *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
     try:
         return importlib.import_module(f"pipemesh.{module}").main(list(rest), host)

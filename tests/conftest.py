@@ -351,7 +351,7 @@ def pair(files, client):
 
 @pytest.fixture(scope="session")
 def host():
-    from pipemesh.launcher.comfyui.find import ComfyInstall
+    from pipemesh.launcher.comfyui.host_record import ComfyInstall
 
     return ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from pipemesh.launcher.comfyui import install
 from pipemesh.launcher.comfyui.console import Console
-from pipemesh.launcher.comfyui.find import ComfyInstall, ensure_comfyui
+from pipemesh.launcher.comfyui.find import ensure_comfyui
+from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.comfyui.install import Tools
 from pipemesh.launcher.errors import LaunchError
 

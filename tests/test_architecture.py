@@ -64,6 +64,7 @@ BEFORE_COMFYUI = (
     "launcher/errors.py",
     "launcher/comfyui/console.py",
     "launcher/comfyui/find.py",
+    "launcher/comfyui/host_record.py",
     "launcher/comfyui/install.py",
     "launcher/lanes.py",
     "launcher/package.py",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.commands import doctor
 from pipemesh.launcher.commands.doctor import (
     Facts,

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from pipemesh.launcher.comfyui import find, install
 from pipemesh.launcher.comfyui.console import Console, run_logged
-from pipemesh.launcher.comfyui.find import ComfyInstall, ensure_comfyui, link_checkout
+from pipemesh.launcher.comfyui.find import ensure_comfyui, link_checkout
+from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.comfyui.install import Tools
 from pipemesh.launcher.errors import LaunchError
 

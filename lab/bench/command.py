@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from .figures import Figure, Options, number
 
 if TYPE_CHECKING:
-    from ...launcher.comfyui.find import ComfyInstall
+    from ...launcher.comfyui.host_record import ComfyInstall
 
 NAMES = (
     "capacity",

@@ -25,7 +25,7 @@ from ...parallel_runtime.errors import PipeMeshError
 from .figures import Round
 
 if TYPE_CHECKING:
-    from ...launcher.comfyui.find import ComfyInstall
+    from ...launcher.comfyui.host_record import ComfyInstall
 
 WARM_UP = 2
 SCRIPT = Path(__file__).with_name("lockstep_main.py")

@@ -33,7 +33,7 @@ from .figures import Figure, Goal, Options, estimate, exactly
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ...launcher.comfyui.find import ComfyInstall
+    from ...launcher.comfyui.host_record import ComfyInstall
 
 PATCHES, WARM_UPS, STEPS = (2, 4, 8), (1, 2, 4), (4, 8, 20, 28)
 SAMPLERS = ("euler", "dpmpp_2m", "heun", "dpmpp_2m_sde")

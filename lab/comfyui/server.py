@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from .api import ComfyApi, ServerError
 
 if TYPE_CHECKING:
-    from ...launcher.comfyui.find import ComfyInstall
+    from ...launcher.comfyui.host_record import ComfyInstall
 
 ROOT = Path(__file__).resolve().parents[2]
 CUSTOM_NODES = {"pipemesh": ROOT, "pipemesh_demo": ROOT / "lab" / "demo_nodes"}

@@ -27,7 +27,7 @@ import torch
 from PIL import Image, ImageChops, ImageDraw
 from safetensors.torch import load_file
 
-from ...launcher.comfyui.find import ComfyInstall
+from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
 from ...parallel_runtime.families import sample_with
 from ...parallel_runtime.families.sample import FileForm, Form, Size

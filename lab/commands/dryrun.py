@@ -22,7 +22,7 @@ from ...parallel_runtime.layout import Layout
 from . import dry_table
 
 if TYPE_CHECKING:
-    from ...launcher.comfyui.find import ComfyInstall
+    from ...launcher.comfyui.host_record import ComfyInstall
 
 WORLD_SIZES = (2, 4, 8)
 ROW = "{:22}{:24}{:>5}{:>9}{:>9}{:>9}{:>10}{:>8}{:>8}  {}"

@@ -21,7 +21,7 @@ from .parity import conditioning
 from .rounding import bound, relative_error
 
 if TYPE_CHECKING:
-    from ...launcher.comfyui.find import ComfyInstall
+    from ...launcher.comfyui.host_record import ComfyInstall
 
 HEADS, STEPS, SEED = 5, 3, 7
 BLOCKS = (3, 3)  # at least one for each of six stages

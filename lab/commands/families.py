@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...launcher.comfyui.find import ComfyInstall
+from ...launcher.comfyui.host_record import ComfyInstall
 from ...parallel_runtime.families import FAMILIES, NOT_YET, PLANS, WHOLE, WITHOUT_PLAN
 from ...parallel_runtime.families.plan import TokenPlan
 

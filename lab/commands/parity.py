@@ -26,7 +26,7 @@ from .rounding import bound, relative_error
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-    from ...launcher.comfyui.find import ComfyInstall
+    from ...launcher.comfyui.host_record import ComfyInstall
     from ...parallel_runtime.client.remote_pool import RemotePool
 
 BOUND = 2e-5  # of the output's scale, fp32: 3e-7 of reordering grows to at most 8.7e-6 over a run

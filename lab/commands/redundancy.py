@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 from safetensors import SafetensorError
 
 from ...launcher.cache import cache_folder
-from ...launcher.comfyui.find import ComfyInstall
+from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
 from ...parallel_runtime.methods.blocks import blocks_of
 from ...parallel_runtime.planner.redundancy import FOLDER, Redundancy, digest_of, warm_up_for

@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ...launcher.comfyui.find import ComfyInstall
+from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
 from ..comfyui.api import ServerError
 from ..comfyui.server import ROOT, ComfyServer

@@ -24,7 +24,7 @@ from PIL import Image
 from safetensors import SafetensorError
 
 from ...launcher.cache import cache_folder
-from ...launcher.comfyui.find import ComfyInstall
+from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
 from ..demo_nodes.captions import conditioning
 from ..pictures.autoencoder import CELL

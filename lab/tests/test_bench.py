@@ -17,7 +17,7 @@ from pipemesh.lab.bench.capacity import capacity
 from pipemesh.lab.bench.figures import Estimate, Figure, Goal, Options, estimate, exactly, number, percentile
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing
 from pipemesh.lab.bench.lockstep import Phase, Ranks, merge
-from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.families.sample import Size

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from pipemesh.lab.commands import demo
 from pipemesh.lab.pictures import showcase
-from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.errors import LaunchError
 from pipemesh.parallel_runtime.families.sample import Size
 

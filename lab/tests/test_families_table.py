@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from pipemesh.lab.commands import families
-from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import (

@@ -24,7 +24,7 @@ from pipemesh.lab.commands.parity import (
     relative_error,
     sample,
 )
-from pipemesh.launcher.comfyui.find import ComfyInstall
+from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.tests.bounds import assert_replayed, assert_same, bound

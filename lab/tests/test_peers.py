@@ -121,7 +121,7 @@ def test_the_peer_computes_what_comfyui_does(model):
 def test_two_ranks_of_either_give_the_same():
     pytest.importorskip("diffusers")
     from pipemesh.lab.bench.lockstep import run
-    from pipemesh.launcher.comfyui.find import ComfyInstall
+    from pipemesh.launcher.comfyui.host_record import ComfyInstall
 
     first, _ = run(
         ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]), 2, "peers:measure", tokens=128, rounds=1

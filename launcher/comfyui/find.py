@@ -5,7 +5,6 @@ from an archive where PIPEMESH_COMFYUI names one. Standard library only.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -13,11 +12,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import LaunchError
 from .beside import ensure_from_archive, numbers
+from .host_record import ComfyInstall
 from .install import (
     COMFYUI_VERSION,
     Install,
@@ -33,25 +32,6 @@ LINK_NAME = "pipemesh"
 FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if u.find_spec(m) is None))"
 
 MissingModules = Callable[[str, Sequence[str]], "tuple[str, ...] | None"]
-
-
-@dataclass(frozen=True)
-class ComfyInstall:
-    """A ComfyUI, and the Python that runs it. `base` is the cache folder that holds it; empty for
-    the user's own.
-    """
-
-    python: str
-    comfyui: str
-    version: str
-    base: str
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> ComfyInstall:
-        return cls(**json.loads(text))
 
 
 def missing_modules(python: str, modules: Sequence[str]) -> tuple[str, ...] | None:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..comfyui.find import ComfyInstall
+from ..comfyui.host_record import ComfyInstall
 from ..pool.gpu_modes import SHARED, ask_driver, is_mig, modes_in
 
 GIB = 2**30

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from ..comfyui.find import ComfyInstall
+from ..comfyui.host_record import ComfyInstall
 from ..errors import LaunchError
 from ..pool.devices import ELSEWHERE
 from ..pool.listener import accept

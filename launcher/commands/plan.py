@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...parallel_runtime.planner.choose import Plan, Row
     from ...parallel_runtime.planner.figures import Whole
     from ...parallel_runtime.planner.job import Job
-    from ..comfyui.find import ComfyInstall
+    from ..comfyui.host_record import ComfyInstall
 
 SHOWN = 12  # rows of the table for people; --all shows every one
 SIZES = (1, 2, 4, 8)

@@ -1,0 +1,103 @@
+"""What ComfyUI, a rank and a leader import, functions included: no installer, no benchmark, nothing
+of the laboratory. It would cost every start its time, and the published pack lacks some of it.
+
+Runs without ComfyUI.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
+from types import MappingProxyType
+
+import pytest
+
+from .test_architecture import PACK, ROOT, SCRIPTS, imports_of
+
+# What ComfyUI imports, the processes of a pool, and the leader of a machine
+AT_WORK = ("__init__.py", *SCRIPTS, "launcher/commands/node.py")
+# The installer, the other commands, and what a published pack leaves out
+NOT_AT_WORK = ("launcher/comfyui/", "launcher/commands/", "launcher/lanes.py", "lab/", "tests/")
+AT_WORK_TOO = {
+    "launcher/comfyui/__init__.py",
+    "launcher/comfyui/host_record.py",
+    "launcher/commands/__init__.py",
+    "launcher/commands/node.py",
+}
+
+
+def for_type_checkers(tree: ast.AST) -> set[int]:
+    """The lines that only a type checker reads."""
+    blocks = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    )
+    return {line for block in blocks for one in block.body for line in range(one.lineno, one.end_lineno + 1)}
+
+
+def imported_files(path: PurePosixPath, source: str) -> Iterator[str]:
+    """The files of the project that `source` imports, in functions too, and their packages'."""
+    tree = ast.parse(source)
+    unread = for_type_checkers(tree)
+    for imported in imports_of(path, tree):
+        is_by_name = str(path) in SCRIPTS and imported.top == PACK
+        if imported.line in unread or not (imported.own or is_by_name):
+            continue
+        name = imported.name[is_by_name:]
+        for length in range(1, len(name) + 1):
+            module = "/".join(name[:length])
+            yield from (file for file in (f"{module}.py", f"{module}/__init__.py") if (ROOT / file).is_file())
+
+
+def chains(starts: Iterable[str], changed: Mapping[str, str] = MappingProxyType({})) -> dict[str, list[str]]:
+    """Every file that these import, directly or not, with the files between. ``changed``: sources
+    in place of the files' own.
+    """
+    found = {start: [start] for start in starts}
+    queue = list(found)
+    while queue:
+        path = queue.pop()
+        source = changed.get(path) or (ROOT / path).read_text(encoding="utf-8")
+        for file in imported_files(PurePosixPath(path), source):
+            if file not in found:
+                found[file] = [*found[path], file]
+                queue.append(file)
+    return found
+
+
+def idle_imports(changed: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    return [
+        " imports ".join(chain)
+        for file, chain in chains(AT_WORK, changed).items()
+        if file.startswith(NOT_AT_WORK) and file not in AT_WORK_TOO
+    ]
+
+
+def test_neither_comfyui_nor_a_rank_nor_a_leader_imports_an_installer_a_benchmark_or_the_laboratory() -> None:
+    assert idle_imports() == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "says"),
+    [
+        (
+            "nodes/planning.py",
+            "def f():\n    from ..launcher.comfyui.find import ROOT",
+            "nodes/planning.py imports launcher/comfyui/find.py imports launcher/comfyui/install.py",
+        ),
+        (
+            "parallel_runtime/worker/main.py",
+            "from ...lab.bench import hop",
+            "worker/main.py imports lab/bench/hop.py",
+        ),
+        (
+            "launcher/pool/rendezvous.py",
+            "from ..commands import doctor",
+            "rendezvous.py imports launcher/commands/doctor.py",
+        ),
+    ],
+)
+def test_an_installer_a_benchmark_or_the_laboratory_at_work_is_found(path, source, says) -> None:
+    assert any(says in sentence for sentence in idle_imports({path: source}))
