@@ -16,24 +16,31 @@ STEPS = 3
 TITLE = 30  # height of a node's title, above its position
 
 
-def start(host, models, *, pack=True):
-    """``pack``: PipeMesh is among its packs. No speeds of this machine are known there."""
-    packs = {name: folder for name, folder in CUSTOM_NODES.items() if pack or name != "pipemesh"}
-    packs["foreign"] = Path(__file__).with_name("foreign_pack")
-    if pack:
-        packs["stand_ins.py"] = ROOT / "lab" / "templates" / "stand_ins" / "pack.py"
+def start(host, models, *, pack=True, packs=None, base=None):
+    """``pack``: PipeMesh is among its packs. ``packs``: these instead, beside what lies in the
+    custom_nodes of the folder ``base``. No speeds of this machine are known there.
+    """
     server = ComfyServer(
         host,
+        base=base,
         env={"OMP_NUM_THREADS": "1", "PIPEMESH_CACHE": str(models / "cache")},
         # As on GPUs: by itself ComfyUI has a slower attention on CPUs than ranks have
         args=["--use-pytorch-cross-attention"],
-        custom_nodes=packs,
+        custom_nodes=packs_for_tests(pack) if packs is None else packs,
     )
     for folder, name in (("diffusion_models", "model"), ("loras", "lora")):
         target = server.models / folder / f"{name}.safetensors"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(models / f"{name}.safetensors")
     return server
+
+
+def packs_for_tests(pack):
+    packs = {name: folder for name, folder in CUSTOM_NODES.items() if pack or name != "pipemesh"}
+    packs["foreign"] = Path(__file__).with_name("foreign_pack")
+    if pack:
+        packs["stand_ins.py"] = ROOT / "lab" / "templates" / "stand_ins" / "pack.py"
+    return packs
 
 
 def graph(

@@ -1,0 +1,206 @@
+"""The published pack: what `comfy node publish` leaves of a checkout under .comfyignore. It is
+small, works without what is left out, and says so where it cannot.
+"""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import psutil
+import pytest
+from pipemesh.lab.comfyui.server import CUSTOM_NODES
+from pipemesh.lab.commands.parity import BOUND, relative_error
+
+from .conftest import ROOT
+from .served import graph, latent, pids, start
+from .test_architecture import LAYERS, imports_of
+from .test_docs import links_resolve
+
+MAX_BYTES = 2_000_000
+LEFT_OUT = ("lab/", "tests/", ".ci/")
+NODES = ("PipeMeshPool", "PipeMeshParallelize", "PipeMeshReport", "PipeMeshKSampler")
+IMPORT_ALL = """
+import asyncio, importlib, json, pathlib, sys
+comfyui, pack = sys.argv[1:3]
+sys.path.insert(0, comfyui)
+import comfy.cli_args
+comfy.cli_args.args.cpu = True
+import nodes, server
+from aiohttp.web import RouteTableDef
+server.PromptServer.instance = type("Server", (), {"routes": RouteTableDef()})
+loaded = asyncio.run(nodes.load_custom_node(pack))
+name, root = pack.replace(".", "_x_"), pathlib.Path(pack)
+for file in sorted(file for layer in sys.argv[3:] for file in (root / layer).rglob("*.py")):
+    importlib.import_module(".".join((name, *file.relative_to(root).with_suffix("").parts)))
+found = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+print(json.dumps([loaded, [file for file in found if file]]))
+"""
+LEADER = """
+import atexit, runpy, sys
+atexit.register(lambda: print(*(name for name in sys.modules if ".comfyui." in name), sep="\\n"))
+sys.argv[1:] = ["node", "--help"]
+runpy.run_module("launcher", run_name="__main__")
+"""
+
+
+def git(*command):
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), *command, "-z"], capture_output=True, text=True, check=True
+    ).stdout
+    return set(listed.split("\0")) - {""}
+
+
+def published():
+    """What is packed of this checkout once all of it is committed, as paths from its root."""
+    kept = git("ls-files", "-co", "--exclude-standard")
+    left_out = git("ls-files", "-coi", "--exclude-from=.comfyignore")
+    return {name for name in kept - left_out if (ROOT / name).is_file()}
+
+
+def unpack(folder):
+    for name in published():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base folder of ComfyUI with the pack in its custom_nodes, as a registry's client unpacks
+    it.
+    """
+    folder = tmp_path_factory.mktemp("comfyui")
+    unpack(folder / "custom_nodes" / "pipemesh")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pack(base):
+    return base / "custom_nodes" / "pipemesh"
+
+
+def packed(pack, suffix):
+    return sorted(pack.rglob(f"*{suffix}"))
+
+
+# -- what is in it
+
+
+def test_the_pack_takes_two_megabytes_at_most_and_has_nothing_of_the_laboratory_and_the_tests():
+    names = published()
+    assert [name for name in names if name.startswith(LEFT_OUT)] == []
+    assert sum((ROOT / name).stat().st_size for name in names) <= MAX_BYTES
+    assert {"__init__.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"} <= names
+
+
+def test_every_link_of_a_published_document_leads_to_a_published_file_or_to_an_address(pack):
+    documents = packed(pack, ".md")
+    assert len(documents) > 10
+    assert [
+        (document.relative_to(pack).as_posix(), broken)
+        for document in documents
+        for broken in links_resolve(document.read_text(encoding="utf-8"), document)
+    ] == []
+
+
+def test_every_module_that_the_pack_imports_anywhere_is_in_it(pack):
+    """In functions too, and for type checkers alone."""
+    lacking = []
+    for file in packed(pack, ".py"):
+        path = PurePosixPath(file.relative_to(pack).as_posix())
+        for imported in imports_of(path, ast.parse(file.read_text(encoding="utf-8"))):
+            module = pack.joinpath(*imported.name[:-1])
+            if imported.own and not any(
+                found.exists() for found in (module.with_suffix(".py"), module / "__init__.py")
+            ):
+                lacking.append(f"{path} imports {imported}")
+    assert lacking == []
+
+
+def test_comfyui_loads_the_pack_and_all_of_its_modules_from_custom_nodes_alone(pack, host, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, host.comfyui, str(pack), *LAYERS],
+        cwd=tmp_path,
+        env=environment(PIPEMESH_CACHE=str(tmp_path)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded, files = json.loads(done.stdout.splitlines()[-1])
+    assert loaded
+    modules = {file for layer in LAYERS for file in packed(pack / layer, ".py")}
+    assert modules <= {Path(file) for file in files}
+    assert [file for file in files if Path(file).is_relative_to(ROOT)] == []
+
+
+# -- what it does
+
+
+@pytest.mark.host
+def test_a_comfyui_with_the_unpacked_pack_samples_the_stock_latent_in_its_ranks(pack, base, host, models):
+    with start(host, models, packs={"pipemesh_demo": CUSTOM_NODES["pipemesh_demo"]}, base=base) as server:
+        known = server.get("/object_info")
+        assert {known[node]["python_module"] for node in NODES} == {"custom_nodes.pipemesh"}
+        truth, _ = latent(server, graph("stock", parallel=False))
+        ours, _ = latent(server, graph("ours"))
+        assert relative_error(ours, truth) <= BOUND
+        assert len(pids(server)) == 2
+        for pid in pids(server):
+            assert str(pack) in " ".join(psutil.Process(pid).cmdline())
+
+
+def environment(**more):
+    """This process's, without what leads to the checkout or to a ComfyUI."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIPEMESH_", "PYTHON"))}
+    return {**kept, **more}
+
+
+def started(pack, *argv, **env):
+    """``python3 -m launcher ARGV`` of the unpacked pack."""
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        cwd=pack,
+        env=environment(**env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(("command", "part"), [("demo", "lab"), ("test", "tests")])
+def test_a_command_of_a_checkout_says_in_one_sentence_what_the_pack_leaves_out(pack, tmp_path, command, part):
+    process = started(pack, "-m", "launcher", command, PIPEMESH_CACHE=str(tmp_path / "cache"))
+    said, complaint = process.communicate(timeout=60)
+    assert (process.returncode, said) == (1, "")
+    assert complaint == (
+        f"pipemesh: `{command}` needs {part}/, which the published pack leaves out: clone PipeMesh's"
+        " repository and run it there.\n"
+    )
+    assert not (tmp_path / "cache").exists(), "no ComfyUI was installed before it was said"
+
+
+def test_the_other_commands_run_in_the_unpacked_pack(pack, host):
+    usage, _ = started(pack, "-m", "launcher").communicate(timeout=60)
+    assert usage.startswith("python3 -m launcher COMMAND")
+    running = {
+        command: started(pack, "-m", "launcher", command, "--help", PIPEMESH_HOST=host.to_json())
+        for command in ("host", "doctor", "plan", "node")
+    }
+    for command, process in running.items():
+        said, complaint = process.communicate(timeout=120)
+        assert process.returncode == 0, complaint
+        assert re.match(rf"usage: .*launcher {command}\b", said), said
+
+
+def test_a_leader_that_runs_in_comfyui_s_python_imports_no_installer(pack, host):
+    process = started(pack, "-c", LEADER, PIPEMESH_HOST=host.to_json())
+    said, complaint = process.communicate(timeout=120)
+    assert process.returncode == 0, complaint
+    imported = {line for line in said.splitlines() if line.startswith(("launcher.", "pipemesh."))}
+    assert imported == {"pipemesh.launcher.comfyui.host_record"}
