@@ -16,6 +16,7 @@ python3 -m lab COMMAND [options]
   templates   ComfyUI's workflow templates, by stock and through a pool
   train       the small model of the demo, from its first picture
   redundancy  how much a model's blocks change from one evaluation to the next
+  mutants     which faults of one line the product's tests find
   dryrun      what each rank would compute, hold and send, on GPUs that are not there
   test        the laboratory's own tests (options go to pytest)
 """
@@ -25,6 +26,7 @@ INSIDE = {  # command -> the module whose main(argv, host) it is
     "families": "lab.commands.families",
     "templates": "lab.commands.templates",
     "dryrun": "lab.commands.dryrun",
+    "mutants": "lab.commands.mutants",
     "train": "lab.commands.train",
     "redundancy": "lab.commands.redundancy",
 }

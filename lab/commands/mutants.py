@@ -1,0 +1,130 @@
+"""Breaks the product in one line at a time, and says which faults its tests find.
+
+Each row of ``lab/mutants.json`` is a fault that would pass in silence, and the test files that must
+find it. Only those run, as many of their cases as run everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Literal
+
+from ...launcher.comfyui.host_record import ComfyInstall
+from ...launcher.command_line import ROOT
+from ...launcher.errors import LaunchError
+
+TABLE = ROOT / "lab" / "mutants.json"
+LIMIT_S = 300.0  # of one mutant's tests: a fault may make ranks hang
+Found = Literal["found", "hangs", "not found"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``instead`` stands where ``line`` stands in ``file``; some of ``tests`` must fail."""
+
+    room: str
+    file: str
+    line: str
+    instead: str
+    tests: tuple[str, ...]
+
+    def broken(self, text: str) -> str:
+        """Returns the file's text with the fault. Raises LaunchError where the line is not there
+        exactly once.
+        """
+        if text.count(self.line) != 1:
+            raise LaunchError(
+                f"{self.file} has {self.line.strip()!r} {text.count(self.line)} times: mend lab/mutants.json."
+            )
+        return text.replace(self.line, self.instead)
+
+
+def read() -> list[Mutant]:
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))
+    return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+
+
+def copied(folder: Path) -> Path:
+    """Copies what git tracks of the checkout, and what is new in it."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
+    for name in filter(None, subprocess.run(command, capture_output=True, check=True).stdout.split(b"\0")):
+        source, target = ROOT / os.fsdecode(name), folder / os.fsdecode(name)
+        if source.is_file() and "assets" not in target.parts:  # of the demo
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+    return folder
+
+
+def tried(mutant: Mutant, copy: Path) -> Found:
+    """Runs the tests of a copy of the checkout that has this fault, and mends it again."""
+    file = copy / mutant.file
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(mutant.broken(whole), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"]
+    command += [f"tests/{name}.py" for name in mutant.tests]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=copy,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "hangs"
+    finally:
+        file.write_text(whole, encoding="utf-8")
+    return "found" if done.returncode == 1 else "not found"
+
+
+def all_tried(mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, Found, float]]:
+    """Yields each mutant, in the order given, with what came of it and the seconds it took."""
+    with tempfile.TemporaryDirectory(prefix="pipemesh-mutants-") as folder:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(jobs):
+            copies.put(copied(Path(folder, str(number))))
+
+        def one(mutant: Mutant) -> tuple[Mutant, Found, float]:
+            copy, began = copies.get(), time.monotonic()
+            try:
+                return mutant, tried(mutant, copy), time.monotonic() - began
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from pool.map(one, mutants)
+
+
+def main(argv: Sequence[str], _host: ComfyInstall) -> int:
+    parser = argparse.ArgumentParser(prog="python3 -m lab mutants", description=__doc__)
+    parser.add_argument(
+        "--room", action="append", metavar="ROOM", help="only these; several times for several"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="at the same time (default 1)")
+    options = parser.parse_args(argv)
+    every = read()
+    if unknown := {*(options.room or ())} - {one.room for one in every}:
+        parser.error(f"no room is called {', '.join(sorted(unknown))}")
+    chosen = [one for one in every if not options.room or one.room in options.room]
+    of_rooms: dict[str, Counter[Found]] = {}
+    for mutant, found, seconds in all_tried(chosen, max(1, options.jobs)):
+        of_rooms.setdefault(mutant.room, Counter())[found] += 1
+        print(f"{found:9}  {seconds:5.1f} s  {mutant.file}: {mutant.line.strip()}", flush=True)
+    print()
+    for room, counted in of_rooms.items():
+        print(f"{room:10}  {counted.total() - counted['not found']} of {counted.total()} found")
+    return 1 if any(counted["not found"] for counted in of_rooms.values()) else 0

@@ -1,0 +1,56 @@
+"""The list of faults is one of today's code."""
+
+from collections import Counter
+
+import pytest
+from pipemesh.lab.commands import mutants
+from pipemesh.launcher.command_line import ROOT
+from pipemesh.launcher.errors import LaunchError
+
+ROOMS = {
+    "weights": 10,
+    "crossing": 10,
+    "watch": 8,
+    "comm": 12,
+    "attention": 3,
+    "methods": 12,
+    "wire": 8,
+    "client": 14,
+    "worker": 8,
+    "planner": 8,
+    "pool": 10,
+    "nodes": 10,
+    "auto": 6,
+}
+
+
+def test_every_room_has_faults_and_all_together_more_than_a_hundred():
+    counted = Counter(one.room for one in mutants.read())
+    assert {room: counted[room] >= least for room, least in ROOMS.items()} == dict.fromkeys(ROOMS, True)
+    assert counted.keys() == ROOMS.keys() and counted.total() >= 100
+
+
+def test_every_fault_can_be_made_and_its_tests_are_there():
+    for one in mutants.read():
+        text = (ROOT / one.file).read_text(encoding="utf-8")
+        broken = one.broken(text)
+        assert broken != text
+        compile(broken, one.file, "exec")
+        assert one.tests and all((ROOT / "tests" / f"{name}.py").is_file() for name in one.tests)
+
+
+def test_a_line_that_is_not_there_is_named():
+    with pytest.raises(LaunchError, match=r"a\.py has 'x = 1' 2 times: mend lab/mutants\.json"):
+        mutants.Mutant("comm", "a.py", "x = 1", "x = 2", ("test_comm",)).broken("x = 1\nx = 1\n")
+
+
+@pytest.mark.parametrize(("instead", "found"), [("return 2", "found"), ("return  1", "not found")])
+def test_a_fault_is_found_by_a_test_that_fails_and_is_mended_again(tmp_path, instead, found):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "a.py").write_text("def one():\n    return 1\n")
+    (tmp_path / "tests" / "test_a.py").write_text(
+        "from a import one\ndef test_one():\n    assert one() == 1\n"
+    )
+    (tmp_path / "conftest.py").write_text("")
+    assert mutants.tried(mutants.Mutant("", "a.py", "return 1", instead, ("test_a",)), tmp_path) == found
+    assert (tmp_path / "a.py").read_text() == "def one():\n    return 1\n"
