@@ -48,8 +48,8 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class BranchPlan:
-    """Names the group of every row. ``width``: so many neighbouring groups are one, and share a
-    sequence; ``shares`` in the order of the rows.
+    """Names the group of every row. ``width``: how many neighbouring groups compute an evaluation
+    together, as one longer sequence; ``shares`` in the order of the rows.
     """
 
     width: int

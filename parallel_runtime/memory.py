@@ -12,10 +12,8 @@ from itertools import islice
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 ENTRY_BYTES = 8  # of /proc/self/pagemap, one a page
 UNTOUCHED, FILE_PAGE = 0b000, 0b101  # its three highest bits: present, swapped out, page of a file
-PAGEMAP_SCAN = (
-    0xC0606610  # of <linux/fs.h>, as the next two: PAGE_IS_FILE; PAGE_IS_PRESENT or PAGE_IS_SWAPPED
-)
-NO_FILE, IN_USE = 1 << 2, 1 << 3 | 1 << 4
+# Of <linux/fs.h>: the call, PAGE_IS_FILE, and PAGE_IS_PRESENT or PAGE_IS_SWAPPED
+PAGEMAP_SCAN, NO_FILE, IN_USE = 0xC0606610, 1 << 2, 1 << 3 | 1 << 4
 
 
 def system_memory() -> tuple[int, int]:

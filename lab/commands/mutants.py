@@ -69,7 +69,9 @@ def copied(folder: Path) -> Path:
 
 
 def tried(mutant: Mutant, copy: Path) -> Found:
-    """Runs the tests of a copy of the checkout that has this fault, and mends it again."""
+    """Runs the tests of a copy of the checkout that has this fault, and mends it again. Raises
+    LaunchError where they cannot run.
+    """
     file = copy / mutant.file
     whole = file.read_text(encoding="utf-8")
     file.write_text(mutant.broken(whole), encoding="utf-8")
@@ -88,7 +90,16 @@ def tried(mutant: Mutant, copy: Path) -> Found:
         return "hangs"
     finally:
         file.write_text(whole, encoding="utf-8")
+    if done.returncode not in (0, 1):
+        raise LaunchError(
+            f"pytest could not run {' '.join(mutant.tests)}: {shown(done.stdout + done.stderr)}"
+        )
     return "found" if done.returncode == 1 else "not found"
+
+
+def shown(output: bytes) -> str:
+    """The last lines of what pytest said."""
+    return " ".join(output.decode(errors="replace").split()[-30:])
 
 
 def all_tried(mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, Found, float]]:

@@ -44,6 +44,12 @@ def test_a_line_that_is_not_there_is_named():
         mutants.Mutant("comm", "a.py", "x = 1", "x = 2", ("test_comm",)).broken("x = 1\nx = 1\n")
 
 
+def test_tests_that_cannot_run_are_no_fault_that_is_found(tmp_path):
+    (tmp_path / "a.py").write_text("return 1")
+    with pytest.raises(LaunchError, match=r"^pytest could not run test_gone: .*tests/test_gone\.py"):
+        mutants.tried(mutants.Mutant("", "a.py", "return 1", "return 2", ("test_gone",)), tmp_path)
+
+
 @pytest.mark.parametrize(("instead", "found"), [("return 2", "found"), ("return  1", "not found")])
 def test_a_fault_is_found_by_a_test_that_fails_and_is_mended_again(tmp_path, instead, found):
     (tmp_path / "tests").mkdir()
