@@ -27,8 +27,9 @@ class Stopped(BaseException):
 
 
 class Step(NamedTuple):
-    """A message along ``axis``, a decision on the flags that messages brought, or how many tokens
-    there are. Names, counts and indices alone: a step outlives the tensors that it moves.
+    """One step that all ranks of a sequence take together: a message along ``axis``, a decision on
+    the stop flags that messages brought (``DECISION``), or the number of tokens (``TOKENS``). It
+    holds names, counts and indices only, because a step outlives the tensors that it moves.
     """
 
     axis: str

@@ -188,8 +188,9 @@ def connect(
     """Make the mesh of ``layout``, and the communicators of each of its widths. Every rank must
     call it, after init_process_group where there are several.
 
-    ``tick`` is told how far a rank has come before it waits for the stage before it: further than
-    every rank of that stage, however many steps theirs takes. ``speeds``: as the mesh has them.
+    ``tick(steps)`` reports progress just before this rank blocks on the previous stage. The number
+    exceeds any that stage can report, so that the watchdog blames the earlier stage. ``speeds``: as
+    the mesh has them.
     """
     groups, shares = axis_groups(layout, rank), shares_of(layout, rank, speeds)
     sequence = SequenceComm(

@@ -167,9 +167,9 @@ class Blocks:
     ``self_attention_2``: the submodule that attends over the plan's ``also_attend_alone`` streams,
     in blocks that have one. ``control``: the key of the control dict whose residuals (B, L, C)
     ComfyUI adds to the stream that leaves, one behind each of these blocks, and only reads.
-    ``interleaved``: these blocks run among those of the containers before, and are given tokens
-    that are still whole, or local ones; of such a model no stage can hold a part. ``inserts``: what
-    runs between these blocks, or within them, and has arguments by tokens or by frames.
+    ``interleaved``: the model calls these blocks between those of earlier containers, with whole
+    tokens or with local ones. Such a model cannot be cut into pipeline stages. ``inserts``: modules
+    that run between these blocks, or within them, and take arguments by tokens or by frames.
     ``without_options``: the submodule whose forward calls ComfyUI's ``optimized_attention`` without
     ``transformer_options``.
 

@@ -83,9 +83,10 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class Keeping:
-    """How the ranks keep a model's weights, and why. ``nbytes``: at most so many on each device;
-    where they are offloaded, no more. ``leaves``: bytes that they leave free there; a run that
-    needs more has them kept anew. Without end where that changes nothing.
+    """How the ranks keep a model's weights, and why. ``nbytes``: the most that the weights take on
+    each device; offloaded weights take no more than that. ``leaves``: free bytes on each device
+    afterwards. A run that needs more reloads the model with less kept. Infinite where reloading
+    would change nothing.
     """
 
     kept: Kept = "whole"
