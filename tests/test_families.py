@@ -148,7 +148,7 @@ def test_flux_2_is_exact_with_a_second_timestep_for_its_references(bench, layout
 def test_a_cancel_inside_a_forward_reaches_every_rank_of_the_grid(bench, clients, monkeypatch, method):
     import comfy.model_management as mm
     import comfy.sample
-    from pipemesh.parallel_runtime.client import remote_patcher
+    from pipemesh.parallel_runtime.client import groups
 
     case = Case(PLAIN, method, "even", 12, 1.0, False, "euler")
     parallel = bench.parallel(case.heads, case.layout)
@@ -160,7 +160,7 @@ def test_a_cancel_inside_a_forward_reaches_every_rank_of_the_grid(bench, clients
     def a_few_blocks_in():
         return board.phase(0) == "computing" and board.progress(0) > began + 4
 
-    monkeypatch.setattr(remote_patcher, "interrupted", a_few_blocks_in)
+    monkeypatch.setattr(groups, "interrupted", a_few_blocks_in)
     latent = torch.zeros(1, 16, 64, 64)
     noise, prompt = comfy.sample.prepare_noise(latent, 7), conditioning(1, 13)
     with pytest.raises(mm.InterruptProcessingException), torch.inference_mode():
