@@ -75,39 +75,55 @@ def tried(mutant: Mutant, copy: Path) -> Found:
     file = copy / mutant.file
     whole = file.read_text(encoding="utf-8")
     file.write_text(mutant.broken(whole), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"]
-    command += [f"tests/{name}.py" for name in mutant.tests]
     try:
-        done = subprocess.run(
-            command,
-            cwd=copy,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        return "found" if first_failure(mutant.tests, copy, LIMIT_S) else "not found"
     except subprocess.TimeoutExpired:
         return "hangs"
     finally:
         file.write_text(whole, encoding="utf-8")
-    if done.returncode not in (0, 1):
-        raise LaunchError(
-            f"pytest could not run {' '.join(mutant.tests)}: {shown(done.stdout + done.stderr)}"
-        )
-    return "found" if done.returncode == 1 else "not found"
 
 
-def shown(output: bytes) -> str:
-    """The last lines of what pytest said."""
-    return " ".join(output.decode(errors="replace").split()[-30:])
+def first_failure(tests: Sequence[str], copy: Path, limit_s: float | None = None) -> str:
+    """Runs these test files in a copy of the checkout; returns the first test that fails, empty
+    where all pass. Raises LaunchError where tests cannot run, and subprocess.TimeoutExpired.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-rfE", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *(f"tests/{name}.py" for name in tests)],
+        cwd=copy,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=limit_s,
+        check=False,
+    )
+    if done.returncode == 0:
+        return ""
+    lines = done.stdout.splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR ")) and "::" in line]
+    if done.returncode != 1 or not failed:
+        raise LaunchError(f"pytest could not run {' '.join(tests)}: {' '.join([*lines, done.stderr][-5:])}")
+    return failed[0]
+
+
+def require_whole(mutants: Sequence[Mutant], copies: Sequence[Path]) -> None:
+    """Raises LaunchError where a test fails without any fault: then it finds nothing."""
+    names = sorted({name for one in mutants for name in one.tests})
+    shares = [share for number in range(len(copies)) if (share := names[number :: len(copies)])]
+    with ThreadPoolExecutor(len(copies)) as pool:
+        for failure in filter(None, pool.map(first_failure, shares, copies)):
+            raise LaunchError(f"Without any fault, {failure}: mend that first.")
 
 
 def all_tried(mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, Found, float]]:
     """Yields each mutant, in the order given, with what came of it and the seconds it took."""
     with tempfile.TemporaryDirectory(prefix="pipemesh-mutants-") as folder:
+        every = [copied(Path(folder, f"copy{number}")) for number in range(jobs)]
+        require_whole(mutants, every)
         copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(jobs):
-            copies.put(copied(Path(folder, str(number))))
+        for one_copy in every:
+            copies.put(one_copy)
 
         def one(mutant: Mutant) -> tuple[Mutant, Found, float]:
             copy, began = copies.get(), time.monotonic()

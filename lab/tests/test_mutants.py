@@ -44,10 +44,22 @@ def test_a_line_that_is_not_there_is_named():
         mutants.Mutant("comm", "a.py", "x = 1", "x = 2", ("test_comm",)).broken("x = 1\nx = 1\n")
 
 
-def test_tests_that_cannot_run_are_no_fault_that_is_found(tmp_path):
+def test_tests_that_cannot_run_or_fail_without_a_fault_are_no_fault_that_is_found(tmp_path):
+    gone = mutants.Mutant("", "a.py", "return 1", "return 2", ("test_gone",))
     (tmp_path / "a.py").write_text("return 1")
     with pytest.raises(LaunchError, match=r"^pytest could not run test_gone: .*tests/test_gone\.py"):
-        mutants.tried(mutants.Mutant("", "a.py", "return 1", "return 2", ("test_gone",)), tmp_path)
+        mutants.tried(gone, tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_gone.py").write_text("def test_one():\n    assert 0\n")
+    with pytest.raises(LaunchError, match=r"Without any fault, FAILED tests/test_gone\.py::test_one"):
+        mutants.require_whole([gone], [tmp_path])
+
+
+def test_of_the_checkout_as_it_is_nothing_is_found(tmp_path):
+    (one, *_) = (one for one in mutants.read() if one.tests == ("test_arena",))
+    copy = mutants.copied(tmp_path / "copy")
+    mutants.require_whole([one], [copy])
+    assert mutants.tried(one, copy) == "found"
 
 
 @pytest.mark.parametrize(("instead", "found"), [("return 2", "found"), ("return  1", "not found")])
