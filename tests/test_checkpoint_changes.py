@@ -252,3 +252,17 @@ def test_pages_are_whole_and_each_once():
         (2 * page, 2 * page),
         (20 * page, page),
     ]
+
+
+def test_a_loan_is_of_the_file_itself_and_of_no_other_at_its_path(tmp_path):
+    """A new version is written beside a checkpoint and renamed over it."""
+    path, newer = tmp_path / "model.safetensors", tmp_path / "newer"
+    for file in (path, newer):
+        file.write_bytes(b"weights")
+    lent = loan.Loan(str(path), "model.safetensors", torch.nn.Linear(1, 1))
+    try:
+        assert lent.is_of(str(path))
+        newer.replace(path)
+        assert not lent.is_of(str(path)) and lent.is_open
+    finally:
+        lent.close_if_unused()

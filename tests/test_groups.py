@@ -1,6 +1,7 @@
 """Branches and images of a batch in groups of ranks of their own: the same image as on one GPU."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from pipemesh.lab.commands.parity import Case, conditioning, empty_latent, mask_
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.run import Run
-from pipemesh.parallel_runtime.crossing.rows import batch_of, put_together, take
+from pipemesh.parallel_runtime.crossing.rows import Constants, batch_of, put_together, take
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
@@ -203,6 +204,14 @@ CASES = {  # sampling, and how often the groups compute how many rows of so many
         {((0,), 1, 16): 3, ((1,), 1, 16): 3, ((0, 1), 1, 16): 3},
     ),
 }
+
+
+def test_images_stay_together_where_a_nodes_code_in_the_blocks_may_look_at_the_batch():
+    constants = Constants(groups=2)
+    arguments = {"x": torch.zeros(4, 16, 8, 8), "transformer_options": {"cond_or_uncond": [0, 1]}}
+    for objects, rows in (({}, 4), ({"patch": 1}, 1), ({}, 4)):
+        constants.look(SimpleNamespace(in_block=SimpleNamespace(objects=objects)), [])
+        assert constants.batch_of(arguments).rows == rows
 
 
 @pytest.mark.cover(3)

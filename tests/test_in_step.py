@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.client.session import Resident, Session
 from pipemesh.parallel_runtime.comm.in_step import KEPT_KINDS, Expected, KnownSteps, Step, Stopped
+from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
@@ -400,3 +401,15 @@ def test_a_rank_that_does_not_know_what_all_have_confirmed_says_so_at_once():
         assert method.facts.messages_done == "some"
 
     played(layout, [Turn(act)], then=later)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [((0, 3), (False, 3)), ((0, 5), (False, 0)), ((0, 0), (False, 0)), ((1, 3), (True, 3))],
+)
+def test_ranks_rely_on_no_steps_that_one_of_them_does_not_know(theirs, told):
+    """Of two ranks, this one knows the steps of evaluation 3."""
+    failed, known = theirs
+    world = SimpleNamespace(largest=lambda flags: flags.maximum(torch.tensor([failed, known, -known])))
+    comm = SimpleNamespace(size=2, device_type="cpu", world=world)
+    assert SequenceComm._ask(comm, False, 3) == told
