@@ -10,7 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import SharedMemoryFull
-from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, MAX_RANKS, PHASES, Allocator, Arena, Board
+from pipemesh.parallel_runtime.wire.arena import (
+    BOARD_BYTES,
+    MAX_RANKS,
+    PHASES,
+    Allocator,
+    Arena,
+    Board,
+    identity,
+)
 from pipemesh.parallel_runtime.wire.segment import ALIGN, Segment, TensorRef, aligned, pack
 
 from .test_wire import DTYPES, bits, descriptors
@@ -301,3 +309,8 @@ def test_the_board_is_never_handed_out_and_survives_growth(arena):
     theirs = arena.segment.tensor(TensorRef(0, (BOARD_BYTES // 8,), "int64"))
     assert theirs[0] == 5
     assert theirs[8] == 1
+
+
+def test_tensors_of_one_address_and_shape_that_go_through_memory_in_another_order_are_two():
+    square = torch.arange(9.0).view(3, 3)
+    assert identity(square) != identity(square.t()) and identity(square) == identity(square.view(3, 3))

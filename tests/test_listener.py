@@ -19,6 +19,7 @@ import pytest
 from pipemesh.launcher.package import VERSION
 from pipemesh.launcher.pool.listener import SeldomLog, Unproved, accept
 from pipemesh.launcher.pool.rendezvous import store_key, version_conflict
+from pipemesh.parallel_runtime.wire.channel import HEADER
 from pipemesh.parallel_runtime.wire.tcp import (
     COMFYUI,
     LEADER,
@@ -89,6 +90,24 @@ def test_a_proof_sent_back_to_its_sender_is_refused():
     with pytest.raises(SecretRefused, match=r"^the other side holds another secret$"):
         prove(one, SECRET, COMFYUI, soon())
     echo.join()
+
+
+@pytest.mark.parametrize(
+    "header", [HEADER.pack(1 << 30, 0), HEADER.pack(2, 0) + b"no"], ids=["long", "other"]
+)
+def test_a_first_message_that_is_no_hello_ends_the_handshake_and_is_not_waited_for(header):
+    """Whatever length it announces."""
+    one, other = socket.socketpair()
+
+    def speak():
+        prove(other, SECRET, LEADER, soon())
+        other.sendall(header)
+
+    theirs = threading.Thread(target=speak)
+    theirs.start()
+    with pytest.raises(ConnectionError, match=r"^the other side does not say its version$"):
+        shake_hands(one, SECRET, COMFYUI, NEAR, DEADLINE_S)
+    theirs.join()
 
 
 def test_the_connection_waits_for_ever_once_hands_are_shaken():
