@@ -112,12 +112,16 @@ def on_one_gpu(comfyui: Path) -> dict[str, str]:
     return {name: WITHOUT_PLAN.get(name, NOT_YET) for name in transformers(comfyui) if name not in planned}
 
 
+# docs/FAMILIES.md is published, the laboratory is not
+DOCUMENTS = "https://github.com/pipemesh/pipemesh/blob/main/lab/docs"
+
+
 def at_published_size() -> list[str]:
     names = [one.name for family in FAMILIES for sample in family.samples for one in sample.form.released]
     text = "Released models of every family, by the names that `dryrun --family` and `plan --family` take"
     listed = ", ".join(f"`{name}`" for name in names)
     return textwrap.wrap(
-        f"{text} ([CUDA.md](../lab/docs/CUDA.md), [PLANNER.md](../lab/docs/PLANNER.md)): {listed}.",
+        f"{text} ([CUDA.md]({DOCUMENTS}/CUDA.md), [PLANNER.md]({DOCUMENTS}/PLANNER.md)): {listed}.",
         100,
         break_on_hyphens=False,
     )
