@@ -34,6 +34,7 @@ NAMES = (
     "quality",
     "distribution",
     "plan",
+    "against",
 )
 MIN_ROUNDS = 25
 ROW = "{:9}{:24}{:16}{:>12}  {:26}{:7}{:24}{}"
@@ -75,8 +76,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         nargs="*",
         default=(),
         metavar="WORD",
-        help="cells of quality with these words: patches=4 steps=28 euler",
+        help="cells of quality with these words: patches=4 steps=28 euler; cases of against",
     )
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, for against")
     options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: choose 1 or more")
@@ -105,6 +107,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
                 pictures=options.pictures,
                 prompts=options.prompts,
                 only=tuple(options.only),
+                against=options.against,
             )
         )
         while True:

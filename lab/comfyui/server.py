@@ -142,7 +142,7 @@ class ComfyServer(ComfyApi):
                 pass
             try:
                 # The pause between two attempts ends early if the process does
-                code = self._running.wait(0.1)
+                code = self._running.wait(0.02)
             except subprocess.TimeoutExpired:
                 continue
             raise ServerError(

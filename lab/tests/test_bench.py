@@ -10,14 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pipemesh.lab.bench import against, hop, load, mixed, pipefusion, plan, sp
 from pipemesh.lab.bench import command as bench
 from pipemesh.lab.bench import compile as compile_bench
-from pipemesh.lab.bench import hop, load, mixed, pipefusion, plan, sp
 from pipemesh.lab.bench.capacity import capacity
 from pipemesh.lab.bench.figures import Estimate, Figure, Goal, Options, estimate, exactly, number, percentile
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing
 from pipemesh.lab.bench.lockstep import Phase, Ranks, merge
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
+from pipemesh.launcher.errors import LaunchError
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.families.sample import Size
@@ -198,6 +199,27 @@ def test_every_name_is_a_module_with_a_bench(name):
     import importlib
 
     assert callable(importlib.import_module(f"pipemesh.lab.bench.{name}").bench)
+
+
+def test_two_checkouts_are_timed_in_turns_each_first_as_often():
+    asked = []
+
+    def side(name, seconds):
+        return lambda seed: asked.append((seed, name)) or seconds
+
+    sides = {"here": side("here", 3.0), "there": side("there", 4.0), "none": side("none", 2.0)}
+    rounds = against.in_turns(2, sides)
+    assert asked == [
+        (1, "here"),
+        (1, "there"),
+        (1, "none"),
+        (2, "none"),
+        (2, "there"),
+        (2, "here"),
+    ]
+    assert (against.run_ratio(rounds), against.added_ratio(rounds)) == (0.75, 0.5)
+    with pytest.raises(LaunchError, match="--against FOLDER"):
+        next(against.bench(Options(host=host())))
 
 
 def host():
