@@ -135,7 +135,7 @@ class Degrees:
         """The number of parts that the model's blocks are cut into."""
         return self.pipefusion
 
-    @property
+    @cached_property
     def parts_of_batches(self) -> int:
         """The number of groups that the images of one batch go to."""
         return prod(getattr(self, axis.name) for axis in AXES if axis.parts_batches)
@@ -150,7 +150,7 @@ class Degrees:
         """Whether ranks attend to a part of the keys at a time, and merge the outputs."""
         return any(axis.merges_parts for axis in self.used())
 
-    @property
+    @cached_property
     def widths(self) -> tuple[int, ...]:
         """The numbers of neighbouring groups that can compute a forward as one, smallest first.
 

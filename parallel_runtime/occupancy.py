@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,19 +30,11 @@ class Span:
 
 def waited_most(submissions: Iterable[Mapping[int, Span]]) -> dict[str, float]:
     """Return the seconds that a rank waited for messages, by axis: of the one that did so most."""
-    of_rank: dict[int, list[Mapping[str, float]]] = {}
+    of_rank: dict[int, Counter[str]] = {}
     for spans in submissions:
         for rank, span in spans.items():
-            of_rank.setdefault(rank, []).append(span.by_axis)
-    return max(map(added_up, of_rank.values()), key=lambda waited: sum(waited.values()), default={})
-
-
-def added_up(seconds: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for by_axis in seconds:
-        for axis, more in by_axis.items():
-            total[axis] = total.get(axis, 0.0) + more
-    return total
+            of_rank.setdefault(rank, Counter()).update(span.by_axis)
+    return dict(max(of_rank.values(), key=lambda waited: sum(waited.values()), default={}))
 
 
 def busy_shares(submissions: Sequence[Mapping[int, Span]]) -> list[float]:

@@ -80,7 +80,7 @@ class Asking:
 
     def __init__(self, turns):
         self._turns, self._asked = turns, -1
-        self._session = Session(SimpleNamespace(arena=None))
+        self._session = Session(SimpleNamespace(arena=None, facts=SimpleNamespace(speeds=())), Layout())
         self._session.models = {name: Resident() for name in WAYS}
 
     def arrive(self, rank, place):

@@ -102,8 +102,8 @@ def test_how_far_a_run_is_and_how_long_it_takes_still_is_told_and_why_it_ended_e
     runtime.times._stepped[run] = Stepped(5, 20, 2.0)
     assert status_of(runtime, AUTO).current_run.steps.left_s == 30.0
     pool.runs._open["model"] = run
-    with pytest.raises(PoolFailed), pool.runs.noting_faults("model"):
-        raise PoolFailed("Rank 1 on cpu was killed: run again.\nLast lines of rank 1:\n  its last words")
+    lost = PoolFailed("Rank 1 on cpu was killed: run again.\nLast lines of rank 1:\n  its last words")
+    pool.runs.note_fault("model", lost)
     pool.runs.end("model")
     (ended,) = status_of(runtime, AUTO).last_runs
     assert (ended.steps.done, ended.steps.total, ended.steps.left_s) == (5, 20, None)

@@ -7,18 +7,17 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from ..errors import OutOfMemory, RunCancelled
+from ..errors import RunCancelled
 from ..planner.beside import beside_bytes
 from ..planner.counts import Counts, NotCounted, longest, rounded
 from ..planner.keeping import LEFT_FREE
 from .residency import Residency
 from .session import Sessions
 
-T = TypeVar("T")
 log = logging.getLogger("pipemesh")
 
 
@@ -45,22 +44,6 @@ class Beside:
         return max(
             LEFT_FREE, self._more.get(model, 0), self._needed(model, sampled) if sampled is not None else 0
         )
-
-    def with_room(self, model: str, attempt: Callable[[], T], *, again: bool) -> T:
-        """Calls ``attempt``, an evaluation, and where the ranks run out of memory ``again`` after
-        their weights leave more free. Else the error says that they will.
-        """
-        while True:
-            try:
-                return attempt()
-            except OutOfMemory as error:
-                if not self.leave_more(model):
-                    raise
-                if not again:
-                    raise OutOfMemory(
-                        f"{error} The weights left it too little: run again, and they will leave more free."
-                    ) from error
-                log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
 
     def leave_more(self, model: str) -> bool:
         """Releases a model whose weights left too little free, so that they are loaded anew and

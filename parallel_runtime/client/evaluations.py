@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..errors import ModelError, PoolFailed, RunCancelled
-from ..families.plan import COMPILE
+from ..errors import ModelError, OutOfMemory, PoolFailed, RunCancelled
 from ..patches import Part
 from ..planner.balance import StageBalance
 from ..wire.arena import Frame, identity
@@ -84,31 +83,32 @@ class Evaluations:
         Returns own tensors.
         """
         began = time.perf_counter()
-
-        def attempt() -> list[tuple[Any, Answers]]:
-            try:
-                tickets = [
-                    self.submit(run, work, Part(run.id, run.number_of(work.branch)), assume=True, began=began)
-                    for work in works
-                ]
-                if not all([ticket.written.is_right() for ticket in tickets]):
-                    self._retract(tickets, interrupted)
-                    return []
-                return [self._answered(ticket, interrupted) for ticket in tickets]
-            except OutputTooLarge as error:
-                self.abandon()
-                self._growth[run.model] = error.growth
-                return []
-            except BaseException:
-                self.abandon()
-                raise
-
+        answered: list[tuple[Any, Answers]] = []
         with one_thread():
-            answered: list[tuple[Any, Answers]] = []
             while not answered:
-                answered = self._residency.retry_with_room(run.model, attempt)
+                try:
+                    tickets = [
+                        self.submit(
+                            run, work, Part(run.id, run.number_of(work.branch)), assume=True, began=began
+                        )
+                        for work in works
+                    ]
+                    if all([ticket.written.is_right() for ticket in tickets]):
+                        answered = [self._answered(ticket, interrupted) for ticket in tickets]
+                    else:
+                        self._retract(tickets, interrupted)
+                except OutputTooLarge as error:
+                    self.abandon()
+                    self._growth[run.model] = error.growth
+                except OutOfMemory:
+                    self.abandon()
+                    if not self._residency.make_room(run.model, of_runs=True):
+                        raise
+                except BaseException:
+                    self.abandon()
+                    raise
         run.evaluations.append(
-            measured(began, [replies for _, replies in answered], None, compiles(works[0].arguments))
+            measured(began, [replies for _, replies in answered], None, works[0].arguments)
         )
         return [output for output, _ in answered]
 
@@ -124,7 +124,9 @@ class Evaluations:
         attempt; now, where there was none. Raises PoolFailed.
         """
         arguments = work.arguments
-        session = self._sessions.latest if self.in_flight else self._sessions.live
+        session = self._sessions.latest
+        if session is None or not session.tickets:
+            session = self._sessions.live
         if session is None:
             raise PoolFailed(
                 "The pool was lost in the middle of a run: run again, a fresh one will be started."
@@ -145,6 +147,7 @@ class Evaluations:
             frame.release()
             raise
         ranks = work.ranks or session.pool.facts.everyone
+        kind = hash((written.kind, part.patch))
         ticket = Ticket(
             session.pool.next_request(),
             run,
@@ -155,6 +158,7 @@ class Evaluations:
             out.nbytes,
             latents[0].device,
             began,
+            kind,
         )
         session.tickets.append(ticket)
         request = Forward(
@@ -166,8 +170,8 @@ class Evaluations:
             out=out,
             part=part,
             width=work.width,
-            kind=ticket.kind,
-            confirmed=session.confirmed(run.model, ticket.kind, ranks),
+            kind=kind,
+            confirmed=session.confirmed(run.model, kind, ranks),
         )
         try:
             session.pool.submit(request, ranks)
@@ -185,7 +189,7 @@ class Evaluations:
         block_s = (reply.block_s for reply in replies.values())
         self._balance.learn(ticket.run.model, ticket.part, block_s, self._sessions.speeds_of_stages(replies))
         ticket.run.evaluations.append(
-            measured(ticket.began, [replies], ticket.part, compiles(ticket.written.arguments))
+            measured(ticket.began, [replies], ticket.part, ticket.written.arguments)
         )
         return output
 
@@ -209,7 +213,8 @@ class Evaluations:
         else:
             output = self._own_tensors(session, ticket, reply)
         self._done_with(session, ticket)
-        self._residency.release_leaving(session)
+        if session.leaving:
+            self._residency.release_leaving(session)
         return output, replies
 
     def _fetch(
@@ -270,11 +275,6 @@ class Evaluations:
         ticket.out.release()
         if not any(other.written is ticket.written for other in session.tickets):
             ticket.written.frame.release()
-
-
-def compiles(arguments: Mapping[str, Any]) -> bool:
-    """Returns whether an evaluation with these arguments is of a MODEL that is to be compiled."""
-    return COMPILE in arguments.get("transformer_options", {})
 
 
 def chosen_in(options: Mapping[str, Any]) -> list[tuple[str, Any]]:

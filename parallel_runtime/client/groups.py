@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from comfy.patcher_extension import WrappersMP
 
 from ..branches import plan_branches
-from ..comm.shares import group_speeds
 from ..crossing.rows import Constants, put_together, take
 from .branch import SampleCall
 from .conds import Conds, WithRoom
 from .evaluations import Work
-from .interrupt import interrupted, interrupting
+from .interrupt import interrupted
 from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY
 
@@ -36,6 +36,7 @@ class InGroups:
         self._model = model
         self._constants = Constants(pool.layout.groups)
         self._can_join = can_join
+        self._plan = lru_cache(maxsize=32)(plan_branches)  # alike in all evaluations of a run, as a rule
         self._conds = Conds(self._compute, self._constants, with_room=with_room)
         self.output_of = self._conds.output_of
 
@@ -49,29 +50,24 @@ class InGroups:
     def begin_run(self) -> None:
         """Ranks keep nothing from one evaluation to the next."""
 
-    @interrupting
     def _compute(self, calls: Sequence[SampleCall]) -> list[Any]:
         pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants
-        batches = [constants.batch_of(call.arguments) for call in calls]
-        speeds = group_speeds(pool.speeds, pool.layout.groups)
-        plan = plan_branches(batches, pool.layout.groups, self._widths(), speeds)
+        batches = tuple(constants.batch_of(call.arguments) for call in calls)
+        session = pool.sessions.latest
+        speeds = session.group_speeds if session is not None else ()
+        held = session.models.get(self._model) if session is not None else None
+        # Parts of blocks are gathered within a group
+        apart = not self._can_join or (held is not None and held.weights.kept == "sharded")
+        plan = self._plan(batches, pool.layout.groups, (1,) if apart else pool.layout.widths, speeds)
         works = []
         for number, start, end, group in plan.shares:
-            call, batch = calls[number], batches[number]
-            branch = call.branch if end - start == batch.rows else replace(call.branch, rows=(start, end))
-            rows = take(call.arguments, start, end, batch, constants.names)
+            rows, branch = calls[number].arguments, calls[number].branch
+            if end - start < batches[number].rows:
+                rows = take(rows, start, end, batches[number], constants.names)
+                branch = replace(branch, rows=(start, end))
             works.append(Work(rows, branch, pool.layout.members(group, plan.width), plan.width))
         outputs = pool.evaluations.dispatch(run, works, interrupted)
         pieces: list[list[Any]] = [[] for _ in calls]
         for share, output in zip(plan.shares, outputs, strict=True):
             pieces[share.evaluation].append(output)
         return [put_together(of_one) for of_one in pieces]
-
-    def _widths(self) -> tuple[int, ...]:
-        """Returns the numbers of neighbouring groups that can share a sequence of this model: parts
-        of blocks are gathered within a group.
-        """
-        session, widths = self._pool.session, self._pool.layout.widths
-        held = session.models.get(self._model) if session is not None else None
-        apart = not self._can_join or (held is not None and held.weights.kept == "sharded")
-        return widths[:1] if apart else widths

@@ -6,7 +6,6 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from ..branches import Batch
-from ..comm.shares import group_speeds
 from ..crossing.rows import Constants, put_together, take
 from ..patches import Part, Patch
 from .branch import SampleCall
@@ -44,9 +43,9 @@ class PipelineBackend:
         """Starts it for every group that computes some of its rows. A group computes the same rows
         in all of the run, because it keeps their keys and values.
         """
-        run, layout = self._pool.runs.of(self._model), self._pool.layout
+        run, layout, session = self._pool.runs.of(self._model), self._pool.layout, self._pool.sessions.latest
         batch, branch = self.constants.batch_of(call.arguments), call.branch
-        speeds, tickets = group_speeds(self._pool.speeds, layout.groups), []
+        speeds, tickets = session.group_speeds if session is not None else (), []
         with one_thread():
             for start, end in batch.pieces(
                 layout.parts_of_batches,

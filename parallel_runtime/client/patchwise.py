@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Patchwise:
                 " them, so choose 1 or more."
             )
         self._backend = backend
-        self._patch_size = patch_size
+        self._patch_size = patch_size if isinstance(patch_size, int) else tuple(patch_size)
         self._plan = plan
         self._text = 0  # tokens that go with the first patch in this run
         self._patching = patching
@@ -220,8 +221,16 @@ class Patchwise:
         return (None,) if whole else self._cut(next(iter(arguments.values())).shape)[1]
 
     def _cut(self, shape: torch.Size) -> tuple[TokenGrid, tuple[Patch, ...]]:
-        grid = TokenGrid.of(shape, self._patch_size)
-        return grid, grid.cut(self._patching.patches, self._text)
+        return cut_latent(shape, self._patch_size, self._patching.patches, self._text)
+
+
+@lru_cache(maxsize=32)
+def cut_latent(
+    shape: torch.Size, patch_size: int | tuple[int, ...], patches: int, text: int
+) -> tuple[TokenGrid, tuple[Patch, ...]]:
+    """Cuts a latent of this shape, as all evaluations of a run have it."""
+    grid = TokenGrid.of(shape, patch_size)
+    return grid, grid.cut(patches, text)
 
 
 def text_tokens(conds: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> int:

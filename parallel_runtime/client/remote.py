@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from ..checkpoint import check_mapped
 from ..crossing.source import Source
+from ..errors import PipeMeshError, PoolFailed, Refused
 from ..weights.quantised import stored_bytes
 from .beside import Sampled
-from .file_of_ranks import FileOfRanks
 from .groups import InGroups
 from .interrupt import held
 from .patchwise import Patchwise
@@ -40,6 +41,7 @@ class Remote:
     ):
         self.pool = pool
         self.source = source
+        self.model = source.model  # its name in the pool
         self.holds_ui_device = holds_ui_device
         self.activations = activations
         self.sampling = sampling
@@ -47,15 +49,6 @@ class Remote:
         self.weights = weights
         self.free_bytes: int | None = None  # in the rank that has least, when the run began
         self.sampled: Sampled | None = None  # what this run is of
-
-    @property
-    def model(self) -> str:
-        """Returns the model's name in the pool."""
-        return self.source.model
-
-    @property
-    def file(self) -> FileOfRanks:
-        return FileOfRanks(self.source.file, self.release)
 
     def share_of(self, diffusion_model: torch.nn.Module) -> int:
         """Returns the bytes of weights on the UI's own device once ranks have loaded the model, and
@@ -81,7 +74,7 @@ class Remote:
 
     def begin_run(self) -> None:
         """Begins a run in the pool. Raises Refused for a checkpoint that was overwritten."""
-        self.file.require_same()
+        self.require_same_file()
         with held(self.pool.turn):
             self.pool.runs.begin(self.model)
         self.recut()
@@ -90,11 +83,30 @@ class Remote:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Inside, ranks compute for a run of the model. Raises Refused for a checkpoint that was
-        overwritten meanwhile.
+        """Inside, ranks load the model or compute with it, on the pages of its file. Raises Refused
+        where the file was overwritten by then, also in place of the death of a rank, of pages that
+        the file has lost. Keeps for the report why a run cannot go on.
         """
-        with self.pool.runs.noting_faults(self.model), self.file.being_read():
-            yield
+        try:
+            try:
+                yield
+            except PoolFailed:
+                self.require_same_file()
+                raise
+            self.require_same_file()
+        except PipeMeshError as error:
+            self.pool.runs.note_fault(self.model, error)
+            raise
+
+    def require_same_file(self) -> None:
+        """Raises Refused where the checkpoint was overwritten while the ranks had it mapped: then
+        they hold some of each, and release the model.
+        """
+        try:
+            check_mapped(self.source.file)
+        except Refused:
+            self.release()
+            raise
 
     def sampler_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """A SAMPLER_SAMPLE wrapper: evaluations of groups and of patches are not collected where

@@ -47,7 +47,8 @@ class RemoteForward:
                 "The parallelized MODEL is gone while its forward is still in place: run the workflow again."
             )
         self.calls += 1
-        self.require_unchanged()
+        if patcher.watch is not None:
+            patcher.watch.check()
         return patcher.sample_call(self._bind(args, kwargs))
 
     def require_unchanged(self) -> None:
@@ -55,12 +56,6 @@ class RemoteForward:
         patcher = self._patcher()
         if patcher is not None and patcher.watch is not None:
             patcher.watch.check()
-
-
-def forward_of(model: Any) -> RemoteForward | None:
-    """The remote forward in place in a BaseModel, None where another clone of it is loaded."""
-    forward = in_place_of_forward(model)
-    return forward if isinstance(forward, RemoteForward) else None
 
 
 def in_place_of_forward(model: Any) -> Any:
@@ -72,24 +67,20 @@ def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     """An APPLY_MODEL wrapper. Raises Refused where the transformer was evaluated by other code than
     the remote forward. A cache may skip it, but not in the first evaluation of a run.
     """
-    forward = forward_of(executor.class_obj)
-    if forward is None:
-        refuse_replaced(executor.class_obj)
+    model = executor.class_obj
+    forward = in_place_of_forward(model)
+    if not isinstance(forward, RemoteForward):
+        if forward is not None:
+            what = f"has its method {forward_name(model.diffusion_model)} replaced in place"
+            raise refusal("", what, forward)
         return executor(*args, **kwargs)
     before = forward.calls
     output = executor(*args, **kwargs)
     if forward.calls == before:
         forward.require_unchanged()
         if not before:
-            raise _unused(executor.class_obj.current_patcher)
+            raise _unused(model.current_patcher)
     return output
-
-
-def refuse_replaced(model: Any) -> None:
-    """Raises Refused where other code stands in the place of the remote forward."""
-    instead = in_place_of_forward(model)
-    if instead is not None:
-        raise refusal("", f"has its method {forward_name(model.diffusion_model)} replaced in place", instead)
 
 
 def outer_sample(
@@ -106,8 +97,13 @@ def outer_sample(
     """
     output = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
     patcher = executor.class_obj.model_patcher
-    forward = forward_of(patcher.model)
-    if forward is not None and not forward.calls and len(sigmas) > 1 and any(_between(patcher)):
+    forward = in_place_of_forward(patcher.model)
+    if (
+        isinstance(forward, RemoteForward)
+        and not forward.calls
+        and len(sigmas) > 1
+        and any(_between(patcher))
+    ):
         raise _unused(patcher)
     return output
 

@@ -7,8 +7,9 @@ guider or wrapper that calls the model calls the right forward.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from ..crossing.options import crossing_options, hand_over_compilation, without_
 from ..crossing.prepared_text import text_patch
 from ..crossing.rows import Constants
 from ..crossing.source import describe_source, state_source
-from ..errors import Refused
+from ..errors import OutOfMemory, Refused
 from ..forward import PREFIX, forward_patch
 from ..planner.keeping import ModelBytes, WeightsWish
 from ..refusals import require_plan, require_whole_groups
@@ -52,6 +53,8 @@ from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY
 from .wait import waited_for
 
+log = logging.getLogger("pipemesh")
+
 
 class RemotePatcher(ModelPatcher):
     """A ModelPatcher that computes in a pool. ``clone()`` keeps the class, so LoRA, ModelSampling
@@ -65,6 +68,7 @@ class RemotePatcher(ModelPatcher):
     # A name of its content, and what ranks put into place beside weight patches
     objects: tuple[str, dict] = ("", {})
     in_block: InBlockPatches | None = None  # what ranks get of the nodes' code
+    rebuilt: Sequence[str] = ()  # the arguments that ranks make anew, of the model's plan
 
     def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
         made = super().clone(*args, **kwargs)
@@ -100,6 +104,7 @@ class RemotePatcher(ModelPatcher):
         """
         return super().get_free_memory(device) if self.remote.free_bytes is None else self.remote.free_bytes
 
+    @interrupting
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> int:
@@ -131,7 +136,7 @@ class RemotePatcher(ModelPatcher):
                 {**weights.changed_tensors(self.model.diffusion_model), **objects, **in_block.objects},
             )
             self.remote.recut()
-            with self.remote.file.being_read():
+            with self.remote.computing():
                 bring_up(self)
             self.patch_model(load_weights=False)
         return self.loaded_size() - before
@@ -159,6 +164,7 @@ class RemotePatcher(ModelPatcher):
                 device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights
             )
             watched = self.remote.source.attributes.watched(model.diffusion_model)
+            self.rebuilt = require_plan(model.diffusion_model).rebuilt
             self.watch = Watch(
                 model.diffusion_model,
                 (*ours.values(), *own.values()),
@@ -213,13 +219,12 @@ class RemotePatcher(ModelPatcher):
         self.hook_set = ("", {})
         self.current_hooks = None
 
-    @interrupting
     def sample_call(self, arguments: dict[str, Any]) -> Any:
         """Returns the output of one evaluation, computed in the pool."""
         options = arguments.get("transformer_options", {})
         branch = Branch.of(options)
         arguments = {**arguments, "transformer_options": crossing_options(options, self.in_block)}
-        arguments = without_rebuilt(arguments, require_plan(self.model.diffusion_model).rebuilt)
+        arguments = without_rebuilt(arguments, self.rebuilt)
         return with_room(
             self,
             lambda: self.remote.sampling.output_of(
@@ -228,24 +233,30 @@ class RemotePatcher(ModelPatcher):
         )
 
 
+@interrupting
 def with_room(patcher: RemotePatcher, compute: Callable[[], Any]) -> Any:
     """Returns what ``compute`` returns: outputs of evaluations. Brings the pool up first where it
     failed, was closed or serves another clone, and again with more memory left free where an
     evaluation needs that.
     """
     remote = patcher.remote
-
-    def attempt() -> Any:
-        # Else nothing has changed, but for a loss that those in flight tell of
-        if not remote.pool.evaluations.in_flight:
-            bring_up(patcher)
-        return compute()
-
     with remote.computing():
-        return remote.pool.beside.with_room(remote.model, attempt, again=remote.sampling.can_repeat)
+        while True:
+            try:
+                # Else nothing has changed, but for a loss that those in flight tell of
+                if not remote.pool.evaluations.in_flight:
+                    bring_up(patcher)
+                return compute()
+            except OutOfMemory as error:
+                if not remote.pool.beside.leave_more(remote.model):
+                    raise
+                if not remote.sampling.can_repeat:
+                    raise OutOfMemory(
+                        f"{error} The weights left it too little: run again, and they will leave more free."
+                    ) from error
+                log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
 
 
-@interrupting
 def bring_up(patcher: RemotePatcher) -> None:
     """Has every rank hold the model under exactly this clone's weight patches and object
     patches; begins again where the pool is lost on the way.
@@ -256,7 +267,8 @@ def bring_up(patcher: RemotePatcher) -> None:
     patcher.patches_id = f"{hook_id or patcher.patches_uuid.hex}{objects_id}" if patched or objects else ""
     residency, model = patcher.remote.pool.residency, patcher.remote.model
     patcher.remote.pool.sessions.settle(interrupted)
-    patcher.remote.pool.runs.end_owed()
+    if patcher.remote.pool.runs.owed:
+        patcher.remote.pool.runs.end_owed()
     while not residency.is_ready(model, patcher.patches_id):
         state = partial(state_source, patcher, patcher.remote.source.weights)
         wish = WeightsWish(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from ..layout import Layout
 from ..planner.balance import StageBalance
 from ..planner.counts import Counts, nobody
 from ..weights.weight_patches import Digests
@@ -36,24 +35,13 @@ class RemotePool:
         self.turn = turn or threading.Lock()
         self.wait: Wait = wait or NoWait()
         self.sessions = Sessions(handle)
+        self.layout = handle.layout
         self.runs = Runs(self.sessions)
         balance = StageBalance()
         self.residency = Residency(self.sessions, self.runs, balance, shares_weights)
         self.evaluations = Evaluations(self.sessions, self.residency, balance)
         self.beside = Beside(self.sessions, self.residency, counts or Counts(nobody))
         self.digests = Digests()  # of LoRAs under hooks
-
-    @property
-    def layout(self) -> Layout:
-        return self.sessions.layout
-
-    @property
-    def speeds(self) -> tuple[int, ...]:
-        """Returns the speeds of the ranks' devices in percent of the fastest; empty where they are
-        alike.
-        """
-        session = self.session
-        return session.pool.facts.speeds if session is not None else ()
 
     @property
     def session(self) -> Session | None:

@@ -222,7 +222,7 @@ class Residency:
         if session is None or model not in session.models:
             return
         if session.tickets:
-            session.models[model].leaving = True
+            session.leaving.append(model)
             return
         del session.models[model]
         try:
@@ -234,12 +234,8 @@ class Residency:
 
     def release_leaving(self, session: Session) -> None:
         """Releases what was to go while evaluations were in flight, once none is."""
-        for model in (
-            [name for name, resident in list(session.models.items()) if resident.leaving]
-            if not session.tickets
-            else ()
-        ):
-            self.release(model)
+        while session.leaving and not session.tickets:
+            self.release(session.leaving.pop())
 
     def recut(
         self, model: str, asked: Sizes, weights: str = "whole", left_free: Callable[[], int] = least

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from ..branches import first_done
-from ..occupancy import Span, added_up
+from ..families.plan import COMPILE
+from ..occupancy import Span
 from ..patches import Part
 from ..schedule import Submission
 from ..wire.messages import Done
@@ -88,7 +92,10 @@ def submissions(evaluations: Iterable[Evaluation]) -> list[Submission]:
 
 
 def measured(
-    began: float, answers: Sequence[Mapping[int, Done]], part: Part | None, compiles: bool = False
+    began: float,
+    answers: Sequence[Mapping[int, Done]],
+    part: Part | None,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Evaluation:
     """Sums up the ranks' answers to what was submitted together and ended just now."""
     of_rank: dict[int, list[Done]] = {}
@@ -96,21 +103,23 @@ def measured(
         for rank, reply in replies.items():
             of_rank.setdefault(rank, []).append(reply)
     seconds = time.perf_counter() - began
+    spans, computed_s, exchange_s = {}, [], []
+    for rank, replies in sorted(of_rank.items()):
+        by_axis: Counter[str] = Counter()
+        for reply in replies:
+            by_axis.update(reply.waited_s)
+        computed_s.append(sum(reply.compute_s for reply in replies))
+        exchange_s.append(sum(by_axis.values()))
+        start, end = replies[0].began_s, replies[-1].began_s + replies[-1].compute_s
+        # Between its answers a rank waited for requests
+        spans[rank] = Span(start, end, exchange_s[-1] + end - start - computed_s[-1], dict(by_axis))
     return Evaluation(
         seconds=seconds,
-        hop_s=seconds - max(sum(reply.compute_s for reply in replies) for replies in of_rank.values()),
-        exchange_s=max(sum(reply.exchange_s for reply in replies) for replies in of_rank.values()),
+        hop_s=seconds - max(computed_s),
+        exchange_s=max(exchange_s),
         sent_bytes=max(sum(reply.sent_bytes for reply in replies) for replies in of_rank.values()),
         began=began,
         part=part,
-        spans={rank: span_of(replies) for rank, replies in sorted(of_rank.items())},
-        compiles=compiles,
+        spans=spans,
+        compiles=COMPILE in arguments.get("transformer_options", {}),
     )
-
-
-def span_of(replies: Sequence[Done]) -> Span:
-    """Returns the time in which one rank was at work on all of these."""
-    began, ended = replies[0].began_s, replies[-1].began_s + replies[-1].compute_s
-    idle = ended - began - sum(reply.compute_s for reply in replies)
-    by_axis = added_up(reply.waited_s for reply in replies)
-    return Span(began, ended, sum(by_axis.values()) + idle, by_axis)

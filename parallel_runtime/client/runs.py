@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,7 +29,7 @@ class Runs:
         self._sessions = sessions
         self._ids = count(1)
         self._open: dict[str, Run] = {}
-        self._owed: list[str] = []  # models of ended runs, until their ranks have heard of it
+        self.owed: list[str] = []  # models of ended runs, until their ranks have heard of it
         self._sums: WeakKeyDictionary[Run, dict[Hashable, Any]] = WeakKeyDictionary()
         self.faults: WeakKeyDictionary[Run, str] = WeakKeyDictionary()  # why runs ended early, in a sentence
         self.recent: deque[Run] = deque(maxlen=KEPT)  # the newest last
@@ -76,17 +75,10 @@ class Runs:
         if run.branches:
             run.restart(next(self._ids))
 
-    @contextmanager
-    def noting_faults(self, model: str) -> Iterator[None]:
-        """Keeps why the run that ``model`` is in cannot go on, where that is told inside."""
-        try:
-            yield
-        except RunCancelled:
-            raise
-        except PipeMeshError as error:
-            if model in self._open:
-                self.faults[self._open[model]] = str(error).partition("\n")[0]
-            raise
+    def note_fault(self, model: str, error: PipeMeshError) -> None:
+        """Keeps why the run that ``model`` is in cannot go on, unless users cancelled it."""
+        if model in self._open and not isinstance(error, RunCancelled):
+            self.faults[self._open[model]] = str(error).partition("\n")[0]
 
     def once(self, run: Run, what: Hashable, sum_up: Callable[[], T]) -> T:
         """Returns what is summed up of a run, under a name: of one that has ended that is done
@@ -110,7 +102,7 @@ class Runs:
         if run is None:
             return
         run.ended_s = time.time()
-        self._owed.append(model)
+        self.owed.append(model)
         self.end_owed()
         for joined in run.joined:
             self.end(joined)
@@ -119,9 +111,9 @@ class Runs:
         """Has the ranks free what they keep of ended runs, unless they are still busy. Call it
         again once they have left what was in flight.
         """
-        session = self._sessions.live if self._owed else None
-        while self._owed and (session is None or session.pool.idle):
-            model = self._owed.pop()
+        session = self._sessions.live if self.owed else None
+        while self.owed and (session is None or session.pool.idle):
+            model = self.owed.pop()
             if session is not None and model in session.models:
                 tell(session, model)
 

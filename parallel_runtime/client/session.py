@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..comm.shares import stage_speeds
+from ..comm.shares import group_speeds, stage_speeds
 from ..errors import PoolFailed
 from ..layout import Layout
 from ..patches import Part
@@ -81,9 +81,9 @@ class ResidentState(Enum):
 class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
     empty: as many each. ``weights``: what was asked for of them, and what came of it. ``sets``: the
-    bytes of each set of patched weights that ranks keep, least recently used first. ``leaving``: to
-    be released when nothing is in flight. ``confirmed``: which steps of a kind of evaluation all
-    these ranks have told that they know; they have had memory for the messages since.
+    bytes of each set of patched weights that ranks keep, least recently used first. ``confirmed``:
+    which steps of a kind of evaluation all these ranks have told that they know; they have had
+    memory for the messages since.
     """
 
     stages: tuple[int, ...] = ()
@@ -92,7 +92,6 @@ class Resident:
     state: ResidentState = ResidentState.LOADING
     patches_id: str = ""
     sets: dict[str, int] = field(default_factory=dict)
-    leaving: bool = False
     confirmed: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
 
 
@@ -100,7 +99,7 @@ class Resident:
 class WrittenArguments:
     """The arguments of an evaluation as they lie in the arena. ``is_right`` tells whether
     conditioning that was assumed to be known is. ``places`` of conditioning, by ``identity``.
-    ``kind``: equal where ranks exchange the same messages, as a rule.
+    ``kind`` is the same hash for all evaluations of such names, shapes and switches.
     """
 
     arguments: dict[str, Any]
@@ -126,10 +125,7 @@ class Ticket:
     out_bytes: int
     device: torch.device
     began: float
-
-    @property
-    def kind(self) -> int:
-        return hash((self.written.kind, self.part.patch))
+    kind: int  # equal where ranks exchange the same messages, as a rule
 
 
 class Session:
@@ -137,11 +133,15 @@ class Session:
     first.
     """
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: Pool, layout: Layout):
         self.pool = pool
+        # Of groups and of stages; empty where they are alike
+        self.group_speeds = group_speeds(pool.facts.speeds, layout.groups)
+        self.stage_speeds = stage_speeds(layout, pool.facts.speeds)
         self.conditioning = ConditioningCache(pool.arena)
         self.models: dict[str, Resident] = {}
         self.tickets: list[Ticket] = []  # submitted and not collected
+        self.leaving: list[str] = []  # models to be released when nothing is in flight
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
 
@@ -198,7 +198,7 @@ class Sessions:
         self.settle(interrupted)
         pool = self._handle.ensure(interrupted)
         if self.latest is None or self.latest.pool is not pool:
-            self.latest = Session(pool)
+            self.latest = Session(pool, self.layout)
         return self.latest
 
     def speeds_of_stages(self, ranks: Iterable[int] = ()) -> tuple[float, ...]:
@@ -206,9 +206,9 @@ class Sessions:
         empty where they are alike.
         """
         session = self.live
-        found = stage_speeds(self.layout, session.pool.facts.speeds) if session is not None else ()
-        places = [self.layout.stage(rank) for rank in ranks]
-        return tuple(found[place] for place in places) if found and places else found
+        found = session.stage_speeds if session is not None else ()
+        places = [self.layout.stage(rank) for rank in ranks] if found else []
+        return tuple(found[place] for place in places) or found
 
     def settle(self, interrupted: Callable[[], bool]) -> None:
         """Waits for what ranks still owe of a cancelled request. Raises RunCancelled.

@@ -131,7 +131,7 @@ def described(options: Options) -> dict[str, Any]:
     }
     if left_out := blocks_left_out(options):
         found[LEFT_OUT] = left_out
-    if backend := attention_backend(options):
+    if OVERRIDE in options and (backend := attention_backend(options)):
         found[BACKEND] = backend
     return found
 

@@ -49,13 +49,9 @@ class InBlockPatches:
             "patches": [[name_of(patch), apart.take(patch, patch_name(patch))] for patch in self._functions],
             "methods": {key: apart.take(value, patch_name(value)) for key, value in self._methods.items()},
         }
-        self._state = PackState(apart.code)
-        self._taken["state"] = self._state.taken(apart.take)
+        self.state = PackState(apart.code)  # what their code reads in packs
+        self._taken["state"] = self.state.taken(apart.take)
         self._models = apart.models
-
-    def require_unchanged(self) -> None:
-        """Raises Refused for what was set of a pack's values since it was sent, naming it."""
-        self._state.require_unchanged()
 
     def holds(self, patch: Any) -> bool:
         return any(patch is one for one in (*self._functions, *self._methods.values()))

@@ -34,9 +34,9 @@ def crossing_options(
     refuse_in_block_patches(transformer_options, in_block)
     crossing = described(transformer_options)
     if in_block is not None:
-        in_block.require_unchanged()
-    if in_block is not None and (numbers := in_block.numbers(transformer_options)):
-        crossing["patches"] = numbers
+        in_block.state.require_unchanged()
+        if transformer_options.get("patches"):
+            crossing["patches"] = in_block.numbers(transformer_options)
     for name, value in transformer_options.items():
         if name in OF_COMFYUI:
             continue
