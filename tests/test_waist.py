@@ -198,24 +198,14 @@ def test_the_ui_loads_no_weights_and_keeps_no_private_copy(tmp_path, files, setu
     assert loaded == 0
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.4])
-def test_a_stock_lora_is_applied_in_the_pool(pair, files, strength):
-    stock, parallel = pair
-    plain = run(stock)
-    truth = run(with_lora(stock, files, strength))
-    assert relative_error(plain, truth) > 0.05, "the LoRA does nothing"
-    assert relative_error(run(with_lora(parallel, files, strength)), truth) <= BOUND
-
-
 def test_a_change_of_lora_strength_reapplies_patches_without_reloading(pair, files, requests):
     stock, parallel = pair
-    run(parallel)
+    plain = run(parallel)
     requests.clear()
     for strength in (1.0, 0.5):
-        assert (
-            relative_error(run(with_lora(parallel, files, strength)), run(with_lora(stock, files, strength)))
-            <= BOUND
-        )
+        truth = run(with_lora(stock, files, strength))
+        assert relative_error(plain, truth) > 0.05, "the LoRA does nothing"
+        assert relative_error(run(with_lora(parallel, files, strength)), truth) <= BOUND
     assert requests["SetWeightPatches"] == 2 and requests["Load"] == requests["Release"] == 0
 
 
@@ -286,19 +276,6 @@ def test_a_model_without_a_factory_goes_to_the_pool_once(client, requests):
     for _ in range(2):
         assert relative_error(run(parallel), run(stock)) <= BOUND
     assert requests["Load"] == 1
-
-
-def test_free_reaches_the_pool_and_the_next_run_loads_again(pair, client, requests):
-    import comfy.model_management as mm
-
-    stock, parallel = pair
-    truth = run(stock)
-    run(parallel)
-    assert client.residency.holds(parallel.remote.source.model)
-    mm.unload_all_models()
-    assert not client.residency.holds(parallel.remote.source.model)
-    assert requests["Release"] >= 1
-    assert relative_error(run(parallel), truth) <= BOUND
 
 
 def test_free_reaches_the_pool_when_the_samplers_own_clone_is_gone(files, client, requests):

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ..crossing.rows import latents_of, tensors_in
 from ..errors import ModelError, OutOfMemory, PoolFailed, RunCancelled
 from ..patches import Part
 from ..planner.balance import StageBalance
@@ -23,7 +24,6 @@ from ..wire.messages import Done, Fetch, Forward
 from ..wire.segment import TensorRef, aligned, mib
 from ..wire.tree import decode_tree, encode_tree
 from .branch import Branch
-from .finite import require_finite
 from .residency import Residency
 from .run import Run, measured
 from .session import Session, Sessions, Ticket, WrittenArguments
@@ -68,11 +68,6 @@ class Evaluations:
         self._looked_at: WeakKeyDictionary[Run, set[tuple[int, int]]] = WeakKeyDictionary()
         # Model -> how many times as large as its latent an output may be, where it was larger
         self._growth: dict[str, int] = {}
-
-    @property
-    def in_flight(self) -> bool:
-        """Returns whether a ticket is not collected yet."""
-        return self._sessions.latest is not None and bool(self._sessions.latest.tickets)
 
     def dispatch(self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool]) -> list[Any]:
         """Submits whole evaluations, each to its ranks, and collects them; again after other models
@@ -341,6 +336,31 @@ def write(session: Session, arguments: dict[str, Any], branch: Branch, assume: b
     except BaseException:
         frame.release()
         raise
+
+
+def require_finite(output: Any, arguments: Mapping[str, Any], made_by: str) -> None:
+    """Raises ModelError where the output has NaN or infinite numbers, and what it was computed of
+    has none: as the host then computes such numbers too. ``made_by``: the layout, and how it keeps
+    weights. An output on the CPU is looked at without waiting for a device.
+    """
+    outputs = tensors_in(output)
+    lost, numbers = sum(not_finite(one) for one in outputs), sum(one.numel() for one in outputs)
+    if (
+        not lost
+        or any(not_finite(one) for one in latents_of(dict(arguments)))
+        or any(bool(one.isnan().any()) for one in tensors_in(arguments))
+    ):
+        return
+    raise ModelError(
+        f"The first output of this MODEL from {made_by} has {lost} of {numbers} numbers that are NaN or"
+        " infinite, and would make a black picture: sample it on one GPU, without PipeMesh Parallelize;"
+        " where it is black there too, the cause is the MODEL, its dtype or a LoRA, else set weights of"
+        " PipeMesh Pool to whole, and report it."
+    )
+
+
+def not_finite(tensor: torch.Tensor) -> int:
+    return 0 if bool(tensor.isfinite().all()) else int(tensor.numel() - tensor.isfinite().sum())
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from functools import lru_cache
 from typing import Any
 
 from ..branches import Batch
@@ -24,6 +25,7 @@ class PipelineBackend:
         self._pool = pool
         self._model = model
         self.constants = constants
+        self._pieces = lru_cache(maxsize=32)(Batch.pieces)  # alike in all evaluations of a run, as a rule
         # Arguments, and some rows of them
         self._taken: tuple[Any, dict[tuple[int, int], dict[str, Any]]] = None, {}
         self._load: int | None = None  # of the model's loads, the one that this run's K/V buffers belong to
@@ -47,9 +49,10 @@ class PipelineBackend:
         batch, branch = self.constants.batch_of(call.arguments), call.branch
         speeds, tickets = session.group_speeds if session is not None else (), []
         with one_thread():
-            for start, end in batch.pieces(
+            for start, end in self._pieces(
+                batch,
                 layout.parts_of_batches,
-                sorted(speeds, reverse=True) if len(speeds) == layout.parts_of_batches else (),
+                tuple(sorted(speeds, reverse=True)) if len(speeds) == layout.parts_of_batches else (),
             ):
                 own = branch if end - start == batch.rows else replace(branch, rows=(start, end))
                 ranks = layout.members(run.group_of(own, batch.weight * (end - start), layout.groups, speeds))

@@ -243,8 +243,9 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any]) -> Any:
     with remote.computing():
         while True:
             try:
+                session = remote.pool.sessions.latest
                 # Else nothing has changed, but for a loss that those in flight tell of
-                if not remote.pool.evaluations.in_flight:
+                if session is None or not session.tickets:
                     bring_up(patcher)
                 return compute()
             except OutOfMemory as error:

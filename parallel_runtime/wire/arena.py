@@ -173,9 +173,6 @@ class Arena:
             self.give(offset, nbytes)
             raise
 
-    def blank(self, nbytes: int) -> TensorRef:
-        return TensorRef(self.take(nbytes), (nbytes,), dtype_name(torch.uint8))
-
     @contextmanager
     def frame(self) -> Iterator[Frame]:
         """Yields a frame, whose memory is given back at the end of the block."""
@@ -216,7 +213,7 @@ class Frame:
         return replace(self._seen[key][0], in_place=in_place)
 
     def blank(self, nbytes: int) -> TensorRef:
-        ref = self._arena.blank(nbytes)
+        ref = TensorRef(self._arena.take(nbytes), (nbytes,), "uint8")
         self._taken.append(ref)
         return ref
 
