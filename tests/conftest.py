@@ -112,12 +112,12 @@ def pytest_collection_finish():
 
 
 def why_no_browser(config, item):
-    """Why a test that opens a page is left out; None where it is not."""
-    from .chromium import installed
+    """Why a test that opens a page is left out; empty where it is not."""
+    from pipemesh.lab.comfyui.page import lack
 
     if not (config.getoption("--browser") or item.get_closest_marker("quick")):
         return "opens a page: run with --browser"
-    return None if installed() else "no Chromium is installed: apt install chromium"
+    return lack()
 
 
 def pytest_configure(config):
@@ -383,25 +383,6 @@ def truth(server):
     from .served import graph, latent
 
     return latent(server, graph("truth", parallel=False))[0]
-
-
-@pytest.fixture(scope="session")
-def page_server(host):
-    """A server with every node of ComfyUI's own, those of paid APIs too."""
-    from pipemesh.lab.comfyui.server import ComfyServer
-
-    with ComfyServer(host, api_nodes=True) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def page(page_server):
-    """That server's page in a Chromium."""
-    from .chromium import ComfyPage
-
-    with ComfyPage(f"http://{page_server.address}") as opened:
-        opened.choose_first()
-        yield opened
 
 
 @pytest.fixture(scope="session")

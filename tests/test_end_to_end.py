@@ -17,10 +17,6 @@ import torch
 from PIL import Image
 from pipemesh.lab.commands.demo import node
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.lab.templates.files import templates
-from pipemesh.lab.templates.graph import api_prompt
-from pipemesh.lab.templates.workflow import GraphError
-from pipemesh.launcher.comfyui.install import COMFYUI_VERSION
 from pipemesh.parallel_runtime.client.run_picture import FOOT, ROW, WIDTH
 
 from .conftest import ALL
@@ -42,9 +38,6 @@ from .served import (
 )
 
 TEXT = 3  # comfyui: protocol.BinaryEventTypes
-PAID = {  # this server has no nodes of paid APIs
-    *("ElevenLabsTextToSpeech", "GrokImageEditNode", "GrokImageNode", "GeminiNode", "GeminiImage2Node"),
-}
 
 
 # -- the same result
@@ -487,22 +480,6 @@ def test_no_node_of_the_example_workflow_lies_over_another(server):
         assert not [
             (one, other) for (one, here), (other, there) in combinations(boxes, 2) if overlap(here, there)
         ]
-
-
-# -- the official templates
-
-
-def test_every_official_template_becomes_a_prompt_but_those_with_nodes_that_are_not_there(server, host):
-    known = server.get("/object_info")
-    found, lacking = templates(host), set()
-    for template in found:
-        try:
-            assert api_prompt(template.workflow(), known), template.name
-        except GraphError as error:
-            lacking.add(str(error).partition(" is a ")[2].partition(",")[0])
-    assert not lacking & known.keys()
-    if host.version == COMFYUI_VERSION:
-        assert (len(found), lacking) == (181, PAID)
 
 
 # -- two instances, and the end

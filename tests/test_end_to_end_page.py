@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageStat
+from pipemesh.lab.comfyui.page import ComfyPage
 from pipemesh.lab.templates.files import installed
 
-from .chromium import ComfyPage
 from .served import graph
 
 pytestmark = pytest.mark.browser
@@ -74,7 +74,7 @@ class PageWithoutThePack(ComfyPage):
 @pytest.fixture(scope="module")
 def page(server):
     server.post("/settings/Comfy.TutorialCompleted", True)
-    with ComfyPage(f"http://{server.address}") as opened:
+    with ComfyPage(server.address) as opened:
         yield opened
     server.post("/settings/PipeMesh.Auto", False)
 
@@ -112,7 +112,7 @@ HAS_SETTING = "'PipeMesh.Auto' in app.ui.settings.settingsLookup"
 
 def test_a_page_of_a_server_where_the_pack_failed_has_no_sidebar_and_no_setting_of_it(server, page):
     assert page.evaluate(f"[{HAS_TAB}, {HAS_SETTING}]") == [True, True]
-    with PageWithoutThePack(f"http://{server.address}") as without:
+    with PageWithoutThePack(server.address) as without:
         assert without.evaluate(f"[{HAS_TAB}, {HAS_SETTING}]") == [False, False]
 
 

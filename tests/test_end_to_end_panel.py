@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from pipemesh.lab.comfyui.page import ComfyPage
 from pipemesh.nodes.report.shares import Share
 from pipemesh.parallel_runtime.client.run_picture import COLOURS
 
-from .chromium import ComfyPage
 from .served import LARGE, graph, latent, live_pool, pids, wait_for_phase
 from .test_end_to_end_page import SUCCESS, numbered
 from .test_end_to_end_status import example
@@ -83,7 +83,7 @@ CONTRAST = """(() => {
 @pytest.fixture(scope="module")
 def page(server):
     server.post("/settings/Comfy.TutorialCompleted", True)
-    with ComfyPage(f"http://{server.address}") as opened:
+    with ComfyPage(server.address) as opened:
         opened.resize(1280, 1200)
         open_panel(opened)
         yield opened

@@ -1,12 +1,14 @@
 """Workflow templates of ComfyUI's on the server: loaders stood in for, the pool before the
-samplers. A few stand for what differs between them; all run by command, `python3 -m launcher
-templates`.
+samplers. A few stand for what differs between them; all run by command, `python3 -m lab templates`,
+and their prompts are the page's (lab/tests/test_templates_in_browser.py).
 """
 
+import json
+
 import pytest
-from pipemesh.lab.templates.files import installed
-from pipemesh.lab.templates.graph import api_prompt
 from pipemesh.lab.templates.run import Tries
+
+from .conftest import ROOT
 
 COVER = {  # template -> what it stands for
     "image_z_image_turbo": "the one that is used most, in bf16",
@@ -20,10 +22,10 @@ COVER = {  # template -> what it stands for
 
 
 @pytest.fixture(scope="module")
-def outcome_of(server, host):
+def outcome_of(server):
     tries = Tries(server, server.get("/object_info"), {"devices": "cpu", "layout": "by hand", "ulysses": 2})
-    templates = {one.name: one for one in installed(host)}
-    return lambda name: tries.outcome(name, api_prompt(templates[name].workflow(), tries.info))
+    prompts = json.loads((ROOT / "lab" / "templates" / "prompts.json").read_text(encoding="utf-8"))
+    return lambda name: tries.outcome(name, prompts[name])
 
 
 @pytest.mark.cover(3)

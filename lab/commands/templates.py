@@ -3,7 +3,8 @@ transformer, by stock ComfyUI and through a pool, at the same seed.
 
 They run on a real server, as they are. Only loaders are stood in for: small random models of
 ComfyUI's own classes, in the weight format that a template names; text encoders and VAEs of the
-right shapes; pictures, videos and sounds. One rule makes all sizes and steps small.
+right shapes; pictures, videos and sounds. One rule makes all sizes and steps small. ComfyUI's own
+page makes the prompts, in a headless Chromium.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
 from ..comfyui.api import ServerError
 from ..comfyui.server import ROOT, ComfyServer
-from ..templates.files import Template, templates
-from ..templates.graph import api_prompt
+from ..templates.cut import Graph
+from ..templates.files import prompts
 from ..templates.run import Outcome, Tries
-from ..templates.workflow import GraphError
 
 PACKS = {"pipemesh": ROOT, "pipemesh_stand_ins.py": ROOT / "lab" / "templates" / "stand_ins" / "pack.py"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -40,9 +40,9 @@ def pool_inputs(method: str, ranks: int) -> dict[str, Any]:
 
 
 def tried(
-    host: ComfyInstall, chosen: list[Template], pool: dict[str, Any], folder: Path, log: Path
+    host: ComfyInstall, chosen: dict[str, Graph], pool: dict[str, Any], folder: Path, log: Path
 ) -> Iterator[Outcome]:
-    """Try each template on a server that is started again where it died."""
+    """Try each template's prompt on a server that is started again where it died."""
     left = list(chosen)
     while left:
         with ComfyServer(
@@ -50,21 +50,29 @@ def tried(
         ) as server:
             tries = Tries(server, server.get("/object_info"), pool)
             while left:
-                template = left.pop(0)
+                name = left.pop(0)
                 try:
-                    yield outcome_of(tries, template)
+                    yield tries.outcome(name, chosen[name])
                 except ServerError as gone:
-                    yield Outcome(name=template.name, result="error", reason=str(gone))
+                    yield Outcome(name=name, result="error", reason=str(gone))
                     break
 
 
-def outcome_of(tries: Tries, template: Template) -> Outcome:
-    """Raises ServerError where the server is gone."""
-    try:
-        graph = api_prompt(template.workflow(), tries.info)
-    except GraphError as error:
-        return Outcome(name=template.name, result="error", reason=str(error))
-    return tries.outcome(template.name, graph)
+def kept_prompts(file: Path | None, host: ComfyInstall, names: list[str]) -> dict[str, Graph]:
+    """The prompts of the templates whose name fits one of `names`, or of all: those in the file, or
+    the page's, which are written into the file where there is none.
+    """
+
+    def is_wanted(name: str) -> bool:
+        return not names or any(fnmatch(name, pattern) for pattern in names)
+
+    if file is None or not file.exists():
+        found = prompts(host, is_wanted)
+        if file is not None:
+            file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    else:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    return {name: prompt for name, prompt in found.items() if is_wanted(name)}
 
 
 def main(argv: list[str], host: ComfyInstall) -> int:
@@ -80,14 +88,16 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     )
     parser.add_argument("--method", choices=METHODS, default="ulysses", help="default ulysses")
     parser.add_argument("--ranks", type=int, default=2, help="processes that share one image (default 2)")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="takes the prompts that this file has in place of the page's; makes it where it is missing",
+    )
     parser.add_argument("--log", type=Path, metavar="FILE", help="for ComfyUI's log")
     parser.add_argument("--json", action="store_true", help="one object per line, as they come")
     options = parser.parse_args(argv)
-    chosen = [
-        one
-        for one in templates(host)
-        if not options.name or any(fnmatch(one.name, pattern) for pattern in options.name)
-    ]
+    chosen = kept_prompts(options.prompts, host, options.name)
     if not chosen:
         raise LaunchError(f"No template's name fits {', '.join(options.name)}: leave --name out for all.")
     results: Counter[str] = Counter()

@@ -1,9 +1,9 @@
-"""The workflow templates that are installed with ComfyUI, and which of them sample a Diffusion
-Transformer for images or video on this machine.
+"""The workflow templates that are installed with ComfyUI, their prompts, and which of them sample a
+Diffusion Transformer for images or video on this machine.
 
-That is a rule about the graph, not a list of names: an active node turns a MODEL into a LATENT, no
-file that the MODEL is loaded from holds a UNet, and nodes turn that LATENT into an IMAGE. It leaves
-out those that call paid APIs, UNets, audio, 3D, and those that sample nothing.
+That is a rule about the graph, not a list of names: a node turns a MODEL into a LATENT, no file
+that the MODEL is loaded from holds a UNet, and nodes turn that LATENT into an IMAGE. It leaves out
+those that call paid APIs, UNets, audio, 3D, and those that sample nothing.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...launcher.comfyui.host_record import ComfyInstall
-from .graph import Flat, Output, flattened
-from .promoted import promoted
-from .workflow import Node, read
+from ..comfyui.page import ComfyPage
+from ..comfyui.server import ComfyServer
+from .cut import Graph
+from .surgery import Info, declared, links
 
 PACKAGES = "comfyui_workflow_templates*"
 PURELIB = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
 # Names of files, up to Stable Diffusion 2 and XL
 UNETS = re.compile(r"(?i)(v1-5|v2-1|dreamshaper|sd_?xl|svd|lotus)")
-CARRY_MODELS = ("MODEL", "GUIDER")
+OF_ANY_TYPE = ("*", "COMFY_MATCHTYPE_V3")  # inputs and outputs of switches and the like
+LATENTS = ("LATENT", *OF_ANY_TYPE)
+MODELS = ("MODEL", "GUIDER", *OF_ANY_TYPE)
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,8 @@ class Template:
     name: str
     path: Path
 
-    def workflow(self) -> dict[str, Any]:
+    def workflow(self) -> Any:
         return json.loads(self.path.read_text(encoding="utf-8"))
-
-
-def templates(host: ComfyInstall) -> list[Template]:
-    """Those that sample a Diffusion Transformer for images or video on this machine, by name."""
-    return [template for template in installed(host) if samples_transformer(template.workflow())]
 
 
 def installed(host: ComfyInstall) -> list[Template]:
@@ -49,57 +47,86 @@ def installed(host: ComfyInstall) -> list[Template]:
     return sorted((Template(path.stem, path) for path in paths), key=lambda template: template.name)
 
 
-def samples_transformer(workflow: Any) -> bool:
+def prompts(host: ComfyInstall, is_wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, Graph]:
+    """Returns the prompt that ComfyUI's own page makes of each wanted template that samples a
+    Diffusion Transformer for images or video. Raises LaunchError where the page cannot be opened.
+    """
+    found = {}
+    with (
+        ComfyServer(host, custom_nodes={}, api_nodes=True) as server,
+        ComfyPage(server.address) as page,
+    ):
+        info = server.get("/object_info")
+        for template in installed(host):
+            if is_wanted(template.name) and may_sample(workflow := template.workflow()):
+                prompt = page.prompt(workflow)
+                if samples_transformer(prompt, info):
+                    found[template.name] = prompt
+    return found
+
+
+def may_sample(workflow: Any) -> bool:
+    """Whether a node of the workflow or of its subgraphs gives a LATENT. It spares the page what
+    cannot sample.
+    """
     if not isinstance(workflow, dict) or "nodes" not in workflow:
         return False
-    flat = flattened(promoted(read(workflow)))
-    for id, placed in flat.placed.items():
-        if not flat.is_left_out(placed.node) and is_sampler(placed.node):
-            loaders = list(_loaders(flat, id))
-            if loaders and not any(_holds_unet(loader) for loader in loaders) and _is_decoded(flat, id):
+    subgraphs = (workflow.get("definitions") or {}).get("subgraphs") or ()
+    return any(
+        output["type"] == "LATENT"
+        for graph in (workflow, *subgraphs)
+        for node in graph["nodes"]
+        for output in node.get("outputs") or ()
+    )
+
+
+def samples_transformer(prompt: Graph, info: Info) -> bool:
+    for key, node in prompt.items():
+        if "LATENT" in outputs(info, node) and takes_model(info, node):
+            loaders = list(_loaders(prompt, info, key))
+            if loaders and not any(map(_holds_unet, loaders)) and _is_decoded(prompt, info, key):
                 return True
     return False
 
 
-def is_sampler(node: Node) -> bool:
-    return "LATENT" in node.outputs and any(slot.type in CARRY_MODELS for slot in node.inputs)
+def outputs(info: Info, node: dict[str, Any]) -> list[str]:
+    """The types of a node's outputs; none of a class that this ComfyUI does not have."""
+    return info.get(node.get("class_type", ""), {}).get("output", [])
 
 
-def _loaders(flat: Flat, id: str) -> Iterator[Node]:
+def takes_model(info: Info, node: dict[str, Any]) -> bool:
+    return any(declared(info, node["class_type"], name) in MODELS[:2] for name, _link in links(node))
+
+
+def _sources(prompt: Graph, info: Info, key: str, types: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """The nodes that give an input of one of the types its value, each with its output's type."""
+    for name, (origin, slot) in links(prompt[key]):
+        kinds = outputs(info, prompt[origin])
+        if declared(info, prompt[key].get("class_type", ""), name) in types:
+            yield origin, kinds[slot] if slot < len(kinds) else ""
+
+
+def _loaders(prompt: Graph, info: Info, key: str) -> Iterator[dict[str, Any]]:
     """The nodes that the models of a sampler come from."""
-    for index, slot in enumerate(flat.placed[id].node.inputs):
-        if slot.type in (*CARRY_MODELS, "*") and isinstance(source := flat.source(id, index), Output):
-            node = flat.placed[source.id].node
-            inner = list(_loaders(flat, source.id))
-            yield from inner or ([node] if node.outputs[source.slot] == "MODEL" else [])
+    for origin, kind in _sources(prompt, info, key, MODELS):
+        inner = list(_loaders(prompt, info, origin))
+        yield from inner or ([prompt[origin]] if kind == "MODEL" else [])
 
 
-def _holds_unet(loader: Node) -> bool:
-    values = loader.saved.get("widgets_values")
-    return isinstance(values, list) and any(
-        isinstance(value, str) and UNETS.match(Path(value).name) for value in values[:1]
-    )
+def _holds_unet(loader: dict[str, Any]) -> bool:
+    first = next(iter(loader["inputs"].values()), None)
+    return isinstance(first, str) and UNETS.match(Path(first).name) is not None
 
 
-def _is_decoded(flat: Flat, id: str) -> bool:
+def _is_decoded(prompt: Graph, info: Info, key: str) -> bool:
     """True if a node turns its latent, or what others made of it, into an image."""
-    reached = [id]
+    reached = [key]
     for latent in reached:  # grows meanwhile
-        for other, placed in flat.placed.items():
-            if flat.is_left_out(placed.node) or other in reached:
-                continue
-            if any(_gets_latent(flat, other, index, latent) for index in range(len(placed.node.inputs))):
-                if "IMAGE" in placed.node.outputs:
+        for other, node in prompt.items():
+            sources = _sources(prompt, info, other, LATENTS)
+            if other not in reached and any(origin == latent and kind in LATENTS for origin, kind in sources):
+                if "IMAGE" in outputs(info, node):
                     return True
-                if "LATENT" in placed.node.outputs:
+                if {*LATENTS} & {*outputs(info, node)}:
                     reached.append(other)
     return False
-
-
-def _gets_latent(flat: Flat, id: str, slot: int, origin: str) -> bool:
-    source = flat.source(id, slot) if flat.placed[id].node.inputs[slot].type in ("LATENT", "*") else None
-    return (
-        isinstance(source, Output)
-        and source.id == origin
-        and flat.placed[origin].node.outputs[source.slot] == "LATENT"
-    )

@@ -77,6 +77,11 @@ class Tries:
     def outcome(self, name: str, graph: Graph) -> Outcome:
         """Raises ServerError where the server is gone."""
         begun = time.perf_counter()
+        if foreign := next((key for key, node in graph.items() if "class_type" not in node), None):
+            why = (
+                f"node {foreign} is of a class that this ComfyUI does not have: install the pack that has it"
+            )
+            return Outcome(name=name, result="error", reason=why)
         small = made_small(graph, self.info)
         facts: dict[str, Any] = {
             "name": name,

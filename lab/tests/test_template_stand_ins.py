@@ -7,11 +7,8 @@ from functools import partial
 import pytest
 import torch
 from pipemesh.lab.commands.templates import line_of, pool_inputs
-from pipemesh.lab.templates import cut, surgery
-from pipemesh.lab.templates.files import templates
+from pipemesh.lab.templates import cut, files, surgery
 from pipemesh.lab.templates.run import Outcome, relative_error
-from pipemesh.lab.templates.workflow import read
-from pipemesh.tests.conftest import ALL
 
 INFO = {
     "Loader": {"input": {"required": {"unet_name": ["COMBO", {}]}}, "output": ["MODEL"]},
@@ -108,6 +105,15 @@ def test_parallelize_stands_before_what_samples_and_nothing_else_and_can_be_left
     ] != ["patch", 0]
 
 
+def test_a_prompt_counts_if_it_samples_a_model_that_is_no_unet_into_a_picture():
+    without = {key: one for key, one in GRAPH.items() if key != "decode"}
+    unet = {**GRAPH, "model": node("Loader", unet_name="SD1/v1-5-pruned.safetensors")}
+    foreign = {**GRAPH, "model": {"inputs": {}}}
+    assert [files.samples_transformer(one, INFO) for one in (GRAPH, without, unet, foreign)] == [
+        *(True, False, False, False)
+    ]
+
+
 def test_the_latent_of_every_sampler_is_recorded():
     records = [
         one for one in surgery.recorded(GRAPH, INFO, "run1").values() if one["class_type"] == cut.RECORD_NODE
@@ -129,27 +135,6 @@ def test_latents_of_other_shapes_or_without_numbers_are_never_the_same():
 def test_a_line_says_the_result_and_its_reason():
     assert line_of(Outcome(name="a", result="refused", reason="why", seconds=2.0)) == "refused   a  2 s  why"
     assert pool_inputs("ring", 3)["ring"] == 3 and pool_inputs("ring", 3)["ulysses"] == 1
-
-
-def model_files(host):
-    """Every file that an installed template of a transformer's loads a model from."""
-    for template in templates(host):
-        for graph in read(template.workflow()).values():
-            for loader in graph.nodes.values():
-                if loader.type in surgery.MODEL_FILES and not loader.is_off:
-                    yield loader.saved["widgets_values"][0]
-
-
-@pytest.mark.skipif(not ALL, reason="reads every template; the command does so too")
-def test_every_model_file_of_a_template_stands_for_a_model(host):
-    from pipemesh.lab.templates.stand_ins import names
-
-    found = {
-        names.known_whole(names.MODELS, name, "model").sample
-        for name in model_files(host)
-        if "sam3" not in name
-    }
-    assert len(found) > 30
 
 
 def test_every_stand_in_of_a_model_is_one_that_comfyui_builds_or_says_why_it_is_none():
