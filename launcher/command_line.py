@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from .errors import LaunchError
 
@@ -63,11 +63,9 @@ def require_part_of_a_checkout(root: Path, command: str, part: Path) -> None:
         )
 
 
-def replace_process(command: list[str], env: Mapping[str, str]) -> int:
+def replace_process(command: list[str], env: Mapping[str, str]) -> NoReturn:
     """Goes on as `command`, from the root of the checkout."""
     os.chdir(ROOT)
-    if os.name == "nt":  # there execve would let the shell's prompt come back before the command has ended
-        return subprocess.run(command, env=env, check=False).returncode
     sys.stdout.flush()
     os.execve(command[0], command, env)
 
@@ -100,6 +98,8 @@ def exit_with(main: Callable[[Sequence[str]], int]) -> None:
             f"pipemesh: Python 3.10 or newer is needed, this is {sys.version.split()[0]}: run it with a newer"
             " python3."
         )
+    if sys.platform != "linux":
+        sys.exit(f"pipemesh: PipeMesh runs on Linux, and this is {sys.platform}: run the command on Linux.")
     try:
         sys.exit(main(sys.argv[1:]))
     except LaunchError as error:

@@ -17,6 +17,13 @@ from pipemesh.launcher.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parent.parent
 PLENTY = 100 * 10**9
+STEPS = {  # a word of each command of an install -> what it does
+    "venv": "venv",
+    str(install.REGISTRY): "download",
+    "install": "install",
+    "-c": "check",
+    "compileall": "compileall",
+}
 
 
 def write_tree(folder: Path, version: str = "0.30.0") -> Path:
@@ -51,9 +58,7 @@ class FakeCommands:
     def __call__(
         self, command: Sequence[str], log: Path, live: Callable[[str], None], env: object, keep_open: int
     ) -> int:
-        name = next(
-            step for step in ("venv", "download", "install", "-c", "compileall") if step in command
-        ).replace("-c", "check")
+        name = next(STEPS[word] for word in STEPS if word in command)
         self.ran.append(name)
         self.commands.append(command)
         if name in self.before:
@@ -67,7 +72,7 @@ class FakeCommands:
             python.parent.mkdir(parents=True)
             python.write_text("")
         elif name == "download":
-            write_sdist(Path(command[command.index("--dest") + 1]), self.scratch)
+            write_sdist(Path(command[-1]), self.scratch)
         return 0
 
 

@@ -113,7 +113,6 @@ MAX_FUNCTION_LINES = 110
 MAX_CLASS_LINES, MAX_METHODS, MAX_FIELDS = 235, 15, 10
 BEING_SPLIT = "being split"
 EXCEPTIONS = {  # what breaks a rule all the same -> why
-    "launcher/commands/doctor.py": BEING_SPLIT,
     "nodes/ksampler.py": BEING_SPLIT,
     "parallel_runtime/families/plan.py Blocks": "its fields are the words of a vocabulary",
     "parallel_runtime/wire/messages.py Start": "the fields of a message are its schema",
@@ -426,87 +425,38 @@ def test_every_place_that_may_name_an_axis_does() -> None:
         assert any(one.is_sentence for one in named[PurePosixPath(place)]), place
 
 
-def test_no_checked_file_is_missed() -> None:
-    assert {"launcher/comfyui/find.py", "tests/test_architecture.py"} <= {
-        file.relative_to(ROOT).as_posix() for file in project_files()
-    }
-
-
 MANY_METHODS = "class A:\n" + "".join(f"    def m{number}(self): ...\n" for number in range(16))
 MANY_FIELDS = "class A:\n" + "".join(f"    f{number}: int\n" for number in range(11))
 MANY_ATTRIBUTES = "class A:\n    def __init__(self):\n" + "".join(
     f"        self.a{number} = 1\n" for number in range(11)
 )
-BROKEN = [
+BROKEN = [  # one for each rule
     ("parallel_runtime/layout.py", "from ..launcher import pool", "imports point one way"),
-    (
-        "parallel_runtime/client/session.py",
-        "def f():\n    from ...nodes.pool import Pool",
-        "imports point one way",
-    ),
-    ("launcher/pool/pool.py", "from ... import nodes", "imports point one way"),
+    ("launcher/pool/pool.py", "def f():\n    from ... import nodes", "imports point one way"),
     ("parallel_runtime/client/session.py", "from ..worker.rank_loop import RankLoop", "meet only in wire"),
-    ("parallel_runtime/worker/rank_loop.py", "from .. import client", "meet only in wire"),
     ("parallel_runtime/crossing/source.py", "from ..client.session import Session", "it uses neither"),
-    ("parallel_runtime/crossing/source.py", "from ..worker import resident", "it uses neither"),
-    ("parallel_runtime/crossing/source.py", "from ...launcher import cache", "imports point one way"),
-    (
-        "parallel_runtime/methods/pipefusion/stage.py",
-        "from ...wire.messages import Part",
-        "never hears of messages",
-    ),
-    ("parallel_runtime/methods/usp.py", "from ..crossing.source import Source", "tensors and plans only"),
-    (
-        "parallel_runtime/methods/usp.py",
-        "from ..worker.handler import RequestHandler",
-        "tensors and plans only",
-    ),
-    ("parallel_runtime/methods/usp.py", "from ..client import session", "tensors and plans only"),
-    ("parallel_runtime/methods/usp.py", "def f():\n    import comfy.ops", "only the bridges"),
-    (
-        "parallel_runtime/client/session.py",
-        "from ..methods.usp import SequenceParallel",
-        "methods compute in ranks",
-    ),
-    ("parallel_runtime/client/session.py", "import comfy.utils", "only the bridges"),
-    ("parallel_runtime/worker/resident.py", "def f():\n    import comfy.utils", "only the bridges"),
-    ("parallel_runtime/families/flux.py", "from ..methods import usp", "families imports"),
     ("parallel_runtime/families/flux.py", "from .wan import PLAN", "families imports"),
     ("parallel_runtime/families/flux.py", "import comfy.supported_models", "only the bridges"),
     ("parallel_runtime/families/flux.py", "def f():\n    import folder_paths", "only the bridges"),
-    ("parallel_runtime/families/plan.py", "import numpy", "torch and the standard library only"),
-    ("parallel_runtime/comm/ring.py", "from ..stages import cut", "comm imports"),
-    ("parallel_runtime/comm/ring.py", "import msgspec", "torch and the standard library only"),
-    ("parallel_runtime/wire/arena.py", "from ..worker import main", "wire imports"),
-    ("parallel_runtime/wire/arena.py", "from ..crossing import source", "wire imports"),
     ("parallel_runtime/wire/tree.py", "import numpy", "torch, msgspec and the standard library only"),
-    ("parallel_runtime/layout.py", "import comfy.utils", "only the bridges"),
-    ("launcher/pool/pool.py", "if True:\n    from comfy_api.latest import io", "only the bridges"),
+    ("parallel_runtime/methods/usp.py", "def f():\n    import comfy.ops", "only the bridges"),
     ("parallel_runtime/layout.py", "import nodes", "only the bridges"),
     ("launcher/commands/doctor.py", "from ...lab import in_process", "without its lab"),
-    ("nodes/runtime.py", "from ..tests import models", "without its tests"),
     ("lab/bench/pipefusion.py", "def f():\n    from ...nodes.report import text", "what the nodes show"),
     ("nodes/pool.py", "from launcher.pool.pool import WorkerPool", "absolute name"),
-    ("launcher/commands/doctor.py", "import pipemesh.launcher", "absolute name"),
     ("launcher/comfyui/install.py", "import requests", "standard library only"),
     ("nodes/pool.py", "shared = layout.ulysses", "names ulysses; ask"),
-    ("nodes/pool.py", "images = pool.layout.data", "names data; ask"),
     ("launcher/pool/pool.py", "layout = Layout(cfg=2)", "names cfg; ask"),
     ("launcher/pool/pool.py", "place['ring'] = 1", "names ring; ask"),
     ("nodes/report/causes.py", "say('set pipefusion to 1')", "names pipefusion; ask"),
-    ("nodes/routes.py", "stages = layout.pipefusion", "names pipefusion; ask"),
     ("nodes/pool.py", "\n" * 451, "at most 450"),
     ("tests/test_pool_node.py", "\n" * 651, "at most 650"),
-    ("tests/test_pool_node.py", "def long():\n" + "    pass\n" * 110, "long has 111 lines"),
     ("nodes/pool.py", "class A:\n    async def long(self):\n" + "        pass\n" * 110, "long has 111 lines"),
     ("nodes/pool.py", "class A:\n" + "    # more\n" * 235 + "    a = 1", "237 lines, at most 235"),
     ("launcher/pool/pool.py", MANY_METHODS, "16 methods, at most 15"),
     ("launcher/pool/pool.py", MANY_FIELDS, "11 fields, at most 10"),
     ("launcher/pool/pool.py", MANY_ATTRIBUTES, "11 fields, at most 10"),
-    ("lab/bench/sp.py", MANY_METHODS, "16 methods, at most 15"),
-    ("lab/commands/demo.py", "def write_flux(): ...", "names flux, which only"),
     ("nodes/pool.py", "# as Wan does it", "names Wan, which only"),
-    ("lab/bench/sp.py", "from x import DiffusersFlux", "names Flux, which only"),
     ("tests/test_pool_node.py", "case = Case('sd3.5-medium', 5)", "names 'sd3.5-medium', which only"),
     ("tests/test_pool_node.py", f'SCRIPT = "from {PACK}.launcher.gone import Pool"', "which is no module"),
 ]
@@ -514,82 +464,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("path", "source", "says"), BROKEN)
 def test_a_broken_rule_is_found_and_named(path: str, source: str, says: str) -> None:
+    assert (ROOT / path).is_file(), "an example names a file of today"
     (violation,) = violations(PurePosixPath(path), source)
     assert violation.what.startswith(path)
     assert says in str(violation)
-
-
-ALLOWED = [
-    (
-        "nodes/pool.py",
-        (
-            "import nodes\nfrom comfy_api.latest import io\nfrom ..launcher.pool.pool import WorkerPool\nfrom"
-            " .report.node import report_node"
-        ),
-    ),
-    (
-        "launcher/pool/pool.py",
-        (
-            "import torch\nfrom ...parallel_runtime.wire import messages\nfrom ...parallel_runtime.client"
-            " import session"
-        ),
-    ),
-    ("lab/commands/demo.py", "import comfy.sample\nfrom ..random_files import write_model"),
-    (
-        "parallel_runtime/client/session.py",
-        "from ..crossing import source\nfrom ..wire import arena\nfrom ..errors import Refused",
-    ),
-    ("lab/in_process.py", "import comfy.utils\nfrom ..parallel_runtime.methods.usp import SequenceParallel"),
-    (
-        "parallel_runtime/crossing/source.py",
-        "import comfy\nfrom ..wire.arena import Arena\nfrom ..families import FAMILIES",
-    ),
-    (
-        "parallel_runtime/worker/resident.py",
-        "from ..weights import slots\nfrom ..methods.usp import SequenceParallel",
-    ),
-    (
-        "parallel_runtime/methods/usp.py",
-        "from ..comm.exchange import swap\nfrom ..families.plan import Plan\nfrom .hooks import A",
-    ),
-    (
-        "parallel_runtime/families/flux.py",
-        "import torch\nfrom .plan import Plan\nfrom .sample import Sample\nfrom . import plan",
-    ),
-    (
-        "parallel_runtime/families/flux.py",
-        "from ..errors import Refused\ndef sample():\n    import comfy.supported_models",
-    ),
-    ("parallel_runtime/families/__init__.py", "from .flux import FLUX\nfrom .plan import Plan"),
-    (
-        "parallel_runtime/comm/ring.py",
-        "import math\nimport torch\nfrom .exchange import swap\nfrom .. import errors",
-    ),
-    (
-        "parallel_runtime/wire/messages.py",
-        "import msgspec\nfrom ..patches import Part\nfrom .segment import TensorRef",
-    ),
-    (
-        "tests/test_pool_node.py",
-        "import comfy\nfrom pipemesh.launcher import pool\nimport launcher\n" + MANY_METHODS,
-    ),
-    ("lab/bench/sp.py", "import comfy\nfrom ...launcher.pool import devices"),
-    ("nodes/settings.py", "layout = Layout(ulysses=self.ulysses)"),
-    ("nodes/routes.py", "say('set pipefusion to 1')"),
-    ("nodes/pool.py", "ring = f(guider.cfg, tensor.data, 'plain data')"),
-    ("launcher/pool/pool.py", "def wants_stop(wanted, fluxes): ..."),
-    ("tests/test_pool_node.py", "from comfy.ldm.flux.model import Flux\nnode = 'FluxGuidance'"),
-    ("__init__.py", "from comfy_api.latest import ComfyExtension\nfrom .nodes import extension"),
-]
-
-
-@pytest.mark.parametrize(("path", "source"), ALLOWED)
-def test_what_the_rules_allow_passes(path: str, source: str) -> None:
-    assert violations(PurePosixPath(path), source) == []
-
-
-@pytest.mark.parametrize(("path", "source"), [*((path, source) for path, source, _ in BROKEN), *ALLOWED])
-def test_the_examples_name_files_of_today(path: str, source: str) -> None:
-    assert (ROOT / path).is_file()
-    own = [imported for imported in imports_of(PurePosixPath(path), ast.parse(source)) if imported.own]
-    assert [str(imported) for imported in own if not is_module(list(imported.name))] == []

@@ -207,7 +207,6 @@ def test_the_document_keeps_the_rules(document: Path) -> None:
     ("rule", "text", "says"),
     [
         (paths_exist, "See `parallel_runtime/nowhere.py`.", "`parallel_runtime/nowhere.py` is no file"),
-        (paths_exist, "See `launcher/nowhere/`.", "`launcher/nowhere/` is no file"),
         (paths_exist, "See `nowhere.py`.", "`nowhere.py` is no file"),
         (commands_exist, "```\npython3 -m launcher dance\n```", "`python3 -m launcher dance` is no command"),
         (variables_exist, "Set `PIPEMESH_NOTHING`.", "PIPEMESH_NOTHING is read nowhere"),
@@ -220,27 +219,12 @@ def test_the_document_keeps_the_rules(document: Path) -> None:
             "[There](https://github.com/pipemesh/pipemesh/blob/main/lab/NOWHERE.md)",
             "NOWHERE.md leads nowhere",
         ),
-        (
-            links_resolve,
-            "![There](https://raw.githubusercontent.com/pipemesh/pipemesh/main/docs/nowhere.png)",
-            "nowhere.png leads nowhere",
-        ),
         (lines_wrap, "word " * 23, "line 1 has 115 columns"),
     ],
 )
 def test_a_broken_rule_is_found_and_named(rule: Rule, text: str, says: str) -> None:
     (sentence,) = rule(text, ROOT / "README.md")
     assert says in sentence
-
-
-def test_what_the_rules_allow_passes() -> None:
-    text = (
-        "# Two words\n[Here](#two-words), [there](docs/REFERENCE.md), `layout.py`, `launcher/pool/`,"
-        " `comfy/model.py`,\n`PIPEMESH_POOL`, `python3 -m launcher demo`, `PIPEMESH_STALL_S`,"
-        f" `/pipemesh/report`.\n| {'a table ' * 20} |\n| What you read |\n|---|\n| `Rank 1 on cuda:1 ran out"
-        f" of memory` |\n```\n{'code ' * 30}\n```\nhttps://example.org/{'x' * 100}\n"
-    )
-    assert [broken for rule in RULES for broken in rule(text, ROOT / "README.md")] == []
 
 
 def test_the_reference_has_every_environment_variable() -> None:

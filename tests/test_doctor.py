@@ -72,83 +72,50 @@ def at(level: str, facts: Facts) -> list[Finding]:
     return [finding for finding in findings(facts) if finding.level == level]
 
 
-def the_one(level: str, facts: Facts) -> Finding:
-    (finding,) = at(level, facts)
-    return finding
-
-
 def test_two_gpus_with_everything_need_no_remedy() -> None:
     assert [finding.remedy for finding in findings(TWO_GPUS)] == ["", ""]
     assert can_run(findings(TWO_GPUS))
 
 
 def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> None:
-    assert "to try and to test" in the_one("limited", CPU).text
+    (limit,) = at("limited", CPU)
+    assert "to try and to test" in limit.text and can_run(findings(CPU))
     assert any("Up to 4 ranks on the CPU" in finding.text for finding in at("works", CPU))
-    assert can_run(findings(CPU))
+    assert any("no speed-up" in finding.text for finding in at("limited", machine(CPU, cores=1)))
 
 
 @pytest.mark.parametrize(
-    ("facts", "names", "remedy"),
+    ("level", "facts", "names", "remedy"),
     [
+        ("blocked", torch(CPU, version="", error="libfoo.so: no"), "libfoo.so: no", "reinstall it"),
+        ("blocked", torch(CPU, backends=()), "gloo", "install the torch wheel"),
+        ("blocked", replace(CPU, packages=NEEDED[1:]), "greenlet is not", "python3 -m pip install greenlet"),
+        ("blocked", machine(CPU, memfd=False, shm_free_bytes=None), "No memfd here", "run on Linux"),
+        ("blocked", torch(TWO_GPUS, gpus=(GPU, EXCLUSIVE)), "GPU 1 is in", "nvidia-smi -i 1 -c DEFAULT"),
+        ("blocked", torch(TWO_GPUS, version="2.7.0+cu128"), "2.7.0+cu128 over NCCL", "torch 2.7.1 or newer"),
+        ("limited", machine(CPU, gpu_driver="NVIDIA"), "a GPU driver (NVIDIA)", "CUDA_VISIBLE_DEVICES"),
+        ("limited", machine(TWO_GPUS, gpu_driver="WSL"), "This is WSL", "run on Linux itself"),
+        ("limited", torch(TWO_GPUS, gpus=(GPU, INSTANCE)), "GPU 1 is an instance", "nvidia-smi -mig 0"),
+        ("limited", torch(TWO_GPUS, gpus=(GPU,)), "One GPU", "add a GPU"),
+        ("limited", torch(TWO_GPUS, backends=("gloo",)), "without NCCL", "NCCL (RCCL on AMD)"),
+        ("limited", torch(TWO_GPUS, pairs_without_peer_access=((0, 1),)), "to each other: 0-1", "NVLink"),
+        ("limited", replace(TWO_GPUS, packages=NEEDED), "flash-attn is not", "pip install flash-attn"),
+        ("limited", machine(TWO_GPUS, shm_free_bytes=64 * 2**20), "has 0.1 GiB free", "--shm-size=1g"),
+        ("limited", machine(TWO_GPUS, memory_available_bytes=doctor.GIB), "1.0 GiB of memory", "close other"),
         (
-            torch(CPU, version="", error="libfoo.so: not found", backends=()),
-            "libfoo.so: not found",
-            "reinstall it",
+            "limited",
+            REFUSED,
+            "cuda:1: flash-attn 3 is not used: wrong.",
+            "until then torch's flash attention",
         ),
-        (torch(CPU, backends=()), "gloo", "install the torch wheel"),
-        (
-            replace(CPU, packages=NEEDED[1:]),
-            "greenlet is not installed",
-            "/usr/bin/python3 -m pip install greenlet",
-        ),
-        (machine(CPU, memfd=False), "No memfd here", "run on Linux"),
-        (
-            torch(TWO_GPUS, gpus=(GPU, EXCLUSIVE)),
-            "GPU 1 is in the compute mode exclusive_process",
-            "nvidia-smi -i 1 -c DEFAULT",
-        ),
-        (torch(TWO_GPUS, version="2.7.0+cu128"), "torch 2.7.0+cu128 over NCCL hangs", "torch 2.7.1 or newer"),
     ],
 )
-def test_what_stops_everything_is_named_with_its_remedy(facts: Facts, names: str, remedy: str) -> None:
-    finding = the_one("blocked", facts)
-    assert names in finding.text
-    assert remedy in finding.remedy
-    assert not can_run(findings(facts))
-
-
-@pytest.mark.parametrize(
-    ("facts", "names", "remedy"),
-    [
-        (machine(CPU, gpu_driver="NVIDIA"), "There is a GPU driver (NVIDIA)", "CUDA_VISIBLE_DEVICES"),
-        (machine(CPU, gpu_driver="WSL"), "There is a GPU driver (WSL)", "CUDA_VISIBLE_DEVICES"),
-        (machine(TWO_GPUS, gpu_driver="WSL"), "This is WSL", "run on Linux itself"),
-        (
-            torch(TWO_GPUS, gpus=(GPU, INSTANCE)),
-            "GPU 1 is an instance of a divided GPU (MIG)",
-            "nvidia-smi -mig 0",
-        ),
-        (torch(TWO_GPUS, gpus=(GPU,)), "One GPU", "add a GPU"),
-        (torch(TWO_GPUS, backends=("gloo",)), "without NCCL", "NCCL (RCCL on AMD)"),
-        (
-            torch(TWO_GPUS, pairs_without_peer_access=((0, 1),)),
-            "without peer access to each other: 0-1",
-            "NVLink",
-        ),
-        (replace(TWO_GPUS, packages=NEEDED), "flash-attn is not installed", "pip install flash-attn"),
-        (machine(TWO_GPUS, shm_free_bytes=64 * 2**20), "/dev/shm has 0.1 GiB free", "--shm-size=1g"),
-        (machine(TWO_GPUS, memory_available_bytes=doctor.GIB), "1.0 GiB of memory", "close other programs"),
-        (REFUSED, "cuda:1: flash-attn 3 is not used: wrong.", "until then torch's flash attention is used"),
-    ],
-)
-def test_what_limits_is_named_with_its_remedy_and_stops_nothing(
-    facts: Facts, names: str, remedy: str
+def test_what_stops_or_limits_is_named_with_its_remedy(
+    level: str, facts: Facts, names: str, remedy: str
 ) -> None:
-    finding = the_one("limited", facts)
-    assert names in finding.text
-    assert remedy in finding.remedy
-    assert can_run(findings(facts))
+    (finding,) = at(level, facts)
+    assert names in finding.text and remedy in finding.remedy
+    assert can_run(findings(facts)) == (level == "limited")
 
 
 def test_the_driver_says_who_may_use_a_gpu_and_torch_which_it_is() -> None:
@@ -180,14 +147,6 @@ def test_in_a_fresh_clone_nothing_is_installed_before_anything_is_said(tmp_path:
     assert done.returncode == 1 and not said["works"] and said["facts"]["machine"]["cores"]
     assert "There is no ComfyUI for the commands yet" in said["findings"][0]["text"]
     assert not list(tmp_path.iterdir())
-
-
-def test_one_core_promises_no_speed_up() -> None:
-    assert any("no speed-up" in finding.text for finding in at("limited", machine(CPU, cores=1)))
-
-
-def test_macos_is_told_that_it_cannot_share_memory() -> None:
-    assert not can_run(findings(machine(CPU, platform="Darwin 24 arm64", memfd=False, shm_free_bytes=None)))
 
 
 def test_the_page_holds_every_finding_and_fits_one_screen() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from pipemesh.launcher.comfyui import beside, find, install
-from pipemesh.launcher.comfyui.install import Install
 
 from .fake_installs import ROOT, Desk, write_tree
 
@@ -88,28 +87,12 @@ def test_two_archives_of_one_version_do_not_meet(desk: Desk, tmp_path: Path) -> 
     assert set(find.other_installs(desk.first)) == {one.base, two.base}
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_a_half_done_install_is_made_again(desk: Desk, tmp_path: Path, step: str) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    archive = write_archive(tmp_path / "new.tar.xz")
-    desk.commands.before[step] = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        named(desk, archive)
-    desk.commands.before.clear()
-    made = named(desk, archive)
-    assert desk.commands.ran[-len(STEPS) :] == STEPS
-    assert Install(Path(made.base)).is_complete
-
-
 @pytest.mark.parametrize(
     "options, says",
     [
         ({"without": "main.py"}, "holds no ComfyUI"),
         ({"version": "0.29.1"}, "holds ComfyUI 0.29.1: take 0.30.0 or newer"),
         ({"more": "ComfyUI/../../escaped.py"}, "leads out of the folder"),
-        ({"more": "/escaped.py"}, "leads out of the folder"),
     ],
 )
 def test_a_wrong_archive_is_one_sentence(
@@ -132,11 +115,9 @@ def test_an_archive_with_another_digest_than_the_one_asked_for_is_one_sentence(
     assert beside.ensure_from_archive(archive, ROOT, tools, digest.upper()).is_complete
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive", "torn"])
-def test_a_file_that_is_no_whole_archive_is_one_sentence(
-    desk: Desk, tmp_path: Path, content: bytes | str
-) -> None:
+@pytest.mark.parametrize("cut", [0, 200])
+def test_a_file_that_is_no_whole_archive_is_one_sentence(desk: Desk, tmp_path: Path, cut: int) -> None:
     archive = write_archive(tmp_path / "wrong.tar.xz")
-    archive.write_bytes(archive.read_bytes()[:200] if isinstance(content, str) else content)
+    archive.write_bytes(archive.read_bytes()[:cut])
     desk.env["PIPEMESH_COMFYUI"] = str(archive)
     assert "wrong.tar.xz is no whole tar archive" in desk.refusal()

@@ -10,9 +10,12 @@ import shutil
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...launcher.errors import LaunchError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PLAYWRIGHT = "playwright>=1.50,<2"  # pyproject's extra `browser`
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -21,7 +24,7 @@ FLAGS = (
     # A page does not wait for what it asks of other machines
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
-LOADED_S, ANSWERED_S, ENDED_S = 120, 60, 180  # the longest that a page, an answer and a prompt may take
+LOADED_S, ANSWERED_S, ENDED_S = 120, 60, 600  # the longest that a page, an answer and a prompt may take
 
 HOLDS = "() => { try { return %s } catch { return false } }"  # what is looked at may not be there yet
 READY = """(() => {
@@ -88,27 +91,26 @@ def chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
-class ComfyPage:
-    """The page of the ComfyUI at `address`, loaded and ready:
-    `with ComfyPage(address) as page: page.evaluate("app.graph.nodes.length")`. Only JSON passes.
+class Page:
+    """A page at `address`, loaded. What passes between it and here is JSON.
 
     Its event loop runs only during its calls, so that a caller may run loops of its own between
     them. Raises LaunchError where the page cannot be opened here, TimeoutError where it does not
     answer, and playwright's Error where a script fails or the page crashes.
     """
 
-    first = WATCHED  # a script that runs before those of the page
+    first = ""  # a script that runs before those of the page
 
     def __init__(self, address: str):
         self._url = f"http://{address}"
 
-    def __enter__(self) -> ComfyPage:
+    def __enter__(self) -> Self:
         if lacking := lack():
             raise LaunchError(lacking)
         self._loop = asyncio.new_event_loop()
         try:
             self._within(LOADED_S, self._open(), f"{self._url} is loaded")
-            self._make_ready()
+            self.make_ready()
         except BaseException:
             self.__exit__()
             raise
@@ -137,10 +139,8 @@ class ComfyPage:
         except asyncio.TimeoutError as error:
             raise TimeoutError(f"not within {seconds} s: {what}") from error
 
-    def _make_ready(self) -> None:
-        self.until(READY)
-        self.until(SETTLED)
-        self.evaluate(ENDS)
+    def make_ready(self) -> None:
+        """Runs whenever the page has loaded."""
 
     def evaluate(self, expression: str) -> Any:
         """Returns the value of the expression, or of the promise that it is."""
@@ -152,7 +152,7 @@ class ComfyPage:
 
     def reload(self) -> None:
         self._within(LOADED_S, self._page.reload(), f"{self._url} is loaded again")
-        self._make_ready()
+        self.make_ready()
 
     def resize(self, width: int, height: int) -> None:
         size = self._page.set_viewport_size({"width": width, "height": height})
@@ -167,6 +167,17 @@ class ComfyPage:
         left, top, width, height = box
         taken = self._page.screenshot(path=file, clip={"x": left, "y": top, "width": width, "height": height})
         self._within(ANSWERED_S, taken, f"a picture for {file}")
+
+
+class ComfyPage(Page):
+    """The page of ComfyUI: `with ComfyPage(server.address) as page: page.prompt(workflow)`."""
+
+    first = WATCHED
+
+    def make_ready(self) -> None:
+        self.until(READY)
+        self.until(SETTLED)
+        self.evaluate(ENDS)
 
     def set(self, setting: str, value: Any) -> None:
         """Sets one of ComfyUI's settings as its dialog does; it is on the server afterwards."""

@@ -110,11 +110,7 @@ def make_venv_over(worker: Worker, first: Install) -> None:
 
 
 def site_packages(venv: Path) -> Path:
-    return venv / (
-        "Lib/site-packages"
-        if os.name == "nt"
-        else f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-    )
+    return venv / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
 
 def numbers(version: str) -> tuple[int, ...]:

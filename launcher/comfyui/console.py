@@ -4,7 +4,6 @@ library only.
 
 from __future__ import annotations
 
-import os
 import queue
 import shutil
 import subprocess
@@ -75,7 +74,7 @@ def run_logged(
             env=dict(env),
             encoding="utf-8",
             errors="replace",
-            pass_fds=() if os.name == "nt" else (keep_open,),
+            pass_fds=(keep_open,),
         )
         reader = threading.Thread(target=_read_lines, args=(process, lines), daemon=True)
         reader.start()

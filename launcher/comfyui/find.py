@@ -124,12 +124,7 @@ def own_pythons(comfyui: Path, env: Mapping[str, str]) -> tuple[str, ...]:
     if env.get("PIPEMESH_PYTHON"):
         named = os.path.expanduser(env["PIPEMESH_PYTHON"])
         return (shutil.which(named) or named,)
-    places = (
-        venv_python(comfyui / "venv"),
-        venv_python(comfyui / ".venv"),
-        comfyui.parent / "python_embeded" / "python.exe",
-        comfyui / "python_embeded" / "python.exe",
-    )
+    places = (venv_python(comfyui / "venv"), venv_python(comfyui / ".venv"))
     return (*(str(place) for place in places if place.exists()), sys.executable)
 
 
@@ -223,18 +218,10 @@ def main(argv: Sequence[str]) -> int:
 
 def other_installs(host: ComfyInstall) -> tuple[str, ...]:
     """The folders of the other ComfyUIs in this cache, without the one that `host` lies over."""
-    base = Path(host.base)
-    return (
-        tuple(
-            sorted(
-                str(path) for path in base.parent.iterdir() if path.is_dir() and not is_part_of(base, path)
-            )
-        )
-        if host.base
-        else ()
+    if not host.base:
+        return ()
+    own = Path(host.base)
+    folders = (folder for folder in own.parent.iterdir() if folder.is_dir())
+    return tuple(
+        sorted(str(folder) for folder in folders if not f"{own.name}-".startswith(f"{folder.name}-"))
     )
-
-
-def is_part_of(base: Path, other: Path) -> bool:
-    """True if `other` is that install, or the one that it lies over."""
-    return base.name == other.name or base.name.startswith(f"{other.name}-")

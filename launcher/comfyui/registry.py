@@ -1,7 +1,7 @@
 """Downloads one file from the Python package registry that pip is set up for, and keeps it only if
 it has the digest that is asked for. Standard library only.
 
-    python registry.py download NAME FILE SHA256 --dest FOLDER
+    python registry.py NAME FILE SHA256 FOLDER
 
 pip has no way to download a source distribution without running the code that builds it.
 """
@@ -43,13 +43,9 @@ class Anchors(HTMLParser):
 
 def settings_in(listed: str) -> dict[str, str]:
     """pip's settings from the lines of `pip config list`."""
-    found: dict[str, str] = {}
-    lines = [
-        match.groups() for match in re.finditer(r"^(global|download|:env:)\.([\w-]+)=(.*)$", listed, re.M)
-    ]
-    for section in SECTIONS:
-        found |= {name: ast.literal_eval(value) for where, name, value in lines if where == section}
-    return found
+    lines = re.findall(r"^(global|download|:env:)\.([\w-]+)=(.*)$", listed, re.M)
+    lines.sort(key=lambda line: SECTIONS.index(line[0]))
+    return {name: ast.literal_eval(value) for _section, name, value in lines}
 
 
 def places(settings: Mapping[str, str], name: str) -> Iterator[str]:
@@ -114,10 +110,8 @@ def download(name: str, file: str, sha256: str, folder: Path, settings: Mapping[
     status. What was tried is printed.
     """
     wanted = tuple(places(settings, name))
-    opener, timeout_s = (
-        opener_of(settings, wanted),
-        float(settings.get("default-timeout") or settings.get("timeout") or 60),
-    )
+    opener = opener_of(settings, wanted)
+    timeout_s = float(settings.get("default-timeout") or settings.get("timeout") or 60)
     for place in wanted:
         try:
             for address in links_to(place, file, opener, timeout_s):
@@ -150,10 +144,9 @@ def shown(address: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    _, name, file, sha256, _, folder = argv
-    listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-    ).stdout
+    name, file, sha256, folder = argv
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return download(name, file, sha256, Path(folder), settings_in(listed))
 
 

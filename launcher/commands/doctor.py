@@ -13,8 +13,9 @@ import mmap
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -109,184 +110,136 @@ NO_COMFYUI = Finding(
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
+    """Every check's findings: works, limited and blocked, as they stand on the page."""
     if facts.comfyui is None:
         return (NO_COMFYUI, *about_memory(facts))
-    return (
-        *about_torch(facts),
-        *about_packages(facts),
-        *about_kernels(facts),
-        *about_devices(facts),
-        *about_sharing(facts),
-        *about_cores(facts),
-        *about_memory(facts),
-    )
+    return tuple(finding for check in CHECKS for finding in check(facts))
 
 
-def about_torch(facts: Facts) -> tuple[Finding, ...]:
+def about_torch(facts: Facts) -> Iterator[Finding]:
     torch = facts.torch
     if not torch.version:
-        return (
-            Finding(
-                "blocked",
-                f"torch does not import: {torch.error}.",
-                f"reinstall it for {facts.executable}, or run `python3 -m launcher host` without"
-                " PIPEMESH_COMFYUI for a fresh one",
-            ),
+        yield Finding(
+            "blocked",
+            f"torch does not import: {torch.error}.",
+            f"reinstall it for {facts.executable}, or run `python3 -m launcher host` without"
+            " PIPEMESH_COMFYUI for a fresh one",
         )
-    if "gloo" not in torch.backends:
-        return (
-            Finding(
-                "blocked",
-                f"torch {torch.version} was built without torch.distributed's gloo, which every rank needs.",
-                "install the torch wheel of the Python package registry or of pytorch.org",
-            ),
+    elif "gloo" not in torch.backends:
+        yield Finding(
+            "blocked",
+            f"torch {torch.version} was built without torch.distributed's gloo, which every rank needs.",
+            "install the torch wheel of the Python package registry or of pytorch.org",
         )
-    return ()
 
 
-def about_packages(facts: Facts) -> tuple[Finding, ...]:
-    found = tuple(
-        Finding("blocked", f"{name} is not installed.", f"{facts.executable} -m pip install {name}")
-        for name in NEEDED_PACKAGES
-        if not facts.has(name)
-    )
+def about_packages(facts: Facts) -> Iterator[Finding]:
+    pip = f"{facts.executable} -m pip install"
+    for name in NEEDED_PACKAGES:
+        if not facts.has(name):
+            yield Finding("blocked", f"{name} is not installed.", f"{pip} {name}")
     if facts.torch.gpus and not facts.has("flash-attn"):
         text = "flash-attn is not installed: a ring's attention runs on torch's own kernels."
-        return (
-            *found,
-            Finding(
-                "limited", text, f"{facts.executable} -m pip install flash-attn yunchang, if you want it"
-            ),
-        )
-    return found
+        yield Finding("limited", text, f"{pip} flash-attn yunchang, if you want it")
 
 
-def about_kernels(facts: Facts) -> tuple[Finding, ...]:
+def about_kernels(facts: Facts) -> Iterator[Finding]:
     """Kernels that compute something else than attention, or another log-sum-exp."""
-    return tuple(
-        Finding(
-            "limited",
-            f"{one.device}: {sentence}",
-            f"install another version of it; until then {one.name} is used",
-        )
-        for one in facts.kernels
-        for sentence in one.refused
-    )
+    for one in facts.kernels:
+        for sentence in one.refused:
+            remedy = f"install another version of it; until then {one.name} is used"
+            yield Finding("limited", f"{one.device}: {sentence}", remedy)
 
 
-def about_devices(facts: Facts) -> tuple[Finding, ...]:
+def about_devices(facts: Facts) -> Iterator[Finding]:
     torch, driver = facts.torch, facts.machine.gpu_driver
     count = len(torch.gpus)
     if count == 0 and driver:
-        text = f"There is a GPU driver ({driver}), but this torch ({torch.build}) sees no GPU."
-        return (
-            Finding(
-                "limited",
-                text,
-                "install the torch build for it, and see that CUDA_VISIBLE_DEVICES does not hide it",
-            ),
+        yield Finding(
+            "limited",
+            f"There is a GPU driver ({driver}), but this torch ({torch.build}) sees no GPU.",
+            "install the torch build for it, and see that CUDA_VISIBLE_DEVICES does not hide it",
         )
-    if count == 0:
-        return (
-            Finding(
-                "limited",
-                "No GPU: the ranks run on the CPU over gloo, to try and to test.",
-                "use a machine with GPUs for speed",
-            ),
-        )
-    if count == 1:
-        text = (
+    elif count == 0:
+        text = "No GPU: the ranks run on the CPU over gloo, to try and to test."
+        yield Finding("limited", text, "use a machine with GPUs for speed")
+    elif count == 1:
+        yield Finding(
+            "limited",
             "One GPU: several ranks can share it over gloo (through CPU memory), to test; nothing gets"
-            " faster."
+            " faster.",
+            "add a GPU for speed",
         )
-        return (Finding("limited", text, "add a GPU for speed"),)
-    if "nccl" not in torch.backends:
+    elif "nccl" not in torch.backends:
         text = f"{count} GPUs, one rank each, over gloo: without NCCL every exchange goes through CPU memory."
-        return (Finding("limited", text, "use Linux and a torch with NCCL (RCCL on AMD) for speed"),)
-    if torch.version.partition("+")[0] == HANGS:
+        yield Finding("limited", text, "use Linux and a torch with NCCL (RCCL on AMD) for speed")
+    elif torch.version.partition("+")[0] == HANGS:
         text = f"torch {torch.version} over NCCL hangs at random (pytorch issue 153960)."
-        return (Finding("blocked", text, "install torch 2.7.1 or newer"),)
-    works = Finding("works", f"{count} GPUs, one rank each, over NCCL.")
-    if not torch.pairs_without_peer_access:
-        return (works,)
-    pairs = ", ".join(f"{a}-{b}" for a, b in torch.pairs_without_peer_access)
-    text = f"GPUs without peer access to each other: {pairs}; what they exchange goes through CPU memory."
-    return (
-        works,
-        Finding("limited", text, "put GPUs of one switch or NVLink bridge into a pool, where you can choose"),
-    )
+        yield Finding("blocked", text, "install torch 2.7.1 or newer")
+    else:
+        yield Finding("works", f"{count} GPUs, one rank each, over NCCL.")
+        if torch.pairs_without_peer_access:
+            pairs = ", ".join(f"{a}-{b}" for a, b in torch.pairs_without_peer_access)
+            yield Finding(
+                "limited",
+                f"GPUs without peer access to each other: {pairs}; what they exchange goes through CPU"
+                " memory.",
+                "put GPUs of one switch or NVLink bridge into a pool, where you can choose",
+            )
 
 
-def about_sharing(facts: Facts) -> tuple[Finding, ...]:
+def about_sharing(facts: Facts) -> Iterator[Finding]:
     """GPUs that a rank cannot have beside ComfyUI, or not as others do."""
-    found: list[Finding] = []
-    gpus = facts.torch.gpus
-    for index, gpu in enumerate(gpus):
+    for index, gpu in enumerate(facts.torch.gpus):
         if gpu.mode != SHARED:
             text = f"GPU {index} is in the compute mode {gpu.mode}: while ComfyUI uses it, no rank can."
-            found.append(Finding("blocked", text, f"nvidia-smi -i {index} -c DEFAULT, as root"))
+            yield Finding("blocked", text, f"nvidia-smi -i {index} -c DEFAULT, as root")
         if is_mig(gpu.name):
-            text = (
-                f"GPU {index} is an instance of a divided GPU (MIG): a process sees one alone, so that ranks"
-                " can only share it."
-            )
-            found.append(
-                Finding(
-                    "limited", text, "switch MIG off (nvidia-smi -mig 0), or use GPUs that are not divided"
-                )
-            )
-    if gpus and facts.machine.gpu_driver == "WSL":
-        text = (
-            "This is WSL: GPUs have no peer access and little pinned memory there, so that exchanges go"
-            " through CPU memory."
-        )
-        found.append(Finding("limited", text, "run on Linux itself for speed"))
-    return tuple(found)
-
-
-def about_cores(facts: Facts) -> tuple[Finding, ...]:
-    if not facts.torch.version or facts.torch.gpus:
-        return ()
-    if facts.machine.cores == 1:
-        return (
-            Finding(
+            yield Finding(
                 "limited",
-                "One core: two ranks on the CPU take turns, so the demo shows no speed-up.",
-                "use two cores or more",
-            ),
-        )
-    return (Finding("works", f"Up to {facts.machine.cores} ranks on the CPU over gloo, one core each."),)
-
-
-def about_memory(facts: Facts) -> tuple[Finding, ...]:
-    machine = facts.machine
-    found: list[Finding] = []
-    if machine.memfd:
-        found.append(Finding("works", "Shared memory between the UI and the ranks: memfd."))
-    else:
-        found.append(
-            Finding(
-                "blocked",
-                "No memfd here: the UI and the ranks cannot share memory.",
-                "run on Linux, and allow memfd_create",
+                f"GPU {index} is an instance of a divided GPU (MIG): a process sees one alone, so that ranks"
+                " can only share it.",
+                "switch MIG off (nvidia-smi -mig 0), or use GPUs that are not divided",
             )
+    if facts.torch.gpus and facts.machine.gpu_driver == "WSL":
+        yield Finding(
+            "limited",
+            "This is WSL: GPUs have no peer access and little pinned memory there, so that exchanges go"
+            " through CPU memory.",
+            "run on Linux itself for speed",
         )
-    if (
-        len(facts.torch.gpus) > 1
-        and machine.shm_free_bytes is not None
-        and machine.shm_free_bytes < ROOMY_SHM_BYTES
-    ):
-        text = (
-            f"/dev/shm has {gib(machine.shm_free_bytes)} free, and NCCL's exchanges within a machine use it."
-        )
-        found.append(Finding("limited", text, "make it 1 GiB or more (Docker: --shm-size=1g, or --ipc=host)"))
-    if machine.memory_available_bytes is not None and machine.memory_available_bytes < ROOMY_MEMORY_BYTES:
-        text = (
-            f"{gib(machine.memory_available_bytes)} of memory are available: a model may not fit beside"
-            " ComfyUI."
-        )
-        found.append(Finding("limited", text, "close other programs, or add memory"))
-    return tuple(found)
+
+
+def about_cores(facts: Facts) -> Iterator[Finding]:
+    cores = facts.machine.cores
+    if not facts.torch.version or facts.torch.gpus:
+        return
+    if cores == 1:
+        text = "One core: two ranks on the CPU take turns, so the demo shows no speed-up."
+        yield Finding("limited", text, "use two cores or more")
+    else:
+        yield Finding("works", f"Up to {cores} ranks on the CPU over gloo, one core each.")
+
+
+def about_memory(facts: Facts) -> Iterator[Finding]:
+    shm, memory = facts.machine.shm_free_bytes, facts.machine.memory_available_bytes
+    if facts.machine.memfd:
+        yield Finding("works", "Shared memory between the UI and the ranks: memfd.")
+    else:
+        text = "No memfd here: the UI and the ranks cannot share memory."
+        yield Finding("blocked", text, "run on Linux, and allow memfd_create")
+    if len(facts.torch.gpus) > 1 and shm is not None and shm < ROOMY_SHM_BYTES:
+        text = f"/dev/shm has {gib(shm)} free, and NCCL's exchanges within a machine use it."
+        yield Finding("limited", text, "make it 1 GiB or more (Docker: --shm-size=1g, or --ipc=host)")
+    if memory is not None and memory < ROOMY_MEMORY_BYTES:
+        text = f"{gib(memory)} of memory are available: a model may not fit beside ComfyUI."
+        yield Finding("limited", text, "close other programs, or add memory")
+
+
+CHECKS = (
+    *(about_torch, about_packages, about_kernels, about_devices),
+    *(about_sharing, about_cores, about_memory),
+)
 
 
 def gib(size_bytes: int) -> str:
@@ -295,50 +248,37 @@ def gib(size_bytes: int) -> str:
 
 def report(facts: Facts, found: Sequence[Finding]) -> str:
     """The page."""
-    machine, torch, comfyui = facts.machine, facts.torch, facts.comfyui
-    optional = ", ".join(f"{package.name} {package.version or 'not found'}" for package in facts.packages)
-    memory = (
-        "unknown"
-        if machine.memory_available_bytes is None
-        else f"{gib(machine.memory_available_bytes)} available"
-    )
-    shm = "none" if machine.shm_free_bytes is None else f"{gib(machine.shm_free_bytes)} free"
+    machine = facts.machine
+    memory, shm = machine.memory_available_bytes, machine.shm_free_bytes
+    packages = ", ".join(f"{package.name} {package.version or 'not found'}" for package in facts.packages)
+    works = "PipeMesh can run here."
+    if not can_run(found):
+        works = "PipeMesh cannot run here until what is marked STOP is mended."
     lines = [
         f"Python    {facts.python}  {facts.executable}",
         f"Platform  {machine.platform}, {machine.cores} core{'s' * (machine.cores > 1)}",
-        *lines_about(comfyui, torch),
-        *([f"Packages  {optional}"] if facts.packages else []),
+        *lines_about(facts.comfyui, facts.torch),
+        *([f"Packages  {packages}"] if packages else []),
         *(f"Ring      on {one.device}: {one.name}" for one in facts.kernels),
-        f"Memory    {memory}; /dev/shm {shm}; memfd {'works' if machine.memfd else 'does not work'}",
+        f"Memory    {'unknown' if memory is None else f'{gib(memory)} available'}; "
+        f"/dev/shm {'none' if shm is None else f'{gib(shm)} free'}; "
+        f"memfd {'works' if machine.memfd else 'does not work'}",
         "",
     ]
     for finding in found:
-        lines.append(f"{MARKS[finding.level]}  {finding.text}")
-        if finding.remedy:
-            lines.append(f"      -> {finding.remedy}")
-    lines += [
-        "",
-        (
-            "PipeMesh can run here."
-            if can_run(found)
-            else "PipeMesh cannot run here until what is marked STOP is mended."
-        ),
-    ]
-    return "\n".join(lines)
+        lines += [f"{MARKS[finding.level]}  {finding.text}"]
+        lines += [f"      -> {finding.remedy}"] if finding.remedy else []
+    return "\n".join((*lines, "", works))
 
 
 def lines_about(comfyui: ComfyInstall | None, torch: Torch) -> list[str]:
     if comfyui is None:
         return ["ComfyUI   none yet"]
+    whose = "installed by PipeMesh" if comfyui.base else "your own"
+    version, backends = torch.version or "does not import", ", ".join(torch.backends) or "none"
     return [
-        (
-            f"ComfyUI   {comfyui.version}  {comfyui.comfyui}"
-            f" ({'installed by PipeMesh' if comfyui.base else 'your own'})"
-        ),
-        (
-            f"torch     {torch.version or 'does not import'} ({torch.build}), backends:"
-            f" {', '.join(torch.backends) or 'none'}"
-        ),
+        f"ComfyUI   {comfyui.version}  {comfyui.comfyui} ({whose})",
+        f"torch     {version} ({torch.build}), backends: {backends}",
         *(f"GPU {index}     {gpu.name}, {gib(gpu.memory_bytes)}" for index, gpu in enumerate(torch.gpus)),
         *([] if torch.gpus else ["GPU       none"]),
     ]
@@ -350,6 +290,7 @@ def can_run(found: Sequence[Finding]) -> bool:
 
 def gather(host: ComfyInstall | None) -> Facts:
     torch = ask_torch() if host is not None else Torch(version="")
+    packages = (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES) if host is not None else ()
     return Facts(
         python=platform.python_version(),
         executable=sys.executable,
@@ -363,11 +304,7 @@ def gather(host: ComfyInstall | None) -> Facts:
         ),
         torch=torch,
         comfyui=host,
-        packages=tuple(
-            Package(name, package_version(name))
-            for name in (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES)
-            if host is not None
-        ),
+        packages=tuple(Package(name, package_version(name)) for name in packages),
         kernels=try_kernels(torch),
     )
 
@@ -395,16 +332,12 @@ def ask_torch() -> Torch:
     count = cuda.device_count() if cuda.is_available() else 0
     properties = [cuda.get_device_properties(index) for index in range(count)]
     modes = modes_in(ask_driver()) if count and not torch.version.hip else {}
-    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    if torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
     return Torch(
         version=torch.__version__,
-        build=(
-            f"ROCm {torch.version.hip}"
-            if torch.version.hip
-            else f"CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "CPU"
-        ),
+        build=build,
         backends=tuple(
             name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)
         ),
@@ -412,7 +345,9 @@ def ask_torch() -> Torch:
             Gpu(device.name, device.total_memory, modes.get(str(getattr(device, "uuid", "")), SHARED))
             for device in properties
         ),
-        pairs_without_peer_access=tuple((a, b) for a, b in pairs if not cuda.can_device_access_peer(a, b)),
+        pairs_without_peer_access=tuple(
+            (a, b) for a, b in combinations(range(count), 2) if not cuda.can_device_access_peer(a, b)
+        ),
     )
 
 
@@ -424,11 +359,9 @@ def package_version(name: str) -> str:
 
 
 def memfd_works() -> bool:
-    if not hasattr(os, "memfd_create"):
-        return False
     try:
         descriptor = os.memfd_create("pipemesh-doctor")
-    except OSError:
+    except (AttributeError, OSError):
         return False
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE)
@@ -466,15 +399,8 @@ def main(argv: Sequence[str], host: ComfyInstall | None) -> int:
     facts = gather(host)
     found = findings(facts)
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "facts": asdict(facts),
-                    "findings": [asdict(finding) for finding in found],
-                    "works": can_run(found),
-                }
-            )
-        )
+        said = {"facts": asdict(facts), "findings": [*map(asdict, found)], "works": can_run(found)}
+        print(json.dumps(said))
     else:
         print(report(facts, found))
     return 0 if can_run(found) else 1
