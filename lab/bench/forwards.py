@@ -8,6 +8,7 @@ exchanges: the harder case.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -28,6 +29,42 @@ from .lockstep import timed
 SAMPLE, SIZE = sample_with("bench")
 CHANNELS = SAMPLE.latents["even"][1]
 TEXT_TOKENS, ROW_TOKENS = 64, 64
+
+
+def sampled(
+    model: Any,
+    tokens: int,
+    steps: int,
+    *,
+    images: int = 1,
+    cfg: float = 1.0,
+    prompts: tuple[int, int] = (TEXT_TOKENS, TEXT_TOKENS),
+    callback: Callable[..., None] | None = None,
+) -> torch.Tensor:
+    """Sample a MODEL of the benches at ``tokens`` tokens, text included; ``prompts``: how many
+    tokens the positive and the negative prompt have.
+    """
+    import comfy.sample
+
+    generator = torch.Generator().manual_seed(0)
+    latent = torch.zeros(images, CHANNELS, 2 * ((tokens - TEXT_TOKENS) // ROW_TOKENS), 2 * ROW_TOKENS)
+    pooled = {"pooled_output": torch.randn(1, SIZE.pooled_dim, generator=generator)}
+    conds = [[[torch.randn(1, count, SIZE.text_dim, generator=generator), pooled]] for count in prompts]
+    with torch.inference_mode():
+        noise = comfy.sample.prepare_noise(latent, 1)
+        how = (steps, cfg, "euler", "simple", *conds, latent)
+        return comfy.sample.sample(model, noise, *how, callback=callback, disable_pbar=True, seed=1)
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Let this process run on these cores meanwhile, as a UI does: its ranks share them out."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or own)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 class Slowing(Protocol):

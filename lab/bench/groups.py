@@ -4,7 +4,6 @@ taken out. ``cfg`` and ``data`` are benches of it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ def speedup(rounds: Sequence[Round]) -> float:
     return typical(rounds, "alone") / typical(rounds, "parallel")
 
 
-class Runs:
+class GroupRuns:
     """One process of the bench: the sampler over the stock model, and, in the first process, over
     a pool with two groups along ``axis``.
     """
@@ -43,7 +42,7 @@ class Runs:
 
         self.axis = axis
         self.stock = SAMPLE.form.random_model(SIZE)
-        self.own_cores, self.all_cores = os.sched_getaffinity(0), ranks.all_cores or os.sched_getaffinity(0)
+        self.all_cores = ranks.all_cores
         self.handle = None
         if ranks.rank == 0:
             setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
@@ -53,37 +52,23 @@ class Runs:
             )
 
     def sample(self, model: Any) -> Any:
-        import comfy.sample
-        import torch
+        from .forwards import TEXT_TOKENS, sampled
 
-        from .forwards import CHANNELS, ROW_TOKENS, SIZE, TEXT_TOKENS
-
-        generator = torch.Generator().manual_seed(0)
-        latent = torch.zeros(
-            BATCH[self.axis], CHANNELS, 2 * ((TOKENS - TEXT_TOKENS) // ROW_TOKENS), 2 * ROW_TOKENS
-        )
-        pooled = {"pooled_output": torch.randn(1, SIZE.pooled_dim, generator=generator)}
-        prompts = [
-            [[torch.randn(1, count, SIZE.text_dim, generator=generator), pooled]]
-            for count in (TEXT_TOKENS, TEXT_TOKENS - SHORTER)
-        ]
-        with torch.inference_mode():
-            noise = comfy.sample.prepare_noise(latent, 1)
-            how = (STEPS, SCALE[self.axis], "euler", "simple", *prompts, latent)
-            return comfy.sample.sample(model, noise, *how, disable_pbar=True, seed=1)
+        how = {"images": BATCH[self.axis], "cfg": SCALE[self.axis]}
+        return sampled(model, TOKENS, STEPS, prompts=(TEXT_TOKENS, TEXT_TOKENS - SHORTER), **how)
 
     def through(self) -> float:
         """Seconds of a run through the pool; 0 in the processes that have none."""
+        from .forwards import on_cores
+
         if self.handle is None:
             return 0.0
-        os.sched_setaffinity(0, self.all_cores)  # as a UI is: the ranks share the cores out
-        seconds = timed(lambda: self.sample(self.parallel))
-        os.sched_setaffinity(0, self.own_cores)
-        return seconds
+        with on_cores(self.all_cores):
+            return timed(lambda: self.sample(self.parallel))
 
 
 def measure(ranks: Ranks, axis: str, rounds: int, comfyui: str) -> list[Round]:
-    runs = Runs(ranks, axis, comfyui)
+    runs = GroupRuns(ranks, axis, comfyui)
     try:
         phases = {
             "alone": Phase(lambda: timed(lambda: runs.sample(runs.stock)), alone=True),

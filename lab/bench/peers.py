@@ -15,7 +15,7 @@ from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
 from .lockstep import Phase, Ranks, merge, run, timed
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 DIFFUSERS = "diffusers>=0.42,<0.43"  # pyproject's extra `peers`
 TOKENS = (1024, 4096)
@@ -38,11 +38,6 @@ def ratio(ours: str, theirs: str) -> Callable[[Sequence[Round]], float]:
     return lambda rounds: typical(rounds, ours) / typical(rounds, theirs)
 
 
-def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the largest difference in units of the output's standard deviation, as parity does."""
-    return float((ours - theirs).abs().max() / theirs.std())
-
-
 def attend_with_sdpa() -> None:
     """Let ComfyUI attend as it does on GPUs, and as diffusers does everywhere: on a CPU it would
     choose a slower way. Call it before any model is built.
@@ -60,6 +55,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     from ...parallel_runtime.comm.cores import giving_way, keep_to
     from ...parallel_runtime.comm.mesh import connect
     from ...parallel_runtime.layout import Layout
+    from ..commands.rounding import relative_error
     from .diffusers_peer import DiffusersPeer
     from .forwards import Forwards
 
@@ -97,8 +93,8 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     ours_alone, _ = forwards.model.process_img(forwards.evaluate())
     return {
         "rounds": measured,
-        "max_difference": distance(ours, parallel_peer.evaluate()),
-        "serial_difference": distance(ours_alone, peer.evaluate()),
+        "max_difference": relative_error(ours, parallel_peer.evaluate()),
+        "serial_difference": relative_error(ours_alone, peer.evaluate()),
     }
 
 

@@ -8,7 +8,6 @@ every step of theirs takes as long as the one before.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
@@ -93,7 +92,7 @@ class Pipeline:
         )
 
 
-class Runs:
+class PipelineRuns:
     """One process of the bench: the sampler over the model whole, over its patches in turn, and, in
     the first process, over a pipeline.
     """
@@ -105,23 +104,13 @@ class Runs:
         self.tokens, self.steps = tokens, steps
         self.stock = SAMPLE.form.random_model(SIZE)
         self.in_turn = reference(SAMPLE.form.random_model(SIZE), patches, WARM_UP)
-        self.own_cores, self.all_cores = os.sched_getaffinity(0), ranks.all_cores or os.sched_getaffinity(0)
+        self.all_cores = ranks.all_cores
         self.pipeline = Pipeline(patches, comfyui) if ranks.rank == 0 else None
 
     def sample(self, model: Any, steps: int, after_step: Callable[..., None] | None = None) -> Any:
-        import comfy.sample
-        import torch
+        from .forwards import sampled
 
-        from .forwards import CHANNELS, ROW_TOKENS, SIZE, TEXT_TOKENS
-
-        generator = torch.Generator().manual_seed(0)
-        latent = torch.zeros(1, CHANNELS, 2 * ((self.tokens - TEXT_TOKENS) // ROW_TOKENS), 2 * ROW_TOKENS)
-        text = torch.randn(1, TEXT_TOKENS, SIZE.text_dim, generator=generator)
-        prompt = [[text, {"pooled_output": torch.randn(1, SIZE.pooled_dim, generator=generator)}]]
-        with torch.inference_mode():
-            noise = comfy.sample.prepare_noise(latent, 1)
-            how = (steps, 1.0, "euler", "simple", prompt, prompt, latent)
-            return comfy.sample.sample(model, noise, *how, callback=after_step, disable_pbar=True, seed=1)
+        return sampled(model, self.tokens, steps, callback=after_step)
 
     def step_by_step(self, model: Any) -> float:
         """Estimate the seconds of a run from its first steps: in one process and in a single
@@ -134,14 +123,15 @@ class Runs:
 
     def through(self, mode: str, seen: dict[str, list]) -> float:
         """Seconds of a run through the pipeline; 0 in the processes that have none."""
+        from .forwards import on_cores
+
         if self.pipeline is None:
             return 0.0
-        os.sched_setaffinity(0, self.all_cores)  # as a UI is: the stages share the cores out
         free, single = self.pipeline.free, self.pipeline.single
-        seconds = (
-            timed(lambda: self.sample(free, self.steps)) if mode == "free" else self.step_by_step(single)
-        )
-        os.sched_setaffinity(0, self.own_cores)
+        with on_cores(self.all_cores):
+            seconds = (
+                timed(lambda: self.sample(free, self.steps)) if mode == "free" else self.step_by_step(single)
+            )
         assert self.pipeline.modes.pop().startswith(mode), "sampled in another mode"
         seen[mode].append(list(self.pipeline.pool.last_run.evaluations))
         return seconds
@@ -168,7 +158,7 @@ def measure(
 ) -> dict[str, Any]:
     from .forwards import SIZE
 
-    runs = Runs(ranks, patches, tokens, steps, comfyui)
+    runs = PipelineRuns(ranks, patches, tokens, steps, comfyui)
     seen: dict[str, list] = {"free": [], "single": []}
     try:
         phases = {

@@ -20,8 +20,12 @@ Run = Callable[[Any], torch.Tensor]
 
 
 def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
-    """Return the largest difference, in units of the truth's standard deviation."""
-    return float((ours - truth).abs().max() / truth.std())
+    """Return the largest difference, in units of the truth's standard deviation; infinite for
+    another shape and for what is no number.
+    """
+    if ours.shape != truth.shape or not torch.isfinite(ours).all():
+        return float("inf")
+    return float((ours - truth).abs().max() / truth.std().clamp(min=1e-12))
 
 
 def rounded(model: Any, seed: int = 0) -> Any:

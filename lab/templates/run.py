@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from ..comfyui.api import RunError
 from ..comfyui.server import ComfyServer
-from ..commands.rounding import FACTOR
+from ..commands.rounding import FACTOR, relative_error
 from .cut import Graph
 from .surgery import (
     Link,
@@ -181,15 +181,6 @@ class Tries:
             latents |= {f"{key}/{part}": latent for part, latent in load_file(file).items()}
             file.unlink()
         return latents
-
-
-def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
-    """The largest difference, in units of the truth's standard deviation; infinite for other shapes
-    and what is no number.
-    """
-    if ours.shape != truth.shape or not torch.isfinite(ours).all():
-        return float("inf")
-    return float((ours - truth).abs().max() / truth.std().clamp(min=1e-12))
 
 
 def distance(ours: torch.Tensor, truth: torch.Tensor) -> float:

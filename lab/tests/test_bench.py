@@ -303,7 +303,7 @@ def test_the_bench_of_unlike_devices_runs(monkeypatch):
 def test_of_a_run_that_goes_step_by_step_the_first_steps_say_how_long_all_of_it_takes(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(pipefusion.time, "perf_counter", lambda: clock[0])
-    runs = object.__new__(pipefusion.Runs)
+    runs = object.__new__(pipefusion.PipelineRuns)
     runs.steps = 28
 
     def sample(model, steps, after_step):
