@@ -1,7 +1,8 @@
 """The demo's diffusion transformer as a plain torch module, for training.
 
 Its keys and its arithmetic are ComfyUI's, so that the weights load there; a test holds its forward
-against the host's. Only what the demo's model has is here: no guidance, one resolution at a time.
+against the host's. ComfyUI's own cannot be trained: it adds in place to what a gradient needs.
+Only what the demo's model has is here: no guidance, one resolution at a time.
 
 Legend: B batch, L tokens, T text tokens, C channels, H heads, D head dim.
 """
