@@ -120,16 +120,6 @@ def test_what_is_read_in_place_is_not_copied_whole_and_all_else_that_changes_is(
     arena.close()
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_conditioning_is_the_same_object_in_every_evaluation(device):
-    """A model may keep what it made of it under its identity."""
-    arena = Arena()
-    io = ArenaIO(arena.segment, torch.device(device))
-    ref = arena.put(torch.randn(4, 3), version=1)
-    assert io.tensor(ref) is io.tensor(ref)
-    arena.close()
-
-
 class Pipe:
     """A link within one process."""
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import Case, conditioning, empty_latent, mask_values, sample, stock_model
-from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
+from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.run import Run
 from pipemesh.parallel_runtime.crossing.rows import Constants, batch_of, put_together, take
@@ -24,39 +24,6 @@ from .foreign_pack import unet
 from .in_groups import in_groups
 from .models import run
 from .patched import advanced, custom, execute, pass_through
-
-BATCHES = st.lists(
-    st.builds(Batch, st.integers(1, 3), st.integers(1, 5), st.floats(1, 1000)), min_size=1, max_size=4
-)
-GROUPS = st.sampled_from([(1, (1,)), (2, (1, 2)), (3, (1,)), (4, (1, 2, 4)), (6, (1, 3, 6))])
-
-
-@settings(deadline=None)
-@given(BATCHES, GROUPS)
-def test_every_row_is_computed_once_by_a_group_that_there_is(batches, groups):
-    count, widths = groups
-    plan = plan_branches(batches, count, widths)
-    assert plan.width in widths
-    assert {share.group for share in plan.shares} <= set(range(count // plan.width))
-    rows = [(number, row) for number, start, end, _ in plan.shares for row in range(start, end)]
-    assert rows == [(number, row) for number, batch in enumerate(batches) for row in range(batch.rows)]
-    for number, start, end, _ in plan.shares:
-        assert start // batches[number].items == (end - 1) // batches[number].items, (
-            "a share is of one branch"
-        )
-
-
-@settings(deadline=None)
-@given(BATCHES, GROUPS)
-def test_groups_finish_together_as_far_as_the_longest_piece_lets_them(batches, groups):
-    count, widths = groups
-    cost = cost_of(plan_branches(batches, count, widths), batches)
-    total = sum(batch.rows * batch.weight for batch in batches)
-    assert (
-        cost <= total / count + max(batch.items * batch.weight for batch in batches) * (1 - 1 / count) + 1e-6
-    )
-    if count in widths:
-        assert cost <= SEQUENCE_COST * total / count + 1e-6, "one sequence of all would be faster"
 
 
 @settings(deadline=None)

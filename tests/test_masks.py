@@ -111,8 +111,3 @@ def test_masks_of_every_form_are_exact_through_two_ranks(bench, layout, form, ki
     stock = masked(bench.stock(HEADS), mask)
     assert relative_error(stock, run(bench.stock(HEADS))) > 1e-2
     assert relative_error(masked(bench.parallel(HEADS, layout), mask), stock) <= BOUND
-
-
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["ulysses2", "ring2"])
-def test_38_heads_are_exact_over_two_ranks(bench, layout):
-    assert relative_error(run(bench.parallel(38, layout)), run(bench.stock(38))) <= BOUND

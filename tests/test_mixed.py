@@ -162,23 +162,29 @@ def test_what_blocks_took_on_a_slower_stage_is_not_taken_for_their_cost():
 BATCHES = st.lists(
     st.builds(Batch, st.integers(1, 3), st.integers(1, 5), st.floats(1, 1000)), min_size=1, max_size=4
 )
-GROUPS = st.sampled_from([(2, (1, 2)), (3, (1,)), (4, (1, 2, 4))])
+GROUPS = st.sampled_from([(1, (1,)), (2, (1, 2)), (3, (1,)), (4, (1, 2, 4)), (6, (1, 3, 6))])
 
 
 @settings(deadline=None)
 @given(BATCHES, GROUPS, st.data())
-def test_unlike_groups_compute_every_row_once_and_finish_together(batches, groups, data):
+def test_groups_compute_every_row_once_and_finish_together_whether_they_are_alike_or_not(
+    batches, groups, data
+):
     count, widths = groups
-    speeds = data.draw(st.lists(SPEED, min_size=count, max_size=count))
+    speeds = data.draw(st.just([]) | st.lists(SPEED, min_size=count, max_size=count))
     plan = plan_branches(batches, count, widths, speeds)
     rows = [(number, row) for number, start, end, _ in plan.shares for row in range(start, end)]
     assert rows == [(number, row) for number, batch in enumerate(batches) for row in range(batch.rows)]
-    assert {share.group for share in plan.shares} <= set(range(count // plan.width))
+    assert plan.width in widths and {share.group for share in plan.shares} <= set(range(count // plan.width))
+    for number, start, end, _ in plan.shares:
+        items = batches[number].items
+        assert start // items == (end - 1) // items, "a share is of one branch"
     total, longest = (
         sum(batch.rows * batch.weight for batch in batches),
         max(batch.items * batch.weight for batch in batches),
     )
     cost = cost_of(plan, batches, speeds)
+    longest *= 1 if speeds else 1 - 1 / count
     assert cost <= total / count + longest + 1e-6, (
         "they finish together, as far as the longest piece lets them"
     )

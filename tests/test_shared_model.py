@@ -10,7 +10,7 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
-from pipemesh.parallel_runtime.errors import ModelError, Refused
+from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.forward import PREFIX
 
 from .models import load, run, with_lora
@@ -72,20 +72,12 @@ def refused_in_a_block(parallel, monkeypatch):
     return clone, Refused
 
 
-def fails_to_load(parallel, monkeypatch):
-    return _raising(parallel, monkeypatch, ModelError("rank 0 says no"))
-
-
 def cancelled_while_loading(parallel, monkeypatch):
-    return _raising(parallel, monkeypatch, mm.InterruptProcessingException())
-
-
-def _raising(parallel, monkeypatch, error):
     def bring_up(self):
-        raise error
+        raise mm.InterruptProcessingException
 
     monkeypatch.setattr(remote_patcher, "bring_up", bring_up)
-    return parallel, type(error)
+    return parallel, mm.InterruptProcessingException
 
 
 BEFORE = {
@@ -140,7 +132,7 @@ def mapped(files, client):
 
 @pytest.mark.cover(5)
 @pytest.mark.parametrize(
-    "end", [refused, refused_in_a_block, fails_to_load, cancelled_while_loading], ids=lambda end: end.__name__
+    "end", [refused, refused_in_a_block, cancelled_while_loading], ids=lambda end: end.__name__
 )
 @pytest.mark.parametrize("before", BEFORE)
 def test_stock_computes_what_it_did_before(files, client, monkeypatch, before, end):

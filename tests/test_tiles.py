@@ -5,7 +5,6 @@ through PipeFusion, what a call sees of its neighbours is its own.
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
-from pipemesh.parallel_runtime.client.calls import NEAR, in_place, near
 
 from .models import run
 from .patched import TILED, TILES, models_let_go, of_tile, patched, stock, tiling, wrapped  # noqa: F401
@@ -77,19 +76,3 @@ def test_a_wrapper_that_calls_the_model_once_changes_nothing_whatever_the_sample
     assert relative_error(run(once, **options), run(ours.model, **options)) <= BOUND
     assert len(ours.modes) == 2, ours.modes
     ours.modes.clear()
-
-
-def test_a_step_of_a_sampler_is_near_and_other_noise_is_not():
-    noise, image, other = (
-        torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
-    )
-    assert 0 < NEAR < 1
-    assert near(noise, 0.5 * noise + 0.5 * image) and near(torch.zeros(1, 4), torch.zeros(1, 4))
-    assert not near(noise, other) and not near(noise, torch.stack((noise[0], other[1])))
-    twice = torch.cat((torch.cat((noise, noise)) * 3, torch.zeros(4, 1, 8, 8)), 1)
-    assert in_place(twice, noise) and in_place(noise.bfloat16(), noise)
-    assert (
-        not in_place(noise.roll(1, 3), noise)
-        and not in_place(noise[..., :4], noise)
-        and not in_place(twice.flip(0), noise)
-    )

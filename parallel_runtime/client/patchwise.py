@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from .separable import (
     why_single_timeline,
     why_whole,
 )
-from .timelines import PatchBackend, RandomState, Timeline, free_run
+from .timelines import FreeRun, PatchBackend, RandomState, Timeline
 
 log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
@@ -80,6 +80,7 @@ class Patchwise:
         self._backend = backend
         self._patch_size = patch_size if isinstance(patch_size, int) else tuple(patch_size)
         self._plan = plan
+        self._last_seen = plan.leaves_behind_blocks  # outside its patch, an output is as it was last seen
         self._text = 0  # tokens that go with the first patch in this run
         self._patching = patching
         self._notice = notice
@@ -128,11 +129,6 @@ class Patchwise:
         cuts = not whole and has_foreign_code(executor.class_obj, guider, extra_args["model_options"])
         self._calls.watch((lambda: self._notice(f"{mode}{MOVED}")) if cuts else None)
 
-        def once() -> torch.Tensor:
-            return executor(
-                guider, sigmas, dict(extra_args), callback, noise, latent_image, denoise_mask, disable_pbar
-            )
-
         def sampler(own_callback: Any, first: bool) -> torch.Tensor:
             quiet = disable_pbar or not first
             return executor(
@@ -140,13 +136,12 @@ class Patchwise:
             )
 
         def free() -> torch.Tensor:
-            grid, patches = self._cut(noise.shape)
-            return free_run(
-                sampler, self._backend, grid, patches, self._patching.warm_up, callback, noise.device
-            )
+            cut = self._cut(noise.shape)
+            return FreeRun(self._backend, *cut, self._patching.warm_up, noise.device).run(sampler, callback)
 
+        run = partial(sampler, callback, True) if reason else free
         try:
-            return self._making_room(once if reason else free, guider, noise.device)
+            return self._making_room(run, guider, noise.device)
         finally:
             self._calls.watch(None)
 
@@ -206,7 +201,7 @@ class Patchwise:
             self._backend.abandon()
             raise
         self._begun = True
-        return [assembled(patches, self._plan.leaves_behind_blocks) for patches in outputs]
+        return [assembled(patches, self._last_seen) for patches in outputs]
 
     def _patches_of(self, call: SampleCall) -> Sequence[Patch | None]:
         """The patches of the next evaluation of a branch; None is all of it."""

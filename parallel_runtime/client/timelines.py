@@ -170,27 +170,10 @@ def in_flight_together(
                 cond.throw()
 
 
-def free_run(
-    sampler: Callable[[Callback | None, bool], torch.Tensor],
-    backend: PatchBackend,
-    grid: TokenGrid,
-    patches: Sequence[Patch],
-    warm_up: int,
-    callback: Callback | None,
-    device: torch.device,
-) -> torch.Tensor:
-    """Samples in as many timelines as there are ``patches``, which are all of the ``grid``. Returns
-    the samples, each patch's pixels from its own timeline.
-
-    ``sampler`` takes its callback and whether it is the first, and runs to its end. ``warm_up``:
-    how many first evaluations of every branch are whole. ``callback`` is called once for every
-    step, when the last patch has reached it.
-    """
-    return FreeRun(backend, grid, patches, warm_up, device).run(sampler, callback)
-
-
 class FreeRun:
-    """One sampling in timelines. ``run`` once."""
+    """One sampling in as many timelines as there are ``patches``, which are all of the ``grid``.
+    ``warm_up``: how many first evaluations of every branch are whole. ``run`` once.
+    """
 
     def __init__(
         self,
@@ -217,6 +200,10 @@ class FreeRun:
     def run(
         self, sampler: Callable[[Callback | None, bool], torch.Tensor], callback: Callback | None
     ) -> torch.Tensor:
+        """Returns the samples, each patch's pixels from its own timeline. ``sampler`` takes its
+        callback and whether it is the first, and runs to its end. ``callback`` is called once for
+        every step, when the last patch has reached it.
+        """
         callbacks = MergedCallback(callback, self._pixels) if callback is not None else None
         for index in range(len(self._patches)):
             own = callbacks.of(index) if callbacks is not None else None
@@ -244,7 +231,8 @@ class FreeRun:
                 if timeline:  # suspended: unwind it here
                     timeline.throw()
         self._timelines[0].random.restore()  # as after one run
-        return self._merged([timeline.output for timeline in self._timelines if timeline.output is not None])
+        outputs = [timeline.output for timeline in self._timelines if timeline.output is not None]
+        return merged(outputs, self._pixels)
 
     def _resume(self, index: int, *outputs: list[torch.Tensor]) -> None:
         """Runs a timeline to its next evaluation or its end, with random numbers of its own."""
@@ -267,7 +255,7 @@ class FreeRun:
             if len(calls) < len(self._timelines):
                 return
             del self._gathering[call.branch, call.number]
-            patch, whole = None, self._merged([each.latent[1] for each in calls])
+            patch, whole = None, merged([each.latent[1] for each in calls], self._pixels)
         else:
             calls, patch = [call], self._patches[index]
             whole = torch.where(self._pixels[index], latent, self._seen[call.branch])
@@ -286,9 +274,6 @@ class FreeRun:
         if len(given) == len(self._timelines):
             del self._arguments[call.branch, call.number]
         return given[0]
-
-    def _merged(self, latents: Sequence[torch.Tensor]) -> torch.Tensor:
-        return merged(latents, self._pixels)
 
 
 def submitted(calls: Sequence[Call]) -> bool:
