@@ -97,7 +97,7 @@ class Asking:
         for at, act in enumerate(turn.acts):
             act.number, act.header = (
                 10 * self._asked + at + 1,
-                self._session.confirmed(act.model, act.looks, act.ranks),
+                self._session.known_steps(act.model, act.looks, act.ranks),
             )
             if act.does == "end of the run":
                 self._session.end_run()

@@ -96,6 +96,8 @@ def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_say
         ("prompt", "2", told.format(shared, pipeline), 2),
         ("prompt", "3", told.format(pipeline, shared), 1),
     ]
+    latest = tuple(runtime.notices.latest())
+    assert Report((), latest).not_in_the_pool is None and not any(notice.one_gpu for notice in latest)
 
 
 def test_more_ranks_than_cores_are_told_of(runtime, monkeypatch):
@@ -108,11 +110,3 @@ def test_more_ranks_than_cores_are_told_of(runtime, monkeypatch):
         notice.text.startswith("ulysses 3 = 3 ranks on the CPU, which has 2 cores here")
         and not notice.one_gpu
     )
-
-
-def test_a_notice_of_workers_started_anew_is_none_of_a_sampling_on_one_gpu(runtime):
-    for choice in (runtime.choose(layout="by hand", pipefusion=2, ulysses=1), runtime.default_choice()):
-        with CurrentNodeContext("prompt", "1"):
-            handle_of(runtime, choice).ensure()
-    (notice,) = runtime.notices.latest()
-    assert not notice.one_gpu and Report((), (notice,)).not_in_the_pool is None

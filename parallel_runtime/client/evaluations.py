@@ -89,7 +89,7 @@ class Evaluations:
                         for work in works
                     ]
                     if all([ticket.written.is_right() for ticket in tickets]):
-                        answered = [self._answered(ticket, interrupted) for ticket in tickets]
+                        answered = [self._await_output(ticket, interrupted) for ticket in tickets]
                     else:
                         self._retract(tickets, interrupted)
                 except OutputTooLarge as error:
@@ -137,7 +137,7 @@ class Evaluations:
             out = frame.blank(
                 sum(aligned(one.numel() * 4) for one in latents) * self._growth.get(run.model, 1)
             )
-            written = written or write(session, arguments, work.branch, assume)
+            written = written or write_arguments(session, arguments, work.branch, assume)
         except BaseException:  # nobody else knows of the frame yet
             frame.release()
             raise
@@ -166,7 +166,7 @@ class Evaluations:
             part=part,
             width=work.width,
             kind=kind,
-            confirmed=session.confirmed(run.model, kind, ranks),
+            confirmed=session.known_steps(run.model, kind, ranks),
         )
         try:
             session.pool.submit(request, ranks)
@@ -180,7 +180,7 @@ class Evaluations:
         ModelError, Refused, OutOfMemory, PoolFailed; after an error what is in flight is to be
         abandoned.
         """
-        output, replies = self._answered(ticket, interrupted)
+        output, replies = self._await_output(ticket, interrupted)
         block_s = (reply.block_s for reply in replies.values())
         self._balance.learn(ticket.run.model, ticket.part, block_s, self._sessions.speeds_of_stages(replies))
         ticket.run.evaluations.append(
@@ -188,7 +188,7 @@ class Evaluations:
         )
         return output
 
-    def _answered(self, ticket: Ticket, interrupted: Callable[[], bool]) -> tuple[Any, Answers]:
+    def _await_output(self, ticket: Ticket, interrupted: Callable[[], bool]) -> tuple[Any, Answers]:
         """Waits for the output. Raises OutputTooLarge, and what ``collect`` raises."""
         session = self._sessions.latest
         assert session is not None and ticket in session.tickets
@@ -292,7 +292,9 @@ def frozen(value: Any) -> Hashable:
     return value if isinstance(value, (bool, int, str)) else None
 
 
-def write(session: Session, arguments: dict[str, Any], branch: Branch, assume: bool) -> WrittenArguments:
+def write_arguments(
+    session: Session, arguments: dict[str, Any], branch: Branch, assume: bool
+) -> WrittenArguments:
     """Writes into a frame what may differ in every evaluation; names conditioning, which is written
     when its content is new, and looked at unless what is in flight has the very same tensor. How
     many tokens ranks cut follows from the shapes, and from numbers among the arguments.

@@ -80,7 +80,6 @@ class Patchwise:
         self._backend = backend
         self._patch_size = patch_size if isinstance(patch_size, int) else tuple(patch_size)
         self._plan = plan
-        self._last_seen = plan.leaves_behind_blocks  # outside its patch, an output is as it was last seen
         self._text = 0  # tokens that go with the first patch in this run
         self._patching = patching
         self._notice = notice
@@ -201,7 +200,7 @@ class Patchwise:
             self._backend.abandon()
             raise
         self._begun = True
-        return [assembled(patches, self._last_seen) for patches in outputs]
+        return [assembled(patches, self._plan.leaves_behind_blocks) for patches in outputs]
 
     def _patches_of(self, call: SampleCall) -> Sequence[Patch | None]:
         """The patches of the next evaluation of a branch; None is all of it."""

@@ -145,7 +145,7 @@ class Session:
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
 
-    def confirmed(self, model: str, kind: int, ranks: tuple[int, ...]) -> int:
+    def known_steps(self, model: str, kind: int, ranks: tuple[int, ...]) -> int:
         """Returns the steps of such evaluations that all ``ranks`` know, 0 where none are known."""
         return self.models[model].confirmed.get((kind, ranks), 0) if model in self.models else 0
 
