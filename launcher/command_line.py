@@ -46,6 +46,8 @@ def run_tests(folder: str, rest: Sequence[str]) -> int:
             f" {' '.join(lacking)}"
         )
     env = {**os.environ, "PIPEMESH_HOST": host.to_json(), "OMP_NUM_THREADS": "1"}
+    # Tests start hundreds of processes, and each would compile the pack anew
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     pytest = [host.python, "-m", "pytest", "-o", f"testpaths={folder}"]
     return (
         lanes.run(pytest, rest, env, ROOT)

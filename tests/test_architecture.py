@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from statistics import median
 
@@ -385,6 +386,7 @@ def project_files() -> list[Path]:
     return [*ROOT.glob("*.py"), *(file for folder in ROOTS for file in sorted((ROOT / folder).rglob("*.py")))]
 
 
+@cache
 def violations_of(file: Path) -> list[Violation]:
     return violations(PurePosixPath(file.relative_to(ROOT).as_posix()), file.read_text(encoding="utf-8"))
 

@@ -118,6 +118,7 @@ WARM = [Part(1, branch) for branch in (0, 1)]
 IN_PATCHES = [Part(1, branch, patch) for _ in range(2) for patch in PATCHES for branch in (0, 1)]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("layout", SEQUENCES + PIPELINES + IN_GROUPS, ids=Layout.equation)
 def test_every_rank_makes_the_same_groups_in_the_same_order(layout, monkeypatch):
     world = World(layout, "nccl", monkeypatch)
@@ -133,6 +134,7 @@ def groups_of(layout, rank):
     return used if len(used) < 2 else [*used, tuple(layout.sequence(rank))]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("layout", SEQUENCES + PIPELINES + IN_GROUPS, ids=Layout.equation)
 def test_every_connection_is_opened_at_the_start_in_one_order(layout, monkeypatch):
     world = World(layout, "nccl", monkeypatch)
@@ -165,6 +167,7 @@ def test_a_connection_that_fails_names_its_ranks(monkeypatch):
         pass
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", SEQUENCES, ids=Layout.equation)
 def test_ranks_that_share_a_sequence_agree_on_every_collective(traced, layout, backend):
