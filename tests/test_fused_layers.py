@@ -17,7 +17,7 @@ from greenlet import getcurrent
 from pipemesh.lab.quantised_files import FORMATS
 from pipemesh.parallel_runtime.families import FAMILIES
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.watch.named_code import named_by
+from pipemesh.parallel_runtime.watch.host_code import named_by
 from pipemesh.parallel_runtime.weights.quantised import is_quantised
 
 from . import test_sharded_families

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
-from pipemesh.parallel_runtime.crossing.by_reference import PutTogether, TakenApart
+from pipemesh.parallel_runtime.crossing.by_reference import Assembly, Disassembly
 from pipemesh.parallel_runtime.crossing.in_block import IN_BLOCK, InBlockPatches, put_patches
 from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.errors import Refused
@@ -181,14 +181,14 @@ def test_what_nodes_set_in_a_packs_modules_is_the_ranks_too_and_refused_while_th
         before = truth()
         sent = Crossed(patcher).sent
         pack.CACHE["count"] = 1  # it holds a lock, so it was not sent
-        sent.require_unchanged()
+        sent.state.require_unchanged()
         set_(pack)
         after = truth()
     assert relative_error(before, after) > 100 * BOUND, "the value does nothing"
     with pytest.raises(
         Refused, match=r"was changed while the model samples, and a patch in the pool reads it"
     ):
-        sent.require_unchanged()
+        sent.state.require_unchanged()
     for _ in range(2):
         (ours,) = evaluated_in_ranks(Layout(ulysses=2), patcher, asked[:1], monkeypatch)
         assert relative_error(ours, after) <= BOUND
@@ -338,11 +338,11 @@ def test_objects_are_made_without_their_constructors_and_shared_ones_stay_shared
     made = pack.NotMadeAgain(lambda: opened.append(1))
     made.self, made.numbers, made.twice = made, {1, 2}, [tensor := torch.ones(2), tensor]
     here = torch.nn.Linear(2, 2)
-    apart = TakenApart(torch.nn.Sequential(here))
+    apart = Disassembly(torch.nn.Sequential(here))
     made.layer = here
     taken = apart.take(made, "patch")
     other = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    again = PutTogether(other, apart.models, CPU).put(taken)
+    again = Assembly(other, apart.models, CPU).put(taken)
     assert opened == [1] and type(again).__name__ == "NotMadeAgain"
     assert (
         again.self is again

@@ -189,7 +189,7 @@ def test_kjnodes_sage_attention_is_comfyuis_where_it_chooses_the_kernel_itself(p
     _stock, parallel = pair
     monkeypatch.setattr(attention, "sageattn", sageattn, raising=False)
     monkeypatch.setitem(attention.REGISTERED_ATTENTION_FUNCTIONS, "sage", attention.attention_sage)
-    assert attention_backend({OVERRIDE: as_kjnodes_chooses(kjnodes_attention(sageattn))}) == "sage"
+    assert attention_backend(as_kjnodes_chooses(kjnodes_attention(sageattn))) == "sage"
     with pytest.raises(Refused, match=r"attention_override_sage .*optimized_attention_override"):
         run(with_override(parallel, as_kjnodes_chooses(kjnodes_attention(another_kernel))))
 

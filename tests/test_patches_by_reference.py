@@ -20,7 +20,7 @@ from comfy.model_patcher import ModelPatcher
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.crossing.by_reference import PutTogether, TakenApart
+from pipemesh.parallel_runtime.crossing.by_reference import Assembly, Disassembly
 from pipemesh.parallel_runtime.crossing.in_block import encode_images
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
@@ -335,8 +335,8 @@ def test_tensors_lie_in_memory_as_they_did():
         torch.arange(4.0).view(4, 1).expand(4, 3),
         torch.tensor(1.0),
     ]
-    apart = TakenApart(torch.nn.Sequential())
-    again = PutTogether(torch.nn.Sequential(), apart.models, CPU).put(apart.take(tensors, "patch"))
+    apart = Disassembly(torch.nn.Sequential())
+    again = Assembly(torch.nn.Sequential(), apart.models, CPU).put(apart.take(tensors, "patch"))
     assert all(torch.equal(one, other) for one, other in zip(again, tensors, strict=True))
     assert again[0].stride() == tensors[0].stride() != again[0].contiguous().stride()
 

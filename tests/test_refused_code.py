@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from pipemesh.parallel_runtime.crossing.code import file_hash, imported
+from pipemesh.parallel_runtime.crossing.code import imported
 from pipemesh.parallel_runtime.crossing.source import call_factory
 from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.watch.python_file import file_hash
 from pipemesh.parallel_runtime.weights.weight_patches import known_functions, pack_patches
 
 

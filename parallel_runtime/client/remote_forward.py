@@ -14,8 +14,8 @@ from comfy.patcher_extension import WrappersMP
 from ..errors import Refused
 from ..forward import forward_binder, forward_name
 from ..refusals import patch_name
-from ..watch.host_code import LIBRARIES, compiled_elsewhere
 from ..watch.in_place import Watch, refusal
+from ..watch.python_file import LIBRARIES, compiled_elsewhere
 from .separable import WRAPPER_KEY
 
 

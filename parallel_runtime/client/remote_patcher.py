@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,9 +20,12 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
-from ..crossing.guard import refuse_foreign_levers
 from ..crossing.in_block import InBlockPatches, encode_images, in_block_patches
-from ..crossing.options import crossing_options, hand_over_compilation, without_rebuilt
+from ..crossing.options import (
+    crossing_arguments,
+    hand_over_compilation,
+    refuse_foreign_levers,
+)
 from ..crossing.prepared_text import text_patch
 from ..crossing.rows import Constants
 from ..crossing.source import describe_source, state_source
@@ -68,7 +71,6 @@ class RemotePatcher(ModelPatcher):
     # A name of its content, and what ranks put into place beside weight patches
     objects: tuple[str, dict] = ("", {})
     in_block: InBlockPatches | None = None  # what ranks get of the nodes' code
-    rebuilt: Sequence[str] = ()  # the arguments that ranks make anew, of the model's plan
 
     def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
         made = super().clone(*args, **kwargs)
@@ -117,7 +119,7 @@ class RemotePatcher(ModelPatcher):
         refuse_foreign_levers(self)
         self.in_block = in_block = in_block_patches(self)
         plain = plain_objects(
-            {key: value for key, value in self.object_patches.items() if not in_block.holds(value)}
+            {key: value for key, value in self.object_patches.items() if key not in in_block.methods}
         )
         weights = self.remote.source.weights
         before = self.loaded_size()
@@ -153,6 +155,7 @@ class RemotePatcher(ModelPatcher):
         force_patch_weights: bool = False,
     ) -> Any:
         name, own = forward_patch(self.model.diffusion_model), self.object_patches
+        state = self.in_block.state if self.in_block is not None else None
         widened, text = widened_weights(self.model, self.patches), text_patch(self)
         ours = {name: RemoteForward(self, name), **text}
         # Ours first: what is taken away again must have been put
@@ -163,13 +166,12 @@ class RemotePatcher(ModelPatcher):
             model = super().patch_model(
                 device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights
             )
-            watched = self.remote.source.attributes.watched(model.diffusion_model)
-            self.rebuilt = require_plan(model.diffusion_model).rebuilt
             self.watch = Watch(
                 model.diffusion_model,
                 (*ours.values(), *own.values()),
                 model.model_config.custom_operations,
-                watched,
+                self.remote.source.attributes.watched(model.diffusion_model),
+                state.require_unchanged if state is not None and state.taken else None,
             )
             return model
         except BaseException:
@@ -221,10 +223,9 @@ class RemotePatcher(ModelPatcher):
 
     def sample_call(self, arguments: dict[str, Any]) -> Any:
         """Returns the output of one evaluation, computed in the pool."""
-        options = arguments.get("transformer_options", {})
-        branch = Branch.of(options)
-        arguments = {**arguments, "transformer_options": crossing_options(options, self.in_block)}
-        arguments = without_rebuilt(arguments, self.rebuilt)
+        assert self.in_block is not None  # what is sampled was loaded
+        branch = Branch.of(arguments.get("transformer_options", {}))
+        arguments = crossing_arguments(arguments, self.in_block)
         return with_room(
             self,
             lambda: self.remote.sampling.output_of(

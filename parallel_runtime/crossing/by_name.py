@@ -12,14 +12,16 @@ ModelPatcher.set_model_optimized_attention of later ones; KJNodes' Patch Sage At
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
 
 from ..errors import Refused
 from ..families.plan import LEFT_OUT
+from ..refusals import patch_name
 
 OVERRIDE = "optimized_attention_override"
 BACKEND, SETTINGS = "attention_backend", "torch_settings"  # options as they cross
@@ -62,57 +64,37 @@ def does_as(function: Any, model: Callable) -> bool:
 
 
 def _form(code: CodeType) -> tuple:
-    return (
-        code.co_code,
-        code.co_argcount,
-        code.co_kwonlyargcount,
-        code.co_flags & 0x0C,
-        code.co_names,
-        len(code.co_freevars),
-    )
+    counts = code.co_argcount, code.co_kwonlyargcount, len(code.co_freevars)
+    return (code.co_code, code.co_names, code.co_flags & 0x0C, *counts)
 
 
 def blocks_left_out(options: Options) -> list[tuple[str, int]]:
     """(kind, index) of the blocks that a node replaces by nothing."""
     replaced = options.get("patches_replace", {}).get("dit", {})
-    return sorted(
-        (key[0], key[1]) for key, patch in replaced.items() if len(key) == 2 and does_as(patch, leave_out)
-    )
+    return sorted(key for key, patch in replaced.items() if len(key) == 2 and does_as(patch, leave_out))
 
 
-def attention_backend(options: Options) -> str | None:
-    """The name of the registered attention function that a node chose; None for none and for an
-    override that does anything else.
+def attention_backend(override: Any) -> str | None:
+    """Returns the name of the registered attention function that a node's override chooses; None
+    for an override that does anything else.
     """
-    override: Any = options.get(OVERRIDE)
     if not any(does_as(override, form(override)) for form in (choose, choose_unwrapped)):
         return None
     from comfy.ldm.modules.attention import REGISTERED_ATTENTION_FUNCTIONS as registered
 
     (chosen,) = (cell.cell_contents for cell in override.__closure__)
-    return next(
-        (
-            name
-            for name, function in registered.items()
-            if function is chosen or _calls_same(function, chosen)
-        ),
-        None,
-    )
+    names = (name for name, one in registered.items() if one is chosen or _calls_same(one, chosen))
+    return next(names, None)
 
 
 def _calls_same(registered: Any, chosen: Any) -> bool:
     """True if ``chosen`` is KJNodes' function over SageAttention's own choice of a kernel (its mode
     "auto"), which is what ComfyUI's does.
     """
-    name = "sageattn"
-    kernel = (
-        getattr(registered, "__globals__", {}).get(name) if registered.__name__ == "attention_sage" else None
-    )
-    return (
-        kernel is not None
-        and chosen.__name__ == registered.__name__
-        and any(cell is kernel for cell in _reached(chosen))
-    )
+    if not registered.__name__ == chosen.__name__ == "attention_sage":
+        return False
+    kernel = getattr(registered, "__globals__", {}).get("sageattn")
+    return kernel is not None and any(cell is kernel for cell in _reached(chosen))
 
 
 def _reached(function: Any, depth: int = 3) -> Iterator[Any]:
@@ -124,15 +106,44 @@ def _reached(function: Any, depth: int = 3) -> Iterator[Any]:
             yield from _reached(cell.cell_contents, depth - 1)
 
 
-def described(options: Options) -> dict[str, Any]:
-    """In the UI: options of plain data in place of what is known by name."""
-    found: dict[str, Any] = {
-        SETTINGS: {name: value for name in TORCH_SETTINGS if (value := _setting(name)) is not None}
-    }
-    if left_out := blocks_left_out(options):
-        found[LEFT_OUT] = left_out
-    if OVERRIDE in options and (backend := attention_backend(options)):
-        found[BACKEND] = backend
+def described(options: Options, numbers: Mapping[int, int] = MappingProxyType({})) -> dict[str, Any]:
+    """In the UI: plain data in place of code inside the blocks. ``numbers``: of the patches that
+    ranks hold, by their ids. Raises Refused for the first callable that is neither known by name
+    nor held there, naming it.
+    """
+    found: dict[str, Any] = {}
+    if lists := options.get("patches"):
+        for point, patches in lists.items():
+            for patch in patches:
+                if id(patch) not in numbers:
+                    raise refusal(f"patches/{point}", patch)
+        found["patches"] = {point: [numbers[id(one)] for one in patches] for point, patches in lists.items()}
+    if replaced := options.get("patches_replace"):
+        for kind, blocks in replaced.items():
+            for patch in blocks.values():
+                if kind != "dit" or not does_as(patch, leave_out):
+                    raise refusal(f"patches_replace/{kind}", patch)
+        found[LEFT_OUT] = blocks_left_out(options)
+    if OVERRIDE in options:
+        found[BACKEND] = attention_backend(options[OVERRIDE])
+        if found[BACKEND] is None:
+            raise refusal(OVERRIDE, options[OVERRIDE])
+    return found
+
+
+def refusal(place: str, patch: Any) -> Refused:
+    return Refused(
+        f"The patch {patch_name(patch)} ({place}) runs inside the model's blocks and cannot run in the"
+        " pool: remove the node that adds it, or PipeMesh."
+    )
+
+
+def torch_settings() -> dict[str, Any]:
+    """Returns those of ``TORCH_SETTINGS`` that this torch has."""
+    found = {}
+    for name in TORCH_SETTINGS:
+        with suppress(AttributeError):
+            found[name] = attrgetter(name)(torch)
     return found
 
 
@@ -142,8 +153,9 @@ def restored(options: Options, patches: Sequence[tuple[str, Callable]] = ()) -> 
     here.
     """
     made = {name: value for name, value in options.items() if name not in (SETTINGS, BACKEND)}
+    here = torch_settings()
     for name, value in options.get(SETTINGS, {}).items():
-        if _setting(name) not in (None, value):
+        if here.get(name, value) != value:
             path, _, last = name.rpartition(".")
             setattr(attrgetter(path)(torch), last, value)
     if BACKEND in options:
@@ -153,13 +165,6 @@ def restored(options: Options, patches: Sequence[tuple[str, Callable]] = ()) -> 
             point: [patches[number] for number in numbers] for point, numbers in options["patches"].items()
         }
     return made
-
-
-def _setting(name: str) -> Any:
-    try:
-        return attrgetter(name)(torch)
-    except AttributeError:  # of another version
-        return None
 
 
 def _registered(name: str) -> Callable:

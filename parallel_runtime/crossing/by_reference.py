@@ -21,10 +21,10 @@ from ..refusals import patch_name
 from ..wire.tree import is_plain
 from .code import NotReferable, Reference, compiled, imported, named, resolved
 
-Taken = Any  # a plain value, or [number of the object, kind, content...]; "same" for one that came before
+Parts = Any  # a plain value, or [number of the object, kind, content...]; "same" for one that came before
 
 
-class TakenApart:
+class Disassembly:
     """Takes objects apart that may share others. ``transformer``: modules of it are told by their
     paths, and not taken apart.
 
@@ -37,10 +37,10 @@ class TakenApart:
         self._paths = {id(module): path for path, module in transformer.named_modules()}
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no address is handed out again
-        self.models: dict[int, Taken] = {}
+        self.models: dict[int, Parts] = {}
         self.code: list[Any] = []
 
-    def take(self, value: Any, path: str) -> Taken:
+    def take(self, value: Any, path: str) -> Parts:
         """Returns ``value``, taken apart. ``path``: where it stands, for errors. Raises Refused."""
         if not isinstance(value, SHARED) and is_plain(value):
             return value
@@ -70,11 +70,8 @@ class TakenApart:
             kind = next(kind for kind, made in SEQUENCES.items() if made is type(value))
             return kind, [self.take(item, f"{path}[{place}]") for place, item in enumerate(value)]
         if type(value) in (dict, OrderedDict):
-            return (
-                "dict",
-                type(value) is OrderedDict,
-                [[self.take(key, path), self.take(item, f"{path}[{key}]")] for key, item in value.items()],
-            )
+            items = [[self.take(key, path), self.take(item, f"{path}[{key}]")] for key, item in value.items()]
+            return "dict", type(value) is OrderedDict, items
         return self._code(value, path, number)
 
     def _code(self, value: Any, path: str, number: int) -> tuple:
@@ -97,16 +94,9 @@ class TakenApart:
         if not hasattr(value, "__dict__") or isinstance(value, BUILT_IN):
             raise NotReferable("it is no plain data")
         self.code.append(type(value))
-        kept = OF_PATCHERS if isinstance(value, torch.nn.Module) else ()
-        return (
-            "instance",
-            named(type(value)),
-            {
-                name: self.take(item, f"{path}.{name}")
-                for name, item in vars(value).items()
-                if name not in kept
-            },
-        )
+        others = OF_PATCHERS if isinstance(value, torch.nn.Module) else ()
+        own = [(name, item) for name, item in vars(value).items() if name not in others]
+        return "instance", named(type(value)), {name: self.take(item, f"{path}.{name}") for name, item in own}
 
     def _function(self, function: FunctionType, path: str) -> tuple:
         self.code.append(function)
@@ -114,27 +104,22 @@ class TakenApart:
             return "named", named(function)
         cells = [self.take(cell.cell_contents, f"{path}.{name}") for name, cell in _filled(function, path)]
         given = [self.take(value, path) for value in (function.__defaults__, function.__kwdefaults__)]
-        return (
-            "function",
-            compiled(function),
-            cells,
-            given,
-            {name: self.take(item, path) for name, item in vars(function).items()},
-        )
+        attributes = {name: self.take(item, path) for name, item in vars(function).items()}
+        return "function", compiled(function), cells, given, attributes
 
 
-class PutTogether:
-    """The inverse, in a rank: ``put`` returns the objects. ``models`` are those of ``TakenApart``.
+class Assembly:
+    """The inverse, in a rank: ``put`` returns the objects. ``models`` are those of ``Disassembly``.
     Tensors that were on a GPU in the UI come to ``device``, and all of models. Raises Refused.
     """
 
-    def __init__(self, transformer: torch.nn.Module, models: dict[int, Taken], device: torch.device):
+    def __init__(self, transformer: torch.nn.Module, models: dict[int, Parts], device: torch.device):
         self._modules = dict(transformer.named_modules())
         self._models = models
         self._device = device
         self._made: dict[int, Any] = {}
 
-    def put(self, taken: Taken) -> Any:
+    def put(self, taken: Parts) -> Any:
         if not isinstance(taken, list):
             return taken
         number, kind, *content = taken
@@ -173,15 +158,15 @@ class PutTogether:
     def _parameter(self, number: int, content: torch.Tensor) -> None:
         self._made[number] = torch.nn.Parameter(content, requires_grad=False)
 
-    def _method(self, number: int, function: Taken, owner: Taken) -> None:
+    def _method(self, number: int, function: Parts, owner: Parts) -> None:
         bound = self.put(owner)  # None: a module of another stage's block, where nobody calls it
         self._made[number] = self.put(function) if bound is None else MethodType(self.put(function), bound)
 
     def _sequence(self, make: Callable) -> Callable[..., None]:
         def put(number: int, items: list) -> None:
-            if make is list:
-                made = self._made[number] = []
-                made += [self.put(item) for item in items]
+            if make is list:  # which may hold itself
+                self._made[number] = []
+                self._made[number] += [self.put(item) for item in items]
             else:
                 self._made[number] = make([self.put(item) for item in items])
 
@@ -196,9 +181,8 @@ class PutTogether:
     ) -> None:
         closure = tuple(CellType() for _ in cells)
         code = resolved(reference)
-        made = self._made[number] = FunctionType(
-            code, vars(imported(reference[:3])), code.co_name, None, closure
-        )
+        own = vars(imported(reference[:3]))
+        made = self._made[number] = FunctionType(code, own, code.co_name, None, closure)
         for cell, content in zip(closure, cells, strict=True):
             cell.cell_contents = self.put(content)
         made.__defaults__, made.__kwdefaults__ = (self.put(value) for value in given)
@@ -241,27 +225,12 @@ SEQUENCES: dict[str, type] = {
     "frozenset": frozenset,
     "size": torch.Size,
 }
-OF_PATCHERS = frozenset(  # what a ModelPatcher notes on a model that it loads; the rank's own notes its own
-    {
-        *(
-            "current_patcher",
-            "current_weight_patches_uuid",
-            "lowvram_patch_counter",
-            "model_loaded_weight_memory",
-            "model_lowvram",
-        ),
-        *(
-            "model_offload_buffer_memory",
-            "dynamic_patchers",
-            "dynamic_pins",
-            "dynamic_vbars",
-            "seed_key",
-            "_pin_state",
-            "_v",
-            "_v_signature",
-        ),
-    }
-)
+# What a ModelPatcher notes on a model that it loads; the rank's own notes its own
+OF_PATCHERS = frozenset((
+    "current_patcher", "current_weight_patches_uuid", "lowvram_patch_counter",
+    "model_loaded_weight_memory", "model_lowvram", "model_offload_buffer_memory", "dynamic_patchers",
+    "dynamic_pins", "dynamic_vbars", "seed_key", "_pin_state", "_v", "_v_signature",
+))  # fmt: skip
 BUILT_IN = (Enum, list, tuple, dict, set, frozenset, str, bytes, int, float, torch.Tensor)
 
 

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
-import inspect
 import os
 import sys
 import types
-from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import Refused
+from ..watch.python_file import attribute_of, codes_in, edited_function, file_hash, module_of
 
 PACKS_VARIABLE = "PIPEMESH_PATCH_PACKS"
 HOST, TORCH = "ComfyUI", "torch"  # roots of references; others are folders of node packs
@@ -32,16 +29,6 @@ Reference = list  # [root, path below it, hash of the file, name in the module o
 
 class NotReferable(Exception):
     """Code that ranks may not import; says why, and what to do."""
-
-
-def named(thing: Any) -> Reference:
-    """In the UI: refers to a class, or to a function that its module has under its name. Raises
-    NotReferable.
-    """
-    module = _module_of(thing)
-    if attribute_of(module, thing.__qualname__) is not thing:
-        raise NotReferable(f"{module.__name__} has it under no name")
-    return [*place_of(module), thing.__qualname__]
 
 
 def name_of(thing: Any) -> str:
@@ -61,9 +48,22 @@ def name_of(thing: Any) -> str:
     return f"{where}:{kind.__qualname__}"
 
 
+# -- in the UI
+
+
+def named(thing: Any) -> Reference:
+    """Refers to a class, or to a function that its module has under its name. Raises
+    NotReferable.
+    """
+    module = _module_of(thing)
+    if attribute_of(module, thing.__qualname__) is not thing:
+        raise NotReferable(f"{module.__name__} has it under no name")
+    return [*place_of(module), thing.__qualname__]
+
+
 def compiled(function: types.FunctionType) -> Reference:
-    """In the UI: refers to the code of a function, which its module need not have under a name: one
-    that another function made. Raises NotReferable.
+    """Refers to the code of a function that another function made, which its module need not have
+    under a name. Raises NotReferable.
     """
     module = _module_of(function)
     place = place_of(module)
@@ -73,22 +73,75 @@ def compiled(function: types.FunctionType) -> Reference:
     return [*place, codes.index(function.__code__)]
 
 
-def resolved(reference: Reference) -> Any:
-    """In a rank: returns what ``named`` or ``compiled`` (a code object) refers to. Raises
-    Refused.
+def _module_of(thing: Any) -> types.ModuleType:
+    module = module_of(thing)
+    if module is None:
+        raise NotReferable(f"{thing.__module__} has no file")
+    return module
+
+
+def place_of(module: types.ModuleType) -> Reference:
+    """Refers to a module's file. Raises NotReferable, also for a file that was edited since it was
+    imported: a rank would import other code than ComfyUI runs.
     """
-    module = imported(reference[:3])
-    name = reference[3]
-    return (
-        codes_in(str(module.__file__), reference[2])[name]
-        if isinstance(name, int)
-        else attribute_of(module, name)
-    )
+    if module.__name__.partition(".")[0] == TORCH:
+        return [TORCH, module.__name__, str(torch.__version__)]
+    file = Path(str(module.__file__)).resolve()
+    host = host_folder()
+    of_host = any(file.is_relative_to(host / folder) for folder in HOST_FOLDERS)
+    folder = host if of_host else next(filter(file.is_relative_to, packs()), None)
+    if folder is None:
+        raise NotReferable(
+            f"ranks import code of ComfyUI and of node packs that you name in {PACKS_VARIABLE}, and {file} is"
+            " neither"
+        )
+    hash_ = file_hash(file)
+    if (edited := edited_function(module, hash_)) is not None:
+        raise NotReferable(
+            f"{module.__file__} was edited after ComfyUI imported it ({edited.__qualname__} differs): restart"
+            " ComfyUI"
+        )
+    return [HOST if of_host else str(folder), str(file.relative_to(folder)), hash_]
+
+
+def is_of_pack(module: types.ModuleType | None) -> bool:
+    """Returns whether a module is of a node pack that ranks may import."""
+    file = getattr(module, "__file__", None)
+    return file is not None and any(Path(file).resolve().is_relative_to(folder) for folder in packs())
+
+
+def host_folder() -> Path:
+    import comfy
+
+    return Path(comfy.__path__[0]).resolve().parent
+
+
+def packs() -> tuple[Path, ...]:
+    """Returns the folders of the node packs that ranks may import: their names in custom_nodes,
+    which may lie in a base directory of its own, or paths, with commas between them.
+    """
+    import folder_paths
+
+    wanted = [name.strip() for name in os.environ.get(PACKS_VARIABLE, "").split(",") if name.strip()]
+    folders = folder_paths.get_folder_paths(CUSTOM_NODES) if wanted else []
+    return tuple(Path(os.path.join(folder, name)).resolve() for name in wanted for folder in folders)
+
+
+# -- in a rank
+
+
+def resolved(reference: Reference) -> Any:
+    """Returns what ``named`` or ``compiled`` (a code object) refers to. Raises Refused."""
+    *place, name = reference
+    module = imported(place)
+    if isinstance(name, int):
+        return codes_in(str(module.__file__), place[2])[name]
+    return attribute_of(module, name) if name else module
 
 
 def imported(place: Reference) -> types.ModuleType:
-    """In a rank: returns the module of a reference, imported from this machine's own copy. Raises
-    Refused where that is another one, or none that ranks may import.
+    """Returns the module of a reference, imported from this machine's own copy. Raises Refused
+    where that is another one, or none that ranks may import.
     """
     root, path, expected = place
     if root == TORCH and path.partition(".")[0] == TORCH:
@@ -124,136 +177,3 @@ def imported(place: Reference) -> types.ModuleType:
         return importlib.import_module(dotted)
     except ImportError as error:
         raise Refused(f"{file} cannot be imported in a rank ({error}): install what it requires.") from error
-
-
-def host_folder() -> Path:
-    import comfy
-
-    return Path(comfy.__path__[0]).resolve().parent
-
-
-def packs() -> tuple[Path, ...]:
-    """Returns the folders of the node packs that ranks may import: their names in custom_nodes,
-    which may lie in a base directory of its own, or paths, with commas between them.
-    """
-    import folder_paths
-
-    wanted = [name.strip() for name in os.environ.get(PACKS_VARIABLE, "").split(",") if name.strip()]
-    return tuple(
-        Path(os.path.join(folder, name)).resolve()
-        for name in wanted
-        for folder in folder_paths.get_folder_paths(CUSTOM_NODES)
-    )
-
-
-def file_hash(file: Path) -> str:
-    stat = file.stat()
-    return _hash_of(str(file), stat.st_mtime_ns, stat.st_size)
-
-
-@lru_cache(maxsize=256)
-def _hash_of(file: str, _modified: int, _size: int) -> str:
-    return hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
-
-
-@lru_cache(maxsize=64)
-def codes_in(file: str, _hash: str) -> list[types.CodeType]:
-    """Returns all code objects of a file, in the order in which they stand in it."""
-
-    def inside(code: types.CodeType) -> Iterator[types.CodeType]:
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield constant
-                yield from inside(constant)
-
-    return list(inside(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)))
-
-
-def module_of(thing: Any) -> types.ModuleType | None:
-    """Returns the module that has a function or a class, where it was imported from a file."""
-    module = sys.modules.get(getattr(thing, "__module__", None) or "")
-    return module if getattr(module, "__file__", None) is not None else None
-
-
-def is_of_pack(module: types.ModuleType | None) -> bool:
-    """Returns whether a module is of a node pack that ranks may import."""
-    file = getattr(module, "__file__", None)
-    return file is not None and any(Path(file).resolve().is_relative_to(folder) for folder in packs())
-
-
-def _module_of(thing: Any) -> types.ModuleType:
-    module = module_of(thing)
-    if module is None:
-        raise NotReferable(f"{thing.__module__} has no file")
-    return module
-
-
-def functions_of(thing: Any) -> Iterator[types.FunctionType]:
-    """Yields the functions of a module or of a class, of the classes in it too, below their
-    decorators; of a function, itself.
-    """
-    if isinstance(thing, (staticmethod, classmethod, types.MethodType)):
-        thing = thing.__func__
-    thing = inspect.unwrap(thing) if callable(thing) else thing
-    if isinstance(thing, types.FunctionType):
-        yield thing
-    elif isinstance(thing, property):
-        for accessor in (thing.fget, thing.fset, thing.fdel):
-            if accessor is not None:
-                yield from functions_of(accessor)
-    elif isinstance(thing, (types.ModuleType, type)):
-        inside = (
-            f"{thing.__module__}.{thing.__qualname__}." if isinstance(thing, type) else f"{thing.__name__}."
-        )
-        for value in list(vars(thing).values()):
-            if not isinstance(value, type) or f"{value.__module__}.{value.__qualname__}".startswith(inside):
-                yield from () if isinstance(value, types.ModuleType) else functions_of(value)
-
-
-def place_of(module: types.ModuleType) -> Reference:
-    """In the UI: refers to a module's file. Raises NotReferable, also for a file that was edited
-    since it was imported: a rank would import other code than ComfyUI runs.
-    """
-    place = _place_of(module)
-    if place[0] != TORCH:
-        known = _all_codes(str(module.__file__), place[2])
-        for function in functions_of(module):
-            is_of_file = function.__globals__ is vars(
-                module
-            ) and not function.__code__.co_filename.startswith("<")
-            if is_of_file and function.__code__ not in known:
-                name = function.__qualname__
-                raise NotReferable(
-                    f"{module.__file__} was edited after ComfyUI imported it ({name} differs): restart"
-                    " ComfyUI"
-                )
-    return place
-
-
-@lru_cache(maxsize=64)
-def _all_codes(file: str, hash_: str) -> frozenset[types.CodeType]:
-    return frozenset(codes_in(file, hash_))
-
-
-def _place_of(module: types.ModuleType) -> Reference:
-    if module.__name__.partition(".")[0] == TORCH:
-        return [TORCH, module.__name__, str(torch.__version__)]
-    file = Path(str(module.__file__)).resolve()
-    host = host_folder()
-    if any(file.is_relative_to(host / folder) for folder in HOST_FOLDERS):
-        return [HOST, str(file.relative_to(host)), file_hash(file)]
-    for folder in packs():
-        if file.is_relative_to(folder):
-            return [str(folder), str(file.relative_to(folder)), file_hash(file)]
-    raise NotReferable(
-        f"ranks import code of ComfyUI and of node packs that you name in {PACKS_VARIABLE}, and {file} is"
-        " neither"
-    )
-
-
-def attribute_of(module: types.ModuleType, name: str) -> Any:
-    """Returns what a module has under a name with dots; None for nothing."""
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found

@@ -15,10 +15,10 @@ from ..families.plan import BEFORE_BLOCKS, TokenPlan
 from ..forward import PREFIX
 from ..patches import TokenGrid
 from ..refusals import patch_name, require_plan
-from .by_reference import PutTogether, TakenApart
+from .by_name import described
+from .by_reference import Assembly, Disassembly
 from .code import name_of
-from .guard import refuse_in_block_patches
-from .pack_state import PackState, Read, made_state, put_state
+from .pack_state import PackState, PackValue, made_state, put_state
 
 IN_BLOCK = "patches inside blocks"  # their name among the object patches of a rank
 Options = Mapping[str, Any]
@@ -28,6 +28,10 @@ class InBlockPatches:
     """In the UI: the patches of one MODEL that run inside its blocks, and the methods that they
     replace there (``objects``: object patches), in the form in which ranks get them. Raises Refused
     for one that holds what cannot cross; one that the plan cannot serve is left out.
+
+    ``numbers`` of the patches, by their ids; ``rebuilt`` of the plan; ``state``: what their code
+    reads in packs' modules. ``objects``: the object patch that brings all of it to the ranks;
+    ``identity``: the same with ids in place of models.
     """
 
     def __init__(
@@ -39,40 +43,23 @@ class InBlockPatches:
     ):
         served = [patch for point, patch in patches_of(options) if can_serve(plan, point, patch)]
         self._functions = list({id(patch): patch for patch in served}.values())
-        self._methods = {
+        self.numbers = {id(patch): number for number, patch in enumerate(self._functions)}
+        self.methods = {
             key: value
             for key, value in objects.items()
             if callable(value) and plan.has_own_rows(name_of(value))
         }
-        apart = TakenApart(transformer)
-        self._taken: dict[str, Any] = {
+        apart = Disassembly(transformer)
+        taken: dict[str, Any] = {
             "patches": [[name_of(patch), apart.take(patch, patch_name(patch))] for patch in self._functions],
-            "methods": {key: apart.take(value, patch_name(value)) for key, value in self._methods.items()},
+            "methods": {key: apart.take(value, patch_name(value)) for key, value in self.methods.items()},
         }
-        self.state = PackState(apart.code)  # what their code reads in packs
-        self._taken["state"] = self.state.taken(apart.take)
-        self._models = apart.models
-
-    def holds(self, patch: Any) -> bool:
-        return any(patch is one for one in (*self._functions, *self._methods.values()))
-
-    def numbers(self, options: Options) -> dict[str, list[int]]:
-        """Returns the patches of an evaluation as they cross: by point, their numbers."""
-        number = {id(patch): place for place, patch in enumerate(self._functions)}
-        return {
-            point: [number[id(patch)] for patch in items]
-            for point, items in options.get("patches", {}).items()
-        }
-
-    @property
-    def objects(self) -> dict[str, Any]:
-        """The object patch that brings them to the ranks."""
-        return {IN_BLOCK: {**self._taken, "models": self._models}} if any(self._taken.values()) else {}
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The same, with ids in place of models."""
-        return {IN_BLOCK: self._taken} if any(self._taken.values()) else {}
+        self.rebuilt = plan.rebuilt
+        self.state = PackState(apart.code, apart.take)
+        taken["state"] = self.state.taken
+        some = any(taken.values())
+        self.objects: dict[str, Any] = {IN_BLOCK: {**taken, "models": apart.models}} if some else {}
+        self.identity: dict[str, Any] = {IN_BLOCK: taken} if some else {}
 
 
 def in_block_patches(patcher: Any) -> InBlockPatches:
@@ -82,7 +69,7 @@ def in_block_patches(patcher: Any) -> InBlockPatches:
     transformer, options = patcher.model.diffusion_model, patcher.model_options["transformer_options"]
     below = {key: value for key, value in patcher.object_patches.items() if key.startswith(PREFIX)}
     patches = InBlockPatches(transformer, require_plan(transformer), options, below)
-    refuse_in_block_patches(options, patches)
+    described(options, patches.numbers)
     return patches
 
 
@@ -120,12 +107,12 @@ class PatchesHere(NamedTuple):
 
     patches: Sequence[tuple[str, Callable]] = ()
     methods: Mapping[str, Callable] = MappingProxyType({})
-    state: Sequence[Read] = ()
+    state: Sequence[PackValue] = ()
 
 
 def put_patches(model: Any, packed: dict[str, Any], device: torch.device) -> PatchesHere:
     """In a rank: makes what ``InBlockPatches.objects`` brought."""
-    together = PutTogether(model.diffusion_model, packed["models"], device)
+    together = Assembly(model.diffusion_model, packed["models"], device)
     made = [(name, together.put(taken)) for name, taken in packed["patches"]]
     methods = {key: together.put(taken) for key, taken in packed["methods"].items()}
     state = made_state(packed["state"], together.put)

@@ -1,27 +1,26 @@
-"""Choose which of a MODEL's options go to the ranks; refuse by name those that cannot."""
+"""Choose which of a MODEL's options go to the ranks; refuse by name what the pool cannot honour."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import Refused
 from ..families.plan import COMPILE
 from ..refusals import patch_name
+from ..weights.bypass import adapters_of
 from ..wire.tree import is_plain, why_not_plain
-from .by_name import OVERRIDE, described
-from .guard import refuse_in_block_patches
+from .by_name import OVERRIDE, SETTINGS, described, torch_settings
 from .in_block import InBlockPatches
 
 WHOLE = "diffusion_model"  # of a BaseModel
 log = logging.getLogger("pipemesh")
-OF_COMFYUI = frozenset(  # ComfyUI's own options that are read in the UI only
-    {
-        *("wrappers", "callbacks", "patches", "patches_replace", OVERRIDE),
-        *("uuids", "prefetch_dynamic_vbars", "context_window", "easycache", "ar_state"),
-    }
-)
+# ComfyUI's own options that are read in the UI only
+OF_COMFYUI = frozenset((
+    "wrappers", "callbacks", "patches", "patches_replace", OVERRIDE,
+    "uuids", "prefetch_dynamic_vbars", "context_window", "easycache", "ar_state",
+))  # fmt: skip
 
 
 def crossing_options(
@@ -31,12 +30,8 @@ def crossing_options(
     data, what of the others is known by name, and the numbers of those that ranks hold. Raises
     Refused for any other: the node that set it may count on its being read in the transformer.
     """
-    refuse_in_block_patches(transformer_options, in_block)
-    crossing = described(transformer_options)
-    if in_block is not None:
-        in_block.state.require_unchanged()
-        if transformer_options.get("patches"):
-            crossing["patches"] = in_block.numbers(transformer_options)
+    crossing = described(transformer_options, in_block.numbers if in_block is not None else {})
+    crossing[SETTINGS] = torch_settings()
     for name, value in transformer_options.items():
         if name in OF_COMFYUI:
             continue
@@ -49,15 +44,37 @@ def crossing_options(
     return crossing
 
 
-def without_rebuilt(arguments: dict[str, Any], rebuilt: Sequence[str]) -> dict[str, Any]:
-    """Returns the arguments of a forward without the entries that ranks make anew: ``rebuilt`` of
-    the model's plan.
+def refuse_foreign_levers(patcher: Any) -> None:
+    """Raises Refused for settings of other nodes on a MODEL beside patches and options, naming
+    them.
     """
-    for name in rebuilt:
+    injected = [one for items in patcher.injections.values() for one in items]
+    foreign = [one for one in injected if adapters_of(one) is None]
+    if foreign:
+        what = f"the injection {patch_name(getattr(foreign[0], 'inject', foreign[0]))}"
+    elif patcher.weight_wrapper_patches:
+        what = "weight wrappers"
+    elif patcher.additional_models.get("multigpu"):
+        what = "MultiGPU CFG Split clones"
+    else:
+        return
+    raise Refused(
+        f"This MODEL carries {what}, which the pool cannot honour: remove the node that adds them, or"
+        " PipeMesh."
+    )
+
+
+def crossing_arguments(arguments: dict[str, Any], in_block: InBlockPatches) -> dict[str, Any]:
+    """Returns the arguments of a forward as the ranks of its MODEL get them: without the entries
+    that they make anew (``rebuilt`` of the plan). Raises Refused as ``crossing_options`` does.
+    """
+    options = crossing_options(arguments.get("transformer_options", {}), in_block)
+    arguments = {**arguments, "transformer_options": options}
+    for name in in_block.rebuilt:
         argument, _, left_out = name.partition(".")
         if arguments.get(argument):
             kept = {entry: value for entry, value in arguments[argument].items() if entry != left_out}
-            arguments = {**arguments, argument: kept}
+            arguments[argument] = kept
     return arguments
 
 

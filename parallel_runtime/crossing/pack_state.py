@@ -17,27 +17,24 @@ import torch
 
 from ..errors import Refused
 from ..refusals import patch_name
-from ..watch.host_code import LIBRARIES, compiled_elsewhere, imports_of, is_code
-from ..watch.named_code import names_in
-from ..wire.tree import is_plain
-from .code import (
-    CUSTOM_NODES,
-    NotReferable,
-    Reference,
+from ..watch.python_file import (
+    LIBRARIES,
     attribute_of,
+    compiled_elsewhere,
+    file_of,
     functions_of,
-    imported,
-    is_of_pack,
+    is_code,
     module_of,
-    place_of,
-    resolved,
+    names_in,
 )
+from ..wire.tree import is_plain
+from .code import CUSTOM_NODES, NotReferable, is_of_pack, place_of, resolved
 
 DEFAULTS = ("__defaults__", "__kwdefaults__")
 CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
-class Read(NamedTuple):
+class PackValue(NamedTuple):
     """A value that code of a pack reads: ``name`` of a module, a class or a function."""
 
     holder: Any
@@ -48,45 +45,36 @@ class Read(NamedTuple):
         return f"{getattr(self.holder, '__qualname__', self.holder.__name__)}.{self.name}"
 
 
-def read_by(things: list[Any]) -> Iterator[Read]:
+def read_by(things: list[Any]) -> Iterator[PackValue]:
     """Yields what functions and classes of packs read in their packs' modules."""
     waiting, seen, told = list(things), set(), set()
     while waiting:
         thing = waiting.pop()
-        if (
-            id(thing) in seen
-            or not is_of_pack(module_of(thing))
-            or (isinstance(thing, type) and issubclass(thing, Enum))
-        ):
+        is_enum = isinstance(thing, type) and issubclass(thing, Enum)
+        if id(thing) in seen or is_enum or not is_of_pack(module_of(thing)):
             continue
         seen.add(id(thing))
         if isinstance(thing, type):
             waiting += thing.__bases__
-            yield from (
-                Read(thing, name, value) for name, value in vars(thing).items() if is_sent(name, value)
-            )
+            own_values = [PackValue(thing, name, value) for name, value in vars(thing).items()]
+            yield from (one for one in own_values if is_sent(one.name, one.value))
         for function in functions_of(thing):
             own = module_of(function)
             if own is None or not is_of_pack(own):
                 continue
             # Not one that another function made, nor a decorated one
             if attribute_of(own, function.__qualname__) is function:
-                yield from (
-                    Read(function, name, value) for name in DEFAULTS if (value := getattr(function, name))
-                )
+                given = [PackValue(function, name, getattr(function, name)) for name in DEFAULTS]
+                yield from (one for one in given if one.value)
             names = names_in(function.__code__)
-            others = [
-                one
-                for name in names
-                if isinstance(one := vars(own).get(name), types.ModuleType) and is_of_pack(one)
-            ]
-            for module in (own, *others):
-                for name in names & vars(module).keys():
+            others = [vars(own).get(name) for name in names]
+            for module in (own, *(one for one in others if isinstance(one, types.ModuleType))):
+                for name in names & vars(module).keys() if is_of_pack(module) else ():
                     value = vars(module)[name]
                     require_own(module, name, value)
                     if is_sent(name, value) and (id(module), name) not in told:
                         told.add((id(module), name))
-                        yield Read(module, name, value)
+                        yield PackValue(module, name, value)
                     waiting.append(value if isinstance(value, (type, types.FunctionType)) else type(value))
 
 
@@ -94,10 +82,8 @@ def require_own(module: types.ModuleType, name: str, value: Any) -> None:
     """Raises Refused for a function that another pack put into a module. One of a library may have
     come there by way of another file of the pack.
     """
-    own = {module.__name__.partition(".")[0]}
-    culprit = (
-        compiled_elsewhere(value, LIBRARIES | imports_of(module).roots | own) if is_code(value) else None
-    )
+    trusted = LIBRARIES | file_of(module).roots | {module.__name__.partition(".")[0]}
+    culprit = compiled_elsewhere(value, trusted) if is_code(value) else None
     if culprit is not None and is_of_another_pack(culprit, module):
         raise Refused(
             f"{module.__name__}.{name} was replaced ({patch_name(culprit)}), which ranks know nothing of: "
@@ -124,43 +110,34 @@ def is_sent(name: str, value: Any) -> bool:
         return False
     if is_plain(value) or isinstance(value, CONTAINERS):
         return True
-    return (
-        hasattr(value, "__dict__")
-        and is_of_pack(module_of(type(value)))
-        and not isinstance(value, types.FunctionType)
-    )
-
-
-def is_module(value: Any) -> bool:
-    return isinstance(value, types.ModuleType)
+    has_own = hasattr(value, "__dict__") and not isinstance(value, types.FunctionType)
+    return has_own and is_of_pack(module_of(type(value)))
 
 
 class PackState:
-    """In the UI: what the code of some patches reads, to be sent with them."""
+    """In the UI: what the code of some patches (``things``) reads, to be sent with them."""
 
-    def __init__(self, things: list[Any]):
-        self._read = list(read_by(things))
-        self._before: list[Any] = []
-
-    def taken(self, take: Callable[[Any, str], Any]) -> list[list]:
-        """Returns it taken apart, each value with what refers to its place. A value that holds what
-        cannot be sent, such as a table of functions, a cache or a lock, is each process's own.
+    def __init__(self, things: list[Any], take: Callable[[Any, str], Any]):
+        """``taken``: the values taken apart by ``take``, each with what refers to its place. One
+        that holds what cannot be sent, such as a cache or a lock, is each process's own.
         """
-        sent, read = [], self._read
-        self._read = []
-        for one in read:
+        self.taken: list[list] = []
+        self._read: list[tuple[PackValue, Any]] = []
+        for one in list(read_by(things)):
             with suppress(NotReferable, Refused):
-                sent.append([_place(one.holder), one.name, take(one.value, str(one))])
-                self._read.append(one)
-        self._before = [frozen(one.value) for one in self._read]
-        return sent
+                module = module_of(one.holder)
+                assert module is not None
+                name = "" if one.holder is module else one.holder.__qualname__
+                self.taken.append([[*place_of(module), name], one.name, take(one.value, str(one))])
+                self._read.append((one, frozen(one.value)))
 
     def require_unchanged(self) -> None:
         """Raises Refused for one that was set since, naming it: ranks have the old value."""
-        for one, before in zip(self._read, self._before, strict=True):
+        for one, before in self._read:
             now = getattr(one.holder, one.name, None)
             if frozen(now) != before:
-                holder = one.holder.__name__ if is_module(one.holder) else patch_name(one.holder)
+                is_module = isinstance(one.holder, types.ModuleType)
+                holder = one.holder.__name__ if is_module else patch_name(one.holder)
                 raise Refused(
                     f"{holder}.{one.name} was changed while the model samples, and a patch in the pool "
                     "reads it: remove the node that does it, or leave PipeMesh Parallelize out."
@@ -178,21 +155,12 @@ def frozen(value: Any, depth: int = 4) -> Any:
     return value if is_plain(value) else id(value)
 
 
-def _place(holder: Any) -> Reference:
-    module = holder if is_module(holder) else module_of(holder)
-    assert module is not None
-    return [*place_of(module), "" if is_module(holder) else holder.__qualname__]
+def made_state(taken: list[list], put: Callable[[Any], Any]) -> list[PackValue]:
+    """In a rank: makes what ``PackState.taken`` brought. Raises Refused."""
+    return [PackValue(resolved(reference), name, put(value)) for reference, name, value in taken]
 
 
-def made_state(taken: list[list], put: Callable[[Any], Any]) -> list[Read]:
-    """In a rank: the inverse of ``PackState.taken``. Raises Refused."""
-    return [
-        Read(imported(reference[:3]) if not reference[3] else resolved(reference), name, put(value))
-        for reference, name, value in taken
-    ]
-
-
-def put_state(state: Sequence[Read]) -> None:
+def put_state(state: Sequence[PackValue]) -> None:
     """In a rank, before each evaluation: another model's may be in place, and modules are one for
     all models of a process.
     """

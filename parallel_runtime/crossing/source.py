@@ -25,7 +25,6 @@ from ..weights.comparison import Weights
 from ..weights.gguf import described_operations, described_weight, import_operations, is_ggml, rebuilt_weight
 from ..weights.quantised import is_quantised, named_tensors
 from ..wire.tree import encode_tree, is_plain
-from .guard import refuse_state
 
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]
 CHECKPOINT_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin")
@@ -97,6 +96,18 @@ def describe_source(patcher: Any) -> Source:
             return Source(model=model, factory=name, args=args, index=index, file=file, dtypes=dtypes)
     refuse_state(patcher)
     return Source(model=f"state-{patcher.clone_base_uuid.hex}")
+
+
+def refuse_state(patcher: Any) -> None:
+    """Raises Refused for a model that cannot be rebuilt from its configuration and state dict."""
+    config = patcher.model.model_config
+    described_operations(config.custom_operations)
+    if not is_plain(config.unet_config) or not is_plain(config.quant_config):
+        name = type(patcher.model.diffusion_model).__name__
+        raise Refused(
+            f"{name} from this loader cannot be sent to the pool (its configuration is no plain data): "
+            "load it with a stock loader, or leave PipeMesh Parallelize out."
+        )
 
 
 def resolved_dtypes(config: Any) -> Dtypes:

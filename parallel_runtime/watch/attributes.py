@@ -18,38 +18,22 @@ from ..errors import Refused
 from ..forward import PREFIX
 from ..refusals import patch_name
 from ..wire.tree import is_plain
-from .own_state import assigned_later
+from .python_file import assigned_later
 
 OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
-OF_LOADERS = frozenset(  # what ComfyUI's layers note of the weights that they are given
-    {
-        *(
-            "weight",
-            "bias",
-            "in_features",
-            "out_features",
-            "num_experts",
-            "factory_kwargs",
-            "comfy_cast_weights",
-        ),
-        *(
-            "weight_function",
-            "bias_function",
-            "scale_weight",
-            "scale_input",
-            "tensor_class",
-            "quant_format",
-            "layout_type",
-        ),
-        *("_full_precision_mm", "_full_precision_mm_config", "_orig_shape", "_resident_bank"),
-    }
-)
+# What ComfyUI's layers note of the weights that they are given
+OF_LOADERS = frozenset((
+    "weight", "bias", "in_features", "out_features", "num_experts", "factory_kwargs",
+    "comfy_cast_weights", "weight_function", "bias_function", "scale_weight", "scale_input",
+    "tensor_class", "quant_format", "layout_type", "_full_precision_mm", "_full_precision_mm_config",
+    "_orig_shape", "_resident_bank",
+))  # fmt: skip
 MOST = 16  # items of a row that is watched
 ARCHIVED = "_comfy_model_dtype"  # the end of names under which ComfyUI notes a weight's dtype
 Known = dict[str, Any]  # the attributes of a module, or of a plain object that one of them is
 
 
-class Watched(NamedTuple):
+class ModuleAttributes(NamedTuple):
     """Attributes of one module, as they were. ``get`` returns them of ``own``, the module's
     ``vars``.
     """
@@ -61,11 +45,9 @@ class Watched(NamedTuple):
     before: Any
 
     def refusal(self) -> Refused:
-        now = [self.own.get(name) for name in self.names]
         before = self.before if len(self.names) > 1 else (self.before,)
-        name, old, new = next(
-            (name, old, new) for name, old, new in zip(self.names, before, now, strict=True) if old != new
-        )
+        pairs = [(name, old, self.own.get(name)) for name, old in zip(self.names, before, strict=True)]
+        name, old, new = next(one for one in pairs if one[1] != one[2])
         return Refused(
             f"{self.path}.{name} of this MODEL was changed from {old} to {new} while it samples, which ranks"
             " know nothing of: remove the node that does it, or leave PipeMesh Parallelize out."
@@ -78,13 +60,13 @@ class Attributes:
     """
 
     def __init__(self) -> None:
-        self._built: dict[str, Known] | None = None
+        self._built: dict[str, Known] = {}
 
     def changed(self, model: Any) -> dict[str, Any]:
         """Returns, as object patches, the attributes of a BaseModel's transformer that were changed
         in place. Raises Refused for one that is no plain data, naming it.
         """
-        if self._built is None:
+        if not self._built:
             self._built = {path: attributes_of(module) for path, module in built_anew(model).named_modules()}
         found: dict[str, Any] = {}
         for path, module in model.diffusion_model.named_modules():
@@ -92,32 +74,28 @@ class Attributes:
                 found |= differing(vars(module), self._built[path], f"{PREFIX}{path}." if path else PREFIX)
         return found
 
-    def watched(self, transformer: torch.nn.Module) -> list[Watched]:
+    def watched(self, transformer: torch.nn.Module) -> list[ModuleAttributes]:
         """Returns those that are numbers, flags, text or rows of them, as they are now; none of
         layers.
         """
         found = []
         for path, module in transformer.named_modules():
-            known, own = (self._built or {}).get(path, {}), vars(module)
             if type(module).__module__.startswith("comfy.ldm."):
                 place = f"{PREFIX}{path}".removesuffix(".")
-                objects = {
-                    name: value
-                    for name, value in known.items()
-                    if is_of_comfyui(value) and type(own.get(name)) is type(value)
-                }
+                known, own = self._built.get(path, {}), vars(module)
                 found += watched_of(place, known, own)
-                for name, value in objects.items():
-                    found += watched_of(f"{place}.{name}", vars(value), vars(own[name]))
+                for name, value in known.items():
+                    if is_of_comfyui(value) and type(own.get(name)) is type(value):
+                        found += watched_of(f"{place}.{name}", vars(value), vars(own[name]))
         return found
 
 
-def watched_of(path: str, known: Known, own: Known) -> list[Watched]:
-    names = tuple(
-        name for name, value in known.items() if is_small(value) and name in own and is_small(own[name])
-    )
-    get = itemgetter(*names) if names else None
-    return [Watched(path, names, own, get, deepcopy(get(own)))] if get is not None else []
+def watched_of(path: str, known: Known, own: Known) -> list[ModuleAttributes]:
+    names = tuple(name for name, value in known.items() if is_small(value) and is_small(own.get(name)))
+    if not names:
+        return []
+    get = itemgetter(*names)
+    return [ModuleAttributes(path, names, own, get, deepcopy(get(own)))]
 
 
 def is_small(value: Any) -> bool:
@@ -152,15 +130,9 @@ def attributes_of(module: torch.nn.Module) -> Known:
     """Returns the attributes that are no weights, submodules or hooks, nor assigned as the module
     computes.
     """
-    assigned = assigned_later(type(module))
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if name not in OF_EVERY_MODULE
-        and name not in OF_LOADERS
-        and name not in assigned
-        and not name.endswith(ARCHIVED)
-    }
+    others = OF_EVERY_MODULE | OF_LOADERS | assigned_later(type(module))
+    own = vars(module).items()
+    return {name: value for name, value in own if name not in others and not name.endswith(ARCHIVED)}
 
 
 def differing(now: Known, built: Known, path: str) -> dict[str, Any]:
@@ -194,24 +166,19 @@ def is_same(value: Any, before: Any) -> bool:
     if type(value) is not type(before):
         return False
     if isinstance(value, torch.Tensor):
-        known = not before.is_meta and not value.is_meta
-        return value.shape == before.shape and (
-            not known or (value.dtype == before.dtype and torch.equal(value.cpu(), before.cpu()))
-        )
+        if value.shape != before.shape or before.is_meta or value.is_meta:
+            return value.shape == before.shape
+        return value.dtype == before.dtype and torch.equal(value.cpu(), before.cpu())
     if isinstance(value, (list, tuple)):
         return len(value) == len(before) and all(map(is_same, value, before))
     if isinstance(value, dict):
         return value.keys() == before.keys() and all(is_same(value[key], before[key]) for key in value)
     if isinstance(value, functools.partial):
-        return all(
-            is_same(getattr(value, part), getattr(before, part)) for part in ("func", "args", "keywords")
-        )
+        parts = ("func", "args", "keywords")
+        return all(is_same(getattr(value, part), getattr(before, part)) for part in parts)
     if callable(value) or isinstance(value, torch.nn.Module):
-        return patch_name(value) == patch_name(before) and getattr(value, "__code__", None) == getattr(
-            before, "__code__", None
-        )
-    return (
-        is_of_comfyui(value) and is_same(vars(value), vars(before))
-        if is_of_comfyui(value)
-        else not is_plain(value) or value == before
-    )
+        codes = [getattr(one, "__code__", None) for one in (value, before)]
+        return patch_name(value) == patch_name(before) and codes[0] == codes[1]
+    if is_of_comfyui(value):
+        return is_same(vars(value), vars(before))
+    return not is_plain(value) or value == before

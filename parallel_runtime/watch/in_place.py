@@ -7,16 +7,17 @@ not found here has no effect, or takes the forward away from the pool, without a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import Refused
 from ..refusals import patch_name
-from ..weights.loan import Lost
-from .attributes import Watched
-from .host_code import LIBRARIES, SeenCode, replaced_code
+from ..weights.loan import LostWeights
+from .attributes import ModuleAttributes
+from .host_code import HostCode, replaced_code
+from .python_file import LIBRARIES, root_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -27,7 +28,7 @@ def require_unchanged(
     """Raises Refused for the first change in place, naming it. ``ours`` are those of PipeMesh
     itself; ``operations``: the class whose layers the loader chose.
     """
-    trusted = LIBRARIES | {_root(type(diffusion_model)), _root(operations)}
+    trusted = LIBRARIES | {root_of(type(diffusion_model)), root_of(operations)}
     for path, module in diffusion_model.named_modules():
         for what, culprit in _changes_of(module, ours, trusted):
             raise refusal(path, what, culprit)
@@ -45,10 +46,15 @@ class Watch:
         diffusion_model: torch.nn.Module,
         ours: Sequence[Any] = (),
         operations: Any = None,
-        attributes: Sequence[Watched] = (),
+        attributes: Sequence[ModuleAttributes] = (),
+        check_state: Callable[[], None] | None = None,
     ):
+        """``check_state`` raises Refused for what was set since in the modules of packs whose code
+        ranks run.
+        """
         self._model = diffusion_model
         self._attributes = attributes
+        self._check_state = check_state
         self._ours = ours
         self._operations = operations
         self._record()
@@ -66,7 +72,7 @@ class Watch:
             )
             for module in self._model.modules()
         ]
-        self._code = SeenCode(self._model)
+        self._code = HostCode(self._model)
 
     def check(self) -> None:
         """Raises Refused for what was changed since, naming it. Other attributes than those watched
@@ -75,6 +81,8 @@ class Watch:
         for watched in self._attributes:
             if watched.get(watched.own) != watched.before:
                 raise watched.refusal()
+        if self._check_state is not None:
+            self._check_state()
         replaced = self._code.changed()
         if replaced is not None:
             raise refusal_of_code(*replaced)
@@ -88,9 +96,8 @@ class Watch:
             require_unchanged(self._model, self._ours, self._operations)
             for module, kind, *_ in self._seen:
                 if module.__class__ is not kind:
-                    raise refusal(
-                        self._path_of(module), "is of another class than it was loaded with", type(module)
-                    )
+                    what = "is of another class than it was loaded with"
+                    raise refusal(self._path_of(module), what, type(module))
             self._record()
 
     def _swapped(self, module: torch.nn.Module, before: dict[str, torch.nn.Module | None]) -> Refused:
@@ -98,11 +105,8 @@ class Watch:
         name = next((name for name in {**before, **now} if before.get(name) is not now.get(name)), "")
         path = ".".join(part for part in (self._path_of(module), name) if part)
         child = now.get(name)
-        inner = (
-            next((one for one in child.modules() if _root(type(one)) not in LIBRARIES), child)
-            if child is not None
-            else None
-        )
+        inside = list(child.modules()) if child is not None else []
+        inner = next((one for one in inside if root_of(type(one)) not in LIBRARIES), child)
         return refusal(path, "was swapped while the model samples", type(inner))
 
     def _path_of(self, module: torch.nn.Module) -> str:
@@ -113,7 +117,7 @@ def _changes_of(
     module: torch.nn.Module, ours: Sequence[Any], trusted: frozenset[str]
 ) -> Iterator[tuple[str, Any]]:
     kind, own = type(module), vars(module)
-    if _root(kind) not in trusted:
+    if root_of(kind) not in trusted:
         yield "is of a class of another pack", kind
     for name, value in own.items():
         if (
@@ -125,31 +129,23 @@ def _changes_of(
             yield f"has its method {name} replaced in place", value
     for name in HOOKS:
         for hook in own[name].values():
-            if isinstance(hook, Lost):
+            if isinstance(hook, LostWeights):
                 raise hook.refusal()
             yield "has a forward hook", hook
 
 
 def _is_own(module: torch.nn.Module, name: str, value: Any) -> bool:
     """True for the module's own method, which ComfyUI puts back in place of what it replaced."""
-    return getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is getattr(
-        type(module), name
-    )
-
-
-def _root(kind: Any) -> str:
-    return str(getattr(kind, "__module__", "")).partition(".")[0]
+    own = getattr(type(module), name)
+    return getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is own
 
 
 def refusal(path: str, what: str, culprit: Any) -> Refused:
     """Makes the error of a change at ``path`` below the transformer, made by ``culprit``."""
     name = patch_name(culprit)
-    move = (
-        "use EasyCache in its place, which works in the pool"
-        if "cache" in name.lower()
-        else "remove the node that does it"
-    )
-    place = f"diffusion_model.{path}" if path else "diffusion_model"
+    caches = "cache" in name.lower()
+    move = "use EasyCache in its place, which works in the pool" if caches else "remove the node that does it"
+    place = f"diffusion_model.{path}".removesuffix(".")
     return Refused(
         f"{place} of this MODEL {what} ({name}), which ranks know nothing of: {move}, or leave PipeMesh"
         " Parallelize out."

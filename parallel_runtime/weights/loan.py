@@ -109,7 +109,7 @@ class Loan:
         if self._lost:
             return
         self._lost = True
-        transformer, lost = self._transformer(), Lost(self._name, why)
+        transformer, lost = self._transformer(), LostWeights(self._name, why)
         log.error("[PipeMesh] %s", lost.refusal())
         for module in transformer.modules() if transformer is not None else ():
             module.register_forward_pre_hook(lost)
@@ -120,7 +120,7 @@ def file_at(path: str) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-class Lost:
+class LostWeights:
     """A forward pre-hook on every module of a transformer whose weights went with their file."""
 
     def __init__(self, name: str, why: str):
