@@ -12,12 +12,11 @@ from pipemesh.lab.quantised_files import FORMATS, write_quantised
 from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.weights.device_weights import DeviceWeights
 from pipemesh.parallel_runtime.weights.quantised import (
-    put_together,
     stored_bytes,
     stored_tensors,
     taken_apart,
 )
-from pipemesh.parallel_runtime.wire.reserved import read_tree, room_for, write_tree
+from pipemesh.parallel_runtime.wire.reserved import room_for, write_tree
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from safetensors.torch import load_file
 
@@ -131,18 +130,6 @@ def test_a_stage_has_the_weights_of_its_own_blocks_alone():
     assert not any(
         weights.has(f"diffusion_model.{name}") for name in ("1.weight", "2.weight", "0.in_features")
     )
-
-
-@pytest.mark.parametrize("form", [form for form, what in FORMATS.items() if what.algorithm])
-def test_a_quantised_weight_that_goes_through_reserved_memory_is_the_same(quantised, form):
-    weight = transformer(quantised(form)).get_parameter(QKV)
-    room = room_for(tensor.nbytes for tensor in stored_tensors(weight))
-    segment, place = Segment.create("test", 128 + room), TensorRef(128, (room,), "uint8")
-    write_tree(segment, place, taken_apart(weight))
-    again = put_together(read_tree(segment, place), weight)
-    segment.close()
-    assert type(again) is type(weight.data) and again._layout_cls == weight._layout_cls
-    assert torch.equal(again.dequantize(), weight.dequantize())
 
 
 def test_a_tensor_that_outgrew_its_place_is_refused_not_cut_off():

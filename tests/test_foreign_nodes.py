@@ -34,23 +34,6 @@ def test_control_residuals_are_sharded_with_their_tokens(pair):
     assert relative_error(run(with_control(parallel)), truth) <= BOUND
 
 
-@pytest.mark.parametrize("cache_first", [True, False])
-def test_easycache_works_before_or_after_and_skips_remote_calls(files, client, requests, cache_first):
-    import comfy_extras.nodes_easycache as easycache
-
-    def cached(model):
-        return easycache.EasyCacheNode.execute(model, 0.5, 0.1, 0.95, False).result[0]
-
-    truth = run(cached(load(files["model"])), steps=8)
-    model = load(files["model"])
-    parallel = (
-        parallelize(cached(model), client, True) if cache_first else cached(parallelize(model, client, True))
-    )
-    requests.clear()
-    assert relative_error(run(parallel, steps=8), truth) <= BOUND
-    assert 0 < requests["Forward"] < 8
-
-
 def test_lora_hooks_are_applied_per_cond_and_as_scheduled(pair, files, requests):
     import comfy.hooks
     import comfy.utils
@@ -158,8 +141,9 @@ def test_object_patches_below_the_transformer_cross_if_plain_and_are_refused_by_
     truth = run(swapped(stock, epsilon, 1.0))
     assert relative_error(truth, run(stock)) > 0.01, "the patch does nothing"
     assert relative_error(run(swapped(parallel, epsilon, 1.0)), truth) <= BOUND
-    with pytest.raises(Refused, match=r"final_layer \(torch.nn.*\) is code"):
-        run(swapped(parallel, f"{PREFIX}final_layer", torch.nn.Identity()))
+    for name in (f"{PREFIX}final_layer", PREFIX.removesuffix(".")):
+        with pytest.raises(Refused, match=rf"{name} \(torch.nn.*\) is code"):
+            run(swapped(parallel, name, torch.nn.Identity()))
     assert relative_error(run(parallel), run(stock)) <= BOUND
 
 
@@ -178,14 +162,6 @@ def test_a_parameter_as_object_patch_crosses(pair, name):
     assert relative_error(run(parallel), run(stock)) <= BOUND
 
 
-def test_the_whole_transformer_as_object_patch_is_refused_by_name(pair):
-    _stock, parallel = pair
-    clone = parallel.clone()
-    clone.add_object_patch(PREFIX.removesuffix("."), torch.nn.Identity())
-    with pytest.raises(Refused, match=r"diffusion_model \(torch.nn.*\) is code"):
-        run(clone)
-
-
 def test_a_compiler_that_is_code_is_left_out_with_a_notice(pair, caplog):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
@@ -196,13 +172,12 @@ def test_a_compiler_that_is_code_is_left_out_with_a_notice(pair, caplog):
     assert "torch.compile is left out: its backend or an option is code." in caplog.text
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_a_models_computing_dtype_is_the_ranks_too(pair, dtype):
+def test_a_models_computing_dtype_is_the_ranks_too(pair):
     stock, parallel = pair
-    exact, truth = run(stock), run(execute("nodes_model_advanced", "ModelComputeDtype", stock, dtype))
+    exact, truth = run(stock), run(execute("nodes_model_advanced", "ModelComputeDtype", stock, "bf16"))
     rounding = relative_error(truth, exact)
     assert rounding > 10 * BOUND, "the node does nothing"
-    ours = run(execute("nodes_model_advanced", "ModelComputeDtype", parallel, dtype))
+    ours = run(execute("nodes_model_advanced", "ModelComputeDtype", parallel, "bf16"))
     assert 10 * BOUND < relative_error(ours, exact) <= 3 * rounding
     assert relative_error(run(parallel), exact) <= BOUND
 
@@ -219,8 +194,10 @@ def test_ranks_compute_in_the_dtypes_that_the_ui_resolved(files, client, monkeyp
     assert 10 * BOUND < relative_error(run(parallelize(stock, client, True)), exact) <= 3 * rounding
 
 
-@pytest.mark.parametrize("lora", [0, 1.0], ids=["", "under a LoRA"])
-@pytest.mark.parametrize("when", ["before it is parallelized", "before it is sampled", "between two runs"])
+@pytest.mark.parametrize(
+    ("when", "lora"),
+    [("before it is parallelized", 0), ("before it is sampled", 1.0), ("between two runs", 1.0)],
+)
 def test_weights_that_a_node_changed_in_place_reach_the_ranks(files, client, requests, when, lora):
     @torch.inference_mode()
     def change(model):
@@ -316,17 +293,6 @@ def test_a_missing_checkpoint_is_named(files, client, tmp_path):
     path.unlink()
     with pytest.raises(ModelError, match=r"gone\.safetensors is missing: put it back"):
         parallelize(model, client, True)
-
-
-def test_bad_input_leaves_the_pool_usable(pair, client):
-    stock, parallel = pair
-    run(parallel)
-    pids = client.session.pool.ranks.pids
-    wrong = [[torch.randn(1, 13, 32), extras] for _, extras in conditioning(1, 13)]
-    with pytest.raises(ModelError, match="Rank 0 on cpu failed while computing"):
-        run(parallel, positive=wrong)
-    assert relative_error(run(parallel), run(stock)) <= BOUND
-    assert client.session.pool.ranks.pids == pids
 
 
 def test_a_clone_stays_parallel_and_parallelizing_twice_changes_nothing(pair, client):

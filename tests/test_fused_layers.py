@@ -65,10 +65,6 @@ def cover():
     return [(family, form, "2", weights) for family, form, weights in ways]
 
 
-def test_the_helper_is_where_the_families_that_call_it_are_looked_for():
-    assert hasattr(comfy.ops, HELPER) and FUSED
-
-
 @pytest.mark.parametrize(("family", "form", "ranks", "weights"), PRODUCT if ALL else cover())
 def test_int8_weights_that_a_helper_computes_with_are_the_whole_ones(
     written, monkeypatch, family, form, ranks, weights
@@ -112,7 +108,6 @@ def assert_equal(monkeypatch, layout, weights, path, calls, patches):
 LUMINA = next(
     family.samples[0].name for family in FAMILIES if family.plans[0].models[0].startswith("comfy.ldm.lumina")
 )
-own_forward = FeedForward.forward
 
 
 def cast(linear, x):

@@ -16,8 +16,6 @@ from pipemesh.lab.commands.parity import relative_error, rms
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.watch.attributes import Attributes
-from pipemesh.parallel_runtime.watch.in_place import require_unchanged
 
 from .models import load, run, with_lora
 from .pipelines import ALL_WARM
@@ -109,12 +107,6 @@ def test_weights_cross_as_they_are_stored(gguf):
     sent = state_source(model)["ggml"][name]
     assert sent["content"].dtype == torch.uint8 and sent["shape"] == (768, 256)
     assert sent["content"].nbytes == 768 * 256 // 32 * 34
-
-
-def test_what_the_pack_sets_on_a_model_that_it_loads_is_no_change_in_place(gguf):
-    model = gguf()
-    assert Attributes().changed(model.model) == {}
-    require_unchanged(model.model.diffusion_model, operations=model.model.model_config.custom_operations)
 
 
 def test_settings_of_the_packs_node_reach_the_ranks(gguf, pack, clients):

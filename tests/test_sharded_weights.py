@@ -9,23 +9,19 @@ import torch
 from pipemesh.parallel_runtime.comm.in_step import Expected, Stopped
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.errors import ModelError, Refused
-from pipemesh.parallel_runtime.families import RELEASED, SAMPLES
-from pipemesh.parallel_runtime.families.sample import Released
-from pipemesh.parallel_runtime.forward import forward_name
+from pipemesh.parallel_runtime.families import RELEASED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
 from pipemesh.parallel_runtime.planner.keeping import ModelBytes, bytes_of
 from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
-from pipemesh.parallel_runtime.planner.released_model import arguments_of, empty_model
-from pipemesh.parallel_runtime.weights import main_memory
+from pipemesh.parallel_runtime.planner.released_model import empty_model
 from pipemesh.parallel_runtime.weights.main_memory import LEAST_BYTES, OF_MODEL, InMainMemory, tables_of
 from pipemesh.parallel_runtime.weights.placeholder import Placeholder
 from pipemesh.parallel_runtime.weights.quantised import taken_apart
 from pipemesh.parallel_runtime.weights.sharded_weights import ShardedWeights
 from pipemesh.parallel_runtime.weights.shared_layers import LEFT_WHOLE, TOGETHER, Sharing, least_shared
-from pipemesh.parallel_runtime.weights.turns import NONE, Turns
 
 from .collectives import World, disagreements, has_an_order
 from .conftest import ALL
@@ -115,20 +111,6 @@ def test_an_evaluation_sends_each_part_to_the_others_once(computed, layout):
     for rank, weights in weights_of.items():
         for at in range(3):
             assert outputs[rank, at, "sent"] == due(layout, rank, weights)
-
-
-def test_parts_that_are_sent_twice_are_found(computed, monkeypatch):
-    """A layer forgets that its weights have arrived."""
-    layout, enter = Layout(ulysses=2), Turns._enter
-
-    def forgetful(self, index):
-        self._at = [NONE, NONE]
-        enter(self, index)
-
-    monkeypatch.setattr(Turns, "_enter", forgetful)
-    outputs, weights_of = computed(layout, "gloo", [Part(1, 0), Part(1, 0)])
-    assert torch.allclose(outputs[layout.writer, 1], truth(0), atol=1e-5)
-    assert all(outputs[rank, 1, "sent"] > due(layout, rank, weights) for rank, weights in weights_of.items())
 
 
 def due(layout, rank, weights):
@@ -399,20 +381,3 @@ def test_only_the_rows_that_are_read_come_to_the_device():
         assert rows.device == named.device == table.device == DEVICE
         assert (rows.shape, named.shape) == ((128, 64), (5, 64))
     assert 0 < counts.memory.peak < table.nbytes / 8
-
-
-@torch.inference_mode()
-def test_a_model_that_crops_its_own_table_of_positions_computes_the_same(monkeypatch):
-    sample = next(sample for sample in SAMPLES.values() if "Blocks.positional" in sample.stands_for)
-    size = sample.tiny.size(5)
-    model = sample.form.random_model(size).model
-    transformer, shape = model.diffusion_model, (1, 16, 16, 12)
-    arguments = arguments_of(model, sample, Released(name="small", size=size, text=7), [shape], CPU)
-    arguments["x"] = torch.randn(shape, generator=torch.Generator().manual_seed(4))
-    forward = getattr(transformer, forward_name(transformer))
-    before = forward(**arguments)
-    monkeypatch.setattr(main_memory, "OF_MODEL", 100)
-    (table,) = tables_of(transformer)
-    table.keep(table.tensor, CPU)
-    assert table.name == "pos_embed" and isinstance(transformer.pos_embed, InMainMemory)
-    assert torch.equal(forward(**arguments), before)

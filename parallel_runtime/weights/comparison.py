@@ -40,7 +40,7 @@ class Weights:
         self._file = file
         self._sent: SentContent | None = None
         self._loan: Loan | None = None
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, WeightMark] = {}
 
     def note_sent(self, state: dict[str, torch.Tensor]) -> None:
         """Compares with ``state``, which goes to the ranks, from now on."""
@@ -67,7 +67,7 @@ class Weights:
                 if not same or slot.name in self.changed:
                     self.changed = self.changed - {slot.name} if same else self.changed | {slot.name}
                     self.changed_id = uuid.uuid4().hex if self.changed else ""
-                self._seen[slot.name] = Seen(slot.tensor, on_file=same and theirs.lend(slot))
+                self._seen[slot.name] = WeightMark(slot.tensor, on_file=same and theirs.lend(slot))
         finally:
             if self._loan is not None:
                 self._loan.close_if_unused()
@@ -101,7 +101,7 @@ class Weights:
         try:
             check_file(self._file)
         except Refused:
-            return GoneContent()
+            return UnknownContent()
         # ModelPatcherDynamic reads weights by a mapping of its own
         dynamic = hasattr(patcher.model, "dynamic_patchers")
         lends = not dynamic and not patcher.pinned and not comfy.utils.DISABLE_MMAP
@@ -110,7 +110,7 @@ class Weights:
         return content
 
 
-class Seen:
+class WeightMark:
     """A weight as it was when its content was last compared.
 
     A write to a file's pages (``on_file``) is always found. In other memory, such as that of a
@@ -126,11 +126,9 @@ class Seen:
         """True if the weight was neither moved nor, as far as this can tell, written to."""
         if _place(tensor) != self._place:
             return False
-        return (
-            is_unwritten(tensor.data_ptr(), tensor.nbytes)
-            if self._content is None
-            else _sampled(tensor) == self._content
-        )
+        if self._content is None:
+            return is_unwritten(tensor.data_ptr(), tensor.nbytes)
+        return _sampled(tensor) == self._content
 
 
 def _place(tensor: torch.Tensor) -> tuple:
@@ -151,7 +149,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
-class GoneContent:
+class UnknownContent:
     """Of a checkpoint that was deleted or replaced while ranks have it mapped. What may have been
     written to since it was last compared counts as changed.
     """
@@ -163,7 +161,7 @@ class GoneContent:
         return False
 
 
-class SentContent:
+class SentContent(UnknownContent):
     """The weights that the ranks were sent. Only checksums are kept of them."""
 
     def __init__(self, state: dict[str, torch.Tensor]):
@@ -172,11 +170,8 @@ class SentContent:
     def has(self, slot: Slot) -> bool:
         return slot.name not in self._checksums or checksum(slot.tensor) == self._checksums[slot.name]
 
-    def lend(self, slot: Slot) -> bool:
-        return False
 
-
-Content = CheckpointContent | GoneContent | SentContent
+Content = CheckpointContent | UnknownContent
 
 
 def checksum(tensor: torch.Tensor) -> bytes:

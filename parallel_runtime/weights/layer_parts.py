@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .device_weights import settled_as
 from .placeholder import Placeholder
+from .placement import settled_as
 from .quantised import put_together, taken_apart
 from .shared_layers import Layer
 

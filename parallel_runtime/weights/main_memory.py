@@ -6,7 +6,6 @@ Read: torch/_tensor.py, torch/_ops.py (OpOverload.is_view) @ torch 2.11.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,25 +13,27 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from .device_weights import settled_as
+from .placement import dotted, settled_as, users_of
 from .quantised import stored_bytes
 
 OF_MODEL = 50  # a tensor stays in the machine's memory that is more than one part in so many of its model
 LEAST_BYTES = 1 << 20
+CPU = torch.device("cpu")
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 # They return rows of their first argument
 ROWS_OF = {torch.ops.aten.embedding.default, torch.ops.aten.index_select.default}
 
 
 class Table(NamedTuple):
-    """A parameter or buffer that is kept in the machine's memory. ``slot``: where its module has
-    it; ``name``: in the model.
+    """A parameter or buffer that is kept in the machine's memory, of a model on ``device``.
+    ``slot``: where its module has it; ``name``: in the model.
     """
 
     name: str
     module: torch.nn.Module
     slot: dict[str, Any]
     tensor: torch.Tensor
+    device: torch.device
 
     @property
     def nbytes(self) -> int:
@@ -55,32 +56,30 @@ class Table(NamedTuple):
     def put(self, tensor: torch.Tensor) -> None:
         self.slot[self.attribute] = tensor
 
-    def keep(self, tensor: torch.Tensor, device: torch.device) -> None:
-        """Puts a tensor in place that stays where it is, for a model on ``device``."""
-        self.put(InMainMemory(tensor.detach(), device))
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Puts a tensor in place that stays where it is."""
+        self.put(InMainMemory(tensor.detach(), self.device))
+
+    def put_away(self) -> None:
+        self.keep(self.settled())
 
 
-def tables_of(model: torch.nn.Module) -> list[Table]:
+def tables_of(model: torch.nn.Module, device: torch.device = CPU) -> list[Table]:
     """Returns the large tensors that no linear layer or convolution has, which read all of theirs
     at once, nor two modules.
     """
     every = stored_bytes([*model.parameters(), *model.buffers()])
-    uses = Counter(
-        id(tensor)
-        for module in model.modules()
-        for slot in (module._parameters, module._buffers)
-        for tensor in slot.values()
-    )
+    users = users_of(model)
     found = []
     for path, module in model.named_modules():
         if hasattr(module, "in_features") or hasattr(module, "kernel_size"):
             continue
         for slot in (module._parameters, module._buffers):
             for attribute, tensor in slot.items():
-                if tensor is None or type(tensor) not in PLAIN or uses[id(tensor)] > 1:
+                if tensor is None or type(tensor) not in PLAIN or users[id(tensor)] > 1:
                     continue
                 if tensor.nbytes >= LEAST_BYTES and tensor.nbytes * OF_MODEL > every:
-                    found.append(Table(f"{path}.{attribute}" if path else attribute, module, slot, tensor))
+                    found.append(Table(dotted(path, attribute), module, slot, tensor, device))
     return found
 
 

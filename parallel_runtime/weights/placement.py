@@ -1,79 +1,94 @@
-"""Where a model's weights lie on a rank: a request names one of three ways to keep them."""
+"""Where a model's weights lie on a rank: what the three ways to keep them have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..comm.shard_gather import ShardGather
-from .device_weights import DeviceWeights
-from .offloaded_weights import OffloadedWeights
-from .sharded_weights import ShardedWeights
-from .turns import Turns
+from ..forward import PREFIX
+
+if TYPE_CHECKING:
+    from .turns import Turns
 
 
-class Placement(Protocol):
+class Placement:
     """The weights of one transformer on one rank. Names of parameters begin with
     ``diffusion_model.``, as those of weight patches do.
     """
 
+    def __init__(self, diffusion_model: torch.nn.Module, device: torch.device):
+        self._model = diffusion_model
+        self._device = device
+
     @property
     def turns(self) -> Turns | None:
         """Gathers a layer's weights before the layer computes; None: nothing to gather."""
-        ...
+        return None
 
     @property
     def nbytes(self) -> int:
         """Bytes on the rank's device while the model computes."""
-        ...
+        raise NotImplementedError
 
     def has(self, name: str) -> bool:
         """Whether this rank has the parameter: a stage has those of its own blocks alone."""
-        ...
+        try:
+            module, attribute = self._slot(name)
+        except AttributeError:
+            return False
+        return module._parameters.get(attribute) is not None
 
     def get(self, name: str) -> torch.Tensor:
         """The parameter as it is now, whole."""
-        ...
+        return getattr(*self._slot(name))
 
-    def in_place(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_place(self, name: str) -> Iterator[None]:
         """Inside, the model itself has the parameter, for ComfyUI to patch."""
-        ...
+        yield
 
     def applies(self, patches: dict[str, list]) -> bool:
         """Takes all weight patches, and applies each where its weight is loaded or computes. False:
         does not, so each weight is to be patched and given to ``replace``.
         """
-        ...
+        return False
 
     def replace(self, name: str, weight: Any) -> None:
         """Puts a weight, or one that was taken apart, in the place of a parameter."""
-        ...
+        raise NotImplementedError
 
     def restore(self) -> None:
         """Puts every parameter back as it was loaded, and takes weight patches away."""
-        ...
+        raise NotImplementedError
+
+    def _slot(self, name: str) -> tuple[torch.nn.Module, str]:
+        """Returns the module that has the parameter, and its name there."""
+        path, _, attribute = name.removeprefix(PREFIX).rpartition(".")
+        return self._model.get_submodule(path), attribute
 
 
-def placed(
-    kept: str,
-    patcher: Any,
-    device: torch.device,
-    gather: ShardGather | None,
-    budget: int,
-    on_progress: Callable[[int], None],
-) -> Placement:
-    """Brings the weights of the patcher's transformer to where ``kept``, of a ``Load``, wants them.
-    ``gather`` joins the ranks of one sequence; without it, sharded weights are whole. ``budget``:
-    bytes on the device of offloaded ones. ``on_progress`` is told the bytes of what is there.
+def settled_as(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Returns the parameter in the dtype that ComfyUI archived for it: itself where it has that."""
+    is_plain = type(parameter) is torch.nn.Parameter  # the bytes of others are not numbers in their dtype
+    wanted = getattr(module, f"{name}_comfy_model_dtype", parameter.dtype) if is_plain else parameter.dtype
+    settled = parameter.to(dtype=wanted)
+    return parameter if settled is parameter else torch.nn.Parameter(settled, requires_grad=False)
 
-    Every rank of a sequence must call it for sharded weights.
-    """
-    if kept == "offloaded":
-        return OffloadedWeights(patcher, device, budget, on_progress)
-    model = patcher.model.diffusion_model
-    if kept == "sharded" and gather is not None:
-        return ShardedWeights(model, device, gather, on_progress)
-    return DeviceWeights(model, device, on_progress)
+
+def dotted(path: str, name: str) -> str:
+    """Returns the name in the model of what a module at ``path`` has under ``name``."""
+    return f"{path}.{name}" if path else name
+
+
+def users_of(model: torch.nn.Module) -> Counter[int]:
+    """Counts the modules that have each parameter and buffer, by its id."""
+    return Counter(
+        id(tensor)
+        for module in model.modules()
+        for slot in (module._parameters, module._buffers)
+        for tensor in slot.values()
+    )

@@ -15,15 +15,16 @@ from ..forward import PREFIX
 from .device_weights import DeviceWeights
 from .layer_parts import ShardedLayer, ShardedParameter, aligned
 from .main_memory import Table, tables_of
+from .placement import Placement
 from .quantised import put_together, stored_bytes, taken_apart
 from .shared_layers import Sharing, shared_layers
 from .turns import Turns
 
 
-class ShardedWeights:
-    """As ``DeviceWeights``, but of each layer that is shared out this rank keeps an equal part.
-    ``turns`` gather a layer's weights before it computes. What else there is is whole, but for
-    tables of which little is read: they stay where they were loaded.
+class ShardedWeights(Placement):
+    """An equal part of each layer that is shared out; all ranks of a sequence make theirs at the
+    same time. Everything else is whole, but for tables of which little is read: those stay where
+    they were loaded.
     """
 
     def __init__(
@@ -33,11 +34,12 @@ class ShardedWeights:
         gather: ShardGather,
         on_progress: Callable[[int], None],
     ):
-        self._device = device
+        super().__init__(diffusion_model, device)
         self._sharded: dict[str, tuple[ShardedLayer, ShardedParameter]] = {}
         self._replaced: set[str] = set()
         chosen = shared_layers(diffusion_model)
-        self._tables: dict[str, Table] = {PREFIX + table.name: table for table in tables_of(diffusion_model)}
+        tables = tables_of(diffusion_model, device)
+        self._tables: dict[str, Table] = {PREFIX + table.name: table for table in tables}
         apart = {f"{layer.path}.{name}" for layer in chosen for name in layer.parameters}
         apart |= {table.name for table in self._tables.values()}
         self._whole = DeviceWeights(diffusion_model, device, on_progress, apart=apart)
@@ -52,11 +54,15 @@ class ShardedWeights:
             layers.append(layer)
             on_progress(found.nbytes)
         for table in self._tables.values():
-            table.keep(table.settled(), device)
+            table.put_away()
             on_progress(table.nbytes if table.is_parameter else 0)
         sharing = Sharing.of([layer.nbytes for layer in layers], self._whole.nbytes)
-        self.turns = Turns(layers, gather, device, aligned(sharing.room(gather.size)))
+        self._turns = Turns(layers, gather, device, aligned(sharing.room(gather.size)))
         self._parts_bytes = sum(layer.part.numel() for layer in layers)
+
+    @property
+    def turns(self) -> Turns:
+        return self._turns
 
     @property
     def nbytes(self) -> int:
@@ -70,38 +76,28 @@ class ShardedWeights:
         return name in self._sharded or self._whole.has(name)
 
     def get(self, name: str) -> torch.Tensor:
-        if name in self._tables:
-            return self._tables[name].settled()
-        return self._sharded[name][1].settled() if name in self._sharded else self._whole.get(name)
+        one = self._apart(name)
+        return self._whole.get(name) if one is None else one.settled()
+
+    def _apart(self, name: str) -> Table | ShardedParameter | None:
+        """Returns what the rank does not keep whole on its device."""
+        return self._sharded[name][1] if name in self._sharded else self._tables.get(name)
 
     @contextmanager
     def in_place(self, name: str) -> Iterator[None]:
-        """The model has this one parameter inside, for the host to patch."""
-        if name in self._tables:
-            table = self._tables[name]
-            table.put(table.settled())
-            try:
-                yield
-            finally:
-                table.keep(table.settled(), self._device)
-            return
-        if name not in self._sharded:
+        one = self._apart(name)
+        if one is None:
             yield
             return
-        one = self._sharded[name][1]
         one.put(one.settled())
         try:
             yield
         finally:
             one.put_away()
 
-    def applies(self, patches: dict[str, list]) -> bool:
-        return False
-
     def replace(self, name: str, weight: Any) -> None:
-        """Puts a weight, or one that was taken apart, in the place of a parameter."""
         if name in self._tables:
-            self._tables[name].keep(put_together(weight, self._tables[name].tensor).to("cpu"), self._device)
+            self._tables[name].keep(put_together(weight, self._tables[name].tensor).to("cpu"))
             return
         if name not in self._sharded:
             self._whole.replace(name, weight)
@@ -110,18 +106,16 @@ class ShardedWeights:
         tree = weight if isinstance(weight, dict) else taken_apart(weight)
         one.instead = None
         if not layer.write(one, tree):
-            one.instead = torch.nn.Parameter(
-                put_together(tree, one.loaded).to(self._device), requires_grad=False
-            )
+            whole = put_together(tree, one.loaded).to(self._device)
+            one.instead = torch.nn.Parameter(whole, requires_grad=False)
             layer.forget_views()
         one.put_away()
         self._replaced.add(name)
 
     def restore(self) -> None:
-        """Puts every parameter back as it was loaded."""
         self._whole.restore()
         for table in self._tables.values():
-            table.keep(table.settled(), self._device)
+            table.put_away()
         while self._replaced:
             layer, one = self._sharded[self._replaced.pop()]
             one.instead = None

@@ -7,13 +7,13 @@ Read: comfy/ops.py (Linear, Conv1d to Conv3d, mixed_precision_ops) @ ComfyUI 0.3
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .placement import users_of
 from .quantised import is_quantised, stored_bytes
 
 # Of one model's bytes: what its ranks hold together; what their processes add stays below 1.15
@@ -44,15 +44,13 @@ def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
     """Not those whose weights another module has as well, nor weights that are numbers to nobody
     but their own operations.
     """
-    uses = Counter(
-        id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
-    )
+    users = users_of(model)
     for path, module in model.named_modules():
         if hasattr(module, "in_features") or hasattr(module, "kernel_size"):
             own = {
                 name: one
                 for name, one in module.named_parameters(recurse=False)
-                if is_number(one) and uses[id(one)] == 1
+                if is_number(one) and users[id(one)] == 1
             }
             if own:
                 yield Layer(path, module, own)

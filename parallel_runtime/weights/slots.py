@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .placement import dotted
 from .quantised import is_quantised, named_tensors
 
 
@@ -27,7 +28,7 @@ def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
     """All parameters and buffers."""
     for path, module in diffusion_model.named_modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            owner = f"{path}.{name}" if path else name
+            owner = dotted(path, name)
             if is_quantised(tensor):
                 for stored, inner in named_tensors(owner, tensor).items():
                     if not inner.is_meta:

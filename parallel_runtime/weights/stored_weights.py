@@ -147,15 +147,13 @@ class CheckpointContent:
         refuse_change(file, found)
         # Mapped anew for every comparison: a node may have written to what was lent before
         if self.loan is not None:
-            whole = torch.from_file(
-                of_descriptor(descriptor), shared=False, size=found.st_size, dtype=torch.uint8
-            )
+            path = of_descriptor(descriptor)
+            whole = torch.from_file(path, shared=False, size=found.st_size, dtype=torch.uint8)
             self._mapped = whole.untyped_storage()
         self._stored = StoredTensors(descriptor)
         self._tensors = processed(model, dict(self._stored.tensors))
-        named = [
-            self._tensors[slot.name] for slot in slots(model.diffusion_model) if slot.name in self._tensors
-        ]
+        own = [slot.name for slot in slots(model.diffusion_model)]
+        named = [self._tensors[name] for name in own if name in self._tensors]
         # Some are computed from others
         if not all(self._stored.has(tensor) for tensor in named if tensor.nbytes):
             with self._whole():
@@ -165,11 +163,8 @@ class CheckpointContent:
     def _borrow(self, transformer: torch.nn.Module, loan: Loan | None) -> None:
         path = of_descriptor(self._descriptor)
         try:
-            self.loan = (
-                loan
-                if loan is not None and loan.is_of(path)
-                else Loan(path, Path(self._file[0]).name, transformer)
-            )
+            is_own = loan is not None and loan.is_of(path)
+            self.loan = loan if is_own else Loan(path, Path(self._file[0]).name, transformer)
         except OSError as error:
             log.info(
                 "[PipeMesh] ComfyUI keeps weights of its own of %s: no read lease on it (%s).",
@@ -206,20 +201,11 @@ class CheckpointContent:
         has another dtype there, is no parameter on the CPU, or nobody would tell of a writer.
         """
         theirs, ours = self._tensors.get(slot.name), slot.tensor
-        if (
-            theirs is None
-            or theirs.dtype != ours.dtype
-            or not theirs.is_contiguous()
-            or ours.device.type != "cpu"
-        ):
+        if theirs is None or self._stored is None or self._mapped is None or self.loan is None:
             return False
-        if (
-            self._stored is None
-            or self._mapped is None
-            or self.loan is None
-            or not theirs.nbytes
-            or not self._stored.has(theirs)
-        ):
+        if theirs.dtype != ours.dtype or not theirs.is_contiguous() or ours.device.type != "cpu":
+            return False
+        if not theirs.nbytes or not self._stored.has(theirs):
             return False
         if slot.holder is None and not isinstance(ours, torch.nn.Parameter):
             return False

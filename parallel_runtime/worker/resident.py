@@ -13,6 +13,7 @@ import torch
 from ..attention.kernels import TORCHS, Kernels
 from ..comm.in_step import Expected
 from ..comm.mesh import Mesh
+from ..comm.shard_gather import ShardGather
 from ..crossing.by_name import restored
 from ..crossing.in_block import IN_BLOCK, PatchesHere, clean_up, put_patches
 from ..crossing.pack_state import put_state
@@ -22,9 +23,12 @@ from ..families.plan import COMPILE
 from ..forward import forward_name
 from ..methods.factory import make_method
 from ..patches import Part
+from ..weights.device_weights import DeviceWeights
 from ..weights.gguf import is_dequantised_late, with_patches
-from ..weights.placement import placed
+from ..weights.offloaded_weights import OffloadedWeights
+from ..weights.placement import Placement
 from ..weights.quantised import stored_bytes, taken_apart
+from ..weights.sharded_weights import ShardedWeights
 from ..weights.weight_patches import put_object, unpack_patches
 from ..wire.messages import Load
 from ..wire.reserved import write_tree
@@ -70,11 +74,24 @@ class ResidentModel:
         # The method first, so that no weights of other stages' blocks are moved.
         self.method = make_method(self.diffusion_model, plan, mesh, rank, load.stages, kernels)
         on_progress = counted(rank, stored_bytes(self.diffusion_model.parameters()))
-        self._weights = placed(load.weights, patcher, device, mesh.sequence.weights, load.budget, on_progress)
+        self._weights = self._placed(load, mesh.sequence.weights, on_progress)
         self.nbytes = self._weights.nbytes  # once: every answer reports it
         if self._weights.turns is not None:
             self._weights.turns.attach()  # first: a layer has its weights before anything else happens to it
         self.method.attach()
+
+    def _placed(
+        self, load: Load, gather: ShardGather | None, on_progress: Callable[[int], None]
+    ) -> Placement:
+        """Bring the weights to where the request wants them. Without ``gather``, which joins the
+        ranks of one sequence, sharded ones are whole; with it, every rank must call this.
+        """
+        model, device = self.diffusion_model, self.device
+        if load.weights == "offloaded":
+            return OffloadedWeights(self.patcher, device, load.budget, on_progress)
+        if load.weights == "sharded" and gather is not None:
+            return ShardedWeights(model, device, gather, on_progress)
+        return DeviceWeights(model, device, on_progress)
 
     @property
     def diffusion_model(self) -> torch.nn.Module:
