@@ -12,15 +12,12 @@ import comfy.sd
 import comfy.utils
 import pytest
 import torch
-from pipemesh.lab.commands.parity import relative_error, rms
-from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.lab.commands.parity import BOUND, relative_error, rms
 from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
 
 from .models import load, run, with_lora
-from .pipelines import ALL_WARM
-
-BOUND = 2e-5  # as parity's
+from .test_quantised import LAYOUTS, in_pool
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +78,6 @@ def gguf(pack, files):
     return made
 
 
-LAYOUTS = {"ulysses": (2,), "ring": (1, 2), "pipefusion": (1, 1, 2)}
-
-
-def in_pool(model, clients, layout="ulysses"):
-    patching = Patching(2, ALL_WARM) if layout == "pipefusion" else None
-    return parallelize(model, clients(*LAYOUTS[layout]), holds_ui_device=0, patching=patching)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_ranks_compute_what_stock_does_with_and_without_a_lora(gguf, files, clients, layout):
     exact, stock = load(files["model"]), gguf()
@@ -113,7 +102,7 @@ def test_settings_of_the_packs_node_reach_the_ranks(gguf, pack, clients):
     pack.ops.GGMLOps.Linear.dequant_dtype = torch.bfloat16
     try:
         stock = run(gguf())
-        ours = run(in_pool(gguf(), clients))
+        ours = run(in_pool(gguf(), clients, "ulysses"))
     finally:
         pack.ops.GGMLOps.Linear.dequant_dtype = None
     assert relative_error(ours, stock) <= BOUND
@@ -122,7 +111,7 @@ def test_settings_of_the_packs_node_reach_the_ranks(gguf, pack, clients):
 
 def test_another_version_of_the_pack_in_the_ranks_is_refused_by_name(gguf, pack, clients):
     file = Path(pack.__file__).parent / "dequant.py"
-    parallel, content = in_pool(gguf(), clients), file.read_text()
+    parallel, content = in_pool(gguf(), clients, "ulysses"), file.read_text()
     sent = state_source(parallel)
     file.write_text(content + "# another version\n")
     try:

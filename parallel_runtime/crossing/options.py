@@ -78,7 +78,7 @@ def crossing_arguments(arguments: dict[str, Any], in_block: InBlockPatches) -> d
     return arguments
 
 
-def hand_over_compilation(model_options: dict[str, Any], model: Any = None) -> bool:
+def hand_over_compilation(model_options: dict[str, Any], model: Any) -> bool:
     """Takes torch.compile (the node TorchCompileModel, and KJNodes') out of a run's options, and
     puts what it was asked for among those that cross: the ranks compile their blocks. True if it
     was there. ``model``: the BaseModel that runs.
@@ -96,27 +96,18 @@ def hand_over_compilation(model_options: dict[str, Any], model: Any = None) -> b
         return False
     kept = {key: wrapper for key, wrapper in around_model.items() if key != COMPILE_KEY}
     compiling = around_model[COMPILE_KEY]
-    paths = [path for wrapper in compiling for path in compiled_paths(wrapper, model)]
-    crossing = (
-        {} if left_for_patches(options) else compilation(kwargs, paths, ", ".join(map(patch_name, compiling)))
-    )
-    model_options["transformer_options"] = {
-        **options,
-        "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: kept},
-        **crossing,
-    }
-    return True
-
-
-def left_for_patches(options: dict[str, Any]) -> bool:
-    """True, and a line in the log, where code inside blocks keeps them from being compiled."""
-    patched = any(options.get("patches", {}).values())
-    if patched:
+    crossing = {}
+    if any(options.get("patches", {}).values()):
         log.warning(
             "[PipeMesh] torch.compile is left out: nodes put code inside the blocks, and a graph would"
             " freeze it."
         )
-    return patched
+    else:
+        paths = [path for wrapper in compiling for path in compiled_paths(wrapper, model)]
+        crossing = compilation(kwargs, paths, ", ".join(map(patch_name, compiling)))
+    around = {**wrappers, WrappersMP.APPLY_MODEL: kept}
+    model_options["transformer_options"] = {**options, "wrappers": around, **crossing}
+    return True
 
 
 def compiled_paths(wrapper: Any, model: Any) -> list[str]:
@@ -133,23 +124,19 @@ def compiled_paths(wrapper: Any, model: Any) -> list[str]:
     ]
 
 
-def compilation(kwargs: dict[str, Any], paths: list[str], wrapper: str = "") -> dict[str, Any]:
+def compilation(kwargs: dict[str, Any], paths: list[str], wrapper: str) -> dict[str, Any]:
     """The option that has ranks compile these modules; empty, and a line in the log, where they
     cannot. A filter of guards is replaced by the ranks' own. ``wrapper``: the name of what asks.
     """
     inside = [
         path.removeprefix(WHOLE).removeprefix(".") for path in paths if f"{path}.".startswith(f"{WHOLE}.")
     ]
-    settings = {
-        name: value for name, value in (kwargs.get("options") or {}).items() if name != "guard_filter_fn"
-    }
+    settings = dict(kwargs.get("options") or {})
+    settings.pop("guard_filter_fn", None)
     wanted = {"paths": inside, "kwargs": {**kwargs, "options": settings}}
     if inside and is_plain(wanted):
         return {COMPILE: wanted}
-    why = (
-        "its backend or an option is code"
-        if inside
-        else f"which modules of the transformer {wrapper} compiles is not known"
-    )
+    unknown = f"which modules of the transformer {wrapper} compiles is not known"
+    why = "its backend or an option is code" if inside else unknown
     log.warning("[PipeMesh] torch.compile is left out: %s. The ranks run this MODEL uncompiled.", why)
     return {}

@@ -6,12 +6,13 @@ next. Every tensor of the arguments that is along the batch has these rows first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from comfy.conds import CONDConstant
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..branches import Batch
 from .in_block import runs_code_in_blocks
@@ -68,7 +69,7 @@ def take(
         return tensor[start:end] if tensor.ndim and tensor.shape[0] == batch.rows else tensor
 
     taken = {
-        name: value if name in constants else mapped(own, value)
+        name: value if name in constants else tree_map_only(torch.Tensor, own, value)
         for name, value in arguments.items()
         if name != OPTIONS
     }
@@ -95,30 +96,8 @@ def put_together(outputs: Sequence[Any]) -> Any:
     return torch.cat(list(outputs))
 
 
-def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Returns a tree with ``change`` of each of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: mapped(change, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return (
-            [mapped(change, item) for item in value]
-            if isinstance(value, list)
-            else tuple(mapped(change, item) for item in value)
-        )
-    return value
-
-
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(note, value)
-    return found
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class Constants:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .quantised import put_together, stored_tensors, taken_apart
+from .quantised import put_together, stored_tensors, taken_apart, tensors_of, with_tensors
 
 # An attribute of layers: computes the cast of their weights that it is given, in their turn
 TURN = "pipemesh_turn"
@@ -31,12 +31,8 @@ class CastsInTurn:
         self.at_work = 0
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        turn = getattr(module, TURN, None)
-        return (
-            self.own(module, *args, **kwargs)
-            if turn is None
-            else turn(partial(self.own, module, *args, **kwargs))
-        )
+        cast, turn = partial(self.own, module, *args, **kwargs), getattr(module, TURN, None)
+        return cast() if turn is None else turn(cast)
 
 
 @contextmanager
@@ -72,8 +68,5 @@ def out_of(weight: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     if all(tensor.untyped_storage()._cdata != storage for tensor in stored_tensors(weight)):
         return weight
     tree = taken_apart(weight)
-    if isinstance(tree, torch.Tensor):
-        return tree.clone()
-    return put_together(
-        {**tree, "tensors": {name: tensor.clone() for name, tensor in tree["tensors"].items()}}, weight
-    )
+    copies = {name: tensor.clone() for name, tensor in tensors_of(tree).items()}
+    return put_together(with_tensors(tree, copies), weight)

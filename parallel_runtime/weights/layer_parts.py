@@ -12,7 +12,7 @@ import torch
 
 from .placeholder import Placeholder
 from .placement import settled_as
-from .quantised import put_together, taken_apart
+from .quantised import put_together, taken_apart, tensors_of, with_tensors
 from .shared_layers import Layer
 
 # Bytes: where the next tensor begins, and the next rank's part; by this torch chooses among CUDA's
@@ -61,14 +61,6 @@ class ShardedParameter:
         self.put(self.placeholder if self.instead is None else self.instead)
 
 
-def tensors_of(tree: Any) -> dict[str, Any]:
-    return tree["tensors"] if isinstance(tree, dict) else {"": tree}
-
-
-def with_tensors(tree: Any, tensors: dict[str, Any]) -> Any:
-    return {**tree, "tensors": tensors} if isinstance(tree, dict) else tensors[""]
-
-
 class ShardedLayer:
     """The parameters of one layer and this rank's part of their bytes."""
 
@@ -89,13 +81,8 @@ class ShardedLayer:
                 at += aligned(places[name].nbytes)
             one.tree = with_tensors(tree, places)
             one.placeholder = Placeholder(one.settled(), device, f"{layer.path}.{one.attribute}")
-        count = aligned(-(-at // size))
-        self.part = torch.empty(
-            count,
-            dtype=torch.uint8,
-            device=part_on,
-            pin_memory=part_on.type == "cpu" and device.type == "cuda",
-        )
+        count, pinned = aligned(-(-at // size)), part_on.type == "cpu" and device.type == "cuda"
+        self.part = torch.empty(count, dtype=torch.uint8, device=part_on, pin_memory=pinned)
         self.nbytes = size * count
 
     def write(self, one: ShardedParameter, weight: Any) -> bool:
@@ -103,9 +90,8 @@ class ShardedLayer:
         that was loaded.
         """
         old, new = tensors_of(one.tree), tensors_of(weight)
-        if {name: (place.shape, place.dtype) for name, place in old.items()} != {
-            name: (tensor.shape, tensor.dtype) for name, tensor in new.items()
-        }:
+        forms = [{name: (one.shape, one.dtype) for name, one in tree.items()} for tree in (old, new)]
+        if forms[0] != forms[1]:
             return False
         for name, place in old.items():
             self._write(place, new[name])

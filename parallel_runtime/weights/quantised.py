@@ -43,10 +43,17 @@ def put_together(tree: Any, like: torch.Tensor) -> torch.Tensor:
     return type(like).__tensor_unflatten__(tree["tensors"], context, None, None)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def tensors_of(tree: Any) -> dict[str, Any]:
+    return tree["tensors"] if isinstance(tree, dict) else {"": tree}
+
+
+def with_tensors(tree: Any, tensors: dict[str, Any]) -> Any:
+    return {**tree, "tensors": tensors} if isinstance(tree, dict) else tensors[""]
+
+
 def stored_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that a weight is stored as."""
-    apart = taken_apart(tensor)
-    return [apart] if isinstance(apart, torch.Tensor) else list(apart["tensors"].values())
+    return list(tensors_of(taken_apart(tensor)).values())
 
 
 def stored_bytes(weights: Iterable[torch.Tensor]) -> int:

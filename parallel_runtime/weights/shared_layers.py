@@ -47,11 +47,8 @@ def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
     users = users_of(model)
     for path, module in model.named_modules():
         if hasattr(module, "in_features") or hasattr(module, "kernel_size"):
-            own = {
-                name: one
-                for name, one in module.named_parameters(recurse=False)
-                if is_number(one) and users[id(one)] == 1
-            }
+            named = module.named_parameters(recurse=False)
+            own = {name: one for name, one in named if is_number(one) and users[id(one)] == 1}
             if own:
                 yield Layer(path, module, own)
 

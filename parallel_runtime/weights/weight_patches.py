@@ -52,23 +52,16 @@ def pack_patches(patches: Mapping[str, Iterable[tuple]]) -> dict[str, list]:
     def entry(key: str, item: tuple) -> list:
         strength, value, strength_model, offset, function = item
         if function is not None and function is not functions.get(getattr(function, "__name__", "")):
-            name = patch_name(function)
             raise Refused(
-                f"The weight patch of {key} carries the function {name}, which cannot run in the pool: remove"
-                " the node that adds it."
+                f"The weight patch of {key} carries the function {patch_name(function)}, which cannot run in"
+                " the pool: remove the node that adds it."
             )
-        return [
-            strength,
-            packed(key, value),
-            strength_model,
-            offset,
-            "" if function is None else function.__name__,
-        ]
+        name = "" if function is None else function.__name__
+        return [strength, packed(key, value), strength_model, offset, name]
 
     functions = known_functions()
-    return {
-        key: [entry(key, item) for item in items] for key, items in patches.items() if key.startswith(PREFIX)
-    }
+    below = [(key, items) for key, items in patches.items() if key.startswith(PREFIX)]
+    return {key: [entry(key, item) for item in items] for key, items in below}
 
 
 def of_another_pack(key: str, kind: str) -> Refused:
@@ -130,11 +123,8 @@ def cast_switches(patcher: Any) -> dict[str, Any]:
     if not patcher.force_cast_weights:
         return {}
     modules = patcher.model.diffusion_model.named_modules()
-    return {
-        f"{PREFIX}{path}.comfy_cast_weights": True
-        for path, module in modules
-        if getattr(module, "comfy_cast_weights", True) is False
-    }
+    off = [path for path, module in modules if getattr(module, "comfy_cast_weights", True) is False]
+    return {f"{PREFIX}{path}.comfy_cast_weights": True for path in off}
 
 
 def patched_sizes(model: Any, patches: Mapping[str, list]) -> dict[str, int]:
@@ -173,11 +163,9 @@ def patched_shapes(model: Any, patches: Mapping[str, list]) -> dict[str, tuple[i
     import comfy.lora
     import comfy.utils
 
-    below = {key: entries for key, entries in patches.items() if key.startswith(PREFIX)}
-    return {
-        key: tuple(comfy.lora.calculate_shape(entries, comfy.utils.get_attr(model, key), key))
-        for key, entries in below.items()
-    }
+    shape_of, weight = comfy.lora.calculate_shape, comfy.utils.get_attr
+    below = [(key, entries) for key, entries in patches.items() if key.startswith(PREFIX)]
+    return {key: tuple(shape_of(entries, weight(model, key), key)) for key, entries in below}
 
 
 def put_object(model: Any, name: str, value: Any, device: torch.device) -> Callable[[], Any] | None:
