@@ -123,7 +123,8 @@ def described(options: Options, numbers: Mapping[int, int] = MappingProxyType({}
             for patch in blocks.values():
                 if kind != "dit" or not does_as(patch, leave_out):
                     raise refusal(f"patches_replace/{kind}", patch)
-        found[LEFT_OUT] = blocks_left_out(options)
+        if left_out := blocks_left_out(options):
+            found[LEFT_OUT] = left_out
     if OVERRIDE in options:
         found[BACKEND] = attention_backend(options[OVERRIDE])
         if found[BACKEND] is None:
