@@ -29,16 +29,18 @@ from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.crossing.source import file_of
 from ..parallel_runtime.errors import RunCancelled
 from ..parallel_runtime.families import plan_or_whole
+from ..parallel_runtime.families.plan import TokenPlan
 from ..parallel_runtime.layout import Layout, in_groups_of_one
 from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
-from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet, longest, rounded
-from ..parallel_runtime.planner.here import Here, Known, Seen, box_here
+from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.keeping import Kept
+from ..parallel_runtime.planner.machine import Known, MachineBox, RankDevice, machine_box
 from ..parallel_runtime.planner.measured import Speeds, keep_devices, read, read_devices, this_machine
-from ..parallel_runtime.planner.redundancy import FOLDER as REDUNDANCY
-from ..parallel_runtime.planner.redundancy import WarmUp, warm_up_of
-from ..parallel_runtime.planner.redundancy import read as read_redundancy
+from ..parallel_runtime.planner.prediction import Prediction
+from ..parallel_runtime.planner.warm_up import FOLDER as WARM_UPS
+from ..parallel_runtime.planner.warm_up import WarmUp, warm_up_of
+from ..parallel_runtime.planner.warm_up import read as read_warm_ups
 from .settings import Choice
 from .timing import StepTimes
 
@@ -51,7 +53,7 @@ AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
 
 
 @dataclass(frozen=True)
-class Asked:
+class Sampling:
     """What is about to be sampled: a latent (B, C, ...), its conds of every evaluation, how many
     evaluations there are, at one a step, and the ``file`` of the model; empty if there is none.
     """
@@ -62,7 +64,7 @@ class Asked:
     file: str = ""
 
     @classmethod
-    def of(cls, guider: Any, noise: Any, sigmas: Any) -> Asked:
+    def of(cls, guider: Any, noise: Any, sigmas: Any) -> Sampling:
         """Raises NotCounted."""
         if not isinstance(noise, torch.Tensor) or noise.is_nested or noise.dim() < 3:
             raise NotCounted("it samples several latents at once")
@@ -91,13 +93,9 @@ class Asked:
             f" {self.evaluations} evaluations"
         )
 
-    @property
-    def longest(self) -> Mapping[str, Any]:
-        return longest(self.conds)
-
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedLayout:
     """A choice of a layout. ``plan`` is None where nothing could be predicted, and ``why`` says why
     not; else ``why`` says by which speeds, as do ``known``, in a word, and the name of the ``box``.
     ``awaits``: it is being counted, and no pool that suits it is up.
@@ -113,10 +111,14 @@ class Planned:
     awaits: bool = False
 
     @property
+    def best(self) -> Prediction | None:
+        best = self.plan.best if self.plan is not None else None
+        return best.prediction if best is not None else None
+
+    @property
     def seconds(self) -> float | None:
         """Predicted for one evaluation of all prompts and images."""
-        best = self.plan.best if self.plan is not None else None
-        return best.prediction.seconds if best is not None and best.prediction is not None else None
+        return self.best.seconds if self.best is not None else None
 
     @property
     def speedup(self) -> float | None:
@@ -126,8 +128,7 @@ class Planned:
     @property
     def kept(self) -> Kept:
         """The way to keep weights that was predicted."""
-        best = self.plan.best if self.plan is not None else None
-        return best.prediction.kept if best is not None and best.prediction is not None else "whole"
+        return self.best.kept if self.best is not None else "whole"
 
     @property
     def alone_s(self) -> float | None:
@@ -142,7 +143,7 @@ class Planned:
         return self.plan is not None and self.layout.world_size == 1
 
 
-class Chosen(NamedTuple):
+class PastChoice(NamedTuple):
     """A choice that was made: for which devices and kind of sampling, the ``best`` layout whatever
     was running, and the one that was taken.
     """
@@ -162,9 +163,9 @@ class Planning:
         self.times = times
         self._speeds = speeds or cache_folder(os.environ) / SPEEDS
         self.counts = counts
-        self._choices: weakref.WeakKeyDictionary[Remote, Choice] = weakref.WeakKeyDictionary()
-        self._runs: weakref.WeakKeyDictionary[Run, Planned] = weakref.WeakKeyDictionary()
-        self._made: deque[Chosen] = deque(maxlen=AGAIN)  # the last choices
+        self._choices: weakref.WeakKeyDictionary[Remote, Choice | None] = weakref.WeakKeyDictionary()
+        self._runs: weakref.WeakKeyDictionary[Run, PlannedLayout] = weakref.WeakKeyDictionary()
+        self._made: deque[PastChoice] = deque(maxlen=AGAIN)  # the last choices
         # Once: another speed would be another pool
         self._devices = read_devices(self._speeds.with_name(DEVICES))
 
@@ -192,20 +193,17 @@ class Planning:
         """Note that the layout of this MODEL's pool is to be chosen when it is sampled; None: that
         it is not.
         """
-        if choice is None:
-            self._choices.pop(remote, None)
-        else:
-            self._choices[remote] = choice
+        self._choices[remote] = choice
 
     def left_open(self, remote: Remote) -> Choice | None:
         return self._choices.get(remote)
 
-    def note(self, run: Run | None, planned: Planned) -> None:
+    def note(self, run: Run | None, planned: PlannedLayout) -> None:
         """Keep what a run was planned as."""
         if run is not None:
             self._runs[run] = planned
 
-    def of(self, run: Run) -> Planned | None:
+    def of(self, run: Run) -> PlannedLayout | None:
         return self._runs.get(run)
 
     # -- choosing
@@ -214,10 +212,10 @@ class Planning:
         self,
         model: BaseModel,
         choice: Choice,
-        asked: Callable[[], Asked],
+        asked: Callable[[], Sampling],
         running: Iterable[Layout],
         room: Mapping[str, int] = MappingProxyType({}),
-    ) -> Planned:
+    ) -> PlannedLayout:
         """Choose the layout of ``choice`` for a model; that of its placement where nothing can be
         predicted, and one that is ``running`` where that cannot be said yet. ``asked`` raises
         NotCounted. ``running``: layouts of the live pools on its devices. ``room``: bytes that
@@ -228,15 +226,15 @@ class Planning:
             return self._chosen(model, choice, asked(), running, room)
         except NotYet as error:
             up = self._fitting(model, choice, running)
-            planned = Planned(up or own.layout, str(error), awaits=up is None)
+            planned = PlannedLayout(up or own.layout, str(error), awaits=up is None)
         except NotCounted as error:
-            planned = Planned(own.layout, str(error))
+            planned = PlannedLayout(own.layout, str(error))
         except RunCancelled:
             raise
         except Exception as error:  # noqa: BLE001 - another pack's guider may look otherwise, and its image does not depend on this
             log.warning("[PipeMesh] No layout could be predicted:", exc_info=error)
-            planned = Planned(own.layout, f"{type(error).__name__}, see the log")
-        self._made.append(Chosen(own.devices, (type(model),), None, planned.layout))
+            planned = PlannedLayout(own.layout, f"{type(error).__name__}, see the log")
+        self._made.append(PastChoice(own.devices, (type(model),), None, planned.layout))
         return planned
 
     def _fitting(self, model: BaseModel, choice: Choice, running: Iterable[Layout]) -> Layout | None:
@@ -265,10 +263,10 @@ class Planning:
         self,
         model: BaseModel,
         choice: Choice,
-        asked: Asked,
+        asked: Sampling,
         running: Iterable[Layout],
         room: Mapping[str, int],
-    ) -> Planned:
+    ) -> PlannedLayout:
         """Raises NotCounted."""
         placement = choice.placement
         if placement.other_machines:
@@ -276,11 +274,18 @@ class Planning:
         if choice.weights == "sharded":
             raise NotCounted("weights are asked for as sharded, over all ranks of one sequence")
         here = self._here(placement, type(model.diffusion_model), room)
-        approximate = self._may_be_approximate(model, choice)
-        measured = read_redundancy(self._speeds.with_name(REDUNDANCY), asked.file) if approximate else ()
+        approximate = may_be_approximate(choice, plan_or_whole(type(model.diffusion_model)))
+        measured = read_warm_ups(self._speeds.with_name(WARM_UPS), asked.file) if approximate else ()
         warm_up = warm_up_of(measured, asked.evaluations) if approximate else NO_STAGES
         is_up = self._fitting(model, choice, running) is not None
-        job = replace(self._job(model, asked, warm_up, is_up), keeps=KEEPS.get(choice.weights, Job.keeps))
+        job = Job(
+            whole=self.counts.of(model, asked.conds, asked.shape, is_up),
+            evaluations=asked.evaluations,
+            branches=len(asked.conds),
+            batch=asked.shape[0],
+            warm_up=warm_up.evaluations,
+            keeps=KEEPS.get(choice.weights, Job.keeps),
+        )
         made = plan(
             job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here), alone=here.alone
         )
@@ -292,44 +297,30 @@ class Planning:
                 job, here.box, made, layout, allows_approximate=approximate, is_wanted_again=layout in wanted
             )
         if best is None or made.best is None:
-            return Planned(placement.layout, "no layout has room", asked.text, made)
-        self._made.append(Chosen(placement.devices, kind, best.layout, made.best.layout))
-        return Planned(made.best.layout, here.said, asked.text, made, warm_up, here.known, here.box.name)
-
-    def _job(self, model: BaseModel, asked: Asked, warm_up: WarmUp, is_up: bool) -> Job:
-        whole = self.counts.of(model, rounded(asked.longest), (1, *asked.shape[1:]), is_up)
-        branches, batch = len(asked.conds), asked.shape[0]
-        return Job(
-            whole=whole,
-            evaluations=asked.evaluations,
-            branches=branches,
-            batch=batch,
-            warm_up=warm_up.evaluations,
+            return PlannedLayout(placement.layout, "no layout has room", asked.text, made)
+        self._made.append(PastChoice(placement.devices, kind, best.layout, made.best.layout))
+        return PlannedLayout(
+            made.best.layout, here.said, asked.text, made, warm_up, here.known, here.box.name
         )
 
-    def _here(self, placement: Placement, model_class: type, room: Mapping[str, int]) -> Here:
+    def _here(self, placement: Placement, model_class: type, room: Mapping[str, int]) -> MachineBox:
         token_plan = plan_or_whole(model_class)
-        speeds, family = (
-            read(self._speeds, this_machine()),
-            token_plan.family if token_plan is not None else "",
-        )
+        family = token_plan.family if token_plan is not None else ""
+        speeds = read(self._speeds, this_machine())
         measured, alone = (speeds_for(speeds, family, how) for how in ("both", "on all cores"))
-        return box_here(
-            seen(placement, room), staged=placement.backend == "gloo", measured=measured, alone=alone
+        return machine_box(
+            rank_devices(placement, room), staged=placement.backend == "gloo", measured=measured, alone=alone
         )
 
-    def _may_be_approximate(self, model: BaseModel, choice: Choice) -> bool:
-        token_plan = plan_or_whole(type(model.diffusion_model))
-        fits = (
-            token_plan is not None
-            and bool(token_plan.blocks)
-            and not token_plan.why_no_stages
-            and not token_plan.together.always
-        )
-        return choice.allows_approximate and fits
+
+def may_be_approximate(choice: Choice, token_plan: TokenPlan | None) -> bool:
+    """Return whether stages may be chosen, and a pipeline can cut such a model."""
+    if token_plan is None or not choice.allows_approximate:
+        return False
+    return bool(token_plan.blocks) and not token_plan.why_no_stages and not token_plan.together.always
 
 
-def sizes_here(job: Job, here: Here) -> tuple[int, ...]:
+def sizes_here(job: Job, here: MachineBox) -> tuple[int, ...]:
     """Return how many devices may be chosen: all of them where no speed is known, as nothing says
     then that fewer are faster, unless there is nothing to share among so many.
     """
@@ -345,20 +336,20 @@ def speeds_for(speeds: Mapping[str, Speeds], family: str, how: str) -> Speeds | 
     return found.get(family) or next(iter(found.values()), None)
 
 
-def seen(placement: Placement, room: Mapping[str, int]) -> list[Seen]:
+def rank_devices(placement: Placement, room: Mapping[str, int]) -> list[RankDevice]:
     """Describe the devices of this machine's ranks. ``room``: as ``choose`` has it. Ranks on one
     device share its memory.
     """
     if not placement.devices[0].is_gpu:
         total = comfy.model_management.get_total_memory(torch.device("cpu"))
-        return [Seen("CPU", total, max(1, placement.threads(rank))) for rank in range(len(placement.devices))]
+        ranks = range(len(placement.devices))
+        return [RankDevice("CPU", total, max(1, placement.threads(rank))) for rank in ranks]
     found = []
     for device in placement.devices:
         properties = torch.cuda.get_device_properties(device.local_name)
         there = min(properties.total_memory, room.get(device.name, properties.total_memory))
-        found.append(
-            Seen(properties.name, there // placement.devices.count(device), flops_per_s=device.flops_per_s)
-        )
+        own = there // placement.devices.count(device)
+        found.append(RankDevice(properties.name, own, flops_per_s=device.flops_per_s))
     return found
 
 
@@ -375,7 +366,7 @@ def provisional(choice: Choice, model: ModelPatcher) -> Choice:
     )
 
 
-def placed(choice: Choice, planned: Planned) -> Choice:
+def placed(choice: Choice, planned: PlannedLayout) -> Choice:
     """Return the choice with the layout that was chosen for it, and the way to keep weights where
     that was left open and whole ones have no room.
     """

@@ -9,7 +9,7 @@ import torch
 
 from ..launcher.pool.devices import Placement
 from ..parallel_runtime.client.free_gpu import free_on
-from ..parallel_runtime.planner.cost import RESERVED
+from ..parallel_runtime.planner.prediction import RESERVED
 from ..parallel_runtime.wire.messages import Memory
 
 

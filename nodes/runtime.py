@@ -37,7 +37,7 @@ from ..parallel_runtime.layout import in_one_sequence
 from ..parallel_runtime.planner.counts import Counts
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
-from .planning import Asked, Planned, Planning, placement_of, provisional
+from .planning import PlannedLayout, Planning, Sampling, placement_of, provisional
 from .report.alone import times_as_long
 from .report.figures import (
     KeptWeights,
@@ -208,7 +208,7 @@ class Runtime:
         self.planning.leave_open(made.remote, left_open)
         return made
 
-    def plan(self, model: ModelPatcher, choice: Choice, asked: Callable[[], Asked]) -> Planned:
+    def plan(self, model: ModelPatcher, choice: Choice, asked: Callable[[], Sampling]) -> PlannedLayout:
         """Choose the layout of an open choice for what is about to be sampled. The wait for its
         first step begins, as a model that is counted for the first time takes a moment.
         """
@@ -333,7 +333,7 @@ def alone(run: Run, placement: Placement) -> float | None:
     return times_as_long(list(run.evaluations), placement)
 
 
-def predicted(pools: Mapping[Placement, RemotePool], planned: Planned | None, run: Run) -> float | None:
+def predicted(pools: Mapping[Placement, RemotePool], planned: PlannedLayout | None, run: Run) -> float | None:
     """Return how many times as long one device would take for a run of these pools: by what each
     rank computed, else by what the planner predicted for one device.
     """

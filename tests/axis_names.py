@@ -21,7 +21,7 @@ SPELLS_AXES = {  # file, or folder with a slash, that may name an axis -> why
     f"{RUNTIME}methods/": "computes what ranks along an axis share",
     **{
         f"{RUNTIME}planner/{name}.py": "a formula of what an axis costs"
-        for name in ("choose", "cost", "expected", "job", "messages")
+        for name in ("choose", "cost", "job", "messages", "prediction")
     },
     "nodes/settings.py": "the inputs of PipeMesh Pool",
     "nodes/ksampler.py": "cfg is an input of ComfyUI's KSampler",

@@ -5,8 +5,7 @@ from itertools import chain, repeat
 from pathlib import Path
 
 from pipemesh.parallel_runtime.planner.box import Box, Device, Level
-from pipemesh.parallel_runtime.planner.expected import attention_flops
-from pipemesh.parallel_runtime.planner.figures import Activations, Attended, Shareable, Whole
+from pipemesh.parallel_runtime.planner.whole import Activations, Attended, Shareable, Whole
 
 SAVED = Path(__file__).parent / "saved" / "counts.json"
 LISTS = ("block_weight_bytes", "block_flops", "attended_by_block")
@@ -43,7 +42,7 @@ def attention_alone(tokens: int, heads: int = 32, head_dim: int = 128) -> Whole:
     return Whole(
         weight_bytes=0,
         block_weight_bytes=[0],
-        block_flops=[attention_flops(one)],
+        block_flops=[one.flops],
         around_flops=0,
         activations=Activations(0),
         attended_by_block=[[one]],

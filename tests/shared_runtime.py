@@ -1,7 +1,7 @@
 """A runtime of auto mode with one pool, of two ranks."""
 
 from pipemesh.launcher.pool.devices import place
-from pipemesh.nodes.planning import Planned, Planning
+from pipemesh.nodes.planning import PlannedLayout, Planning
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client import remote_patcher
@@ -36,7 +36,7 @@ class SharedRuntime:
 
     def plan(self, model, choice, asked):
         self.wait.begin()
-        return Planned(choice.placement.layout, "there is one pool")
+        return PlannedLayout(choice.placement.layout, "there is one pool")
 
     def default_choice(self):
         return Choice(place(Layout(ulysses=2), "cpu", "auto", ()))

@@ -47,7 +47,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "parallel_runtime/watch/",
     "parallel_runtime/client/interrupt.py",
     "parallel_runtime/client/free_gpu.py",
-    "parallel_runtime/planner/released_model.py",
+    "parallel_runtime/planner/host_call.py",
     "parallel_runtime/planner/twin.py",
     "parallel_runtime/worker/prepare.py",
     "parallel_runtime/client/remote_forward.py",

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from greenlet import getcurrent
+from pipemesh.lab.dry_run.ranks import joined
 from pipemesh.parallel_runtime.comm import mesh
 from pipemesh.parallel_runtime.comm.exchange import Exchange, Stopped
 from pipemesh.parallel_runtime.comm.in_step import Expected
@@ -24,7 +25,6 @@ from pipemesh.parallel_runtime.methods import ring_attention
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.pipefusion.stage_hooks import Stub
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.planner.dry_run import joined
 
 from . import joint_model
 from .collectives import Event, RankRun, Stuck, World, disagreements, has_an_order

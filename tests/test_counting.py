@@ -31,8 +31,9 @@ from pipemesh.parallel_runtime.client.beside import Beside, Sampled
 from pipemesh.parallel_runtime.errors import LayoutError, Refused, RunCancelled
 from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner import loaded
+from pipemesh.parallel_runtime.planner import counting
 from pipemesh.parallel_runtime.planner.choose import plan
+from pipemesh.parallel_runtime.planner.counting import whole_of
 from pipemesh.parallel_runtime.planner.counts import (
     LOST_S,
     CounterLost,
@@ -42,10 +43,9 @@ from pipemesh.parallel_runtime.planner.counts import (
     nobody,
     rounded,
 )
-from pipemesh.parallel_runtime.planner.dry_device import dry_device
+from pipemesh.parallel_runtime.planner.dry_device import DeviceCounts, computing_dry
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE
-from pipemesh.parallel_runtime.planner.loaded import whole_of
 from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
 from pipemesh.parallel_runtime.planner.twin import described
 from pipemesh.parallel_runtime.wire.channel import Channel
@@ -88,11 +88,11 @@ def test_no_tensor_without_content_stays_in_a_cache_of_comfyuis(monkeypatch, mod
     size = (10000.0, 3, 96)
 
     def remembers(*_, **_more):
-        with dry_device(QuickFakeMode()):
+        with computing_dry(QuickFakeMode(), DeviceCounts()):
             generate_freq_grid_np(*size)
         raise RuntimeError("made")
 
-    monkeypatch.setattr(loaded, "counted", remembers)
+    monkeypatch.setattr(counting, "count", remembers)
     with pytest.raises(NotCounted, match="made"):
         whole_of(described(model, PROMPT, SHAPE))
     assert type(generate_freq_grid_np(*size)) is torch.Tensor
@@ -100,10 +100,12 @@ def test_no_tensor_without_content_stays_in_a_cache_of_comfyuis(monkeypatch, mod
 
 def test_a_loaded_model_is_counted_at_the_true_size_without_being_computed(counter, model):
     known = Counts(counter.begin, patience_s=DEADLINE_S)
-    small, large = (known.of(model, PROMPT, (1, 16, side, side)) for side in (8, 16))
+    small, large = (known.of(model, [PROMPT], (1, 16, side, side)) for side in (8, 16))
     assert len(small.block_flops) == len(small.attended_by_block) > 1
-    assert {sum(one.tokens.values()) for one in (small, large)} == {13 + 16, 13 + 64}
-    assert large.flops > 2 * small.flops
+    assert {sum(one.tokens.values()) for one in (small, large)} == {64 + 16, 64 + 64}, (
+        "most texts are counted as one"
+    )
+    assert large.flops > 1.3 * small.flops
     weights = sum(weight.numel() * weight.element_size() for weight in model.diffusion_model.parameters())
     assert small.weight_bytes == pytest.approx(weights, rel=0.01), (
         "as they are stored, not as the twin has them"
@@ -135,7 +137,7 @@ def test_a_model_that_cannot_be_run_dry_says_why(counter, model):
     with pytest.raises(
         NotCounted, match=r"^its twin without weights does not run: .*(cross_attn|context|NoneType)"
     ):
-        Counts(counter.begin, patience_s=DEADLINE_S).of(model, {}, SHAPE)
+        Counts(counter.begin, patience_s=DEADLINE_S).of(model, [{}], SHAPE)
 
 
 def test_texts_of_nearly_the_same_length_are_counted_as_one():
@@ -158,9 +160,9 @@ def test_what_a_prompt_of_any_family_brings_can_be_described(family, model):
 
 def test_what_is_no_plain_data_is_not_counted_and_named(model):
     with pytest.raises(NotCounted, match=r"cannot be described: cond/theirs is a builtins\.object"):
-        Counts(nobody).of(model, {**PROMPT, "theirs": object()}, SHAPE)
+        Counts(nobody).of(model, [{**PROMPT, "theirs": object()}], SHAPE)
     with pytest.raises(NotCounted, match="Unplanned has no token plan"):
-        Counts(nobody).of(without_plan(stock_model(5)).model, PROMPT, SHAPE)
+        Counts(nobody).of(without_plan(stock_model(5)).model, [PROMPT], SHAPE)
 
 
 # -- how often
@@ -176,7 +178,7 @@ def test_an_evaluation_is_counted_once_for_each_size_class_and_configuration(mod
     begun, other = [], without_plan(stock_model(5)).model
     known = Counts(lambda asked: begun.append(asked) or done())
     for shape in (SHAPE, SHAPE, (1, 16, 8, 10)):
-        assert known.of(model, PROMPT, shape).flops == FLUX.flops
+        assert known.of(model, [PROMPT], shape).flops == FLUX.flops
     assert len(begun) == 2 == len({*begun})
     assert described(other, PROMPT, SHAPE) != described(stock_model(5).model, PROMPT, SHAPE)
     assert as_stored(FLUX, FLUX.weight_bytes // 2).weight_bytes == FLUX.weight_bytes // 2
@@ -297,7 +299,7 @@ def test_a_count_that_was_lost_is_begun_again_after_a_while(model):
     known, tried = Counts(begin, clock=lambda: now[0]), []
     for now[0] in (0.0, 0.0, LOST_S - 1, LOST_S, LOST_S, LOST_S):
         with pytest.raises(NotCounted, match="was killed"):
-            known.of(model, PROMPT, SHAPE)
+            known.of(model, [PROMPT], SHAPE)
         tried.append(len(begun))
     assert tried == [1, 2, 2, 3, 4, 4]
 
@@ -359,7 +361,7 @@ def test_a_process_that_is_lost_costs_a_sentence_and_the_layout_of_the_place_and
         planned = made.choose(model, OPEN, asked(), ())
         assert (planned.layout, planned.plan, planned.awaits) == (Layout(ulysses=2), None, False)
         with pytest.raises(NotCounted, match=f"^the process that counts {ACTS[act]}"):
-            made.counts.of(model, rounded(PROMPT), (1, 16, 8, 10))
+            made.counts.of(model, [PROMPT], (1, 16, 8, 10))
     assert len(begun) == 2
     assert counter.pid == 0
 
@@ -403,7 +405,7 @@ def test_where_no_rank_computes_on_comfyuis_device_the_cpu_counts(monkeypatch, m
     with pytest.raises(LayoutError):
         made.default_choice()
     with pytest.raises(NotCounted, match=r"could not be asked \(enough\)$"):
-        made.planning.counts.of(model, PROMPT, SHAPE)
+        made.planning.counts.of(model, [PROMPT], SHAPE)
     assert started
 
 
@@ -471,7 +473,7 @@ def test_memory_that_runs_out_in_the_process_is_an_answer(monkeypatch, model):
     def full(*_, **_more):
         raise MemoryError
 
-    monkeypatch.setattr(loaded, "counted", full)
+    monkeypatch.setattr(counting, "count", full)
     with pytest.raises(NotCounted, match="does not run: MemoryError"):
         whole_of(described(model, PROMPT, SHAPE))
 

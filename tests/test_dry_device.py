@@ -10,23 +10,22 @@ from operator import attrgetter
 
 import pytest
 import torch
+from pipemesh.lab.dry_run.device import WatchedDevice, dry_device
+from pipemesh.lab.dry_run.ranks import TURN, IdleRank, joined
 from pipemesh.parallel_runtime.comm.exchange import LOOK_AHEAD, Stopped
 from pipemesh.parallel_runtime.comm.mesh import open_weights
-from pipemesh.parallel_runtime.families.sample import TokenParts
 from pipemesh.parallel_runtime.layout import Layout, layouts_of
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.planner.dry_device import DEVICE, Counts, dry_device, is_on_device
-from pipemesh.parallel_runtime.planner.dry_run import TURN, IdleRank, joined
+from pipemesh.parallel_runtime.planner.dry_device import DEVICE, is_on_device
 from pipemesh.parallel_runtime.planner.quick_fake import Form, QuickFakeMode
-from pipemesh.parallel_runtime.planner.recorder import LayerOrder, OwnRows
 from pipemesh.parallel_runtime.weights.sharded_weights import ShardedWeights
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from .joint_model import HEADS, IMAGE, PLAN, WIDTH, Model, attention, inputs
+from .joint_model import IMAGE, PLAN, WIDTH, Model, inputs
 
 MIB = 1 << 20
 WARM, PATCHES = Part(1, 0), [Part(1, 0, patch) for patch in ((0, 4, False), (4, 4, False), (8, 5, True))]
@@ -114,49 +113,6 @@ def test_a_product_and_an_attention_count_their_flops_and_hold_no_scores(mode):
     assert counts.memory.peak < 2 * 2 * 1000 * 1000
 
 
-@pytest.mark.parametrize(
-    ("call", "waits"),
-    [
-        (lambda cpu, gpu: bool(gpu[0] > 0), 1),
-        (lambda cpu, gpu: torch.equal(gpu, gpu), 1),
-        (lambda cpu, gpu: gpu.cpu(), 1),
-        (lambda cpu, gpu: gpu.to("cpu", non_blocking=True), 1),  # into ordinary memory
-        (lambda cpu, gpu: cpu.to(DEVICE), 1),
-        (lambda cpu, gpu: gpu.copy_(cpu), 1),
-        (lambda cpu, gpu: torch.cuda.current_stream().synchronize(), 1),
-        (lambda cpu, gpu: cpu.to(DEVICE, non_blocking=True), 0),
-        (lambda cpu, gpu: gpu.copy_(cpu, non_blocking=True), 0),
-        # The driver may wait before it stages so much
-        (lambda cpu, gpu: torch.zeros(MIB).to(DEVICE, non_blocking=True), 1),
-        (lambda cpu, gpu: torch.empty(MIB, device=DEVICE).copy_(torch.zeros(MIB), non_blocking=True), 1),
-        (lambda cpu, gpu: torch.empty(MIB, pin_memory=True).to(DEVICE, non_blocking=True), 0),
-        (lambda cpu, gpu: torch.empty(4, pin_memory=True).copy_(gpu, non_blocking=True), 0),
-        (lambda cpu, gpu: gpu.fill_(3), 0),
-        (lambda cpu, gpu: gpu.to(torch.float64) + 1.0, 0),
-        (lambda cpu, gpu: bool(cpu[0] > 0), 0),
-    ],
-)
-def test_what_makes_the_cpu_wait_is_counted_where_it_is_called(mode, call, waits):
-    with dry_device(mode) as counts:
-        cpu, gpu = torch.zeros(4), torch.zeros(4, device=DEVICE)
-        call(cpu, gpu)
-    assert sum(counts.waits.values()) == waits
-    assert all(wait.file == __file__ and wait.is_ours for wait in counts.waits)
-
-
-@pytest.mark.parametrize(("behind", "waits"), [(0, 1), (1, 0)])
-def test_to_wait_for_a_place_in_the_queue_is_counted_where_nothing_is_enqueued_behind_it(mode, behind, waits):
-    with dry_device(mode) as counts, DEVICE:
-        row, event = torch.empty(4, 4), torch.cuda.Event()
-        row @ row
-        event.record()
-        for _ in range(behind):
-            row @ row
-        row + row
-        event.synchronize()
-    assert sum(counts.waits.values()) == waits
-
-
 def test_a_mask_chooses_the_share_that_it_is_said_to(mode):
     with dry_device(mode) as counts:
         counts.chosen = 0.25
@@ -167,78 +123,9 @@ def test_a_mask_chooses_the_share_that_it_is_said_to(mode):
     assert sum(counts.waits.values()) == 2
 
 
-def test_flops_are_told_by_the_rows_of_products_and_queries(mode):
-    with dry_device(mode) as counts:
-        linear = torch.nn.functional.linear
-        linear(
-            torch.empty(1, 5, 7, device=DEVICE),
-            torch.empty(11, 7, device=DEVICE),
-            torch.empty(11, device=DEVICE),
-        )
-        q, k = (torch.empty(1, 2, length, 8, device=DEVICE, dtype=torch.bfloat16) for length in (9, 5))
-        torch.nn.functional.scaled_dot_product_attention(q, k, k)
-        torch.nn.functional.conv2d(
-            torch.empty(1, 3, 9, 9, device=DEVICE), torch.empty(3, 3, 3, 3, device=DEVICE)
-        )
-    assert counts.by_rows[5] == 2 * 5 * 7 * 11
-    assert counts.by_rows[9] == 2 * 2 * 2 * 9 * 5 * 8
-    assert sum(counts.by_rows.values()) == counts.flops and counts.by_rows[0] > 0
-
-
-def test_what_a_block_computes_on_rows_of_its_own_is_every_ranks():
-    """Of text and image, of a part of them that an expert has, and of tokens before them."""
-    own = OwnRows({"txt": 3, "img": 8}, prefix=5, cut=TokenParts(experts=4, chosen=2))
-    for rows, alone in (
-        (3, 0),
-        (8, 0),
-        (11, 0),
-        (4, 0),
-        (7, 70),
-        (2, 70),
-        (12, 70),
-        (16, 70 * 5 / 16),
-        (13, 70 * 5 / 13),
-    ):
-        assert own.apart(Counter(), Counter({rows: 70})).alone == round(alone)
-    assert own.apart(Counter({7: 70}), Counter({7: 90, 8: 10})).alone == 20
-    chunked = OwnRows({"img": 22}, prefix=0, cut=TokenParts(chunks=(2, 4)))
-    assert [rows for rows in range(23) if not chunked.apart(Counter(), Counter({rows: 1})).alone] == [
-        4,
-        6,
-        11,
-        22,
-    ]
-
-
-def test_the_turn_of_a_layer_comes_again_where_two_others_have_computed_meanwhile():
-    order = LayerOrder()
-    notes = {name: order.note(name) for name in "abc"}
-    for name in "aabababcbcacba":
-        notes[name]()
-    assert "".join(order.turns) == "abcaba"
-
-
 def test_two_devices_in_one_operation_are_found_in_a_method(mode):
     with pytest.raises(RuntimeError, match="devices"):
         run(mode, Layout(ulysses=2), 1, [WARM], mask=torch.zeros(18, 18))
-
-
-@pytest.mark.cover(2)
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(ulysses=3), Layout(ring=3), Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2)],
-    ids=Layout.equation,
-)
-def test_torch_is_given_as_many_bytes_as_communicators_count(mode, layout):
-    for rank in range(layout.world_size):
-        with joined(layout, rank) as mesh, dry_device(mode) as counts, DEVICE:
-            model, arguments = Model(4), inputs(5)
-            method = make_method(model, PLAN, mesh, IdleRank([WARM]), ())
-            method.attach()
-            method.begin(WARM)
-            method.forward(model, on_device(arguments), TURN)
-        assert sum(counts.messages.values()) == mesh.sent_bytes
-        assert mesh.sent_bytes > 0 or rank == layout.writer
 
 
 @pytest.mark.cover(4)
@@ -252,13 +139,13 @@ def test_messages_that_go_through_the_cpu_are_those_of_a_gpu_and_never_meet_what
     mode, layout, sharded, monkeypatch
 ):
     """As over gloo: an operation on tensors of both raises. Weights too are gathered there."""
-    places, note = Counter(), Counts._note_message
+    places, note = Counter(), WatchedDevice.note_message
 
     def note_place(self, func, args):
         places[any(is_on_device(tensor) for tensor in tree_leaves(args))] += 1
         note(self, func, args)
 
-    monkeypatch.setattr(Counts, "_note_message", note_place)
+    monkeypatch.setattr(WatchedDevice, "note_message", note_place)
     parts = [WARM, *PATCHES] if layout.pipefusion > 1 else [WARM, WARM]
     for rank in (0, layout.world_size - 1):
         direct, _ = run(mode, layout, rank, parts, blocks=4, sharded=sharded)
@@ -269,12 +156,6 @@ def test_messages_that_go_through_the_cpu_are_those_of_a_gpu_and_never_meet_what
     if layout.pipefusion == 1:
         with pytest.raises(Stopped):
             run(mode, layout, rank, parts, blocks=4, sharded=sharded, via_cpu=True, value=1.0)
-
-
-def test_the_models_attention_is_what_it_is_elsewhere(mode):
-    with dry_device(mode):
-        q = torch.empty(1, 4, WIDTH, device=DEVICE)
-        assert attention(q, q, q, HEADS).shape == q.shape
 
 
 def forms_made(mode):

@@ -13,10 +13,10 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.errors import OutOfMemory
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.beside import beside_bytes
-from pipemesh.parallel_runtime.planner.cost import costs_of, fullest
+from pipemesh.parallel_runtime.planner.cost import costs_of
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, ModelBytes, WeightsWish
+from pipemesh.parallel_runtime.planner.prediction import beside_bytes, fullest
 from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.parallel_runtime.weights.offloaded_weights import OffloadedWeights
 from pipemesh.parallel_runtime.weights.quantised import stored_tensors

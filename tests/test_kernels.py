@@ -8,6 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from pipemesh.lab.dry_run.device import dry_device
+from pipemesh.lab.dry_run.ranks import IdleRank, joined
 from pipemesh.parallel_runtime.attention import packages, trial
 from pipemesh.parallel_runtime.attention.kernels import (
     CPU_FLASH,
@@ -26,8 +28,7 @@ from pipemesh.parallel_runtime.attention.trial import tried, usual
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
-from pipemesh.parallel_runtime.planner.dry_run import IdleRank, joined
+from pipemesh.parallel_runtime.planner.dry_device import DEVICE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import joint_model

@@ -150,7 +150,7 @@ def words_of_the_status():
     from pipemesh.parallel_runtime.client.run_picture import COLOURS
     from pipemesh.parallel_runtime.client.session import ResidentState
     from pipemesh.parallel_runtime.planner.choose import LOST
-    from pipemesh.parallel_runtime.planner.here import Known
+    from pipemesh.parallel_runtime.planner.machine import Known
     from pipemesh.parallel_runtime.wire.arena import PHASES
 
     return {

@@ -27,16 +27,16 @@ from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout, Split
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.planner import expected, messages
 from pipemesh.parallel_runtime.planner.balance import StageBalance
-from pipemesh.parallel_runtime.planner.cost import RESERVED, predict
 from pipemesh.parallel_runtime.planner.counts import Counts, nobody
-from pipemesh.parallel_runtime.planner.figures import Attended
-from pipemesh.parallel_runtime.planner.here import Seen, box_here
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import ModelBytes, WeightsWish
+from pipemesh.parallel_runtime.planner.machine import RankDevice, machine_box
 from pipemesh.parallel_runtime.planner.measured import keep_devices, read_devices
+from pipemesh.parallel_runtime.planner.messages import SharedAttention
+from pipemesh.parallel_runtime.planner.prediction import RESERVED, predict
 from pipemesh.parallel_runtime.planner.published import published_box
+from pipemesh.parallel_runtime.planner.whole import ITEM_BYTES, Attended
 from pipemesh.parallel_runtime.stages import Stage, share_out, slowest
 from pipemesh.parallel_runtime.worker.own_speed import flops_per_s
 
@@ -239,15 +239,15 @@ def test_measured_speeds_count_before_published_ones_where_all_were_measured(tmp
         "they stay, and so does the image"
     )
     timed = [
-        Seen("NVIDIA L40S", 48 << 30, flops_per_s=2e14),
-        Seen("NVIDIA L40", 48 << 30, flops_per_s=1.5e14),
+        RankDevice("NVIDIA L40S", 48 << 30, flops_per_s=2e14),
+        RankDevice("NVIDIA L40", 48 << 30, flops_per_s=1.5e14),
     ]
-    fast, slow = box_here(timed).box.devices
+    fast, slow = machine_box(timed).box.devices
     assert (
         slow.matmul_flops_per_s == slow.attention_flops_per_s == pytest.approx(0.75 * fast.matmul_flops_per_s)
     )
-    hot, cool = box_here(
-        [Seen("NVIDIA H100 80GB HBM3", 80 << 30, flops_per_s=one) for one in (2e14, 1.5e14)]
+    hot, cool = machine_box(
+        [RankDevice("NVIDIA H100 80GB HBM3", 80 << 30, flops_per_s=one) for one in (2e14, 1.5e14)]
     ).box.devices
     assert (
         cool.attention_flops_per_s
@@ -297,9 +297,13 @@ def test_a_box_of_unlike_devices_is_written_with_a_plus():
     assert mixed.levels == alone["RTX4090"].levels != alone["A6000"].levels, (
         "not all of them reach their peers"
     )
-    here = box_here([Seen("NVIDIA GeForce RTX 4090", 24 << 30), Seen("NVIDIA RTX A6000", 48 << 30)])
+    here = machine_box(
+        [RankDevice("NVIDIA GeForce RTX 4090", 24 << 30), RankDevice("NVIDIA RTX A6000", 48 << 30)]
+    )
     assert (here.known, here.box.name) == ("published", "1xRTX4090+1xA6000-PCIe")
-    unknown = box_here([Seen("NVIDIA GeForce RTX 4090", 24 << 30), Seen("Strange GPU", 48 << 30)]).box.devices
+    unknown = machine_box(
+        [RankDevice("NVIDIA GeForce RTX 4090", 24 << 30), RankDevice("Strange GPU", 48 << 30)]
+    ).box.devices
     assert unknown[0].matmul_flops_per_s == unknown[1].matmul_flops_per_s
 
 
@@ -343,14 +347,13 @@ def test_a_faster_group_needs_room_for_the_images_that_it_gets():
 def test_unlike_ranks_exchange_the_bytes_that_the_formula_says(ulysses, ring, tokens, heads, data):
     layout, attended = Layout(ulysses=ulysses, ring=ring), Attended(tokens, heads, 8)
     speeds = tuple(data.draw(st.lists(SPEED, min_size=layout.world_size, max_size=layout.world_size)))
-    sent = [0] * layout.world_size
-    for each in (messages.heads_for_tokens, messages.tokens_for_heads):
-        for message in each(layout, attended, speeds):
-            sent[message.source] += message.nbytes * (message.source != message.target)
-    shares = [shares_of(layout, rank, speeds) for rank in range(layout.world_size)]
-    assert sent == [
-        expected.exchanged_bytes(layout, rank, attended, shares[rank]) for rank in range(layout.world_size)
-    ]
+    shared = SharedAttention(layout, attended, speeds)
+    for rank in range(layout.world_size):
+        part = shared.parts[rank // layout.sequence_size]
+        own, own_heads = part.tokens[rank % layout.sequence_size], part.heads[rank % ulysses]
+        others = part.groups[rank % layout.sequence_size // ulysses] - own
+        due = 3 * own * (heads - own_heads) + others * own_heads  # 2309.14509, section 3.2
+        assert shared.exchanged_bytes[rank] == attended.head_dim * ITEM_BYTES * due
 
 
 # -- computed

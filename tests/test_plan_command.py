@@ -17,7 +17,7 @@ ASKED = ["--family", MODEL, "--box", "8xL40-PCIe"]
 
 @pytest.fixture
 def planned(monkeypatch, capsys):
-    monkeypatch.setattr(command, "counted", lambda _model, extent: (FLUX, extent))
+    monkeypatch.setattr(command, "counted", lambda _model, _extent: FLUX)
 
     def run(*options):
         assert command.main([*ASKED, *options], None) == 0

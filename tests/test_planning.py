@@ -16,7 +16,14 @@ from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.nodes.auto.sampling import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
-from pipemesh.nodes.planning import Asked, Planned, Planning, placed, provisional, seen
+from pipemesh.nodes.planning import (
+    PlannedLayout,
+    Planning,
+    Sampling,
+    placed,
+    provisional,
+    rank_devices,
+)
 from pipemesh.nodes.report.figures import foretold, plan_figures
 from pipemesh.nodes.report.text import plan_heads, plan_text
 from pipemesh.nodes.room import room_on_devices
@@ -30,13 +37,13 @@ from pipemesh.parallel_runtime.client.run import Evaluation, Run
 from pipemesh.parallel_runtime.client.wait import NoWait
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.choose import LOST, RUNNING, plan, with_running
-from pipemesh.parallel_runtime.planner.cost import RESERVED, predict
+from pipemesh.parallel_runtime.planner.choose import LOST, plan, with_running
 from pipemesh.parallel_runtime.planner.counts import NotCounted
-from pipemesh.parallel_runtime.planner.here import PLAIN_GPU, Here, Seen, box_here, kind_of
 from pipemesh.parallel_runtime.planner.job import Job
+from pipemesh.parallel_runtime.planner.machine import PLAIN_GPU, MachineBox, RankDevice, kind_of, machine_box
 from pipemesh.parallel_runtime.planner.measured import Speeds, this_machine, write
-from pipemesh.parallel_runtime.planner.redundancy import FOLDER, digest_of
+from pipemesh.parallel_runtime.planner.prediction import RESERVED, predict
+from pipemesh.parallel_runtime.planner.warm_up import FOLDER, digest_of
 from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .bounds import assert_same
@@ -56,7 +63,7 @@ def planning(count=lambda *_: FLUX, speeds=NOWHERE):
 
 
 def asked(branches=1, batch=1, evaluations=20):
-    return lambda: Asked((batch, 16, 8, 10), (PROMPT,) * branches, evaluations)
+    return lambda: Sampling((batch, 16, 8, 10), (PROMPT,) * branches, evaluations)
 
 
 # -- what is asked
@@ -70,12 +77,11 @@ def guider(cfg, batch=1, model=None):
 
 
 def test_what_a_guider_is_about_to_sample_is_known_before_it_begins():
-    alone, both = (Asked.of(*guider(cfg, batch=2)) for cfg in (1.0, 4.0))
+    alone, both = (Sampling.of(*guider(cfg, batch=2)) for cfg in (1.0, 4.0))
     assert (len(alone.conds), len(both.conds), both.shape[0], both.evaluations) == (1, 2, 2, 3)
-    assert both.longest["cross_attn"].shape[1] == 13
     assert both.text == "2 prompts, 2 latents of 16 x 8 x 10, 3 evaluations"
     with pytest.raises(NotCounted, match="several latents at once"):
-        Asked.of(guider(1.0)[0], object(), torch.ones(3))
+        Sampling.of(guider(1.0)[0], object(), torch.ones(3))
 
 
 # -- what is chosen
@@ -107,7 +113,7 @@ def test_what_cannot_be_counted_keeps_all_devices_on_one_image_and_says_why():
 @pytest.fixture
 def slow_links(monkeypatch):
     """Two GPUs that are faster as stages; returns an open choice of them."""
-    slow = replace(box_here([Seen("NVIDIA L40", 48 << 30)] * 2), box=box(2, port=1e9, flops=1e14))
+    slow = replace(machine_box([RankDevice("NVIDIA L40", 48 << 30)] * 2), box=box(2, port=1e9, flops=1e14))
     monkeypatch.setattr(Planning, "_here", lambda *_: replace(slow, known="published"))
     devices = tuple(Device(f"cuda:{index}") for index in range(2))
     return Choice(
@@ -134,7 +140,7 @@ def test_a_warm_up_lasts_as_long_as_the_models_blocks_were_measured_to_need_it(s
     sampled, noise, _ = guider(1.0, model=model)
 
     def chosen():
-        asked = Asked.of(sampled, noise, torch.linspace(1, 0, 41))
+        asked = Sampling.of(sampled, noise, torch.linspace(1, 0, 41))
         return planning(speeds=tmp_path / "speeds.json").choose(model.model, slow_links, lambda: asked, ())
 
     by_rule = chosen()
@@ -143,7 +149,7 @@ def test_a_warm_up_lasts_as_long_as_the_models_blocks_were_measured_to_need_it(s
     )
     stored = tmp_path / FOLDER / f"model-{digest_of(tmp_path / 'model.safetensors')}-euler-20.json"
     stored.parent.mkdir()
-    stored.write_text(json.dumps({"changes": {"blocks.0": [0.9] * 3 + [0.1] * 16}}))
+    stored.write_text(json.dumps({"warm_up": 4, "evaluations": 20}))
     measured = chosen()
     assert placed(slow_links, measured).patching.warm_up == 8, "four evaluations of twenty"
     assert (
@@ -161,7 +167,7 @@ def test_ranks_that_are_up_stay_unless_another_layout_saves_more_than_its_start(
     made = plan(job, fast, sizes=(2,))
     assert made.best.layout.groups == 2
     kept = with_running(job, fast, made, Layout(ulysses=2))
-    assert kept.best.layout == Layout(ulysses=2) and {row.why for row in kept.rows[1:]} >= {RUNNING}
+    assert kept.best.layout == Layout(ulysses=2) and {row.why for row in kept.rows[1:]} >= {LOST["running"]}
     slow = box(2, flops=1e12, port=1e6)
     assert with_running(job, slow, plan(job, slow, sizes=(2,)), Layout(ulysses=2)).best.layout.groups == 2
     saved = round(10 / (predicted(job, fast, Layout(ulysses=2)) - made.best.prediction.seconds))
@@ -200,7 +206,9 @@ def predicted(job, a_box, layout):
 
 
 def test_a_workflow_of_two_kinds_of_samplings_counts_the_way_back_until_one_of_them_is_gone(monkeypatch):
-    monkeypatch.setattr(Planning, "_here", lambda *_: Here(box(2, flops=1e14), "published", "by figures"))
+    monkeypatch.setattr(
+        Planning, "_here", lambda *_: MachineBox(box(2, flops=1e14), "published", "by figures")
+    )
     chooser, model, counted, best = planning(), stock_model(5).model, [], {}
 
     def noted(_job, _box, made, _running, *, is_wanted_again, **_):
@@ -249,26 +257,26 @@ def test_a_gpu_has_the_published_figures_of_its_name(title, kind):
 
 
 def test_how_the_speeds_of_a_box_are_known_is_said():
-    linked = box_here([Seen("NVIDIA H100 80GB HBM3", 80 << 30)] * 2)
+    linked = machine_box([RankDevice("NVIDIA H100 80GB HBM3", 80 << 30)] * 2)
     assert (linked.known, linked.box.name) == ("published", "2xH100-NVLink")
-    assert box_here([Seen("NVIDIA H100 PCIe", 80 << 30)] * 2).box.name == "2xH100-PCIe"
-    staged = box_here([Seen("NVIDIA RTX A6000", 48 << 30)] * 2, staged=True)
+    assert machine_box([RankDevice("NVIDIA H100 PCIe", 80 << 30)] * 2).box.name == "2xH100-PCIe"
+    staged = machine_box([RankDevice("NVIDIA RTX A6000", 48 << 30)] * 2, staged=True)
     assert (
         staged.box.levels[0].bytes_per_s
-        < box_here([Seen("NVIDIA RTX A6000", 48 << 30)] * 2).box.levels[0].bytes_per_s
+        < machine_box([RankDevice("NVIDIA RTX A6000", 48 << 30)] * 2).box.levels[0].bytes_per_s
     )
-    strange = box_here([Seen("Strange GPU", 8 << 30)] * 2)
+    strange = machine_box([RankDevice("Strange GPU", 8 << 30)] * 2)
     assert (
         strange.known == "plain"
         and f"no figures of Strange GPU are known, and those of {PLAIN_GPU}" in strange.said
     )
     assert strange.box.devices[0].memory_bytes == 8 << 30
-    assert box_here([Seen("CPU", 1, cores=1)] * 2).known == "plain"
+    assert machine_box([RankDevice("CPU", 1, cores=1)] * 2).known == "plain"
     measured = Speeds(matmul=1e9, attention=1e9, beside_s=0.0, memory=1e9, merge=1e9, latency_s=0.0, link=1e9)
-    both = box_here([Seen("CPU", 1, cores=1)] * 2, measured=measured)
+    both = machine_box([RankDevice("CPU", 1, cores=1)] * 2, measured=measured)
     assert (both.known, both.alone) == ("measured", None)
-    alone = box_here(
-        [Seen("CPU", 1, cores=1)] * 2, measured=measured, alone=replace(measured, matmul=3e9)
+    alone = machine_box(
+        [RankDevice("CPU", 1, cores=1)] * 2, measured=measured, alone=replace(measured, matmul=3e9)
     ).alone
     assert (len(alone.devices), alone.devices[0].matmul_flops_per_s) == (1, 3e9)
 
@@ -299,13 +307,13 @@ def test_memory_is_what_is_free_and_what_models_hold_that_would_make_room(monkey
         "torch.cuda.get_device_properties",
         lambda _name: SimpleNamespace(name="NVIDIA L40", total_memory=48 << 30),
     )
-    assert [one.memory_bytes for one in seen(pair, {})] == [24 << 30, 24 << 30, 48 << 30]
-    assert [one.memory_bytes - RESERVED for one in seen(pair, room)] == [8, 8, 9]
+    assert [one.memory_bytes for one in rank_devices(pair, {})] == [24 << 30, 24 << 30, 48 << 30]
+    assert [one.memory_bytes - RESERVED for one in rank_devices(pair, room)] == [8, 8, 9]
 
 
 def test_the_way_to_keep_weights_is_part_of_the_choice_where_whole_ones_have_no_room(monkeypatch):
     monkeypatch.setattr(
-        Planning, "_here", lambda *_: Here(box(2, memory=16 << 30), "published", "by figures")
+        Planning, "_here", lambda *_: MachineBox(box(2, memory=16 << 30), "published", "by figures")
     )
     model, open_auto = stock_model(5).model, replace(OPEN, weights="auto")
     chosen = planning().choose(model, open_auto, asked(), ())
@@ -313,7 +321,7 @@ def test_the_way_to_keep_weights_is_part_of_the_choice_where_whole_ones_have_no_
     assert planning().choose(model, replace(OPEN, weights="whole"), asked(), ()).why == "no layout has room"
     offloaded = planning().choose(model, replace(OPEN, weights="offloaded"), asked(), ())
     assert offloaded.kept == "offloaded"
-    monkeypatch.setattr(Planning, "_here", lambda *_: Here(box(2), "published", "by figures"))
+    monkeypatch.setattr(Planning, "_here", lambda *_: MachineBox(box(2), "published", "by figures"))
     assert placed(open_auto, planning().choose(model, open_auto, asked(), ())).weights == "auto", (
         "the ranks see what is free"
     )
@@ -324,7 +332,7 @@ def test_where_the_planner_itself_finds_one_device_faster_stock_runs(auto, monke
     monkeypatch.setattr(
         Planning,
         "_here",
-        lambda *_: Here(box(2, port=1e3, latency=1.0), "published", "by figures of slow links"),
+        lambda *_: MachineBox(box(2, port=1e3, latency=1.0), "published", "by figures of slow links"),
     )
     runtime, stock = PoolsHere(stock_model(5)), run(stock_model(5))
     made = auto(runtime)
@@ -333,6 +341,9 @@ def test_where_the_planner_itself_finds_one_device_faster_stock_runs(auto, monke
     (notice,) = made._notices.latest()
     assert notice.text == "On one GPU: One GPU is faster here than several, by figures of slow links."
     assert not any(here.asked for here, _ in runtime.pools.values())
+    one = runtime.planning.choose(stock_model(5).model, OPEN, asked(), ())
+    with pytest.raises(Refused, match="UNetModel has no token plan"):
+        require_several(one, unet(), OPEN)
 
 
 # -- sampled so
@@ -341,16 +352,16 @@ def test_where_the_planner_itself_finds_one_device_faster_stock_runs(auto, monke
 class PoolsHere:
     """A runtime whose pools are all in this process, one for each layout."""
 
-    def __init__(self, stock, chosen=None):
+    def __init__(self, stock):
         self.wait = NoWait()
-        self.stock, self.pools, self.chosen = stock, {}, chosen
+        self.stock, self.pools = stock, {}
         self.planning = planning()
 
     def default_choice(self):
         return OPEN
 
     def plan(self, model, choice, asked):
-        return self.chosen or self.planning.choose(model.model, choice, asked, ())
+        return self.planning.choose(model.model, choice, asked, ())
 
     def parallelize(self, model, choice, left_open=None):
         layout = choice.placement.layout
@@ -397,26 +408,12 @@ def test_each_sampling_has_the_layout_that_is_chosen_for_it_and_the_image_is_sto
         assert runtime.planning.left_open(ours.remote) == OPEN, "the next sampling is planned too"
 
 
-def test_where_one_gpu_is_faster_auto_mode_says_so_and_samples_there(auto):
-    one = replace(planning().choose(unet().model, OPEN, asked(), ()), layout=Layout())
-    runtime = PoolsHere(stock_model(5), one)
-    made = auto(runtime)
-    made.switch.fixed = True
-    run(stock_model(5))
-    assert [notice.text for notice in made._notices.latest()] == [
-        f"On one GPU: One GPU is faster here than several, {one.why}."
-    ]
-    assert not any(here.asked for here, _ in runtime.pools.values())
-    with pytest.raises(Refused, match="UNetModel has no token plan"):
-        require_several(one, unet(), OPEN)
-
-
 # -- told
 
 
 def test_the_report_says_why_a_layout_was_chosen_and_why_others_were_not():
     made = plan(Job(whole=FLUX, branches=2), box(4, flops=1e13))
-    planned = Planned(made.best.layout, "by published figures of 4xL40-PCIe", "2 prompts", made)
+    planned = PlannedLayout(made.best.layout, "by published figures of 4xL40-PCIe", "2 prompts", made)
     ran = Run(evaluations=[Evaluation(0.5, 0.0, 0.0, 0)], branches={"a": 0, "b": 1})
     said = plan_text(plan_figures(planned, ran)).splitlines()
     assert said[0] == f"Layout chosen: {made.best.layout.equation()}, by published figures of 4xL40-PCIe"
@@ -432,18 +429,20 @@ def test_the_report_says_why_a_layout_was_chosen_and_why_others_were_not():
         and len(heads) == 3
     )
     assert (
-        plan_heads(None) == plan_heads(plan_figures(Planned(Layout(ulysses=2), "links are not known"))) == ()
+        plan_heads(None)
+        == plan_heads(plan_figures(PlannedLayout(Layout(ulysses=2), "links are not known")))
+        == ()
     )
     apart = replace(planned, layout=Layout(ulysses=4))
     assert plan_figures(apart, ran).achieved_ms == 1000.0
-    assert plan_text(plan_figures(Planned(Layout(ulysses=2), "links are not known"))) == (
+    assert plan_text(plan_figures(PlannedLayout(Layout(ulysses=2), "links are not known"))) == (
         "Layout taken: ulysses 2 = 2 ranks; nothing was predicted: links are not known"
     )
 
 
 def test_why_others_lose_is_told_in_words_that_every_language_has_a_text_for():
     made = plan(Job(whole=FLUX, branches=2), box(4, flops=1e13, memory=25e9))
-    figures = plan_figures(Planned(made.best.layout, "", plan=made))
+    figures = plan_figures(PlannedLayout(made.best.layout, "", plan=made))
     assert [one.english for one in figures.losers] == [
         f"{row.layout.product()}: {row.why}" for row in made.rows if row.why
     ]
@@ -455,7 +454,7 @@ def test_why_others_lose_is_told_in_words_that_every_language_has_a_text_for():
 def test_where_ranks_cannot_be_timed_one_gpu_takes_what_the_planner_predicts_and_nothing_where_it_cannot():
     """NCCL's messages run beside the clock that ranks look at."""
     made = plan(Job(whole=FLUX), box(2, flops=1e13))
-    planned = Planned(Layout(ulysses=2), "", plan=made, known="published")
+    planned = PlannedLayout(Layout(ulysses=2), "", plan=made, known="published")
     ran = Run(
         evaluations=[Evaluation(seconds, 0.0, 0.0, 0) for seconds in (9.0, 0.5, 0.5)], branches={"a": 0}
     )

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pipemesh.lab.dry_run.device import dry_device
+from pipemesh.lab.dry_run.ranks import TURN, joined
 from pipemesh.parallel_runtime.comm.in_step import Expected
 from pipemesh.parallel_runtime.comm.late import Reached
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
-from pipemesh.parallel_runtime.planner.dry_run import TURN, joined
+from pipemesh.parallel_runtime.planner.dry_device import DEVICE
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import Channel
 from pipemesh.parallel_runtime.wire.messages import (

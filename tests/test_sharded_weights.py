@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 import torch
+from pipemesh.lab.dry_run.device import dry_device
 from pipemesh.parallel_runtime.comm.in_step import Expected, Stopped
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.errors import ModelError, Refused
@@ -13,7 +14,7 @@ from pipemesh.parallel_runtime.families import RELEASED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.planner.dry_device import DEVICE, dry_device
+from pipemesh.parallel_runtime.planner.dry_device import DEVICE
 from pipemesh.parallel_runtime.planner.keeping import ModelBytes, bytes_of
 from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
 from pipemesh.parallel_runtime.planner.released_model import empty_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.commands.parity import stock_model
-from pipemesh.nodes.planning import Asked
+from pipemesh.nodes.planning import Sampling
 from pipemesh.nodes.report.figures import Report
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.parallel_runtime.layout import Layout
@@ -52,12 +52,12 @@ def test_auto_mode_and_a_pool_of_the_same_layout_on_the_same_devices_share_their
 def test_what_is_running_is_no_layout_of_an_exact_choice_nor_of_a_model_that_cannot_have_it(runtime):
     """A pipeline that another node asked for, one rank, and a UNet where ranks share a sequence."""
     auto, exact = runtime.default_choice(), stock_model(5)
-    asked = Asked((1, 16, 128, 128), (PROMPT,), 20)
+    asked = Sampling((1, 16, 128, 128), (PROMPT,), 20)
     for chosen in ({"layout": "by hand", "pipefusion": 2, "ulysses": 1}, {"layout": "by hand", "ulysses": 1}):
         handle_of(runtime, runtime.choose(**chosen)).ensure()
         assert runtime.plan(exact, auto, lambda: asked).layout in (Layout(ulysses=2), Layout(ring=2))
     handle_of(runtime, runtime.choose(layout="by hand", ulysses=2)).ensure()
-    both = Asked((1, 4, 16, 16), (PROMPT,) * 2, 20)
+    both = Sampling((1, 4, 16, 16), (PROMPT,) * 2, 20)
     assert runtime.plan(unet("SD15"), auto, lambda: both).layout == Layout(cfg=2)
 
 

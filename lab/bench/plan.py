@@ -12,9 +12,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
+
+import msgspec
+import torch
 
 from ...launcher.cache import cache_folder
 from ...parallel_runtime.comm.mesh import Mesh
@@ -22,18 +25,11 @@ from ...parallel_runtime.families import SAMPLES, plan_for
 from ...parallel_runtime.families.sample import Released, Sample, Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.patches import Part
-from ...parallel_runtime.planner.cost import MERGE_BYTES, predict
-from ...parallel_runtime.planner.figures import (
-    Activations,
-    Apart,
-    Attended,
-    FrameTokens,
-    Shareable,
-    Unshared,
-    Whole,
-)
+from ...parallel_runtime.planner.cost import MERGE_BYTES
 from ...parallel_runtime.planner.job import Job
-from ...parallel_runtime.planner.measured import Speeds, Timed, link_of, speeds_of, this_machine, write
+from ...parallel_runtime.planner.measured import Speeds, this_machine, write
+from ...parallel_runtime.planner.prediction import predict
+from ...parallel_runtime.planner.whole import Attended, Whole
 from ...parallel_runtime.stages import share_out
 from .figures import Estimate, Figure, Goal, Options, Round, exactly, percentile, typical
 from .lockstep import Phase, Ranks, merge, run, timed
@@ -86,15 +82,13 @@ class Forwards:
     """One process's forwards of a model at one size: whole, and under a method."""
 
     def __init__(self, model: Any, sample: Sample, small: Released, side: int):
-        import torch
-
         from ...parallel_runtime.forward import forward_name
-        from ...parallel_runtime.planner.dry_run import DryModel
-        from ...parallel_runtime.planner.released_model import arguments_of, latent_shapes
+        from ...parallel_runtime.planner.released_model import DryModel, arguments_of, latent_shapes
+        from ..dry_run.ranks import parts_of
 
         dry = DryModel(sample, small, (side, side, small.extent[2]))
-        self.whole: Whole = dry.whole()
-        self.parts = dry.parts(self.whole, STAGES, patches=0)
+        self.whole = dry.whole()
+        self.parts = parts_of(dry, self.whole, STAGES, patches=0)
         self._transformer = model.diffusion_model
         shapes = latent_shapes(model, small, (side, side, small.extent[2]))
         self._arguments = arguments_of(model, sample, small, shapes, torch.device("cpu"))
@@ -124,8 +118,6 @@ class Attention:
     """One process's part of a model's attention: half of the queries, to all keys."""
 
     def __init__(self, attended: Attended):
-        import torch
-
         queries, keys = (
             (1, attended.heads, tokens, attended.head_dim)
             for tokens in (attended.tokens // 2, attended.tokens)
@@ -152,42 +144,31 @@ class OwnStage:
     def __init__(self, transformer: Any, mesh: Mesh, block_flops: Sequence[int]):
         from ...parallel_runtime.forward import forward_name
         from ...parallel_runtime.methods.factory import make_method
+        from ..dry_run.ranks import IdleRank
 
         plan = plan_for(type(transformer))
         assert plan is not None
-        self._parts: list[Part] = []
-        self._at = self._run = 0
+        self._rank, self._run = IdleRank(()), 0
         self._forward = getattr(transformer, forward_name(transformer))
-        self._method = make_method(
-            transformer, plan, mesh, self, [stage.size for stage in share_out(block_flops, STAGES.pipefusion)]
-        )
+        sizes = [stage.size for stage in share_out(block_flops, STAGES.pipefusion)]
+        self._method = make_method(transformer, plan, mesh, self._rank, sizes)
         self._method.attach()
 
     def sample(self, arguments: dict[str, Any], parts: Sequence[Part]) -> None:
         """Compute a run of ``EVALUATIONS``: all tokens first, then patches."""
         self._run += 1
         whole, *patches = (part._replace(run=self._run) for part in parts)
-        self._parts = [whole, *patches * (EVALUATIONS - 1)]
-        for at, part in enumerate(self._parts):
-            self._at = at
+        self._rank.parts = [whole, *patches * (EVALUATIONS - 1)]
+        for at, part in enumerate(self._rank.parts):
+            self._rank.at = at
             self._method.begin(part)
-            self._method.evaluate(self._forward, dict(arguments), at + 1)
+            self._method.forward(self._forward, dict(arguments), at + 1)
         self._method.end_run()
-
-    def next_part(self) -> Part | None:
-        return self._parts[self._at + 1] if self._at + 1 < len(self._parts) else None
-
-    def tick(self) -> None: ...
-
-    def note(self, phase: str) -> None: ...
-
-    def reserve(self, nbytes: int) -> None: ...
 
 
 def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
     """Time every case in each round. Return the rounds, and the counts of each model and size."""
     import comfy.cli_args
-    import torch
 
     torch.set_num_threads(max(1, len(ranks.own_cores)))  # as a pool's rank on the CPU
     comfy.cli_args.args.use_pytorch_cross_attention = True  # what counts are made with
@@ -241,7 +222,6 @@ def measure_on_all_cores(ranks: Ranks, rounds: int) -> list[Round]:
     rank has.
     """
     import comfy.cli_args
-    import torch
 
     comfy.cli_args.args.use_pytorch_cross_attention = True
     torch.set_num_threads(max(1, len(ranks.own_cores)))
@@ -260,24 +240,64 @@ def message(exchange: Any, tensor: Any) -> Callable[[], float]:
 
 def wholes_of(found: dict[str, dict[str, Any]]) -> Wholes:
     """Return the counts of each model and size that were json."""
-
-    def whole(counted: dict[str, Any]) -> Whole:
-        attended = [[Attended(*one) for one in block] for block in counted["attended_by_block"]]
-        blocks, closing, frames = counted["unshared"]
-        parts = {
-            "attended_by_block": attended,
-            "activations": Activations(*counted["activations"]),
-            "shareable": Shareable(*counted["shareable"]),
-            "unshared": Unshared(
-                [Apart(*one) for one in blocks], closing, FrameTokens(*frames) if frames else None
-            ),
-        }
-        return Whole(**{**counted, **parts})
-
     return {
-        model: {int(side): whole(counted) for side, counted in sizes.items()}
+        model: {int(side): msgspec.convert(counted, Whole) for side, counted in sizes.items()}
         for model, sizes in found.items()
     }
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One forward of a whole model, and the seconds that it took."""
+
+    matmul_flops: float
+    attention_flops: float
+    blocks: int
+    seconds: float
+
+    @classmethod
+    def of(cls, whole: Whole, seconds: float) -> Timed:
+        attention = sum(one.flops for one in whole.attended)
+        return cls(whole.flops - attention, attention, len(whole.block_flops), seconds)
+
+
+def speeds_of(timed: Sequence[Timed]) -> tuple[float, float, float]:
+    """Return the FLOPs per second of matrix products and of attention, and the seconds of each
+    block beside them, that come nearest to what was measured, by the sum of squared relative
+    errors. None is less than 0 and no speed infinite: where times do not tell two speeds apart, it
+    is one for both, and where they tell nothing of blocks, these take no time.
+    """
+    names = "matmul_flops", "attention_flops", "blocks"
+    matmul, attention, blocks = ([getattr(one, name) / one.seconds for one in timed] for name in names)
+    together, ones = (
+        [a + b for a, b in zip(matmul, attention, strict=True)],
+        torch.ones(len(timed), 1, dtype=torch.float64),
+    )
+    found: list[tuple[float, tuple[float, float, float]]] = []
+    for speeds, others in (
+        ([matmul, attention], [blocks]),
+        ([matmul, attention], []),
+        ([together], [blocks]),
+        ([together], []),
+    ):
+        columns = torch.tensor([*speeds, *others], dtype=torch.float64).T
+        scale = columns.amax(0).clamp(min=1e-30)
+        if torch.linalg.matrix_rank(columns / scale, rtol=1e-6) < columns.shape[1]:
+            continue
+        scaled = torch.linalg.lstsq(columns / scale, ones).solution
+        error, fit = float((columns / scale @ scaled - ones).square().sum()), (scaled[:, 0] / scale).tolist()
+        if min(fit) > 0:
+            found.append(
+                (round(error, 12), (1 / fit[0], 1 / fit[len(speeds) - 1], fit[-1] if others else 0.0))
+            )
+    return min(found, key=lambda one: one[0])[1]
+
+
+def link_of(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, float]:
+    """Return latency and bytes per second of a link, of two messages (bytes, seconds)."""
+    (few_bytes, few_s), (many_bytes, many_s) = few, many
+    speed = (many_bytes - few_bytes) / max(1e-9, many_s - few_s)
+    return max(0.0, few_s - few_bytes / speed), speed
 
 
 def speeds(rounds: Sequence[Round], wholes: Mapping[int, Whole], model: str, phase: str) -> Speeds:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...parallel_runtime.planner.expected import even_bytes
+from ..dry_run.expected import even_bytes
 from .capacity import capacity
 from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
 from .lockstep import Phase, Ranks, merge, run

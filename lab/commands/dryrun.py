@@ -118,10 +118,11 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
     """Run a model dry: first on one device, then each layout. ``refused``: why a pool would not
     have it.
     """
-    from ...parallel_runtime.planner import expected
-    from ...parallel_runtime.planner.dry_run import DryModel
+    from ...parallel_runtime.planner.prediction import sharded_bytes
+    from ..dry_run import expected
+    from ..dry_run.ranks import DryRanks
 
-    model = DryModel(*RELEASED[chosen.name], extent)
+    model = DryRanks(*RELEASED[chosen.name], extent)
     whole = model.whole()
 
     head = {"model": chosen.name, "title": model.released.title, "extent": model.extent}
@@ -135,7 +136,10 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
         "around_flops": whole.around_flops,
         "peak_bytes": whole.activations.peak_bytes,
     }
-    weights = {"table_bytes": whole.shareable.aside, "turn_bytes": expected.turn_bytes(whole, None)}
+    weights = {
+        "table_bytes": whole.shareable.aside,
+        "turn_bytes": expected.turn_bytes(whole),
+    }
     yield {**place(Layout(), 0), **alone, **weights, "sent_bytes": {}, "misses": []}
     for layout in chosen.layouts:
         last = layout.world_size - 1
@@ -151,7 +155,7 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
                 continue
             misses = expected.misses(whole, layout, figures, is_sharded=chosen.kept == "sharded")
             waits = {str(wait): count for wait, count in figures.waits.items()}
-            shared = {"sharded_weight_bytes": expected.sharded_bytes(whole, layout, figures.stage)}
+            shared = {"sharded_weight_bytes": sharded_bytes(whole, layout, figures.stage)}
             yield {**here, **asdict(figures), **shared, "waits": waits, "misses": misses}
 
 

@@ -9,8 +9,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from ...launcher.cache import cache_folder
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
 from ...parallel_runtime.methods.blocks import blocks_of
-from ...parallel_runtime.planner.redundancy import FOLDER, Redundancy, digest_of, warm_up_for
+from ...parallel_runtime.planner.warm_up import FOLDER, digest_of
 from ..demo_nodes.captions import conditioning
 from ..pictures.files import ASSETS, MODEL
 from ..pictures.scenes import scenes_by_chance
@@ -29,6 +31,35 @@ from ..pictures.scenes import scenes_by_chance
 DEMO = "demo"
 PROMPTS, SEED = 8, 31
 CELL, LEFT, TOP = 22, 130, 24
+SETTLED = 1.5  # times the median change of the run
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """Change of each block, by its name: over each evaluation but the first, the distance to its
+    output in the evaluation before, relative to that output (after arXiv 2411.13588).
+    """
+
+    changes: Mapping[str, Sequence[float]]
+
+    @property
+    def evaluations(self) -> int:
+        return len(next(iter(self.changes.values()))) + 1
+
+    @property
+    def by_evaluation(self) -> list[float]:
+        """The mean over all blocks, from the second evaluation on."""
+        return [fmean(values) for values in zip(*self.changes.values(), strict=True)]
+
+    @property
+    def warm_up(self) -> int:
+        """The fewest first evaluations, one at least, after which blocks change no more than
+        ``SETTLED`` times what is usual in the run.
+        """
+        means = self.by_evaluation
+        usual = median(means)
+        settled = (number for number, change in enumerate(means, 1) if change <= SETTLED * usual)
+        return next(settled, len(means))
 
 
 def main(argv: list[str], host: ComfyInstall) -> int:
@@ -57,7 +88,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         print(json.dumps(json.loads(stored.read_text())))
         return 0
     print(table(found))
-    print(f"\nA warm-up of {warm_up_for(found)} is enough for blocks to change as little as they usually do.")
+    print(f"\nA warm-up of {found.warm_up} is enough for blocks to change as little as they usually do.")
     print(f"  {stored}\n  {stored.with_suffix('.png')}")
     return 0
 
@@ -213,7 +244,8 @@ def store(found: Redundancy, file: Path, options: argparse.Namespace) -> Path:
         "model": file.name,
         "sampler": options.sampler,
         "steps": options.steps,
-        "warm_up": warm_up_for(found),
+        "warm_up": found.warm_up,
+        "evaluations": found.evaluations,
     }
     part = stored.with_suffix(".part")
     part.write_text(json.dumps({**about, "changes": found.changes}), encoding="utf-8")

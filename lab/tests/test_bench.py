@@ -17,13 +17,13 @@ from pipemesh.lab.bench.capacity import capacity
 from pipemesh.lab.bench.figures import Estimate, Figure, Goal, Options, estimate, exactly, number, percentile
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing
 from pipemesh.lab.bench.lockstep import Phase, Ranks, merge
+from pipemesh.lab.dry_run.expected import even_bytes
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.errors import LaunchError
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.expected import even_bytes
 from pipemesh.parallel_runtime.planner.measured import read, this_machine
 from pipemesh.tests.conftest import ALL
 from pipemesh.tests.models import evaluate

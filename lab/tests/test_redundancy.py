@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.lab.commands import redundancy
+from pipemesh.lab.commands.redundancy import Redundancy
 from pipemesh.lab.pictures.files import ASSETS, MODEL
 from pipemesh.launcher.errors import LaunchError
-from pipemesh.parallel_runtime.planner.redundancy import Redundancy, digest_of, read, warm_up_for, warm_up_of
+from pipemesh.parallel_runtime.planner.warm_up import MeasuredWarmUp, digest_of, read, warm_up_of
 from safetensors.torch import save_file
 
 
@@ -24,7 +25,8 @@ from safetensors.torch import save_file
     ],
 )
 def test_the_warm_up_lasts_until_blocks_change_as_little_as_they_usually_do(changes, warm_up):
-    assert warm_up_for(Redundancy({"one": changes, "other": [value / 2 for value in changes]})) == warm_up
+    found = Redundancy({"one": changes, "other": [value / 2 for value in changes]})
+    assert found.warm_up == warm_up
 
 
 @pytest.mark.parametrize(
@@ -32,8 +34,7 @@ def test_the_warm_up_lasts_until_blocks_change_as_little_as_they_usually_do(chan
     [(20, 4), (28, 6), (5, 3), (4, 2), (1, 1), (200, 40)],
 )
 def test_a_run_gets_the_share_that_was_measured_over_the_nearest_number_of_evaluations(evaluations, warm_up):
-    slow, quick = ([0.9] * (first - 1) + [0.1] * (20 - first) for first in (4, 2))
-    found = [Redundancy({"one": values}) for values in (quick, slow, [0.9, 0.1, 0.1])]
+    found = [MeasuredWarmUp(*one) for one in ((2, 20), (4, 20), (2, 4))]
     chosen = warm_up_of(found, evaluations)
     assert chosen.evaluations == warm_up and "measured over " in chosen.why
     assert [warm_up_of([], many).evaluations for many in (1, 20, 28, 40)] == [1, 1, 1, 2]
@@ -48,7 +49,7 @@ def test_what_was_stored_of_a_model_is_found_by_its_content_wherever_its_file_li
         Redundancy({"one": [0.4, 0.1]}), file, redundancy.parse([str(file), "--steps", "3"])
     )
     file.rename(moved)
-    assert read(stored.parent, str(moved)) == [Redundancy({"one": [0.4, 0.1]})]
+    assert read(stored.parent, str(moved)) == [MeasuredWarmUp(2, 3)]
     assert (
         read(stored.parent, str(other))
         == read(stored.parent, "")

@@ -11,7 +11,7 @@ from itertools import groupby
 
 import pytest
 from pipemesh.parallel_runtime.families import RELEASED
-from pipemesh.parallel_runtime.planner.dry_run import DryModel
+from pipemesh.parallel_runtime.planner.released_model import DryModel
 from pipemesh.tests.conftest import ALL
 from pipemesh.tests.planned import LISTS, saved
 

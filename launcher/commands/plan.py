@@ -15,8 +15,8 @@ from ...parallel_runtime.families import RELEASED
 
 if TYPE_CHECKING:
     from ...parallel_runtime.planner.choose import Plan, Row
-    from ...parallel_runtime.planner.figures import Whole
     from ...parallel_runtime.planner.job import Job
+    from ...parallel_runtime.planner.whole import Whole
     from ..comfyui.host_record import ComfyInstall
 
 SHOWN = 12  # rows of the table for people; --all shows every one
@@ -44,12 +44,11 @@ def known_models() -> dict[str, str]:
     return names
 
 
-def counted(model: str, extent: tuple[int, int, int] | None) -> tuple[Whole, tuple[int, int, int]]:
-    """Run the model dry on one device, and return the counts and the extent."""
-    from ...parallel_runtime.planner.dry_run import DryModel
+def counted(model: str, extent: tuple[int, int, int]) -> Whole:
+    """Run the model dry on one device, and return the counts."""
+    from ...parallel_runtime.planner.released_model import DryModel
 
-    dry = DryModel(*RELEASED[model], extent)
-    return dry.whole(), dry.extent
+    return DryModel(*RELEASED[model], extent).whole()
 
 
 def record(plan: Plan, row: Row) -> dict[str, Any]:
@@ -150,9 +149,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
             " than stages"
         )
     from ...parallel_runtime.planner.choose import plan
-    from ...parallel_runtime.planner.decoding import decoding_s
     from ...parallel_runtime.planner.job import Job
-    from ...parallel_runtime.planner.published import published_box
+    from ...parallel_runtime.planner.published import decoding_s, published_box
 
     try:
         box = published_box(options.box)
@@ -168,7 +166,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     width, height, frames = options.size or usual
     extent = (width, height, options.frames or (frames if frames > 1 else usual[2]))
     with contextlib.redirect_stdout(sys.stderr):  # the host's modules print
-        whole, extent = counted(model, extent)
+        whole = counted(model, extent)
     job = Job(
         whole=whole,
         evaluations=options.evaluations,

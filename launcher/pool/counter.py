@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from ...parallel_runtime.planner.counts import CounterLost, NotCounted
-from ...parallel_runtime.planner.figures import Whole
+from ...parallel_runtime.planner.whole import Whole
 from ...parallel_runtime.wire.channel import Channel, ChannelClosed
 from ...parallel_runtime.wire.messages import Count, Counted, CountLike, FromCounter
 from ...parallel_runtime.wire.tree import encode_tree

@@ -193,7 +193,7 @@ def speeds_of(devices: Sequence[Device]) -> tuple[int, ...]:
         return ()
     speeds = [device.flops_per_s for device in devices]
     if not all(speeds):
-        from ...parallel_runtime.planner.here import speed_of
+        from ...parallel_runtime.planner.machine import speed_of
 
         speeds = [speed_of(device.title) for device in devices]
     return relative([speed / devices.count(device) for speed, device in zip(speeds, devices, strict=True)])

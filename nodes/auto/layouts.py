@@ -12,24 +12,24 @@ from comfy.model_patcher import ModelPatcher
 from ...parallel_runtime.client.remote_patcher import RemotePatcher
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.refusals import require_whole_groups
-from ..planning import Asked, Planned, placed
+from ..planning import PlannedLayout, Sampling, placed
 from ..runtime import Runtime
 from ..settings import Choice
 
 
 def in_chosen_layout(
     runtime: Runtime, guider: Any, models: Mapping[str, ModelPatcher], choice: Choice, noise: Any, sigmas: Any
-) -> tuple[dict[str, RemotePatcher], Planned]:
+) -> tuple[dict[str, RemotePatcher], PlannedLayout]:
     """Returns parallelized clones of a guider's MODELs, all on one pool, and why it is laid out so:
     for the first MODEL, as several in one guider are sampled alike.
     """
     first = next(iter(models.values()))
-    planned = runtime.plan(first, choice, partial(Asked.of, guider, noise, sigmas))
+    planned = runtime.plan(first, choice, partial(Sampling.of, guider, noise, sigmas))
     own = placed(choice, planned)
     return {name: runtime.parallelize(model, own, choice) for name, model in models.items()}, planned
 
 
-def require_several(planned: Planned, model: ModelPatcher, choice: Choice) -> None:
+def require_several(planned: PlannedLayout, model: ModelPatcher, choice: Choice) -> None:
     """Raises Refused where one device is faster than any layout of several, and where that is not
     known yet and no pool is up.
     """
@@ -62,7 +62,7 @@ def laid_out_anew(
         note(runtime, parallel, planned)
 
 
-def note(runtime: Runtime, parallel: Mapping[str, RemotePatcher], planned: Planned) -> None:
+def note(runtime: Runtime, parallel: Mapping[str, RemotePatcher], planned: PlannedLayout) -> None:
     """Keeps for the report what the last runs of these were planned as."""
     for patcher in parallel.values():
         runtime.planning.note(patcher.remote.pool.last_run, planned)

@@ -16,7 +16,7 @@ from ...parallel_runtime.patches import Part
 from ...parallel_runtime.planner.choose import Loss, Row
 from ...parallel_runtime.schedule import held_to_schedule
 from ..notices import Notice
-from ..planning import Planned
+from ..planning import PlannedLayout
 from ..timing import Speed
 
 
@@ -176,7 +176,7 @@ class Report:
         return max(ran, key=lambda one: one[1].began, default=None)
 
 
-def asked_of(planned: Planned) -> str:
+def asked_of(planned: PlannedLayout) -> str:
     """Say what was to be sampled; with stages also how many evaluations are warm-up, and why."""
     warm_up = planned.warm_up
     if planned.layout.stages == 1 or not warm_up.why:
@@ -184,7 +184,7 @@ def asked_of(planned: Planned) -> str:
     return f"{planned.asked}; the first {warm_up.evaluations} are whole (warm-up): {warm_up.why}"
 
 
-def plan_figures(planned: Planned | None, run: Run | None = None) -> PlanFigures | None:
+def plan_figures(planned: PlannedLayout | None, run: Run | None = None) -> PlanFigures | None:
     """Say why a layout was chosen for a run, and how long it took for what was predicted."""
     if planned is None:
         return None
@@ -226,7 +226,7 @@ def achieved_s(run: Run, layout: Layout) -> float | None:
     return median(one.seconds for one in timed) * (1 if layout.groups > 1 else branches)
 
 
-def foretold(planned: Planned | None, run: Run) -> float | None:
+def foretold(planned: PlannedLayout | None, run: Run) -> float | None:
     """Return how many times as long as this run one device would take, by what was predicted of
     it. None where nothing was.
     """

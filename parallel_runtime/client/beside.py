@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RunCancelled
-from ..planner.beside import beside_bytes
-from ..planner.counts import Counts, NotCounted, longest, rounded
+from ..planner.counts import Counts, NotCounted
 from ..planner.keeping import LEFT_FREE
+from ..planner.prediction import beside_bytes
 from .residency import Residency
 from .session import Sessions
 
@@ -74,7 +74,7 @@ class Beside:
         if model is None or not conds:
             return 0
         try:
-            whole = self._counts.of(model, rounded(longest(conds)), (1, *sampled.shape[1:]), is_up)
+            whole = self._counts.of(model, conds, sampled.shape, is_up)
         except (NotCounted, RunCancelled) as error:  # who asks for room hears of Stop by itself
             log.info(
                 "[PipeMesh] What an evaluation takes is not known (%s): %d MiB are left free for it.",

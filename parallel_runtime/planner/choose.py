@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from ..layout import AXES, Layout, layouts_of, listed
 from .box import Box
-from .cost import Prediction, bytes_needed, predict
 from .job import Job
 from .keeping import gib
+from .prediction import Prediction, bytes_needed, predict
 
 EACH = 8  # devices, up to which every number of them is tried
 START_S = 10.0  # to start ranks in another layout and load a model there again
@@ -22,17 +22,15 @@ CAUSES = {  # part of a prediction -> how a loser's reason calls it
     "pipeline": "for the warm-up, and for patches that wait for their own output",
     "hop": "on the way to the pool and back",
 }
-RUNNING = "starting its ranks would take longer than it saves in this run"
-RUNNING_AGAIN = (
-    "starting its ranks, and later those of now again, would take longer than it saves in this run"
-)
 LOST = {  # word of a loss -> its text
     "memory": "memory: {} on each rank, and {} are there",
     "approximate": (
         f"approximate: {listed([axis.name for axis in AXES if axis.is_approximate])} is not allowed"
     ),
-    "running": RUNNING,
-    "running_again": RUNNING_AGAIN,
+    "running": "starting its ranks would take longer than it saves in this run",
+    "running_again": (
+        "starting its ranks, and later those of now again, would take longer than it saves in this run"
+    ),
     **{name: "{} ms more " + cause for name, cause in CAUSES.items()},
 }
 

@@ -1,5 +1,5 @@
-"""Run the process that counts: it takes what ComfyUI's process describes, and answers with counts,
-until that closes the channel.
+"""The process that counts: ComfyUI's process describes a loaded MODEL, and here its twin without
+weights runs dry at the request's true size. No process that serves imports this.
 """
 
 from __future__ import annotations
@@ -7,17 +7,22 @@ from __future__ import annotations
 import msgspec
 import torch
 
+from ..families import plan_or_whole
 from ..wire.channel import Channel, ChannelClosed
 from ..wire.messages import Count, Counted, CountLike, Uncounted
 from ..wire.segment import TensorRef
 from ..wire.tree import decode_tree
-
-
-def no_tensor(ref: TensorRef) -> torch.Tensor:
-    raise msgspec.DecodeError("arguments of ComfyUI hold no tensor")
+from .counts import NotCounted
+from .dry_device import DEVICE, DeviceCounts, computing_dry
+from .dry_run import count
+from .host_call import called_with, conds_of, forget_tensors, kernels_that_count
+from .quick_fake import QuickFakeMode
+from .twin import rebuilt
+from .whole import Whole
 
 
 def run(channel: Channel) -> None:
+    """Answer what ComfyUI's process asks until it closes the channel."""
     torch.set_num_threads(1)  # nothing is computed here
     try:
         like, _ = channel.receive()
@@ -33,11 +38,35 @@ def run(channel: Channel) -> None:
         return
 
 
-def answer(asked: Count) -> Counted | Uncounted:
-    from .counts import NotCounted
-    from .loaded import whole_of  # imports ComfyUI's modules as it runs, so it comes behind ``prepare``
+def no_tensor(ref: TensorRef) -> torch.Tensor:
+    raise msgspec.DecodeError("arguments of ComfyUI hold no tensor")
 
+
+def answer(asked: Count) -> Counted | Uncounted:
     try:
         return Counted(whole=msgspec.msgpack.encode(whole_of(asked.described)))
     except NotCounted as error:
         return Uncounted(why=str(error))
+
+
+def whole_of(described: bytes) -> Whole:
+    """Count one evaluation of the model, cond and latent that ``twin.described`` has described.
+    Raises NotCounted.
+    """
+    mode = QuickFakeMode()
+    try:
+        with kernels_that_count() as attention:
+            with computing_dry(mode, DeviceCounts()):
+                twin = rebuilt(described, torch.bfloat16, DEVICE)
+                conds = conds_of(twin.model, twin.cond, [twin.shape], DEVICE)
+                arguments = called_with(twin.model, conds, [twin.shape], DEVICE)
+            plan = plan_or_whole(type(twin.model.diffusion_model))
+            assert plan is not None, "the UI asks for models that have one"
+            return count(twin.model, plan, arguments, mode, attention=attention)
+    except (
+        Exception
+    ) as error:  # whatever a model does with tensors that have no content, its run goes on without counts
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise NotCounted(f"its twin without weights does not run: {reason}") from error
+    finally:
+        forget_tensors()

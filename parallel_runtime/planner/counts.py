@@ -19,8 +19,8 @@ from ..errors import RunCancelled
 from ..families import plan_or_whole
 from ..weights.quantised import stored_bytes
 from ..wire.tree import NotPlain
-from .figures import Whole
 from .twin import described
+from .whole import Whole
 
 TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept
@@ -50,8 +50,8 @@ Begin = Callable[[bytes], "Future[Whole]"]
 
 
 @dataclass
-class Begun:
-    """A count: when it was begun, and how often."""
+class PendingCount:
+    """A count that was begun at a time, for so many times."""
 
     future: Future[Whole]
     at_s: float
@@ -74,18 +74,24 @@ class Counts:
         self._interrupted = interrupted
         self._patience_s = patience_s
         self._clock = clock
-        self._begun: dict[bytes, Begun] = {}
+        self._begun: dict[bytes, PendingCount] = {}
 
-    def of(self, model: Any, cond: Mapping[str, Any], shape: tuple[int, ...], is_up: bool = False) -> Whole:
-        """Return the count of one evaluation of ``model``, a BaseModel, for one cond of ComfyUI's
-        and one latent of ``shape`` (1, C, ...). ``is_up``: something is that could
-        sample it without the count. Weights are as large as they are stored, which for quantised
-        ones is smaller than the twin's. Raises NotCounted, RunCancelled.
+    def of(
+        self,
+        model: Any,
+        conds: Sequence[Mapping[str, Any]],
+        shape: tuple[int, ...],
+        is_up: bool = False,
+    ) -> Whole:
+        """Return the count of one evaluation of ``model``, a BaseModel: for the longest of
+        ComfyUI's ``conds``, and one latent of a batch of ``shape`` (B, C, ...). ``is_up``: a pool
+        is that could sample it without the count. Weights are as large as they are stored, which
+        for quantised ones is smaller than the twin's. Raises NotCounted, RunCancelled.
         """
         if plan_or_whole(type(model.diffusion_model)) is None:
             raise NotCounted(f"{type(model.diffusion_model).__name__} has no token plan")
         try:
-            asked = described(model, cond, shape)
+            asked = described(model, rounded(longest(conds)), (1, *shape[1:]))
         except NotPlain as error:
             raise NotCounted(f"its twin without weights cannot be described: {error}") from None
         patience_s = min(WHILE_UP_S, self._patience_s) if is_up else self._patience_s
@@ -97,7 +103,7 @@ class Counts:
         if begun is not None and is_lost(begun.future) and self._clock() - begun.at_s >= LOST_S:
             begun = None
         if begun is None or (begun.tries < TRIES and is_lost(begun.future)):
-            begun = self._begun[key] = Begun(
+            begun = self._begun[key] = PendingCount(
                 self._begin(asked), self._clock(), begun.tries + 1 if begun is not None else 1
             )
             if len(self._begun) > MOST:

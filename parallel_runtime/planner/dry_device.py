@@ -1,5 +1,6 @@
-"""Stand in for a CUDA device: operations return tensors without content, and count what they would
-compute, hold, send and wait for.
+"""Stand in for a CUDA device: operations return tensors without content, and what they would
+compute, hold and move is counted. ``lab/dry_run/device.py`` also counts what they send, and what
+they wait for.
 
 FakeTensorMode knows shapes, dtypes and devices alone, and raises where two devices meet in one
 operation. Nothing of the driver is called. A value that is read of the device is made up.
@@ -7,13 +8,11 @@ operation. Nothing of the driver is called. A value that is read of the device i
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -22,31 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from .figures import Wait
-
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)  # of an H100; kernels are chosen by it
 aten = torch.ops.aten
 QUESTIONS = {torch.ops.prim.device.default, aten.is_pinned.default}  # they compute nothing
 READS = {aten._local_scalar_dense.default, aten.equal.default}
-# Of a copy to the device that the driver takes at once (CUDA's API synchronization behavior)
-SMALL_BYTES = 1 << 16
-COPIES = {aten._to_copy.default, aten.copy_.default}
 BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
-LEFT_SECOND = {aten.addmm, aten.baddbmm}  # products whose left factor is the second argument
+MASKS = (torch.bool, torch.uint8)
 UNREAD = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they write their first argument alone
-BY_PIXELS = {aten.convolution, aten._convolution, aten.convolution_overrideable}  # they have no rows
 
 
 class Memory:
-    """The memory of tensors. ``live`` and ``peak``: bytes of those on the device that were made
-    meanwhile.
-    """
+    """The memory of tensors that were made on the device: ``live`` bytes now, ``peak`` at most."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
         self._storages: dict[int, weakref.ref] = {}
-        self._pinned: dict[int, weakref.ref] = {}
         self._known: set[int] = set()
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -54,12 +44,10 @@ class Memory:
         for tensor in tensors:
             self._known.add(tensor.untyped_storage()._cdata)
 
-    def hold(self, tensor: FakeTensor, is_pinned: bool) -> None:
+    def hold(self, tensor: torch.Tensor) -> None:
         """Count a tensor until its last view has gone."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if is_pinned:
-            self._pinned[key] = weakref.ref(storage, lambda _: self._pinned.pop(key))
         if not is_on_device(tensor) or key in self._storages or key in self._known:
             return
         nbytes = storage.nbytes()
@@ -72,35 +60,28 @@ class Memory:
         self.live += nbytes
         self.peak = max(self.peak, self.live)
 
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._pinned
 
-
-class Counts(TorchDispatchMode):
-    """Counts while it is entered. ``messages``: bytes sent, by operation of torch.distributed.
-    ``value``: all that code reads of the device; ``chosen``: the share of its elements that a mask
-    chooses. ``by_rows``: FLOPs by the rows that a product or an attention has. ``moved``: kernels
-    beside products, attentions and messages, by the bytes that they read and write.
+class DeviceCounts(TorchDispatchMode):
+    """Counts while it is entered. ``value``: all that code reads of the device; ``chosen``: the
+    share of its elements that a mask chooses. ``moved``: kernels beside products, attentions and
+    messages, by the bytes that they read and write.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.value = 0.0
         self.chosen = 1.0
-        self.by_rows: Counter[int] = Counter()
+        self.flops = 0
         self.moved: Counter[int] = Counter()
         self.memory = Memory()
-        self.messages: Counter[str] = Counter()
-        self.waits: Counter[Wait] = Counter()
-
-    @property
-    def flops(self) -> int:
-        return sum(self.by_rows.values())
 
     @classmethod
     # Nothing is compiled here, and asking takes longer than most operations
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def driver(self) -> Driver:
+        return Driver()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -111,7 +92,7 @@ class Counts(TorchDispatchMode):
         if func in QUESTIONS:
             return func(*args, **options)
         if func in READS:
-            return self._read(func, args)
+            return self.read(func, args)
         if func is aten.scaled_dot_product_attention.default:
             with self:
                 return fused_attention(*args, **options)
@@ -120,38 +101,31 @@ class Counts(TorchDispatchMode):
                 made = func.decompose(*args, **options)
             if made is not NotImplemented:
                 return made
-        return self._compute(func, args, options)
+        return self.compute(func, args, options)
 
-    def _compute(self, func: Any, args: tuple, options: dict[str, Any]) -> Any:
-        if func in COPIES:
-            self._note_copy(func, args, options)
+    def compute(self, func: Any, args: tuple, options: dict[str, Any]) -> Any:
         if func in BY_INDEX:
-            args = (args[0], self._without_masks(args[1]), *args[2:])
+            args = (args[0], self.without_masks(args[1]), *args[2:])
         # Torch would make the real thing of a tensor whose value it knows
         if options.get("device") is not None:
             for leaf in args:
                 if isinstance(leaf, FakeTensor):
                     leaf.constant = None
-        is_pinned = options.pop("pin_memory", False)
+        options.pop("pin_memory", None)
         made = func(*args, **options)
-        if func._overloadpacket in flop_registry:
-            self.by_rows[rows_of(func._overloadpacket, args)] += flop_registry[func._overloadpacket](
-                *args, **options, out_val=made
-            )
-        elif func.namespace == "c10d":
-            self._note_message(func, args)
-        else:
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **options, out_val=made)
+        elif func.namespace != "c10d":
             self.moved[moved_bytes(func, args, made)] += 1
-        for leaf in (made,) if isinstance(made, torch.Tensor) else tree_leaves(made):
-            if isinstance(leaf, FakeTensor):
-                self.memory.hold(leaf, is_pinned)
+        for leaf in tensors_of(made):
+            self.memory.hold(leaf)
         return made
 
-    def _read(self, func: Any, args: tuple) -> Any:
+    def read(self, func: Any, args: tuple) -> Any:
         """Read a value. A tensor that was made of a number on the CPU has it still."""
-        if is_on_device(args[0]):
-            self.wait("read")
-        elif not isinstance(args[0], FakeTensor) or args[0].constant is not None:
+        is_known = not isinstance(args[0], FakeTensor) or args[0].constant is not None
+        if is_known and not is_on_device(args[0]):
             try:
                 return func(*args)
             except DataDependentOutputException:
@@ -160,68 +134,22 @@ class Counts(TorchDispatchMode):
             return True
         return self.value if args[0].dtype.is_floating_point else int(self.value)
 
-    def _without_masks(self, indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def without_masks(self, indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return numbers of rows in place of masks, which choose rows that nobody knows here."""
         found: list[torch.Tensor | None] = []
         for index in indices:
-            if index is None or index.dtype not in (torch.bool, torch.uint8):
+            if index is None or index.dtype not in MASKS:
                 found.append(index)
                 continue
-            self.wait("read")
             count = int(self.chosen * index.numel())
             found += [torch.empty(count, dtype=torch.long, device=index.device) for _ in range(index.dim())]
         return found
 
-    def _note_copy(self, func: Any, args: tuple, options: dict[str, Any]) -> None:
-        """A copy from or into the CPU's ordinary memory may wait until the device has come so far,
-        but for a small one to the device, which travels with the command; and so does any that is
-        not asked to return early.
-        """
-        if func is aten.copy_.default:
-            target, source, returns_early = (
-                is_on_device(args[0]),
-                is_on_device(args[1]),
-                (args[2:] or (options.get("non_blocking"),))[0],
-            )
-        else:
-            source, returns_early = is_on_device(args[0]), options.get("non_blocking")
-            target = (
-                source
-                if options.get("device") is None
-                else torch.device(options["device"]).type == DEVICE.type
-            )
-        on_cpu = args[1] if target and func is aten.copy_.default else args[0]
-        is_small = target and on_cpu.numel() * on_cpu.element_size() <= SMALL_BYTES
-        if target != source and not (returns_early and (is_small or self.memory.is_pinned(on_cpu))):
-            self.wait("copy to the device" if target else "copy from the device")
 
-    def wait(self, call: str) -> None:
-        frame = sys._getframe(1)
-        while frame is not None and (
-            is_within_torch(frame.f_code.co_filename) or frame.f_code.co_filename == __file__
-        ):
-            frame = frame.f_back
-        if frame is not None:
-            self.waits[Wait(call, frame.f_code.co_filename, frame.f_code.co_name)] += 1
-
-    def _note_message(self, func: Any, args: tuple) -> None:
-        sent = {
-            "alltoall_base_": args[1:2],
-            "_allgather_base_": args[1:2],
-            "send": args[0] if args else (),
-        }.get(func._opname, ())
-        receivers = args[0].numel() // args[1].numel() - 1 if func._opname == "_allgather_base_" else 1
-        self.messages[func._opname] += receivers * sum(
-            tensor.numel() * tensor.element_size() for tensor in sent
-        )
-
-
-def rows_of(packet: Any, args: tuple) -> int:
-    """Return the rows of what a product multiplies, or of an attention's queries; 0 where there are
-    none.
-    """
-    left = args[1] if packet in LEFT_SECOND else args[0]
-    return left.shape[-2] if packet not in BY_PIXELS and left.dim() > 1 else 0
+def tensors_of(made: Any) -> list[FakeTensor]:
+    """Return the tensors without content among what an operation returned."""
+    leaves = (made,) if isinstance(made, torch.Tensor) else tree_leaves(made)
+    return [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
 
 
 def moved_bytes(func: Any, args: tuple, made: Any) -> int:
@@ -244,10 +172,6 @@ def is_on_device(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == DEVICE.type
 
 
-def is_within_torch(file: str) -> bool:
-    return file.startswith((str(Path(torch.__file__).parent), "<"))
-
-
 def fused_attention(
     q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
@@ -263,10 +187,9 @@ def fused_attention(
 
 
 class Driver:
-    """The parts of torch.cuda that ranks call, without a driver."""
-
-    def __init__(self, counts: Counts):
-        self._counts = counts
+    """The parts of torch.cuda that models and ranks call, without a driver. A stream, and a place
+    in one, are a Driver as well.
+    """
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         return CAPABILITY
@@ -274,28 +197,12 @@ class Driver:
     def current_stream(self, device: Any = None) -> Driver:
         return self
 
-    def synchronize(self, device: Any = None) -> None:
-        self._counts.wait("synchronize")
+    def synchronize(self, device: Any = None) -> None: ...
 
-    def Event(self, *_: Any, **__: Any) -> DryEvent:
-        return DryEvent(self._counts)
+    def Event(self, *_: Any, **__: Any) -> Any:
+        return self
 
-
-class DryEvent:
-    """A place in the device's queue. To wait for it is counted where no product and no attention
-    was enqueued behind it: then the device has nothing left to do meanwhile.
-    """
-
-    def __init__(self, counts: Counts):
-        self._counts = counts
-        self._flops = -1  # before it: none
-
-    def record(self, *_: Any) -> None:
-        self._flops = self._counts.flops
-
-    def synchronize(self) -> None:
-        if self._flops == self._counts.flops:
-            self._counts.wait("event")
+    def record(self, *_: Any) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -304,11 +211,13 @@ class DryEvent:
         return 0.0
 
 
+C = TypeVar("C", bound=DeviceCounts)
+
+
 @contextmanager
-def dry_device(mode: FakeTensorMode) -> Iterator[Counts]:
-    """Compute on the device that is not there. ``mode`` has the tensors of before."""
-    counts = Counts()
-    driver = Driver(counts)
+def computing_dry(mode: FakeTensorMode, counts: C) -> Iterator[C]:
+    """Compute on the device that is not there, and count. ``mode`` has the tensors of before."""
+    driver = counts.driver()
     with ExitStack() as stack:
         for name in ("get_device_capability", "current_stream", "synchronize", "Event"):
             stack.enter_context(patch.object(torch.cuda, name, getattr(driver, name)))

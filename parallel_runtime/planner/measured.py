@@ -1,5 +1,5 @@
-"""Speeds of this machine, from times that were measured on a model's own blocks and links, and the
-file that keeps them.
+"""Speeds of this machine as they were measured, and the files that keep them: of ranks on the CPU
+by ``lab bench plan``, of GPUs by the ranks themselves.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,26 +17,10 @@ from typing import Any
 import torch
 
 from .box import Box, Device, Level
-from .expected import ITEM_BYTES, attention_flops
-from .figures import Whole
+from .whole import ITEM_BYTES
 
 VERSION = 3  # of the file: another one is measured anew
 PLENTY = 1e15
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One forward of a whole model, and the seconds that it took."""
-
-    matmul_flops: float
-    attention_flops: float
-    blocks: int
-    seconds: float
-
-    @classmethod
-    def of(cls, whole: Whole, seconds: float) -> Timed:
-        attention = sum(map(attention_flops, whole.attended))
-        return cls(whole.flops - attention, attention, len(whole.block_flops), seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,45 +59,6 @@ class Speeds:
             hop_s=0.0,
             overlaps=False,
         )
-
-
-def speeds_of(timed: Sequence[Timed]) -> tuple[float, float, float]:
-    """Return the FLOPs per second of matrix products and of attention, and the seconds of each
-    block beside them, that come nearest to what was measured, by the sum of squared relative
-    errors. None is less than 0 and no speed infinite: where times do not tell two speeds apart, it
-    is one for both, and where they tell nothing of blocks, these take no time.
-    """
-    names = "matmul_flops", "attention_flops", "blocks"
-    matmul, attention, blocks = ([getattr(one, name) / one.seconds for one in timed] for name in names)
-    together, ones = (
-        [a + b for a, b in zip(matmul, attention, strict=True)],
-        torch.ones(len(timed), 1, dtype=torch.float64),
-    )
-    found: list[tuple[float, tuple[float, float, float]]] = []
-    for speeds, others in (
-        ([matmul, attention], [blocks]),
-        ([matmul, attention], []),
-        ([together], [blocks]),
-        ([together], []),
-    ):
-        columns = torch.tensor([*speeds, *others], dtype=torch.float64).T
-        scale = columns.amax(0).clamp(min=1e-30)
-        if torch.linalg.matrix_rank(columns / scale, rtol=1e-6) < columns.shape[1]:
-            continue
-        scaled = torch.linalg.lstsq(columns / scale, ones).solution
-        error, fit = float((columns / scale @ scaled - ones).square().sum()), (scaled[:, 0] / scale).tolist()
-        if min(fit) > 0:
-            found.append(
-                (round(error, 12), (1 / fit[0], 1 / fit[len(speeds) - 1], fit[-1] if others else 0.0))
-            )
-    return min(found, key=lambda one: one[0])[1]
-
-
-def link_of(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, float]:
-    """Return latency and bytes per second of a link, of two messages (bytes, seconds)."""
-    (few_bytes, few_s), (many_bytes, many_s) = few, many
-    speed = (many_bytes - few_bytes) / max(1e-9, many_s - few_s)
-    return max(0.0, few_s - few_bytes / speed), speed
 
 
 def this_machine() -> str:

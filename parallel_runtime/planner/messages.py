@@ -1,65 +1,115 @@
 """The messages of each collective, as (source, target, bytes) of all ranks of a layout: all groups
 of an axis send at the same time, so they meet on what they share.
 
-Legend, as in expected.py: U ulysses, R ring, l tokens of a rank, g of its ulysses group, h heads of
-a rank, D head dim.
+Legend: l tokens of a rank, g of its ulysses group, h heads of a rank, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
-from ..comm.shares import Shares, shares_of
-from ..layout import Layout
+from ..comm.shares import shares_of
+from ..layout import Layout, Split
 from .box import Message
-from .expected import ITEM_BYTES, group_tokens, rank_heads, rank_tokens
-from .figures import Attended
+from .whole import ITEM_BYTES, Attended
 
 
-def heads_for_tokens(layout: Layout, attended: Attended, speeds: Sequence[int] = ()) -> Iterator[Message]:
-    """q, k and v of the own tokens for each other rank's heads: 3 l h D. ``speeds`` of the ranks,
-    here and below, as a placement has them.
+class SequenceParts(NamedTuple):
+    """What the ranks of one sequence take of an attention: the ``tokens`` of each, those of each of
+    its ulysses ``groups``, and the ``heads`` of each rank of such a group.
     """
-    heads, tokens = own_heads(layout, attended, speeds), own_tokens(layout, attended, speeds)
-    for rank in range(layout.world_size):
-        for other in layout.group("ulysses", rank):
-            yield Message(rank, other, 3 * tokens[rank] * heads[other] * attended.head_dim * ITEM_BYTES)
+
+    tokens: tuple[int, ...]
+    groups: tuple[int, ...]
+    heads: tuple[int, ...]
 
 
-def tokens_for_heads(layout: Layout, attended: Attended, speeds: Sequence[int] = ()) -> Iterator[Message]:
-    """The own heads' output for each other rank's tokens: l h D."""
-    heads, tokens = own_heads(layout, attended, speeds), own_tokens(layout, attended, speeds)
-    for rank in range(layout.world_size):
-        for other in layout.group("ulysses", rank):
-            yield Message(rank, other, tokens[other] * heads[rank] * attended.head_dim * ITEM_BYTES)
+@dataclass(frozen=True)
+class SharedAttention:
+    """One attention that the ranks of every sequence share. ``speeds`` of all ranks, as a placement
+    has them; empty where they are alike.
+    """
 
+    layout: Layout
+    attended: Attended
+    speeds: tuple[int, ...] = ()
 
-def ring_step(layout: Layout, attended: Attended, speeds: Sequence[int] = ()) -> Iterator[Message]:
-    """Keys and values of one group for the next rank of the ring: 2 g h D."""
-    heads = own_heads(layout, attended, speeds)
-    largest = [max(group_tokens(layout, attended, shares)) for shares in shares_of_sequences(layout, speeds)]
-    for rank in range(layout.world_size):
-        ring = layout.group("ring", rank)
-        following = ring[(layout.coordinates(rank)["ring"] + 1) % layout.ring]
-        nbytes = 2 * largest[rank // layout.sequence_size] * heads[rank] * attended.head_dim * ITEM_BYTES
-        yield Message(rank, following, nbytes)
+    @cached_property
+    def parts(self) -> list[SequenceParts]:
+        """The parts of every sequence."""
+        layout, found = self.layout, []
+        for ranks in layout.sequences():
+            shares = shares_of(layout, ranks[0], self.speeds)
+            tokens = Split.by(shares.tokens, self.attended.tokens, layout.sequence_size, least=1).sizes
+            firsts = range(0, layout.sequence_size, layout.ulysses)
+            groups = tuple(sum(tokens[first : first + layout.ulysses]) for first in firsts)
+            heads = Split.by(shares.heads, self.attended.heads, layout.ulysses).sizes
+            found.append(SequenceParts(tokens, groups, heads))
+        return found
 
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The tokens of every rank."""
+        return [own for part in self.parts for own in part.tokens]
 
-def shares_of_sequences(layout: Layout, speeds: Sequence[int]) -> list[Shares]:
-    return [shares_of(layout, ranks[0], speeds) for ranks in layout.sequences()]
+    @cached_property
+    def heads(self) -> list[int]:
+        """The heads of every rank."""
+        return [own for part in self.parts for _ in range(self.layout.ring) for own in part.heads]
 
+    @property
+    def output_elements(self) -> int:
+        """The elements of the fullest rank's output."""
+        return max(max(part.groups) * max(part.heads) for part in self.parts) * self.attended.head_dim
 
-def own_tokens(layout: Layout, attended: Attended, speeds: Sequence[int]) -> list[int]:
-    """Return the tokens of every rank."""
-    return [
-        own for shares in shares_of_sequences(layout, speeds) for own in rank_tokens(layout, attended, shares)
-    ]
+    def heads_for_tokens(self) -> Iterator[Message]:
+        """q, k and v of the own tokens for each other rank's heads: 3 l h D."""
+        for rank, other in self._pairs():
+            yield Message(rank, other, 3 * self._nbytes(self.tokens[rank] * self.heads[other]))
 
+    def tokens_for_heads(self) -> Iterator[Message]:
+        """The own heads' output for each other rank's tokens: l h D."""
+        for rank, other in self._pairs():
+            yield Message(rank, other, self._nbytes(self.tokens[other] * self.heads[rank]))
 
-def own_heads(layout: Layout, attended: Attended, speeds: Sequence[int]) -> list[int]:
-    """Return the heads of every rank."""
-    groups = [rank_heads(layout, attended, shares) for shares in shares_of_sequences(layout, speeds)]
-    return [own for group in groups for _ in range(layout.ring) for own in group]
+    def ring_step(self) -> Iterator[Message]:
+        """Keys and values of one group for the next rank of the ring: 2 g h D."""
+        layout = self.layout
+        for rank in range(layout.world_size):
+            ring = layout.group("ring", rank)
+            following = ring[(layout.coordinates(rank)["ring"] + 1) % layout.ring]
+            largest = max(self.parts[rank // layout.sequence_size].groups)
+            yield Message(rank, following, 2 * self._nbytes(largest * self.heads[rank]))
+
+    @cached_property
+    def exchanged_bytes(self) -> Counter[int]:
+        """The bytes that each rank sends to its ulysses group."""
+        sent: Counter[int] = Counter()
+        for source, target, nbytes in chain(self.heads_for_tokens(), self.tokens_for_heads()):
+            sent[source] += int(nbytes) * (source != target)
+        return sent
+
+    def passed_bytes(self, rank: int) -> int:
+        """Return the bytes of keys and values that a rank passes on around its ring: those of its
+        own group, and of all but the last that pass by.
+        """
+        layout, groups = self.layout, self.parts[rank // self.layout.sequence_size].groups
+        # A rank's block has come round when it reaches the rank before it
+        unsent = (layout.coordinates(rank)["ring"] + 1) % layout.ring
+        return 2 * self._nbytes(self.heads[rank] * (sum(groups) - groups[unsent]))
+
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        for rank in range(self.layout.world_size):
+            for other in self.layout.group("ulysses", rank):
+                yield rank, other
+
+    def _nbytes(self, rows: int) -> int:
+        return rows * self.attended.head_dim * ITEM_BYTES
 
 
 def stage_step(layout: Layout, nbytes: float) -> Iterator[Message]:

@@ -275,7 +275,7 @@ class Count(msgspec.Struct, frozen=True, tag=True):
 
 
 class Counted(msgspec.Struct, frozen=True, tag=True):
-    """Answers with a ``planner.figures.Whole``, as bytes."""
+    """Answers with a ``planner.whole.Whole``, as bytes."""
 
     whole: bytes
 

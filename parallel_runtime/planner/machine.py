@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .box import Box, Device, Level
-from .expected import ITEM_BYTES
 from .measured import Speeds
 from .published import GIGA, MICRO, TERA, device, figures, links, pcie, slowest_link
+from .whole import ITEM_BYTES
 
 PLAIN_GPU = "RTX3090"  # for a GPU that no figures are published of here
 # In names of GPUs that NVLink connects to all others of their machine
@@ -24,7 +24,7 @@ Known = Literal["measured", "published", "plain"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankDevice:
     """The device of a rank: its title as the driver has it, and its memory. ``cores`` of a rank on
     the CPU; 0 on a GPU. ``flops_per_s`` of matrix products as measured; 0 where it was not.
     """
@@ -36,7 +36,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Here:
+class MachineBox:
     """A box, and how its speeds are known. ``alone``: where one rank by itself has another device
     than each of several, as one that has all cores of a machine.
     """
@@ -47,9 +47,12 @@ class Here:
     alone: Box | None = None
 
 
-def box_here(
-    seen: Sequence[Seen], staged: bool = False, measured: Speeds | None = None, alone: Speeds | None = None
-) -> Here:
+def machine_box(
+    seen: Sequence[RankDevice],
+    staged: bool = False,
+    measured: Speeds | None = None,
+    alone: Speeds | None = None,
+) -> MachineBox:
     """Return the box of ranks on these devices. ``staged``: messages go through main memory.
     ``measured``: speeds of ranks on the CPU that compute at once; ``alone``: of one on all cores.
     """
@@ -78,10 +81,10 @@ def box_here(
         hop_s=figures()["hop"]["seconds"],
     )
     if unknown:
-        return Here(
+        return MachineBox(
             box, "plain", f"no figures of {', '.join(unknown)} are known, and those of {PLAIN_GPU} were taken"
         )
-    return Here(box, "published", f"by published figures of {name}")
+    return MachineBox(box, "published", f"by published figures of {name}")
 
 
 def as_measured(devices: tuple[Device, ...], flops_per_s: Sequence[float]) -> tuple[Device, ...]:
@@ -120,13 +123,13 @@ def speed_of(title: str) -> float:
     return device(kind).matmul_flops_per_s if kind else 0.0
 
 
-def cpu_box(seen: Sequence[Seen], measured: Speeds | None, alone: Speeds | None = None) -> Here:
+def cpu_box(seen: Sequence[RankDevice], measured: Speeds | None, alone: Speeds | None = None) -> MachineBox:
     """Return the box of ranks on the CPU. They compute in fp32, and have the checkpoint's pages in
     common, so memory is no limit.
     """
     if measured is not None:
         own = alone.box(1, FP32_BYTES) if alone is not None else None
-        return Here(
+        return MachineBox(
             measured.box(len(seen), FP32_BYTES), "measured", "by speeds measured on this machine", own
         )
     figure = figures()["cpu"]
@@ -151,4 +154,4 @@ def cpu_box(seen: Sequence[Seen], measured: Speeds | None, alone: Speeds | None 
         hop_s=figures()["hop"]["seconds"],
         overlaps=False,
     )
-    return Here(box, "plain", "by plain figures of a CPU, which were not measured here")
+    return MachineBox(box, "plain", "by plain figures of a CPU, which were not measured here")

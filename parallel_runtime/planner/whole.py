@@ -1,0 +1,72 @@
+"""What one evaluation of a model computes and holds on a single device, as a dry run counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+ITEM_BYTES = 2  # counts are of bf16
+
+
+class Attended(NamedTuple):
+    """One attention of the whole model that ranks share."""
+
+    tokens: int
+    heads: int
+    head_dim: int
+
+    @property
+    def flops(self) -> int:
+        """Of both products: scores, and their sum over values."""
+        return 4 * self.tokens**2 * self.heads * self.head_dim
+
+
+class Shareable(NamedTuple):
+    """Bytes of weights that ranks of a sequence can share out: of each of the blocks, of all that
+    is around them, and of the ``largest`` layer and the largest ``two``. ``aside``: of those that
+    stay in the machine's memory then. ``layers``: the bytes of each, block by block, last of those
+    around them; empty where they are not known.
+    """
+
+    blocks: Sequence[int]
+    around: int
+    largest: int
+    two: int
+    aside: int = 0
+    layers: Sequence[Sequence[int]] = ()
+
+
+class Activations(NamedTuple):
+    """Tensors beside the weights: what they take at once, and ``moved``, (bytes, kernels): how many
+    kernels beside products and attentions read and write so many bytes.
+    """
+
+    peak_bytes: int
+    moved: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """One evaluation on a single device. ``around_flops`` are computed outside the blocks.
+    ``tokens`` of each stream enter the blocks, ``hidden`` wide.
+    """
+
+    weight_bytes: int
+    block_weight_bytes: Sequence[int]
+    block_flops: Sequence[int]
+    around_flops: int
+    activations: Activations
+    attended_by_block: Sequence[Sequence[Attended]]
+    tokens: Mapping[str, int]
+    hidden: int
+    shareable: Shareable
+
+    @property
+    def flops(self) -> int:
+        return self.around_flops + sum(self.block_flops)
+
+    @property
+    def attended(self) -> Sequence[Attended]:
+        return tuple(chain(*self.attended_by_block))
