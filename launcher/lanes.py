@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-LANES = ("shared", "other")  # as tests/conftest.py has them
+LANES = ("shared", "other")  # which tests are in which: tests/conftest.py
 # Options of a run of all tests
 ALL = re.compile(r"-[qvxsl]+|-r\w+|--(durations|durations-min|tb|color|maxfail)=\S+")
 PROGRESS = re.compile(r"\[ *\d+%\]$")

@@ -30,12 +30,12 @@ if COMFYUI and COMFYUI not in sys.path:
     sys.path.insert(0, COMFYUI)
 
 import torch  # noqa: E402
+from pipemesh.launcher.lanes import LANES  # noqa: E402
 
 torch.set_num_threads(1)
 
 
 SHARED_POOLS = {"clients", "broken", "bench"}  # fixtures of pools of real ranks that many tests use
-LANES = ("shared", "other")
 ON_A_GPU = ROOT / "tests" / "cuda"
 ALONGSIDE = {  # share nothing; the shorter lane has time for them
     "test_adding_a_model",

@@ -20,6 +20,7 @@ from pipemesh.launcher.comfyui.console import Console, run_logged
 from pipemesh.launcher.comfyui.find import ensure_comfyui, link_checkout
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.comfyui.install import Tools
+from pipemesh.launcher.command_line import exit_with
 from pipemesh.launcher.errors import LaunchError
 
 from .fake_installs import PLENTY, STEPS, Desk, FakeCommands, make_checkout, write_tree
@@ -171,6 +172,12 @@ def test_a_command_that_cannot_run_prints_one_line_and_no_traceback(tmp_path: Pa
     )
 
 
+def test_a_command_on_another_system_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SystemExit, match="PipeMesh runs on Linux, and this is darwin: run the command on L"):
+        exit_with(lambda argv: 0)
+
+
 # --- the commands an install runs ---
 
 
@@ -252,7 +259,9 @@ def own_comfyui(
         return tuple(lacks) if python in has_torch else ("torch",)
 
     env = {"PIPEMESH_COMFYUI": str(comfyui), **(env or {})}
-    return ensure_comfyui(ROOT, Tools(run=refuse_to_run, env=env), missing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(find, "missing_modules", missing)
+        return ensure_comfyui(ROOT, Tools(run=refuse_to_run, env=env))
 
 
 def refuse_to_run(*_: object) -> int:
@@ -300,10 +309,13 @@ def test_an_own_comfyui_that_will_not_do_is_one_sentence(
         own_comfyui(comfyui, [sys.executable] * has_torch, lacks=lacks)
 
 
-def test_a_checkout_in_a_comfyuis_custom_nodes_runs_on_that_comfyui(tmp_path: Path) -> None:
+def test_a_checkout_in_a_comfyuis_custom_nodes_runs_on_that_comfyui(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find, "missing_modules", lambda python, modules: ())
     comfyui = write_tree(tmp_path / "ComfyUI")
     root = make_checkout(comfyui / "custom_nodes" / "pipemesh")
-    made = ensure_comfyui(root, Tools(run=refuse_to_run, env={}), lambda python, modules: ())
+    made = ensure_comfyui(root, Tools(run=refuse_to_run, env={}))
     assert made == ComfyInstall(sys.executable, str(comfyui), "0.30.0", base="")
 
 

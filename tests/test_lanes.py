@@ -52,7 +52,3 @@ def test_both_lanes_run_at_once_and_one_that_fails_is_the_result(tmp_path, capfd
 )
 def test_what_chooses_tests_is_one_process(options, of_all):
     assert lanes.is_of_all(options.split()) == of_all
-
-
-def test_the_lanes_are_those_of_the_tests():
-    assert lanes.LANES == LANES

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import LaunchError
@@ -31,8 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LINK_NAME = "pipemesh"
 FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if u.find_spec(m) is None))"
 
-MissingModules = Callable[[str, Sequence[str]], "tuple[str, ...] | None"]
-
 
 def missing_modules(python: str, modules: Sequence[str]) -> tuple[str, ...] | None:
     """Those of `modules` that this python does not find; None where it does not run at all."""
@@ -50,9 +48,7 @@ def missing_modules(python: str, modules: Sequence[str]) -> tuple[str, ...] | No
     return tuple(found.stdout.split())
 
 
-def ensure_comfyui(
-    root: Path = ROOT, tools: Tools | None = None, missing: MissingModules = missing_modules
-) -> ComfyInstall:
+def ensure_comfyui(root: Path = ROOT, tools: Tools | None = None) -> ComfyInstall:
     """The ComfyUI of the checkout `root`: the user's own where there is one, else the cached one,
     of an archive where PIPEMESH_COMFYUI names a file, installed first where it is missing. Raises
     LaunchError.
@@ -63,7 +59,7 @@ def ensure_comfyui(
         return cached_comfyui(ensure_from_archive(archive, root, tools))
     own = find_own(root, tools.env)
     if own:
-        return own_comfyui(own, root, tools.env, missing)
+        return own_comfyui(own, root, tools.env)
     return cached_comfyui(ensure_installed(root, tools))
 
 
@@ -93,7 +89,7 @@ def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
     return around if root.parent.name == "custom_nodes" and comfyui_version(around) else None
 
 
-def own_comfyui(comfyui: Path, root: Path, env: Mapping[str, str], missing: MissingModules) -> ComfyInstall:
+def own_comfyui(comfyui: Path, root: Path, env: Mapping[str, str]) -> ComfyInstall:
     """The user's ComfyUI with the first of its pythons that has torch and what the pack requires.
     Raises LaunchError with the next move.
     """
@@ -105,7 +101,7 @@ def own_comfyui(comfyui: Path, root: Path, env: Mapping[str, str], missing: Miss
         )
     candidates = own_pythons(comfyui, env)
     for python in candidates:
-        lacking = missing(python, ("torch", *_module_names(root)))
+        lacking = missing_modules(python, ("torch", *_module_names(root)))
         if lacking == ():
             return ComfyInstall(python, str(comfyui), version, base="")
         if lacking and "torch" not in lacking:
@@ -221,7 +217,5 @@ def other_installs(host: ComfyInstall) -> tuple[str, ...]:
     if not host.base:
         return ()
     own = Path(host.base)
-    folders = (folder for folder in own.parent.iterdir() if folder.is_dir())
-    return tuple(
-        sorted(str(folder) for folder in folders if not f"{own.name}-".startswith(f"{folder.name}-"))
-    )
+    others = (path for path in own.parent.iterdir() if not f"{own.name}-".startswith(f"{path.name}-"))
+    return tuple(sorted(str(path) for path in others if path.is_dir()))
