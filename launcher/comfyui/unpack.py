@@ -10,16 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
+from ..errors import LaunchError
+
 NOT_IN_A_NAME = ("\\", ":", "\0")  # a part with one of these is a path, a drive or a stream on some system
-
-
-class ArchiveError(Exception):
-    """Why an archive is not unpacked, as the end of a sentence that begins with its name."""
 
 
 def unpack_folder(archive: Path, inside: str, target: Path) -> None:
     """Unpacks the files under `<top>/<inside>/` of a tar archive into `target`; all under `<top>/`
-    where `inside` is empty. Nothing is ever written outside of `target`. Raises ArchiveError.
+    where `inside` is empty. Nothing is ever written outside of `target`. Raises LaunchError.
 
     The names are judged here, not by tarfile's `filter`, which early releases of Python 3.10 and
     3.11 do not have. No link is made, so no member can lead out by another one.
@@ -27,26 +25,30 @@ def unpack_folder(archive: Path, inside: str, target: Path) -> None:
     wanted = PurePosixPath(inside).parts
     with _readable(archive) as tar:
         for member in tar:
-            below = parts_of(member.name)[1:]
+            below = _parts_of(member.name, archive)[1:]
             if below[: len(wanted)] != wanted or member.isdir() or len(below) == len(wanted):
                 continue
             source = tar.extractfile(member) if member.isfile() else None
             if source is None:
-                raise ArchiveError(f"holds {member.name}, which is no plain file")
+                raise _refusal(archive, f"holds {member.name}, which is no plain file")
             path = target.joinpath(*below[len(wanted) :])
             path.parent.mkdir(parents=True, exist_ok=True)
             with source, path.open("wb") as out:
                 shutil.copyfileobj(source, out)
 
 
-def parts_of(name: str) -> tuple[str, ...]:
-    """The parts of a member's name, without empty ones. Raises ArchiveError where they lead out of
+def _parts_of(name: str, archive: Path) -> tuple[str, ...]:
+    """The parts of a member's name, without empty ones. Raises LaunchError where they lead out of
     the folder that it is unpacked into, on any system.
     """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or any(mark in name for mark in NOT_IN_A_NAME):
-        raise ArchiveError(f"holds {name!r}, which leads out of the folder that it is unpacked into")
+        raise _refusal(archive, f"holds {name!r}, which leads out of the folder that it is unpacked into")
     return path.parts
+
+
+def _refusal(archive: Path, why: str) -> LaunchError:
+    return LaunchError(f"{archive} {why}: take another archive of ComfyUI's tree.")
 
 
 @contextmanager
@@ -55,8 +57,9 @@ def _readable(archive: Path) -> Iterator[tarfile.TarFile]:
         with tarfile.open(archive) as tar:
             yield tar
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise ArchiveError(f"is no whole tar archive ({str(error).splitlines()[0].rstrip(':')})") from error
+        why = str(error).splitlines()[0].rstrip(":")
+        raise _refusal(archive, f"is no whole tar archive ({why})") from error
     except OSError as error:
         if error.errno is None:  # gzip's and bz2's way to say that the data is none of theirs
-            raise ArchiveError(f"is no whole tar archive ({error})") from error
+            raise _refusal(archive, f"is no whole tar archive ({error})") from error
         raise
