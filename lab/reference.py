@@ -18,7 +18,7 @@ from torch import nn
 from ..parallel_runtime.errors import ModelError
 from ..parallel_runtime.families.plan import TokenPlan
 from ..parallel_runtime.methods.hooks import Attention, TokenHooks, split_heads
-from ..parallel_runtime.methods.pipefusion.rope_cache import RopeCaches
+from ..parallel_runtime.methods.pipefusion.rope_cache import RopeCache
 from ..parallel_runtime.methods.shards import Rows
 from ..parallel_runtime.patches import Patch
 
@@ -29,7 +29,7 @@ class PatchForward:
     def __init__(self, model: nn.Module, plan: TokenPlan):
         self._plan = plan
         self._hooks = TokenHooks(model, plan, self)
-        self._ropes = RopeCaches(model, plan.positions)
+        self._ropes = [RopeCache(model.get_submodule(path)) for path in plan.positions]
         self._buffers: dict[tuple[Hashable, int], torch.Tensor] = {}  # (branch, layer) -> (2, B, H, L, D)
         self._branch: Hashable = None
         self._left: dict[Hashable, torch.Tensor] = {}  # branch -> (B, L, C)
@@ -38,18 +38,18 @@ class PatchForward:
         self._layer = 0
 
     def attach(self) -> None:
-        self._hooks.attach()
-        self._ropes.attach()
+        for hooks in (self._hooks, *self._ropes):
+            hooks.attach()
 
     def detach(self) -> None:
-        self._hooks.detach()
-        self._ropes.detach()
+        for hooks in (self._hooks, *self._ropes):
+            hooks.detach()
 
     def end_run(self) -> None:
-        self._hooks.end_run()
+        for kept in (self._hooks, *self._ropes):
+            kept.end_run()
         self._buffers.clear()
         self._left.clear()
-        self._ropes.end_run()
 
     @property
     def image_tokens(self) -> int:

@@ -31,7 +31,7 @@ class Batch(NamedTuple):
         """Cut every branch into ``parts``, of these weights where they are given, fewer where it
         has fewer rows: (start, end) of each.
         """
-        split = Split.by(weights, self.items, parts if weights else min(parts, self.items))
+        split = Split.by(tuple(weights), self.items, parts if weights else min(parts, self.items))
         within = [(start, size) for start, size in zip(split.starts, split.sizes, strict=True) if size]
         starts = range(0, self.rows, self.items)
         return [(first + start, first + start + size) for first in starts for start, size in within]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from .errors import ModelError
+
+Bind = Callable[[tuple, dict], dict[str, Any]]  # (args, kwargs) -> all arguments by name
 PREFIX = "diffusion_model."  # of every name below the transformer
 
 
@@ -25,16 +28,26 @@ def forward_patch(diffusion_model: torch.nn.Module) -> str:
     return PREFIX + forward_name(diffusion_model)
 
 
-def forward_binder(diffusion_model: torch.nn.Module, name: str) -> Callable[[tuple, dict], dict[str, Any]]:
-    """Returns a function (args, kwargs) -> all arguments by name, of the method ``name`` (as
-    ``forward_patch`` returns it).
+def forward_binder(diffusion_model: torch.nn.Module, name: str) -> Bind:
+    """Returns the binder of the method ``name`` (as ``forward_patch`` returns it)."""
+    return binder(getattr(type(diffusion_model), name.removeprefix(PREFIX)))
+
+
+def binder(method: Callable[..., Any], positional: Sequence[str] = ()) -> Bind:
+    """Returns a function that names the arguments of a class's ``method``. ``positional`` names
+    those of a method that takes ``*args``. The function raises ModelError for more arguments by
+    position than have names.
     """
-    signature = inspect.signature(getattr(type(diffusion_model), name.removeprefix(PREFIX)))
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(method).parameters
+    names = positional or [name for name, one in parameters.items() if one.kind in by_place][1:]
 
     def bind(args: tuple, kwargs: dict) -> dict[str, Any]:
-        arguments = dict(signature.bind(None, *args, **kwargs).arguments)
-        arguments.pop("self")
-        arguments.update(arguments.pop("kwargs", {}))
-        return arguments
+        if len(args) > len(names):
+            raise ModelError(
+                f"{method.__qualname__} is given {len(args)} arguments by position and takes {len(names)}:"
+                " this model needs another plan."
+            )
+        return {**dict(zip(names, args, strict=False)), **kwargs}
 
     return bind

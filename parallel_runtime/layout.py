@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, product, takewhile, zip_longest
 from math import log2, prod
 from operator import mul
@@ -309,7 +309,8 @@ class Split:
         return cls(tuple(base + (part < more) for part in range(parts)))
 
     @classmethod
-    def by(cls, weights: Sequence[float], total: int, parts: int, least: int = 0) -> Split:
+    @lru_cache(maxsize=64)  # asked for at every attention
+    def by(cls, weights: tuple[float, ...], total: int, parts: int, least: int = 0) -> Split:
         """Split ``total`` items so that the largest part, for its weight, is as small as can be.
         No weights, or equal ones, split evenly. Each part has ``least`` where there are as many.
         """
@@ -321,11 +322,11 @@ class Split:
             sizes[min(range(parts), key=lambda part: ((sizes[part] + 1) / weights[part], sizes[part]))] += 1
         return cls(tuple(sizes))
 
-    @property
+    @cached_property
     def total(self) -> int:
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         return tuple(accumulate(self.sizes, initial=0))[:-1]
 

@@ -2,15 +2,12 @@
 
 import inspect
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
-from pipemesh.lab.bench import compile as compile_bench
-from pipemesh.lab.bench import forwards
 from pipemesh.lab.bench.forwards import standin
 from pipemesh.lab.commands.parity import BOUND, PLAIN, Case, relative_error, sample, stock_model
 from pipemesh.nodes.report.figures import figures_of
@@ -127,18 +124,6 @@ def test_every_block_is_one_graph_around_an_opaque_attention(name):
     again = sample(rank.patcher, case)
     assert counters["stats"]["unique_graphs"] == graphs, "compiled again for the same shape"
     assert relative_error(again, truth) <= BOUND
-
-
-@pytest.mark.skipif(not ALL, reason="of a bench, and takes long")
-def test_the_bench_compares_stocks_own_graphs_with_those_of_ranks(monkeypatch):
-    """Each in its turn, as often as in a bench: stock computes with no graph of ranks, whose
-    attention is shared out.
-    """
-    monkeypatch.setattr(forwards, "SIZE", replace(forwards.SIZE, blocks=(1,) * len(forwards.SIZE.blocks)))
-    with compile_bench.calls(standin(Layout(ulysses=2), 0), 128, backend="eager") as made:
-        found = [{name: call() for name, call in made.items()} for _ in range(2)]
-    assert all(relative_error(one["stock_compiled"], found[0]["stock"]) <= BOUND for one in found)
-    assert counters["stats"]["unique_graphs"] > 0
 
 
 def test_only_the_named_modules_are_compiled_and_detaching_leaves_none():

@@ -17,7 +17,6 @@ from pipemesh.lab.commands.parity import (
     sample,
 )
 from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
-from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.watch.attributes import Attributes
 from pipemesh.parallel_runtime.watch.in_place import require_unchanged
 
@@ -41,18 +40,6 @@ def test_every_plan_is_tried_by_a_sample_of_its_family(bench):
         ]
         assert all(plan in tried for plan in family.plans) and all(plan in family.plans for plan in tried)
     assert len(SAMPLES) == sum(len(family.samples) for family in FAMILIES), "two samples have the same name"
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_a_samples_model_has_the_size_that_it_says(bench, name):
-    """Container by container, as benches and stages count on it."""
-    sample_, heads = SAMPLES[name], SAMPLES[name].heads[0]
-    size, model = sample_.tiny.size(heads), bench.stock(heads, name).model.diffusion_model
-    assert isinstance(size, Size) and size.heads == heads
-    assert (
-        tuple(len(model.get_submodule(group.path)) for group in plan_for(type(model)).blocks) == size.blocks
-    )
-    assert len(sample_.latents) == 2
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families.plan import Frames, Insert
-from pipemesh.parallel_runtime.methods.hooks import binder
+from pipemesh.parallel_runtime.forward import binder
 from pipemesh.parallel_runtime.methods.inserts import Inserted
 from pipemesh.parallel_runtime.methods.shards import Shards
 
@@ -58,7 +58,7 @@ def test_each_token_gets_what_its_own_frame_has(module, frames, each, more, rank
     )
     for rank in range(ranks):
         rows = Shards({"img": total}, rank, ranks, active)
-        inserted = Inserted(plan, binder(module), lambda rows=rows: rows)
+        inserted = Inserted(plan, binder(type(module).forward), lambda rows=rows: rows)
         entered = inserted.enter(
             module, (rows.slice(x, 1, ("img",)),), {"sound": sound, "also": also, **counted}
         )
@@ -72,7 +72,7 @@ def test_each_token_gets_what_its_own_frame_has(module, frames, each, more, rank
 
 def test_a_module_that_has_all_tokens_is_let_be():
     inserted = Inserted(
-        Insert(path="", frames=Frames(stream="img", each={"sound": 2})), binder(Within()), lambda: None
+        Insert(path="", frames=Frames(stream="img", each={"sound": 2})), binder(Within.forward), lambda: None
     )
     assert inserted.enter(Within(), (), {}) is None
     assert inserted.leave(Within(), (), torch.zeros(1, 2, 3)) is None
@@ -81,7 +81,9 @@ def test_a_module_that_has_all_tokens_is_let_be():
 def test_frames_of_unequal_size_are_refused():
     module, rows = Within(), Shards({"img": 7}, 0, 2)
     inserted = Inserted(
-        Insert(path="", frames=Frames(stream="img", each={"sound": 1})), binder(module), lambda: rows
+        Insert(path="", frames=Frames(stream="img", each={"sound": 1})),
+        binder(type(module).forward),
+        lambda: rows,
     )
     with pytest.raises(
         ModelError, match="7 tokens are no 2 frames of sound: this model cannot be split by its plan"

@@ -303,6 +303,20 @@ def test_a_plan_that_names_what_the_host_renamed_is_refused_by_name(plan, name):
         )
 
 
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"prefix": PREFIX}, "it keeps the keys and values of the prompt"),
+        ({"interleaved": True}, "its blocks run among its other blocks"),
+    ],
+    ids=["prefix", "interleaved"],
+)
+def test_a_model_of_which_no_stage_can_hold_a_part_is_refused_with_the_reason(changed, why):
+    sentence = rf"^Model cannot be divided into stages, because {why}.*set pipefusion to 1"
+    with pytest.raises(Refused, match=sentence):
+        PipeFusion.check(Model(4), with_blocks(**changed), Layout(pipefusion=2))
+
+
 def test_a_layout_that_a_method_cannot_run_is_refused():
     with pytest.raises(LayoutError, match=r"^pipefusion 3, and the model has 2 blocks: lower the degree\.$"):
         PipeFusion.check(Model(2), PLAN, Layout(pipefusion=3))
@@ -429,34 +443,3 @@ def test_an_argument_of_several_tensors_or_of_the_models_own_kind_is_cut_as_one_
     assert torch.equal(rows.along(frames.view(1, 3).repeat(1, 2), own), torch.tensor([[2, 0, 1]])), (
         "as a tensor it needs no more"
     )
-
-
-def test_blocks_that_run_among_others_are_cut_where_they_are_given_all_tokens():
-    rows = Rows({"img": 7}, {"img": (2, 3)})
-    whole = torch.arange(7.0).view(1, 7, 1)
-    local = rows.localized(whole, ("img",))
-    assert local.flatten().tolist() == [2, 3, 4]
-    assert rows.localized(local, ("img",)) is local
-
-
-def test_no_stage_holds_a_part_of_a_model_that_keeps_its_prompt():
-    with pytest.raises(
-        Refused,
-        match=(
-            r"^Model cannot be divided into stages, because it keeps the keys and values of the prompt.*set"
-            r" pipefusion to 1"
-        ),
-    ):
-        PipeFusion.check(Model(4), with_blocks(prefix=PREFIX), Layout(pipefusion=2))
-
-
-def test_no_stage_holds_a_part_of_a_model_whose_blocks_run_among_others():
-    plan = replace(PLAN, blocks=tuple(replace(group, interleaved=True) for group in PLAN.blocks))
-    with pytest.raises(
-        Refused,
-        match=(
-            r"^Model cannot be divided into stages, because its .*blocks run among its other blocks.*set"
-            r" pipefusion to 1"
-        ),
-    ):
-        PipeFusion.check(Model(4), plan, Layout(pipefusion=2))

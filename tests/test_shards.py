@@ -19,7 +19,7 @@ def shards(draw):
     totals = {stream: draw(st.integers(1, 9)) for stream in STREAMS}
     ranks = draw(st.integers(1, 5))
     weights = draw(st.just(()) | st.lists(st.integers(1, 9), min_size=ranks, max_size=ranks))
-    return Shards(totals, draw(st.integers(0, ranks - 1)), ranks, weights=weights)
+    return Shards(totals, draw(st.integers(0, ranks - 1)), ranks, weights=tuple(weights))
 
 
 def marked(ranges, tokens):

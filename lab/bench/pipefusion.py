@@ -220,7 +220,7 @@ def weights(model: Any, pool: Any) -> dict[str, float]:
     the blocks.
     """
     from ...parallel_runtime.families import plan_for
-    from ...parallel_runtime.methods.hooks import blocks_of
+    from ...parallel_runtime.methods.blocks import blocks_of
 
     plan = plan_for(type(model))
     assert plan is not None, "the bench's models have plans"

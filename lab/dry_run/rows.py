@@ -13,7 +13,8 @@ from torch import nn
 
 from ...parallel_runtime.families.plan import Insert, TokenPlan
 from ...parallel_runtime.families.sample import TokenParts
-from ...parallel_runtime.methods.hooks import Attention, binder
+from ...parallel_runtime.forward import binder
+from ...parallel_runtime.methods.hooks import Attention
 from ...parallel_runtime.methods.inserts import frame_tokens, inserts_of, named
 from ...parallel_runtime.methods.shards import Rows
 from ...parallel_runtime.planner.dry_run import Recorder, run_recorded
@@ -177,7 +178,7 @@ class RowRecorder(Recorder):
 
     def _enter_insert(self, module: nn.Module, insert: Insert) -> Callable[..., None]:
         """Return a hook on a module that tokens, or their frames, are cut for."""
-        bind = binder(module)
+        bind = binder(type(module).forward)
 
         def enter(_module: nn.Module, args: tuple, kwargs: dict) -> None:
             self._before = self.counts.by_rows.copy()

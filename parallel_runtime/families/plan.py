@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from ..errors import Refused
@@ -207,7 +208,7 @@ class Blocks:
         if not self.returns:
             object.__setattr__(self, "returns", tuple(self.tokens))
 
-    @property
+    @cached_property
     def told(self) -> set[str]:
         """Returns the streams whose rows are known before the tokens are."""
         return {*self.lengths, *([self.prefix.stream] if self.prefix else [])}
@@ -296,7 +297,7 @@ class TokenPlan:
             else ""
         )
 
-    @property
+    @cached_property  # asked for at every evaluation
     def prefix(self) -> Prefix | None:
         return self.blocks[0].prefix if self.blocks else None
 
@@ -321,7 +322,7 @@ class TokenPlan:
         """Returns whether a patch can be given all tokens at a point."""
         return any(point in group.points for group in self.blocks)
 
-    @property
+    @cached_property
     def leaves_behind_blocks(self) -> bool:
         """Whether what follows ``leave`` takes all tokens."""
         return bool(self.blocks) and self.leave.path == self.blocks[-1].path

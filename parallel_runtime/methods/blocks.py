@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,11 @@ def blocks_of(model: nn.Module, plan: TokenPlan) -> Iterator[tuple[nn.ModuleList
         assert isinstance(container, nn.ModuleList)
         for index in range(len(container)):
             yield container, index, group
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a module's class; for a stub, of the block it ``stands_for``."""
+    return getattr(module, "stands_for", type(module)).forward
 
 
 def taken(arguments: Mapping[str, Any], name: str) -> torch.Tensor:

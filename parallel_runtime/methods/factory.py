@@ -11,7 +11,7 @@ from ..comm.mesh import Mesh
 from ..comm.shares import stage_speeds
 from ..families.plan import TokenPlan
 from ..stages import cut, share_out
-from .hooks import blocks_of
+from .blocks import blocks_of
 from .method import Method, Rank
 from .pipefusion.stage import PipeFusion
 from .usp import SequenceParallel

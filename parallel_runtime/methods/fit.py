@@ -8,8 +8,7 @@ from torch import nn
 
 from ..errors import Refused
 from ..families.plan import Blocks, Leave, TokenPlan
-from .blocks import blocks_of
-from .hooks import signature_of
+from .blocks import blocks_of, forward_of
 from .inserts import inserts_of, named
 
 
@@ -58,7 +57,7 @@ def _named(item: Blocks | Leave) -> set[str]:
 def _require_arguments(
     model: nn.Module, plan: TokenPlan, path: str, module: nn.Module, wanted: set[str]
 ) -> None:
-    parameters = signature_of(module).parameters
+    parameters = inspect.signature(forward_of(module)).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in sorted(wanted - set(parameters)) if not takes_any else ():
         raise Refused(_misfit(model, plan, f"{path}({name}=)"))

@@ -5,73 +5,22 @@ A Sharding decides which rows, and what attention over them sees.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..comm.late import to_device
-from ..errors import ModelError
 from ..families.plan import Along, Blocks, Boundary, Leave, Ranges, TokenPlan
-from .blocks import as_BLC, as_given, blocks_of, put, taken
+from ..forward import binder
+from .blocks import as_BLC, as_given, blocks_of, forward_of, put, taken
 from .inserts import Inserted, inserts_of, named
 from .node_patches import OVERRIDE, NodePatches
 from .override import Attention, AttentionOverride, Overridden, by_name
+from .sharding import Sharding
 from .shards import Rows
-
-
-class Sharding(Protocol):
-    """Makes a method's decisions in the middle of a forward."""
-
-    def choose_rows(self, all_tokens: Mapping[str, int]) -> Rows | None:
-        """Choose the rows of each stream that are computed here; None computes all of them, and
-        nothing is cut. Called once per evaluation.
-        """
-
-    def enter_block(self) -> None:
-        """Note that a block begins: called before every one."""
-
-    def acts_behind(self, path: str, block: int) -> bool:
-        """Return True if what ComfyUI does behind that block of the container at ``path`` is done
-        in this rank: adding a ControlNet residual, calling patches of nodes.
-        """
-        ...
-
-    def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
-        """Return all rows (B, L, C) of ``streams``, of which ``local_BlC`` are the local ones. All
-        ranks of the sequence must call it.
-        """
-        ...
-
-    def attend(
-        self,
-        rows: Rows | None,
-        attention: Attention,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        heads: int,
-        mask: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Compute an attention over streams that are cut. The arguments are those of the host's
-        ``optimized_attention_override``.
-        """
-        ...
-
-    def attend_over(
-        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
-    ) -> torch.Tensor:
-        """Compute an attention whose queries every rank has whole, over keys that are cut."""
-        ...
-
-    def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor | None:
-        """Return all rows of the leaving stream's output, of which ``out_BlC`` are the local ones;
-        None leaves it as it is.
-        """
 
 
 class TokenHooks:
@@ -92,51 +41,44 @@ class TokenHooks:
 
     def attach(self) -> None:
         for stream, path in self._plan.blocks[0].lengths.items():
-            tell = partial(told_by, self._told, stream)
-            self._handles.append(self._model.get_submodule(path).register_forward_hook(tell))
+            self._behind(self._model.get_submodule(path), partial(told_by, self._told, stream))
         blocks = list(blocks_of(self._model, self._plan))
         for place, (container, index, group) in enumerate(blocks):
             self._attach_block(container[index], group, index, first=place == 0)
         for insert in inserts_of(self._plan):
             for module in named(self._model, insert.path):
-                inserted = Inserted(insert, binder(module), lambda: self._rows)
-                self._handles.append(module.register_forward_pre_hook(inserted.enter, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(inserted.leave))
+                inserted = Inserted(insert, binder(forward_of(module)), lambda: self._rows)
+                self._before(module, inserted.enter)
+                self._behind(module, inserted.leave)
         if self._plan.leaves_behind_blocks:
             container, index, group = blocks[-1]
-            self._handles.append(container[index].register_forward_hook(partial(self._left_behind, group)))
+            self._behind(container[index], partial(self._left_behind, group))
             return
         for leave in map(self._model.get_submodule, self._plan.leave.paths):
             # Else leave them be: some modules take arguments by position only
             if self._plan.leave.along or self._plan.leave.ranges:
-                self._handles.append(
-                    leave.register_forward_pre_hook(
-                        self._entering_leave(leave, self._plan.leave), with_kwargs=True
-                    )
-                )
-            self._handles.append(leave.register_forward_hook(self._left))
+                self._before(leave, self._entering_leave(leave))
+            self._behind(leave, self._left)
+
+    def _before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _behind(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        self._handles.append(module.register_forward_hook(hook))
 
     def _attach_block(self, block: nn.Module, group: Blocks, index: int, first: bool) -> None:
-        self._handles.append(
-            block.register_forward_pre_hook(self._entering(block, group, index, first), with_kwargs=True)
-        )
-        self._handles.append(block.register_forward_hook(lambda *_: self._attention.share(False)))
+        self._before(block, self._entering(block, group, index, first))
+        self._behind(block, lambda *_: self._attention.share(False))
         if group.sliced_between:
-            self._handles.append(
-                block.register_forward_hook(lambda _block, _args, out: spread(self._rows, group, out))
-            )
+            self._behind(block, lambda _block, _args, out: spread(self._rows, group, out))
         if hasattr(block, "stands_for"):
             return
         if group.without_options:
             self._handles.append(Overridden(block.get_submodule(group.without_options), self._attention))
-        for path in group.local:
-            local = block.get_submodule(path)
-            self._handles.append(local.register_forward_pre_hook(lambda *_: self._attention.share(False)))
-            self._handles.append(local.register_forward_hook(lambda *_: self._attention.share(True)))
-        for path in group.whole_queries:
-            over = block.get_submodule(path)
-            self._handles.append(over.register_forward_pre_hook(lambda *_: self._attention.share("keys")))
-            self._handles.append(over.register_forward_hook(lambda *_: self._attention.share(True)))
+        inner = {**dict.fromkeys(group.local, False), **dict.fromkeys(group.whole_queries, "keys")}
+        for path, shared in inner.items():
+            self._before(block.get_submodule(path), lambda *_, shared=shared: self._attention.share(shared))
+            self._behind(block.get_submodule(path), lambda *_: self._attention.share(True))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -201,7 +143,8 @@ class TokenHooks:
         """The host's ``optimized_attention_override``. Attention outside the plan's blocks passes
         through: it sees nothing that is cut.
         """
-        attention = self._patches.chosen(attention)
+        if self._patches.override is not None:
+            attention = partial(self._patches.override, attention)
         if not self._attention.shared:
             return attention(q, k, v, heads, mask, *args, **kwargs)
         if mask is not None and self._rows is not None and self._key_mask is not None:
@@ -210,7 +153,9 @@ class TokenHooks:
         return attend(self._rows, attention, q, k, v, heads, mask, **by_name(args), **kwargs)
 
     def _entering(self, block: nn.Module, group: Blocks, index: int, first: bool) -> Callable:
-        bind = binder(block, group.positional)
+        bind = binder(forward_of(block), group.positional)
+        by_tokens = (*group.along, *group.ranges)
+        masks = [item for item in group.along if item.masks_keys]
 
         def hook(_block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             arguments = bind(args, kwargs)
@@ -221,17 +166,11 @@ class TokenHooks:
                     arg: self._rows.localized(arguments[arg], streams, group.sliced_between)
                     for arg, streams in group.tokens.items()
                 }
-            self._key_mask = next(
-                (
-                    (arguments[item.arg], item)
-                    for item in group.along
-                    if item.masks_keys and item.arg in arguments
-                ),
-                None,
-            )
-            self._localize(arguments, (*group.along, *group.ranges))
+            given = [(arguments[item.arg], item) for item in masks if item.arg in arguments]
+            self._key_mask = given[0] if given else None
+            self._localize(arguments, by_tokens)
             self._attention.share(True)
-            self._patches.enter(self._rows, group, index)
+            self._patches.points.enter(self._rows, group, index)
             self._sharding.enter_block()
             return (), arguments
 
@@ -271,12 +210,12 @@ class TokenHooks:
             if arguments.get(item.arg) is not None:
                 arguments[item.arg] = self._rows.cut(arguments[item.arg], item)
 
-    def _entering_leave(self, module: nn.Module, leave: Leave) -> Callable:
-        bind = binder(module)
+    def _entering_leave(self, module: nn.Module) -> Callable:
+        bind, by_tokens = binder(forward_of(module)), (*self._plan.leave.along, *self._plan.leave.ranges)
 
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             arguments = bind(args, kwargs)
-            self._localize(arguments, (*leave.along, *leave.ranges))
+            self._localize(arguments, by_tokens)
             return (), arguments
 
         return hook
@@ -363,29 +302,3 @@ def spread(rows: Rows | None, group: Blocks, out: Any) -> Any:
 def split_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """(B, l, H*D) or (B, l, H, D) -> (B, H, l, D)."""
     return tensor.reshape(*tensor.shape[:2], -1, dim).transpose(1, 2)
-
-
-def signature_of(module: nn.Module) -> inspect.Signature:
-    """Return the signature of a module's forward; for a stub, of the block it ``stands_for``."""
-    return inspect.signature(getattr(module, "stands_for", type(module)).forward)
-
-
-def binder(module: nn.Module, positional: Sequence[str] = ()) -> Callable[[tuple, dict], dict[str, Any]]:
-    """Return a function (args, kwargs) -> all arguments by name. ``positional`` names those of a
-    forward that takes ``*args``.
-    """
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = (
-        list(positional)
-        or [name for name, one in signature_of(module).parameters.items() if one.kind in by_place][1:]
-    )
-
-    def bind(args: tuple, kwargs: dict) -> dict[str, Any]:
-        if len(args) > len(names):
-            raise ModelError(
-                f"{type(module).__name__} is given {len(args)} arguments by position and takes {len(names)}:"
-                " this model needs another plan."
-            )
-        return {**dict(zip(names, args, strict=False)), **kwargs}
-
-    return bind

@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from ..errors import Refused
-from ..families.plan import COMPILE, LEFT_OUT, Blocks, TokenPlan
+from ..families.plan import COMPILE, LEFT_OUT, TokenPlan
 from .blocks import blocks_of
 from .compiled import CompiledBlocks
 from .override import AttentionOverride
-from .patch_points import Gathering, PatchPoints
-from .shards import Rows
+from .patch_points import PatchPoints
+from .sharding import Sharding
 
 OVERRIDE = "optimized_attention_override"  # ComfyUI's name of the option that replaces attention
 
@@ -24,52 +24,48 @@ OVERRIDE = "optimized_attention_override"  # ComfyUI's name of the option that r
 class NodePatches:
     """What nodes attached to one model, from ``begin`` of an evaluation to the next, or to
     ``end``. Compiled blocks stay for the next run, until an evaluation wants them no more.
-    ``attention``: the model's, which graphs call.
+    ``attention``: the model's, which graphs call. ``override``: the node's, to call in place of an
+    attention. ``points``: where patches are called.
     """
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Gathering, attention: AttentionOverride):
+    def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Sharding, attention: AttentionOverride):
         self._model = model
         self._plan = plan
         self._attention = attention
         self._compiled: CompiledBlocks | None = None
-        self._override: Callable[..., Any] | None = None
+        self.override: Callable[..., Any] | None = None
         self._left_out: list[tuple[nn.Module, Any]] = []  # blocks, and what stood for their forward before
-        self._points = PatchPoints(model, plan, sharding)
+        self.points = PatchPoints(model, plan, sharding)
 
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
         """Begin an evaluation: return its ``transformer_options`` for the model. Of these,
         ``patches`` are (name, function) by point.
         """
         options = dict(options)
-        self._override = options.pop(OVERRIDE, None)
-        self._leave_out(())
-        compilation = options.pop(COMPILE, None)
-        # A graph would keep the patches it was made with
-        self._compile(None if options.get("patches") else compilation)
-        self._leave_out(options.pop(LEFT_OUT, ()))
-        if patches := self._points.begin(options.pop("patches", {})):
+        self.override = options.pop(OVERRIDE, None)
+        self._put_back()
+        compilation, left_out = options.pop(COMPILE, None), options.pop(LEFT_OUT, ())
+        if options.get("patches"):
+            compilation = None  # a graph would keep the patches it was made with
+        if self._compiled is not None or compilation is not None:
+            self._compile(compilation)
+        if left_out:
+            self._leave_out(left_out)
+        if patches := self.points.begin(options.pop("patches", {})):
             options["patches"] = patches
         return options
 
     def end(self) -> None:
         """Free what the run needed."""
-        self._override = None
+        self.override = None
         if self._compiled is not None:
             self._compiled.end()
-        self._leave_out(())
-        self._points.begin({})
+        self._put_back()
+        self.points.begin({})
 
     def detach(self) -> None:
         """Leave the model as it was."""
         self.begin({})
-
-    def enter(self, rows: Rows | None, group: Blocks, block: int) -> None:
-        """Note which block of a container begins, on which rows."""
-        self._points.enter(rows, group, block)
-
-    def chosen(self, attention: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the attention function to use where the model calls ``attention``."""
-        return attention if self._override is None else partial(self._override, attention)
 
     def _compile(self, wanted: Mapping[str, Any] | None) -> None:
         if self._compiled is not None and self._compiled.wanted != wanted:
@@ -80,18 +76,20 @@ class NodePatches:
         if self._compiled is not None:
             self._compiled.begin()
 
-    def _leave_out(self, blocks: Sequence[tuple[str, int]]) -> None:
-        """Let these blocks, (kind, index), and no others return their tokens as they come. Hooks
-        stay in place: rows enter, travel and leave as ever.
-        """
+    def _put_back(self) -> None:
+        """Let blocks that were left out compute again."""
         while self._left_out:
             block, before = self._left_out.pop()
             del block.forward
             if before is not None:
                 block.forward = before
-        wanted = set(blocks)
-        kinds = kinds_of(self._model, self._plan) if wanted else {}
-        if self._plan.prefix is not None and wanted:
+
+    def _leave_out(self, blocks: Sequence[tuple[str, int]]) -> None:
+        """Let these blocks, (kind, index), return their tokens as they come. Hooks stay in place:
+        rows enter, travel and leave as ever.
+        """
+        wanted, kinds = set(blocks), kinds_of(self._model, self._plan)
+        if self._plan.prefix is not None:
             # The model asks every block for the keys and values that it keeps.
             raise Refused(
                 f"No block of {type(self._model).__name__} can be left out in the pool: "
@@ -106,7 +104,7 @@ class NodePatches:
                 f"The first block of {type(self._model).__name__} cannot be left out in the pool: "
                 "take it off the list of layers of the node, or leave PipeMesh Parallelize out."
             )
-        for container, index, group in blocks_of(self._model, self._plan) if wanted else ():
+        for container, index, group in blocks_of(self._model, self._plan):
             block = container[index]
             if (kinds.get(group.path), index) in wanted and not hasattr(block, "stands_for"):
                 self._left_out.append((block, vars(block).get("forward")))

@@ -8,36 +8,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..families.plan import BEFORE_BLOCKS, BlockPatch, Blocks, TokenPlan
+from .sharding import Sharding
 from .shards import Rows
 
 BEHIND_BLOCKS = ("double_block",)  # points where ComfyUI calls patches behind a block, not in it
 OPTIONS = ("transformer_options", "extra_options")  # the names under which patches get options
 
 
-class Gathering(Protocol):
-    def acts_behind(self, path: str, block: int) -> bool:
-        """Return True if what ComfyUI does behind that block of the container at ``path`` is done
-        in this rank.
-        """
-        ...
-
-    def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
-        """Return all rows (B, L, C) of ``streams``, of which ``local_BlC`` are the local ones. All
-        ranks of the sequence must call it.
-        """
-        ...
-
-
 class PatchPoints:
     """Calls one model's patches, from ``begin`` of an evaluation on."""
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Gathering):
+    def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Sharding):
         self._model = model
         self._plan = plan
         self._sharding = sharding

@@ -8,12 +8,15 @@ ring, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..attention.kernels import Kernels, Partial, merge, partial_attention
 from ..comm.mesh import SequenceComm
-from .sequence_attention import Call
+
+if TYPE_CHECKING:
+    from .sequence_attention import Call
 
 MaskOf = Callable[[int], torch.Tensor]  # a place of the ring -> the mask of the own queries and its keys
 Passing = Callable[[int, torch.Tensor], None]  # a place of the ring, its keys and values (2, B, h, K, D)

@@ -7,6 +7,7 @@ D head dim, C channels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import accumulate
@@ -21,7 +22,8 @@ from ..errors import ModelError
 from ..families.plan import TokenPlan
 from ..layout import Split
 from .hooks import Attention, split_heads
-from .shards import Joint, Shards
+from .ring_attention import RingAttention
+from .shards import Joint, Rows, Shards
 
 QKV = torch.Tensor | Sequence[torch.Tensor]  # 3 x (B, h, g, D)
 
@@ -54,9 +56,6 @@ class Call(NamedTuple):
         )
 
 
-Inner = Callable[[Call, QKV, torch.Tensor], torch.Tensor]  # call, 3 x (B, h, g, D), flag (1,) -> (B, h, g, D)
-
-
 def by_heads(q, k, v, heads: int, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """3 x (B, l, H*D) or, as ``skip_reshape`` says, (B, H, l, D) -> 3 x (B, H, l, D)."""
     skip_reshape = kwargs.pop("skip_reshape", False)
@@ -65,36 +64,34 @@ def by_heads(q, k, v, heads: int, kwargs: dict) -> tuple[torch.Tensor, torch.Ten
     return q, k, v
 
 
-class SequenceAttention:
-    """Gives each rank its own heads of all tokens of its ulysses group. ``before_exchange`` is
-    called before every message.
+class SequenceAttention(ABC):
+    """The part of a Sharding that exchanges tokens of a sequence. ``on_progress`` is called before
+    every message.
     """
 
     def __init__(
-        self, plan: TokenPlan, comm: SequenceComm, before_exchange: Callable[[], None], kernels: Kernels
+        self, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None], kernels: Kernels
     ):
         self._kernels = kernels
         self._plan = plan
         self._comm = comm
-        self._before_exchange = before_exchange
+        self._on_progress = on_progress
+        self._ring = RingAttention(comm, on_progress, kernels)
+
+    @abstractmethod
+    def over_all_keys(self, call: Call, qkv: QKV, flag: torch.Tensor) -> torch.Tensor:
+        """3 x (B, h, g, D) -> (B, h, g, D): attend with the own heads to all keys of the sequence.
+        Must decide on ``flag`` (1,), the ulysses group's wish to stop.
+        """
 
     def attend(
-        self,
-        inner: Inner,
-        rows: Shards,
-        attention: Attention,
-        q,
-        k,
-        v,
-        heads: int,
-        mask: torch.Tensor | None,
-        kwargs: dict,
+        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
     ) -> torch.Tensor:
-        """Exchange heads for tokens, call ``inner`` with the own heads, exchange its output back.
-
-        ``inner`` must decide on its flag, the group's wish to stop. The other arguments, and the
-        output, are those of the host's ``optimized_attention_override``, of the local rows.
+        """Give each rank its own heads of all tokens of its ulysses group, compute
+        ``over_all_keys``, and give the output back.
         """
+        if not isinstance(rows, Shards):
+            return attention(q, k, v, heads, mask, **kwargs)
         q_BHlD, k_BHlD, v_BHlD = by_heads(q, k, v, heads, kwargs)
         skip_output_reshape = kwargs.pop("skip_output_reshape", False)
         if k_BHlD.shape[1] != q_BHlD.shape[1]:  # grouped queries: an uneven split of heads needs them in full
@@ -102,10 +99,8 @@ class SequenceAttention:
             k_BHlD, v_BHlD = (t.repeat_interleave(repeats, dim=1) for t in (k_BHlD, v_BHlD))
             kwargs.pop("enable_gqa", None)
         joint = self._joint_of(rows, q_BHlD.shape[2])
-        split, rank = (
-            Split.by(self._comm.shares.heads, q_BHlD.shape[1], self._comm.ulysses.size),
-            self._comm.ulysses.rank,
-        )
+        exchange = self._comm.ulysses
+        split, rank = Split.by(self._comm.shares.heads, q_BHlD.shape[1], exchange.size), exchange.rank
         own = slice(split.starts[rank], split.starts[rank] + split.sizes[rank])
         before = None
         if more := k_BHlD.shape[2] - q_BHlD.shape[2]:
@@ -117,40 +112,36 @@ class SequenceAttention:
             before = k_BHlD[:, own, :more], v_BHlD[:, own, :more]
             k_BHlD, v_BHlD = (t[:, :, more:] for t in (k_BHlD, v_BHlD))
         qkv_3BhgD, flag = self._heads_for_tokens((q_BHlD, k_BHlD, v_BHlD), split, joint)
-        out_BhgD = inner(Call(attention, kwargs, mask, split, own, joint, rows, before), qkv_3BhgD, flag)
+        call = Call(attention, kwargs, mask, split, own, joint, rows, before)
+        out_BhgD = self.over_all_keys(call, qkv_3BhgD, flag)
         out_BlHD = self._tokens_for_heads(out_BhgD, split, joint)
         return out_BlHD.transpose(1, 2) if skip_output_reshape else out_BlHD.flatten(2)
 
     def attend_over(
-        self, rows: Shards, q, k, v, heads: int, mask: torch.Tensor | None, kwargs: dict
+        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
     ) -> torch.Tensor:
         """Attend with queries that every rank has whole to keys that are cut: each rank to its own
         keys, and all merge the same parts in the same order.
         """
+        if not isinstance(rows, Shards) or self._comm.size == 1:
+            return attention(q, k, v, heads, mask, **kwargs)
         if mask is not None:
             raise ModelError(
                 "Attention over keys that are cut has a mask, which no plan says how to cut: this model needs"
                 " another plan."
             )
         q_BHQD, k_BHlD, v_BHlD = by_heads(q, k, v, heads, kwargs)
-        joint, exchange = rows.joint((self._plan.leave.stream,)), self._comm.world
+        joint = rows.joint((self._plan.leave.stream,))
         k_BHlD, v_BHlD = joint.drop_anchors(k_BHlD, 2), joint.drop_anchors(v_BHlD, 2)
         part = partial_attention(q_BHQD, k_BHlD, v_BHlD, None, kwargs.get("scale"), self._kernels)
         own = torch.cat((part.out.float(), part.level.unsqueeze(-1)), -1)
-        self._before_exchange()
-        received, flag = exchange.all_to_all(
-            [[own]] * exchange.size, [own.shape] * exchange.size, self._comm.stop.wish(own)
-        )
+        parts, flag = self._from_all(own, [own.shape] * self._comm.size, self._comm.stop.wish(own))
         self._comm.decide(flag)
-        parts = [
-            (own if rank == exchange.rank else received[rank].to(own.device)) for rank in range(exchange.size)
-        ]
-        weights = [float(max(1, count)) for count in joint.counts]
         whole = reduce(
             merge,
             (
-                Partial(part[..., :-1], part[..., -1], weight)
-                for part, weight in zip(parts, weights, strict=True)
+                Partial(part[..., :-1], part[..., -1], float(max(1, count)))
+                for part, count in zip(parts, joint.counts, strict=True)
             ),
         )
         out_BHQD = whole.out.to(q.dtype)
@@ -190,7 +181,7 @@ class SequenceAttention:
             [t.narrow(1, start, size) for t in qkv]
             for start, size in zip(heads.starts, heads.sizes, strict=True)
         ]
-        self._before_exchange()
+        self._on_progress()
         received, flag = exchange.all_to_all(
             chunks, [(3, batch, own_heads, count, dim) for count in tokens], flag
         )
@@ -214,7 +205,7 @@ class SequenceAttention:
         own_tokens = tokens[exchange.rank]
         chunks = [[piece] for piece in out_BhgD.split(tokens, dim=2)]
         shapes = [(batch, size, own_tokens, dim) for size in heads.sizes]
-        self._before_exchange()
+        self._on_progress()
         received, _ = exchange.all_to_all(chunks, shapes, out_BhgD.new_zeros(1))
         out = out_BhgD.new_empty(batch, own_tokens, heads.total, dim)
         for index, (start, size) in enumerate(zip(heads.starts, heads.sizes, strict=True)):
@@ -222,39 +213,47 @@ class SequenceAttention:
             out.narrow(2, start, size).copy_(piece.transpose(1, 2))
         return joint.put_back(out, 1)
 
-    def all_rows(self, rows: Shards, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
+    def _from_all(
+        self, own: torch.Tensor, shapes: Sequence[tuple[int, ...]], flag: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Send ``own`` to all ranks of the sequence; return what each sent, of these shapes, and
+        their flag.
+        """
+        exchange = self._comm.world
+        self._on_progress()
+        received, flag = exchange.all_to_all([[own]] * exchange.size, shapes, flag)
+        ranks = range(exchange.size)
+        return [own if rank == exchange.rank else received[rank].to(own.device) for rank in ranks], flag
+
+    def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
         """Return all rows of ``streams``, in the host's order, of which ``local_BlC`` are the local
         ones. Every rank of the sequence must call it.
         """
-        joint, exchange = rows.joint(streams), self._comm.world
+        assert isinstance(rows, Shards)
+        joint = rows.joint(streams)
         own = joint.drop_anchors(local_BlC, 1)
         pieces = [own]
-        if exchange.size > 1:
+        if self._comm.size > 1:
             batch, _, channels = own.shape
-            self._before_exchange()
             shapes = [(batch, count, channels) for count in joint.counts]
-            received, _ = exchange.all_to_all([[own]] * exchange.size, shapes, own.new_zeros(1))
-            pieces = [
-                own if rank == exchange.rank else received[rank].to(own.device)
-                for rank in range(exchange.size)
-            ]
+            pieces, _ = self._from_all(own, shapes, own.new_zeros(1))
         whole = own.new_empty(own.shape[0], joint.all_tokens, own.shape[2])
         whole[:, to_device(joint.rank_major(), own.device)] = torch.cat(pieces, 1)
         return whole
 
-    def gather(self, rows: Shards, out_BlC: torch.Tensor) -> torch.Tensor | None:
+    def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor | None:
         """Return the active rows of the leaving stream on the first rank of the sequence; other
         ranks return zeros of that shape. None where this rank has them all already.
         """
         exchange = self._comm.world
-        if exchange.size == 1:
+        if not isinstance(rows, Shards) or exchange.size == 1:
             return None
         split = rows.splits[self._plan.leave.stream]
         batch, _, channels = out_BlC.shape
         own = out_BlC[:, : split.sizes[exchange.rank]]
         chunks = [[own if rank == 0 else own[:, :0]] for rank in range(exchange.size)]
         shapes = [(batch, size if exchange.rank == 0 else 0, channels) for size in split.sizes]
-        self._before_exchange()
+        self._on_progress()
         received, _ = exchange.all_to_all(chunks, shapes, out_BlC.new_zeros(1))
         if exchange.rank != 0:
             return out_BlC.new_zeros(batch, split.total, channels)

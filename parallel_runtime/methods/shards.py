@@ -213,7 +213,7 @@ class Shards(Rows):
         rank: int,
         size: int,
         active: Mapping[str, tuple[int, int]] | None = None,
-        weights: Sequence[float] = (),
+        weights: tuple[float, ...] = (),
     ):
         self.rank = rank
         self.size = size
@@ -221,18 +221,16 @@ class Shards(Rows):
         self.splits = {
             stream: Split.by(weights, count, size, least=1) for stream, (_, count) in self.active.items()
         }
-        super().__init__(
-            all_tokens, {stream: self._local(stream, count) for stream, count in all_tokens.items()}
-        )
+        # Row 0 is an anchor where there are no own rows: host blocks cannot view an empty stream.
+        # Anchors never take part in attention or in the result.
+        local = {
+            stream: (self.active[stream][0] + split.starts[rank], split.sizes[rank])
+            if split.sizes[rank]
+            else (0, min(1, all_tokens[stream]))
+            for stream, split in self.splits.items()
+        }
+        super().__init__(all_tokens, local)
         self._joint: dict[tuple[str, ...], Joint] = {}
-
-    def _local(self, stream: str, count: int) -> tuple[int, int]:
-        """Return the own rows of a stream, or row 0 as an anchor where there are none: host blocks
-        cannot view an empty stream. Anchors never take part in attention or in the result.
-        """
-        split = self.splits[stream]
-        own = (self.active[stream][0] + split.starts[self.rank], split.sizes[self.rank])
-        return own if own[1] else (0, min(1, count))
 
     def joint(self, streams: tuple[str, ...]) -> Joint:
         if streams not in self._joint:
@@ -253,29 +251,18 @@ class Joint:
         # (start, size) of each stream's own rows within the local ones
         self._owned: list[tuple[int, int]] = []
         self.local = 0
+        self.active_tokens = sum(self.counts)  # computed, over all ranks
+        self.all_tokens = sum(shards.all_tokens[stream] for stream in streams)
         for stream, split in zip(streams, splits, strict=True):
             self._owned.append((self.local, split.sizes[shards.rank]))
             self.local += shards.local[stream][1]
+        self._has_anchor = self.local != self.counts[shards.rank]
         self._ranges: list[tuple[int, int]] | None = None
         self._order: torch.Tensor | None = None
 
-    @property
-    def active_tokens(self) -> int:
-        """Tokens that are computed, over all ranks."""
-        return sum(self.counts)
-
-    @property
-    def all_tokens(self) -> int:
-        """Tokens of the whole sequence."""
-        return sum(self._shards.all_tokens[stream] for stream in self.streams)
-
-    @property
-    def has_anchor(self) -> bool:
-        return self.local != self.counts[self._shards.rank]
-
     def drop_anchors(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Local rows -> the own rows among them."""
-        if not self.has_anchor:
+        if not self._has_anchor:
             return tensor
         parts = [tensor.narrow(dim, start, size) for start, size in self._owned if size] or [
             tensor.narrow(dim, 0, 0)
@@ -284,7 +271,7 @@ class Joint:
 
     def put_back(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Invert ``drop_anchors``, with zeros in anchor rows."""
-        if not self.has_anchor:
+        if not self._has_anchor:
             return tensor
         shape = list(tensor.shape)
         shape[dim] = self.local

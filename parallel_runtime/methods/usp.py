@@ -25,12 +25,12 @@ from ..errors import LayoutError
 from ..families.plan import TokenPlan
 from ..layout import Layout
 from ..patches import Part
+from .blocks import blocks_of
 from .fit import require_fit
-from .hooks import Attention, TokenHooks, blocks_of
+from .hooks import TokenHooks
 from .method import ALONE, Facts, free_frames
-from .ring_attention import RingAttention
 from .sequence_attention import QKV, Call, SequenceAttention
-from .shards import Rows, Shards, part_of_mask, permute_mask
+from .shards import Shards, part_of_mask, permute_mask
 
 EVERYTHING = slice(None)
 
@@ -103,16 +103,8 @@ class SequenceParallel:
         return Facts("all" if in_step.is_even else "some", in_step.confirmed)
 
 
-class SequenceSharding:
+class SequenceSharding(SequenceAttention):
     """Gives each rank of the sequence its share of every stream; attention sees all of them."""
-
-    def __init__(
-        self, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None], kernels: Kernels
-    ):
-        self._comm = comm
-        self._on_progress = on_progress
-        self._attention = SequenceAttention(plan, comm, on_progress, kernels)
-        self._ring = RingAttention(comm, on_progress, kernels)
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards | None:
         if self._comm.size == 1:
@@ -128,28 +120,7 @@ class SequenceSharding:
     def acts_behind(self, path: str, block: int) -> bool:
         return True
 
-    def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
-        assert isinstance(rows, Shards)
-        return self._attention.all_rows(rows, local_BlC, streams)
-
-    def attend(
-        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
-    ) -> torch.Tensor:
-        if not isinstance(rows, Shards):
-            return attention(q, k, v, heads, mask, **kwargs)
-        return self._attention.attend(self._over_all_keys, rows, attention, q, k, v, heads, mask, kwargs)
-
-    def attend_over(
-        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
-    ) -> torch.Tensor:
-        if not isinstance(rows, Shards) or self._comm.size == 1:
-            return attention(q, k, v, heads, mask, **kwargs)
-        return self._attention.attend_over(rows, q, k, v, heads, mask, kwargs)
-
-    def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor | None:
-        return self._attention.gather(rows, out_BlC) if isinstance(rows, Shards) else None
-
-    def _over_all_keys(self, call: Call, qkv: QKV, flag: torch.Tensor) -> torch.Tensor:
+    def over_all_keys(self, call: Call, qkv: QKV, flag: torch.Tensor) -> torch.Tensor:
         host_mask, mask = call.mask, None
         if host_mask is not None:
             mask = call.rows.memoise(host_mask, ("mask",), lambda: permute_mask(host_mask, call.joint))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 ROOMS = (
     "comm.ring",
     "comm.stage_link",
-    "methods.hooks",
+    "methods.blocks",
     "methods.pipefusion.kv_buffer",
     "methods.pipefusion.patch_sharding",
     "methods.ring_attention",

@@ -12,20 +12,20 @@ def gather_order():
     """Rank 0 puts the other ranks' rows before its own."""
 
     def make(real):
-        def gather(self, rows, out):
+        def leave(self, rows, out):
             return real(self, rows, out).roll(-rows.splits["img"].sizes[0], dims=1)
 
-        return gather
+        return leave
 
-    put(rooms.sequence_attention.SequenceAttention, "gather", make)
+    put(rooms.sequence_attention.SequenceAttention, "leave", make)
 
 
 def token_order():
     """Tokens are handed back to the wrong ranks' heads: the heads of two ranks change places."""
 
     def make(real):
-        def attend(self, inner, rows, attention, q, k, v, heads, *rest):
-            out_BlC = real(self, inner, rows, attention, q, k, v, heads, *rest)
+        def attend(self, rows, attention, q, k, v, heads, *rest, **options):
+            out_BlC = real(self, rows, attention, q, k, v, heads, *rest, **options)
             return out_BlC.unflatten(-1, (heads, -1)).roll(1, dims=2).flatten(2)
 
         return attend
@@ -42,8 +42,8 @@ def mask_dropped():
     """As peers do it."""
 
     def make(real):
-        return lambda self, inner, rows, attention, q, k, v, heads, mask, *rest: real(
-            self, inner, rows, attention, q, k, v, heads, None, *rest
+        return lambda self, rows, attention, q, k, v, heads, mask, **options: real(
+            self, rows, attention, q, k, v, heads, None, **options
         )
 
     put(rooms.sequence_attention.SequenceAttention, "attend", make)
@@ -147,7 +147,7 @@ def runs_out_of_memory():
         return made
 
     def model_blocks(model, plan):
-        return [container[place] for container, place, _group in rooms.hooks.blocks_of(model, plan)]
+        return [container[place] for container, place, _group in rooms.blocks.blocks_of(model, plan)]
 
     def failing(real):
         def computed(*args):

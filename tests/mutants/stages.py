@@ -30,7 +30,7 @@ def dear_first_blocks():
     def make(real):
         def make_method(model, plan, mesh, rank, stages=(), *kernels):
             method = real(model, plan, mesh, rank, stages, *kernels)
-            for index, (container, place, _group) in enumerate(rooms.hooks.blocks_of(model, plan)):
+            for index, (container, place, _group) in enumerate(rooms.blocks.blocks_of(model, plan)):
                 if index < 2 and not hasattr(container[place], "stands_for"):
                     container[place].forward = slowed(container[place].forward)
             return method
@@ -161,10 +161,6 @@ def patches_its_own_weights():
 
 
 # -- memory
-
-
-def no_memory():
-    no_memory_on_ranks(range(99))
 
 
 def no_memory_on_rank_1():

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -23,16 +22,14 @@ from ...comm.mesh import SequenceComm
 from ...families.plan import TokenPlan
 from ...patches import Patch
 from ...stages import Stage
-from ..hooks import Attention
 from ..method import Rank
-from ..ring_attention import RingAttention
 from ..sequence_attention import QKV, Call, SequenceAttention
 from ..shards import Joint, Rows, Shards, other_length, places_of
 from .kept_rows import KeptRows, Range, count
 from .kv_buffer import KVBuffers
 
 
-class PatchSharding:
+class PatchSharding(SequenceAttention):
     """The rows of ``patch``, or all of them where it is None. ``layers_alone``: the stage's
     attentions over the streams that also attend alone. ``acts_behind``: (path of the container,
     block) behind which the host adds residuals and calls patches of nodes here.
@@ -49,16 +46,13 @@ class PatchSharding:
         acts_behind: frozenset[tuple[str, int]],
         kernels: Kernels,
     ):
+        super().__init__(plan, comm, rank.tick, kernels)
         self.patch: Patch | None = None
-        self._plan = plan
         self._layers = stage.size
         self._layers_alone = layers_alone
         self._acts_behind = acts_behind
-        self._comm = comm
         self._rank = rank
         self._kv = kv
-        self._attention = SequenceAttention(plan, comm, rank.tick, kernels)
-        self._ring = RingAttention(comm, rank.tick, kernels)
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards:
         patch, image = self.patch, self._plan.leave.stream
@@ -76,23 +70,8 @@ class PatchSharding:
         return (path, block) in self._acts_behind
 
     def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
-        assert isinstance(rows, Shards) and self.patch is None, (
-            "evaluations with such a patch of a node are whole"
-        )
-        return self._attention.all_rows(rows, local_BlC, streams)
-
-    def attend(
-        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
-    ) -> torch.Tensor:
-        assert isinstance(rows, Shards)
-        return self._attention.attend(self._over_last_seen, rows, attention, q, k, v, heads, mask, kwargs)
-
-    def attend_over(
-        self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any
-    ) -> torch.Tensor:
-        if not isinstance(rows, Shards) or self._comm.size == 1:
-            return attention(q, k, v, heads, mask, **kwargs)
-        return self._attention.attend_over(rows, q, k, v, heads, mask, kwargs)
+        assert self.patch is None, "evaluations with such a patch of a node are whole"
+        return super().all_rows(rows, local_BlC, streams)
 
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor:
         """Return the patch's rows of the leaving stream among all its rows, zero elsewhere, or as
@@ -101,7 +80,7 @@ class PatchSharding:
         """
         assert isinstance(rows, Shards)
         stream = self._plan.leave.stream
-        gathered = self._attention.gather(rows, out_BlC)
+        gathered = super().leave(rows, out_BlC)
         if self._plan.leaves_behind_blocks:
             patch = out_BlC if gathered is None else gathered
             return self._kv.leave(patch, rows.active[stream][0], rows.all_tokens[stream])
@@ -110,7 +89,8 @@ class PatchSharding:
         whole.narrow(1, *rows.active[stream]).copy_(out_BlC if gathered is None else gathered)
         return whole
 
-    def _over_last_seen(self, call: Call, qkv: QKV, flag: torch.Tensor) -> torch.Tensor:
+    def over_all_keys(self, call: Call, qkv: QKV, flag: torch.Tensor) -> torch.Tensor:
+        """Attend to all keys as they were last seen."""
         if self._comm.ring.size == 1:
             self._comm.decide(flag)
         q_BhgD, *kv = qkv

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -45,24 +44,5 @@ class RopeCache:
         self._kept.append((positions.clone(), made))
         return made
 
-    def clear(self) -> None:
-        self._kept.clear()
-
-
-class RopeCaches:
-    """A RopeCache for each of a plan's ``positions`` modules."""
-
-    def __init__(self, model: nn.Module, paths: Sequence[str]):
-        self._caches = [RopeCache(model.get_submodule(path)) for path in paths]
-
-    def attach(self) -> None:
-        for cache in self._caches:
-            cache.attach()
-
-    def detach(self) -> None:
-        for cache in self._caches:
-            cache.detach()
-
     def end_run(self) -> None:
-        for cache in self._caches:
-            cache.clear()
+        self._kept.clear()

@@ -19,13 +19,14 @@ from ...families.plan import TokenPlan
 from ...layout import Layout
 from ...patches import Part, Patch
 from ...stages import Stage, require_blocks
+from ..blocks import blocks_of
 from ..fit import require_fit
-from ..hooks import TokenHooks, blocks_of
+from ..hooks import TokenHooks
 from ..method import ALONE, Facts, Rank, free_frames
 from .clock import BlockClock
 from .kv_buffer import KVBuffers
 from .patch_sharding import PatchSharding
-from .rope_cache import RopeCaches
+from .rope_cache import RopeCache
 from .stage_hooks import StageHooks, leave_out
 from .stage_messages import StageDone, StageMessages
 
@@ -70,7 +71,7 @@ class PipeFusion:
         self._stage_hooks = StageHooks(
             model, plan, stage, self._messages, self._clock, comm.stop if comm.size == 1 else None
         )
-        self._ropes = RopeCaches(model, plan.positions)
+        self._ropes = [RopeCache(model.get_submodule(path)) for path in plan.positions]
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
@@ -79,11 +80,11 @@ class PipeFusion:
         require_blocks(layout.stages, len(list(blocks_of(model, plan))))
 
     def attach(self) -> None:
-        for hooks in (self._hooks, self._ropes, self._stage_hooks):
+        for hooks in (self._hooks, *self._ropes, self._stage_hooks):
             hooks.attach()
 
     def detach(self) -> None:
-        for hooks in (self._hooks, self._ropes, self._stage_hooks):
+        for hooks in (self._hooks, *self._ropes, self._stage_hooks):
             hooks.detach()
 
     def begin(self, part: Part, expected: Expected = ALONE) -> None:
@@ -99,8 +100,18 @@ class PipeFusion:
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Run the part through this stage: the output on the last one, else None."""
+        part = self._part
         try:
-            output = self._through_own_blocks(forward, arguments, number)
+            self._messages.start(number)
+            self._comm.in_step.agree()
+            self._clock.start(part)
+            self._kv.start(part)
+            self._sharding.patch = Patch(*part.patch) if part.patch else None
+            try:
+                output = forward(**self._hooks.arguments(arguments))
+                self._messages.check()
+            except StageDone:
+                output = None
             self._comm.in_step.end(number)
             return output
         except Stopped:
@@ -110,20 +121,6 @@ class PipeFusion:
             free_frames(error)
             self.fail(number)
             raise
-
-    def _through_own_blocks(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
-        part = self._part
-        self._messages.start(number)
-        self._comm.in_step.agree()
-        self._clock.start(part)
-        self._kv.start(part)
-        self._sharding.patch = Patch(*part.patch) if part.patch else None
-        try:
-            output = forward(**self._hooks.arguments(arguments))
-            self._messages.check()
-            return output
-        except StageDone:
-            return None
 
     def fail(self, number: int) -> None:
         """The message of the stage before comes first: the other ranks of this stage take theirs
@@ -144,7 +141,7 @@ class PipeFusion:
         self._forget_run()  # last, because it may raise
 
     def _forget_run(self) -> None:
-        for kept in (self._hooks, self._kv, self._ropes, self._clock):
+        for kept in (self._hooks, self._kv, *self._ropes, self._clock):
             kept.end_run()
         self._messages.end_run()
 

@@ -16,7 +16,7 @@ from torch import nn
 from ...comm.exchange import StopFlag
 from ...families.plan import Blocks, TokenPlan
 from ...stages import Stage
-from ..hooks import blocks_of, taken
+from ..blocks import blocks_of, taken
 from .clock import BlockClock
 from .stage_messages import StageMessages
 
