@@ -12,7 +12,6 @@ from pipemesh.lab.commands.parity import (
     Bench,
     Case,
     conditioning,
-    empty_latent,
     relative_error,
     sample,
 )
@@ -69,28 +68,6 @@ def test_a_subclass_of_a_model_with_a_plan_has_none_of_its_own():
     assert plan_for(CausalWanModel) is None
 
 
-def test_wans_timestep_of_a_given_frame_matters_so_that_dropping_it_would_show(bench):
-    import comfy.sample
-
-    case = Case("wan2.2-5b", "ulysses1", "odd", 5, 1.0, False, "euler")
-    latent = empty_latent(case)
-    noise, prompts = comfy.sample.prepare_noise(latent, 7), (conditioning(1, 13), conditioning(2, 7))
-    with torch.inference_mode():
-        plain = comfy.sample.sample(
-            bench.stock(5, case.family),
-            noise,
-            4,
-            1.0,
-            "euler",
-            "simple",
-            *prompts,
-            latent,
-            disable_pbar=True,
-            seed=7,
-        )
-    assert relative_error(plain[:, :, 1:], bench.truth(case)[:, :, 1:]) > 1e-3
-
-
 def test_sd3_control_residuals_are_sharded_with_their_tokens(bench):
     residual = torch.randn(1, 63, 5 * 64, generator=torch.Generator().manual_seed(3))
     case = Case("sd3", "2x2", "odd", 5, 4.0, False, "euler")
@@ -123,11 +100,9 @@ def test_reference_latents_are_sharded_exactly(bench, layout, method):
     )
 
 
-@pytest.mark.cover(2)
-@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (2, 2)], ids=["ulysses2", "ulysses3", "2x2"])
-@pytest.mark.parametrize("method", ["index", "index_timestep_zero"])
-def test_flux_2_is_exact_with_a_second_timestep_for_its_references(bench, layout, method):
-    runs = partial(with_references, method=method, channels=128, size=(5, 7))
+@pytest.mark.parametrize("layout", [(3, 1), (2, 2)], ids=["ulysses3", "2x2"])
+def test_flux_2_is_exact_with_a_second_timestep_for_its_references(bench, layout):
+    runs = partial(with_references, method="index_timestep_zero", channels=128, size=(5, 7))
     assert_same(runs, bench.parallel(5, layout, "flux2"), bench.stock(5, "flux2"))
 
 

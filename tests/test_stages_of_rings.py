@@ -163,22 +163,6 @@ def test_the_plain_loop_is_not_the_model_so_that_what_is_stale_matters():
 
 
 @pytest.mark.cover(4)
-@pytest.mark.parametrize(
-    "layout", [Layout(ring=2, pipefusion=2), Layout(ulysses=2, ring=2, pipefusion=2)], ids=Layout.equation
-)
-def test_a_place_that_takes_nothing_out_of_what_passes_is_found(traced, monkeypatch, layout):
-    real = KeptRows.__init__
-
-    def takes_its_own_alone(self, place, kept, fresh):
-        real(self, place, kept, fresh)
-        self.taken = [pieces if source == place else [] for source, pieces in enumerate(self.taken)]
-
-    monkeypatch.setattr(KeptRows, "__init__", takes_its_own_alone)
-    _, _, outputs = traced(layout, "nccl", REQUESTS, inputs=inputs)
-    assert off_by(outputs, layout) > 1e-3
-
-
-@pytest.mark.cover(4)
 @pytest.mark.parametrize("layout", [layout for layout in PIPELINES if layout.ring > 1], ids=Layout.equation)
 def test_the_places_of_a_ring_share_out_the_memory_of_keys_and_values(traced, monkeypatch, layout):
     kept, real = {}, KVBuffers.update
