@@ -74,9 +74,8 @@ def reference(latent: torch.Tensor) -> dict[str, Any]:
     return {"ref_latent": torch.randn(latent[:, :, :1].shape, generator=torch.Generator().manual_seed(4))}
 
 
-def glyphs(latent: torch.Tensor) -> dict[str, Any]:
-    """The words to be written, read by a second text encoder."""
-    return {"conditioning_byt5small": torch.randn(1, 5, 1472, generator=torch.Generator().manual_seed(4))}
+# The words to be written, read by a second text encoder
+glyphs = random_extras(conditioning_byt5small=(1, 5, 1472))
 
 
 def picture(latent: torch.Tensor) -> dict[str, Any]:
