@@ -116,6 +116,22 @@ def graph(
     return nodes
 
 
+def custom(name, guider, inputs, *, seed, parallel):
+    """The same through SamplerCustomAdvanced with this guider."""
+    nodes = graph(name, parallel=parallel)
+    model = nodes.pop("sampler")["inputs"]["model"]
+    nodes |= {
+        "noise": node("RandomNoise", noise_seed=seed),
+        "solver": node("KSamplerSelect", sampler_name="dpmpp_2m"),
+        "sigmas": node("BasicScheduler", model=model, scheduler="simple", steps=STEPS, denoise=1.0),
+        "guider": node(guider, model=model, **inputs),
+    }
+    links = {"noise": "noise", "guider": "guider", "sampler": "solver", "sigmas": "sigmas"}
+    links = {name: [key, 0] for name, key in links.items()}
+    nodes["sampler"] = node("SamplerCustomAdvanced", latent_image=["empty", 0], **links)
+    return nodes
+
+
 def linked(nodes, **values):
     """The same workflow, these inputs of its pool linked to nodes that hold the values."""
     for name, value in values.items():

@@ -26,6 +26,7 @@ from .served import (
     STEPS,
     accepts,
     box,
+    custom,
     graph,
     latent,
     linked,
@@ -81,36 +82,18 @@ GUIDERS = {
         "negative": NEGATIVE,
         "cfg_conds": 3.0,
         "cfg_cond2_negative": 2.0,
+        "style": "regular",
     },
 }
 
 
 @pytest.mark.parametrize("guider", GUIDERS)
 def test_custom_sampling_with_stock_guiders_gives_the_stock_latent(server, guider):
-    def custom(name, parallel):
-        nodes = graph(name, parallel=parallel)
-        model = nodes.pop("sampler")["inputs"]["model"]
-        nodes |= {
-            "noise": node("RandomNoise", noise_seed=4),
-            "solver": node("KSamplerSelect", sampler_name="dpmpp_2m"),
-            "sigmas": node("BasicScheduler", model=model, scheduler="simple", steps=STEPS, denoise=1.0),
-            "guider": node(
-                guider,
-                model=model,
-                **GUIDERS[guider],
-                **({"style": "regular"} if guider.startswith("Dual") else {}),
-            ),
-        }
-        links = {
-            "noise": ["noise", 0],
-            "guider": ["guider", 0],
-            "sampler": ["solver", 0],
-            "sigmas": ["sigmas", 0],
-        }
-        nodes["sampler"] = node("SamplerCustomAdvanced", latent_image=["empty", 0], **links)
-        return latent(server, nodes)[0]
-
-    assert relative_error(custom(f"{guider}_pool", True), custom(f"{guider}_stock", False)) <= BOUND
+    ours, stock = (
+        latent(server, custom(f"{guider}_{name}", guider, GUIDERS[guider], seed=4, parallel=parallel))[0]
+        for name, parallel in (("pool", True), ("stock", False))
+    )
+    assert relative_error(ours, stock) <= BOUND
 
 
 def test_a_lora_strength_changed_between_two_queued_prompts_needs_no_reload(server, truth):

