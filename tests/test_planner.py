@@ -10,7 +10,7 @@ from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.box import Cache, Level, Message
-from pipemesh.parallel_runtime.planner.choose import legal_layouts, plan, sizes_of
+from pipemesh.parallel_runtime.planner.choose import legal_layouts, plan, sizes_of, with_running
 from pipemesh.parallel_runtime.planner.cost import NOWHERE, Costs
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.messages import SharedAttention
@@ -268,6 +268,14 @@ def test_an_approximate_layout_is_chosen_where_that_is_allowed_alone():
     assert any_ is not None and any_.layout.is_approximate
     refused = {row.why for row in plan(JOB, box(4, **links)).rows if row.layout.is_approximate}
     assert refused == {"approximate: pipefusion is not allowed"}
+
+
+def test_stages_that_are_up_stay_only_where_the_image_may_be_approximate():
+    job = dataclasses.replace(JOB, evaluations=1)
+    fast, up = box(2, flops=1e14), Layout(pipefusion=2)
+    made = plan(job, fast, sizes=(2,))
+    exact, any_ = (with_running(job, fast, made, up, allows_approximate=one).best for one in (False, True))
+    assert not exact.layout.is_approximate and any_.layout == up
 
 
 def test_every_loser_says_how_much_it_loses_and_to_what():
