@@ -89,3 +89,10 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(planned, capsys, option
     with pytest.raises(SystemExit, match="2"):
         planned(*options)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["1024", "axb", "64x0", "1x2x3x4"])
+def test_what_is_no_size_is_refused_with_the_form_of_one(capsys, size):
+    with pytest.raises(SystemExit):
+        command.main([*ASKED, "--size", size], None)
+    assert "WIDTHxHEIGHT" in capsys.readouterr().err
