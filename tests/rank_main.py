@@ -60,7 +60,7 @@ def calls(layout, comm):
     forwards, made = Forwards(192), {}
     for name, groups in (("real", comm), ("standin", standin(layout, comm.rank))):
         forwards.through(groups)
-        made[name] = {"calls": list(seen), "sent_bytes": groups.sent_bytes}
+        made[name] = {"calls": list(seen), "sent_bytes": groups.traffic.sent_bytes.total()}
         seen.clear()
     return made
 

@@ -120,8 +120,8 @@ def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monk
     steps.begin(known, Expected("kind"))
     tensor, flag = torch.ones(2, 1, 4, 8, 16, dtype=dtype), torch.zeros(1)
     exchange, ring = StandinExchange(0, 2), StandinRing(0, 2)
-    steps.join("ulysses", exchange)
-    steps.join("ring", ring)
+    steps.join(exchange)
+    steps.join(ring)
     for of, name in ((exchange, "_move"), (ring, "_pass_on")):
         real = getattr(of, name)
 

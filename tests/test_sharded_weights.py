@@ -67,7 +67,7 @@ def computed(monkeypatch):
                     weights.turns.learn()
                 except (Stopped, ModelError, ZeroDivisionError) as error:
                     outputs[mesh.rank, rank.at] = type(error)
-                outputs[mesh.rank, rank.at, "sent"] = mesh.sequence.weights.sent_bytes
+                outputs[mesh.rank, rank.at, "sent"] = mesh.sequence.traffic.sent_bytes["weights"]
                 weights.turns.end_evaluation()
                 assert method.facts.messages_done == "all"
             weights.turns.end_run()

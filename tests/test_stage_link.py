@@ -138,7 +138,7 @@ def test_no_stage_waits_for_ever_and_every_patch_comes_out_once_in_its_turn(pipe
         [number + added] * size for number, size in enumerate(pipeline.sizes)
     ]
     for run in runs[:-1]:
-        assert run.link.sent_bytes == sum(4 * (size + 1) for size in pipeline.sizes)
+        assert run.link.traffic.sent_bytes.total() == sum(4 * (size + 1) for size in pipeline.sizes)
         assert len(run.link._sends._sending) <= IN_FLIGHT
 
 

@@ -138,14 +138,14 @@ class StandinExchange(Exchange):
     It receives normal deviates: zeros, NaN and denormals would change the speed of arithmetic.
     """
 
-    def __init__(self, rank: int, size: int):
-        super().__init__(None, rank, size, via_cpu=False)
+    def __init__(self, rank: int, size: int, axis: str = "ulysses"):
+        super().__init__(None, rank, size, axis=axis, via_cpu=False)
 
     def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return ordinary(self._buffers.get((use, dtype, device)), super()._buffer(use, count, dtype, device))
 
     def largest(self, flag: torch.Tensor) -> torch.Tensor:
-        self.sent_bytes += (self.size - 1) * flag.nbytes
+        self.traffic.sent_bytes[self.axis] += (self.size - 1) * flag.nbytes
         return flag
 
     def _move(
@@ -192,7 +192,7 @@ def standin(layout: Layout, rank: int, speeds: Sequence[int] = ()) -> SequenceCo
     return SequenceComm(
         StandinExchange(here["ulysses"], layout.ulysses),
         StandinRing(here["ring"], layout.ring),
-        StandinExchange(rank, layout.world_size),
+        StandinExchange(rank, layout.world_size, "gather"),
         StopFlag(lambda: False),
         shares=shares_of(layout, rank, speeds),
     )

@@ -56,7 +56,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
 
     def parallel() -> float:
         seconds = forwards.through(comm)
-        exchanges.append(comm.seconds)
+        exchanges.append(sum(comm.traffic.waited_s.values()))
         return seconds
 
     phases = {
@@ -71,7 +71,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
         {**round_, "exchange": seconds}
         for round_, seconds in zip(measured, exchanges[-len(measured) :], strict=True)
     ]
-    return {"rounds": measured, "sent_bytes": comm.sent_bytes, "formula": formula}
+    return {"rounds": measured, "sent_bytes": comm.traffic.sent_bytes.total(), "formula": formula}
 
 
 def bench(options: Options) -> Iterator[Figure]:

@@ -188,8 +188,8 @@ class Sent:
         self._mesh = mesh
 
     def add(self) -> None:
-        for axis, part in self._mesh.parts.items():
-            self.by_axis[axis] = self.by_axis.get(axis, 0) + part.sent_bytes
+        for axis, sent in self._mesh.sequence.traffic.sent_bytes.items():
+            self.by_axis[axis] = self.by_axis.get(axis, 0) + sent
 
 
 @contextmanager

@@ -99,8 +99,8 @@ def test_a_phase_for_one_is_run_by_the_ranks_in_turn():
 
 
 class WatchedStandin(StandinExchange):
-    def __init__(self, rank: int, size: int):
-        super().__init__(rank, size)
+    def __init__(self, rank: int, size: int, axis: str = "ulysses"):
+        super().__init__(rank, size, axis)
         self.received = []
 
     def _move(self, receiving, sending, receive_sizes, send_sizes):
@@ -116,7 +116,7 @@ def tiny():
 
 
 def run(model, exchange, tokens=(13, 12)):
-    world = type(exchange)(exchange.rank, exchange.size)
+    world = type(exchange)(exchange.rank, exchange.size, "gather")
     comm = SequenceComm(exchange, StandinRing(0, 1), world, StopFlag(lambda: False))
     return evaluate(model, comm, tokens)
 

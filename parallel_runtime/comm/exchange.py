@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .in_step import AxisSteps, Stopped
+from .in_step import Mover, Stopped
 from .late import LateValue
 
 LOOK_AHEAD = 8
@@ -47,11 +47,12 @@ class StopFlag:
 
     def decide(self, flag: torch.Tensor) -> None:
         """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
-        self._later.append(LateValue(flag))
-        if (
-            len(self._later) > (self._look_ahead if self._later[-1].costs_a_wait else 0)
-            and self._later.popleft().read()
-        ):
+        if flag.device.type == "cuda":
+            self._later.append(LateValue(flag))
+            stops = len(self._later) > self._look_ahead and self._later.popleft().read()
+        else:
+            stops = float(flag)
+        if stops:
             raise Stopped
 
 
@@ -77,32 +78,15 @@ class Places(NamedTuple):
     flags: list[torch.Tensor]  # those of ``come``
 
 
-class Exchange:
+class Exchange(Mover):
     """Moves tensors between the ranks of ``group``, all of which must make the same calls in the
     same order. ``rank`` and ``size`` are within the group.
-
-    ``via_cpu``: messages go through CPU memory, whatever the ranks compute on. ``steps``: where the
-    group's messages are noted.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool):
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, axis: str, via_cpu: bool):
+        super().__init__(axis, size, via_cpu=via_cpu)
         self.rank = rank
-        self.size = size
-        self.steps: AxisSteps | None = None
         self.group = group
-        self.via_cpu = via_cpu
-        self._buffers: dict[tuple, torch.Tensor] = {}
-        self._laid: dict[Message, Places] = {}  # views of the buffers
-        self.seconds = 0.0
-        self.sent_bytes = 0
-
-    def begin(self) -> None:
-        """Begin an evaluation: set the counters to zero."""
-        self.seconds, self.sent_bytes = 0.0, 0
-
-    def free_buffers(self) -> None:
-        self._buffers.clear()
-        self._laid.clear()
 
     def all_to_all(
         self, chunks: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Shape], flag: torch.Tensor
@@ -129,12 +113,12 @@ class Exchange:
             for tensor in chunks[rank]:
                 place[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
                 offset += tensor.numel()
-        room = self._flags(message)
-        if self.steps is not None:
-            self.steps.enter(message)
-        flag = self._pass(message, flag, room)
-        if self.steps is not None:
-            self.steps.leave_with(flag)
+        room = self._flags(message.dtype, message.device)
+        if self.in_step is not None:
+            self.in_step.enter(self.axis, message)
+        flag = self._pass(message, places, flag, room)
+        if self.in_step is not None:
+            self.in_step.leave_with(flag)
         received = [places.receiving[:0]] * self.size
         for rank, place in places.come.items():
             received[rank] = place[:-1].view(shapes[rank])
@@ -146,29 +130,26 @@ class Exchange:
 
     def go_through(self, what: Hashable, flag: torch.Tensor) -> torch.Tensor:
         assert isinstance(what, Message)
-        return self._pass(what, flag)
-
-    def _flags(self, message: Message) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return room for every rank's flag, and for the largest. It is there before anything is
-        sent: a rank that has no memory fails before others wait for it.
-        """
-        wishes = torch.empty(self.size, dtype=message.dtype, device=message.device)
-        return wishes, wishes.new_empty(1)
+        return self._pass(what, self._places(what), flag, self._flags(what.dtype, what.device))
 
     def _pass(
-        self, message: Message, flag: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        message: Message,
+        places: Places,
+        flag: torch.Tensor,
+        room: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Move what lies in the places of ``message`` with ``flag``; return the group's largest, in
-        ``room`` where there is some.
+        ``room``.
         """
-        places, (wishes, largest) = self._places(message), room or self._flags(message)
+        wishes, largest = room
         wishes[:1].copy_(flag)
         for own_flag in places.own_flags:
             own_flag.copy_(wishes[:1])
         began = time.perf_counter()
         self._move(places.receiving, places.sending, message.come, message.to)
-        self.seconds += time.perf_counter() - began
-        self.sent_bytes += places.sending.nbytes
+        self.traffic.waited_s[self.axis] += time.perf_counter() - began
+        self.traffic.sent_bytes[self.axis] += places.sending.nbytes
         if places.flags:
             torch.cat(places.flags, out=wishes[1:])
         return torch.amax(wishes, 0, keepdim=True, out=largest)
@@ -194,7 +175,7 @@ class Exchange:
             counts = [flag.numel() * (rank != self.rank) for rank in range(self.size)]
             received = flag.new_zeros(sum(counts))
             self._exchange(received, flag.repeat(self.size - 1), counts, counts)
-            self.sent_bytes += received.nbytes
+            self.traffic.sent_bytes[self.axis] += received.nbytes
             flags[flag.numel() :] = received
         return flags.view(self.size, -1).amax(0)
 
@@ -228,12 +209,3 @@ class Exchange:
                 works += [dist.irecv(incoming, peer, self.group), dist.isend(outgoing, peer, self.group)]
         for work in works:
             work.wait()
-
-    def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        key = (use, dtype, device)
-        if key not in self._buffers or self._buffers[key].numel() < count:
-            self._laid.clear()  # else a buffer would live on in views of it
-            self._buffers[key] = torch.empty(
-                count, dtype=dtype, device=device, pin_memory=self.via_cpu and torch.cuda.is_available()
-            )
-        return self._buffers[key][:count]

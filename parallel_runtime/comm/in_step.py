@@ -9,9 +9,10 @@ and ask each other before every message whether one has failed.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,31 +51,66 @@ class Expected(NamedTuple):
     lasts: bool = True
 
 
-class Mover(Protocol):
-    """What moves the messages of one axis, and notes them in ``steps`` if that is there."""
+class Traffic:
+    """What messages cost since the evaluation, or the patch of it, began: bytes that were sent and
+    seconds that were waited, by axis.
+    """
 
-    steps: AxisSteps | None
+    def __init__(self) -> None:
+        self.sent_bytes: Counter[str] = Counter()
+        self.waited_s: dict[str, float] = defaultdict(float)
+
+    def clear(self) -> None:
+        self.sent_bytes.clear()
+        self.waited_s.clear()
+
+
+class Mover:
+    """What moves the messages of one ``axis`` among ``size`` ranks. ``in_step``: where its messages
+    are steps; None where they are not. ``traffic``: where they are counted.
+
+    ``via_cpu``: messages go through CPU memory, whatever the ranks compute on.
+    """
+
+    def __init__(self, axis: str, size: int, *, via_cpu: bool):
+        self.axis = axis
+        self.size = size
+        self.via_cpu = via_cpu
+        self.in_step: InStep | None = None
+        self.traffic = Traffic()
+        self._buffers: dict[tuple, torch.Tensor] = {}
+        self._laid: dict[Hashable, Any] = {}  # message -> its places, views of the buffers
 
     def make_room(self, what: Hashable) -> None:
         """Have the memory that the message takes."""
+        raise NotImplementedError
 
     def go_through(self, what: Hashable, flag: torch.Tensor) -> torch.Tensor | None:
         """Take part in the message with whatever lies in its memory; return the flag that came, if
         one did.
         """
+        raise NotImplementedError
 
+    def free_buffers(self) -> None:
+        self._buffers.clear()
+        self._laid.clear()
 
-class AxisSteps(NamedTuple):
-    """Where the messages of one axis are noted, as ``InStep`` has it."""
+    def _buffer(self, use: Hashable, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the first ``count`` elements of a buffer that is kept for this use."""
+        key = (use, dtype, device)
+        if key not in self._buffers or self._buffers[key].numel() < count:
+            self._laid.clear()  # else a buffer would live on in views of it
+            self._buffers[key] = torch.empty(
+                count, dtype=dtype, device=device, pin_memory=self.via_cpu and torch.cuda.is_available()
+            )
+        return self._buffers[key][:count]
 
-    in_step: InStep
-    axis: str
-
-    def enter(self, what: Hashable) -> None:
-        self.in_step.enter(Step(self.axis, what))
-
-    def leave_with(self, flag: torch.Tensor | None) -> None:
-        self.in_step.leave_with(flag)
+    def _flags(self, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return room for every rank's flag, and for the largest. It is there before anything is
+        sent: a rank that has no memory fails before others wait for it.
+        """
+        wishes = torch.empty(self.size, dtype=dtype, device=device)
+        return wishes, wishes.new_empty(1)
 
 
 class KnownSteps:
@@ -117,42 +153,16 @@ class KnownSteps:
 
 @dataclass
 class Course:
-    """The steps of the evaluation at hand, and how far one has come. ``relied``: which known ones
-    they are, 0 while they are learned. ``has_asked``: whether nothing is to be asked any more
-    before the first message.
+    """The steps of the evaluation at hand, ``at`` of which are done. ``relied``: which known ones
+    they are, 0 while they are learned. ``lasts``: as ``Expected`` has it.
     """
 
     known: KnownSteps
     kind: Hashable
-    expected: Expected
+    lasts: bool = True
+    relied: int = 0
     steps: list[Step] = field(default_factory=list)
     at: int = 0
-    relied: int = 0
-    has_asked: bool = True
-
-    def rely_on(self, number: int) -> None:
-        self.relied, self.steps = number, list(self.known.steps_of(number))
-
-    def is_next(self, step: Step) -> bool:
-        """Return whether it is the step that is known to come. If it is not, it is learned, and
-        what was known behind it is void.
-        """
-        if self.at < len(self.steps) and self.steps[self.at] == step:
-            return True
-        if self.relied:
-            self.known.change(self.kind)
-            self.relied = 0
-        del self.steps[self.at :]
-        return False
-
-    def confirmed(self, number: int) -> int:
-        """Note that the evaluation took these steps; return which they are, 0 where the next may
-        take others.
-        """
-        if self.relied or not self.expected.lasts:
-            return self.relied
-        self.known.learn(self.kind, number, self.steps)
-        return self.known.number_of(self.kind)
 
 
 class InStep:
@@ -174,10 +184,11 @@ class InStep:
         self._decide = decide
         self._width = width
         self._movers: dict[str, Mover] = {}
-        self._course = Course(KnownSteps(), (), Expected())
+        self._course = Course(KnownSteps(), ())
         self._flag = torch.zeros(1)  # that came last
         self._is_over = True
         self._is_broken = False
+        self.has_asked = True  # whether nothing is to be asked any more before the first message
         self.confirmed = 0  # the steps that all ranks know and have memory for; 0 where there are none
 
     @property
@@ -185,31 +196,19 @@ class InStep:
         """Whether this rank has left out no message that others wait for."""
         return self._is_over and not self._is_broken
 
-    @property
-    def has_asked(self) -> bool:
-        """Whether nothing is to be asked any more before the first message."""
-        return self._course.has_asked
-
-    def join(self, axis: str, mover: Mover) -> None:
-        """Have the messages of an axis be steps."""
-        self._movers[axis] = mover
-        self.note(axis)
-
-    def note(self, axis: str) -> None:
-        """Have the messages of an axis be noted here, from the next evaluation on."""
-        if axis in self._movers:
-            self._movers[axis].steps = AxisSteps(self, axis)
+    def join(self, mover: Mover) -> None:
+        """Have the messages of ``mover`` be steps."""
+        self._movers[mover.axis] = mover
+        mover.in_step = self
 
     def begin(self, known: KnownSteps, expected: Expected) -> None:
         """Begin an evaluation of the model that ``known`` belongs to. Raises RuntimeError where
         this rank does not know what all have confirmed.
         """
-        self._course = Course(
-            known, (self._width, expected.kind), expected, has_asked=bool(expected.confirmed)
-        )
-        self._course.rely_on(expected.confirmed)
-        self.confirmed = 0
-        self._is_over = self._is_broken = bool(expected.confirmed) and not self._course.steps
+        steps = list(known.steps_of(expected.confirmed))
+        self._course = Course(known, (self._width, expected.kind), expected.lasts, expected.confirmed, steps)
+        self.confirmed, self.has_asked = 0, bool(expected.confirmed)
+        self._is_over = self._is_broken = bool(expected.confirmed) and not steps
         if self._is_broken:
             raise RuntimeError(
                 f"the steps that were learned in evaluation {expected.confirmed} are not known here"
@@ -220,30 +219,30 @@ class InStep:
         before the evaluation's first message, where no result of an earlier one is in use. Raises
         Stopped on all ranks where one has failed.
         """
-        course = self._course
-        if course.has_asked or self._is_over:
+        if self.has_asked or self._is_over:
             return
+        course = self._course
         own = course.known.number_of(course.kind)
         for step in set(course.known.steps_of(own)):
             if step.axis in self._movers:
                 self._movers[step.axis].make_room(step.what)
-        course.has_asked = True
+        self.has_asked = True
         has_failed, common = self._ask(False, own)
         if has_failed:
             self._is_over = True
             raise Stopped
-        course.rely_on(common)
+        course.relied, course.steps = common, list(course.known.steps_of(common))
 
     def expect(self, tokens: Hashable) -> None:
         """Note how many tokens the evaluation has. Where it is another number than before, every
         rank takes all messages for new, also one whose own are as long as before.
         """
-        self.enter(Step(TOKENS, tokens))
+        self.enter(TOKENS, tokens)
         self.leave_with(None)
 
     def decide(self, flag: torch.Tensor) -> None:
         """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
-        self.enter(Step(DECISION))
+        self.enter(DECISION)
         try:
             self._decide(flag)
         except Stopped:
@@ -251,17 +250,26 @@ class InStep:
             raise
         self.leave_with(flag)
 
-    def enter(self, step: Step) -> None:
+    def enter(self, axis: str, what: Hashable = None) -> None:
         """Begin a step that the caller takes; ``leave_with`` the flag that came ends it. Call it
         where nothing can fail any more before the message is on its way. Raises Stopped on all
         ranks where one has failed.
+
+        A step that is not the one known to come is learned, and what was known behind it is void.
         """
-        if self._is_over or self._course.is_next(step):
+        if self._is_over:
             return
-        if step.axis not in SILENT and self._ask(False, 0)[0]:
+        step, course = Step(axis, what), self._course
+        if course.at < len(course.steps) and course.steps[course.at] == step:
+            return
+        if course.relied:
+            course.known.change(course.kind)
+            course.relied = 0
+        del course.steps[course.at :]
+        if axis not in SILENT and self._ask(False, 0)[0]:
             self._is_over = True
             raise Stopped
-        self._course.steps.append(step)
+        course.steps.append(step)
 
     def leave_with(self, flag: torch.Tensor | None) -> None:
         self._course.at += 1
@@ -273,10 +281,15 @@ class InStep:
         """
         if self._is_over:
             return
-        self.enter(Step(END))
+        self.enter(END)
         self._is_over = True
-        self.confirmed = self._course.confirmed(number)
-        self._course.steps = []
+        course = self._course
+        if course.relied or not course.lasts:
+            self.confirmed = course.relied
+        else:
+            course.known.learn(course.kind, number, course.steps)
+            self.confirmed = course.known.number_of(course.kind)
+        course.steps = []
 
     def fail(self) -> None:
         """Go through what is left of the evaluation, for this rank has failed: until all ranks
@@ -284,12 +297,12 @@ class InStep:
         """
         if self._is_over:
             return
-        self._is_over, self._is_broken, course = True, True, self._course
+        self._is_over = self._is_broken = True
         try:
-            if course.relied:
-                self._go_through(course.steps[course.at :])
+            if self._course.relied:
+                self._go_through(self._course.steps[self._course.at :])
             else:
-                course.has_asked = True
+                self.has_asked = True
                 self._ask(True, 0)
         except Stopped:
             pass

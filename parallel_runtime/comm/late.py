@@ -39,11 +39,6 @@ class Reached:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    @property
-    def costs_a_wait(self) -> bool:
-        """Whether waiting for it at once would wait for the device."""
-        return self._event is not None
-
     def is_over(self) -> bool:
         """Whether the device has come so far. Where it tells of an error instead, it comes no
         further: ``wait`` raises it.
@@ -62,18 +57,13 @@ class Reached:
             self._event.synchronize()
 
 
-class LateValue:
+class LateValue(Reached):
     """The value of ``tensor``, of one element, to be read some operations later."""
 
     def __init__(self, tensor: torch.Tensor):
         self._value = to_cpu(tensor)
-        self._reached = Reached(tensor.device)
-
-    @property
-    def costs_a_wait(self) -> bool:
-        """Whether reading it at once would wait for the device."""
-        return self._reached.costs_a_wait
+        super().__init__(tensor.device)
 
     def read(self) -> float:
-        self._reached.wait()
+        self.wait()
         return float(self._value)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..layout import OF_A_SEQUENCE, Layout
 from .exchange import Exchange, StopFlag
-from .in_step import InStep
+from .in_step import InStep, Traffic
 from .ring import Ring
 from .shard_gather import ShardGather
 from .shares import EVEN, Shares, shares_of
@@ -43,6 +43,7 @@ class SequenceComm:
     """Communicates among the ranks that share one sequence: ``ulysses`` and ``ring`` along those
     axes, ``world`` among all of them; ``in_step`` where one fails; ``weights`` once a model has its
     weights shared out. ``shares`` of the tokens and heads. ``device_type``: where messages lie.
+    ``traffic``: what the messages of the evaluation at hand cost, those of ``world`` as ``gather``.
 
     Neighbouring groups may share a longer sequence for an evaluation: ``use`` says how many do, of
     the numbers that were given to ``join``.
@@ -57,29 +58,29 @@ class SequenceComm:
         device_type: str = "cpu",
         shares: Shares = EVEN,
     ):
-        self.ulysses = ulysses
-        self.ring = ring
-        self.world = world
         self.stop = stop
         self.weights: ShardGather | None = None
         self.device_type = device_type
+        self.traffic = Traffic()
         self._by_width: dict[int, Paths] = {}
         self.join(1, ulysses, ring, world, shares)
-        self.in_step, self.shares = self._by_width[1].in_step, shares
+        self.use(1)
 
     def join(self, width: int, ulysses: Exchange, ring: Ring, world: Exchange, shares: Shares = EVEN) -> None:
         """Have these be used where ``width`` neighbouring groups share a sequence."""
         in_step = InStep(self._ask, self.stop.decide, width)
         self._by_width[width] = Paths(ulysses, ring, world, in_step, shares)
-        for axis, part in (("ulysses", ulysses), ("ring", ring), ("gather", world)):
-            in_step.join(axis, part)
+        for mover in (ulysses, ring, world):
+            mover.traffic = self.traffic
+            in_step.join(mover)
 
     def use(self, width: int) -> None:
         """Communicate with the ranks of ``width`` neighbouring groups from the next evaluation on.
         All of these ranks must call it.
         """
         self.ulysses, self.ring, self.world, self.in_step, self.shares = self._by_width[width]
-        self.in_step.note("weights")
+        if self.weights is not None:
+            self.weights.in_step = self.in_step
 
     @property
     def rank(self) -> int:
@@ -89,35 +90,13 @@ class SequenceComm:
     def size(self) -> int:
         return self.world.size
 
-    @property
-    def seconds(self) -> float:
-        """Spent waiting for messages since ``begin``."""
-        return sum(part.seconds for part in self.parts.values())
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(part.sent_bytes for part in self.parts.values())
-
-    @property
-    def parts(self) -> dict[str, Exchange | Ring | ShardGather]:
-        """Return what counts messages, by axis: those to gather an output's rows under ``gather``,
-        those of shared weights under ``weights``.
-        """
-        parts: dict[str, Exchange | Ring | ShardGather] = {
-            "ulysses": self.ulysses,
-            "ring": self.ring,
-            "gather": self.world,
-        }
-        if self.weights is not None:
-            parts["weights"] = self.weights
-        return parts
-
     def share_weights(self, group: dist.ProcessGroup | None) -> None:
         """Have weights gathered in ``group``, which is of the ranks of this sequence."""
         self.weights = ShardGather(group, self.rank, self.size, via_cpu=self.world.via_cpu)
+        self.weights.traffic = self.traffic
         for paths in self._by_width.values():
-            paths.in_step.join("weights", self.weights)
-        self.in_step.note("weights")
+            paths.in_step.join(self.weights)
+        self.weights.in_step = self.in_step
 
     def _ask(self, has_failed: bool, known: int) -> tuple[bool, int]:
         """Ask all ranks of the sequence, as ``InStep`` has it."""
@@ -127,14 +106,9 @@ class SequenceComm:
         any_failed, most, least = self.world.largest(told).tolist()
         return bool(any_failed), most if most == -least else 0
 
-    def decide(self, flag: torch.Tensor) -> None:
-        """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
-        self.in_step.decide(flag)
-
     def begin(self, attentions: int) -> None:
         """Begin an evaluation of so many attentions: set the counters to zero."""
-        for part in self.parts.values():
-            part.begin()
+        self.traffic.clear()
         self.stop.begin(attentions)
 
     def free_buffers(self) -> None:
@@ -156,23 +130,6 @@ class Mesh:
     sequence: SequenceComm
     link: StageLink | None = None
     speeds: tuple[int, ...] = ()
-
-    @property
-    def parts(self) -> dict[str, Exchange | Ring | ShardGather | StageLink]:
-        """Return what counts messages since the evaluation, or the patch of it, began, by axis."""
-        parts: dict[str, Exchange | Ring | ShardGather | StageLink] = {**self.sequence.parts}
-        if self.link is not None:
-            parts["pipefusion"] = self.link
-        return parts
-
-    @property
-    def waited_s(self) -> dict[str, float]:
-        """Return the seconds spent waiting for messages, by axis."""
-        return {axis: part.seconds for axis, part in self.parts.items() if part.seconds}
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(part.sent_bytes for part in self.parts.values())
 
 
 def connect(
@@ -203,6 +160,7 @@ def connect(
             stages[stage + 1] if stage + 1 < len(stages) else None,
             via_cpu=via_cpu,
             device_type=device_type,
+            traffic=sequence.traffic,
             before_waiting=lambda: tick(stage * STAGE_STEPS),
         )
     open_connections(layout, rank, groups, sequence)
@@ -220,9 +178,9 @@ def paths_of(layout: Layout, rank: int, groups: Groups, via_cpu: bool) -> tuple[
     """Make the communicators of this rank's sequence. Every rank must call it."""
     place, size = layout.coordinates(rank), layout.sequence_size
     return (
-        Exchange(groups["ulysses"], place["ulysses"], layout.ulysses, via_cpu=via_cpu),
+        Exchange(groups["ulysses"], place["ulysses"], layout.ulysses, axis="ulysses", via_cpu=via_cpu),
         Ring(groups["ring"], layout.group("ring", rank), place["ring"], via_cpu=via_cpu),
-        Exchange(sequence_of(layout, rank, groups), rank % size, size, via_cpu=via_cpu),
+        Exchange(sequence_of(layout, rank, groups), rank % size, size, axis="gather", via_cpu=via_cpu),
     )
 
 

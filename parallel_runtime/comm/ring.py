@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .in_step import AxisSteps
+from .in_step import Mover
 
 
 @dataclass(frozen=True)
@@ -37,29 +37,17 @@ class RingMessage(NamedTuple):
     device: torch.device
 
 
-class Ring:
+class Ring(Mover):
     """Passes blocks among the ranks of ``group``, all of which must walk the ring together.
     ``ranks`` are their global ranks in ring order.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], index: int, *, via_cpu: bool):
+        super().__init__("ring", len(ranks), via_cpu=via_cpu)
         self.index = index
-        self.size = len(ranks)
-        self.steps: AxisSteps | None = None
         self._group = group
         self._next = ranks[(index + 1) % self.size]
         self._previous = ranks[(index - 1) % self.size]
-        self._via_cpu = via_cpu
-        self._buffers: dict[tuple, torch.Tensor] = {}
-        self.seconds = 0.0
-        self.sent_bytes = 0
-
-    def begin(self) -> None:
-        """Begin an evaluation: set the counters to zero."""
-        self.seconds, self.sent_bytes = 0.0, 0
-
-    def free_buffers(self) -> None:
-        self._buffers.clear()
 
     def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: torch.Tensor) -> Iterator[Block]:
         """Yield every rank's block, the own one first. Walk it to its end: others wait for what is
@@ -70,18 +58,18 @@ class Ring:
         """
         shape = list(kv.shape)
         counts = tuple(shape[0] * shape[1] * shape[2] * count * shape[4] for count in keys)
-        message = RingMessage(counts, kv.dtype, torch.device("cpu") if self._via_cpu else kv.device)
+        message = RingMessage(counts, kv.dtype, torch.device("cpu") if self.via_cpu else kv.device)
         places = self._places(message)
         places[0][: kv.numel()].copy_(kv.flatten())
-        wishes, largest = self._flags(message)
-        if self.steps is not None:
-            self.steps.enter(message)
+        wishes, largest = self._flags(message.dtype, message.device)
+        if self.in_step is not None:
+            self.in_step.enter(self.axis, message)
         for step, (source, place) in enumerate(self._go_around(message, places, flag)):
             wish = wishes[step : step + 1].copy_(place[-1:])
             block = place[:-1].view(*shape[:3], keys[source], shape[4])
             yield Block(source, kv if step == 0 else block, wish)
-        if self.steps is not None:
-            self.steps.leave_with(torch.amax(wishes, 0, keepdim=True, out=largest))
+        if self.in_step is not None:
+            self.in_step.leave_with(torch.amax(wishes, 0, keepdim=True, out=largest))
 
     def make_room(self, what: Hashable) -> None:
         assert isinstance(what, RingMessage)
@@ -90,17 +78,10 @@ class Ring:
     def go_through(self, what: Hashable, flag: torch.Tensor) -> torch.Tensor:
         """Walk the ring with whatever lies there as the own block; return the largest flag."""
         assert isinstance(what, RingMessage)
-        places, (wishes, largest) = self._places(what), self._flags(what)
+        places, (wishes, largest) = self._places(what), self._flags(what.dtype, what.device)
         for step, (_, place) in enumerate(self._go_around(what, places, flag)):
             wishes[step : step + 1].copy_(place[-1:])
         return torch.amax(wishes, 0, keepdim=True, out=largest)
-
-    def _flags(self, message: RingMessage) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return room for every rank's flag, and for the largest. Like the places it is there
-        before anything is sent: a rank that has no memory fails before others wait for it.
-        """
-        wishes = torch.empty(self.size, dtype=message.dtype, device=message.device)
-        return wishes, wishes.new_empty(1)
 
     def _go_around(
         self, message: RingMessage, places: Sequence[torch.Tensor], flag: torch.Tensor
@@ -113,12 +94,12 @@ class Ring:
             if step < self.size - 1:
                 arriving = places[1 + step % 2][: message.counts[coming] + 1]
                 works = self._pass_on(current, arriving)
-                self.sent_bytes += current.nbytes
+                self.traffic.sent_bytes[self.axis] += current.nbytes
             yield source, current
             began = time.perf_counter()
             for work in works:
                 work.wait()
-            self.seconds += time.perf_counter() - began
+            self.traffic.waited_s[self.axis] += time.perf_counter() - began
             current, source = arriving, coming
 
     def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
@@ -133,18 +114,10 @@ class Ring:
         """Return three buffers, used in turn: one is sent, one (the same, or the own block) is
         computed with, and into one the next block arrives. All are there before the first is sent.
         """
-        own, largest = message.counts[self.index] + 1, max(message.counts) + 1
-        arriving = min(2, self.size - 1)
-        return [
-            self._buffer(slot, own if slot == 0 else largest, message.dtype, message.device)
-            for slot in range(1 + arriving)
-        ]
-
-    def _buffer(self, slot: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the first ``count`` elements of a buffer."""
-        key = (slot, dtype, device)
-        if key not in self._buffers or self._buffers[key].numel() < count:
-            self._buffers[key] = torch.empty(
-                count, dtype=dtype, device=device, pin_memory=self._via_cpu and torch.cuda.is_available()
-            )
-        return self._buffers[key][:count]
+        if message not in self._laid:
+            own, largest = message.counts[self.index] + 1, max(message.counts) + 1
+            self._laid[message] = [
+                self._buffer(slot, own if slot == 0 else largest, message.dtype, message.device)
+                for slot in range(1 + min(2, self.size - 1))
+            ]
+        return self._laid[message]

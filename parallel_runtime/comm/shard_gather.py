@@ -12,36 +12,28 @@ from collections.abc import Callable, Hashable
 import torch
 import torch.distributed as dist
 
-from .in_step import AxisSteps
+from .in_step import Mover
 
 # A layer -> this rank's part (n,), and room for all parts (size * n,)
 PlacesOf = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
-class ShardGather:
+class ShardGather(Mover):
     """Gathers among the ranks of ``group``, all of which must start the same gathers in the same
     order. ``rank`` is within the group.
 
-    ``via_cpu``: messages go through CPU memory, where the parts have to lie then. ``steps``: of the
-    sequence that computes the evaluation, which may be longer than the group.
+    ``via_cpu``: messages go through CPU memory, where the parts have to lie then. ``in_step``: of
+    the sequence that computes the evaluation, which may be longer than the group.
 
     What it gathers belongs to models, each under a number of its own, until it is taken away.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool):
+        super().__init__("weights", size, via_cpu=via_cpu)
         self.rank = rank
-        self.size = size
-        self.via_cpu = via_cpu
-        self.steps: AxisSteps | None = None
         self._group = group
         self._models: dict[int, PlacesOf] = {}
         self._works: list[dist.Work] = []
-        self.seconds = 0.0
-        self.sent_bytes = 0
-
-    def begin(self) -> None:
-        """Begin an evaluation: set the counters to zero."""
-        self.seconds, self.sent_bytes = 0.0, 0
 
     def add(self, model: int, places_of: PlacesOf) -> None:
         """Have the layers of a model be gathered."""
@@ -66,15 +58,15 @@ class ShardGather:
         """Start to gather every rank's ``part`` (n,) of a layer into ``whole`` (size * n,), in rank
         order. Both must stay as they are until ``wait``. Raises Stopped where a rank has failed.
         """
-        if self.steps is not None:
-            self.steps.enter((model, layer))
+        if self.in_step is not None:
+            self.in_step.enter(self.axis, (model, layer))
         self._start(part, whole)
-        if self.steps is not None:
-            self.steps.leave_with(None)
+        if self.in_step is not None:
+            self.in_step.leave_with(None)
 
     def _start(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         self.wait()
-        self.sent_bytes += (self.size - 1) * part.nbytes
+        self.traffic.sent_bytes[self.axis] += (self.size - 1) * part.nbytes
         if self.size > 1 and dist.get_backend(self._group) != "gloo":
             work = dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True)
             self._works = [work] if work is not None else []
@@ -92,4 +84,4 @@ class ShardGather:
         works, self._works = self._works, []
         for work in works:
             work.wait()
-        self.seconds += time.perf_counter() - began
+        self.traffic.waited_s[self.axis] += time.perf_counter() - began

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from .in_step import Traffic
 from .late import LateValue
 
 CHUNK_BYTES = 32 << 20  # transports stall above 64 MiB
@@ -21,6 +22,7 @@ IN_FLIGHT = 4  # sends whose memory is kept
 CHECKED_LATER = 2  # patches, on CUDA: the CPU does not wait for a patch to know whose it is
 NUMBERS = 128  # each is exact in every dtype that hidden rows have
 OUT_OF_STEP = "the stages of the pipeline are out of step"
+AXIS = "pipefusion"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of hidden rows
 
 Works = Sequence["dist.Work | None"]  # torch's type: None where this rank is not of the group
@@ -29,15 +31,14 @@ Works = Sequence["dist.Work | None"]  # torch's type: None where this rank is no
 class Sends:
     """The sends in flight to one rank, whose memory is kept until they have gone."""
 
-    def __init__(self, to: int | None):
+    def __init__(self, to: int | None, traffic: Traffic):
         self._to = to
         self._sending: deque[tuple[Works, torch.Tensor]] = deque()
-        self.seconds = 0.0
-        self.nbytes = 0
+        self._traffic = traffic
 
     def start(self, buffer: torch.Tensor) -> None:
         self._sending.append(([dist.isend(chunk, self._to) for chunk in chunks_of(buffer)], buffer))
-        self.nbytes += buffer.numel() * buffer.element_size()
+        self._traffic.sent_bytes[AXIS] += buffer.nbytes
         self.finish(but=IN_FLIGHT)
 
     def finish(self, but: int = 0) -> None:
@@ -46,14 +47,15 @@ class Sends:
             works, _buffer = self._sending.popleft()
             began = time.perf_counter()
             wait_for(works)
-            self.seconds += time.perf_counter() - began
+            self._traffic.waited_s[AXIS] += time.perf_counter() - began
 
 
 class StageLink:
     """Receives from the rank ``previous`` and sends to ``next``: global ranks, None at the ends.
 
     ``via_cpu``: messages go through CPU memory; ``device_type``: where announcements lie.
-    ``before_waiting`` is called before each wait for a receive.
+    ``traffic``: where messages are counted. ``before_waiting`` is called before each wait for a
+    receive.
 
     A message may be announced: whether it comes at all, its length and dtype go before it. So a
     stage that fails before it knows them can take it, or send none.
@@ -66,10 +68,12 @@ class StageLink:
         *,
         via_cpu: bool,
         device_type: str = "cpu",
+        traffic: Traffic | None = None,
         before_waiting: Callable[[], None] = lambda: None,
     ):
         self._previous = previous
-        self._sends = Sends(next)
+        self.traffic = traffic or Traffic()
+        self._sends = Sends(next, self.traffic)
         self._via_cpu = via_cpu
         self._device_type = device_type
         self._before_waiting = before_waiting
@@ -77,20 +81,6 @@ class StageLink:
         self._posted: deque[tuple[Works, torch.Tensor]] = deque()
         # The number that came with a patch, and the one it should be
         self._unchecked: deque[tuple[LateValue, int]] = deque()
-        self._waited_s = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Spent waiting for messages since ``begin``."""
-        return self._waited_s + self._sends.seconds
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._sends.nbytes
-
-    def begin(self) -> None:
-        """Begin a patch: set the counters to zero."""
-        self._waited_s, self._sends.seconds, self._sends.nbytes = 0.0, 0.0, 0
 
     def free_buffers(self) -> None:
         """Wait for the sends in flight, then free their memory. Call between runs, when the next
@@ -130,7 +120,7 @@ class StageLink:
         if buffer.numel() != count + 1:
             raise RuntimeError(OUT_OF_STEP)
         self._unchecked.append((LateValue(buffer[-1:]), number % NUMBERS))
-        self.check(CHECKED_LATER if self._unchecked[-1][0].costs_a_wait else 0)
+        self.check(CHECKED_LATER if buffer.device.type == "cuda" else 0)
         return buffer[:-1]
 
     def discard(
@@ -164,7 +154,7 @@ class StageLink:
         self._before_waiting()
         began = time.perf_counter()
         wait_for(works)
-        self._waited_s += time.perf_counter() - began
+        self.traffic.waited_s[AXIS] += time.perf_counter() - began
 
     def check(self, but: int = 0) -> None:
         """Raise RuntimeError if a patch that was received belongs to another request; ``but`` so

@@ -68,6 +68,6 @@ class RingAttention:
                 failure = error
         if failure is not None:
             raise failure
-        self._comm.decide(torch.stack(flags).amax(0))
+        self._comm.in_step.decide(torch.stack(flags).amax(0))
         assert partial is not None
         return partial.out.to(q_BhgD.dtype)

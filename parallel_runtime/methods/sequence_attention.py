@@ -136,7 +136,7 @@ class SequenceAttention(ABC):
         part = partial_attention(q_BHQD, k_BHlD, v_BHlD, None, kwargs.get("scale"), self._kernels)
         own = torch.cat((part.out.float(), part.level.unsqueeze(-1)), -1)
         parts, flag = self._from_all(own, [own.shape] * self._comm.size, self._comm.stop.wish(own))
-        self._comm.decide(flag)
+        self._comm.in_step.decide(flag)
         whole = reduce(
             merge,
             (

@@ -115,7 +115,7 @@ class SequenceSharding(SequenceAttention):
     def enter_block(self) -> None:
         self._on_progress()
         if self._comm.size == 1:
-            self._comm.decide(self._comm.stop.wish(torch.empty(0)))
+            self._comm.in_step.decide(self._comm.stop.wish(torch.empty(0)))
 
     def acts_behind(self, path: str, block: int) -> bool:
         return True
@@ -126,7 +126,7 @@ class SequenceSharding(SequenceAttention):
             mask = call.rows.memoise(host_mask, ("mask",), lambda: permute_mask(host_mask, call.joint))
         if self._comm.ring.size > 1:
             return self._around_the_ring(call, qkv, mask, flag)
-        self._comm.decide(flag)
+        self._comm.in_step.decide(flag)
         if not call.own_heads:
             return qkv[0]
         if mask is not None:

@@ -145,7 +145,7 @@ class Turns:
             room.arrived(self._coming, self._layers[self._at[self._coming]].nbytes)
             self._coming = NONE
         layer.put(self._end, room.content(self._end, layer.nbytes))
-        following = self._order.following(index, self._gather.steps)
+        following = self._order.following(index, self._gather.in_step)
         if following != NONE and following not in self._at and self._fit(index, following):
             self._send_for(following)
 
@@ -180,12 +180,12 @@ class Turns:
 
     def learn(self) -> None:
         """Notes that the evaluation succeeded."""
-        self._order.learn(self._gather.steps)
+        self._order.learn(self._gather.in_step)
 
     @property
     def are_known(self) -> bool:
         """Whether the next layer's weights are sent for while one computes."""
-        return self._order.is_known(self._gather.steps)
+        return self._order.is_known(self._gather.in_step)
 
     def end_evaluation(self) -> None:
         """Puts away what an evaluation that ended early left in place."""

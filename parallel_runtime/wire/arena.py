@@ -66,7 +66,7 @@ class Board:
         self._words[line + 1] = PHASES.index(phase)
         self._words[line] = request << 32 if request else self._words[line] + 1
         if request:
-            self.count(rank, 0, 0)
+            self._words[line + 2 : line + USED_WORDS] = 0
 
     def note(self, rank: int, phase: str) -> None:
         """Notes a phase within a request: its progress goes on."""

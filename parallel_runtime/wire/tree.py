@@ -8,6 +8,7 @@ dict with str or int keys, set and frozenset without tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -96,35 +97,25 @@ def _fits(value: Any) -> bool:
     )
 
 
-def decode_tree(data: bytes, get: Callable[[TensorRef], torch.Tensor]) -> Any:
+def decode_tree(data: bytes | memoryview, get: Callable[[TensorRef], torch.Tensor]) -> Any:
     """Returns the tree. ``get`` returns the tensor at a place. Raises msgspec.DecodeError for
     anything that is not such a tree.
     """
+    # No closure: one that names itself lives, with all that ``get`` holds, until the garbage
+    # collector comes
+    return msgspec.msgpack.decode(data, ext_hook=partial(_extension, get))
 
-    return msgspec.msgpack.decode(data, ext_hook=_Reader(get))
 
-
-class _Reader:
-    """Reads extensions. No closure: one that names itself lives, with all that ``get`` holds, until
-    the garbage collector comes.
-    """
-
-    def __init__(self, get: Callable[[TensorRef], torch.Tensor]):
-        self._get = get
-
-    def __call__(self, code: int, body: memoryview) -> Any:
-        if code == TENSOR:
-            return self._get(_ref_decoder.decode(body))
-        if code == TUPLE:
-            return tuple(msgspec.msgpack.decode(body, ext_hook=self))
-        if code == DTYPE:
-            return dtype_named(bytes(body).decode())
-        if code in (SET, FROZENSET):
-            return self._set(set if code == SET else frozenset, body)
-        raise msgspec.DecodeError(f"unknown extension {code} in a tree")
-
-    def _set(self, kind: type, body: memoryview) -> Any:
+def _extension(get: Callable[[TensorRef], torch.Tensor], code: int, body: memoryview) -> Any:
+    if code == TENSOR:
+        return get(_ref_decoder.decode(body))
+    if code == TUPLE:
+        return tuple(decode_tree(body, get))
+    if code == DTYPE:
+        return dtype_named(bytes(body).decode())
+    if code in (SET, FROZENSET):
         try:
-            return kind(msgspec.msgpack.decode(body, ext_hook=self))
+            return (set if code == SET else frozenset)(decode_tree(body, get))
         except TypeError as error:  # an item that no set can hold
             raise msgspec.DecodeError(f"a set in a tree: {error}") from error
+    raise msgspec.DecodeError(f"unknown extension {code} in a tree")

@@ -43,7 +43,7 @@ class ArenaIO:
         machines: MachineComm | None = None,
         conditioning_bytes: int = KEPT_CONDITIONING,
     ):
-        self._arena = arena
+        self.arena = arena
         self._device = device
         self._machines = machines
         self._spread: set[int] = set()  # versions that every machine has
@@ -54,10 +54,6 @@ class ArenaIO:
     def spans_machines(self) -> bool:
         """Whether inputs come from another machine, for which ranks wait together."""
         return self._machines is not None
-
-    def follow(self, arena_bytes: int) -> None:
-        """Maps the arena as far as the UI has extended it."""
-        self._arena.follow(arena_bytes)
 
     def read(self, arguments: bytes) -> Any:
         """Returns one evaluation's arguments. Every rank must call it: machines exchange them."""
@@ -79,7 +75,7 @@ class ArenaIO:
 
         decode_tree(arguments, note)
         machines.spread(
-            [self._arena.tensor(TensorRef(ref.offset, (ref.nbytes,), "uint8")) for ref in new.values()]
+            [self.arena.tensor(TensorRef(ref.offset, (ref.nbytes,), "uint8")) for ref in new.values()]
         )
         self._spread.update(ref.version for ref in new.values() if ref.version)
 
@@ -91,7 +87,7 @@ class ArenaIO:
 
         No copy waits for the device.
         """
-        view = self._arena.tensor(ref)
+        view = self.arena.tensor(ref)
         if ref.in_place:
             return view
         if not ref.version:
@@ -106,26 +102,26 @@ class ArenaIO:
         """Begins to write ``output`` into ``place``, without waiting for the device. An output that
         does not fit is kept for ``write_again``.
         """
-        offset, fits = place.offset, True
-        pieces: list[tuple[int, torch.Tensor]] = []
+        offset, end = place.offset, place.offset + place.nbytes
+        pieces: list[tuple[TensorRef, torch.Tensor]] = []
 
         def put(_path: str, tensor: torch.Tensor) -> TensorRef:
-            nonlocal offset, fits
+            nonlocal offset
             ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype))
-            offset += aligned(ref.nbytes)
-            if offset > place.offset + place.nbytes:
-                fits = False
-            else:
-                pieces.append((ref.offset, to_cpu(tensor)))
+            offset += aligned(tensor.nbytes)
+            if offset <= end:
+                pieces.append((ref, to_cpu(tensor)))
             return ref
 
         def finish() -> None:
-            for start, tensor in pieces:
-                self._arena.put(start, tensor)
+            for ref, tensor in pieces:
+                self.arena.tensor(ref).copy_(tensor)
 
         tree = encode_tree(output, put)
-        self._unwritten = None if fits else output
-        return Writing(tree, 0, finish) if fits else Writing(b"", offset - place.offset, lambda: None)
+        self._unwritten = output if offset > end else None
+        return (
+            Writing(tree, 0, finish) if offset <= end else NOTHING._replace(needs_bytes=offset - place.offset)
+        )
 
     def write_again(self, place: TensorRef) -> Writing:
         return self.write(self._unwritten, place)

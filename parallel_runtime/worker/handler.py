@@ -63,6 +63,8 @@ class RequestHandler:
         self._away = away
         self._joining = joining
         self._kernels = kernels
+        # Whether this rank has the output, by how many groups compute it together
+        self._writes = {width: mesh.layout.joined(width).writes(mesh.rank) for width in mesh.layout.widths}
 
     def handle(self, request: Request, segments: list[Segment], rank: CountingRank) -> Done | Enqueued:
         """Carries out ``request`` and returns the answer. ``segments``: those that the request
@@ -74,14 +76,13 @@ class RequestHandler:
             case Forward():
                 return self._forward(request, rank)
             case Fetch():
-                self._io.follow(request.arena_bytes)
+                self._io.arena.follow(request.arena_bytes)
                 writing = self._io.write_again(request.out)
                 Reached(self._device).wait()
                 writing.finish()
-                memory = self._memory.recent()
                 return Done(
                     request=request.request,
-                    memory=memory,
+                    memory=self._memory.recent(),
                     output=writing.tree,
                     needs_bytes=writing.needs_bytes,
                 )
@@ -195,7 +196,7 @@ class RequestHandler:
 
     def _evaluated(self, model: ResidentModel, request: Forward, rank: CountingRank) -> Done | Enqueued:
         model.begin(request.part, request.kind, request.confirmed)
-        self._io.follow(request.arena_bytes)
+        self._io.arena.follow(request.arena_bytes)
         if model.patches_id != request.patches_id:
             raise Refused(
                 f"Rank {self._mesh.rank} holds weight patches {model.patches_id!r}, the run wants"
@@ -211,9 +212,9 @@ class RequestHandler:
         ):
             output = model.on_rank(arguments, request.request)
         rank.tick()  # the answer waits until the GPU has computed it
-        writes = self._mesh.layout.joined(request.width).writes(self._mesh.rank)
-        writing = self._io.write(output, request.out) if writes else NOTHING
-        waited_s, sent_bytes, facts = self._mesh.waited_s, self._mesh.sent_bytes, model.method.facts
+        writing = self._io.write(output, request.out) if self._writes[request.width] else NOTHING
+        traffic, facts = self._mesh.sequence.traffic, model.method.facts
+        waited_s, sent_bytes = dict(traffic.waited_s), traffic.sent_bytes.total()
 
         def done() -> Done:
             writing.finish()
@@ -230,8 +231,9 @@ class RequestHandler:
                 confirmed=facts.confirmed,
             )
 
-        reached = Reached(self._device)
-        return Enqueued(request, reached, done, facts.messages_done) if reached.costs_a_wait else done()
+        if self._device.type == "cuda":
+            return Enqueued(request, Reached(self._device), done, facts.messages_done)
+        return done()
 
 
 def no_tensors(ref: TensorRef) -> torch.Tensor:

@@ -18,18 +18,16 @@ class KeptConditioning:
 
     def __init__(self, limit_bytes: int):
         self._limit_bytes = limit_bytes
+        self.nbytes = 0  # of all that is kept
         self._tensors: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._named: set[int] = set()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def get(self, version: int, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Returns the tensor of ``version``, the same object for as long as it is kept."""
         self._named.add(version)
         if version not in self._tensors:
             self._tensors[version] = read()
+            self.nbytes += self._tensors[version].nbytes
         self._tensors.move_to_end(version)
         return self._tensors[version]
 
@@ -45,8 +43,11 @@ class KeptConditioning:
             for version in others:
                 if held <= self._limit_bytes:
                     break
-                held -= self._tensors.pop(version).nbytes
+                dropped = self._tensors.pop(version).nbytes
+                held -= dropped
+                self.nbytes -= dropped
 
     def forget(self) -> None:
         self._tensors.clear()
+        self.nbytes = 0
         self._named.clear()

@@ -50,8 +50,8 @@ class RankLoop:
         self._memory = memory
         # Messages that were read before their turn
         self._ahead: deque[tuple[Request | Close, list[int]]] = deque()
-        self._new_trail = partial(Trail, device, lambda: board.tick(rank))
-        self._trail = self._new_trail()  # of the request at hand
+        self._device = device
+        self._trail: Trail | None = None  # of the request at hand, on a GPU
         self._enqueued: deque[tuple[Enqueued, Trail]] = deque()  # evaluations that are not answered
         self._request: Request | None = None  # at hand
 
@@ -65,7 +65,7 @@ class RankLoop:
         """
         self._board.tick(self._rank)
         is_ours = threading.current_thread() is threading.main_thread()  # others tick while torch compiles
-        if is_ours:
+        if is_ours and self._trail is not None:
             self._trail.note()
         if self._enqueued and is_ours and self._is_first_over():
             self._send_first()
@@ -102,7 +102,8 @@ class RankLoop:
     def serve(self, handler: RequestHandler) -> None:
         """Answers messages until Close, or until the UI is gone (ChannelClosed)."""
         while True:
-            self._send_what_is_computed()
+            if self._enqueued:
+                self._send_what_is_computed()
             if not self._enqueued:
                 self._board.enter(self._rank, "waiting")
             # All that has come: what stayed in the channel would not be seen to have arrived
@@ -112,14 +113,18 @@ class RankLoop:
             if isinstance(message, Close):
                 return
             self._board.enter(self._rank, PHASE[type(message)], message.request)
-            self._request, self._trail = message, self._new_trail()
+            self._request = message
+            if self._device.type == "cuda":
+                self._trail = Trail(self._device, partial(self._board.tick, self._rank))
             answer = self._answered(
                 message, partial(self._handle, handler, message, fds), partial(handler.messages_done, message)
             )
             if isinstance(answer, Enqueued):
+                assert self._trail is not None
                 self._enqueued.append((answer, self._trail))
             else:
-                self._send_all()
+                while self._enqueued:
+                    self._send_first()
                 self._channel.send(answer)
 
     def _send_what_is_computed(self) -> None:
@@ -141,10 +146,6 @@ class RankLoop:
         first, trail = self._enqueued[0]
         trail.look()
         return first.reached.is_over()
-
-    def _send_all(self) -> None:
-        while self._enqueued:
-            self._send_first()
 
     def _send_first(self) -> None:
         """Waits until the device has come to the evaluation that was enqueued first, and answers
@@ -188,7 +189,7 @@ class RankLoop:
         )
 
     def _handle(self, handler: RequestHandler, request: Request, fds: list[int]) -> Done | Enqueued:
-        segments = map_segments(fds)
+        segments = map_segments(fds) if fds else []
         try:
             with torch.inference_mode():
                 return handler.handle(request, segments, self)

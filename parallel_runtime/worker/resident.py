@@ -68,12 +68,13 @@ class ResidentModel:
         self._take_away: list[Callable[[], Any]] = []
         self.sets = PatchedSets()
         self._in_block = PatchesHere()
-        plan = plan_or_whole(type(self.diffusion_model))
+        transformer = patcher.model.diffusion_model
+        plan = plan_or_whole(type(transformer))
         if plan is None:
-            raise Refused(f"{type(self.diffusion_model).__name__} has no token plan.")
+            raise Refused(f"{type(transformer).__name__} has no token plan.")
         # The method first, so that no weights of other stages' blocks are moved.
-        self.method = make_method(self.diffusion_model, plan, mesh, rank, load.stages, kernels)
-        on_progress = counted(rank, stored_bytes(self.diffusion_model.parameters()))
+        self.method = make_method(transformer, plan, mesh, rank, load.stages, kernels)
+        on_progress = counted(rank, stored_bytes(transformer.parameters()))
         self._weights = self._placed(load, mesh.sequence.weights, on_progress)
         self.nbytes = self._weights.nbytes  # once: every answer reports it
         if self._weights.turns is not None:
@@ -92,10 +93,6 @@ class ResidentModel:
         if load.weights == "sharded" and gather is not None:
             return ShardedWeights(model, device, gather, on_progress)
         return DeviceWeights(model, device, on_progress)
-
-    @property
-    def diffusion_model(self) -> torch.nn.Module:
-        return self.patcher.model.diffusion_model
 
     def detach(self) -> None:
         self.method.detach()
@@ -186,7 +183,8 @@ class ResidentModel:
 
     def on_rank(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that ``begin`` named."""
-        put_state(self._in_block.state)
+        if self._in_block.state:
+            put_state(self._in_block.state)
         if self._weights.turns is not None:
             arguments = self._uncompiled(arguments)
         if "transformer_options" in arguments:
@@ -194,7 +192,8 @@ class ResidentModel:
                 **arguments,
                 "transformer_options": restored(arguments["transformer_options"], self._in_block.patches),
             }
-        forward = getattr(self.diffusion_model, forward_name(self.diffusion_model))
+        transformer = self.patcher.model.diffusion_model
+        forward = getattr(transformer, forward_name(transformer))
         turns = self._weights.turns
         with nullcontext() if turns is None else turns.evaluation():
             output = self.method.forward(forward, arguments, number)

@@ -17,9 +17,8 @@ EVERY = 8  # ticks between two places: a place is an event, which takes a micros
 
 
 class Trail:
-    """Places along one evaluation, in the order in which ``device`` comes to them. ``tick`` is
-    called once for each place that it has come to. On the CPU there are none: what is enqueued is
-    computed.
+    """Places along one evaluation, in the order in which ``device``, a GPU, comes to them. ``tick``
+    is called once for each place that it has come to.
     """
 
     def __init__(self, device: torch.device, tick: Callable[[], None]):
@@ -31,7 +30,7 @@ class Trail:
     def note(self) -> None:
         """Note the place that the evaluation has come to, now and then."""
         self._ticks += 1
-        if self._device.type == "cuda" and self._ticks % EVERY == 0:
+        if self._ticks % EVERY == 0:
             self._places.append(Reached(self._device))
 
     def look(self) -> None:

@@ -60,7 +60,6 @@ class StageMessages:
     def start(self, number: int) -> None:
         """Begin to compute it. ``number`` is its request's: both ends check that it is the same."""
         self.number = number
-        self._link.begin()
 
     def receive_hidden(self, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rows that the stage before computed in place of ``tokens``, which are of their
