@@ -141,23 +141,6 @@ def test_a_query_that_may_look_at_nothing_does_not_count_in_a_merge():
         assert torch.allclose(merged.out[0, 0, 0], truth(q, k, v, None)[0, 0, 0], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "share",
-    [
-        lambda part, level: torch.ones_like(part.level),
-        lambda part, level: part.weight * torch.ones_like(part.level),
-        lambda part, level: (part.level - level).exp(),
-    ],
-    ids=["plain mean", "no rescale", "forgets how many"],
-)
-def test_a_wrong_merge_is_seen(share, monkeypatch):
-    q, k, v = make(6, 1, 2, 7, 30, 16)
-    right = truth(q, k, v, None)
-    assert (in_parts(q, k, v, None, (10, 13, 7)) - right).abs().max() <= BOUND[torch.float32]
-    monkeypatch.setattr(kernels, "share", share)
-    assert (in_parts(q, k, v, None, (10, 13, 7)) - right).abs().max() > 1e-2
-
-
 @pytest.mark.parametrize("shape", [(3, 5), (1, 1, 3, 5), (2, 4, 3, 5), (2, 1, 1, 5), (1, 1, 3, 1)], ids=str)
 def test_bias_rows_for_the_efficient_kernel_begin_aligned_and_are_held_once(shape):
     mask = make_mask(1, shape, "big")

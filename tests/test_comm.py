@@ -54,14 +54,6 @@ def test_a_rank_joins_the_groups_that_the_grid_shows(joined, layout, rank):
     assert (comm.ulysses.size, comm.ring.size, comm.size) == (layout.ulysses, layout.ring, layout.world_size)
 
 
-@pytest.mark.cover(2)
-@pytest.mark.parametrize(("layout", "rank"), PLACES, ids=str)
-def test_the_stand_in_of_a_rank_stands_where_the_grid_shows_it(layout, rank):
-    comm = standin(layout, rank)
-    assert layout.group("ulysses", comm.ring.index * layout.ulysses)[comm.ulysses.rank] == comm.rank == rank
-    assert (comm.ulysses.size, comm.ring.size, comm.size) == (layout.ulysses, layout.ring, layout.world_size)
-
-
 # -- messages
 
 

@@ -142,29 +142,28 @@ def test_stages_on_one_device_ask_for_room_one_after_the_other():
     assert [placement.sharers(rank) for rank in range(4)] == [2, 2, 1, 1]
 
 
-def test_under_highvram_a_rank_loads_no_whole_model_onto_its_gpu_before_a_stage_leaves_blocks_out(
-    monkeypatch,
-):
+@pytest.fixture
+def restored_host(monkeypatch):
+    """What ``prepare`` changes in this process is as before after the test."""
     for name in ("unet_inital_load_device", "unet_offload_device", "MAX_PINNED_MEMORY"):
         monkeypatch.setattr(mm, name, getattr(mm, name))
     monkeypatch.setattr(
         comfy.model_base.BaseModel, "load_model_weights", comfy.model_base.BaseModel.load_model_weights
     )
     monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def test_under_highvram_a_rank_loads_no_whole_model_onto_its_gpu_before_a_stage_leaves_blocks_out(
+    restored_host, monkeypatch
+):
     prepare("", {})
     monkeypatch.setattr(mm, "vram_state", mm.VRAMState.HIGH_VRAM)
     monkeypatch.setattr(mm, "get_torch_device", lambda: torch.device("meta"))
     assert {mm.unet_offload_device(), mm.unet_inital_load_device(1, torch.float16)} == {torch.device("cpu")}
 
 
-def test_ranks_together_lock_half_of_what_comfyui_would(monkeypatch):
+def test_ranks_together_lock_half_of_what_comfyui_would(restored_host, monkeypatch):
     """Each pins pages of the file that it brings to its GPU, and a pinned page is its own copy."""
-    for name in ("unet_inital_load_device", "unet_offload_device", "MAX_PINNED_MEMORY"):
-        monkeypatch.setattr(mm, name, getattr(mm, name))
-    monkeypatch.setattr(
-        comfy.model_base.BaseModel, "load_model_weights", comfy.model_base.BaseModel.load_model_weights
-    )
-    monkeypatch.setattr(sys, "path", [*sys.path])
     for most, of_each in ((80.0, 10.0), (-1, -1)):
         monkeypatch.setattr(mm, "MAX_PINNED_MEMORY", most)
         prepare("", {}, ranks=4)

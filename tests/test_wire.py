@@ -14,13 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, PHASES, Arena
+from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, Channel, ChannelClosed
 from pipemesh.parallel_runtime.wire.messages import (
-    PHASE,
     Close,
     Done,
-    Failed,
     ForRanks,
     FromRank,
     Memory,
@@ -32,8 +30,6 @@ from pipemesh.parallel_runtime.wire.messages import (
 )
 from pipemesh.parallel_runtime.wire.segment import TensorRef
 from pipemesh.parallel_runtime.wire.tree import NotPlain, decode_tree, encode_tree, is_plain
-
-from . import fake_worker
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -231,12 +227,6 @@ def test_what_a_tree_was_read_from_is_let_go_at_once():
 # -- channel
 
 
-def test_the_tests_own_rank_knows_every_request_and_its_phase():
-    requests = {kind.__name__: phase for kind, phase in PHASE.items()}
-    assert {**requests, "Start": "importing"} == fake_worker.PHASE
-    assert PHASES == fake_worker.PHASES
-
-
 @pytest.fixture
 def ends():
     """The UI's and a rank's end, and the rank's raw socket."""
@@ -397,13 +387,3 @@ def test_a_closed_peer_is_told_to_the_writer(ends):
     with pytest.raises(ChannelClosed):
         ui.send(Close(), [held])
     os.close(held)
-
-
-def test_a_peer_that_dies_in_the_middle_of_a_message_closes_the_channel(ends):
-    ui, _, raw = ends
-    raw.sendall(
-        framed(Failed(request=1, kind="error", phase="", text="", trace="", memory=Memory(1, 2, 3)))[:-3]
-    )
-    raw.close()
-    with pytest.raises(ChannelClosed):
-        ui.receive()
