@@ -19,7 +19,9 @@ from pipemesh.parallel_runtime.wire.arena import (
     Board,
     identity,
 )
-from pipemesh.parallel_runtime.wire.segment import ALIGN, Segment, aligned, pack
+from pipemesh.parallel_runtime.wire.parcel import Parcel
+from pipemesh.parallel_runtime.wire.segment import ALIGN, Segment, aligned
+from pipemesh.parallel_runtime.wire.tree import decode_tree
 
 from .test_wire import DTYPES, bits, descriptors
 
@@ -95,9 +97,10 @@ def test_a_segment_gives_its_descriptor_back_once():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_packed_segment_holds_every_dtype_and_shape_in_its_own_place(dtype):
+def test_a_parcel_holds_every_dtype_and_shape_in_its_own_place(dtype):
     made = [torch.randn(shape).mul(5).to(dtype) for shape in ((), (0,), (3,), (2, 0, 3), (5, 7))]
-    segment, refs = pack("test", made)
+    parcel = Parcel(made)
+    segment, refs = parcel.segment, decode_tree(parcel.tree, lambda ref: ref)
     assert all(ref.offset % ALIGN == 0 for ref in refs)
     assert [bits(segment.tensor(ref)) for ref in refs] == [bits(tensor) for tensor in made]
     assert [segment.tensor(ref).shape for ref in refs] == [tensor.shape for tensor in made]

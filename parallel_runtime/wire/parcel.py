@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .segment import TensorRef, aligned, dtype_name, pack
+from .segment import ALIGN, Segment, TensorRef, aligned, dtype_name
 from .tree import encode_tree
 
 
@@ -16,15 +16,17 @@ class Parcel:
     """
 
     def __init__(self, tree: Any):
-        tensors: list[torch.Tensor] = []
+        tensors: list[tuple[TensorRef, torch.Tensor]] = []
         offset = 0
 
         def put(_path: str, tensor: torch.Tensor) -> TensorRef:
             nonlocal offset
-            tensors.append(tensor)
             ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype))
+            tensors.append((ref, tensor))
             offset += aligned(ref.nbytes)
             return ref
 
         self.tree = encode_tree(tree, put)
-        self.segment, _refs = pack("parcel", tensors)
+        self.segment = Segment.create("parcel", max(ALIGN, offset))
+        for ref, tensor in tensors:
+            self.segment.tensor(ref).copy_(tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -126,14 +126,3 @@ def reserve(fd: int, start: int, nbytes: int, allocate: Callable[[int, int, int]
             f"Shared memory is full: {mib(nbytes)} more could not be reserved ({error.strerror}); close other"
             " programs, choose a smaller image or batch, or raise the memory limit of this container."
         ) from error
-
-
-def pack(name: str, tensors: Iterable[torch.Tensor]) -> tuple[Segment, list[TensorRef]]:
-    """Returns a new segment that holds the tensors one after another, and the place of each."""
-    tensors = list(tensors)
-    segment = Segment.create(name, max(ALIGN, sum(aligned(t.numel() * t.element_size()) for t in tensors)))
-    refs, offset = [], 0
-    for tensor in tensors:
-        refs.append(segment.put(offset, tensor))
-        offset += aligned(refs[-1].nbytes)
-    return segment, refs

@@ -5,21 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from ..errors import Refused
+from ..methods.method import Rank
 
 TICK_S = 0.5
 
 
-class Noting(Protocol):
-    def tick(self) -> None: ...
-
-    def note(self, phase: str) -> None: ...
-
-
 @contextmanager
-def compilation_noted(rank: Noting) -> Iterator[None]:
+def compilation_noted(rank: Rank) -> Iterator[None]:
     """Note the phase, and progress all the while, whenever ``torch.compile`` makes a graph. Raises
     Refused where it cannot.
     """
@@ -57,6 +51,6 @@ def compilation_noted(rank: Noting) -> Iterator[None]:
         end(None)
 
 
-def tick_until(rank: Noting, over: threading.Event) -> None:
+def tick_until(rank: Rank, over: threading.Event) -> None:
     while not over.wait(TICK_S):
         rank.tick()

@@ -22,9 +22,8 @@ from ..wire.segment import Segment, TensorRef
 from ..wire.tree import decode_tree
 from .arena_io import NOTHING, ArenaIO
 from .compiling import compilation_noted
-from .counting import CountingRank
 from .device_memory import DeviceMemory
-from .resident import ResidentModel
+from .resident import CountingRank, ResidentModel
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from ..families import plan_or_whole
 from ..families.plan import COMPILE
 from ..forward import forward_name
 from ..methods.factory import make_method
+from ..methods.method import Rank
 from ..patches import Part
 from ..weights.device_weights import DeviceWeights
 from ..weights.gguf import is_dequantised_late, with_patches
@@ -33,7 +34,6 @@ from ..weights.weight_patches import put_object, unpack_patches
 from ..wire.messages import Load
 from ..wire.reserved import write_tree
 from ..wire.segment import Segment
-from .counting import CountingRank, counted
 from .patched_sets import PatchedSet, PatchedSets, Places
 
 log = logging.getLogger("pipemesh")
@@ -41,6 +41,13 @@ NOT_COMPILED = (
     "weights are sharded, and gathered before each layer. The ranks run this MODEL uncompiled; whole weights"
     " would be compiled."
 )
+
+
+class CountingRank(Rank, Protocol):
+    """Counts too, for the user who waits for a load or a patching."""
+
+    def count(self, done: int, total: int) -> None:
+        """Note how much of the request at hand is done."""
 
 
 class ResidentModel:
@@ -220,6 +227,22 @@ class ResidentModel:
         if self._weights.turns is not None:
             self._weights.turns.end_run()
         self.method.end_run()
+
+
+def counted(rank: CountingRank, total: int) -> Callable[[int], None]:
+    """Return a function that is told how much more is done: bytes of a load, weights of a patching.
+    All of it is ``total``.
+    """
+    done = 0
+
+    def add(more: int) -> None:
+        nonlocal done
+        done += more
+        rank.tick()
+        rank.count(min(done, total), total)
+
+    add(0)
+    return add
 
 
 @cache
