@@ -94,7 +94,7 @@ class ResidentModel:
         """Bring the weights to where the request wants them. Without ``gather``, which joins the
         ranks of one sequence, sharded ones are whole; with it, every rank must call this.
         """
-        model, device = self.diffusion_model, self.device
+        model, device = self.patcher.model.diffusion_model, self.device
         if load.weights == "offloaded":
             return OffloadedWeights(self.patcher, device, load.budget, on_progress)
         if load.weights == "sharded" and gather is not None:
