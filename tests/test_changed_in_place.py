@@ -468,3 +468,21 @@ def test_a_tensor_of_another_dtype_and_another_setting_of_a_function_differ():
     assert not is_same(torch.ones(2), torch.ones(2, dtype=torch.int64))
     one, other = (lambda: 1), (lambda: 2)
     assert not is_same(one, other)
+
+
+def test_a_forward_that_is_replaced_after_the_first_steps_is_named(pair, requests):
+    _stock, parallel = pair
+    left = [2]
+
+    def change(model):
+        left[0] -= 1
+        if left[0] < 0:
+            set_on(model, "forward", nag_forward)
+
+    clone = parallel.clone()
+    clone.set_model_unet_function_wrapper(
+        within_a_wrapper(change, lambda model, _: vars(model).pop("forward", None))
+    )
+    with pytest.raises(Refused, match="nag_forward"):
+        run(clone, steps=4)
+    assert requests["Forward"] == 2

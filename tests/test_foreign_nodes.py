@@ -280,3 +280,16 @@ def test_a_clone_stays_parallel_and_parallelizing_twice_changes_nothing(pair, cl
     _stock, parallel = pair
     assert isinstance(parallel.clone().clone(), RemotePatcher)
     assert parallelize(parallel, client, holds_ui_device=True) is parallel
+
+
+def test_easycache_works_before_parallelize_too_and_skips_remote_calls(files, client, requests):
+    import comfy_extras.nodes_easycache as easycache
+
+    def cached():
+        return easycache.EasyCacheNode.execute(load(files["model"]), 0.5, 0.1, 0.95, False).result[0]
+
+    truth = run(cached(), steps=8)
+    parallel = parallelize(cached(), client, True)
+    requests.clear()
+    assert relative_error(run(parallel, steps=8), truth) <= BOUND
+    assert 0 < requests["Forward"] < 8

@@ -5,6 +5,7 @@ named, and warm both are stock's own.
 import re
 from functools import cache, partial
 from itertools import cycle
+from types import SimpleNamespace
 
 import comfy.samplers
 import comfy.supported_models
@@ -12,6 +13,7 @@ import pytest
 import torch
 from pipemesh.lab.commands import parity
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
+from pipemesh.parallel_runtime.client import separable
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES, plan_for
 from pipemesh.parallel_runtime.families.flux import guided_config
@@ -531,3 +533,14 @@ def test_a_sampler_whose_patches_take_different_numbers_of_evaluations_is_refuse
     with pytest.raises(ModelError, match="set pipefusion to 1 for this sampler"):
         advanced(patched().model, sampler=comfy.samplers.KSAMPLER(sample_at_whim))
     assert patched().mode == FREE and not alive_timelines()
+
+
+def test_packed_latents_are_named():
+    """ComfyUI packs the latents of several streams into one tensor of three dimensions."""
+    guider = SimpleNamespace(conds={}, model_patcher=SimpleNamespace(object_patches={}))
+    sampler = comfy.samplers.sampler_object("euler")
+
+    def objections(*shape):
+        return {*separable._objections(sampler, guider, {}, torch.zeros(shape))}
+
+    assert objections(1, 1, 640) - objections(1, 16, 8, 8) == {"packed latents of shape (1, 1, 640)"}
