@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path, PurePosixPath
 
 import pytest
 
-from .test_architecture import COMFYUI, FUNCTION, ROOT, imports_of
+from .test_architecture import COMFYUI, FUNCTION, ROOT
+from .test_imports_at_work import chains
 
 HOST = {*COMFYUI, "torch"}
 SEAMS = {  # file, function -> why it may
@@ -116,24 +116,7 @@ def served() -> tuple[str, ...]:
     """Every file that ComfyUI's process can import, from the entry point on, inside functions
     too.
     """
-    found, todo = set(), [ROOT / "__init__.py"]
-    while todo:
-        file = todo.pop()
-        path = PurePosixPath(file.relative_to(ROOT).as_posix())
-        if str(path) in found:
-            continue
-        found.add(str(path))
-        for imported in imports_of(path, ast.parse(file.read_text(encoding="utf-8"))):
-            if imported.own:
-                todo += [one for one in files_of(imported.name) if one.is_file()]
-    return tuple(sorted(found))
-
-
-def files_of(name: tuple[str, ...]) -> Iterator[Path]:
-    for end in range(1, len(name) + 1):
-        folder = ROOT.joinpath(*name[:end])
-        yield folder / "__init__.py"
-        yield folder.with_suffix(".py")
+    return tuple(sorted(chains(("__init__.py",))))
 
 
 @pytest.mark.parametrize("path", served())
