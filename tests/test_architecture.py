@@ -71,7 +71,7 @@ BEFORE_COMFYUI = (
     "launcher/package.py",
 )
 # Started by path: no relative imports
-SCRIPTS = tuple(f"launcher/pool/{name}_main.py" for name in ("counter", "fork_server", "worker"))
+SCRIPTS = tuple(f"launcher/pool/{name}_main.py" for name in ("fork_server", "worker"))
 
 RUNTIME = "parallel_runtime/"
 SHARED = ("weights", "crossing", "watch")  # used by client and worker

@@ -7,25 +7,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from pipemesh.launcher.pool.fork_server import OWN, PRELOADED, ForkServer
+from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
 from pipemesh.launcher.pool.fork_server_main import holds_a_gpu, open_files
 from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.launcher.pool.supervisor import SERVER_ENDED, Command, Supervisor
-from pipemesh.parallel_runtime.errors import PoolFailed
 
-from .fake_pools import DEADLINE_S, cpus, fake_setup, is_alive
+from .fake_pools import DEADLINE_S, cpus, is_alive
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "launcher" / "pool"
 
@@ -48,8 +44,8 @@ def run(server, tmp_path):
         command = Command(
             (sys.executable, str(file), *arguments), dict(os.environ) if env is None else env, fd
         )
-        made.append(Supervisor([command], server.start))
-        made[-1].start()
+        made.append(Supervisor(server.start))
+        made[-1].start({0: command})
         return made[-1]
 
     yield run
@@ -91,7 +87,7 @@ def test_a_rank_is_a_fork_of_a_process_that_has_imported_once(server, run):
     imported, parent, pid, argv = json.loads(supervisor.tail(0)[0])
     assert imported
     assert [parent] == server.pids
-    assert [pid] == supervisor.pids
+    assert {0: pid} == supervisor.pids
     assert argv[1:] == [str(parent), "{me}"]
 
 
@@ -119,7 +115,7 @@ print(sys.argv[1])
 
 def test_a_rank_holds_its_channel_and_no_other_descriptor_of_the_server(run):
     waiting = run("import time; time.sleep(600)")  # its report is open in the server meanwhile
-    assert waiting.pids
+    assert waiting.pids[0]
     with open(os.devnull) as file:
         supervisor = run(LISTING, "{fd}", fd=file.fileno())
         assert supervisor.exit_of(0, DEADLINE_S) == 0
@@ -131,7 +127,7 @@ def test_a_rank_holds_its_channel_and_no_other_descriptor_of_the_server(run):
 def test_ranks_that_differ_in_what_is_fixed_at_start_come_from_different_servers(server, run):
     """And one that has no ranks any more is ended then."""
     waiting = run("import time; time.sleep(600)")
-    assert waiting.pids
+    assert waiting.pids[0]
     before = server.pids
     assert run("", env={**os.environ, "OTHER": "1"}).exit_of(0, DEADLINE_S) == 0
     assert server.pids == before
@@ -159,7 +155,7 @@ def test_ranks_end_with_their_server_and_the_next_has_another(server, run):
         with theirs:
             supervisor = run(DIE_WITH_PARENT, "{parent}", "{fd}", fd=theirs.fileno())
         assert ours.recv(1) == b"x", supervisor.tail(0)
-        rank = psutil.Process(*supervisor.pids)
+        rank = psutil.Process(supervisor.pids[0])
     old = rank.ppid()
     assert old in server.pids
     os.kill(old, signal.SIGKILL)
@@ -170,19 +166,6 @@ def test_ranks_end_with_their_server_and_the_next_has_another(server, run):
     assert old not in server.pids
 
 
-def test_a_pool_says_that_its_ranks_could_not_be_forked_and_how_to_do_without():
-    server = ForkServer(preloaded=())
-    setup = replace(fake_setup(), start=server.start, argv=(shutil.which("false"), *fake_setup().argv[1:]))
-    pool = WorkerPool(cpus(2), setup)
-    sentence = (
-        r"^Rank [01] on cpu could not be forked \(why is in ComfyUI's log; with PIPEMESH_FORK=0 workers start"
-        r" without it\) while starting"
-    )
-    with pytest.raises(PoolFailed, match=sentence):
-        pool.start()
-    server.close()
-
-
 def has_imported_fractions(folder: Path, library: str) -> bool:
     """Whether a rank of a server that also imports ``library``, which lies in ``folder``, is a fork
     of a process that has.
@@ -190,8 +173,8 @@ def has_imported_fractions(folder: Path, library: str) -> bool:
     server = ForkServer(preloaded=(library, "fractions"))
     (folder / "script.py").write_text("import sys; print('fractions' in sys.modules)")
     env = {**os.environ, "PYTHONPATH": str(folder)}
-    supervisor = Supervisor([Command((sys.executable, str(folder / "script.py")), env, 0)], server.start)
-    supervisor.start()
+    supervisor = Supervisor(server.start)
+    supervisor.start({0: Command((sys.executable, str(folder / "script.py")), env, 0)})
     assert supervisor.exit_of(0, DEADLINE_S) == 0
     server.close()
     return supervisor.tail(0) == ["True"]
@@ -208,22 +191,9 @@ def test_a_library_that_cannot_be_imported_stops_no_rank(tmp_path, broken):
     assert has_imported_fractions(tmp_path, "not_installed_at_all") is True
 
 
-def test_a_rank_has_the_packs_own_modules_from_the_start_and_none_of_comfyuis(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys; print(all(name in sys.modules for name in sys.argv[1:]), 'comfy' in sys.modules)"
-    )
-    server = ForkServer(preloaded=OWN)
-    supervisor = Supervisor([Command((sys.executable, str(script), *OWN), dict(os.environ), 0)], server.start)
-    supervisor.start()
-    assert supervisor.exit_of(0, DEADLINE_S) == 0
-    server.close()
-    assert supervisor.tail(0) == ["True False"]
-
-
 def test_a_request_that_cannot_be_met_ends_one_rank_and_not_the_others(server, run):
     other = run("import time; time.sleep(600)")
-    assert other.pids
+    assert other.pids[0]
     with pytest.raises(OSError, match="Message too long"):
         run("", env={**os.environ, "LONG": "x" * 300_000})
     ours = server._servers[sys.executable, None]
@@ -236,7 +206,7 @@ def test_a_request_that_cannot_be_met_ends_one_rank_and_not_the_others(server, r
     while psutil.Process(ours.process.pid).num_fds() > held:
         assert time.monotonic() < begun + DEADLINE_S, "descriptors of requests that could not be met are kept"
         time.sleep(0.01)
-    assert not other.has_ended(0)
+    assert other.exit_of(0, 0) is None
 
 
 def test_a_process_that_holds_a_gpu_is_not_forked_and_says_so(tmp_path, capfd):

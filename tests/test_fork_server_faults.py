@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from pipemesh.launcher.pool.supervisor import (
     SERVER_ENDED,
     Command,
     Supervisor,
-    process_of_its_own,
 )
 from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 
@@ -145,8 +143,8 @@ def importing(tmp_path):
 def test_a_rank_that_is_not_forked_yet_can_be_ended_at_once_and_is_never_seen(importing):
     server, command, end_import = importing
     before = Holdings.now()
-    supervisor = Supervisor([command], server.start)
-    supervisor.start()
+    supervisor = Supervisor(server.start)
+    supervisor.start({0: command})
     supervisor.stop(0)
     assert supervisor.exit_of(0, 0) == -signal.SIGKILL
     forked = server.start(command)
@@ -164,22 +162,14 @@ def test_a_rank_that_is_not_forked_yet_can_be_ended_at_once_and_is_never_seen(im
     last.wait()
 
 
-def test_a_server_that_dies_before_it_forks_is_no_lack_of_memory(importing):
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_stops_before_it_forks_is_no_lack_of_memory(importing, sign):
     server, command, _ = importing
-    supervisor = Supervisor([command], server.start)
-    supervisor.start()
-    psutil.Process(*server.pids).kill()
+    supervisor = Supervisor(server.start)
+    supervisor.start({0: command})
+    os.kill(*server.pids, sign)
     assert supervisor.exit_of(0, DEADLINE_S) == NEVER_STARTED
-    assert supervisor.pids == [0]
-    supervisor.stop(0)
-
-
-def test_a_server_that_is_stopped_before_it_forks_is_ended(importing):
-    server, command, _ = importing
-    supervisor = Supervisor([command], server.start)
-    supervisor.start()
-    os.kill(*server.pids, signal.SIGSTOP)
-    assert supervisor.exit_of(0, DEADLINE_S) == NEVER_STARTED
+    assert supervisor.pids == {0: 0}
     supervisor.stop(0)
 
 
@@ -236,9 +226,9 @@ from pipemesh.launcher.pool.fork_server import ForkServer
 from pipemesh.launcher.pool.supervisor import Command, Supervisor
 import os
 server = ForkServer(preloaded=())
-supervisor = Supervisor([Command((sys.executable, sys.argv[2]), dict(os.environ), 0)], server.start)
-supervisor.start()
-print(*server.pids, *supervisor.pids, flush=True)
+supervisor = Supervisor(server.start)
+supervisor.start({0: Command((sys.executable, sys.argv[2]), dict(os.environ), 0)})
+print(*server.pids, *supervisor.pids.values(), flush=True)
 time.sleep(600)
 """
 
@@ -256,21 +246,6 @@ def test_a_stopped_server_ends_with_its_ui(tmp_path, sign):
     for process in (*alive, rank):
         process.kill()
     assert not alive
-
-
-def ended_at_once(command: Command) -> subprocess.Popen:
-    process = process_of_its_own(replace(command, argv=(shutil.which("false"),)))
-    process.wait()
-    return process
-
-
-def test_a_rank_that_has_ended_before_its_first_message_is_named():
-    """As where its server is killed in the moment of its start."""
-    pool = WorkerPool(cpus(2), replace(fake_setup(), start=ended_at_once))
-    with pytest.raises(
-        PoolFailed, match=r"^Rank [01] on cpu ended with exit status 1 while starting: run again"
-    ):
-        pool.start()
 
 
 def test_a_restart_at_once_after_the_server_was_killed_works_or_names_a_rank(server):

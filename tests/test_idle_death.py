@@ -26,20 +26,15 @@ def client(setup):
 def kill_an_idle_rank(client):
     pool = client.session.pool
     psutil.Process(pool.ranks.pids[1]).kill()
-    assert pool.ranks._crew.exit_of(1, wait_s=20) == -9
+    assert pool.ranks._crew.supervisor.exit_of(1, wait_s=20) == -9
 
 
-def test_the_run_after_an_idle_rank_died_is_right_at_once(client):
-    bench = Bench(lambda *layout: client)
-    assert bench.error(CASE) <= BOUND
-    kill_an_idle_rank(client)
-    assert bench.error(CASE) <= BOUND
-
-
-def test_unloading_models_after_an_idle_rank_died_raises_nothing(client):
+def test_the_run_after_an_idle_rank_died_is_right_at_once_and_unloading_models_raises_nothing(client):
     import comfy.model_management as mm
 
     bench = Bench(lambda *layout: client)
+    assert bench.error(CASE) <= BOUND
+    kill_an_idle_rank(client)
     assert bench.error(CASE) <= BOUND
     kill_an_idle_rank(client)
     mm.unload_all_models()

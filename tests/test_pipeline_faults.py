@@ -54,14 +54,14 @@ def test_stages_leave_the_patches_that_were_cancelled_before_they_came_to_them(
     (model, client), of = broken_pipeline("slow_stage"), case()
     client.sessions.open(lambda: False)
     pool, left = client.session.pool, []
-    pump = pool.ranks._crew.pump
+    listen = pool.ranks.listen
 
-    def noted(rank):
-        said = list(pump(rank))
-        left.extend(rank for message in said if getattr(message, "cancelled", False))
+    def noted(wait_s):
+        said = listen(wait_s)
+        left.extend(rank for rank, message in said if getattr(message, "cancelled", False))
         return said
 
-    monkeypatch.setattr(pool.ranks._crew, "pump", noted)
+    monkeypatch.setattr(pool.ranks, "listen", noted)
     with pytest.raises(mm.InterruptProcessingException):
         with_callback(model, of, mm.interrupt_current_processing)
     mm.interrupt_current_processing(False)

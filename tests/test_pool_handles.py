@@ -45,8 +45,8 @@ def threads():
 class SlowPool:
     """A pool without ranks that is up once ``go`` is set. ``said``: what became of all of them."""
 
-    ranks = SimpleNamespace(fault="", loss=lambda: "", has_lost_one=lambda idle: False, kill=lambda: None)
-    idle = True
+    ranks = SimpleNamespace(kill=lambda: None)
+    fault = ""
 
     def __init__(self, placement: Placement, setup):
         self.name, self.said, self.go, self.has_begun = (
@@ -55,17 +55,21 @@ class SlowPool:
             setup.go,
             setup.has_begun,
         )
-        self.is_alive, self.state = False, "starting"
+        self.state = "starting"
+
+    @property
+    def is_whole(self):
+        return self.state == "ready"
 
     def start(self, interrupted):
         self.said.append(f"{self.name} starts")
         self.has_begun.set()
         assert self.go.wait(DEADLINE_S)
-        self.is_alive, self.state = True, "ready"
+        self.state = "ready"
         self.said.append(f"{self.name} is up")
 
     def close(self):
-        self.is_alive, self.state = False, "closed"
+        self.state = "closed"
         self.said.append(f"{self.name} is closed")
 
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,19 @@ def closed(pool: WorkerPool) -> None:
     pool.start()
     call(pool, "Forward")
     pool.close()
+    pool.close()
+
+
+def closed_without_a_rank(pool: WorkerPool) -> None:
+    pool.start()
+    psutil.Process(pool.ranks.pids[0]).kill()
+    pool.ranks._crew.supervisor.exit_of(0, DEADLINE_S)
+    pool.close()
+
+
+def started_in_vain(pool: WorkerPool) -> None:
+    pool.ranks._crew._setup = replace(fake_setup(), argv=("/no/such/python",))
+    failed_at_start(pool)
 
 
 def failed_in_a_request(pool: WorkerPool) -> None:
@@ -65,6 +79,8 @@ def closed_with_answers_outstanding(pool: WorkerPool) -> None:
     ("end", "rules"),
     [
         (closed, ()),
+        (closed_without_a_rank, ()),
+        (started_in_vain, ()),
         (failed_in_a_request, ("1:Forward=die",)),
         (failed_in_a_request, ("1:Forward=kill-9", "0:Forward=hang")),
         (failed_in_a_request, ("1:Forward=leave",)),
@@ -83,28 +99,8 @@ def test_a_pool_leaves_nothing_in_the_ui_however_it_ends(end, rules):
     pool = WorkerPool(cpus(2), fake_setup(*rules))
     assert Holdings.now().since(before) != NOTHING
     end(pool)
+    assert pool.state in ("closed", "failed")
     assert Holdings.now().since(before) == NOTHING  # and whoever still holds the object holds nothing else
-
-
-def test_a_worker_that_cannot_be_started_leaves_nothing_in_the_ui():
-    before = Holdings.now()
-    pool = WorkerPool(cpus(2), replace(fake_setup(), argv=("/no/such/python",)))
-    failed_at_start(pool)
-    assert Holdings.now().since(before) == NOTHING
-
-
-def test_a_finished_call_leaves_nothing_in_the_ui():
-    pool = WorkerPool(cpus(2), fake_setup("*:SetWeightPatches=error"))
-    pool.start()
-    before = Holdings.now()
-    held = os.memfd_create("test")
-    for _ in range(50):
-        call(pool, "Forward")
-        with pytest.raises(ModelError):
-            call(pool, "SetWeightPatches")
-    os.close(held)
-    assert Holdings.now().since(before) == NOTHING
-    pool.close()
 
 
 # -- many runs
@@ -262,7 +258,7 @@ class Ui:
     def ask(self, case: Case) -> None:
         self.process.stdin.write(json.dumps(vars(case)) + "\n")
 
-    def end(self) -> None:
+    def close(self) -> None:
         for stream in (self.process.stdin, self.process.stdout):
             stream.close()
         if self.process.poll() is None:
@@ -284,46 +280,21 @@ def assert_gone(ranks: list[psutil.Process]) -> None:
     assert not names
 
 
-@pytest.fixture(scope="module")
-def side_by_side(setup):
-    """Two UI processes, each with two real ranks."""
-    uis = [Ui(setup.comfyui), Ui(setup.comfyui)]
-    for ui in uis:
-        ui.await_ranks()
-    yield uis
-    for ui in uis:
-        ui.end()
-
-
-def test_two_instances_side_by_side_both_compute_right_at_once(side_by_side):
-    assert len({process.pid for ui in side_by_side for process in ui.below}) == 2 * (2 + 1)
-    cases = [
-        Case(PLAIN, "ulysses2", "odd", 5, 4.0, False, "euler"),
-        Case(PLAIN, "ulysses2", "even", 12, 1.0, False, "heun"),
-    ]
-    for ui, case in zip(side_by_side, cases, strict=True):
-        ui.ask(case)
-        ui.ask(cases[0])
-    for ui in side_by_side:
-        assert max(ui.said(), ui.said()) <= BOUND
-
-
-def test_the_ranks_of_one_instance_die_with_it_and_the_others_compute_on(side_by_side):
-    ended, other = side_by_side
-    ended.process.send_signal(signal.SIGTERM)
-    ended.process.wait(DEADLINE_S)
-    assert_gone(ended.below)
-    other.ask(CASE)
-    assert other.said() <= BOUND
-
-
-def test_the_ranks_of_an_instance_that_is_killed_while_it_computes_die_with_it(side_by_side):
-    ui = side_by_side[1]
-    ui.ask(CASE)
-    ui.ask(replace(CASE, heads=12))
-    ui.said()
-    ui.process.kill()
-    assert_gone(ui.below)
+def test_two_instances_side_by_side_compute_right_and_the_ranks_of_one_that_is_killed_die_with_it(setup):
+    with closing(Ui(setup.comfyui)) as killed, closing(Ui(setup.comfyui)) as other:
+        killed.await_ranks()
+        other.await_ranks()
+        assert len({*killed.below, *other.below}) == 2 * (2 + 1)
+        for ui in (killed, other):
+            ui.ask(CASE)
+            ui.ask(replace(CASE, tokens="even", heads=12, cfg=4.0))
+        for ui in (killed, other):
+            assert max(ui.said(), ui.said()) <= BOUND
+        killed.ask(replace(CASE, heads=12))
+        killed.process.kill()
+        assert_gone(killed.below)
+        other.ask(CASE)
+        assert other.said() <= BOUND
 
 
 ENDS = {
@@ -355,7 +326,7 @@ def test_ranks_end_with_the_ui_however_it_ends(setup, number, rules, forked):
     ui.process.wait(DEADLINE_S)
     assert len(ui.below) == 2 + forked
     assert_gone(ui.below)
-    ui.end()
+    ui.close()
 
 
 def test_ctrl_c_does_not_wait_for_a_rank_that_never_answers(setup):
@@ -367,7 +338,7 @@ def test_ctrl_c_does_not_wait_for_a_rank_that_never_answers(setup):
         assert ui.process.wait(DEADLINE_S) == -signal.SIGINT
         assert_gone(ui.below)
     finally:
-        ui.end()
+        ui.close()
 
 
 DEEP_IN_A_COLLECTIVE = """

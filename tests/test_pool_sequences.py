@@ -264,7 +264,7 @@ class Sequences(RuleBasedStateMachine):
             return
         process = psutil.Process(self.pids[1])
         process.kill()
-        assert self.pool.ranks._crew.exit_of(1, DEADLINE_S) == -9
+        assert self.pool.ranks._crew.supervisor.exit_of(1, DEADLINE_S) == -9
         assert self.handle.live() is None
 
     def close(self):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.launcher.pool.in_flight import InFlight, Meets
+from pipemesh.launcher.pool.sent_request import Meets, SentRequest
+from pipemesh.launcher.pool.supervisor import NEVER_STARTED
 from pipemesh.launcher.pool.verdict import (
     LEAVE_WAIT_S,
     OTHERS_WAIT_S,
@@ -42,10 +43,10 @@ def answer(said: Any) -> Done | Failed:
     )
 
 
-def request(meets: Meets, *said: Any, ranks: tuple[int, ...] = ()) -> InFlight:
+def request(meets: Meets, *said: Any, ranks: tuple[int, ...] = ()) -> SentRequest:
     """What each rank of the group has said; SILENT: it still owes an answer."""
     group = ranks or tuple(range(len(said)))
-    made = InFlight(1, group, meets)
+    made = SentRequest(1, group, meets)
     for rank, one in zip(group, said, strict=True):
         if one is not SILENT:
             made.take(rank, answer(one))
@@ -94,11 +95,6 @@ def test_what_ranks_say_decides_whether_the_pool_goes_on(meets, said, pool, erro
         raised, about = verdict
         assert (type(raised), about) == (error, rank)
         assert ("a fresh pool will be started" in str(raised)) == (error is PoolFailed)
-
-
-def test_only_the_ranks_that_were_asked_have_to_agree():
-    assert type(judge([request(TOGETHER, ERROR, ERROR, ranks=(1, 3))], facts())[0]) is ModelError
-    assert judge([request(TOGETHER, ERROR, ERROR, ranks=(1, 3))], facts())[1] == 1
 
 
 @pytest.mark.parametrize(
@@ -158,8 +154,13 @@ def test_a_pool_never_goes_on_with_a_rank_that_owes_an_answer_or_a_message_left_
     [
         (None, "closed its connection"),
         (3, "ended with exit status 3"),
+        (
+            NEVER_STARTED,
+            "could not be forked (why is in ComfyUI's log; with PIPEMESH_FORK=0 workers start without it)",
+        ),
         (-11, "ended with signal 11"),
         (-9, "was killed (signal 9; the system does this when memory runs out)"),
+        (-7, "was killed (signal 7; its checkpoint was cut short on disk, or shared memory ran out)"),
     ],
 )
 def test_a_death_is_one_sentence_with_its_cause_and_the_next_move(status, cause):

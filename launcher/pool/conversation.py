@@ -1,7 +1,6 @@
 """Requests to groups of ranks, and their answers: submit, collect, abandon, settle.
 
-There is no other way to ask ranks. Sequence parallelism submits one Forward and collects it; a
-pipeline has many in flight.
+Sequence parallelism submits one Forward and collects it; a pipeline has many in flight.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from typing import Any
 
 from ...parallel_runtime.errors import PoolFailed, RunCancelled
 from ...parallel_runtime.wire.arena import Board
-from ...parallel_runtime.wire.messages import Request
-from .in_flight import InFlight, Meets, owing_ranks
+from ...parallel_runtime.wire.messages import Forward, Request
 from .progress import Progress
 from .ranks import Lost, Ranks
+from .sent_request import Meets, SentRequest
 from .verdict import Facts, connected, judge, sentence_of_stall, wait_after_failure
-from .watch import Watch
 
 POLL_S = 0.05
 CANCEL_WAIT_S = 10.0  # for ranks to leave what was cancelled; after that the next run waits for them
@@ -26,8 +24,37 @@ CANCEL_WAIT_S = 10.0  # for ranks to leave what was cancelled; after that the ne
 LEAVE_STALLS_AFTER = 0.2
 
 
+class StallClock:
+    """Judges hangs by progress counters: a slow rank that still counts is healthy, and one that
+    waits for another counts as long as that one does. ``progress`` reads a rank's counter.
+    """
+
+    def __init__(self, progress: Callable[[int], int], clock: Callable[[], float] = time.monotonic):
+        self._progress = progress
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what was seen, and counts the silence from now on."""
+        self._seen: dict[int, int] = {}
+        self._changed = self._clock()
+
+    def stalled_rank(self, ranks: Sequence[int], stall_s: float) -> int | None:
+        """Returns the rank that is furthest behind if none of ``ranks`` has moved for ``stall_s``
+        seconds, else None. A look at other ranks than last time begins anew.
+        """
+        seen = {rank: self._progress(rank) for rank in ranks}
+        if seen != self._seen:
+            self._seen, self._changed = seen, self._clock()
+        if seen and self._clock() - self._changed > stall_s:
+            return min(seen, key=lambda rank: seen[rank])
+        return None
+
+
 class Conversation:
-    """Raises ``Lost`` where the pool cannot go on, and otherwise what its methods say."""
+    """What a ``WorkerPool`` does under its lock; its docstrings say what callers get. Raises
+    ``Lost`` where the pool cannot go on.
+    """
 
     def __init__(self, ranks: Ranks, board: Board, facts: Facts, stall_s: float, progress: Progress):
         self.stall_s = stall_s
@@ -35,10 +62,11 @@ class Conversation:
         self._ranks = ranks
         self._board = board
         self._facts = facts
-        self._in_flight: dict[int, InFlight] = {}  # by request, in the order of submission
+        # What ranks meet in while they compute a Forward
+        self._in_forward = Meets.STAGES if facts.stages > 1 else Meets.SEQUENCE
+        self._in_flight: dict[int, SentRequest] = {}  # by number, in the order of submission
         self._leave_by = math.inf  # when ranks that were told to leave what is in flight should have
-        # Of what is in flight: a Stop, or a second one, does not begin it anew
-        self._watch = Watch(board.progress)
+        self._stalls = StallClock(board.progress)  # begins with what is in flight, and with the first Stop
 
     @property
     def is_over(self) -> bool:
@@ -55,17 +83,16 @@ class Conversation:
         that it asks for.
         """
         if not self._in_flight:
-            self._leave_by, self._watch = math.inf, Watch(self._board.progress)
+            self._leave_by = math.inf
+            self._stalls.begin()
             self._progress.begin(title)
-        self._in_flight[number] = InFlight(number, tuple(group), meets)
+        self._in_flight[number] = SentRequest(number, tuple(group), meets)
 
     def submit(
         self, request: Request, group: Sequence[int], fds: Sequence[int], interrupted: Callable[[], bool]
     ) -> None:
-        """Sends ``request`` to the ranks of ``group``. Raises RunCancelled where a cancel cuts what
-        goes to another machine: that ends the ranks. Any other error leaves all as it was.
-        """
-        self.expect(request.request, group, self._facts.meets(request), getattr(request, "title", ""))
+        meets = self._in_forward if isinstance(request, Forward) else Meets.NOBODY
+        self.expect(request.request, group, meets, getattr(request, "title", ""))
         try:
             self._ranks.send(request, group, fds, lambda: stop_if(interrupted))
         except BaseException:
@@ -73,17 +100,16 @@ class Conversation:
             raise
 
     def call_back(self) -> None:
-        """Tells the ranks to leave what is in flight at their next block; they still answer."""
         self._board.cancel(max(self._in_flight, default=0))
 
     def _cancel(self) -> None:
         """Calls the ranks back, and gives them ``CANCEL_WAIT_S`` from the first time on."""
         if self._leave_by == math.inf:
-            self._leave_by, self._watch = time.monotonic() + CANCEL_WAIT_S, Watch(self._board.progress)
+            self._leave_by = time.monotonic() + CANCEL_WAIT_S
+            self._stalls.begin()
         self.call_back()
 
     def collect(self, number: int, interrupted: Callable[[], bool]) -> dict[int, Any]:
-        """The answers to ``number``, by rank. Raises RunCancelled, ModelError, Refused."""
         request = self._in_flight[number]
         try:
             cancelled = self._listen([request], interrupted, leave=request.meets is not Meets.NOBODY)
@@ -101,9 +127,7 @@ class Conversation:
         return dict(sorted(request.answers.items()))
 
     def abandon(self) -> None:
-        """Cancels all that is in flight, and waits until the ranks have left it: at most
-        ``CANCEL_WAIT_S`` since they were first told to.
-        """
+        """Waits at most ``CANCEL_WAIT_S`` since the ranks were first told to leave."""
         for one in self._in_flight.values():
             one.awaited = False
         if self._in_flight:
@@ -111,7 +135,6 @@ class Conversation:
             self._drain(lambda: False, until=self._leave_by)
 
     def settle(self, interrupted: Callable[[], bool]) -> None:
-        """Waits for answers outstanding from cancelled requests. Raises RunCancelled."""
         if not all(one.awaited for one in self._in_flight.values()):
             self._drain(interrupted)
 
@@ -127,7 +150,7 @@ class Conversation:
 
     def _listen(
         self,
-        wanted: Sequence[InFlight],
+        wanted: Sequence[SentRequest],
         interrupted: Callable[[], bool],
         *,
         leave: bool,
@@ -141,17 +164,21 @@ class Conversation:
         hang, but not while it waits for a limited time.
         """
         cancelled = False
-        side: list[InFlight] = []  # that a failure may keep from answering
+        side: list[SentRequest] = []  # that a failure may keep from answering
         while any(one.owing for one in [*wanted, *side]) and time.monotonic() <= until:
-            is_silent = not self._take_answers()
+            said = self._ranks.listen(POLL_S)
+            for rank, answer in said:
+                request = self._in_flight.get(getattr(answer, "request", 0))  # Ready answers the start
+                if request is not None:
+                    request.take(rank, answer)
             failing = [one for one in self._in_flight.values() if one.has_failed]
             if failing and not side:
                 side = connected(list(self._in_flight.values()), failing)
                 until = min(until, time.monotonic() + wait_after_failure(failing))
                 if any(one.meets is Meets.STAGES for one in failing):
                     self._cancel()
-            if is_silent:
-                owing = owing_ranks(self._in_flight.values())
+            if not said:
+                owing = sorted(set().union(*(one.owing for one in self._in_flight.values())))
                 self._progress.look(
                     [self._board.phase(rank) for rank in owing], is_wanted=any(one.awaited for one in wanted)
                 )
@@ -168,21 +195,12 @@ class Conversation:
     def _fail_if_stalled(self, owing: Sequence[int]) -> None:
         """Raises Lost."""
         stall_s = self.stall_s * (1.0 if self._leave_by == math.inf else LEAVE_STALLS_AFTER)
-        rank = self._watch.stalled_rank(owing, stall_s)
+        rank = self._stalls.stalled_rank(owing, stall_s)
         if rank is not None:
             phase, over_machines = self._board.phase(rank), self._ranks.spans_machines
             raise Lost(
                 sentence_of_stall(self._facts.where(rank), phase, stall_s, over_machines=over_machines), rank
             )
-
-    def _take_answers(self) -> bool:
-        """Waits for answers, ``POLL_S`` at most; returns whether there were some."""
-        said = self._ranks.listen(POLL_S)
-        for rank, answer in said:
-            number = getattr(answer, "request", 0)  # Ready answers the start
-            if number in self._in_flight:
-                self._in_flight[number].take(rank, answer)
-        return bool(said)
 
     def _pass_judgement(self, *, forgiven: bool = False) -> None:
         """Raises the error of what failed in flight. Then all that was answered in connected groups

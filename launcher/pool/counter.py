@@ -12,10 +12,10 @@ import socket
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import msgspec
 
@@ -27,9 +27,10 @@ from ...parallel_runtime.wire.tree import encode_tree
 from .crew import no_tensor, rank_environment
 from .devices import CUDA_VARIABLE, HIP_VARIABLE, Device
 from .rank_setup import RankSetup
-from .supervisor import NEVER_STARTED, SERVER_ENDED, Command, Supervisor
+from .supervisor import Command, Supervisor
+from .verdict import cause_of_end
 
-SCRIPT = str(Path(__file__).with_name("counter_main.py"))
+SCRIPT = str(Path(__file__).with_name("worker_main.py"))
 LIMIT_S = 120.0  # of one count, with the start of the process
 IDLE_S = 300.0  # after which the process ends: it holds ComfyUI's modules
 REAP_S = 5.0
@@ -37,124 +38,98 @@ log = logging.getLogger("pipemesh")
 
 
 class Counter:
-    """Counts one evaluation after the other. ``device``: of ranks, for the process to be a fork of
-    the same server as they. ``begin`` returns at once, and never raises.
+    """Counts one evaluation after the other, in a thread that lasts until ``close``. ``device``: of
+    ranks, for the process to be a fork of the same server as they. ``begin`` returns at once, and
+    never raises.
     """
 
     def __init__(
         self,
         setup: RankSetup,
         device: Callable[[], Device],
-        script: str = SCRIPT,
+        argv: Sequence[str] = (SCRIPT, "{fd}", "{parent}", "counter"),
         limit_s: float = LIMIT_S,
         idle_s: float = IDLE_S,
     ):
-        self._start = lambda: CountingProcess(setup, device(), script)
-        self._queue = Queue(limit_s, idle_s)
-        weakref.finalize(self, self._queue.close)
+        self._work = CountingWork(lambda: CountingProcess(setup, device(), argv), limit_s, idle_s)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._end = weakref.finalize(self, self._work.end)
 
     def begin(self, described: bytes) -> Future[Whole]:
-        return self._queue.add(described, self._start)
+        future: Future[Whole] = Future()
+        with self._lock:
+            if not self._end.alive:
+                future.set_exception(lost("was ended"))
+                return future
+            if self._thread is None:
+                thread = threading.Thread(target=self._work.serve, name="pipemesh-counter", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system has no thread left
+                    future.set_exception(lost(f"could not be started ({error})"))
+                    return future
+                self._thread = thread
+            self._work.asked.put((described, future))
+        return future
 
     @property
     def pid(self) -> int:
         """The process; 0 while there is none."""
-        process = self._queue.process
+        process = self._work.process
         return process.pid if process is not None else 0
 
     def close(self) -> None:
         """Ends the process. What is being counted is lost."""
-        self._queue.close()
+        with self._lock:
+            self._end()
 
 
-class Queue:
-    """What is to be counted, and who counts it while there is something."""
+class CountingWork:
+    """What is to be counted, and the process that ``start`` makes while there is something. The
+    thread holds this and not the Counter, which may be forgotten while it waits.
+    """
 
-    def __init__(self, limit_s: float, idle_s: float):
+    def __init__(self, start: Callable[[], CountingProcess], limit_s: float, idle_s: float):
+        self.process: CountingProcess | None = None
+        self.asked: SimpleQueue[tuple[bytes, Future[Whole]] | None] = SimpleQueue()
+        self._start = start
         self._limit_s = limit_s
         self._idle_s = idle_s
-        self._changed = threading.Condition()
-        self._asked: deque[tuple[bytes, Future[Whole]]] = deque()
-        self._serving: Serving | None = None
-        self._is_closed = False
+        self._is_over = False
 
-    @property
-    def process(self) -> CountingProcess | None:
-        serving = self._serving
-        return serving.process if serving is not None else None
+    def serve(self) -> None:
+        """Counts until ``end``; what is left then is lost."""
+        while True:
+            try:
+                one = self.asked.get(timeout=self._idle_s if self.process else None)
+            except Empty:
+                self._end_process()
+                continue
+            if one is None:
+                break
+            self._answer(*one)
+        self._end_process()
 
-    def add(self, described: bytes, start: Callable[[], CountingProcess]) -> Future[Whole]:
-        future: Future[Whole] = Future()
-        with self._changed:
-            self._asked.append((described, future))
-            self._changed.notify()
-            if self._serving is None:
-                self._serving = Serving(start, self._limit_s)
-                try:
-                    threading.Thread(
-                        target=self._serve, args=(self._serving,), name="pipemesh-counter", daemon=True
-                    ).start()
-                except RuntimeError as error:  # the system has no thread left
-                    self._leave(self._serving, f"could not be started ({error})")
-        return future
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-            process = self.process
+    def end(self) -> None:
+        self._is_over = True
+        self.asked.put(None)
+        process = self.process
         if process is not None:
             process.kill()
 
-    def _serve(self, serving: Serving) -> None:
+    def _answer(self, described: bytes, future: Future[Whole]) -> None:
+        if self._is_over:
+            future.set_exception(lost("was ended"))
+            return
         try:
-            while (asked := self._next(serving)) is not None:
-                serving.answer(*asked)
-        finally:
-            self._leave(serving, "was ended")
-            serving.end()
-
-    def _next(self, serving: Serving) -> tuple[bytes, Future[Whole]] | None:
-        with self._changed:
-            if not self._asked and not self._is_closed:
-                self._changed.wait(self._idle_s)
-            if self._asked and not self._is_closed:
-                return self._asked.popleft()
-            self._leave(serving, "was ended")  # before anybody else asks: another process counts that
-            return None
-
-    def _leave(self, serving: Serving, why: str) -> None:
-        """Forgets who serves, unless another does already; what is left to count is lost."""
-        with self._changed:
-            if self._serving is serving:
-                self._serving = None
-                for _, future in self._asked:
-                    future.set_exception(lost(why))
-                self._asked.clear()
-
-
-class Serving:
-    """The process of one thread, which ``start`` starts when there is something to count."""
-
-    def __init__(self, start: Callable[[], CountingProcess], limit_s: float):
-        self.process: CountingProcess | None = None
-        self._start = start
-        self._limit_s = limit_s
-
-    def answer(self, described: bytes, future: Future[Whole]) -> None:
-        try:
-            future.set_result(self._counted(described))
+            future.set_result(self._count(described))
         except NotCounted as error:
             future.set_exception(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, a sampling waits for this future, and the next count for this thread
             future.set_exception(lost(f"could not be asked ({error or type(error).__name__})"))
 
-    def end(self) -> str:
-        """Ends the process; returns how it had ended, where it had."""
-        process, self.process = self.process, None
-        return process.end() if process is not None else ""
-
-    def _counted(self, described: bytes) -> Whole:
+    def _count(self, described: bytes) -> Whole:
         """Raises NotCounted, and whatever starting or asking does."""
         until = time.monotonic() + self._limit_s
         try:
@@ -164,30 +139,33 @@ class Serving:
         except NotCounted:
             raise
         except ChannelClosed:
-            raise lost(self.end()) from None
+            raise lost(self._end_process()) from None
         except TimeoutError:
-            self.end()
+            self._end_process()
             raise lost(f"took longer than {self._limit_s:g} s and was ended") from None
         except BaseException:
-            self.end()
+            self._end_process()
             raise
+
+    def _end_process(self) -> str:
+        """Ends the process; returns how it had ended, where it had."""
+        process, self.process = self.process, None
+        return process.end() if process is not None else ""
 
 
 class CountingProcess:
     """One such process. Raises OSError where it cannot be started."""
 
-    def __init__(self, setup: RankSetup, device: Device, script: str):
+    def __init__(self, setup: RankSetup, device: Device, argv: Sequence[str]):
         comfy_args = encode_tree({**setup.comfy_args, "cpu": True}, no_tensor)
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as undo:
             undo.callback(ours.close)
             self._channel = Channel(ours, FromCounter)
             with theirs:
-                argv = (setup.argv[0], script, "{fd}", "{parent}")
-                self._supervisor = Supervisor(
-                    [Command(argv, environment(device), theirs.fileno())], setup.start
-                )
-                self._supervisor.start()
+                command = Command((setup.argv[0], *argv), environment(device), theirs.fileno())
+                self._supervisor = Supervisor(setup.start)
+                self._supervisor.start({0: command})
             undo.callback(self._supervisor.stop, 0)
             with contextlib.suppress(ChannelClosed):  # it has ended: the next question finds that
                 self._channel.send(CountLike(comfyui=setup.comfyui, comfy_args=comfy_args))
@@ -214,17 +192,13 @@ class CountingProcess:
 
     def end(self) -> str:
         """Ends it; returns how it had ended by itself, in words."""
-        status = self._supervisor.exit_of(0, REAP_S if is_closed(self._channel) else 0)
+        poller = select.poll()
+        poller.register(self._channel.fileno(), select.POLLHUP)
+        status = self._supervisor.exit_of(0, REAP_S if poller.poll(0) else 0)
         self._supervisor.stop(0)
         self._channel.close()
         last = (self._supervisor.tail(0) or [""])[-1]
-        return f"{how(status)}{f': {last}' if last and (status or 0) > 0 else ''}"
-
-
-def is_closed(channel: Channel) -> bool:
-    poller = select.poll()
-    poller.register(channel.fileno(), select.POLLHUP)
-    return bool(poller.poll(0))
+        return f"{cause_of_end(status)}{f': {last}' if last and (status or 0) > 0 else ''}"
 
 
 def environment(device: Device) -> dict[str, str]:
@@ -232,18 +206,6 @@ def environment(device: Device) -> dict[str, str]:
     ranks on ``device`` have it, or those would need another fork server.
     """
     return {**rank_environment(device, "gloo", dict(os.environ)), CUDA_VARIABLE: "", HIP_VARIABLE: ""}
-
-
-def how(status: int | None) -> str:
-    if status is None:
-        return "closed its connection"
-    if status in (NEVER_STARTED, SERVER_ENDED):
-        return (
-            "could not be forked"
-            if status == NEVER_STARTED
-            else "ended with the process that workers are forked from"
-        )
-    return f"was killed (signal {-status})" if status < 0 else f"ended with exit status {status}"
 
 
 def lost(what: str) -> CounterLost:

@@ -75,14 +75,9 @@ class Crew:
     def __init__(self, placement: Placement, machine: str, setup: RankSetup):
         self.ranks = placement.ranks_on(machine)
         self.channels: dict[int, Channel] = {}
+        self.supervisor = Supervisor(setup.start)
         self._placement = placement
         self._setup = setup
-        self._supervisor: Supervisor | None = None
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Process ids by rank; empty before the start."""
-        return dict(zip(self.ranks, self._supervisor.pids, strict=False)) if self._supervisor else {}
 
     def start(self, arena: Segment, net: Net | None) -> None:
         """Starts the processes and sends each its first message. Raises OSError.
@@ -90,22 +85,19 @@ class Crew:
         The other end of a rank's socket is open in that rank alone, so that its death shows.
         """
         store = os.memfd_create("pipemesh-store", os.MFD_CLOEXEC)
-        theirs: list[socket.socket] = []
+        theirs: dict[int, socket.socket] = {}
         try:
             for rank in self.ranks:
-                ours, other = socket.socketpair()
-                theirs.append(other)
+                ours, theirs[rank] = socket.socketpair()
                 self.channels[rank] = Channel(ours, FromRank)
-            commands = [self._command(rank, sock, net) for rank, sock in zip(self.ranks, theirs, strict=True)]
-            self._supervisor = Supervisor(commands, self._setup.start)
-            self._supervisor.start()
+            self.supervisor.start({rank: self._command(rank, sock, net) for rank, sock in theirs.items()})
             for rank, channel in self.channels.items():
                 # It has ended: that is told, with its rank, when its channel is read
                 with contextlib.suppress(ChannelClosed):
                     channel.send(self._first_message(rank, arena.nbytes, net), [arena.fd, store])
         finally:
             os.close(store)
-            for other in theirs:
+            for other in theirs.values():
                 other.close()
 
     def _command(self, rank: int, sock: socket.socket, net: Net | None) -> Command:
@@ -138,41 +130,11 @@ class Crew:
             meeting=net.meeting if net else None,
         )
 
-    def pump(self, rank: int) -> list[Any]:
-        """Reads once, and returns the messages of ``rank`` that are whole. Raises ChannelClosed,
-        msgspec.DecodeError.
-        """
-        return [message for message, _fds in self.channels[rank].pump()]
-
-    @property
-    def _started(self) -> Supervisor:
-        assert self._supervisor is not None, "the crew has not been started"
-        return self._supervisor
-
-    def tail(self, rank: int) -> list[str]:
-        """Returns the last lines of the rank's log."""
-        return self._started.tail(self.ranks.index(rank))
-
-    def exit_of(self, rank: int, wait_s: float) -> int | None:
-        """Returns the exit status (negative: a signal), None if the rank still runs after
-        ``wait_s``.
-        """
-        return self._started.exit_of(self.ranks.index(rank), wait_s)
-
-    def has_ended(self, rank: int) -> bool:
-        return self._started.has_ended(self.ranks.index(rank))
-
-    def kill(self) -> None:
-        """Ends the ranks without waiting for them."""
-        if self._supervisor is not None:
-            self._supervisor.kill()
-
     def stop(self, grace_s: float) -> None:
-        """Waits ``grace_s`` for the ranks to leave by themselves, then ends them. Safe if they were
-        never started.
+        """Waits ``grace_s`` for the ranks to leave by themselves, then ends them, and closes their
+        channels. Safe if they were never started.
         """
-        if self._supervisor is not None:
-            self._supervisor.stop(grace_s)
+        self.supervisor.stop(grace_s)
         for channel in self.channels.values():
             channel.close()
         self.channels.clear()

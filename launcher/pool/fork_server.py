@@ -114,19 +114,13 @@ def launch(command: Command, preloaded: Sequence[str]) -> ServerProcess:
     )
     with theirs:
         try:
-            start_thread(keeper)
+            keeper.start()
             return ServerProcess(started.result(), ours, env, expected)
-        except BaseException:
+        except BaseException as error:
             ours.close()
+            if isinstance(error, RuntimeError):  # no thread is left
+                raise OSError(errno.EAGAIN, str(error)) from error
             raise
-
-
-def start_thread(thread: threading.Thread) -> None:
-    """Starts the thread. Raises OSError where the system has no thread left."""
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise OSError(errno.EAGAIN, str(error)) from error
 
 
 def keep(

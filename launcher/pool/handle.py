@@ -68,24 +68,24 @@ class PoolHandle:
         rank.
         """
         pool = self._pool  # once: another thread may close it meanwhile, here and below
-        return "closed" if pool is None else "failed" if fault_of(pool) else pool.state
+        return "closed" if pool is None else "failed" if pool.fault else pool.state
 
     @property
     def holds_devices(self) -> bool:
         """Return whether ranks are up, also where one was lost."""
         pool = self._pool
-        return pool is not None and pool.is_alive
+        return pool is not None and pool.state in ("ready", "busy")
 
     @property
     def fault(self) -> str:
         """Returns why the last pool cannot take requests, where ranks were lost."""
         pool = self._pool
-        return "" if pool is None else fault_of(pool)
+        return "" if pool is None else pool.fault
 
     def live(self) -> WorkerPool | None:
         """Returns the pool if it can take requests now, None where it has lost a rank meanwhile."""
         pool = self._pool
-        return pool if pool is not None and pool.is_alive and not pool.ranks.has_lost_one(pool.idle) else None
+        return pool if pool is not None and pool.is_whole else None
 
     def ensure(self, interrupted: Callable[[], bool] = never) -> WorkerPool:
         """Returns the live pool, else a fresh one. Raises PoolFailed, RunCancelled."""
@@ -115,10 +115,6 @@ class PoolHandle:
         pool = self._pool
         if pool is not None:
             pool.ranks.kill()
-
-
-def fault_of(pool: WorkerPool) -> str:
-    return pool.ranks.fault or (pool.ranks.loss() if pool.is_alive else "")
 
 
 class PoolKeeper:

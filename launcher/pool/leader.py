@@ -132,21 +132,31 @@ class LentRanks:
             if isinstance(message, Forward | Fetch):
                 arena.grow(message.arena_bytes)
         except SharedMemoryFull as error:
+            full = Failed(
+                request=message.request,
+                kind="error",
+                phase="receiving",
+                text=str(error),
+                trace="",
+                memory=Memory(0, 0, 0),
+            )
             for rank in ranks:
                 del self._owing[rank]
-                self._link.send(Said(rank, shared_memory_full(message.request, error)))
+                self._link.send(Said(rank, full))
             return
         send_all(crew, message, fds, ranks)
 
     def _pass_back(self, crew: Crew, board: Board, rank: int) -> bool:
         """Passes back the messages of ``rank``. False when it has ended."""
         try:
-            messages = crew.pump(rank)
+            messages = crew.channels[rank].pump()
         except ChannelClosed:
             self._beat(crew, board)
-            self._link.send(Ended(rank, crew.exit_of(rank, 2.0), tuple(crew.tail(rank))))
+            self._link.send(
+                Ended(rank, crew.supervisor.exit_of(rank, 2.0), tuple(crew.supervisor.tail(rank)))
+            )
             return False
-        for message in messages:
+        for message, _fds in messages:
             if self._owing.get(rank) == getattr(message, "request", 0):
                 del self._owing[rank]
             self._link.send(Said(rank, message))
@@ -165,12 +175,6 @@ def send_all(
     for channel in [channel for rank, channel in crew.channels.items() if ranks is None or rank in ranks]:
         with contextlib.suppress(ChannelClosed):  # its end is told when its channel is read
             channel.send(message, fds)
-
-
-def shared_memory_full(request: int, error: SharedMemoryFull) -> Failed:
-    return Failed(
-        request=request, kind="error", phase="receiving", text=str(error), trace="", memory=Memory(0, 0, 0)
-    )
 
 
 def placement_here(opening: Open) -> Placement:

@@ -1,4 +1,4 @@
-"""The worker pool: ranks as processes, requests to groups of them, an explicit state machine.
+"""The worker pool: ranks as processes, requests to groups of them, and the state it is in.
 
 starting -> ready -> failed or closed; ready shows as busy while an answer is awaited. A failed pool
 is never mended: ``PoolHandle`` starts a fresh one. The UI is the single controller; every method is
@@ -28,12 +28,6 @@ from .verdict import Facts
 
 log = logging.getLogger("pipemesh")
 
-STATES: dict[str, set[str]] = {
-    "starting": {"ready", "failed", "closed"},
-    "ready": {"failed", "closed"},
-    "failed": {"closed"},
-    "closed": set(),
-}
 CLOSE_GRACE_S = 5.0
 
 
@@ -46,21 +40,22 @@ def refused_kernels(ready: Sequence[Ready]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(sentence for one in ready for sentence in one.refused_kernels))
 
 
-class Opened:
+class CallersLock:
     """Gives the conversation of a ready pool to one caller at a time; a caller may come again
     inside. Raises PoolFailed where the pool is over, or ends meanwhile.
 
-    A class, for every evaluation comes here twice, and a generator takes three times as long.
+    A pool keeps one such object, because every evaluation enters it several times.
     """
 
     def __init__(self, pool: WorkerPool):
+        self.lock = threading.RLock()
         self._pool = pool
 
     def __enter__(self) -> Conversation:
         pool = self._pool
-        pool._lock.acquire()
+        self.lock.acquire()
         if pool._life != "ready":
-            pool._lock.release()
+            self.lock.release()
             raise PoolFailed(f"The pool is {pool._life}: run again to start a fresh one.")
         return pool._conversation
 
@@ -69,7 +64,7 @@ class Opened:
             if isinstance(error, Lost):
                 raise self._pool._fail(error) from error.__cause__
         finally:
-            self._pool._lock.release()
+            self.lock.release()
 
 
 class WorkerPool:
@@ -87,8 +82,8 @@ class WorkerPool:
         self.next_request: Callable[[], int] = partial(next, count(1))
         progress = Progress(len(names), setup.tell, self.arena.board)
         self._conversation = Conversation(self.ranks, self.arena.board, self.facts, setup.stall_s, progress)
-        self._lock = threading.RLock()
-        self._life = "starting"
+        self._callers = CallersLock(self)
+        self._life = "starting"  # then ready, failed or closed
 
     @property
     def state(self) -> str:
@@ -96,9 +91,16 @@ class WorkerPool:
         return "busy" if self._life == "ready" and self._conversation.is_awaited else self._life
 
     @property
-    def is_alive(self) -> bool:
-        """Returns whether it has started and not ended."""
-        return self._life == "ready"
+    def is_whole(self) -> bool:
+        """Returns whether it can take requests: it is ready, and has lost no rank meanwhile."""
+        return self._life == "ready" and not self.ranks.has_lost_one(self._conversation.is_over)
+
+    @property
+    def fault(self) -> str:
+        """Says why it cannot take requests, with the last log lines of the rank that was lost;
+        empty where none was.
+        """
+        return self.ranks.fault or (self.ranks.loss() if self._life == "ready" else "")
 
     @property
     def idle(self) -> bool:
@@ -112,7 +114,7 @@ class WorkerPool:
         RunCancelled.
         """
         began = time.monotonic()
-        with self._lock:
+        with self._callers.lock:
             try:
                 self.ranks.start()
                 self._conversation.expect(0, self.facts.everyone)
@@ -131,25 +133,21 @@ class WorkerPool:
             except BaseException:
                 self.close()
                 raise
-            self._enter("ready")
+            self._life = "ready"
         log.info("[PipeMesh] %s ready in %.1f s", self.placement.layout.equation(), time.monotonic() - began)
         for sentence in refused_kernels(self.ready):
             log.warning("[PipeMesh] %s", sentence)
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Ends every rank and gives everything back. Safe in every state, any number of times."""
-        with self._lock:
+        with self._callers.lock:
             if self._life == "failed":
-                self._enter("closed")
+                self._life = "closed"
             elif self._life != "closed":
                 self._end("closed", grace_s if self.idle else 0)
 
-    def _enter(self, life: str) -> None:
-        assert life in STATES[self._life], f"{self._life} -> {life}"
-        self._life = life
-
     def _end(self, life: str, grace_s: float = 0) -> None:
-        self._enter(life)
+        self._life = life
         self.ranks.stop(grace_s)
         self.arena.close()
 
@@ -175,7 +173,7 @@ class WorkerPool:
         """Submits ``request`` to every rank, once nothing cancelled is outstanding, and collects
         the answers, in rank order. Raises what ``submit`` and ``collect`` raise.
         """
-        with Opened(self):
+        with self._callers:
             stop_if(interrupted)
             self.settle(interrupted)
             self.submit(request, self.facts.everyone, fds, interrupted)
@@ -194,7 +192,7 @@ class WorkerPool:
         Raises PoolFailed, and RunCancelled where a cancel comes while tensors are on their way to
         another machine, which ends the pool. Any other error leaves the pool as it was.
         """
-        with Opened(self) as conversation:
+        with self._callers as conversation:
             try:
                 conversation.submit(request, group, fds, interrupted)
             except RunCancelled:
@@ -205,7 +203,7 @@ class WorkerPool:
         """Tells the ranks to leave what is in flight at their next block, without a deadline: they
         still answer, and ``collect`` waits for that.
         """
-        with Opened(self) as conversation:
+        with self._callers as conversation:
             conversation.call_back()
 
     def collect(self, number: int, interrupted: Callable[[], bool] = never) -> dict[int, Done]:
@@ -217,7 +215,7 @@ class WorkerPool:
         (the ranks rejected it): the pool stays warm; what else is in flight is to be abandoned.
         Raises PoolFailed.
         """
-        with Opened(self) as conversation:
+        with self._callers as conversation:
             answers = conversation.collect(number, interrupted)
             self.memory = [
                 answers[rank].memory if rank in answers else known for rank, known in enumerate(self.memory)
@@ -228,7 +226,7 @@ class WorkerPool:
         """Cancels what is in flight and waits a while until the ranks have left it. Raises nothing
         of ours: whoever abandons has an error to tell already.
         """
-        with suppress(PipeMeshError), Opened(self) as conversation:
+        with suppress(PipeMeshError), self._callers as conversation:
             conversation.abandon()
 
     def settle(self, interrupted: Callable[[], bool] = never) -> None:
@@ -237,5 +235,5 @@ class WorkerPool:
 
         Raises RunCancelled, and PoolFailed where a rank failed or hangs meanwhile.
         """
-        with Opened(self) as conversation:
+        with self._callers as conversation:
             conversation.settle(interrupted)

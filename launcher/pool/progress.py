@@ -46,19 +46,6 @@ class Told:
         return f"{self.text} ({self.amount})" if self.amount else self.text
 
 
-def act_of(phases: Sequence[str]) -> str:
-    """Returns what ranks in these phases are waited for; empty where they only compute."""
-    return next((ACTS[phase] for phase in phases if phase in ACTS), "")
-
-
-def amount_text(act: str, done: int, total: int) -> str:
-    """Says how much of a load or a patching is done, over all ranks."""
-    if not total:
-        return ""
-    share = f"{100 * done // total} %"
-    return f"{share} of {total / GIB:.1f} GiB" if act == LOADING and total >= GIB // 10 else share
-
-
 class Progress:
     """Tells what is waited for whenever that changes. ``tell`` takes it; ``board`` says how far
     each of ``ranks`` is.
@@ -86,31 +73,28 @@ class Progress:
         """Says what is waited for. ``phases`` of the ranks that owe an answer; ``is_wanted``: it
         was not cancelled.
         """
-        act = act_of(phases) or ("" if is_wanted else LEAVING)
+        act = next((ACTS[phase] for phase in phases if phase in ACTS), "" if is_wanted else LEAVING)
         if not act:
             return
         self._act = act
         ready = self._ranks - len(phases)
-        text = f"PipeMesh: {self._named(act)}, {ready} of {self._ranks} ready"
-        done, total = self._counted() if act in (LOADING, PATCHING) else (0, 0)
-        self._say(
-            Told(text, done, total, amount_text(act, done, total))
-            if total
-            else Told(text, ready, self._ranks)
-        )
+        named = f"loading {self._title}" if act == LOADING and self._title else act
+        text = f"PipeMesh: {named}, {ready} of {self._ranks} ready"
+        done = total = 0
+        if act in (LOADING, PATCHING) and self._board is not None:
+            done, total = map(sum, zip(*map(self._board.counted, range(self._ranks)), strict=True))
+        if not total:
+            self._say(Told(text, ready, self._ranks))
+            return
+        share = f"{100 * done // total} %"
+        of_bytes = f" of {total / GIB:.1f} GiB" if act == LOADING and total >= GIB // 10 else ""
+        self._say(Told(text, done, total, share + of_bytes))
 
     def end(self) -> None:
         """Says that what was waited for is done, if a line was told of it."""
         if self._act:
             self._say(Told(f"PipeMesh: {DONE[self._act]}"))
             self._act = ""
-
-    def _named(self, act: str) -> str:
-        return f"loading {self._title}" if act == LOADING and self._title else act
-
-    def _counted(self) -> tuple[int, int]:
-        each = [self._board.counted(rank) for rank in range(self._ranks)] if self._board is not None else []
-        return sum(done for done, _ in each), sum(total for _, total in each)
 
     def _say(self, told: Told) -> None:
         if told != self._last:

@@ -19,6 +19,7 @@ from .devices import Placement
 from .rank_setup import RankSetup
 from .remote_machine import FINISH_S, RemoteMachine, join
 from .rendezvous import MachineMissing, net_for, new_meeting
+from .supervisor import Supervisor
 from .verdict import Facts, sentence_of_death, sentence_of_lost_machine
 
 CUT_S = 0.1  # a cancelled run returns within 0.5 s, whatever is still on its way to other machines
@@ -53,7 +54,7 @@ class Ranks:
     @property
     def pids(self) -> list[int]:
         """Process ids by rank; 0 for a rank on another machine. Empty before the start."""
-        pids = self._crew.pids
+        pids = self._crew.supervisor.pids
         return [pids.get(rank, 0) for rank in range(len(self._placement.devices))] if pids else []
 
     @property
@@ -125,7 +126,7 @@ class Ranks:
             return (
                 source.pump()
                 if isinstance(source, RemoteMachine)
-                else [(source, message) for message in self._crew.pump(source)]
+                else [(source, message) for message, _fds in self._crew.channels[source].pump()]
             )
         except ChannelClosed as error:
             raise self._gone(source, error) from None
@@ -143,17 +144,17 @@ class Ranks:
         """True if a rank's process has ended, or a machine is gone. While ``idle``, a machine says
         nothing unasked but that.
         """
-        return any(map(self._crew.has_ended, self._crew.ranks)) or (
+        return self._crew.supervisor.ended_rank is not None or (
             idle and any(machine.has_news() for machine in self._machines)
         )
 
     def loss(self) -> str:
         """Says which rank of this machine has ended; empty where none has. Waits for nothing."""
-        rank = next(filter(self._crew.has_ended, self._crew.ranks), None)
+        rank = self._crew.supervisor.ended_rank
         if rank is None:
             return ""
         sentence = sentence_of_death(
-            self._facts.where(rank), self._arena.board.phase(rank), self._crew.exit_of(rank, 0)
+            self._facts.where(rank), self._arena.board.phase(rank), self._crew.supervisor.exit_of(rank, 0)
         )
         return sentence + self.last_lines(rank)
 
@@ -169,7 +170,7 @@ class Ranks:
         cancelled. Those of another end with its connection. May be called from any thread.
         """
         self.are_killed = True
-        self._crew.kill()
+        self._crew.supervisor.kill()
 
     def stop(self, grace_s: float, machines_s: float = FINISH_S) -> None:
         """Ends every rank and closes every connection; ranks that are to have some time for that
@@ -187,8 +188,8 @@ class Ranks:
             machine.close(machines_s)
         self._selector.close()
 
-    def _side_of(self, rank: int) -> Crew | RemoteMachine:
-        return next(side for side in (self._crew, *self._machines) if rank in side.ranks)
+    def _side_of(self, rank: int) -> Supervisor | RemoteMachine:
+        return next((one for one in self._machines if rank in one.ranks), self._crew.supervisor)
 
     def _gone(self, source: int | RemoteMachine, error: ChannelClosed) -> Lost:
         if not isinstance(source, RemoteMachine):

@@ -13,7 +13,8 @@ import selectors
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,105 +71,121 @@ def process_of_its_own(command: Command) -> Process:
     )
 
 
+class Child:
+    """One process, the last lines of its output, and whether it has ended."""
+
+    def __init__(self, process: Process):
+        self.process = process
+        self.ended = threading.Event()  # and has been reaped
+        self._lines: deque[str] = deque(maxlen=LOG_LINES)
+        self._partial = ""
+
+    def log(self, rank: int, data: bytes) -> None:
+        *lines, partial = (self._partial + data.decode(errors="replace")).split("\n")
+        self._partial = partial[-LINE_CHARS:]
+        for line in map(shown, lines):
+            self._lines.append(line)
+            log.debug("[rank %d] %s", rank, line)
+
+    def tail(self) -> list[str]:
+        return [*self._lines, *filter(None, [shown(self._partial)])]
+
+
 class Supervisor:
-    """The processes that ``start`` makes of ``commands``, one per rank, numbered from 0 here. The
-    thread ends when the last of them has.
-    """
+    """The processes of ranks, which ``launch`` starts. The thread ends with the last of them."""
 
-    def __init__(self, commands: Sequence[Command], start: Callable[[Command], Process] = process_of_its_own):
-        self._commands = commands
-        self._start = start
-        self._tails: list[deque[str]] = [deque(maxlen=LOG_LINES) for _ in commands]
-        self._partial = ["" for _ in commands]
-        self._processes: list[Process] = []
-        self._started = threading.Event()
-        self._start_error: OSError | None = None
-        self._exits = [threading.Event() for _ in commands]
-        self._thread = threading.Thread(target=self._run, name="pipemesh-supervisor", daemon=True)
+    def __init__(self, launch: Callable[[Command], Process] = process_of_its_own):
+        self._launch = launch
+        self._children: dict[int, Child] = {}
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Starts all; returns when each exists or has been asked for. Raises OSError if one could
-        not be started.
+    def start(self, commands: Mapping[int, Command]) -> None:
+        """Starts a process for each rank; returns when each exists or has been asked for. Raises
+        OSError if one could not be started.
         """
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(commands, started), name="pipemesh-supervisor", daemon=True
+        )
         self._thread.start()
-        self._started.wait()
-        if self._start_error is not None:
-            raise self._start_error
+        started.result()
 
     @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank; empty before the start."""
+        return {rank: child.process.pid for rank, child in list(self._children.items())}
+
+    @property
+    def ended_rank(self) -> int | None:
+        """The first rank whose process has ended; None while all run."""
+        for rank, child in self._children.items():
+            if child.ended.is_set():
+                return rank
+        return None
 
     def tail(self, rank: int) -> list[str]:
         """Returns the last lines of the rank's log."""
-        return [*self._tails[rank], *filter(None, [shown(self._partial[rank])])]
+        return self._children[rank].tail()
 
     def exit_of(self, rank: int, wait_s: float) -> int | None:
         """Returns the exit status (negative: a signal), or None if the rank still runs after
         ``wait_s``.
         """
-        return self._processes[rank].returncode if self._exits[rank].wait(wait_s) else None
-
-    def has_ended(self, rank: int) -> bool:
-        return self._exits[rank].is_set()
+        child = self._children[rank]
+        return child.process.returncode if child.ended.wait(wait_s) else None
 
     def stop(self, grace_s: float) -> None:
         """Waits ``grace_s`` for the ranks to leave by themselves, then kills those that have not,
-        and reaps all.
+        and reaps all. Safe if they were never started.
         """
-        for exit_event in self._exits[: len(self._processes)]:
-            if not exit_event.wait(grace_s):
+        for child in self._children.values():
+            if not child.ended.wait(grace_s):
                 grace_s = 0
         self.kill()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def kill(self) -> None:
-        """Kills the ranks that run, and waits for none."""
-        for process, exit_event in zip(self._processes, self._exits, strict=False):
-            if not exit_event.is_set():
-                process.kill()
+        """Kills the ranks that run, and waits for none. May be called from any thread."""
+        for child in list(self._children.values()):
+            if not child.ended.is_set():
+                child.process.kill()
 
-    def _run(self) -> None:
+    def _run(self, commands: Mapping[int, Command], started: Future[None]) -> None:
         selector = selectors.DefaultSelector()
         try:
-            for rank, command in enumerate(self._commands):
-                process = self._start(command)
-                self._processes.append(process)
-                assert process.stdout is not None
-                selector.register(process.stdout, selectors.EVENT_READ, (rank, process.stdout))
-        except OSError as error:
-            self._start_error = error
-            for process in self._processes:
-                process.kill()
-        finally:
-            self._started.set()
+            for rank, command in commands.items():
+                child = self._children[rank] = Child(self._launch(command))
+                assert child.process.stdout is not None
+                selector.register(child.process.stdout, selectors.EVENT_READ, (rank, child))
+        except Exception as error:  # noqa: BLE001 - raised where the start is waited for
+            self.kill()
+            started.set_exception(error)
+        else:
+            started.set_result(None)
         while selector.get_map():
             readable = selector.select(REAP_S)
             for key, _ in readable:
-                rank, output = key.data
-                data = output.read(1 << 16)
+                rank, child = key.data
+                data = child.process.stdout.read(1 << 16)
                 if data:
-                    self._log(rank, data)
+                    child.log(rank, data)
                 else:
-                    self._reap(selector, rank, output)
+                    reap(selector, child)
             for key in list(selector.get_map().values()) if not readable else ():
-                rank, output = key.data
-                if self._processes[rank].poll() is not None:  # a process it left behind holds the pipe open
-                    self._reap(selector, rank, output)
+                _rank, child = key.data
+                if child.process.poll() is not None:  # a process it left behind holds the pipe open
+                    reap(selector, child)
         selector.close()
 
-    def _reap(self, selector: selectors.BaseSelector, rank: int, output: Output) -> None:
-        selector.unregister(output)
-        output.close()
-        self._processes[rank].wait()
-        self._exits[rank].set()
 
-    def _log(self, rank: int, data: bytes) -> None:
-        *lines, partial = (self._partial[rank] + data.decode(errors="replace")).split("\n")
-        self._partial[rank] = partial[-LINE_CHARS:]
-        for line in map(shown, lines):
-            self._tails[rank].append(line)
-            log.debug("[rank %d] %s", rank, line)
+def reap(selector: selectors.BaseSelector, child: Child) -> None:
+    output = child.process.stdout
+    assert output is not None
+    selector.unregister(output)
+    output.close()
+    child.process.wait()
+    child.ended.set()
 
 
 def shown(line: str) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PipeMeshError, PoolFailed, Refused
-from ...parallel_runtime.wire.messages import Failed, Forward, Request
+from ...parallel_runtime.wire.messages import Failed
 from ...parallel_runtime.wire.segment import mib
-from .in_flight import InFlight, Meets
+from .sent_request import Meets, SentRequest
 from .supervisor import NEVER_STARTED, SERVER_ENDED
 
 LEAVE_WAIT_S = 10.0  # for the others to leave early, after one rank has failed
@@ -38,19 +38,14 @@ class Facts:
 
     @property
     def everyone(self) -> tuple[int, ...]:
-        """Returns all ranks, as a group."""
+        """All ranks, as a group."""
         return tuple(range(len(self.names)))
-
-    def meets(self, request: Request) -> Meets:
-        if not isinstance(request, Forward):
-            return Meets.NOBODY
-        return Meets.STAGES if self.stages > 1 else Meets.SEQUENCE
 
     def where(self, rank: int) -> str:
         return f"Rank {rank} on {self.names[rank]}"
 
 
-def wait_after_failure(failing: Sequence[InFlight]) -> float:
+def wait_after_failure(failing: Sequence[SentRequest]) -> float:
     """Returns the seconds to wait for the other ranks after these requests failed on some: infinite
     where they answer by themselves, however long that takes.
     """
@@ -59,7 +54,7 @@ def wait_after_failure(failing: Sequence[InFlight]) -> float:
     return LEAVE_WAIT_S if any(one.meets is Meets.STAGES for one in failing) else math.inf
 
 
-def connected(requests: Sequence[InFlight], failing: Sequence[InFlight]) -> list[InFlight]:
+def connected(requests: Sequence[SentRequest], failing: Sequence[SentRequest]) -> list[SentRequest]:
     """Returns those of ``requests`` whose ranks may wait for ranks of ``failing``: they share one,
     or share one with a request that does. Other groups work on and have no part in the verdict.
     """
@@ -70,7 +65,7 @@ def connected(requests: Sequence[InFlight], failing: Sequence[InFlight]) -> list
 
 
 def judge(
-    requests: Sequence[InFlight], facts: Facts, *, forgiven: bool = False
+    requests: Sequence[SentRequest], facts: Facts, *, forgiven: bool = False
 ) -> tuple[PipeMeshError, int] | None:
     """Returns the error to raise and the rank that it is about, or None. ``requests``: those in
     flight that are ``connected`` with failed ones.
@@ -90,7 +85,7 @@ def judge(
     return error_of(rank, failure, facts, warm=not still_owing and not uneven), rank
 
 
-def is_out_of_step(request: InFlight) -> bool:
+def is_out_of_step(request: SentRequest) -> bool:
     """Returns whether a rank may have left a message out, or on its way where the next request
     would find it.
     """
@@ -126,20 +121,23 @@ def error_of(rank: int, failure: Failed, facts: Facts, warm: bool) -> PipeMeshEr
 
 
 def sentence_of_death(where: str, phase: str, status: int | None) -> str:
-    """Says why a rank is gone. ``status`` of its process: negative for a signal; None where it has
-    only closed its connection.
+    """Says why a rank is gone. ``status``: as ``cause_of_end`` takes it."""
+    return f"{where} {cause_of_end(status)} while {phase}: {AGAIN}."
+
+
+def cause_of_end(status: int | None) -> str:
+    """Says how a process ended. ``status``: negative for a signal; None where it has only closed
+    its connection.
     """
     if status is None:
-        cause = "closed its connection"
-    elif status == NEVER_STARTED:
-        cause = "could not be forked (why is in ComfyUI's log; with PIPEMESH_FORK=0 workers start without it)"
-    elif status == SERVER_ENDED:
-        cause = "ended with the process that workers are forked from (why is in ComfyUI's log)"
-    elif -status in DEADLY:
-        cause = f"was killed (signal {-status}; {DEADLY[signal.Signals(-status)]})"
-    else:
-        cause = f"ended with {'signal ' + str(-status) if status < 0 else 'exit status ' + str(status)}"
-    return f"{where} {cause} while {phase}: {AGAIN}."
+        return "closed its connection"
+    if status == NEVER_STARTED:
+        return "could not be forked (why is in ComfyUI's log; with PIPEMESH_FORK=0 workers start without it)"
+    if status == SERVER_ENDED:
+        return "ended with the process that workers are forked from (why is in ComfyUI's log)"
+    if -status in DEADLY:
+        return f"was killed (signal {-status}; {DEADLY[signal.Signals(-status)]})"
+    return f"ended with {'signal ' + str(-status) if status < 0 else 'exit status ' + str(status)}"
 
 
 def sentence_of_stall(where: str, phase: str, stall_s: float, *, over_machines: bool) -> str:

@@ -1,5 +1,5 @@
-"""The script of a rank: ``worker_main.py SOCKET_FD PARENT_PID``. Dies with its parent, and imports
-the pack as ``pipemesh``.
+"""The script of a rank: ``worker_main.py SOCKET_FD PARENT_PID``, and with ``counter`` behind these,
+of the process that counts. Dies with its parent, and imports the pack as ``pipemesh``.
 """
 
 import ctypes
@@ -37,10 +37,18 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     make_importable()
     from pipemesh.parallel_runtime.wire.channel import Channel
-    from pipemesh.parallel_runtime.wire.messages import ToRank
-    from pipemesh.parallel_runtime.worker.main import run
 
-    run(Channel(socket.socket(fileno=int(sys.argv[1])), ToRank))
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    if sys.argv[3:] == ["counter"]:
+        from pipemesh.parallel_runtime.planner.counting import run
+        from pipemesh.parallel_runtime.wire.messages import ToCounter
+
+        run(Channel(sock, ToCounter))
+    else:
+        from pipemesh.parallel_runtime.wire.messages import ToRank
+        from pipemesh.parallel_runtime.worker.main import run
+
+        run(Channel(sock, ToRank))
     sys.stdout.flush()
     sys.stderr.flush()
     # Nothing of value is left, and tearing down an interpreter full of extensions takes longer than

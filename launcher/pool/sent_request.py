@@ -1,8 +1,7 @@
-"""Keep the requests that were sent to ranks and not collected."""
+"""A request that was sent to ranks, and what they have answered so far."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -20,10 +19,9 @@ class Meets(Enum):
 
 
 @dataclass
-class InFlight:
-    """Keeps the answers to one request that was sent to ``group`` and not collected.
-
-    ``awaited``: a caller collects it.
+class SentRequest:
+    """A request that ``group`` was sent. ``awaited``: a caller will collect the answers;
+    ``owing``: the ranks that have not answered.
     """
 
     number: int
@@ -47,8 +45,3 @@ class InFlight:
             self.owing.discard(rank)
             self.answers[rank] = answer
             self.has_failed |= isinstance(answer, Failed)
-
-
-def owing_ranks(requests: Iterable[InFlight]) -> list[int]:
-    """Returns the ranks that owe an answer to one of ``requests``."""
-    return sorted(set().union(*(one.owing for one in requests)))
