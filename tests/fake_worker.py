@@ -223,19 +223,6 @@ class Rank:
         """As a rank that could not go through the messages that others wait for."""
         self.fail(message, "error", "RuntimeError: shapes do not match", messages_done="some")
 
-    def uneven_memory(self, message: dict) -> None:
-        self.fail(
-            message,
-            "memory",
-            "can't allocate memory: you tried to allocate 7 bytes.\nsecond line",
-            messages_done="some",
-        )
-
-    def gated_error(self, message: dict) -> None:
-        while not self.board.word(GATE):
-            self.pause()
-        self.error(message)
-
     def gated_uneven_error(self, message: dict) -> None:
         while not self.board.word(GATE):
             self.pause()

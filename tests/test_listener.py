@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 from pipemesh.launcher.package import VERSION
 from pipemesh.launcher.pool.listener import SeldomLog, Unproved, accept
-from pipemesh.launcher.pool.rendezvous import store_key, version_conflict
+from pipemesh.launcher.pool.rendezvous import store_key
 from pipemesh.parallel_runtime.wire.channel import HEADER
 from pipemesh.parallel_runtime.wire.tcp import (
     COMFYUI,
@@ -127,34 +126,6 @@ def test_what_versions_meet_by_never_changes():
     assert proof(SECRET, LEADER, b"nonces") == hmac.digest(SECRET.encode(), b"pipemesh-1hostnonces", "sha256")
 
 
-def test_a_hello_is_read_whatever_later_versions_add_to_it():
-    later = msgspec.msgpack.encode({"type": "Hello", "version": "9.0", "machine": "far", "torch": "3.0"})
-    assert msgspec.msgpack.decode(later, type=Hello) == Hello(version="9.0", machine="far")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(NEAR)) == {
-        "type": "Hello",
-        "version": VERSION,
-        "machine": "near",
-    }
-
-
-@pytest.mark.parametrize(
-    ("there", "comfyui", "sentence"),
-    [
-        (FAR, NEAR, ""),
-        (
-            Hello(version="0.3.0", machine="far"),
-            Hello(version="0.2.1", machine="near"),
-            (
-                "Machine far has PipeMesh 0.3.0 and ComfyUI's machine near has PipeMesh 0.2.1: install the"
-                " same version of PipeMesh on both."
-            ),
-        ),
-    ],
-)
-def test_versions_that_differ_are_both_named_with_their_machines(there, comfyui, sentence):
-    assert version_conflict("far", there, comfyui) == sentence
-
-
 def test_a_leader_turns_another_version_away_and_says_why_in_its_log(caplog):
     caplog.set_level(logging.WARNING)
     with leader() as address, socket.create_connection(address) as sock:
@@ -241,17 +212,6 @@ def test_a_leader_writes_one_line_of_many_strangers_and_knows_who_has_the_secret
         with socket.create_connection(address) as sock:
             assert shake_hands(sock, SECRET, COMFYUI, NEAR, DEADLINE_S) == FAR
     assert len([one for one in caplog.messages if "turned away" in one]) == 1
-
-
-def test_room_is_made_by_cutting_the_oldest_off():
-    unproved = Unproved()
-    one, other = socket.socketpair()
-    with unproved.hold(one):
-        unproved.make_room(0)
-        assert other.recv(1) == b""
-        unproved.make_room(0)  # there is none left to cut
-    one.close()
-    other.close()
 
 
 def test_the_version_is_the_one_of_the_project_file_and_of_the_changelog():

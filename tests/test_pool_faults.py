@@ -348,29 +348,6 @@ def changed(path, found: str) -> str:
     )
 
 
-def test_a_checkpoint_that_was_cut_short_is_named_and_a_whole_one_is_right(own, clients):
-    path, model, truth = own
-    whole, sentence = path.read_bytes(), changed(path, r"1000")
-    cut = path.with_suffix(".cut")
-    cut.write_bytes(whole[:1000])
-    cut.replace(path)  # another file under the same name: what is mapped stays as it is
-    with pytest.raises(Refused, match=sentence):
-        picture(model)
-    path.write_bytes(whole)
-    assert is_right(parallelize(load(path), clients(2), holds_ui_device=False), truth)
-
-
-def test_a_checkpoint_that_changed_is_named_and_loaded_again_is_right(own, clients):
-    path, model, _ = own
-    size = path.stat().st_size
-    sentence = changed(path, str(size))
-    other = write_model(path.with_suffix(".other"), heads=1, blocks=(1, 1), seed=99)
-    other.replace(path)
-    with pytest.raises(Refused, match=sentence):
-        picture(model)
-    assert is_right(parallelize(load(path), clients(2), holds_ui_device=False), picture(load(path)))
-
-
 def test_a_checkpoint_overwritten_in_place_is_named_and_no_longer_held(own, clients):
     """Ranks have it mapped: from then on they would hold some weights of each file."""
     path, model, truth = own

@@ -27,7 +27,6 @@ from .fake_pools import (
     opens,
     stages,
     submitted,
-    through,
 )
 
 NEVER_S = 100 * DEADLINE_S  # as good as no limit: what waits for it is ended by the test
@@ -89,21 +88,6 @@ def ends(pool: WorkerPool, act: Callable[[], object]) -> bool:
 
 
 # -- a request that cannot be written
-
-
-@pytest.mark.cover(2)
-@pytest.mark.parametrize("placement", [cpus(2), stages(2)], ids=["whole", "in patches"])
-@pytest.mark.parametrize(
-    ("act", "kind"),
-    [(call, "unwritable Load"), (call, "unwritable Forward"), (through, "unwritable Forward")],
-)
-def test_a_request_that_cannot_be_written_leaves_the_pool_ready(started, placement, act, kind):
-    """Integers of more than 64 bits cannot: the ranks hear nothing of it."""
-    pool = started(placement)
-    with pytest.raises((OverflowError, PipeMeshError)):
-        act(pool, kind)
-    assert pool.state == "ready"
-    assert handled(pool) == ["Start Release"] * 2
 
 
 def test_a_patch_that_cannot_be_written_leaves_those_before_it_on_their_way(started):

@@ -62,13 +62,6 @@ def test_what_takes_its_time_is_told_with_how_many_are_ready(told, pool, kind, a
     assert len(set(told)) == len(told)
 
 
-def test_evaluations_tell_nothing(told, pool):
-    made = pool("*:Forward=slow")
-    told.clear()
-    call(made, "Forward")
-    assert told == []
-
-
 def test_a_load_that_is_cancelled_is_not_told_to_be_done_and_the_next_request_waits_for_it_openly(told, pool):
     made = pool("*:Load=gated")
     told.clear()
@@ -132,13 +125,6 @@ def test_a_load_says_which_model_and_how_many_bytes_of_how_many_and_a_bar_can_be
     half = Told("PipeMesh: loading flux.safetensors, 1 of 2 ready", 1 << 30, 2 << 30, "50 % of 2.0 GiB")
     assert everything[-2:] == [half, Told("PipeMesh: the model is loaded")]
     assert half.line == "PipeMesh: loading flux.safetensors, 1 of 2 ready (50 % of 2.0 GiB)"
-
-
-def test_ranks_that_start_are_counted_for_the_bar(told):
-    said = []
-    progress = Progress(4, said.append)
-    progress.look(["joining", "waiting"])
-    assert [(one.done, one.total, one.amount) for one in said] == [(2, 4, "")]
 
 
 def test_stages_that_are_cut_anew_are_told_with_their_blocks():

@@ -1,7 +1,7 @@
 """What the environment says of ranks, read once; what cannot be read is refused by its name."""
 
 import pytest
-from pipemesh.launcher.pool.rank_setup import rank_setup_from, start_as
+from pipemesh.launcher.pool.rank_setup import rank_setup_from
 from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.errors import LayoutError
 
@@ -47,8 +47,3 @@ def test_a_number_of_seconds_that_cannot_be_kept_is_refused(variable, value, all
         LayoutError, match=rf"^{variable} is {value}: set it to a number of seconds from {allowed}\.$"
     ):
         rank_setup_from({variable: value}, "")
-
-
-def test_forking_can_be_switched_off():
-    assert start_as({"PIPEMESH_FORK": "0"}) is process_of_its_own
-    assert start_as({}) is not process_of_its_own

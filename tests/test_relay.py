@@ -19,7 +19,7 @@ from pipemesh.launcher.package import VERSION
 from pipemesh.launcher.pool.crew import Crew
 from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.leader import LentRanks, placement_here
+from pipemesh.launcher.pool.leader import LentRanks
 from pipemesh.launcher.pool.listener import accept
 from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.launcher.pool.remote_machine import join
@@ -27,7 +27,7 @@ from pipemesh.launcher.pool.rendezvous import (
     MachineMissing,
     store_key,
 )
-from pipemesh.parallel_runtime.errors import LayoutError, ModelError, PoolFailed, Refused, RunCancelled
+from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
@@ -37,7 +37,6 @@ from pipemesh.parallel_runtime.wire.messages import (
     Forward,
     FromMachine,
     Load,
-    Open,
     Release,
     ToMachine,
 )
@@ -231,13 +230,6 @@ def test_a_session_that_fails_in_a_way_nobody_foresaw_closes_its_connection(monk
     ours.close()
 
 
-def test_a_link_that_is_closed_says_so():
-    ours, theirs = ends()
-    ours.finish(0.01)
-    with pytest.raises(ChannelClosed, match=r"^it closed the connection$"):
-        theirs.receive()
-
-
 def test_another_secret_is_refused_and_nothing_is_started(leader):
     far = leader(secret="another secret, quite as long")
     pool = WorkerPool(spread(), far.setup)
@@ -327,20 +319,6 @@ def test_a_rendezvous_that_is_not_there_is_named():
         join("far", (1,), setup, Arena().board)
 
 
-def test_a_gpu_that_a_machine_has_not_is_named():
-    opening = Open(
-        machine="far",
-        degrees={"ulysses": 2},
-        devices=("cuda:0", "far/cuda:3"),
-        backend="nccl",
-        meeting="m",
-        comfy_args=b"",
-        arena_bytes=0,
-    )
-    with pytest.raises(LayoutError, match=r"^It has no cuda:3: choose from cpu"):
-        placement_here(opening)
-
-
 def test_what_another_machine_has_not_is_named_in_comfyui(leader):
     placement = place(Layout(ulysses=2), "cuda:0,far/cuda:99", "nccl", (Device("cuda:0", "GPU-none"),))
     pool = WorkerPool(placement, leader().setup)
@@ -359,36 +337,6 @@ def test_a_far_rank_that_dies_is_named_with_its_last_lines(leader):
         ) as caught:
             call(pool, "Load")
         assert "the last thing I saw" in str(caught.value)
-
-
-def test_a_far_rank_that_dies_is_named_not_the_one_here_that_fails_for_it(leader):
-    far = leader("0:Forward=uneven-error", "1:Forward=slow-then-die")
-    with (
-        running(far) as pool,
-        pytest.raises(
-            PoolFailed, match=r"^Rank 1 on far/cpu ended with exit status 3 while computing: run again"
-        ),
-    ):
-        call(pool, "Forward")
-
-
-def test_a_far_machine_that_rejects_what_all_reject_goes_on(leader):
-    with running(leader("*:Load=refuse")) as pool:
-        with pytest.raises(Refused, match=r"^This cannot be done: do something else\.$"):
-            call(pool, "Load")
-        assert handled(pool) == ["Start Load Release"] * 3
-
-
-def test_a_far_rank_that_hangs_is_named(leader):
-    with running(leader("1:Load=hang")) as pool:
-        pool._conversation.stall_s = 0.5
-        with pytest.raises(
-            PoolFailed,
-            match=(
-                r"^Rank 1 on far/cpu made no progress for 0\.5 s while loading: .*\n.*\n  \(on machine far\)"
-            ),
-        ):
-            call(pool, "Load")
 
 
 def test_machines_that_do_not_reach_each_other_are_told_what_to_open(leader):

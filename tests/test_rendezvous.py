@@ -11,19 +11,16 @@ import torch.distributed as dist
 from pipemesh.launcher.commands.node import listen, require_torchrun
 from pipemesh.launcher.commands.node import main as node_main
 from pipemesh.launcher.errors import LaunchError
-from pipemesh.launcher.pool.rank_setup import rank_setup_from
 from pipemesh.launcher.pool.rendezvous import (
     NODE_COMMAND,
     MachineMissing,
     check_rendezvous,
     find,
     interface_of,
-    new_meeting,
     node_command,
     register,
 )
 from pipemesh.parallel_runtime.errors import LayoutError
-from pipemesh.parallel_runtime.wire.tcp import notice_loss
 
 from .fake_pools import fake_setup
 
@@ -59,12 +56,6 @@ def test_a_setup_that_cannot_reach_other_machines_is_refused(rendezvous, secret,
         check_rendezvous(replace(fake_setup(), rendezvous=rendezvous, secret=secret), "far")
 
 
-@pytest.mark.parametrize("value", ["2", "120"])
-def test_the_kernel_keeps_every_time_that_is_accepted(value):
-    with socket.socket() as sock:
-        notice_loss(sock, rank_setup_from({"PIPEMESH_LOST_S": value}, "").lost_s)
-
-
 def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -81,10 +72,6 @@ def test_the_interface_of_an_address():
     assert interface_of("127.0.0.1") == "lo"
     with pytest.raises(MachineMissing, match=r"set GLOO_SOCKET_IFNAME"):
         interface_of("203.0.113.7")
-
-
-def test_pools_meet_under_names_of_their_own():
-    assert new_meeting() != new_meeting()
 
 
 def test_the_manual_gives_the_command_that_errors_name():
