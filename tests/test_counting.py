@@ -21,7 +21,7 @@ import pytest
 import torch
 from comfy.ldm.lightricks.model import generate_freq_grid_np
 from pipemesh.lab.commands.parity import stock_model
-from pipemesh.launcher.pool.counter import SCRIPT, Counter, CountingProcess
+from pipemesh.launcher.pool.counter import SCRIPT, Counter, CountingProcess, environment
 from pipemesh.launcher.pool.devices import Device, Placement
 from pipemesh.launcher.pool.fork_server import ForkServer
 from pipemesh.launcher.pool.pool import WorkerPool
@@ -479,6 +479,11 @@ def test_it_is_a_fork_of_the_server_that_ranks_on_the_same_devices_are_forked_fr
     finally:
         pool.close()
         server.close()
+
+
+def test_it_sees_no_gpu_that_ranks_see():
+    ours = environment(Device("cuda:0", "GPU-0"))
+    assert ours["CUDA_VISIBLE_DEVICES"] == ours["HIP_VISIBLE_DEVICES"] == ""
 
 
 def test_it_ends_with_the_process_that_started_it():

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from pipemesh.launcher.package import VERSION
 from pipemesh.launcher.pool.listener import SeldomLog, Unproved, accept
@@ -124,6 +125,11 @@ def test_what_versions_meet_by_never_changes():
     assert store_key("far") == "pipemesh/hosts/far"
     assert proof(SECRET, COMFYUI, b"nonces") == hmac.digest(SECRET.encode(), b"pipemesh-1uinonces", "sha256")
     assert proof(SECRET, LEADER, b"nonces") == hmac.digest(SECRET.encode(), b"pipemesh-1hostnonces", "sha256")
+
+
+def test_a_hello_is_read_whatever_later_versions_add_to_it():
+    later = msgspec.msgpack.encode({"type": "Hello", "version": "9.0", "machine": "far", "torch": "3.0"})
+    assert msgspec.msgpack.decode(later, type=Hello) == Hello(version="9.0", machine="far")
 
 
 def test_a_leader_turns_another_version_away_and_says_why_in_its_log(caplog):

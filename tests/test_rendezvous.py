@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pipemesh.launcher.commands.node import listen, require_torchrun
 from pipemesh.launcher.commands.node import main as node_main
 from pipemesh.launcher.errors import LaunchError
+from pipemesh.launcher.pool.rank_setup import rank_setup_from
 from pipemesh.launcher.pool.rendezvous import (
     NODE_COMMAND,
     MachineMissing,
@@ -21,6 +22,7 @@ from pipemesh.launcher.pool.rendezvous import (
     register,
 )
 from pipemesh.parallel_runtime.errors import LayoutError
+from pipemesh.parallel_runtime.wire.tcp import notice_loss
 
 from .fake_pools import fake_setup
 
@@ -54,6 +56,12 @@ SECRET = "correct horse battery staple"
 def test_a_setup_that_cannot_reach_other_machines_is_refused(rendezvous, secret, sentence):
     with pytest.raises(LayoutError, match="^" + re.escape(sentence)):
         check_rendezvous(replace(fake_setup(), rendezvous=rendezvous, secret=secret), "far")
+
+
+@pytest.mark.parametrize("value", ["2", "120"])
+def test_the_kernel_keeps_every_time_that_is_accepted(value):
+    with socket.socket() as sock:
+        notice_loss(sock, rank_setup_from({"PIPEMESH_LOST_S": value}, "").lost_s)
 
 
 def test_a_port_in_use_is_named():
