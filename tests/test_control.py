@@ -123,13 +123,8 @@ def test_what_is_read_in_place_is_not_copied_whole_and_all_else_that_changes_is(
 class Pipe:
     """A link within one process."""
 
-    seconds = sent_bytes = 0
-
     def __init__(self):
         self.hidden = None
-
-    def begin(self):
-        pass
 
     def free_buffers(self):
         pass

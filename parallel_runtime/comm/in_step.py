@@ -9,7 +9,7 @@ and ask each other before every message whether one has failed.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import torch
 KEPT_KINDS = 32  # of evaluations, of one model, from run to run
 DECISION, TOKENS, END = "decision", "tokens", "end"
 SILENT = (DECISION, TOKENS)  # no rank waits for another
+COUNTED: tuple[str, ...] = ("ulysses", "ring", "gather", "weights", "pipefusion")  # axes of messages
 
 
 class Stopped(BaseException):
@@ -53,16 +54,16 @@ class Expected(NamedTuple):
 
 class Traffic:
     """What messages cost since the evaluation, or the patch of it, began: bytes that were sent and
-    seconds that were waited, by axis.
+    seconds that were waited, by axis. Both are 0 for axes that nothing went along.
     """
 
     def __init__(self) -> None:
-        self.sent_bytes: Counter[str] = Counter()
-        self.waited_s: dict[str, float] = defaultdict(float)
+        self.sent_bytes: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self.waited_s: dict[str, float] = dict.fromkeys(COUNTED, 0.0)
 
     def clear(self) -> None:
-        self.sent_bytes.clear()
-        self.waited_s.clear()
+        for axis in COUNTED:
+            self.sent_bytes[axis], self.waited_s[axis] = 0, 0.0
 
 
 class Mover:

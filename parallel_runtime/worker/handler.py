@@ -213,7 +213,8 @@ class RequestHandler:
         rank.tick()  # the answer waits until the GPU has computed it
         writing = self._io.write(output, request.out) if self._writes[request.width] else NOTHING
         traffic, facts = self._mesh.sequence.traffic, model.method.facts
-        waited_s, sent_bytes = dict(traffic.waited_s), traffic.sent_bytes.total()
+        waited_s = {axis: spent_s for axis, spent_s in traffic.waited_s.items() if spent_s}
+        sent_bytes = traffic.sent_bytes.total()
 
         def done() -> Done:
             writing.finish()
