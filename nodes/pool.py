@@ -10,24 +10,13 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from ..parallel_runtime.layout import OF_A_GROUP
-from .links import require_links
 from .runtime import Runtime, parallelized
 from .settings import Choice, PoolSettings, Takes, TakesNumber, TakesOneOf
-
-CATEGORY = "PipeMesh"
-UNTRIED = True  # on a GPU: nodes are marked as experimental until lab/docs/CUDA.md has a run there
-Pool = io.Custom("PIPEMESH_POOL")
-POOL_TOOLTIP = "Which devices work together and how. Without it: all GPUs (two CPU ranks with --cpu)."
+from .sockets import Pool, require_links, schema
 
 
 def socket(name: str, takes: Takes) -> io.Input:
-    shown = {
-        "default": takes.default,
-        "display_name": takes.label,
-        "tooltip": takes.tooltip,
-        "optional": True,
-        "advanced": takes.advanced,
-    }
+    shown = {"default": takes.default, "optional": True, "advanced": takes.advanced}
     if isinstance(takes, TakesNumber):
         return io.Int.Input(name, min=takes.least, max=takes.most, **shown)
     if isinstance(takes, TakesOneOf):
@@ -39,22 +28,11 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
     class PipeMeshPool(io.ComfyNode):
         @classmethod
         def define_schema(cls) -> io.Schema:
-            return io.Schema(
-                node_id="PipeMeshPool",
-                display_name="PipeMesh Pool",
-                category=CATEGORY,
-                is_experimental=UNTRIED,
-                description=(
-                    "Chooses the devices that sample one image together. The workers start at the first run"
-                    " and stay warm."
-                ),
+            return schema(
+                "PipeMeshPool",
+                [socket(name, takes) for name, takes in PoolSettings.inputs().items()],
+                [Pool.Output()],
                 search_aliases=["multi gpu", "parallel", "sequence parallel", *OF_A_GROUP, "workers"],
-                inputs=[socket(name, takes) for name, takes in PoolSettings.inputs().items()],
-                outputs=[
-                    Pool.Output(
-                        display_name="pool", tooltip="For PipeMesh Parallelize and the PipeMesh samplers."
-                    )
-                ],
             )
 
         @classmethod
@@ -69,21 +47,11 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
     class PipeMeshParallelize(io.ComfyNode):
         @classmethod
         def define_schema(cls) -> io.Schema:
-            return io.Schema(
-                node_id="PipeMeshParallelize",
-                display_name="PipeMesh Parallelize",
-                category=CATEGORY,
-                is_experimental=UNTRIED,
-                description=(
-                    "Makes a MODEL compute on the pool. Everything else stays stock: loaders, LoRA, samplers,"
-                    " guiders, previews."
-                ),
+            return schema(
+                "PipeMeshParallelize",
+                [io.Model.Input("model"), Pool.Input("pool", optional=True)],
+                [io.Model.Output()],
                 search_aliases=["multi gpu", "parallel", "distribute"],
-                inputs=[
-                    io.Model.Input("model", tooltip="A stock MODEL, with or without LoRA."),
-                    Pool.Input("pool", optional=True, tooltip=POOL_TOOLTIP),
-                ],
-                outputs=[io.Model.Output(tooltip="The same MODEL, sampled by the pool.")],
             )
 
         @classmethod

@@ -18,8 +18,9 @@ from ..launcher.pool.handle import PoolHandle
 from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.errors import PipeMeshError
 from .auto.sampling import Auto
+from .report.node import draw_last_run
 from .runtime import Runtime
-from .status.ask import pool_status, status_of
+from .status.collection import pool_status, status_of
 from .status.control import Busy, PoolControl, Unknown
 
 NOT_CACHED = {"Cache-Control": "no-store"}  # ComfyUI lets a browser keep a .png for a day
@@ -36,13 +37,9 @@ PORTS = {"http": ":80", "https": ":443"}  # that browsers leave out
 
 
 def add_routes(routes: web.RouteTableDef, runtime: Runtime, auto: Auto, control: PoolControl) -> None:
-    @routes.get("/pipemesh/report")
-    async def report(_request: web.Request) -> web.Response:
-        return web.json_response(asdict(runtime.report()))
-
     @routes.get("/pipemesh/timeline.png")
     async def timeline(_request: web.Request) -> web.Response:
-        drawn = runtime.draw_last_run()
+        drawn = draw_last_run(runtime)
         if drawn is None:
             return web.Response(status=404, text=NO_TIMELINE, headers=NOT_CACHED)
         png = BytesIO()

@@ -17,12 +17,10 @@ import comfy
 import comfy.cli_args
 import comfy.model_management
 from comfy.model_patcher import ModelPatcher
-from PIL.Image import Image
 
 from ..launcher.pool.counter import Counter
 from ..launcher.pool.devices import Device, Placement, place, visible_gpus
 from ..launcher.pool.handle import PoolHandle, PoolKeeper
-from ..launcher.pool.pool import refused_kernels
 from ..launcher.pool.progress import Told
 from ..launcher.pool.rank_setup import RankSetup, rank_setup_from
 from ..launcher.pool.rendezvous import check_rendezvous
@@ -30,29 +28,14 @@ from ..parallel_runtime.client.interrupt import interrupted
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.client.run import Run
-from ..parallel_runtime.client.run_picture import draw_run
 from ..parallel_runtime.client.wait import NoWait, Wait
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import in_one_sequence
 from ..parallel_runtime.planner.counts import Counts
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
+from .one_gpu import predicted
 from .planning import PlannedLayout, Planning, Sampling, placement_of, provisional
-from .report.alone import times_as_long
-from .report.figures import (
-    KeptWeights,
-    LastRun,
-    MemoryFigures,
-    PoolFigures,
-    RankFigures,
-    Report,
-    RingKernels,
-    figures_of,
-    foretold,
-    plan_figures,
-)
-from .report.shares import unlike_shares
-from .report.text import plan_heads
 from .room import room_on_devices
 from .settings import AUTO, BY_HAND, PLACED_BY, Choice, PoolSettings, how_many
 from .timing import StepTimes
@@ -223,33 +206,16 @@ class Runtime:
             model.model, choice, asked, [one.layout for one in same if one in live], room
         )
 
-    def report(self, only: Choice | None = None) -> Report:
-        """Collect the figures of every pool, or of ``only`` one, and the notices."""
-        known = self.pools(only)
-        runs = [run for _, pool in known if (run := run_of(pool)) and run.evaluations]
-        latest = max(runs, key=lambda run: run.began_s, default=None)
-        pools = tuple(pool_figures(handle, pool) for handle, pool in known)
-        speed, planned = (
-            (self.times.speed_of(latest), self.planning.of(latest)) if latest is not None else (None, None)
-        )
-        return Report(pools, self.notices.latest(), speed, plan_figures(planned, latest))
-
-    def draw_last_run(self, only: Choice | None = None) -> Image | None:
-        """Draw the last run, of all pools or of ``only`` one. None unless it was sampled in
-        patches, over gloo: NCCL works beside the clock that ranks look at.
+    def last_run(self, only: Choice | None = None) -> tuple[PoolHandle, RemotePool, Run] | None:
+        """Return the run that began last in a live pool, of all or of ``only`` one, with its pool.
+        None where none has evaluated anything.
         """
-        runs = [
-            (run, handle.placement)
+        ran = [
+            (handle, pool, run)
             for handle, pool in self.pools(only)
-            if (run := run_of(pool)) and run.evaluations
+            if pool.session is not None and (run := pool.last_run) is not None and run.evaluations
         ]
-        if not runs:
-            return None
-        run, placement = max(runs, key=lambda one: one[0].began_s)
-        if placement.backend == "nccl":
-            return None
-        names = [f"{rank} {device.name}" for rank, device in enumerate(placement.devices)]
-        return draw_run(names, list(run.evaluations), plan_heads(plan_figures(self.planning.of(run), run)))
+        return max(ran, key=lambda one: one[2].began_s, default=None)
 
     def _placed(self, settings: PoolSettings) -> Placement:
         """Raises LayoutError."""
@@ -328,24 +294,6 @@ def parallelized(runtime: Runtime, model: ModelPatcher, choice: Choice | None) -
     return runtime.parallelize(model, choice)
 
 
-def alone(run: Run, placement: Placement) -> float | None:
-    """Return how many times as long one device would take for a run, by what each rank computed."""
-    return times_as_long(list(run.evaluations), placement)
-
-
-def predicted(pools: Mapping[Placement, RemotePool], planned: PlannedLayout | None, run: Run) -> float | None:
-    """Return how many times as long one device would take for a run of these pools: by what each
-    rank computed, else by what the planner predicted for one device.
-    """
-    for placement, pool in list(pools.items()):
-        if any(one is run for one in list(pool.runs.recent)):
-            longer = pool.runs.once(run, "alone", partial(alone, run, placement))
-            return (
-                pool.runs.once(run, "foretold", partial(foretold, planned, run)) if longer is None else longer
-            )
-    return None
-
-
 def tell_of_restart(
     notices: Notices, is_chosen: Callable[[Placement], bool], old: Placement, new: Placement
 ) -> None:
@@ -362,70 +310,4 @@ def tell_of_restart(
         f"Workers are started anew: {new.layout.equation()} needs the devices of {old.layout.equation()}."
         f" {move}",
         one_gpu=False,
-    )
-
-
-def run_of(pool: RemotePool) -> Run | None:
-    """Return the last run of a live pool; None where the pool has ended."""
-    return pool.last_run if pool.session else None
-
-
-def pool_figures(handle: PoolHandle, pool: RemotePool) -> PoolFigures:
-    placement, held, run = handle.placement, pool.session, run_of(pool)
-    return PoolFigures(
-        state=handle.state,
-        layout=placement.layout.equation(),
-        grid=placement.layout.grid([device.name for device in placement.devices]),
-        backend=placement.backend,
-        ranks=rank_figures(handle),
-        models=tuple(held.models) if held else (),
-        loads=held.loads if held else 0,
-        patches=held.patchings if held else 0,
-        conditioning_uploads=held.conditioning.uploads if held else 0,
-        weights=kept_weights(pool),
-        kernels=ring_kernels(handle),
-        shares=tuple(share.english for share in unlike_shares(placement)),
-        last_run=sums_of(handle, pool, run) if run else None,
-    )
-
-
-def sums_of(handle: PoolHandle, pool: RemotePool, run: Run) -> LastRun | None:
-    """Sum up a run of this pool. None if it has evaluated nothing."""
-    title, placement = pool.residency.titles.get(run.model, run.model), handle.placement
-    return pool.runs.once(
-        run, "figures", lambda: figures_of(run, title, placement.backend, placement.layout.stages)
-    )
-
-
-def kept_weights(pool: RemotePool) -> tuple[KeptWeights, ...]:
-    models = dict(pool.session.models) if pool.session is not None else {}
-    titles = pool.residency.titles
-    return tuple(
-        KeptWeights(titles.get(name, name), held.weights.kept, held.weights.why)
-        for name, held in models.items()
-    )
-
-
-def ring_kernels(handle: PoolHandle) -> RingKernels:
-    pool = handle.live()
-    if pool is None or not handle.placement.layout.merges_parts:
-        return RingKernels()
-    return RingKernels(tuple(one.kernel for one in pool.ready), refused_kernels(pool.ready))
-
-
-def rank_figures(handle: PoolHandle) -> tuple[RankFigures, ...]:
-    """Describe every rank. A rank whose pool is not live has no process and no memory."""
-    names, pool = [device.name for device in handle.placement.devices], handle.live()
-    if pool is None or len(pool.memory) < len(names):
-        return tuple(RankFigures(rank, name) for rank, name in enumerate(names))
-    board, pids, memory = pool.arena.board, pool.ranks.pids, pool.memory
-    return tuple(
-        RankFigures(
-            rank,
-            name,
-            pids[rank] or None,
-            board.phase(rank),
-            MemoryFigures(memory[rank].free, memory[rank].total, memory[rank].model),
-        )
-        for rank, name in enumerate(names)
     )

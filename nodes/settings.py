@@ -28,14 +28,9 @@ PLACED_BY = {"layout", "devices", *(axis.name for axis in AXES)}  # what decides
 
 @dataclass(frozen=True, kw_only=True)
 class Takes:
-    """The values that an input takes, for its socket and for its check.
-
-    ``label``: what the node shows, where that is not the input's id.
-    """
+    """The values that an input takes, for its socket and for its check."""
 
     default: str | int
-    tooltip: str
-    label: str | None = None
     advanced: bool | None = None
 
     def check(self, name: str, value: object) -> None:
@@ -76,122 +71,42 @@ class TakesOneOf(Takes):
             )
 
 
-def text(default: str, tooltip: str, **shown: Any) -> str:
-    return field(default=default, metadata={"takes": TakesText(tooltip=tooltip, default=default, **shown)})
+def taking(takes: Takes) -> Any:
+    return field(default=takes.default, metadata={"takes": takes})
 
 
-def number(default: int, least: int, most: int, tooltip: str, **shown: Any) -> int:
-    takes = TakesNumber(tooltip=tooltip, default=default, least=least, most=most, **shown)
-    return field(default=default, metadata={"takes": takes})
+def text(default: str, *, advanced: bool | None = None) -> str:
+    return taking(TakesText(default=default, advanced=advanced))
 
 
-def one_of(options: tuple[str, ...], tooltip: str, **shown: Any) -> str:
+def number(default: int, least: int, most: int, *, advanced: bool | None = None) -> int:
+    return taking(TakesNumber(default=default, least=least, most=most, advanced=advanced))
+
+
+def one_of(options: tuple[str, ...], *, advanced: bool | None = None) -> str:
     """The first of ``options`` is the default."""
-    takes = TakesOneOf(tooltip=tooltip, default=options[0], options=options, **shown)
-    return field(default=options[0], metadata={"takes": takes})
+    return taking(TakesOneOf(default=options[0], options=options, advanced=advanced))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
     """The inputs of PipeMesh Pool, in the order of its sockets: those for every layout, then those
-    of a layout by hand. ``checked`` makes one.
+    of a layout by hand. ``checked`` makes one. Labels and tooltips are in ``locales/``.
     """
 
-    devices: str = text(
-        "auto",
-        "auto, cpu, or one device per worker: cuda:0,cuda:1. On another machine: node1/cuda:0. With backend"
-        " gloo, the same GPU may be named twice.",
-    )
-    layout: str = one_of(
-        (AUTO, BY_HAND),
-        "auto: PipeMesh chooses for each run how the devices work together; devices, quality and weights"
-        " count, and the inputs that are folded away do not. by hand: the inputs below say how, and quality"
-        " does not count.",
-    )
-    quality: str = one_of(
-        (EXACT, APPROXIMATE),
-        "With layout auto. exact: the same image as on one GPU. approximate allowed: PipeMesh may choose a"
-        " pipeline (PipeFusion) where that is faster; the image then differs a little from that of one GPU.",
-    )
-    weights: str = one_of(
-        ASKED,
-        "How each GPU keeps the model's weights. whole: all of them. sharded: an equal part of each layer;"
-        " the rest comes from the other GPUs just before the layer computes. For a model larger than one"
-        " GPU. offloaded: as much as fits, the rest in main memory. auto: the first that fits. Same result"
-        " with each.",
-    )
-    ulysses: int = number(
-        2,
-        1,
-        32,
-        "How many GPUs work on one image together, each on a part of its tokens (Ulysses sequence"
-        " parallelism). Same result as on one GPU.",
-        label="GPUs per image (ulysses)",
-    )
-    ring: int = number(
-        1,
-        1,
-        32,
-        "Ring attention: another way to split one image over GPUs. GPUs needed = ulysses x ring. Leave it at"
-        " 1 unless ulysses would exceed the model's attention heads. Same result as on one GPU.",
-        label="more GPUs per image (ring)",
-    )
-    cfg: int = number(
-        1,
-        1,
-        32,
-        "How many prompts are computed at the same time, each on GPUs of its own: 2 for the positive and the"
-        " negative one, where the sampler's cfg is above 1.0. GPUs needed ="
-        f" {' x '.join(axis.name for axis in AXES)}. Same result as on one GPU.",
-        label="prompts at once (cfg)",
-    )
-    data: int = number(
-        1,
-        1,
-        32,
-        "How many parts of a batch are computed at the same time, each on GPUs of its own. Same result as on"
-        " one GPU.",
-        label="images at once (data)",
-    )
-    pipefusion: int = number(
-        1,
-        1,
-        32,
-        "How many pipeline stages the model's blocks are divided into (PipeFusion). Each stage takes ulysses"
-        " x ring GPUs. Approximate: above 1 the image differs a little from that of one GPU.",
-        label="pipeline stages (pipefusion)",
-    )
-    patches: int = number(
-        0,
-        0,
-        64,
-        "With pipefusion above 1: pieces the image is cut into for the pipeline. 0 chooses one more than"
-        " there are stages.",
-        label="pieces of the image (patches)",
-        advanced=True,
-    )
-    warm_up: int = number(
-        1,
-        1,
-        10000,
-        "With pipefusion above 1: how many of a run's first evaluations of the model are exact. Some samplers"
-        " evaluate the model several times per step. More is closer to the image of one GPU, and slower.",
-        label="exact at first (warm_up)",
-        advanced=True,
-    )
-    stages: str = text(
-        "",
-        "With pipefusion above 1: how many of the model's blocks each stage gets, as in 20,37. "
-        "Empty: PipeMesh measures the blocks and balances the stages.",
-        label="blocks per stage (stages)",
-        advanced=True,
-    )
-    backend: str = one_of(
-        ("auto", "nccl", "gloo"),
-        "How GPUs exchange data. auto: nccl where every worker has a GPU of its own, else gloo, which goes"
-        " through the computer's main memory.",
-        advanced=True,
-    )
+    devices: str = text("auto")
+    layout: str = one_of((AUTO, BY_HAND))
+    quality: str = one_of((EXACT, APPROXIMATE))
+    weights: str = one_of(ASKED)
+    ulysses: int = number(2, 1, 32)
+    ring: int = number(1, 1, 32)
+    cfg: int = number(1, 1, 32)
+    data: int = number(1, 1, 32)
+    pipefusion: int = number(1, 1, 32)
+    patches: int = number(0, 0, 64, advanced=True)
+    warm_up: int = number(1, 1, 10000, advanced=True)
+    stages: str = text("", advanced=True)
+    backend: str = one_of(("auto", "nccl", "gloo"), advanced=True)
 
     @property
     def allows_approximate(self) -> bool:

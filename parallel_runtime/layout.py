@@ -22,17 +22,15 @@ class Axis:
 
     ``within``: what the ranks along it are within: one ``sequence``, whose tokens they share; one
     ``group``, which computes a whole forward; or the ``pool``, so that they belong to groups that
-    compute forwards of their own. ``why``: what a layout with so many ranks along it is good for,
-    as users read it. ``colour``: of waits for the axis' messages in the picture of a run; empty
-    where its ranks send each other none. ``row`` names a row of the printed grid, where that is not
-    ``name``. ``output_at_end``: the output is on its last rank, not its first. ``is_approximate``:
-    above 1 the image differs a little. ``merges_parts``: ranks along it attend to a part of the
-    keys at a time. ``parts_batches``: the images of a batch go to its groups.
+    compute forwards of their own. ``colour``: of waits for the axis' messages in the picture of a
+    run; empty where its ranks send each other none. ``row`` names a row of the printed grid, where
+    that is not ``name``. ``output_at_end``: the output is on its last rank, not its first.
+    ``is_approximate``: above 1 the image differs a little. ``merges_parts``: ranks along it attend
+    to a part of the keys at a time. ``parts_batches``: the images of a batch go to its groups.
     """
 
     name: str
     within: Literal["sequence", "group", "pool"]
-    why: str
     colour: str = ""
     row: str = ""
     output_at_end: bool = False
@@ -42,43 +40,11 @@ class Axis:
 
 
 AXES = (  # innermost first: ranks that are neighbours on the first are numbered in a row
-    Axis(
-        "ulysses",
-        "sequence",
-        "{} ranks share the tokens of one image: the same image as on one GPU, and each rank holds the whole"
-        " model",
-        colour="#f2a6a6",
-    ),
-    Axis(
-        "ring",
-        "sequence",
-        "{} groups of ranks pass keys and values around: the same image as on one GPU",
-        colour="#7a1f5c",
-        merges_parts=True,
-    ),
-    Axis(
-        "pipefusion",
-        "group",
-        "{} stages share the model's blocks: each holds only its own, and the image differs a little from"
-        " that of one GPU",
-        colour="#d33f49",
-        row="stage",
-        output_at_end=True,
-        is_approximate=True,
-    ),
-    Axis(
-        "cfg",
-        "pool",
-        "{} groups of ranks compute the prompts apart: the same image as on one GPU, and each group holds the"
-        " whole model",
-        row="branch",
-    ),
-    Axis(
-        "data",
-        "pool",
-        "{} groups of ranks share the images of a batch: the same images as on one GPU",
-        parts_batches=True,
-    ),
+    Axis("ulysses", "sequence", colour="#f2a6a6"),
+    Axis("ring", "sequence", colour="#7a1f5c", merges_parts=True),
+    Axis("pipefusion", "group", colour="#d33f49", row="stage", output_at_end=True, is_approximate=True),
+    Axis("cfg", "pool", row="branch"),
+    Axis("data", "pool", parts_batches=True),
 )
 OF_A_SEQUENCE = tuple(axis.name for axis in AXES if axis.within == "sequence")
 OF_A_GROUP = tuple(axis.name for axis in AXES if axis.within != "pool")  # a forward is cut along them

@@ -24,7 +24,6 @@ SPELLS_AXES = {  # file, or folder with a slash, that may name an axis -> why
         for name in ("choose", "cost", "job", "messages", "prediction")
     },
     "nodes/settings.py": "the inputs of PipeMesh Pool",
-    "nodes/ksampler.py": "cfg is an input of ComfyUI's KSampler",
     "nodes/timing.py": "cfg is an attribute of ComfyUI's guiders",
 }
 SAYS_AXES = {  # file whose sentences for users may name an axis -> what they tell

@@ -148,7 +148,7 @@ def latent(server, nodes, **kwargs):
 
 def live_pool(server):
     return next(
-        pool for pool in server.get("/pipemesh/report")["pools"] if pool["state"] in ("ready", "busy")
+        pool for pool in server.get("/pipemesh/status")["pools"] if pool["state"] in ("ready", "busy")
     )
 
 
@@ -163,7 +163,7 @@ def wait_for_phase(server, phase, of=all):
     deadline = time.monotonic() + 30
     while not any(
         of(rank["pid"] and rank["phase"] == phase for rank in pool["ranks"])
-        for pool in server.get("/pipemesh/report")["pools"]
+        for pool in server.get("/pipemesh/status")["pools"]
     ):
         assert time.monotonic() < deadline, f"no pool was seen {phase}"
 

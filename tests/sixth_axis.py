@@ -9,8 +9,8 @@ from pipemesh.lab.commands.parity import stock_model
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.pool import pool_nodes
-from pipemesh.nodes.report.causes import why_layout
 from pipemesh.nodes.runtime import Runtime
+from pipemesh.nodes.status.reasons import why_layout
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.run_picture import COLOURS
@@ -45,13 +45,12 @@ def test_the_pool_node_has_it_as_an_input_and_checks_its_range(node):
     assert node.validate_inputs(**BY_HAND, echo=33) == "echo 33 is out of range: choose 1 to 32."
     listed = node.validate_inputs(**{**BY_HAND, "devices": "cpu,cpu,cpu"}, **ECHO)
     assert listed.startswith("echo 2 = 2 ranks, 3 devices listed")
-    assert "x data x echo" in node.GET_SCHEMA().get_v1_info(node).input["optional"]["cfg"][1]["tooltip"]
 
 
 def test_the_grid_the_report_and_the_pictures_know_it():
     assert LAYOUT.grid(["cpu", "cpu"]) == "echo 0:   0 cpu\necho 1:   1 cpu"
-    (cause,) = why_layout(LAYOUT.degrees())
-    assert cause.english == "2 groups of ranks compute what one would"
+    (cause,) = why_layout(LAYOUT)
+    assert cause.english == "2 groups of workers compute what one would."
     assert COLOURS["echo"] == "#123456"
 
 

@@ -533,6 +533,6 @@ def test_a_host_that_auto_mode_does_not_know_is_told_of_where_it_is_switched_on(
     settings(on)
     made = Auto(None, Switch({}, lambda: settings.file), notices)
     made.install()
-    why, sentence = made.unavailable
-    assert why == "host" and sentence.startswith("Auto mode does not know this ComfyUI") and not made.is_on()
+    sentence = made.unavailable.english
+    assert sentence.startswith("Auto mode does not know this ComfyUI") and not made.is_on()
     assert said(notices) == ([sentence] if on else [])

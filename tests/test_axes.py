@@ -35,18 +35,26 @@ class Hunk:
 HUNKS = (
     Hunk(
         "parallel_runtime/layout.py",
-        """        "{} groups of ranks share the images of a batch: the same images as on one GPU",
-        parts_batches=True,
-    ),
+        """    Axis("data", "pool", parts_batches=True),
 """,
-        """    Axis("echo", "pool", "{} groups of ranks compute what one would", colour="#123456"),
+        """    Axis("echo", "pool", colour="#123456"),
 """,
     ),
     Hunk("parallel_runtime/layout.py", "    data: int = 1\n", "    echo: int = 1\n"),
     Hunk(
         "nodes/settings.py",
-        '        label="images at once (data)",\n    )\n',
-        '    echo: int = number(1, 1, 32, "How many groups say the same.", label="echo (echo)")\n',
+        "    data: int = number(1, 1, 32)\n",
+        "    echo: int = number(1, 1, 32)\n",
+    ),
+    Hunk(
+        "locales/en/main.json",
+        '  "pipemesh": {\n',
+        '    "why_echo": "%1 groups of workers compute what one would.",\n',
+    ),
+    Hunk(
+        "locales/en/nodeDefs.json",
+        'at the first run and stay ready.",\n    "inputs": {\n',
+        '      "echo": {"name": "echo (echo)", "tooltip": "How many groups say the same."},\n',
     ),
     Hunk("web/panel.js", "const AXES = { ", 'echo: "#123456", '),
 )

@@ -10,7 +10,7 @@ from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 from pipemesh.lab.bench.forwards import standin
 from pipemesh.lab.commands.parity import BOUND, PLAIN, Case, relative_error, sample, stock_model
-from pipemesh.nodes.report.figures import figures_of
+from pipemesh.nodes.status.sums import run_figures
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.crossing.options import hand_over_compilation
 from pipemesh.parallel_runtime.errors import Refused
@@ -254,9 +254,9 @@ def test_blocks_whose_weights_are_gathered_are_not_compiled(files, clients):
     pool = clients(2)
     parallel = parallelize(eager(load(files["model"])), pool, 0.0, weights="sharded")
     assert relative_error(run(parallel), truth) <= BOUND
-    assert figures_of(pool.last_run, "m", "gloo", 1).to_compile == "m"
+    assert run_figures(pool.last_run, "m", "gloo", 1).to_compile == "m"
     run(parallelize(load(files["model"]), pool, 0.0, weights="sharded"))
-    assert figures_of(pool.last_run, "m", "gloo", 1).to_compile == ""
+    assert run_figures(pool.last_run, "m", "gloo", 1).to_compile == ""
 
 
 COMPILED_BY_MODEL = weakref.WeakKeyDictionary()

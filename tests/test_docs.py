@@ -147,8 +147,9 @@ def halves(words: list[str]) -> list[str]:
 
 @cache
 def sentences() -> str:
-    """The code with its strings joined where they go on in the next line."""
-    return JOINED.sub("", code())
+    """The code with its strings joined where they go on in the next line, and the English texts."""
+    texts = (ROOT / "locales" / "en" / "main.json").read_text(encoding="utf-8")
+    return JOINED.sub("", code()) + texts
 
 
 def links_resolve(text: str, document: Path) -> Iterator[str]:

@@ -105,14 +105,14 @@ def test_a_lora_strength_changed_between_two_queued_prompts_needs_no_reload(serv
     before = live_pool(server)
     for after in (False, True):
         for strength, expected in zip((1.0, 0.3), truths, strict=True):
-            patches = live_pool(server)["patches"]
+            patches = live_pool(server)["patchings"]
             assert (
                 relative_error(
                     latent(server, graph("lora_pool", lora=strength, lora_after=after))[0], expected
                 )
                 <= BOUND
             )
-            assert live_pool(server)["patches"] == patches + 1
+            assert live_pool(server)["patchings"] == patches + 1
     assert relative_error(latent(server, graph("lora_off"))[0], truth) <= BOUND
     assert (pids(server), live_pool(server)["loads"]) == (
         [rank["pid"] for rank in before["ranks"]],
@@ -355,7 +355,7 @@ def test_the_report_shows_the_last_run_and_passes_the_latent_on_and_the_same_pro
         "the truth was sampled by stock before"
     )
     assert rest.startswith("ulysses 2 = 2 ranks, gloo, ready")
-    run = live_pool(server)["last_run"]
+    run = server.get("/pipemesh/status")["last_runs"][0]["figures"]
     assert f"Last run: {run['evaluations']} evaluations" in text and run["evaluations"] >= STEPS
     assert f"{100 * run['exchange_share']:.1f} %" in text and 0 < run["exchange_share"] < 1
     assert reported("report_1") == (text, set()), "the node shows its text, and nothing behind it runs"

@@ -33,7 +33,7 @@ QUEUED = (
     " 'PipeMeshPool').inputs)()"
 )
 OVERRULED = """(() => {
-  const real = window.realFetch = window.fetch, said = JSON.stringify({ auto: { on: false, unavailable: %s } })
+  const real = window.realFetch = window.fetch, said = JSON.stringify({ auto: { on: false, unavailable: { name: 'unavailable_host', values: [%s] } } })
   window.fetch = (path, ...rest) => String(path).includes('/pipemesh/status') ? Promise.resolve(new Response(said)) : real(path, ...rest)
   return true
 })()"""

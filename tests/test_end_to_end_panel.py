@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from pipemesh.lab.comfyui.page import ComfyPage
-from pipemesh.nodes.report.shares import Share
 from pipemesh.parallel_runtime.client.run_picture import COLOURS
+from pipemesh.parallel_runtime.texts import Text
 
 from .served import LARGE, graph, latent, live_pool, pids, wait_for_phase
 from .test_end_to_end_page import SUCCESS, numbered
@@ -44,9 +44,9 @@ SHARES = (
     "[...document.querySelectorAll('.pipemesh .bar > [class^=axis]')].map(one => parseFloat(one.style.width))"
 )
 UNLIKE = (
-    Share("tokens", ("cuda:1", "30 %", "2.3", "cuda:0")),
-    Share("stage", ("1", "2.3")),
-    Share("group", ("cuda:1", "2.3")),
+    Text("share_tokens", ("cuda:1", "30 %", "2.3", "cuda:0")),
+    Text("share_stage", ("1", "2.3")),
+    Text("share_group", ("cuda:1", "2.3")),
 )
 FITS = "document.querySelector('.pipemesh').scrollWidth <= document.querySelector('.pipemesh').clientWidth"
 LISTEN = """(() => {
@@ -124,7 +124,7 @@ def test_a_run_is_seen_to_go_on_from_the_click_until_its_first_step_and_then_in_
     assert page.evaluate("window.said.some(text => /: step \\d of 4/.test(text))")
     assert page.evaluate("window.said.some(text => text.includes('About '))"), "how long it takes still"
     assert page.evaluate("window.said.some(text => text.includes('PipeMesh: '))"), "what is waited for"
-    why = "2 ranks share the tokens" if layout == "by hand" else "Layout: "
+    why = "2 workers compute one image together" if layout == "by hand" else "Layout: "
     for text in (
         "Nothing samples in a pool.",
         "s per step",
@@ -148,7 +148,7 @@ def test_it_can_be_read_in_light_and_dark_and_fits_320_pixels(server, page, scre
     page.set("Comfy.ColorPalette", palette)
     shown(page, "timed here")
     page.until(
-        "['Nothing samples in a pool.', '2 ranks share the tokens', 'ready', 'Models:'].every(one =>"
+        "['Nothing samples in a pool.', '2 workers compute one image together', 'ready', 'Models:'].every(one =>"
         f" {TEXT}.includes(one))"
     )
     assert page.evaluate(CONTRAST) >= 4.5
@@ -203,7 +203,7 @@ def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page,
     page.evaluate(SAYS % json.dumps(made))
     try:
         for share in UNLIKE:
-            shown(page, filled(texts[f"share_{share.word}"], share.values))
+            shown(page, filled(texts[share.name], share.values))
         for axis, number in zip(COLOURS, range(1, 6), strict=True):
             shown(page, f"{texts[f'axis_{axis}']}\n{number}.0 %")
         assert page.evaluate(SHARES) == pytest.approx([5, 4, 3, 2, 1], abs=0.1), (

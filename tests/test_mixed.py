@@ -12,11 +12,11 @@ from pipemesh.lab.bench import mixed as bench
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.nodes.one_gpu import times_as_long
 from pipemesh.nodes.planning import Planning
-from pipemesh.nodes.report.alone import times_as_long
-from pipemesh.nodes.report.shares import unlike_shares
 from pipemesh.nodes.room import room_on_devices
 from pipemesh.nodes.settings import Choice
+from pipemesh.nodes.status.reasons import unlike_shares
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
@@ -271,12 +271,14 @@ def test_the_report_says_what_slower_devices_take_and_why():
     pair = place(
         Layout(ulysses=2), "auto", "auto", gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
     )
-    assert said(pair) == ["cuda:1 takes 30 % of the tokens, because it is 2.3x slower than cuda:0"]
+    assert said(pair) == ["cuda:1 takes 30 % of the tokens, because it is 2.3 times slower than cuda:0."]
     assert not said(place(Layout(ulysses=2), "cpu", "gloo", ()))
     stages = place(Layout(pipefusion=2), "cuda:1,cuda:0", "auto", pair.devices)
-    assert said(stages) == ["stage 0 is 2.3x slower than the fastest: give it fewer blocks"]
+    assert said(stages) == ["Give stage 0 fewer blocks: it is 2.3 times slower than the fastest stage."]
     groups = place(Layout(cfg=2), "auto", "auto", pair.devices)
-    assert said(groups) == ["the group of cuda:1 is 2.3x slower, and gets fewer prompts and images"]
+    assert said(groups) == [
+        "The group of cuda:1 gets fewer prompts and images, because it is 2.3 times slower."
+    ]
 
 
 def test_what_a_slower_device_computed_would_take_the_first_less():

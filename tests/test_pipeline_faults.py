@@ -4,8 +4,8 @@ next run is right.
 
 import pytest
 from pipemesh.lab.commands.parity import BOUND, relative_error, sample
-from pipemesh.nodes.report.figures import last_run
 from pipemesh.nodes.report.text import run_text
+from pipemesh.nodes.status.sums import run_figures
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.families import PLAIN
@@ -192,8 +192,7 @@ def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipelin
 def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline, truths):
     model, client = broken_pipeline("slow_stage")
     assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= truths.bound(case())
-    ran = client.last_run
-    last = last_run(ran.began_s, ran.mode, ran.evaluations, "gloo")
+    last = run_figures(client.last_run, "model", "gloo", stages=2)
     assert "; the others wait for rank 1" in run_text(last)
     assert last.busy[1] > 10 * last.busy[0]
 

@@ -3,7 +3,7 @@ for the devices that are there, and the image is stock's own whatever is chosen.
 """
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,8 @@ from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.nodes.auto.sampling import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
+from pipemesh.nodes.one_gpu import foretold
+from pipemesh.nodes.one_gpu import predicted as longer_alone
 from pipemesh.nodes.planning import (
     PlannedLayout,
     Planning,
@@ -24,12 +26,11 @@ from pipemesh.nodes.planning import (
     provisional,
     rank_devices,
 )
-from pipemesh.nodes.report.figures import foretold, plan_figures
 from pipemesh.nodes.report.text import plan_heads, plan_text
 from pipemesh.nodes.room import room_on_devices
-from pipemesh.nodes.runtime import predicted as longer_alone
 from pipemesh.nodes.runtime import tell_of_restart
 from pipemesh.nodes.settings import Choice
+from pipemesh.nodes.status.sums import plan_figures
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
@@ -37,13 +38,14 @@ from pipemesh.parallel_runtime.client.run import Evaluation, Run
 from pipemesh.parallel_runtime.client.wait import NoWait
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.choose import LOST, plan, with_running
+from pipemesh.parallel_runtime.planner.choose import plan, with_running
 from pipemesh.parallel_runtime.planner.counts import NotCounted
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.machine import PLAIN_GPU, MachineBox, RankDevice, kind_of, machine_box
 from pipemesh.parallel_runtime.planner.measured import Speeds, this_machine, write
 from pipemesh.parallel_runtime.planner.prediction import RESERVED, predict
 from pipemesh.parallel_runtime.planner.warm_up import FOLDER, digest_of
+from pipemesh.parallel_runtime.texts import Text
 from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .bounds import assert_same
@@ -167,7 +169,9 @@ def test_ranks_that_are_up_stay_unless_another_layout_saves_more_than_its_start(
     made = plan(job, fast, sizes=(2,))
     assert made.best.layout.groups == 2
     kept = with_running(job, fast, made, Layout(ulysses=2))
-    assert kept.best.layout == Layout(ulysses=2) and {row.why for row in kept.rows[1:]} >= {LOST["running"]}
+    assert kept.best.layout == Layout(ulysses=2) and {row.loss for row in kept.rows[1:]} >= {
+        Text("lost_running")
+    }
     slow = box(2, flops=1e12, port=1e6)
     assert with_running(job, slow, plan(job, slow, sizes=(2,)), Layout(ulysses=2)).best.layout.groups == 2
     saved = round(10 / (predicted(job, fast, Layout(ulysses=2)) - made.best.prediction.seconds))
@@ -440,15 +444,12 @@ def test_the_report_says_why_a_layout_was_chosen_and_why_others_were_not():
     )
 
 
-def test_why_others_lose_is_told_in_words_that_every_language_has_a_text_for():
+def test_why_others_lose_is_told_in_texts_that_every_language_has():
     made = plan(Job(whole=FLUX, branches=2), box(4, flops=1e13, memory=25e9))
-    figures = plan_figures(PlannedLayout(made.best.layout, "", plan=made))
-    assert [one.english for one in figures.losers] == [
-        f"{row.layout.product()}: {row.why}" for row in made.rows if row.why
-    ]
-    assert {"approximate"} < {one.word for one in figures.losers} <= LOST.keys()
-    assert asdict(figures)["losers"][0].keys() == {"layout", "predicted_ms", "word", "values"}
-    assert all((one.predicted_ms is None) == (one.word == "memory") for one in figures.losers)
+    losers = plan_figures(PlannedLayout(made.best.layout, "", plan=made)).losers
+    assert [one.why for one in losers] == [row.loss for row in made.rows if row.loss is not None]
+    assert Text("lost_approximate") in {one.why for one in losers}
+    assert all((one.predicted_ms is None) == (one.why.name == "lost_memory") for one in losers)
 
 
 def test_where_ranks_cannot_be_timed_one_gpu_takes_what_the_planner_predicts_and_nothing_where_it_cannot():

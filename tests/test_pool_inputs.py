@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pipemesh.nodes.settings import PoolSettings
 from pipemesh.parallel_runtime.errors import LayoutError
+from pipemesh.parallel_runtime.texts import english
 
 from .fake_pools import fake_setup
 
@@ -147,7 +148,6 @@ OTHERS = {  # of each input a value that is not its default
 
 def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_no_other():
     from pipemesh.nodes.runtime import Runtime
-    from pipemesh.nodes.settings import PoolSettings
 
     runtime, inputs = Runtime(fake_setup()), PoolSettings.inputs()
     assert OTHERS.keys() == inputs.keys() - {"layout"}
@@ -157,8 +157,8 @@ def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_
         for name, value in OTHERS.items()
         if runtime.choose(**{"layout": "auto", "devices": "cpu", name: value}) != plain
     }
-    said = inputs["layout"].tooltip.partition(" count")[0]
-    assert {name for name in OTHERS if name in said.replace("devices work together", "")} == count
+    said = english("nodeDefs")["PipeMeshPool"]["inputs"]["layout"]["tooltip"].partition(" count")[0]
+    assert {name for name in OTHERS if name in said} == count
     page = (Path(__file__).parents[1] / "docs" / "PIPEFUSION.md").read_text(encoding="utf-8")
     off = page.partition("It is off until")[2].partition(".")[0]
     assert (
@@ -266,5 +266,6 @@ def test_inputs_stand_in_the_order_in_which_a_user_needs_them_and_none_has_to_be
 
 def test_a_label_that_is_not_the_inputs_id_has_it_in_brackets():
     """Messages and prompts say the id."""
-    labels = {name: takes.label for name, takes in PoolSettings.inputs().items() if takes.label}
+    texts = english("nodeDefs")["PipeMeshPool"]["inputs"]
+    labels = {name: one["name"] for name, one in texts.items() if one["name"] != name}
     assert labels and all(label.endswith(f"({name})") for name, label in labels.items())

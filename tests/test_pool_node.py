@@ -1,7 +1,5 @@
 """PipeMesh Pool: what it hands out, and what changes without another pool."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
@@ -77,29 +75,38 @@ def runtime(one_runtime):
     return one_runtime
 
 
-def only_pool(runtime, choice=None):
-    (pool,) = asdict(runtime.report(choice))["pools"]
-    return pool
+def only_pool(runtime):
+    from pipemesh.nodes.status.collection import pool_status
+
+    (pool,) = runtime.pools()
+    return pool_status(*pool)
+
+
+def last_run(runtime, choice=None):
+    """How the last run was sampled in patches."""
+    from pipemesh.nodes.status.collection import run_status
+
+    return run_status(runtime, *runtime.last_run(choice)).figures.in_patches
 
 
 def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_takes_them(runtime, files):
     from pipemesh.nodes.runtime import parallelized
 
-    had = sum(pool.loads for pool in runtime.report().pools)
+    had = sum(pool.session.loads for _, pool in runtime.pools() if pool.session is not None)
     model = load(files["model"])
     three, four = (runtime.choose(**STAGES, patches=patches, stages="2,2") for patches in (3, 4))
     parallel = runtime.parallelize(model, three)
     run(parallel)
     before = only_pool(runtime)
-    patched = before["last_run"]["in_patches"]
-    assert (patched["mode"], patched["patches"], patched["whole"]) == ("free-running", 3, 1)
-    assert patched["of_schedule"] > 0 and set(patched["lost_ms"]) == {"sampler", "hand-over", "stage"}
+    patched = last_run(runtime)
+    assert (patched.mode, patched.patches, patched.whole) == ("free-running", 3, 1)
+    assert patched.of_schedule > 0 and set(patched.lost_ms) == {"sampler", "hand-over", "stage"}
     again = runtime.parallelize(parallel, four)
     run(again)
-    after = only_pool(runtime, three)
-    assert after["last_run"]["in_patches"]["patches"] == 4
-    assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before["ranks"]]
-    assert after["loads"] == before["loads"] == had + 1
+    after = only_pool(runtime)
+    assert last_run(runtime, three).patches == 4
+    assert [rank.pid for rank in after.ranks] == [rank.pid for rank in before.ranks]
+    assert after.loads == before.loads == had + 1
     assert parallelized(runtime, again, None) is again
 
 
@@ -126,7 +133,7 @@ def test_every_run_says_how_it_is_sampled_and_the_last_one_is_kept(runtime, file
     assert [message for message in caplog.messages if "samples in patches" in message] == [
         f"[PipeMesh] {text}" for text in texts
     ]
-    assert only_pool(runtime)["last_run"]["in_patches"]["mode"] == modes[1]
+    assert last_run(runtime).mode == modes[1]
 
 
 def test_weight_hooks_are_named_sampled_in_patches_all_the_same_and_stock_when_warm(runtime, files):
@@ -147,11 +154,11 @@ def test_weight_hooks_are_named_sampled_in_patches_all_the_same_and_stock_when_w
             runtime.said.pop()
             == "PipeMesh samples in patches, single-timeline, because of hooks on the positive conditioning."
         )
-        in_patches = only_pool(runtime)["last_run"]["in_patches"]
+        in_patches = last_run(runtime)
         if whole is None:
             assert relative_error(ours, truth) <= BOUND
         else:
-            assert in_patches["whole"] == whole and in_patches["patches"] == 3
+            assert in_patches.whole == whole and in_patches.patches == 3
 
 
 def test_how_much_memory_ranks_have_free_is_the_same_all_through_a_run(runtime, files, monkeypatch):
@@ -189,7 +196,7 @@ def test_an_empty_latent_is_refused_before_a_pool_starts(files, setup, pipefusio
         == f"The latent is empty ({' x '.join(map(str, shape))}): connect one with at least one image of at"
         " least one pixel."
     )
-    assert only_pool(runtime)["state"] == "closed"
+    assert only_pool(runtime).state == "closed"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +290,7 @@ def test_where_no_rank_computes_a_pool_is_refused_in_a_sentence_that_the_page_an
     from pipemesh.nodes.auto.switch import Switch
     from pipemesh.nodes.pool import pool_nodes
     from pipemesh.nodes.runtime import Runtime
-    from pipemesh.nodes.status.ask import status_of
+    from pipemesh.nodes.status.collection import status_of
 
     runtime = Runtime(fake_setup())
     sentence = NO_RANKS.format(elsewhere)
@@ -298,7 +305,7 @@ def test_where_no_rank_computes_a_pool_is_refused_in_a_sentence_that_the_page_an
     auto.install()
     auto.remove()
     status = status_of(runtime, auto)
-    assert (status.auto.on, status.auto.why, status.auto.unavailable) == (False, "host", sentence)
+    assert (status.auto.on, status.auto.unavailable.english) == (False, sentence)
     assert [(one.name, one.title) for one in status.devices] == [(elsewhere, f"{elsewhere} of another maker")]
     assert caplog.messages.count(f"[PipeMesh] {sentence}") == 1
     assert not runtime.pools()

@@ -2,37 +2,36 @@
 server.
 """
 
-import json
 from dataclasses import asdict, replace
 
 import pytest
 from pipemesh.launcher.pool.devices import place
 from pipemesh.nodes.notices import Notice
-from pipemesh.nodes.report.causes import slowed, why_layout
-from pipemesh.nodes.report.figures import (
-    InPatches,
-    KeptWeights,
-    LastRun,
-    MemoryFigures,
-    PoolFigures,
-    RankFigures,
-    Report,
-    RingKernels,
-    achieved_s,
-    last_run,
-)
 from pipemesh.nodes.report.text import NO_POOL, report_text
+from pipemesh.nodes.status.figures import (
+    InPatches,
+    MemoryFigures,
+    ModelStatus,
+    PoolStatus,
+    RankFigures,
+    RingKernels,
+    RunFigures,
+    RunStatus,
+)
+from pipemesh.nodes.status.reasons import slowed, why_layout
+from pipemesh.nodes.status.sums import achieved_s, run_figures
 from pipemesh.nodes.timing import Speed
 from pipemesh.parallel_runtime.client.run import Evaluation, Run, measured
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.texts import Text
 from pipemesh.parallel_runtime.wire.messages import Done, Memory
 
 GIB = 2**30
 
 
-RUN = LastRun(
+RUN = RunFigures(
     began=1.0,
     evaluations=6,
     step_ms_mean=320.0,
@@ -45,26 +44,38 @@ RUN = LastRun(
 UNKNOWN = dict.fromkeys(("step_ms_p50", "hop_ms_p50", "exchange_ms_p50", "exchange_share"))
 
 
-def pool(*, ulysses=2, ring=2, state="ready", ran=True, **changes):
+def kept(title, how="whole", why=""):
+    return ModelStatus(title, title, "ready", how, why)
+
+
+def pool(*, ulysses=2, ring=2, state="ready", **changes):
     layout = Layout(ulysses=ulysses, ring=ring)
     devices = [f"cuda:{rank}" for rank in range(layout.world_size)]
     memory = MemoryFigures(10 * GIB, 24 * GIB, 300 << 20)
-    return PoolFigures(
+    made = PoolStatus(
+        id=layout.equation(),
         state=state,
         layout=layout.equation(),
         grid=layout.grid(devices),
         backend="gloo",
         ranks=tuple(RankFigures(rank, name, 1, "waiting", memory) for rank, name in enumerate(devices)),
-        models=("model",),
+        models=(kept("model"),),
         loads=3,
-        patches=5,
+        patchings=5,
         conditioning_uploads=7,
-        last_run=replace(RUN, **changes) if ran else None,
     )
+    return replace(made, **changes)
 
 
-def text_of(*pools, asked=None):
-    return report_text(Report(pools), asked)
+def ran(of, speed=None, causes=(), **changes):
+    """A run of this pool."""
+    figures = replace(RUN, **changes)
+    return RunStatus(of.id, "model", "model", figures.began, 2.0, figures, speed, causes)
+
+
+def text_of(of=None, *others, **changes):
+    of = of or pool()
+    return report_text([*others, of], ran(of, **changes))
 
 
 def said(text):
@@ -72,12 +83,22 @@ def said(text):
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
+def summed(evaluations, backend="gloo", stages=1, mode="free-running"):
+    return run_figures(Run(began_s=7.0, mode=mode, evaluations=evaluations), "m", backend, stages)
+
+
 def test_the_text_says_everything_that_is_known_of_the_last_run():
-    text = text_of(pool())
+    kernels = RingKernels(("flash-attn 3", "torch's"), ("flash-attn 2 is not used: it is wrong.",))
+    shares = (Text("share_stage", ("1", "2.3")),)
+    whole = kept("model"), kept("other", "offloaded", "it does not fit")
+    text = text_of(
+        pool(kernels=kernels, shares=shares, models=whole), causes=(Text("slowed_imbalance", ("3",)),)
+    )
     assert said(text) == [
         "ulysses 2 x ring 2 = 4 ranks, gloo, ready",
         "ring 0: 0 cuda:0 1 cuda:1",
         "ring 1: 2 cuda:2 3 cuda:3",
+        "Give stage 1 fewer blocks: it is 2.3 times slower than the fastest stage.",
         "",
         "Last run: 6 evaluations of the model, times are medians",
         "time per evaluation 312.4 ms",
@@ -85,87 +106,53 @@ def test_the_text_says_everything_that_is_known_of_the_last_run():
         "hop to the pool and back 1.07 ms",
         "sent per rank and evaluation 4.00 MiB",
         "",
+        "What slowed it",
+        "The other ranks waited for rank 3.",
+        "",
         "Pool",
-        "models it holds 1",
+        "models it holds 2",
         "models loaded so far 3",
         "weight patches so far 5",
         "prompts sent so far 7",
+        "weights of other: offloaded, it does not fit",
+        "attention around the ring: rank 0 flash-attn 3, rank 1 torch's",
+        "flash-attn 2 is not used: it is wrong.",
         "",
         "rank device models free total",
         *(f"{rank} cuda:{rank} 300.0 MiB 10.0 GiB 24.0 GiB" for rank in range(4)),
     ]
 
 
-def test_kernels_of_a_ring_are_named_and_so_are_those_that_were_refused():
-    figures = pool()
-    text = text_of(replace(figures, kernels=RingKernels(("flash-attn 3",) * 4)))
-    assert "attention around the ring: flash-attn 3" in said(text)
-    text = text_of(
-        replace(
-            figures,
-            kernels=RingKernels(("flash-attn 3", "torch's"), ("flash-attn 2 is not used: it is wrong.",)),
-        )
-    )
-    assert {
-        "attention around the ring: rank 0 flash-attn 3, rank 1 torch's",
-        "flash-attn 2 is not used: it is wrong.",
-    } <= {*said(text)}
-
-
-def test_tables_line_up_in_a_monospaced_font():
+def test_tables_line_up_in_a_monospaced_font_and_a_long_value_makes_no_other_line_long():
     _head, run, held, memory = text_of(pool(ulysses=12, ring=1)).split("\n\n")
     for table in (run.splitlines()[1:], held.splitlines()[1:], memory.splitlines()):
         assert len({len(line) for line in table}) == 1
-
-
-def test_a_long_value_makes_no_other_line_long():
     lost = {"sampler": 10.0, "hand-over": 20.0, "stage": 30.0}
-    run = text_of(
-        pool(in_patches=InPatches("free-running", 3, 2, 0.9, lost), busy=(0.5, 0.5), **UNKNOWN)
-    ).split("\n\n")[1]
+    run = text_of(in_patches=InPatches("free-running", 3, 2, 0.9, lost), busy=(0.5, 0.5), **UNKNOWN).split(
+        "\n\n"
+    )[1]
     assert "sampler 10.0, hand-over 20.0, stage 30.0" in run
-    assert (
-        max(len(line) for line in run.splitlines() if "lost per" not in line and "Last run" not in line) < 60
-    )
+    assert max(len(line) for line in run.splitlines()[1:] if "lost per" not in line) < 60
 
 
-def test_of_several_pools_the_one_that_ran_last_is_shown_and_the_others_are_named():
-    text = text_of(
-        pool(began=5.0, ulysses=3, ring=1),
-        pool(began=2.0),
-        pool(ulysses=1, ring=1, state="closed", ran=False),
-    )
+def test_other_pools_with_workers_are_named():
+    text = text_of(pool(ulysses=3, ring=1), pool(), pool(ulysses=1, ring=1, state="closed"))
     assert text.startswith("ulysses 3 = 3 ranks")
-    assert said(text)[-2:] == ["", "Another pool: ulysses 2 x ring 2 = 4 ranks, ready"], (
-        "layouts without a worker are over"
-    )
+    assert said(text)[-2:] == ["", "Another pool: ulysses 2 x ring 2 = 4 ranks, ready"]
 
 
-def test_before_anything_was_sampled_one_sentence_says_the_next_move():
-    assert text_of() == NO_POOL
-    text = text_of(pool(state="failed", ran=False))
-    assert (
-        "ulysses 2 x ring 2 = 4 ranks is failed" in text
-        and "run a sampler on it" in text
-        and "\n" not in text
-    )
-
-
-def test_a_pool_that_sampled_nothing_is_named_with_what_to_connect():
+def test_without_a_run_one_sentence_says_the_next_move():
+    assert report_text([], None) == NO_POOL
+    text = report_text([pool(state="failed")], None)
+    assert text.startswith("The pool ulysses 2 x ring 2 = 4 ranks is failed and has no run to report: run a")
     asked = place(Layout(ulysses=3), "cpu", "gloo", ())
-    text = text_of(asked=asked)
-    assert (
-        text.startswith(
-            "The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing: connect the same PipeMesh Pool"
-        )
-        and "\n" not in text
-    )
-    assert "leave this node's pool open" in text and NO_POOL not in text
-    assert text_of(pool(), asked=asked) == text_of(pool())
+    text = report_text([], None, asked=asked)
+    assert text.startswith("The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing: connect the same")
+    assert "leave this node's pool open" in text and "\n" not in text
 
 
 def test_what_is_not_known_is_said_and_no_figure_is_made_up():
-    text = text_of(replace(pool(exchange_share=None, evaluations=1), ranks=(RankFigures(0, "cuda:0"),)))
+    text = text_of(pool(ranks=(RankFigures(0, "cuda:0"),)), exchange_share=None, evaluations=1)
     assert "share of communication not measured with nccl" in said(text)
     assert "0 cuda:0 - - -" in said(text)
     assert "Last run: 1 evaluation of the model" in said(text)
@@ -174,7 +161,6 @@ def test_what_is_not_known_is_said_and_no_figure_is_made_up():
 @pytest.mark.parametrize(
     ("patches", "mode", "sentence"),
     [
-        (3, "free-running", "sampled in 3 patches, free-running"),
         (
             3,
             "single-timeline, because of the sampler x",
@@ -186,25 +172,14 @@ def test_what_is_not_known_is_said_and_no_figure_is_made_up():
 def test_how_a_pipeline_sampled_is_said_without_figures_that_overlapping_patches_do_not_have(
     patches, mode, sentence
 ):
-    text = text_of(pool(in_patches=InPatches(mode, patches, 2), **UNKNOWN))
+    text = text_of(in_patches=InPatches(mode, patches, 2), busy=[0.3, 0.98], **UNKNOWN)
     assert said(text.split("\n\n")[1]) == [
         f"Last run: 6 evaluations of the model, {sentence}",
         "of them whole (warm-up) 2",
         "time per evaluation (mean) 320.0 ms",
         "sent per rank and evaluation 4.00 MiB",
+        "ranks that computed 30%, 98%; the others wait for rank 1",
     ]
-
-
-@pytest.mark.parametrize(
-    ("busy", "words"),
-    [
-        ([0.931, 0.902], "ranks that computed 93%, 90%"),
-        ([0.3, 0.98], "ranks that computed 30%, 98%; the others wait for rank 1"),
-    ],
-)
-def test_the_stage_that_others_wait_for_is_named(busy, words):
-    run = {"in_patches": InPatches("free-running", 3, 2), "busy": busy, **UNKNOWN}
-    assert said(text_of(pool(**run)).split("\n\n")[1])[-1] == words
 
 
 def test_a_run_in_patches_is_held_to_its_schedule_where_each_stage_is_one_rank():
@@ -219,18 +194,16 @@ def test_a_run_in_patches_is_held_to_its_schedule_where_each_stage_is_one_rank()
         Evaluation(1.0, 0.0, 0.0, 6, began=own[0].began_s, part=Part(1, 0, cut), spans=dict(enumerate(own)))
         for cut, own in zip(cuts, spans, strict=True)
     ]
-    figures = last_run(7.0, "free-running", run, "gloo", stages=2).in_patches
+    figures = summed(run, stages=2).in_patches
     assert figures.of_schedule == pytest.approx(5 / 5.4)
     assert figures.lost_ms == pytest.approx({"sampler": 0, "hand-over": 200, "stage": 0})
-    text = said(text_of(pool(in_patches=figures, **UNKNOWN)).split("\n\n")[1])
+    text = said(text_of(in_patches=figures, **UNKNOWN).split("\n\n")[1])
     assert text[-2:] == [
         "of the ideal schedule 92.6%",
         "lost per evaluation, ms sampler 0.0, hand-over 200.0, stage 0.0",
     ]
     for backend, stages in (("nccl", 2), ("gloo", 1)):
-        assert last_run(7.0, "free-running", run, backend, stages=stages).in_patches == InPatches(
-            "free-running", 2, 1
-        )
+        assert summed(run, backend, stages).in_patches == InPatches("free-running", 2, 1)
 
 
 def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed_over_the_run():
@@ -243,12 +216,12 @@ def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed
         Part(1, 2, (9, 9, True)),
     ]
     run = [Evaluation(0.5, 0.1, 0.1, 6, began=0.1 * number, part=part) for number, part in enumerate(parts)]
-    figures = last_run(7.0, "free-running", run, "gloo")
+    figures = summed(run)
     assert (figures.began, figures.in_patches) == (7.0, InPatches("free-running", 3, 2))
     assert (figures.evaluations, figures.bytes_per_evaluation) == (5, 12)
     assert figures.step_ms_mean == pytest.approx(280.0)
     assert {name for name, value in asdict(figures).items() if value is None} == UNKNOWN.keys()
-    assert last_run(7.0, "", [Evaluation(0.1, 0.0, 0.0, 0)], "gloo").in_patches is None
+    assert summed([Evaluation(0.1, 0.0, 0.0, 0)]).in_patches is None
     achieved = achieved_s(Run(evaluations=run, branches={"a": 0, "b": 1}), Layout(pipefusion=2))
     assert achieved == pytest.approx(0.56), "of both branches"
 
@@ -265,16 +238,14 @@ def test_the_share_of_communication_is_of_the_whole_run_by_axis_and_unknown_unde
         Evaluation(0.3, 0.003, 0.05, 30, spans=spans[1]),
         Evaluation(0.2, 0.002, 0.06, 20, spans=spans[2]),
     ]
-    figures = last_run(7.0, "", run, "gloo")
+    figures = summed(run)
     assert figures.exchange_share == pytest.approx(0.25)
     assert figures.exchange_by_axis == pytest.approx({"ulysses": 0.13 / 0.6, "gather": 0.02 / 0.6})
-    assert "of it ulysses 21.7 %, gather 3.3 %" in said(
-        text_of(pool(exchange_by_axis=figures.exchange_by_axis))
-    )
+    assert "of it ulysses 21.7 %, gather 3.3 %" in said(text_of(exchange_by_axis=figures.exchange_by_axis))
     assert (figures.step_ms_p50, figures.hop_ms_p50, figures.bytes_per_evaluation) == (200.0, 2.0, 30)
-    unknown = last_run(7.0, "", run, "nccl")
+    unknown = summed(run, "nccl")
     assert (unknown.exchange_share, unknown.exchange_by_axis) == (None, {})
-    assert last_run(7.0, "", [], "gloo") is None
+    assert summed([]) is None
 
 
 def test_a_run_in_patches_says_for_which_messages_a_rank_waited():
@@ -294,74 +265,11 @@ def test_a_run_in_patches_says_for_which_messages_a_rank_waited():
         for began, one in zip((5.0, 5.5), answers, strict=True)
     ]
     assert [one.spans[1].waited_s for one in run] == [pytest.approx(0.5), pytest.approx(0.1)]
-    figures = last_run(7.0, "free-running", run, "gloo")
+    figures = summed(run)
     assert figures.exchange_by_axis == pytest.approx({"ulysses": 0.1, "pipefusion": 0.15, "ring": 0.05})
-    text = said(
-        text_of(pool(in_patches=figures.in_patches, exchange_by_axis=figures.exchange_by_axis, **UNKNOWN))
-    )
+    text = said(text_of(in_patches=figures.in_patches, exchange_by_axis=figures.exchange_by_axis, **UNKNOWN))
     assert "waited for messages pipefusion 15.0 %, ulysses 10.0 %, ring 5.0 %" in text
-    assert last_run(7.0, "free-running", run, "nccl").exchange_by_axis == {}
-
-
-def test_scripts_that_read_the_report_find_every_figure_under_its_name():
-    memory = {"free": 10 * GIB, "total": 24 * GIB, "model": 300 << 20}
-    whole = {
-        "began": 1.0,
-        "in_patches": None,
-        "busy": [],
-        "evaluations": 6,
-        "step_ms_mean": 320.0,
-        "step_ms_p50": 312.44,
-        "hop_ms_p50": 1.071,
-        "exchange_ms_p50": 38.0,
-        "exchange_share": 0.1234,
-        "exchange_by_axis": {},
-        "bytes_per_evaluation": 4 << 20,
-        "to_compile": "",
-    }
-    told = {
-        "state": "ready",
-        "layout": "ulysses 2 = 2 ranks",
-        "grid": "ring 0:   0 cuda:0   1 cuda:1",
-        "backend": "gloo",
-        "ranks": [
-            {"rank": rank, "device": f"cuda:{rank}", "pid": 1, "phase": "waiting", "memory": memory}
-            for rank in (0, 1)
-        ],
-        "models": ["model"],
-        "loads": 3,
-        "patches": 5,
-        "conditioning_uploads": 7,
-        "weights": [],
-        "kernels": {"names": [], "refused": []},
-        "shares": [],
-        "last_run": whole,
-    }
-    in_patches = pool(ring=1, in_patches=InPatches("free-running", 3, 2), busy=(0.5, 0.25), **UNKNOWN)
-    patched = (
-        whole
-        | UNKNOWN
-        | {
-            "in_patches": {
-                "mode": "free-running",
-                "patches": 3,
-                "whole": 2,
-                "of_schedule": None,
-                "lost_ms": {},
-            },
-            "busy": [0.5, 0.25],
-        }
-    )
-    pools = [pool(ring=1), in_patches, pool(ring=1, ran=False)]
-    speed = {"step_s": 0.5, "one_gpu_s": 1.5, "measured": True}
-    assert json.dumps(asdict(Report(tuple(pools), speed=Speed(**speed)))) == json.dumps(
-        {
-            "pools": [told, told | {"last_run": patched}, told | {"last_run": None}],
-            "notices": [],
-            "speed": speed,
-            "plan": None,
-        }
-    )
+    assert summed(run, "nccl").exchange_by_axis == {}
 
 
 @pytest.mark.parametrize(
@@ -379,52 +287,49 @@ def test_scripts_that_read_the_report_find_every_figure_under_its_name():
     ],
 )
 def test_how_much_faster_a_run_was_comes_first_with_how_that_is_known(speed, said):
-    assert report_text(Report((pool(),), speed=speed)).splitlines()[0] == said
+    assert text_of(speed=speed).splitlines()[0] == said
 
 
 def test_what_slowed_a_run_is_named_and_nothing_where_nothing_did():
-    weights = (KeptWeights("m.gguf", "offloaded", "it does not fit"), KeptWeights("n", "whole", ""))
+    models = kept("m.gguf", "offloaded", "it does not fit"), kept("n")
     patched = replace(
         RUN,
         in_patches=InPatches("single-timeline, because of a ControlNet", 3, 2),
         busy=(0.9, 0.5),
         exchange_share=0.34,
     )
-    found = slowed(["cuda:0", "cuda:0", "cpu", "cpu"], weights, patched)
-    assert [(cause.word, cause.value) for cause in found] == [
+
+    def causes(devices, models, run):
+        return [(cause.name.removeprefix("slowed_"), *cause.values) for cause in slowed(devices, models, run)]
+
+    assert causes(["cuda:0", "cuda:0", "cpu", "cpu"], models, patched) == [
         ("communication", "34 %"),
         ("imbalance", "0"),
         ("single_timeline", "a ControlNet"),
         ("offloaded", "m.gguf"),
         ("shared_device", "cuda:0"),
     ]
-    assert all(cause.value in cause.english for cause in found)
-    shared_out = (KeptWeights("n", "whole", ""), KeptWeights("m", "sharded", ""))
-    assert [(cause.word, cause.value) for cause in slowed(["cpu"], shared_out, RUN)] == [("sharded", "m")]
-    both = (KeptWeights("m", "sharded", ""), KeptWeights("other", "sharded", ""))
-    found = [(cause.word, cause.value) for cause in slowed(["cpu"], both, replace(RUN, to_compile="m"))]
-    assert found == [("sharded", "m"), ("sharded", "other"), ("uncompiled", "m")]
-    assert len(slowed(["cpu"], shared_out, replace(RUN, to_compile="n"))) == 1, (
-        "it has whole weights, and is compiled"
-    )
-    assert not slowed(["cuda:0", "cuda:1"], (), RUN) and "What slowed it" not in text_of(pool())
+    both = kept("m", "sharded"), kept("other", "sharded"), kept("n")
+    assert causes(["cpu"], both, replace(RUN, to_compile="m")) == [
+        ("sharded", "m"),
+        ("sharded", "other"),
+        ("uncompiled", "m"),
+    ]
+    assert len(causes(["cpu"], both, replace(RUN, to_compile="n"))) == 2, "whole weights are compiled"
+    assert not causes(["cuda:0", "cuda:1"], (), replace(RUN, busy=(0.5, 0.45)))
 
 
 def test_a_layout_says_what_it_is_good_for():
-    assert [cause.word for cause in why_layout(Layout(ulysses=2, ring=2).degrees())] == ["ulysses", "ring"]
-    assert [cause.english for cause in why_layout(Layout(ulysses=1).degrees())] == [
-        "one rank computes everything"
-    ]
+    assert [one.name for one in why_layout(Layout(ulysses=2, ring=2))] == ["why_ulysses", "why_ring"]
+    assert [one.english for one in why_layout(Layout())] == ["One worker computes everything."]
 
 
 def test_a_sampling_on_one_gpu_after_the_last_run_is_told_first_and_an_earlier_one_is_not():
     notice = Notice(RUN.began + 1, "7", "prompt", "On one GPU: it has no plan.")
-    text = report_text(Report((pool(),), (notice,)))
+    here = pool()
+    text = report_text([here], ran(here), [notice])
     assert text.startswith("Last sampling, node 7\nOn one GPU: it has no plan.\n\nulysses 2")
-    assert report_text(Report((), (notice,))).startswith("Last sampling, node 7")
-    alone = report_text(Report((pool(state="closed", ran=False),), (notice,)))
-    assert alone == report_text(Report((), (notice,))), (
-        "nothing of a pool that was not asked, and of none that was closed"
-    )
-    assert report_text(Report((pool(),), (replace(notice, at=RUN.began - 1),))) == text_of(pool())
-    assert report_text(Report((pool(),), (replace(notice, node=""),))) == text_of(pool())
+    alone = report_text([pool(state="closed")], None, [notice])
+    assert alone == "Last sampling, node 7\nOn one GPU: it has no plan."
+    for other in ({"at": RUN.began - 1}, {"node": ""}, {"one_gpu": False}):
+        assert report_text([here], ran(here), [replace(notice, **other)]) == text_of()

@@ -5,8 +5,9 @@ and again while a workflow runs.
 from types import SimpleNamespace
 
 import pytest
+from pipemesh.nodes.report.node import text_of
 from pipemesh.nodes.runtime import Runtime
-from pipemesh.nodes.status.ask import MOST, status_of
+from pipemesh.nodes.status.collection import MOST, status_of
 from pipemesh.nodes.timing import Stepped
 from pipemesh.parallel_runtime.client.run import Evaluation, Run
 from pipemesh.parallel_runtime.errors import PoolFailed
@@ -14,7 +15,7 @@ from pipemesh.parallel_runtime.occupancy import Span
 
 from .fake_pools import fake_setup
 
-AUTO = SimpleNamespace(is_on=lambda: False, unavailable=("", ""))
+AUTO = SimpleNamespace(is_on=lambda: False, unavailable=None)
 
 
 class Counted(list):
@@ -67,7 +68,7 @@ def test_a_run_that_has_ended_is_summed_up_once_however_often_the_status_is_aske
     assert looked_at(runtime) >= 10 * 50
     assert [looked_at(runtime) for _ in range(5)] == [0] * 5
     assert status_of(runtime, AUTO).last_runs[0].figures.evaluations == 50
-    runtime.report()
+    text_of(runtime, None)
     assert looked_at(runtime) == 0
     going_on = ran(runtime, pools[0], 11, ended=False)
     assert 0 < looked_at(runtime) == looked_at(runtime), "what goes on changes"

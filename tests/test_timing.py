@@ -8,7 +8,7 @@ import pytest
 import torch
 from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.nodes.auto.seam import GuiderSeam, with_callback
-from pipemesh.nodes.report.alone import times_as_long
+from pipemesh.nodes.one_gpu import times_as_long
 from pipemesh.nodes.timing import MOST, Speed, StepTimes
 from pipemesh.parallel_runtime.client.run import Evaluation, Run
 from pipemesh.parallel_runtime.layout import Layout

@@ -8,7 +8,7 @@ import torch
 from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.nodes.planning import Sampling
-from pipemesh.nodes.report.figures import Report
+from pipemesh.nodes.report.text import NO_POOL, report_text
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -97,7 +97,7 @@ def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_say
         ("prompt", "3", told.format(pipeline, shared), 1),
     ]
     latest = tuple(runtime.notices.latest())
-    assert Report((), latest).not_in_the_pool is None and not any(notice.one_gpu for notice in latest)
+    assert report_text([], None, latest) == NO_POOL and not any(notice.one_gpu for notice in latest)
 
 
 def test_more_ranks_than_cores_are_told_of(runtime, monkeypatch):

@@ -74,9 +74,10 @@ async function sayIfOverruled(value, before) {
   try {
     const answer = await api.fetchApi("/pipemesh/status");
     if (!answer.ok) return;
-    const { unavailable, why } = (await answer.json()).auto;
-    const detail = why && why !== "host" ? (await texts())(`unavailable_${why}`) : unavailable;
-    if (unavailable) app.extensionManager?.toast?.add({ severity: "warn", summary: "PipeMesh", detail, life: 15000 });
+    const { unavailable } = (await answer.json()).auto;
+    if (!unavailable) return;
+    const detail = (await texts())(unavailable.name, ...unavailable.values);
+    app.extensionManager?.toast?.add({ severity: "warn", summary: "PipeMesh", detail, life: 15000 });
   } catch (error) {
     console.warn("PipeMesh: the status of auto mode could not be read.", error);
   }
@@ -90,7 +91,7 @@ const extension = {
       category: ["PipeMesh", "Auto mode", "Auto"],
       name: "Use all GPUs for every workflow",
       tooltip:
-        "Every sampler runs on all GPUs, without a node of PipeMesh in the workflow. What cannot runs on one GPU, and its node says why. " +
+        "Every sampler uses all GPUs, without a PipeMesh node in the workflow. A sampler that cannot use them runs on one GPU, and its node says why. " +
         "PipeMesh Pool and PipeMesh Parallelize in a workflow come first.",
       type: "boolean",
       defaultValue: false,

@@ -157,10 +157,15 @@ class Panel {
     root.scrollTop = place;
   }
 
+  // A text of the status in the language of the page.
+  said({ name, values }) {
+    return this.t(name, ...values);
+  }
+
   now(status) {
     const { t } = this;
-    const { on, why, unavailable } = status.auto;
-    const auto = why ? (why === "host" ? unavailable : t(`unavailable_${why}`)) : t(on ? "auto_on" : "auto_off");
+    const { on, unavailable } = status.auto;
+    const auto = unavailable ? this.said(unavailable) : t(on ? "auto_on" : "auto_off");
     const run = status.current_run;
     const { done, total } = this.waiting ?? run?.steps ?? {};
     const text = this.waiting ? this.waiting.text : run ? this.sampling(run) : t("idle");
@@ -209,12 +214,11 @@ class Panel {
     }
     lines.push(make("p", { text: run.title }));
     lines.push(...this.plan(run.plan));
-    for (const cause of pool?.why ?? []) lines.push(make("p", { className: "quiet", text: t(`why_${cause.word}`, cause.value) }));
-    for (const share of pool?.shares ?? []) lines.push(make("p", { className: "quiet", text: t(`share_${share.word}`, ...share.values) }));
+    for (const one of [...(pool?.why ?? []), ...(pool?.shares ?? [])]) lines.push(make("p", { className: "quiet", text: this.said(one) }));
     lines.push(...this.communication(figures, pool?.backend));
     if (run.slowed.length) {
       lines.push(make("p", { text: t("slowed") }));
-      lines.push(make("ul", {}, ...run.slowed.map((cause) => make("li", { text: t(`slowed_${cause.word}`, cause.value) }))));
+      lines.push(make("ul", {}, ...run.slowed.map((cause) => make("li", { text: this.said(cause) }))));
     }
     if (figures?.busy?.length) {
       const src = api.apiURL(`/../pipemesh/timeline.png?${run.began}`);
@@ -267,7 +271,7 @@ class Panel {
       predicted === null ? "" : bar(`${layout} ${ms(predicted)} ms`, [[predicted / slowest, kind]]),
       make("p", { className: "quiet", text: why }),
     ];
-    const others = plan.losers.flatMap((one) => row(one.layout, one.predicted_ms, t(`lost_${one.word}`, ...one.values), "other"));
+    const others = plan.losers.flatMap((one) => row(one.layout, one.predicted_ms, this.said(one.why), "other"));
     const summary = make("summary", { text: t("plan_losers", plan.losers.length), "data-key": "plan-summary" });
     const all = [...row(plan.layout, plan.predicted_ms, t("plan_best"), ""), ...others].filter(Boolean);
     return [...lines, make("details", { "data-key": "plan" }, summary, ...all)];

@@ -287,12 +287,12 @@ def sample(server: ComfyServer, name: str, graph: Graph) -> Sampled:
 def pool_report(server: ComfyServer) -> dict[str, Any]:
     """Ask the server for the figures of the pool's last run, by name; {} where it has none."""
     try:
-        pools = server.get("/pipemesh/report")["pools"]
+        runs = server.get("/pipemesh/status")["last_runs"]
     except HTTPError as error:
         if error.code != 404:
             raise
         return {}
-    return (pools[0]["last_run"] or {}) if pools else {}
+    return (runs[0]["figures"] or {}) if runs else {}
 
 
 class Capacity:

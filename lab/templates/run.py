@@ -149,11 +149,8 @@ class Tries:
         }
 
     def _last_runs(self) -> list[dict[str, Any]]:
-        return [
-            pool["last_run"]
-            for pool in self.server.get("/pipemesh/report")["pools"]
-            if pool["last_run"] is not None
-        ]
+        runs = self.server.get("/pipemesh/status")["last_runs"]
+        return [run["figures"] for run in runs if run["figures"] is not None]
 
     def _stock(self, graph: Graph) -> Latents:
         """Raises Failed."""

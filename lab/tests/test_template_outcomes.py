@@ -38,12 +38,8 @@ class Server:
 
     def get(self, path):
         runs = sum(map(is_parallel, self.graphs))
-        return {
-            "pools": [
-                {"last_run": {"began": self.clock * runs, "evaluations": 7} if runs else None},
-                {"last_run": None},
-            ]
-        }
+        figures = {"began": self.clock * runs, "evaluations": 7} if runs else None
+        return {"last_runs": [{"figures": figures}, {"figures": None}]}
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from ...parallel_runtime.client.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
 from ...parallel_runtime.client.run import Run as PoolRun
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
+from ...parallel_runtime.texts import Text
 from ..notices import Notices
 from ..runtime import ONE_GPU, Runtime, own_device
 from ..timing import StepTimes
@@ -53,11 +54,9 @@ class Auto:
         return not self._why_not and self.switch.is_on()
 
     @property
-    def unavailable(self) -> tuple[str, str]:
-        """Returns why the setting has no effect, as one of ``UNAVAILABLE`` and in English; both are
-        empty where it has.
-        """
-        return ("host", self._why_not) if self._why_not else self.switch.overruled
+    def unavailable(self) -> Text | None:
+        """Returns why the setting has no effect; None where it has."""
+        return Text("unavailable_host", (self._why_not,)) if self._why_not else self.switch.overruled
 
     def install(self) -> None:
         """Takes its place in ComfyUI. Pools of the CPU whose layout is open need that on any

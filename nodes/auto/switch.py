@@ -12,11 +12,11 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ...parallel_runtime.texts import Text
+
 SETTING = "PipeMesh.Auto"
 VARIABLE = "PIPEMESH_AUTO"
 FILE = "comfy.settings.json"
-# Why the setting has no effect; texts are in locales/
-UNAVAILABLE = ("variable_on", "variable_off", "multi_user", "host")
 log = logging.getLogger("pipemesh")
 
 
@@ -35,28 +35,11 @@ class Switch:
             log.error("[PipeMesh] PIPEMESH_AUTO is %s: set it to 1 or 0.", text)
 
     @property
-    def overruled(self) -> tuple[str, str]:
-        """Returns why the setting has no effect, as one of ``UNAVAILABLE`` and in English; both are
-        empty where it has.
-        """
+    def overruled(self) -> Text | None:
+        """Returns why the setting has no effect; None where it has."""
         if self.fixed is not None:
-            why = "variable_on" if self.fixed else "variable_off"
-            return (
-                why,
-                (
-                    f"{VARIABLE}={int(self.fixed)} is set where ComfyUI was started, and counts more than the"
-                    " setting."
-                ),
-            )
-        if self._settings() is None:
-            return (
-                "multi_user",
-                (
-                    "With --multi-user a prompt does not say whose it is, so the setting has no effect: set"
-                    f" {VARIABLE}=1."
-                ),
-            )
-        return "", ""
+            return Text("unavailable_variable", (str(int(self.fixed)),))
+        return Text("unavailable_multi_user") if self._settings() is None else None
 
     def is_on(self) -> bool:
         return self._setting() if self.fixed is None else self.fixed

@@ -10,48 +10,47 @@ import numpy as np
 import torch
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
+from PIL.Image import Image
 
-from ..links import require_links
-from ..pool import CATEGORY, UNTRIED, Pool
-from ..runtime import Choice, Runtime
-from .text import report_text
+from ...parallel_runtime.client.run_picture import draw_run
+from ..runtime import Runtime
+from ..settings import Choice
+from ..sockets import Pool, require_links, schema
+from ..status.collection import pool_status, run_status
+from .text import plan_heads, report_text
 
 NO_LATENT = "PipeMesh Report has no latent to pass on: connect the sampler's LATENT to its latent input."
+
+
+def text_of(runtime: Runtime, only: Choice | None) -> str:
+    """Report the run that began last, in any pool or in ``only`` one."""
+    pools, last = [pool_status(*one) for one in runtime.pools(only)], runtime.last_run(only)
+    run = run_status(runtime, *last) if last is not None else None
+    return report_text(pools, run, runtime.notices.latest(), only and only.placement)
+
+
+def draw_last_run(runtime: Runtime, only: Choice | None = None) -> Image | None:
+    """Draw the run that began last, in any pool or in ``only`` one. None unless it was sampled in
+    patches, over gloo: NCCL works beside the clock that ranks look at.
+    """
+    last = runtime.last_run(only)
+    if last is None or last[0].placement.backend == "nccl":
+        return None
+    handle, pool, run = last
+    names = [f"{rank} {device.name}" for rank, device in enumerate(handle.placement.devices)]
+    return draw_run(names, list(run.evaluations), plan_heads(run_status(runtime, handle, pool, run).plan))
 
 
 def report_node(runtime: Runtime) -> type[io.ComfyNode]:
     class PipeMeshReport(io.ComfyNode):
         @classmethod
         def define_schema(cls) -> io.Schema:
-            return io.Schema(
-                node_id="PipeMeshReport",
-                display_name="PipeMesh Report",
-                category=CATEGORY,
-                is_experimental=UNTRIED,
-                description=(
-                    "Shows what the pool did in its last run: layout, time per evaluation, communication,"
-                    " memory of every rank."
-                ),
+            return schema(
+                "PipeMeshReport",
+                [io.Latent.Input("latent", optional=True), Pool.Input("pool", optional=True)],
+                [io.Latent.Output(), io.String.Output()],
                 search_aliases=["multi gpu", "speed", "memory", "benchmark", "statistics"],
                 is_output_node=True,
-                inputs=[
-                    io.Latent.Input(
-                        "latent",
-                        optional=True,
-                        tooltip=(
-                            "The sampler's LATENT, so that the report comes after the run. It is passed on."
-                        ),
-                    ),
-                    Pool.Input(
-                        "pool",
-                        optional=True,
-                        tooltip="Which pool to report on. Without it: the one that sampled last.",
-                    ),
-                ],
-                outputs=[
-                    io.Latent.Output(tooltip="The latent, unchanged."),
-                    io.String.Output(display_name="report", tooltip="The text that the node shows."),
-                ],
             )
 
         @classmethod
@@ -68,8 +67,8 @@ def report_node(runtime: Runtime) -> type[io.ComfyNode]:
 
         @classmethod
         def execute(cls, latent: dict[str, Any] | None = None, pool: Choice | None = None) -> io.NodeOutput:
-            text = report_text(runtime.report(pool), pool and pool.placement)
-            shown, drawn = ui.PreviewText(text).as_dict(), runtime.draw_last_run(pool)
+            text, drawn = text_of(runtime, pool), draw_last_run(runtime, pool)
+            shown = ui.PreviewText(text).as_dict()
             if drawn is not None:
                 pixels = torch.from_numpy(np.array(drawn, dtype=np.float32) / 255)
                 shown |= ui.PreviewImage(pixels.unsqueeze(0), cls=cls).as_dict()

@@ -6,9 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from ...launcher.pool.devices import Placement
 from ...parallel_runtime.wire.segment import mib
+from ..notices import Notice
+from ..status.figures import (
+    InPatches,
+    Loser,
+    PlanFigures,
+    PoolStatus,
+    RankFigures,
+    RingKernels,
+    RunFigures,
+    RunStatus,
+)
+from ..status.reasons import WAITED_FOR
 from ..timing import Speed
-from .causes import WAITED_FOR, slowed
-from .figures import InPatches, LastRun, PlanFigures, PoolFigures, RankFigures, Report, RingKernels
 
 LONG = 20  # a value, such as a list
 SHOWN, SHOWN_IN_PICTURE = 6, 2  # layouts that were not chosen
@@ -18,39 +28,38 @@ NO_POOL = (
 )
 
 
-def report_text(report: Report, asked: Placement | None = None) -> str:
-    """Describe the pool that sampled last. Where none has, say how to get a report of the pool
-    ``asked`` for.
+def report_text(
+    pools: Sequence[PoolStatus],
+    run: RunStatus | None,
+    notices: Sequence[Notice] = (),
+    asked: Placement | None = None,
+) -> str:
+    """Describe the ``run`` that began last, of one of these pools. Without one, say how to get a
+    report of the pool ``asked`` for. ``notices``: the newest first.
     """
-    pools, notice = report.pools, report.not_in_the_pool
-    said = [f"Last sampling, node {notice.node}\n{notice.text}"] if notice else []
-    if report.latest is None:
-        return (
-            said[0]
-            if said
-            else not_run_text(pools[-1])
-            if pools
-            else unused_text(asked)
-            if asked
-            else NO_POOL
-        )
-    pool, run = report.latest
-    others = [
-        f"Another pool: {other.layout}, {other.state}"
-        for other in pools
-        if other is not pool and other.state != "closed"
+    alone = next((one for one in notices if one.node and one.one_gpu), None)
+    if alone is not None and run is not None and run.began > alone.at:
+        alone = None
+    said = [f"Last sampling, node {alone.node}\n{alone.text}"] if alone else []
+    if run is None or run.figures is None:
+        if said:
+            return said[0]
+        return not_run_text(pools[-1]) if pools else unused_text(asked) if asked else NO_POOL
+    pool = next(one for one in pools if one.id == run.pool)
+    head = [f"{pool.layout}, {pool.backend}, {pool.state}", pool.grid]
+    others = [one for one in pools if one is not pool and one.state != "closed"]
+    parts = [
+        *said,
+        speed_text(run.speed) if run.speed is not None else "",
+        plan_text(run.plan) if run.plan is not None else "",
+        "\n".join([*head, *(f"  {share.english}" for share in pool.shares)]),
+        run_text(run.figures),
+        "\n".join(["What slowed it", *(f"  {cause.english}" for cause in run.slowed)]) if run.slowed else "",
+        held_text(pool),
+        memory_text(pool.ranks),
+        "\n".join(f"Another pool: {other.layout}, {other.state}" for other in others),
     ]
-    head = "\n".join(
-        [f"{pool.layout}, {pool.backend}, {pool.state}", pool.grid, *(f"  {share}" for share in pool.shares)]
-    )
-    causes = [
-        f"  {cause.english}" for cause in slowed([rank.device for rank in pool.ranks], pool.weights, run)
-    ]
-    why = ["\n".join(["What slowed it", *causes])] if causes else []
-    speed = [speed_text(report.speed)] if report.speed is not None else []
-    plan = [plan_text(report.plan)] if report.plan is not None else []
-    parts = [*said, *speed, *plan, head, run_text(run), *why, held_text(pool), memory_text(pool.ranks)]
-    return "\n\n".join([*parts, *(["\n".join(others)] if others else [])])
+    return "\n\n".join(filter(None, parts))
 
 
 def speed_text(speed: Speed) -> str:
@@ -79,7 +88,7 @@ def plan_text(plan: PlanFigures) -> str:
     rows = [f"  predicted per evaluation: {plan.predicted_ms:.1f} ms{faster}"]
     if plan.achieved_ms is not None:
         rows.append(f"  achieved: {plan.achieved_ms:.1f} ms")
-    losers = [f"  {loser.english}" for loser in plan.losers[:SHOWN]]
+    losers = [f"  {loser_text(loser)}" for loser in plan.losers[:SHOWN]]
     more = [f"  and {len(plan.losers) - SHOWN} more"] if len(plan.losers) > SHOWN else []
     return "\n".join(
         [f"Layout chosen: {plan.layout}, {plan.why}", f"  for {plan.asked}", *rows, *losers, *more]
@@ -91,8 +100,12 @@ def plan_heads(plan: PlanFigures | None) -> tuple[str, ...]:
     if plan is None or plan.predicted_ms is None:
         return ()
     achieved = "" if plan.achieved_ms is None else f", achieved {plan.achieved_ms:.1f} ms"
-    losers = (f"not {loser.english}" for loser in plan.losers[:SHOWN_IN_PICTURE])
+    losers = (f"not {loser_text(loser)}" for loser in plan.losers[:SHOWN_IN_PICTURE])
     return f"{plan.layout}, predicted per evaluation {plan.predicted_ms:.1f} ms{achieved}", *losers
+
+
+def loser_text(loser: Loser) -> str:
+    return f"{loser.layout}: {loser.why.english}"
 
 
 def unused_text(pool: Placement) -> str:
@@ -104,7 +117,7 @@ def unused_text(pool: Placement) -> str:
     )
 
 
-def not_run_text(pool: PoolFigures) -> str:
+def not_run_text(pool: PoolStatus) -> str:
     state = "has no worker up" if pool.state == "closed" else f"is {pool.state}"
     return (
         f"The pool {pool.layout} {state} and has no run to report: run a sampler on it, its LATENT connected"
@@ -112,7 +125,7 @@ def not_run_text(pool: PoolFigures) -> str:
     )
 
 
-def run_text(run: LastRun) -> str:
+def run_text(run: RunFigures) -> str:
     sent = ("sent per rank and evaluation", f"{run.bytes_per_evaluation / 2**20:.2f} MiB")
     title = f"Last run: {run.evaluations} evaluation{'' if run.evaluations == 1 else 's'} of the model"
     if run.in_patches:
@@ -166,14 +179,14 @@ def sampled_text(run: InPatches) -> str:
     return f"sampled in {run.patches} patches, {run.mode}" if run.patches else "sampled whole"
 
 
-def held_text(pool: PoolFigures) -> str:
+def held_text(pool: PoolStatus) -> str:
     rows = [
         ("models it holds", str(len(pool.models))),
         ("models loaded so far", str(pool.loads)),
-        ("weight patches so far", str(pool.patches)),
+        ("weight patches so far", str(pool.patchings)),
         ("prompts sent so far", str(pool.conditioning_uploads)),
     ]
-    kept = [f"  weights of {one.model}: {one.kept}, {one.why}" for one in pool.weights if one.why]
+    kept = [f"  weights of {one.title}: {one.kept}, {one.why}" for one in pool.models if one.why]
     return "\n".join(["Pool", *aligned(rows), *kept, *kernel_lines(pool.kernels)])
 
 

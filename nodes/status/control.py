@@ -10,7 +10,7 @@ from ...launcher.pool.handle import PoolHandle
 from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.errors import PipeMeshError
 from ..runtime import Runtime
-from .ask import pool_id
+from .collection import pool_id
 
 WAIT_S = 1.0  # for a run that begins at this moment
 

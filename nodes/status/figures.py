@@ -1,25 +1,23 @@
-"""What GET /pipemesh/status answers with: every name of the JSON is a field here."""
+"""What GET /pipemesh/status answers with: every name of the JSON is a field here. The text of
+PipeMesh Report is made of the same figures.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from ...parallel_runtime.texts import Text
 from ..notices import Notice
-from ..report.causes import Cause
-from ..report.figures import LastRun, PlanFigures, RankFigures
-from ..report.shares import Share
 from ..timing import Speed
 
 
 @dataclass(frozen=True)
 class AutoStatus:
-    """``unavailable``: why the setting has no effect on auto mode, ``why`` in a word; empty where
-    it has.
-    """
+    """``unavailable``: why the setting has no effect on auto mode; None where it has."""
 
     on: bool
-    unavailable: str
-    why: str = ""
+    unavailable: Text | None
 
 
 @dataclass(frozen=True)
@@ -35,19 +33,53 @@ class DeviceStatus:
 
 
 @dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes on a rank's device; ``model``: held by the rank's models."""
+
+    free: int
+    total: int
+    model: int
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    rank: int
+    device: str
+    pid: int | None = None
+    phase: str = "closed"
+    memory: MemoryFigures | None = None
+
+
+@dataclass(frozen=True)
 class ModelStatus:
-    """``model``: its id in the pool; ``title``: its file. ``state``: loading, patching or ready."""
+    """``model``: its id in the pool; ``title``: its file. ``state``: loading, patching or ready.
+    ``kept``: how ranks keep its weights, ``whole``, ``sharded`` or ``offloaded``, and ``why``.
+    """
 
     model: str
     title: str
     state: str
+    kept: str
+    why: str
+
+
+@dataclass(frozen=True)
+class RingKernels:
+    """The kernel of every rank that a ring's attention runs on, as a rule; ``refused``: a sentence
+    for each that was found wrong.
+    """
+
+    names: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStatus:
     """``id`` is the same for as long as ComfyUI runs. ``models``: least recently used first.
-    ``why`` this layout; ``shares``: what slower devices take; ``fault``: why it takes no requests,
-    with the last log lines of the worker that died.
+    ``loads``, ``patchings`` (of sets of weight patches) and ``conditioning_uploads`` are counted
+    since the pool started. ``kernels`` where it has a ring. ``why`` this layout; ``shares``: what
+    slower devices take; ``fault``: why it takes no requests, with the last log lines of the worker
+    that died.
     """
 
     id: str
@@ -57,9 +89,79 @@ class PoolStatus:
     backend: str
     ranks: tuple[RankFigures, ...]
     models: tuple[ModelStatus, ...]
-    why: tuple[Cause, ...] = ()
-    shares: tuple[Share, ...] = ()
+    loads: int = 0
+    patchings: int = 0
+    conditioning_uploads: int = 0
+    kernels: RingKernels = RingKernels()
+    why: tuple[Text, ...] = ()
+    shares: tuple[Text, ...] = ()
     fault: str = ""
+
+
+@dataclass(frozen=True)
+class InPatches:
+    """Figures of a run that was sampled in patches. ``patches`` is 0 where it was all warm-up.
+    ``of_schedule``: the time of an ideal pipeline over the run's; ``lost_ms`` between them, of an
+    evaluation, by cause. None and empty where the times of stages are not known.
+    """
+
+    mode: str
+    patches: int
+    whole: int
+    of_schedule: float | None = None
+    lost_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """Figures of one run. None means not known: NCCL's messages run beside the clock that ranks
+    look at, and the times of patches overlap. ``exchange_by_axis``: the shares of the run in which
+    one rank waited for messages, of the rank that did so most; empty where that is not known.
+    ``to_compile``: the title of its MODEL where that was to be compiled.
+    """
+
+    began: float
+    in_patches: InPatches | None = None
+    busy: tuple[float, ...] = ()
+    evaluations: int
+    step_ms_mean: float
+    step_ms_p50: float | None = None
+    hop_ms_p50: float | None = None
+    exchange_ms_p50: float | None = None
+    exchange_share: float | None = None
+    exchange_by_axis: Mapping[str, float] = field(default_factory=dict)
+    bytes_per_evaluation: int
+    to_compile: str = ""
+
+
+@dataclass(frozen=True)
+class Loser:
+    """A layout that was not chosen, and why. ``predicted_ms`` is None where it has no room."""
+
+    layout: str
+    predicted_ms: float | None
+    why: Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFigures:
+    """Why a run's layout was chosen. ``why``: by which speeds, or why nothing was predicted;
+    ``known`` the same in a word, empty where nothing was, and ``box`` the name of the devices.
+    ``predicted_ms`` of an evaluation of all prompts and images, ``achieved_ms`` of it, and
+    ``alone_ms`` predicted of it on one device; ``speedup`` predicted over one device. ``losers``:
+    other layouts, the best first.
+    """
+
+    layout: str
+    asked: str
+    why: str
+    known: str = ""
+    box: str = ""
+    predicted_ms: float | None = None
+    achieved_ms: float | None = None
+    alone_ms: float | None = None
+    speedup: float | None = None
+    losers: tuple[Loser, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,9 +190,9 @@ class RunStatus:
     title: str
     began: float
     ended: float | None
-    figures: LastRun | None
+    figures: RunFigures | None
     speed: Speed | None = None
-    slowed: tuple[Cause, ...] = ()
+    slowed: tuple[Text, ...] = ()
     plan: PlanFigures | None = None
     steps: StepStatus = StepStatus()
 

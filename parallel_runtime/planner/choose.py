@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..layout import AXES, Layout, layouts_of, listed
+from ..layout import Layout, layouts_of
+from ..texts import Text
 from .box import Box
 from .job import Job
 from .keeping import gib
@@ -13,38 +14,6 @@ from .prediction import Prediction, bytes_needed, predict
 
 EACH = 8  # devices, up to which every number of them is tried
 START_S = 10.0  # to start ranks in another layout and load a model there again
-CAUSES = {  # part of a prediction -> how a loser's reason calls it
-    "compute": "computing, because fewer ranks share it",
-    "imbalance": "waiting for the busiest rank",
-    "ulysses": "for ulysses messages",
-    "ring": "for ring messages and merges",
-    "weights": "moving weights",
-    "pipeline": "for the warm-up, and for patches that wait for their own output",
-    "hop": "on the way to the pool and back",
-}
-LOST = {  # word of a loss -> its text
-    "memory": "memory: {} on each rank, and {} are there",
-    "approximate": (
-        f"approximate: {listed([axis.name for axis in AXES if axis.is_approximate])} is not allowed"
-    ),
-    "running": "starting its ranks would take longer than it saves in this run",
-    "running_again": (
-        "starting its ranks, and later those of now again, would take longer than it saves in this run"
-    ),
-    **{name: "{} ms more " + cause for name, cause in CAUSES.items()},
-}
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Why a layout is not chosen. ``word``: of ``LOST``; ``values``: what goes into its text."""
-
-    word: str
-    values: tuple[str, ...] = ()
-
-    @property
-    def english(self) -> str:
-        return LOST[self.word].format(*self.values)
 
 
 @dataclass(frozen=True)
@@ -55,7 +24,7 @@ class Row:
 
     layout: Layout
     prediction: Prediction | None
-    loss: Loss | None = None
+    loss: Text | None = None
 
     @property
     def why(self) -> str:
@@ -63,7 +32,7 @@ class Row:
 
     @property
     def may_be_chosen(self) -> bool:
-        return self.prediction is not None and (self.loss is None or self.loss.word != "approximate")
+        return self.prediction is not None and (self.loss is None or self.loss.name != "lost_approximate")
 
 
 @dataclass(frozen=True)
@@ -181,7 +150,7 @@ def with_running(
         1 + is_wanted_again
     ):
         return made
-    loss = Loss("running_again" if is_wanted_again else "running")
+    loss = Text("lost_running_again" if is_wanted_again else "lost_running")
     others = [replace(row, loss=row.loss or loss) for row in made.rows if row.layout != running]
     return Plan((Row(running, quickest), *others))
 
@@ -202,19 +171,19 @@ def reason(
     layout: Layout,
     chosen: Prediction | None,
     allows_approximate: bool,
-) -> Loss | None:
+) -> Text | None:
     """Return why a layout is not the chosen one; None where it is."""
     if one is None:
-        return Loss("memory", tuple(map(gib, bytes_needed(job, layout, box))))
+        return Text("lost_memory", tuple(map(gib, bytes_needed(job, layout, box))))
     if one is chosen:
         return None
     if layout.is_approximate and not allows_approximate:
-        return Loss("approximate")
+        return Text("lost_approximate")
     if chosen is None:
         return None
     more = {name: seconds - chosen.parts.get(name, 0.0) for name, seconds in one.parts.items()}
     worst = max(more, key=more.__getitem__)
-    return Loss(worst, (f"{1e3 * more[worst]:.1f}",))
+    return Text(f"lost_{worst}", (f"{1e3 * more[worst]:.1f}",))
 
 
 def _order(row: Row) -> tuple[bool, bool, float]:

@@ -1,5 +1,6 @@
-"""Collects the status of this ComfyUI's pools. Asked for by the server's thread while another runs
-a graph: nothing is waited for, and nothing changes.
+"""Collects the status of this ComfyUI's pools, and for PipeMesh Report the run that began last.
+Asked for by the server's thread while another runs a graph: nothing is waited for, and nothing
+changes.
 """
 
 from __future__ import annotations
@@ -12,15 +13,25 @@ import torch
 
 from ...launcher.pool.devices import Placement, visible_gpus
 from ...launcher.pool.handle import PoolHandle
+from ...launcher.pool.pool import refused_kernels
 from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.client.run import Run
 from ..auto.sampling import Auto
-from ..report.causes import slowed, why_layout
-from ..report.figures import RankFigures, plan_figures
-from ..report.shares import unlike_shares
-from ..runtime import Runtime, kept_weights, rank_figures, sums_of
-from ..timing import Stepped
-from .figures import AutoStatus, DeviceStatus, ModelStatus, PoolStatus, RunStatus, Status, StepStatus
+from ..runtime import Runtime
+from .figures import (
+    AutoStatus,
+    DeviceStatus,
+    MemoryFigures,
+    ModelStatus,
+    PoolStatus,
+    RankFigures,
+    RingKernels,
+    RunStatus,
+    Status,
+    StepStatus,
+)
+from .reasons import slowed, unlike_shares, why_layout
+from .sums import plan_figures, run_figures
 
 MOST = 10  # runs that are told of
 
@@ -35,7 +46,7 @@ def status_of(runtime: Runtime, auto: Auto, busy: bool = False) -> Status:
     pools = tuple(pool_status(handle, pool) for handle, pool in listed)
     return Status(
         busy=busy,
-        auto=AutoStatus(auto.is_on(), *reversed(auto.unavailable)),
+        auto=AutoStatus(auto.is_on(), auto.unavailable),
         devices=device_statuses([rank for pool in pools for rank in pool.ranks]),
         pools=pools,
         current_run=next((run for run in runs if run.ended is None), None),
@@ -53,8 +64,7 @@ def pool_id(placement: Placement) -> str:
 
 
 def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
-    placement, session = handle.placement, pool.session
-    models = list(session.models.items()) if session is not None else []
+    placement, held = handle.placement, pool.session
     return PoolStatus(
         id=pool_id(placement),
         state=handle.state,
@@ -62,36 +72,68 @@ def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
         grid=placement.layout.grid([device.name for device in placement.devices]),
         backend=placement.backend,
         ranks=rank_figures(handle),
-        models=tuple(
-            ModelStatus(name, title_of(pool, name), held.state.name.lower()) for name, held in models
-        ),
-        why=why_layout(placement.layout.degrees()),
+        models=model_statuses(pool),
+        loads=held.loads if held else 0,
+        patchings=held.patchings if held else 0,
+        conditioning_uploads=held.conditioning.uploads if held else 0,
+        kernels=ring_kernels(handle),
+        why=why_layout(placement.layout),
         shares=unlike_shares(placement),
         fault=handle.fault,
     )
 
 
+def model_statuses(pool: RemotePool) -> tuple[ModelStatus, ...]:
+    models = dict(pool.session.models) if pool.session is not None else {}
+    return tuple(
+        ModelStatus(name, title_of(pool, name), held.state.name.lower(), held.weights.kept, held.weights.why)
+        for name, held in models.items()
+    )
+
+
+def rank_figures(handle: PoolHandle) -> tuple[RankFigures, ...]:
+    """Describe every rank. A rank whose pool is not live has no process and no memory."""
+    names, pool = [device.name for device in handle.placement.devices], handle.live()
+    if pool is None or len(pool.memory) < len(names):
+        return tuple(RankFigures(rank, name) for rank, name in enumerate(names))
+    board, pids = pool.arena.board, pool.ranks.pids
+    return tuple(
+        RankFigures(
+            rank, name, pids[rank] or None, board.phase(rank), MemoryFigures(one.free, one.total, one.model)
+        )
+        for rank, (name, one) in enumerate(zip(names, pool.memory, strict=False))
+    )
+
+
+def ring_kernels(handle: PoolHandle) -> RingKernels:
+    pool = handle.live()
+    if pool is None or not handle.placement.layout.merges_parts:
+        return RingKernels()
+    return RingKernels(tuple(one.kernel for one in pool.ready), refused_kernels(pool.ready))
+
+
 def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
-    placement, planned, stepped = handle.placement, runtime.planning.of(run), runtime.times.stepped(run)
-    figures = sums_of(handle, pool, run)
+    placement, planned, title = handle.placement, runtime.planning.of(run), title_of(pool, run.model)
+    figures = pool.runs.once(
+        run, "figures", lambda: run_figures(run, title, placement.backend, placement.layout.stages)
+    )
+    devices = [device.name for device in placement.devices]
     return RunStatus(
         pool=pool_id(placement),
         model=run.model,
-        title=title_of(pool, run.model),
+        title=title,
         began=run.began_s,
         ended=run.ended_s or None,
         figures=figures,
         speed=runtime.times.speed_of(run),
-        slowed=slowed([device.name for device in placement.devices], kept_weights(pool), figures)
-        if figures
-        else (),
+        slowed=slowed(devices, model_statuses(pool), figures) if figures else (),
         plan=pool.runs.once(run, "plan", lambda: plan_figures(planned, run)) if planned else None,
-        steps=step_status(pool, run, stepped),
+        steps=step_status(runtime, pool, run),
     )
 
 
-def step_status(pool: RemotePool, run: Run, stepped: Stepped | None) -> StepStatus:
-    fault = pool.runs.faults.get(run, "")
+def step_status(runtime: Runtime, pool: RemotePool, run: Run) -> StepStatus:
+    fault, stepped = pool.runs.faults.get(run, ""), runtime.times.stepped(run)
     if stepped is None:
         return StepStatus(fault=fault)
     return StepStatus(stepped.done, stepped.total, None if run.ended_s else stepped.left_s, fault)

@@ -1,0 +1,53 @@
+"""What the nodes of the pack have in common: their texts, their category, the type of a pool, and
+the check of sockets that take a link and nothing else.
+"""
+
+from __future__ import annotations
+
+from reprlib import repr as short
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..parallel_runtime.texts import english
+
+UNTRIED = True  # on a GPU: nodes are marked as experimental until lab/docs/CUDA.md has a run there
+Pool = io.Custom("PIPEMESH_POOL")
+# Which node makes what a socket takes; else "the node that makes it"
+FROM = {"pool": "PipeMesh Pool", "model": "a loader or PipeMesh Parallelize"}
+
+
+def schema(node: str, inputs: list[io.Input], outputs: list[io.Output], **more: Any) -> io.Schema:
+    """Make the schema of a node, with the texts of ``locales/en/nodeDefs.json``."""
+    texts = english("nodeDefs")[node]
+    for one in inputs:
+        said = texts["inputs"][one.id]
+        one.tooltip = said["tooltip"]
+        one.display_name = said["name"] if said["name"] != one.id else None
+    for index, one in enumerate(outputs):
+        said = texts["outputs"][str(index)]
+        one.tooltip, one.display_name = said["tooltip"], said.get("name")
+    return io.Schema(
+        node_id=node,
+        display_name=texts["display_name"],
+        description=texts["description"],
+        category="PipeMesh",
+        is_experimental=UNTRIED,
+        inputs=inputs,
+        outputs=outputs,
+        **more,
+    )
+
+
+def require_links(**given: Any) -> bool | str:
+    """Check sockets when a prompt is queued, because ComfyUI does not look at what a prompt has
+    there: True, or the sentence that names the socket with a value in place of a link. A link is
+    None here, as is a socket that is left open.
+    """
+    for name, value in given.items():
+        if value is not None:
+            return (
+                f"{name} is {short(value)}, and takes a link alone: connect {name} of"
+                f" {FROM.get(name, 'the node that makes it')}."
+            )
+    return True

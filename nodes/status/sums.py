@@ -1,0 +1,146 @@
+"""Sum up a run of a pool, and what was planned for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from ...parallel_runtime.client.run import Evaluation, Run, submissions
+from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.occupancy import busy_shares, waited_most
+from ...parallel_runtime.patches import Part
+from ...parallel_runtime.schedule import held_to_schedule
+from ..planning import PlannedLayout
+from .figures import InPatches, Loser, PlanFigures, RunFigures
+
+
+def asked_of(planned: PlannedLayout) -> str:
+    """Say what was to be sampled; with stages also how many evaluations are warm-up, and why."""
+    warm_up = planned.warm_up
+    if planned.layout.stages == 1 or not warm_up.why:
+        return planned.asked
+    return f"{planned.asked}; the first {warm_up.evaluations} are whole (warm-up): {warm_up.why}"
+
+
+def plan_figures(planned: PlannedLayout, run: Run | None = None) -> PlanFigures:
+    """Say why a layout was chosen for a run, and how long it took for what was predicted."""
+    rows = planned.plan.rows if planned.plan is not None else ()
+    return PlanFigures(
+        layout=planned.layout.equation(),
+        asked=asked_of(planned),
+        why=planned.why,
+        known=planned.known,
+        box=planned.box,
+        predicted_ms=in_ms(planned.seconds),
+        achieved_ms=in_ms(achieved_s(run, planned.layout)) if run is not None else None,
+        alone_ms=in_ms(planned.alone_s),
+        speedup=planned.speedup,
+        losers=tuple(
+            Loser(row.layout.product(), in_ms(row.prediction and row.prediction.seconds), row.loss)
+            for row in rows
+            if row.loss is not None
+        ),
+    )
+
+
+def in_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def achieved_s(run: Run, layout: Layout) -> float | None:
+    """Return how long an evaluation of all prompts and images took. The groups of a pool compute
+    them at once; those of a pipeline overlap, so that only their mean over the run is known.
+    """
+    timed, branches = list(run.evaluations), max(1, len(run.branches))
+    parts = [(one, one.part) for one in timed if one.part is not None]
+    if parts:
+        return branches * in_patches(run.began_s, run.mode, parts, False, layout.stages).step_ms_mean / 1e3
+    if not timed:
+        return None
+    return median(one.seconds for one in timed) * (1 if layout.groups > 1 else branches)
+
+
+def run_figures(run: Run, title: str, backend: str, stages: int) -> RunFigures | None:
+    """Sum up a run of the model with this title, in a pool of so many stages. None if it has
+    evaluated nothing.
+    """
+    evaluations = list(run.evaluations)
+    if not evaluations:
+        return None
+    parts = [(one, one.part) for one in evaluations if one.part is not None]
+    timed = backend != "nccl"
+    figures = (
+        in_patches(run.began_s, run.mode, parts, timed, stages)
+        if parts
+        else whole(run.began_s, evaluations, timed)
+    )
+    return replace(figures, to_compile=title) if any(one.compiles for one in evaluations) else figures
+
+
+def whole(began_s: float, evaluations: Sequence[Evaluation], timed: bool) -> RunFigures:
+    """Sum up evaluations that follow one another. ``timed``: it is known what exchanges took."""
+    step_s = sum(one.seconds for one in evaluations)
+    by_axis = exchange_by_axis(evaluations, step_s) if timed else {}
+    return RunFigures(
+        began=began_s,
+        evaluations=len(evaluations),
+        step_ms_mean=1e3 * step_s / len(evaluations),
+        step_ms_p50=1e3 * median(one.seconds for one in evaluations),
+        hop_ms_p50=1e3 * median(one.hop_s for one in evaluations),
+        exchange_ms_p50=1e3 * median(one.exchange_s for one in evaluations) if timed else None,
+        exchange_share=sum(by_axis.values()) if timed else None,
+        exchange_by_axis=by_axis,
+        bytes_per_evaluation=max(one.sent_bytes for one in evaluations),
+    )
+
+
+def in_patches(
+    began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, Part]], timed: bool, stages: int
+) -> RunFigures:
+    """Sum up what was submitted under pipefusion: patches, and whole evaluations. Patches overlap,
+    so the time of an evaluation is a mean over the run.
+    """
+    cuts = [(part.branch, part.patch) for _, part in submitted if part.patch is not None]
+    whole = len(submitted) - len(cuts)
+    evaluations = whole + sum(patch[0] == 0 for _branch, patch in cuts)
+    by_branch = Counter(branch for branch, _patch in set(cuts))
+    run_s = max(one.began + one.seconds for one, _ in submitted) - min(one.began for one, _ in submitted)
+    return RunFigures(
+        began=began_s,
+        in_patches=InPatches(
+            mode,
+            max(by_branch.values(), default=0),
+            whole,
+            *of_schedule(mode, submitted, evaluations, timed, stages),
+        ),
+        busy=tuple(busy_shares([one.spans for one, part in submitted if part.patch is not None]))
+        if timed
+        else (),
+        evaluations=evaluations,
+        step_ms_mean=1e3 * run_s / evaluations,
+        exchange_by_axis=exchange_by_axis([one for one, _ in submitted], run_s) if timed else {},
+        bytes_per_evaluation=round(sum(one.sent_bytes for one, _ in submitted) / evaluations),
+    )
+
+
+def exchange_by_axis(evaluations: Sequence[Evaluation], run_s: float) -> dict[str, float]:
+    """Return the shares of a run for which the rank that waited most for messages did so."""
+    return {axis: seconds / run_s for axis, seconds in waited_most(one.spans for one in evaluations).items()}
+
+
+def of_schedule(
+    mode: str, submitted: Sequence[tuple[Evaluation, Part]], evaluations: int, timed: bool, stages: int
+) -> tuple[float | None, dict[str, float]]:
+    """Hold a run in patches to its schedule. Ranks that share a stage wait for each other within
+    it, which no clock tells from waiting for another stage. Several pipelines have no schedule in
+    common.
+    """
+    run = submissions(one for one, _ in submitted)
+    pipelines = {tuple(one.spans) for one, _ in submitted}
+    if not timed or not run or any(len(ranks) != stages for ranks in pipelines) or len(pipelines) > 1:
+        return None, {}
+    held = held_to_schedule(run, one_timeline=mode.startswith("single"))
+    assert held is not None
+    return held.share, {cause: 1e3 * seconds / evaluations for cause, seconds in held.lost_s.items()}
