@@ -267,7 +267,7 @@ def test_layouts_that_are_not_running_are_gone(server, page):
         "[...document.querySelectorAll('.pipemesh .card strong')].map(one => one.textContent)"
     ) == ["ring 2 = 2 ranks"]
     server.post(f"/pipemesh/pools/{live_id(server)}/release", {})
-    shown(page, "No pool is up")
+    shown(page, "No workers are running")
 
 
 ENABLED = (
@@ -346,7 +346,7 @@ def test_a_double_click_acts_once_and_a_refusal_without_a_sentence_is_one(server
             " })()"
         )
         for code, sentence in (
-            (403, "ComfyUI took this page for one of another address (HTTP 403)"),
+            (403, "ComfyUI refused this page (HTTP 403)"),
             (502, "The server refused it (HTTP 502)"),
         ):
             page.evaluate(f"window.code = {code}")
