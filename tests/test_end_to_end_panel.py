@@ -347,7 +347,7 @@ def test_a_double_click_acts_once_and_a_refusal_without_a_sentence_is_one(server
         )
         for code, sentence in (
             (403, "ComfyUI refused this page (HTTP 403)"),
-            (502, "The server refused it (HTTP 502)"),
+            (502, "The server refused (HTTP 502)"),
         ):
             page.evaluate(f"window.code = {code}")
             page.until(ENABLED % "Restart")
