@@ -40,8 +40,10 @@ from pipemesh.parallel_runtime.wire.messages import (
     Release,
     ToMachine,
 )
-from pipemesh.parallel_runtime.wire.segment import Segment, pack
+from pipemesh.parallel_runtime.wire.parcel import Parcel
+from pipemesh.parallel_runtime.wire.segment import Segment
 from pipemesh.parallel_runtime.wire.tcp import PARCEL, PIECE_BYTES, Hello, Link
+from pipemesh.parallel_runtime.wire.tree import decode_tree
 
 from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled, submitted
 from .test_arena import largest_file
@@ -155,7 +157,8 @@ def test_a_request_for_some_ranks_of_a_machine_reaches_no_other(leader):
 def test_what_a_descriptor_holds_arrives_as_a_segment_of_its_own():
     ours, theirs = ends()
     tensors = [torch.arange(1 << 19), torch.ones(3)]
-    segment, refs = pack("parcel", tensors)
+    parcel = Parcel(tensors)
+    segment = parcel.segment
     sender = threading.Thread(target=ours.send, args=(LOAD, [segment.fd]))
     sender.start()
     message, (fd,) = theirs.receive()
@@ -163,7 +166,8 @@ def test_what_a_descriptor_holds_arrives_as_a_segment_of_its_own():
     assert message == LOAD
     assert os.fstat(fd).st_size == segment.nbytes
     got = type(segment)(fd, segment.nbytes)
-    assert all(torch.equal(got.tensor(ref), tensor) for ref, tensor in zip(refs, tensors, strict=True))
+    arrived = decode_tree(parcel.tree, got.tensor)
+    assert all(torch.equal(one, tensor) for one, tensor in zip(arrived, tensors, strict=True))
     release = ForRanks((1,), Release(request=2, model="m"))
     ours.send(release)
     assert theirs.receive() == (release, [])
