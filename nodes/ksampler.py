@@ -64,5 +64,6 @@ def sockets_of(stock: type[Any]) -> list[io.Input]:
         options = {key: value for one in more for key, value in one.items() if key != "tooltip"}
         made = io.Combo.Input(name, options=kind) if isinstance(kind, list) else io.Custom(kind).Input(name)
         made.extra_dict = options
+        made.tooltip = next((one["tooltip"] for one in more if "tooltip" in one), None)
         found.append(made)
     return found

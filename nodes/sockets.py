@@ -18,10 +18,14 @@ FROM = {"pool": "PipeMesh Pool", "model": "a loader or PipeMesh Parallelize"}
 
 
 def schema(node: str, inputs: list[io.Input], outputs: list[io.Output], **more: Any) -> io.Schema:
-    """Make the schema of a node, with the texts of ``locales/en/nodeDefs.json``."""
+    """Make the schema of a node, with the texts of ``locales/en/nodeDefs.json``. An input that has
+    none there, as a newer ComfyUI's sampler may have, keeps its own.
+    """
     texts = english("nodeDefs")[node]
     for one in inputs:
-        said = texts["inputs"][one.id]
+        said = texts["inputs"].get(one.id)
+        if said is None:
+            continue
         one.tooltip = said["tooltip"]
         one.display_name = said["name"] if said["name"] != one.id else None
     for index, one in enumerate(outputs):

@@ -29,8 +29,21 @@ def forward_patch(diffusion_model: torch.nn.Module) -> str:
 
 
 def forward_binder(diffusion_model: torch.nn.Module, name: str) -> Bind:
-    """Returns the binder of the method ``name`` (as ``forward_patch`` returns it)."""
-    return binder(getattr(type(diffusion_model), name.removeprefix(PREFIX)))
+    """Returns the binder of the method ``name`` (as ``forward_patch`` returns it). The first two
+    arguments come first, the latent and the time, however a node gives them. The function raises
+    TypeError, as Python does, for an argument that is given by position and by name.
+    """
+    method = getattr(type(diffusion_model), name.removeprefix(PREFIX))
+    bind, names = binder(method), list(inspect.signature(method).parameters)[1:]
+
+    def bind_in_order(args: tuple, kwargs: dict) -> dict[str, Any]:
+        for name in names[: len(args)]:
+            if name in kwargs:
+                raise TypeError(f"{method.__qualname__} got multiple values for argument '{name}'")
+        bound = bind(args, kwargs)
+        return bound if len(args) > 1 else {name: bound[name] for name in names if name in bound} | bound
+
+    return bind_in_order
 
 
 def binder(method: Callable[..., Any], positional: Sequence[str] = ()) -> Bind:

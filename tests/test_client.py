@@ -16,6 +16,7 @@ from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Ticket
 from pipemesh.parallel_runtime.crossing.source import Source
 from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed, RunCancelled, SharedMemoryFull
+from pipemesh.parallel_runtime.forward import forward_binder, forward_patch
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
@@ -459,3 +460,18 @@ def test_a_model_that_nobody_uses_is_released_at_once_by_the_thread_that_asks_an
     assert pool.models == ["a"]
     load(client, "c")
     assert pool.models == ["c"]
+
+
+def test_the_latent_and_the_time_come_first_however_a_node_gives_them():
+    class Model:
+        def _forward(self, x, timestep, context, y=None, **kwargs): ...
+
+    bind = forward_binder(Model(), forward_patch(Model()))
+    assert list(bind((), {"extra": 4, "context": 3, "timestep": 2, "x": 1}).items())[:3] == [
+        ("x", 1),
+        ("timestep", 2),
+        ("context", 3),
+    ]
+    assert list(bind((1,), {"context": 3, "timestep": 2})) == ["x", "timestep", "context"]
+    with pytest.raises(TypeError, match="multiple values for argument 'timestep'"):
+        bind((1, 2), {"timestep": 2})

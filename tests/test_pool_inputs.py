@@ -269,3 +269,14 @@ def test_a_label_that_is_not_the_inputs_id_has_it_in_brackets():
     texts = english("nodeDefs")["PipeMeshPool"]["inputs"]
     labels = {name: one["name"] for name, one in texts.items() if one["name"] != name}
     assert labels and all(label.endswith(f"({name})") for name, label in labels.items())
+
+
+def test_an_input_that_a_newer_comfyui_gives_its_sampler_is_there_with_its_own_text(monkeypatch):
+    import nodes
+
+    stock = nodes.KSampler.INPUT_TYPES()
+    stock["required"]["momentum"] = ("FLOAT", {"default": 0.5, "tooltip": "How much it keeps."})
+    monkeypatch.setattr(nodes.KSampler, "INPUT_TYPES", lambda: stock)
+    made = made_nodes()["PipeMeshKSampler"].GET_SCHEMA()
+    new = next(one for one in made.inputs if one.id == "momentum")
+    assert new.tooltip == "How much it keeps."

@@ -62,7 +62,7 @@ class Counter:
             if not self._end.alive:
                 future.set_exception(lost("was ended"))
                 return future
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 thread = threading.Thread(target=self._work.serve, name="pipemesh-counter", daemon=True)
                 try:
                     thread.start()

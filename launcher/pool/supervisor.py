@@ -118,7 +118,7 @@ class Supervisor:
     @property
     def ended_rank(self) -> int | None:
         """The first rank whose process has ended; None while all run."""
-        for rank, child in self._children.items():
+        for rank, child in list(self._children.items()):
             if child.ended.is_set():
                 return rank
         return None
@@ -138,7 +138,7 @@ class Supervisor:
         """Waits ``grace_s`` for the ranks to leave by themselves, then kills those that have not,
         and reaps all. Safe if they were never started.
         """
-        for child in self._children.values():
+        for child in list(self._children.values()):
             if not child.ended.wait(grace_s):
                 grace_s = 0
         self.kill()

@@ -84,7 +84,8 @@ def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
 
 
 def model_statuses(pool: RemotePool) -> tuple[ModelStatus, ...]:
-    models = dict(pool.session.models) if pool.session is not None else {}
+    session = pool.session  # once: the pool may end meanwhile
+    models = dict(session.models) if session is not None else {}
     return tuple(
         ModelStatus(name, title_of(pool, name), held.state.name.lower(), held.weights.kept, held.weights.why)
         for name, held in models.items()
