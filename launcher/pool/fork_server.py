@@ -114,12 +114,13 @@ def launch(command: Command, preloaded: Sequence[str]) -> ServerProcess:
     )
     with theirs:
         try:
-            keeper.start()
-            return ServerProcess(started.result(), ours, env, expected)
-        except BaseException as error:
-            ours.close()
-            if isinstance(error, RuntimeError):  # no thread is left
+            try:
+                keeper.start()
+            except RuntimeError as error:  # no thread is left
                 raise OSError(errno.EAGAIN, str(error)) from error
+            return ServerProcess(started.result(), ours, env, expected)
+        except BaseException:
+            ours.close()
             raise
 
 
