@@ -40,7 +40,10 @@ def node():
 
 
 def test_the_pool_node_has_it_as_an_input_and_checks_its_range(node):
-    assert "echo" in {one.id for one in node.GET_SCHEMA().inputs}
+    inputs = {one.id: one for one in node.GET_SCHEMA().inputs}
+    assert "echo" in inputs
+    assert inputs["echo"].display_name == "echo (echo)"
+    assert inputs["echo"].tooltip == "How many groups say the same."
     assert node.validate_inputs(**BY_HAND, **ECHO) is True
     assert node.validate_inputs(**BY_HAND, echo=33) == "echo 33 is out of range: choose 1 to 32."
     listed = node.validate_inputs(**{**BY_HAND, "devices": "cpu,cpu,cpu"}, **ECHO)
