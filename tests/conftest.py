@@ -111,6 +111,13 @@ def pytest_collection_finish():
     gc.freeze()  # torch's and ComfyUI's own objects: a collection in a test would look at each of them again
 
 
+@pytest.fixture(scope="module", autouse=True)
+def those_before_frozen():
+    """Nor at what is left of the modules before."""
+    gc.collect()
+    gc.freeze()
+
+
 def why_no_browser(config, item):
     """Why a test that opens a page is left out; empty where it is not."""
     from pipemesh.lab.comfyui.page import lack
@@ -168,10 +175,22 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.fixture(scope="session")
-def setup():
+def setup_as_users():
+    """Ranks import ComfyUI for themselves."""
     from pipemesh.launcher.pool.rank_setup import RankSetup
 
     return RankSetup(comfyui=COMFYUI, comfy_args={"cpu": True})
+
+
+@pytest.fixture(scope="session")
+def setup(setup_as_users):
+    """Ranks are forked with ComfyUI imported: a second less for each."""
+    from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
+    from pipemesh.launcher.pool.rank_setup import KEEP_MEMORY
+
+    server = ForkServer(tuple(KEEP_MEMORY), (*PRELOADED, "pipemesh.tests.comfyui_at_hand"))
+    yield replace(setup_as_users, start=server.start)
+    server.close()
 
 
 @pytest.fixture
@@ -283,17 +302,17 @@ def ranks(tmp_path, setup):
                 made.append(setup.start(Command((*command, str(rank), *degrees, task), env, 0)))
                 stack.callback(made[-1].wait)
                 stack.callback(made[-1].kill)
-            return [said_by(process) for process in made]
+            return [json.loads(all_said_by(process).splitlines()[-1]) for process in made]
 
     return ask
 
 
-def said_by(process):
-    """The last line of its output."""
+def all_said_by(process):
+    """Its output, once it has ended."""
     said = b""
     while select.select([process.stdout], [], [], 120)[0]:
         if not (more := process.stdout.read(1 << 16)):
-            return json.loads(said.decode().splitlines()[-1])
+            return said.decode()
         said += more
     raise TimeoutError(said)
 

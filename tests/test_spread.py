@@ -3,14 +3,17 @@ and the model file each machine has.
 """
 
 import os
-import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from pipemesh.launcher.pool.crew import rank_environment
+from pipemesh.launcher.pool.devices import Device
+from pipemesh.launcher.pool.supervisor import Command
 from pipemesh.parallel_runtime.checkpoint import check_copy
 from pipemesh.parallel_runtime.comm.machines import MachineComm
 from pipemesh.parallel_runtime.crossing.source import call_factory, find_here
@@ -19,6 +22,8 @@ from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from torch.distributed import distributed_c10d as c10d
+
+from .conftest import all_said_by
 
 ROOT = Path(__file__).resolve().parent.parent
 JOIN = """
@@ -61,20 +66,28 @@ os._exit(0)  # as ranks do
 """
 
 
-def ranks_say(machines: str, body: str, folder: Path) -> list[list[str]]:
-    """The lines of each rank. ``machines``: the number of each one's machine."""
-    command = [sys.executable, "-c", JOIN + body + LEAVE, str(ROOT), str(folder / "store")]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen([*command, str(rank), machines], env=env, stdout=subprocess.PIPE, text=True)
-        for rank in range(len(machines))
-    ]
-    return [process.communicate(timeout=60)[0].splitlines() for process in started]
+@pytest.fixture
+def ranks_say(setup, tmp_path):
+    """Each rank's machine by its number, and a script -> the lines of each rank."""
+
+    def say(machines: str, body: str) -> list[list[str]]:
+        (tmp_path / "rank.py").write_text(JOIN + body + LEAVE)
+        command = (sys.executable, str(tmp_path / "rank.py"), str(ROOT), str(tmp_path / "store"))
+        env = {**rank_environment(Device("cpu"), "gloo", dict(os.environ)), "GLOO_SOCKET_IFNAME": "lo"}
+        with ExitStack() as stack:
+            made = []
+            for rank in range(len(machines)):
+                made.append(setup.start(Command((*command, str(rank), machines), env, 0)))
+                stack.callback(made[-1].wait)
+                stack.callback(made[-1].kill)
+            return [all_said_by(process).splitlines() for process in made]
+
+    return say
 
 
-def test_leaders_receive_what_rank_0_has_and_nobody_elses_arena_is_touched(tmp_path):
+def test_leaders_receive_what_rank_0_has_and_nobody_elses_arena_is_touched(ranks_say):
     """Rank 2 would map its leader's arena, rank 3 that of rank 0."""
-    said = ranks_say("01102", OWN_ARENAS, tmp_path)
+    said = ranks_say("01102", OWN_ARENAS)
     for rank, leads in ((0, False), (1, True), (2, False), (3, False), (4, True)):
         both, one = f"[0, {rank}]" if leads else f"[{rank}]", 0 if leads else rank
         assert said[rank] == [
@@ -84,8 +97,8 @@ def test_leaders_receive_what_rank_0_has_and_nobody_elses_arena_is_touched(tmp_p
         ]
 
 
-def test_ranks_beside_a_leader_read_its_arena_when_it_is_filled(tmp_path):
-    assert ranks_say("0111", ONE_ARENA_PER_MACHINE, tmp_path) == [["True"]] * 4
+def test_ranks_beside_a_leader_read_its_arena_when_it_is_filled(ranks_say):
+    assert ranks_say("0111", ONE_ARENA_PER_MACHINE) == [["True"]] * 4
 
 
 def test_conditioning_goes_once_and_what_changes_goes_every_time():
