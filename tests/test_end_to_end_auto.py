@@ -150,12 +150,6 @@ def test_a_unets_prompts_go_to_groups_without_a_node_in_the_graph(auto):
 
 
 KINDS = {  # kind -> loader, what is between it and the sampler, of how many prompts, why it is on one GPU
-    "no_plan": (
-        ("TestWithoutPlan", {"unet_name": "model.safetensors"}),
-        (),
-        2,
-        "Unplanned has no token plan",
-    ),
     "patch": (
         None,
         [("TestAttentionPatch", {})],

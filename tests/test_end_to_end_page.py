@@ -358,10 +358,6 @@ def test_a_prompt_opens_as_the_layout_that_it_runs_in_on_the_server(page, layout
     assert {name: queued[name] for name in prompt[number]["inputs"]} == prompt[number]["inputs"]
 
 
-def inputs_of(prompt):
-    return {number: (node["class_type"], node["inputs"]) for number, node in prompt.items()}
-
-
 EXAMPLES = Path(__file__).parents[1] / "example_workflows"
 
 

@@ -3,49 +3,21 @@ small, works without what is left out, and says so where it cannot.
 """
 
 import ast
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-import psutil
 import pytest
-from pipemesh.lab.comfyui.server import CUSTOM_NODES
-from pipemesh.lab.commands.parity import BOUND, relative_error
 
 from .conftest import ROOT
-from .served import graph, latent, pids, start
-from .test_architecture import LAYERS, imports_of
+from .test_architecture import imports_of
 from .test_docs import links_resolve
 
 MAX_BYTES = 2_000_000
 LEFT_OUT = ("lab/", "tests/", ".ci/")
-NODES = ("PipeMeshPool", "PipeMeshParallelize", "PipeMeshReport", "PipeMeshKSampler")
-IMPORT_ALL = """
-import asyncio, importlib, json, pathlib, sys
-comfyui, pack = sys.argv[1:3]
-sys.path.insert(0, comfyui)
-import comfy.cli_args
-comfy.cli_args.args.cpu = True
-import nodes, server
-from aiohttp.web import RouteTableDef
-server.PromptServer.instance = type("Server", (), {"routes": RouteTableDef()})
-loaded = asyncio.run(nodes.load_custom_node(pack))
-name, root = pack.replace(".", "_x_"), pathlib.Path(pack)
-for file in sorted(file for layer in sys.argv[3:] for file in (root / layer).rglob("*.py")):
-    importlib.import_module(".".join((name, *file.relative_to(root).with_suffix("").parts)))
-found = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-print(json.dumps([loaded, [file for file in found if file]]))
-"""
-LEADER = """
-import atexit, runpy, sys
-atexit.register(lambda: print(*(name for name in sys.modules if ".comfyui." in name), sep="\\n"))
-sys.argv[1:] = ["node", "--help"]
-runpy.run_module("launcher", run_name="__main__")
-"""
 
 
 def git(*command):
@@ -122,36 +94,7 @@ def test_every_module_that_the_pack_imports_anywhere_is_in_it(pack):
     assert lacking == []
 
 
-def test_comfyui_loads_the_pack_and_all_of_its_modules_from_custom_nodes_alone(pack, host, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL, host.comfyui, str(pack), *LAYERS],
-        cwd=tmp_path,
-        env=environment(PIPEMESH_CACHE=str(tmp_path)),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    loaded, files = json.loads(done.stdout.splitlines()[-1])
-    assert loaded
-    modules = {file for layer in LAYERS for file in packed(pack / layer, ".py")}
-    assert modules <= {Path(file) for file in files}
-    assert [file for file in files if Path(file).is_relative_to(ROOT)] == []
-
-
 # -- what it does
-
-
-@pytest.mark.host
-def test_a_comfyui_with_the_unpacked_pack_samples_the_stock_latent_in_its_ranks(pack, base, host, models):
-    with start(host, models, packs={"pipemesh_demo": CUSTOM_NODES["pipemesh_demo"]}, base=base) as server:
-        known = server.get("/object_info")
-        assert {known[node]["python_module"] for node in NODES} == {"custom_nodes.pipemesh"}
-        truth, _ = latent(server, graph("stock", parallel=False))
-        ours, _ = latent(server, graph("ours"))
-        assert relative_error(ours, truth) <= BOUND
-        assert len(pids(server)) == 2
-        for pid in pids(server):
-            assert str(pack) in " ".join(psutil.Process(pid).cmdline())
 
 
 def environment(**more):
@@ -196,11 +139,3 @@ def test_the_other_commands_run_in_the_unpacked_pack(pack, host):
         said, complaint = process.communicate(timeout=120)
         assert process.returncode == 0, complaint
         assert re.match(rf"usage: .*launcher {command}\b", said), said
-
-
-def test_a_leader_that_runs_in_comfyui_s_python_imports_no_installer(pack, host):
-    process = started(pack, "-c", LEADER, PIPEMESH_HOST=host.to_json())
-    said, complaint = process.communicate(timeout=120)
-    assert process.returncode == 0, complaint
-    imported = {line for line in said.splitlines() if line.startswith(("launcher.", "pipemesh."))}
-    assert imported == {"pipemesh.launcher.comfyui.host_record"}
