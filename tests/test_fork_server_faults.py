@@ -249,7 +249,7 @@ def test_a_stopped_server_ends_with_its_ui(tmp_path, sign):
 
 
 def test_a_restart_at_once_after_the_server_was_killed_works_or_names_a_rank(server):
-    for _ in range(20):
+    for _ in range(8):
         pool = WorkerPool(cpus(2), setup_of(server))
         try:
             pool.start()

@@ -8,7 +8,6 @@ from pipemesh.lab.commands.parity import BOUND, Bench, Case
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.errors import RunCancelled
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -39,23 +38,3 @@ def test_the_run_after_an_idle_rank_died_is_right_at_once_and_unloading_models_r
     kill_an_idle_rank(client)
     mm.unload_all_models()
     assert bench.error(CASE) <= BOUND
-
-
-def test_a_load_that_was_cancelled_can_be_released_and_done_again(client):
-    bench = Bench(lambda *layout: client)
-    parallel = bench.parallel(CASE.heads, CASE.layout)
-    source = parallel.remote.source
-    client.sessions.open(lambda: False)
-    asked = iter([False, True])
-    with pytest.raises(RunCancelled):
-        client.residency.load(source, lambda: _state(parallel), lambda: next(asked, True))
-    assert client.residency.holds(source.model)
-    client.residency.release(source.model)
-    assert not client.residency.holds(source.model)
-    assert bench.error(CASE) <= BOUND
-
-
-def _state(parallel):
-    from pipemesh.parallel_runtime.crossing.source import state_source
-
-    return state_source(parallel)

@@ -120,7 +120,7 @@ def test_a_forward_that_fails_while_it_is_cancelled_still_names_the_rank(started
 
 def test_a_rank_that_does_not_leave_is_ended_after_the_grace(started):
     pool = started(2, "1:Close=hang")
-    pool.close(grace_s=3.0)
+    pool.close(grace_s=1.5)
     assert [pool.ranks._crew.supervisor.exit_of(rank, 0) for rank in (0, 1)] == [0, -9]
 
 

@@ -8,7 +8,6 @@ import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -49,7 +48,6 @@ from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled, submitted
 from .test_arena import largest_file
 from .test_wire import descriptors
 
-ROOT = Path(__file__).resolve().parent.parent
 SECRET = "correct horse battery staple"
 
 
@@ -345,10 +343,10 @@ def test_a_far_rank_that_dies_is_named_with_its_last_lines(leader):
 
 def test_machines_that_do_not_reach_each_other_are_told_what_to_open(leader):
     far = leader("1:Start=joining-hang")
-    pool = WorkerPool(spread("cpu,far/cpu"), replace(far.setup, stall_s=3.0))
+    pool = WorkerPool(spread("cpu,far/cpu"), replace(far.setup, stall_s=2.0))
     with pytest.raises(
         PoolFailed,
-        match=r"^Rank 1 on far/cpu made no progress for 3 s while joining: see that every port is open",
+        match=r"^Rank 1 on far/cpu made no progress for 2 s while joining: see that every port is open",
     ):
         pool.start()
 
