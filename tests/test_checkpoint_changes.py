@@ -141,6 +141,7 @@ def test_groups_and_stages_say_the_same_sentence_and_their_run_keeps_it(file, cl
     )
 
 
+@pytest.mark.cover(3)
 @cases
 def test_auto_mode_makes_stocks_image_or_says_one_sentence(file, served, auto, way, during):
     stock, _parallel, truth = served
