@@ -88,7 +88,7 @@ def inputs_of(pipeline, truths, of, layout=(2, 1)):
         return call, getattr(serial, forward_name(serial))(**call.arguments)
 
 
-@pytest.mark.cover(3)
+@pytest.mark.cover(5)
 @pytest.mark.parametrize("family, layout", PIPELINES)
 def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages(
     pipeline, truths, family, layout
@@ -123,7 +123,7 @@ def joined(output):
     return torch.cat([one.flatten() for one in output]) if isinstance(output, list) else output
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 1, 2)] if ALL else [(4, 1)], ids=str)
 def test_control_residuals_reach_the_blocks_of_every_stage(pipeline, truths, layout):
     """Those of the last stages too, whose first own block may be a double or a single one."""
 
@@ -154,9 +154,7 @@ def test_control_residuals_reach_the_blocks_of_every_stage(pipeline, truths, lay
 
 
 @pytest.mark.cover(2)
-@pytest.mark.parametrize(
-    "sampler", SAMPLERS if ALL else ["heun", "dpm_fast", "sa_solver_pece", "ddim", *ADAPTIVE]
-)
+@pytest.mark.parametrize("sampler", SAMPLERS if ALL else ["heun", "dpm_fast", "sa_solver_pece", "ddim"])
 def test_every_sampler_through_two_stages_is_the_reference_and_stock_when_warm(pipeline, truths, sampler):
     warm, stale = (pipeline(PLAIN, (2, 1), 3, warm_up) for warm_up in (ALL_WARM, 1))
     if sampler in ADAPTIVE:
@@ -180,7 +178,7 @@ def test_warm_up_counts_evaluations_not_steps(pipeline, clients, truths):
     assert relative_error(ours, sample(reference(stock_model(HEADS), 3, 3), of)) <= truths.bound(of)
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)] if ALL else [(4, 1), (2, 2)], ids=str)
 def test_a_stage_holds_its_own_blocks_and_the_ends_and_nothing_else(pipeline, clients, truths, layout):
     stages, ulysses = layout
     pool_of = clients(ulysses, 1, stages)
@@ -195,7 +193,7 @@ def test_a_stage_holds_its_own_blocks_and_the_ends_and_nothing_else(pipeline, cl
     assert sorted(held) == sorted(ends + size * blocks[0] for size in cut for _ in range(ulysses))
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (2, 2), (3, 1)] if ALL else [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 1), (2, 2), (3, 1)] if ALL else [(2, 2)], ids=str)
 def test_in_bf16_a_pipeline_is_as_far_from_the_truth_as_one_process(clients, truths, layout):
     of, (stages, ulysses) = case(), layout
     rounded = stock_model(HEADS, torch.bfloat16)
@@ -222,7 +220,7 @@ def with_patched_weights(model, strength=1.0):
     return clone
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (2, 2), (3, 1)] if ALL else [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 1), (2, 2), (3, 1)] if ALL else [(2, 2)], ids=str)
 def test_weight_patches_reach_every_stage_and_a_change_of_strength_reloads_nothing(
     pipeline, clients, truths, layout
 ):
@@ -248,13 +246,14 @@ def test_a_stage_patches_the_weights_it_has_and_no_others(broken_pipeline, truth
 def test_the_next_patch_comes_in_while_one_is_computed(broken_pipeline, truths):
     """The second stage holds it against what it could have posted."""
     model, _client = broken_pipeline("must_receive_ahead")
-    assert relative_error(sample(model, case()), truths.patched(case(), 3)) <= truths.bound(case())
+    truth = sample(truths.own_model(PLAIN, 3), case(), steps=3)
+    assert relative_error(sample(model, case(), steps=3), truth) <= truths.bound(case())
     model, _client = broken_pipeline("receives_late")
     with pytest.raises(PoolFailed, match="received late"):
-        sample(model, case())
+        sample(model, case(), steps=3)
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (2, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 1), (2, 2), (2, 1, 2)] if ALL else [(2, 1, 2)], ids=str)
 def test_a_mask_reaches_every_stage_and_more_patches_than_lines_change_nothing(pipeline, truths, layout):
     of = case(mask=True)
     warm, stale = (sample(pipeline(PLAIN, layout, 50, warm_up), of) for warm_up in (ALL_WARM, 1))
@@ -262,12 +261,13 @@ def test_a_mask_reaches_every_stage_and_more_patches_than_lines_change_nothing(p
     assert relative_error(stale, truths.patched(of, 50)) <= truths.bound(of)
 
 
-@pytest.mark.parametrize("family", [PLAIN, ATTENDS_TWICE, VIDEO])
+@pytest.mark.parametrize("family", [ATTENDS_TWICE, VIDEO])
 def test_what_is_kept_is_what_was_reserved_for_it_and_of_this_run_alone(broken_pipeline, truths, family):
     """The ranks hold it against each other after every patch."""
     for of in (case(family), case(family, tokens="even")):
         model, _client = broken_pipeline("counts_what_it_keeps", family)
-        assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
+        truth = sample(truths.own_model(family, 3), of, steps=2)
+        assert relative_error(sample(model, of, steps=2), truth) <= truths.bound(of)
 
 
 def test_what_a_run_kept_is_given_back_when_it_ends_however_it_ends(broken_pipeline, truths, monkeypatch):
@@ -290,6 +290,7 @@ MASK = torch.zeros(1, 1, 8, 10)
 MASK[..., 3:] = 1.0
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -342,11 +343,11 @@ def test_conditioning_is_looked_at_once_for_all_patches_of_an_evaluation(pipelin
 
 def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pipeline, truths):
     (model, client), of = broken_pipeline("dear_first_blocks"), case()
-    first = sample(model, of)
+    first = sample(model, of, steps=3)
     held, name = client.session.pool.memory, model.remote.source.model
     costs = client.residency._balance._costs_of(name)
     assert min(costs[:2]) > sum(costs[2:])
-    again = sample(model, of)
+    again = sample(model, of, steps=3)
     assert (
         client.session.loads == 2
         and sum(client.session.models[name].stages) == len(costs)
@@ -356,8 +357,9 @@ def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pi
         client.session.pool.memory[0].model < held[0].model
         and client.session.pool.memory[1].model > held[1].model
     )
-    assert relative_error(again, truths.patched(of, 3)) <= truths.bound(of) and torch.equal(first, again)
-    sample(model, of)
+    truth = sample(truths.own_model(PLAIN, 3), of, steps=3)
+    assert relative_error(again, truth) <= truths.bound(of) and torch.equal(first, again)
+    sample(model, of, steps=2)
     assert client.session.loads == 2
 
 

@@ -170,16 +170,6 @@ def test_how_much_memory_ranks_have_free_is_the_same_all_through_a_run(runtime, 
     assert len(asked) == 1
 
 
-def test_weight_patches_reach_the_stages_that_hold_the_weights(runtime, files):
-    """Stages share no memory for patched weights: each has blocks of its own."""
-    from .models import with_lora
-
-    stock = with_lora(load(files["model"]), files, 1.0)
-    truth = run(stock)
-    ours = run(runtime.parallelize(stock, runtime.choose(**STAGES, warm_up=100)))
-    torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("pipefusion", [1, 2])
 @pytest.mark.parametrize("shape", [(0, 16, 8, 8), (1, 16, 0, 8), (1, 16, 8, 0)])
 def test_an_empty_latent_is_refused_before_a_pool_starts(files, setup, pipefusion, shape):

@@ -163,10 +163,6 @@ def patches_its_own_weights():
 # -- memory
 
 
-def no_memory_on_rank_1():
-    no_memory_on_ranks([1])
-
-
 def no_memory_before_a_slow_stage():
     slow_stage()
     no_memory_on_ranks([0])
