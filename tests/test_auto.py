@@ -343,18 +343,6 @@ def cancelled_where_stopped(_self, interrupted):
         raise RunCancelled("Stop")
 
 
-def test_an_option_that_no_rank_can_read_is_sampled_on_one_gpu(auto, settings, requests, notices, files):
-    model = load(files["model"]).clone()
-    model.model_options["transformer_options"]["their_state"] = object()
-    truth = run(model)
-    settings(True)
-    requests.clear()
-    assert relative_error(run(model), truth) <= BOUND
-    assert not requests["Forward"]
-    option = "The option their_state (builtins.object) of this MODEL"
-    assert said(notices) == [f"On one GPU: {option} is no plain data and cannot be sent to the pool."]
-
-
 def test_a_model_that_a_node_has_put_on_another_device_stays_there(
     auto, settings, requests, notices, files, monkeypatch
 ):

@@ -11,7 +11,6 @@ from pipemesh.lab.commands.parity import (
     BOUND,
     Bench,
     Case,
-    conditioning,
     relative_error,
     sample,
 )
@@ -100,38 +99,10 @@ def test_reference_latents_are_sharded_exactly(bench, layout, method):
     )
 
 
-@pytest.mark.parametrize("layout", [(3, 1), (2, 2)], ids=["ulysses3", "2x2"])
+@pytest.mark.parametrize("layout", [(3, 1), (2, 2)] if ALL else [(2, 2)], ids=str)
 def test_flux_2_is_exact_with_a_second_timestep_for_its_references(bench, layout):
     runs = partial(with_references, method="index_timestep_zero", channels=128, size=(5, 7))
     assert_same(runs, bench.parallel(5, layout, "flux2"), bench.stock(5, "flux2"))
-
-
-@pytest.mark.parametrize("method", ["ring2", "2x2"])
-def test_a_cancel_inside_a_forward_reaches_every_rank_of_the_grid(bench, clients, monkeypatch, method):
-    import comfy.model_management as mm
-    import comfy.sample
-    from pipemesh.parallel_runtime.client import groups
-
-    case = Case(PLAIN, method, "even", 12, 1.0, False, "euler")
-    parallel = bench.parallel(case.heads, case.layout)
-    assert bench.error(case) <= BOUND
-    pool = clients(*case.layout).session.pool
-    pids, board = pool.ranks.pids, pool.arena.board
-    began = board.progress(0)
-
-    def a_few_blocks_in():
-        return board.phase(0) == "computing" and board.progress(0) > began + 4
-
-    monkeypatch.setattr(groups, "interrupted", a_few_blocks_in)
-    latent = torch.zeros(1, 16, 64, 64)
-    noise, prompt = comfy.sample.prepare_noise(latent, 7), conditioning(1, 13)
-    with pytest.raises(mm.InterruptProcessingException), torch.inference_mode():
-        comfy.sample.sample(
-            parallel, noise, 50, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True, seed=7
-        )
-    monkeypatch.undo()
-    assert bench.error(case) <= BOUND
-    assert pool.ranks.pids == pids and pool.state == "ready"
 
 
 def test_reference_latents_with_a_timestep_of_their_own_go_with_the_last_patch(pipeline, truths):

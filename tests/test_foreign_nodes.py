@@ -40,75 +40,6 @@ def test_lora_hooks_are_applied_per_cond_and_as_scheduled(pair, files, requests)
     assert relative_error(run(parallel, cfg=2.0, steps=4), plain) <= BOUND
 
 
-def test_a_second_parallel_model_for_the_negative_prompt_runs_in_the_pool_too(files, client, requests):
-    import comfy.samplers
-    import comfy_extras.nodes_custom_sampler as custom
-
-    def guided(positive_model, negative_model):
-        guider = custom.Guider_DualModel(positive_model, negative_model)
-        guider.set_conds(conditioning(1, 13), conditioning(2, 7))
-        guider.set_cfg(3.0)
-        noise = torch.randn(1, 16, 8, 10, generator=torch.Generator().manual_seed(2))
-        sigmas = comfy.samplers.calculate_sigmas(
-            positive_model.get_model_object("model_sampling"), "simple", 3
-        )
-        with torch.inference_mode():
-            return guider.sample(
-                noise,
-                torch.zeros_like(noise),
-                comfy.samplers.sampler_object("euler"),
-                sigmas,
-                disable_pbar=True,
-                seed=2,
-            )
-
-    truth = guided(load(files["model"]), load(files["other"]))
-    first, second = (parallelize(load(files[name]), client, True) for name in ("model", "other"))
-    requests.clear()
-    assert relative_error(guided(first, second), truth) <= BOUND
-    assert requests["Forward"] == 6
-    requests.clear()
-    assert relative_error(guided(load(files["model"]), second), truth) <= BOUND, (
-        "a stock positive with a parallel negative"
-    )
-    assert requests["Forward"] == 3
-
-
-def attention_patch(q, k, v, **_):
-    return {"q": q, "k": k, "v": v}
-
-
-def block_replacement(args, extra):
-    return extra["original_block"](args)
-
-
-@pytest.mark.parametrize(
-    "add, name",
-    [
-        (lambda m: m.set_model_attn1_patch(attention_patch), "attention_patch"),
-        (
-            lambda m: m.set_model_patch_replace(block_replacement, "dit", "double_block", 0),
-            "block_replacement",
-        ),
-        (
-            lambda m: m.model_options["transformer_options"].update(
-                optimized_attention_override=attention_patch
-            ),
-            "attention_patch",
-        ),
-    ],
-    ids=["patch", "replacement", "attention-override"],
-)
-def test_an_in_block_patch_is_refused_by_name_before_anything_is_sent(pair, requests, add, name):
-    stock, parallel = pair
-    patched = parallel.clone()
-    add(patched)
-    with pytest.raises(Refused, match=f"test_foreign_nodes.*{name}.*remove the node"):
-        run(patched)
-    assert not requests
-    assert relative_error(run(parallel), run(stock)) <= BOUND
-
-
 def test_object_patches_below_the_transformer_cross_if_plain_and_are_refused_by_name_if_code(pair):
     stock, parallel = pair
 
@@ -280,16 +211,3 @@ def test_a_clone_stays_parallel_and_parallelizing_twice_changes_nothing(pair, cl
     _stock, parallel = pair
     assert isinstance(parallel.clone().clone(), RemotePatcher)
     assert parallelize(parallel, client, holds_ui_device=True) is parallel
-
-
-def test_easycache_works_before_parallelize_too_and_skips_remote_calls(files, client, requests):
-    import comfy_extras.nodes_easycache as easycache
-
-    def cached():
-        return easycache.EasyCacheNode.execute(load(files["model"]), 0.5, 0.1, 0.95, False).result[0]
-
-    truth = run(cached(), steps=8)
-    parallel = parallelize(cached(), client, True)
-    requests.clear()
-    assert relative_error(run(parallel, steps=8), truth) <= BOUND
-    assert 0 < requests["Forward"] < 8

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import Case, conditioning, empty_latent, mask_values, sample, stock_model
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
-from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.run import Run
 from pipemesh.parallel_runtime.crossing.rows import Constants, batch_of, put_together, take
 from pipemesh.parallel_runtime.errors import Refused
@@ -291,16 +290,6 @@ def test_a_unets_prompts_and_images_go_to_groups_and_the_image_is_stocks_own(axi
     pool.asked.clear()
     assert_same(partial(run, latent=torch.zeros(1, 4, 8, 8)), ours, stock)
     assert [ranks for ranks, _, _ in pool.asked] == [(0,)] * 3, "its sequence cannot be shared"
-
-
-@pytest.mark.cover(3)
-@pytest.mark.skipif(not ALL, reason="by command: what a rank does with a UNet is done in this process above")
-@pytest.mark.parametrize("kind", ["SD15", "SDXL"])
-@pytest.mark.parametrize("axis", ["cfg", "data"])
-def test_real_ranks_sample_a_unet(clients, axis, kind):
-    stock, latent = unet(kind), torch.zeros(2, 4, 8, 8)
-    pool = clients(1, **{axis: 2})
-    assert_same(partial(run, cfg=4.0, latent=latent), parallelize(unet(kind), pool, 0.0), stock)
 
 
 def test_ranks_that_would_share_a_unets_forward_are_refused():

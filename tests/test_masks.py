@@ -99,6 +99,7 @@ def masked(model, mask):
 TOKENS = 13 + 4 * 5
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["ulysses2", "ring2"])
 @pytest.mark.parametrize(
     ("form", "kind"), [("B1LL", "bool"), ("BHLL", "additive"), ("BHLL", "bool"), ("B11L", "additive")]

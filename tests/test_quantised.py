@@ -170,17 +170,18 @@ def prepares_text(plan):
 
 
 def cover():
-    """Every format with and without a LoRA; the families that have files, and the layouts, in
-    turn. And one whose text ComfyUI prepares with quantised weights.
+    """Every format under a LoRA of all layers, and each layout without one too, over families that
+    have files in turn. And one whose text ComfyUI prepares with quantised weights.
     """
     families, layouts = (
         [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None],
         list(LAYOUTS),
     )
-    turns = [(number, form, lora) for number, form in enumerate(FORMATS) for lora in (False, True)]
     return [
         (form, families[(number + lora) % len(families)], lora, layouts[(number + 2 * lora) % len(layouts)])
-        for number, form, lora in turns
+        for number, form in enumerate(FORMATS)
+        for lora in (False, True)
+        if lora or number < len(layouts)
     ] + [
         (
             "fp8_scaled",
@@ -249,6 +250,7 @@ def test_the_uis_quantised_weights_lie_on_the_checkpoints_pages(written, form):
     assert data and all(is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes) for slot in data)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("what", ["data", "scale"])
 def test_a_quantised_weight_that_a_node_changed_in_place_reaches_the_ranks(written, clients, what):
     def change(model):
@@ -279,7 +281,8 @@ def test_a_quantised_model_without_a_file_is_sent(written, clients, near):
     assert near(sampled(with_lora(parallel, written(PLAIN, "lora"), True), PLAIN), "int8_convrot", True)
 
 
-@pytest.mark.parametrize("form", ["", "int8"])
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("form", ["int8", ""])
 def test_a_lora_that_widens_the_first_layer_takes_the_image_that_it_was_made_for(
     written, clients, tmp_path, form
 ):
