@@ -6,18 +6,15 @@ from functools import partial
 
 import pytest
 from pipemesh.lab.commands.parity import stock_model
-from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.pool import pool_nodes
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.status.reasons import why_layout
-from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.run_picture import COLOURS
 from pipemesh.parallel_runtime.layout import Layout, layouts_of
 
 from .bounds import assert_same
 from .fake_pools import fake_setup
+from .in_groups import in_groups
 from .models import run
 
 ECHO = {"echo": 2}
@@ -57,15 +54,7 @@ def test_the_grid_the_report_and_the_pictures_know_it():
     assert COLOURS["echo"] == "#123456"
 
 
-def test_its_ranks_compute_what_stock_does(setup):
-    stock, handle = stock_model(5), PoolHandle(place(LAYOUT, "cpu", "gloo", ()), setup)
-    try:
-        pool = RemotePool(handle, shares_weights=True)
-        asked = []
-        pool.sessions.open(lambda: False)
-        submit = pool.session.pool.submit
-        pool.session.pool.submit = lambda *args: asked.append(tuple(args[1])) or submit(*args)
-        assert_same(partial(run, cfg=4.0), parallelize(stock_model(5), pool, 0.0), stock)
-        assert {(0,), (1,)} <= {*asked}
-    finally:
-        handle.close()
+def test_its_ranks_compute_what_stock_does():
+    ours, pool = in_groups(LAYOUT, stock_model(5))
+    assert_same(partial(run, cfg=4.0), ours, stock_model(5))
+    assert {ranks for ranks, _rows, _tokens in pool.asked} >= {(0,), (1,)}

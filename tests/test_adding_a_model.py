@@ -92,12 +92,3 @@ def test_a_family_that_is_added_as_the_document_says_has_parity_under_ulysses_an
         assert all(line.startswith("ok") and "auraflow" in line for line in lines), lines
         seen |= {method for method in ("ulysses2", *RINGS) if any(method in line for line in lines)}
     assert len(seen) == 2 and "ulysses2" in seen
-
-
-def test_a_family_that_is_not_registered_shows(copy):
-    """What else a document without one of its lines would miss: test_patches.py, every word."""
-    line = "+    AURA,\n"
-    assert line in DOCUMENT
-    follow(DOCUMENT.replace(line, ""), copy)
-    status, lines = run(f"{commands()[-1]} --method ulysses2", copy)
-    assert status != 0 and any("invalid choice" in one for one in lines), lines

@@ -118,7 +118,7 @@ WARM = [Part(1, branch) for branch in (0, 1)]
 IN_PATCHES = [Part(1, branch, patch) for _ in range(2) for patch in PATCHES for branch in (0, 1)]
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("layout", SEQUENCES + PIPELINES + IN_GROUPS, ids=Layout.equation)
 def test_every_rank_makes_the_same_groups_in_the_same_order(layout, monkeypatch):
     world = World(layout, "nccl", monkeypatch)
@@ -134,7 +134,7 @@ def groups_of(layout, rank):
     return used if len(used) < 2 else [*used, tuple(layout.sequence(rank))]
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("layout", SEQUENCES + PIPELINES + IN_GROUPS, ids=Layout.equation)
 def test_every_connection_is_opened_at_the_start_in_one_order(layout, monkeypatch):
     world = World(layout, "nccl", monkeypatch)
@@ -167,7 +167,7 @@ def test_a_connection_that_fails_names_its_ranks(monkeypatch):
         pass
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", SEQUENCES, ids=Layout.equation)
 def test_ranks_that_share_a_sequence_agree_on_every_collective(traced, layout, backend):
@@ -177,7 +177,7 @@ def test_ranks_that_share_a_sequence_agree_on_every_collective(traced, layout, b
         assert torch.allclose(outputs[0, branch], truth(branch, 2), atol=1e-5)
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("backend", BACKENDS if ALL else ["nccl"])  # both in turn: test_stages_of_rings.py
 @pytest.mark.parametrize("layout", PIPELINES, ids=Layout.equation)
 def test_stages_agree_on_every_message(traced, layout, backend):
@@ -206,7 +206,7 @@ UNLIKE = {  # layout -> the speeds of its ranks
 }
 
 
-@pytest.mark.cover(3)
+@pytest.mark.cover(5)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", UNLIKE, ids=Layout.equation)
 def test_ranks_on_unlike_devices_agree_on_every_message_and_compute_what_one_does(traced, layout, backend):
@@ -257,7 +257,7 @@ UNLIKE_GROUPS = [
 ]
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(4)
 @pytest.mark.parametrize(("layout", "speeds"), GROUPED + UNLIKE_GROUPS, ids=str)
 def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, speeds, monkeypatch):
     outputs = {}
@@ -285,7 +285,7 @@ def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, s
     assert all(torch.allclose(output, truth(branch, 2), atol=1e-5) for output, branch in outputs.values())
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(4)
 @pytest.mark.parametrize(
     "layout", [layout for layout in IN_GROUPS if layout.pipefusion > 1], ids=Layout.equation
 )
@@ -313,7 +313,7 @@ def test_receives_that_are_posted_late_change_nothing(traced, layout, backend):
     assert late != traced(layout, backend, WARM + IN_PATCHES)[1]
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("who", range(4))
 @pytest.mark.parametrize(
@@ -336,6 +336,7 @@ def test_ranks_leave_together_where_one_wishes_to_stop_and_go_on_together(traced
     assert torch.allclose(outputs[layout.writer, 2], truth(0, 4), atol=1e-5)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("who", range(4))
 @pytest.mark.parametrize(
@@ -392,6 +393,7 @@ if ALL:
 PLACES = ("input", "first block", "attention", "last block", "head")
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layout", FAILING, ids=Layout.equation)
 def test_a_rank_that_fails_anywhere_is_in_step_with_all_others(traced, monkeypatch, layout, place):

@@ -274,7 +274,7 @@ def test_residuals_of_a_controlnet_come_to_the_device_without_waiting_for_it(mod
     assert counts.waits == {}
 
 
-@pytest.mark.cover(3)
+@pytest.mark.cover(5)
 @pytest.mark.parametrize("blocks", [2, 4, LOOK_AHEAD, LOOK_AHEAD + 2, 3 * LOOK_AHEAD])
 @pytest.mark.parametrize(
     "layout",

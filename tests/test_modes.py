@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_cond_at_a_time")
 # -- samplers
 
 
-@pytest.mark.cover(4)
+@pytest.mark.cover(8)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_is_stock_when_warm_and_runs_free_if_it_acts_on_each_pixel(name):
     options = {"sampler": name, "steps": 4, "cfg": 2.0, "size": SIZE, "negative": conditioning(2, 13)}
@@ -53,15 +53,13 @@ def test_every_sampler_is_stock_when_warm_and_runs_free_if_it_acts_on_each_pixel
     torch.manual_seed(0)
     assert torch.equal(run(patched().model, **options), truth)
     assert torch.equal(torch.get_rng_state(), state)
-    free = name != "dpm_adaptive"
-    assert (
-        patched().mode == FREE
-        if free
-        else patched().modes.pop() == "single-timeline, because of the sampler dpm_adaptive"
-    )
+    if name == "dpm_adaptive":
+        assert patched().modes.pop() == "single-timeline, because of the sampler dpm_adaptive"
+        return
+    assert patched().mode == FREE
     stale = patched(warm_up=1)
     ours, in_step = run(stale.model, **options), run(together(stale.model), **options)
-    assert (stale.modes.pop(0) == FREE) == free and stale.mode.startswith("single-timeline")
+    assert stale.modes.pop(0) == FREE and stale.mode.startswith("single-timeline")
     assert relative_error(ours, in_step) <= BOUND
     assert relative_error(ours, truth) > 100 * BOUND, "nothing was stale"
 
@@ -169,7 +167,7 @@ def test_every_family_runs_free(case):
     assert relative_error(free, in_step) <= BOUND < relative_error(free, truth)
 
 
-@pytest.mark.cover(4)
+@pytest.mark.cover(8)
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name not in REPRESENTATIVES])
 def test_every_other_sample_runs_free_and_is_stock_when_warm(name):
     """What its nodes add to a prompt is known to leave each pixel to itself, or named. A plan that

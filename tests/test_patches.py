@@ -88,7 +88,7 @@ def test_a_warm_evaluation_is_the_models_own(model):
     assert relative_error(model.warm(model.asked[0]), truth) == 0
 
 
-@pytest.mark.cover(4)
+@pytest.mark.cover(6)
 @pytest.mark.parametrize(("model", "patches"), PATCHES, ids=str, indirect=["model"])
 def test_with_constant_inputs_every_patch_equals_the_serial_forward(model, patches):
     truth = model.serial(model.asked[0])

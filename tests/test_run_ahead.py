@@ -39,12 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .joint_model import PLAN, Model, inputs
 
 PATCHES = ((0, 4, False), (4, 4, False), (8, 5, True))
-LAYOUTS = [
-    Layout(ulysses=2),
-    Layout(ulysses=2, ring=2),
-    Layout(pipefusion=2),
-    Layout(ulysses=2, pipefusion=2),
-]
+LAYOUTS = [Layout(ulysses=2, ring=2), Layout(ulysses=2, pipefusion=2)]
 
 
 class Gpu:

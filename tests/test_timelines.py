@@ -131,6 +131,7 @@ def fail():
     raise ZeroDivisionError
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("stop", [interrupt, fail])
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_an_exception_in_a_callback_unwinds_every_timeline_and_the_next_run_is_right(queue, stop, at):
@@ -152,6 +153,7 @@ def test_an_exception_in_a_callback_unwinds_every_timeline_and_the_next_run_is_r
     assert set(ours.modes) == {FREE}
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 @pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
 def test_an_engine_that_fails_abandons_what_is_in_flight_and_the_next_run_is_right(
@@ -272,6 +274,7 @@ def test_what_may_keep_something_from_cond_to_cond_sees_them_as_stock_does(queue
     assert engine.most == 3, "positive and negative in one batch"
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
 @pytest.mark.parametrize("at", [1, 4, 8])
 def test_a_cond_that_fails_leaves_none_of_the_others_waiting(queue, wrap, at, monkeypatch):
