@@ -38,11 +38,9 @@ def test_tests_that_cannot_run_or_fail_without_a_fault_are_no_fault_that_is_foun
         mutants.require_whole([gone], [tmp_path])
 
 
-def test_of_the_checkout_as_it_is_nothing_is_found(tmp_path):
+def test_a_fault_of_the_list_is_found_in_a_copy_of_the_checkout(tmp_path):
     (one, *_) = (one for one in mutants.read() if one.tests == ("test_arena",))
-    copy = mutants.copied(tmp_path / "copy")
-    mutants.require_whole([one], [copy])
-    assert mutants.tried(one, copy) == "found"
+    assert mutants.tried(one, mutants.copied(tmp_path / "copy")) == "found"
 
 
 @pytest.mark.parametrize(("instead", "found"), [("return 2", "found"), ("return  1", "not found")])
