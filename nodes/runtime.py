@@ -32,6 +32,7 @@ from ..parallel_runtime.client.wait import NoWait, Wait
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import in_one_sequence
 from ..parallel_runtime.planner.counts import Counts
+from ..parallel_runtime.refusals import require_plan
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
 from .one_gpu import predicted
@@ -46,6 +47,10 @@ CROWDED = (
     " degrees."
 )
 ONE_GPU = "There is one GPU here, and nothing to share an image with."
+UNTRIED = (
+    "{} has no token plan, and nobody has tried it on several GPUs: each computes whole images of it, which"
+    " are compared with those of one GPU in the first step."
+)
 log = logging.getLogger("pipemesh")
 
 
@@ -184,6 +189,8 @@ class Runtime:
             choice.computed_on(device),
             choice.weights,
         )
+        if not require_plan(model.model.diffusion_model).is_tried and choice.placement.layout.groups > 1:
+            self.notices.tell(UNTRIED.format(type(model.model.diffusion_model).__name__), one_gpu=False)
         left_open = left_open or (choice if choice.is_open else None)
         if made is model and self.planning.left_open(model.remote) != left_open:
             made = model.clone()  # by another choice: the one that came in keeps its own
